@@ -1,0 +1,1 @@
+"""Shared memory between one engine and one daemon: segments, rings, completion flags, doorbell, liveness."""

@@ -1,0 +1,184 @@
+/* The only place where an order between shared-memory accesses is made.
+ *
+ * Words(buffer) views a writable (or read-only) buffer as aligned 64-bit words.  Every method names its C11 order:
+ *
+ *   load_acquire(index)                      ldar        / mov
+ *   store_release(index, value)              stlr        / mov
+ *   compare_exchange(index, expected, new)   ldaxr+stlxr / lock cmpxchg   (sequentially consistent; returns what stood there)
+ *   fence()                                  dmb ish     / mfence         (sequentially consistent)
+ *
+ * Python promises nothing about the order of memoryview accesses, and struct.pack_into may expose a transient zero:
+ * neither ever touches a word that two processes share.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdatomic.h>
+#include <stdint.h>
+
+_Static_assert(sizeof(_Atomic uint64_t) == 8, "64-bit atomics must be plain words");
+_Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "64-bit atomics must be lock-free to work between processes");
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer view;
+    Py_ssize_t count; /* words; 0 after release() */
+    int writable;
+} Words;
+
+static PyObject *Words_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"buffer", "writable", NULL};
+    PyObject *source;
+    int writable = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|p:Words", names, &source, &writable))
+        return NULL;
+    Words *self = (Words *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    if (PyObject_GetBuffer(source, &self->view, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0) {
+        self->view.obj = NULL;
+        Py_DECREF(self);
+        return NULL;
+    }
+    if ((uintptr_t)self->view.buf % 8 != 0) {
+        PyErr_SetString(PyExc_ValueError, "buffer must start on an 8-byte boundary");
+        Py_DECREF(self);
+        return NULL;
+    }
+    self->count = self->view.len / 8;
+    self->writable = writable;
+    return (PyObject *)self;
+}
+
+static void Words_dealloc(Words *self)
+{
+    if (self->view.obj != NULL)
+        PyBuffer_Release(&self->view);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* The address of one word, or NULL with IndexError set. */
+static _Atomic uint64_t *word_at(Words *self, PyObject *index_object)
+{
+    Py_ssize_t index = PyLong_AsSsize_t(index_object);
+    if (index == -1 && PyErr_Occurred())
+        return NULL;
+    if (index < 0 || index >= self->count) {
+        PyErr_Format(PyExc_IndexError, "word index=%zd is outside 0..%zd", index, self->count - 1);
+        return NULL;
+    }
+    return (_Atomic uint64_t *)self->view.buf + index;
+}
+
+static int value_of(PyObject *object, uint64_t *value)
+{
+    *value = PyLong_AsUnsignedLongLong(object);
+    return (*value == (uint64_t)-1 && PyErr_Occurred()) ? -1 : 0;
+}
+
+static int check_call(Words *self, Py_ssize_t got, Py_ssize_t wanted, int writes)
+{
+    if (got != wanted) {
+        PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", wanted, got);
+        return -1;
+    }
+    if (writes && !self->writable) {
+        PyErr_SetString(PyExc_TypeError, "these words are a read-only view");
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *Words_load_acquire(Words *self, PyObject *index)
+{
+    _Atomic uint64_t *word = word_at(self, index);
+    if (word == NULL)
+        return NULL;
+    return PyLong_FromUnsignedLongLong(atomic_load_explicit(word, memory_order_acquire));
+}
+
+static PyObject *Words_store_release(Words *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    uint64_t value;
+    if (check_call(self, nargs, 2, 1) < 0)
+        return NULL;
+    _Atomic uint64_t *word = word_at(self, args[0]);
+    if (word == NULL || value_of(args[1], &value) < 0)
+        return NULL;
+    atomic_store_explicit(word, value, memory_order_release);
+    Py_RETURN_NONE;
+}
+
+static PyObject *Words_compare_exchange(Words *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    uint64_t expected, desired;
+    if (check_call(self, nargs, 3, 1) < 0)
+        return NULL;
+    _Atomic uint64_t *word = word_at(self, args[0]);
+    if (word == NULL || value_of(args[1], &expected) < 0 || value_of(args[2], &desired) < 0)
+        return NULL;
+    atomic_compare_exchange_strong_explicit(word, &expected, desired, memory_order_seq_cst, memory_order_seq_cst);
+    return PyLong_FromUnsignedLongLong(expected);
+}
+
+static PyObject *Words_release(Words *self, PyObject *Py_UNUSED(ignored))
+{
+    self->count = 0;
+    if (self->view.obj != NULL)
+        PyBuffer_Release(&self->view);
+    Py_RETURN_NONE;
+}
+
+static Py_ssize_t Words_length(Words *self) { return self->count; }
+
+static PyMethodDef Words_methods[] = {
+    {"load_acquire", (PyCFunction)Words_load_acquire, METH_O, "load_acquire(index) -> int"},
+    {"store_release", (PyCFunction)(void (*)(void))Words_store_release, METH_FASTCALL, "store_release(index, value)"},
+    {"compare_exchange", (PyCFunction)(void (*)(void))Words_compare_exchange, METH_FASTCALL,
+     "compare_exchange(index, expected, desired) -> int: the value found; equal to expected when it was exchanged"},
+    {"release", (PyCFunction)Words_release, METH_NOARGS, "release(): let go of the buffer; every later access raises"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PySequenceMethods Words_as_sequence = {.sq_length = (lenfunc)Words_length};
+
+static PyTypeObject WordsType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "kvprefetch.shmring._atomics.Words",
+    .tp_doc = "Words(buffer, writable=True): aligned 64-bit words shared between processes",
+    .tp_basicsize = sizeof(Words),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = Words_new,
+    .tp_dealloc = (destructor)Words_dealloc,
+    .tp_methods = Words_methods,
+    .tp_as_sequence = &Words_as_sequence,
+};
+
+static PyObject *atomics_fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    atomic_thread_fence(memory_order_seq_cst);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef module_methods[] = {
+    {"fence", atomics_fence, METH_NOARGS, "fence(): a sequentially consistent fence"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, .m_name = "_atomics", .m_doc = "Ordered access to words in shared memory.", .m_size = -1,
+    .m_methods = module_methods,
+};
+
+PyMODINIT_FUNC PyInit__atomics(void)
+{
+    if (PyType_Ready(&WordsType) < 0)
+        return NULL;
+    PyObject *m = PyModule_Create(&module);
+    if (m == NULL)
+        return NULL;
+    if (PyModule_AddObjectRef(m, "Words", (PyObject *)&WordsType) < 0) {
+        Py_DECREF(m);
+        return NULL;
+    }
+    return m;
+}

@@ -1,0 +1,68 @@
+"""Save credits: the daemon grants slot numbers, the engine takes them; a counter in shared memory per direction.
+
+* SYNC credit: slot number visible with the counter.  The daemon writes the entry, then stores `granted` (release); the engine
+  loads `granted` (acquire), then reads the entry.  There are never more credits outstanding than entries.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ._atomics import Words
+from .errors import SegmentCorrupt
+from .layout import Layout, Line
+
+
+def _entries(buffer: memoryview, layout: Layout) -> npt.NDArray[np.uint32]:
+    end = layout.credits_offset + layout.credit_entries * 4
+    return np.frombuffer(buffer[layout.credits_offset : end], dtype="<u4")
+
+
+class CreditGranter:
+    """Daemon side: the right to grant slots."""
+
+    def __init__(self, buffer: memoryview, words: Words, layout: Layout) -> None:
+        self._entries = _entries(buffer, layout)
+        self._words = words
+        self._mask = layout.credit_entries - 1
+        self._granted = words.load_acquire(Line.CREDITS_GRANTED)
+
+    def grant(self, slots: list[int]) -> None:
+        """Grant these slots. The caller never has more than `credit_entries` outstanding."""
+        if len(slots) > self._mask + 1:
+            raise ValueError(f"too many credits: slots={len(slots)} max={self._mask + 1}")
+        for slot in slots:
+            self._entries[self._granted & self._mask] = slot
+            self._granted += 1
+        # SYNC credit: slot number visible with the counter
+        self._words.store_release(Line.CREDITS_GRANTED, self._granted)
+
+
+class CreditTaker:
+    """Engine side: the right to take granted slots."""
+
+    def __init__(self, buffer: memoryview, words: Words, layout: Layout) -> None:
+        self._entries = _entries(buffer, layout)
+        self._words = words
+        self._mask = layout.credit_entries - 1
+        self._slot_count = layout.slot_count
+        self._taken = words.load_acquire(Line.CREDITS_TAKEN)
+
+    def available(self) -> int:
+        """How many slots could be taken now. SegmentCorrupt when the counter is impossible."""
+        # SYNC credit: slot number visible with the counter
+        count = self._words.load_acquire(Line.CREDITS_GRANTED) - self._taken
+        if not 0 <= count <= self._mask + 1:
+            raise SegmentCorrupt(f"credit counter is impossible: outstanding={count} max={self._mask + 1}")
+        return count
+
+    def take(self, count: int) -> list[int]:
+        """Up to `count` granted slots. SegmentCorrupt when a slot number is out of bounds."""
+        count = min(count, self.available())
+        slots = [int(self._entries[self._taken + i & self._mask]) for i in range(count)]
+        if slots and max(slots) >= self._slot_count:
+            raise SegmentCorrupt(f"credit slot out of bounds: slot={max(slots)} bound={self._slot_count}")
+        self._taken += count
+        self._words.store_release(Line.CREDITS_TAKEN, self._taken)
+        return slots

@@ -1,0 +1,66 @@
+"""Is the other side alive, hung or gone? Answered from shared words, without a system call.
+
+Gone: its control connection ended; the thread that blocks on that connection stores the `*_GONE` word.
+Hung: its heartbeat is older than a threshold of seconds (SIGSTOP, a GIL held by a foreign library); it may come back.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from ._atomics import Words
+from .layout import Line
+
+HUNG_AFTER_NS = 5_000_000_000
+
+
+class PeerState(enum.IntEnum):
+    """What a side says of itself in its `*_STATE` word."""
+
+    STARTING = 0
+    ACTIVE = 1
+    CLOSING = 2
+
+
+class PeerStatus(enum.Enum):
+    """What a reader concludes."""
+
+    STARTING = "starting"
+    ALIVE = "alive"
+    HUNG = "hung"
+    GONE = "gone"
+
+
+class Liveness:
+    """The liveness words of one segment, from one side. `now_ns` is CLOCK_MONOTONIC (time.monotonic_ns)."""
+
+    def __init__(self, words: Words, *, consumer: bool, hung_after_ns: int = HUNG_AFTER_NS) -> None:
+        self._words = words
+        self._hung_after_ns = hung_after_ns
+        mine, peer = (Line.CONSUMER_BEAT, Line.PRODUCER_BEAT) if consumer else (Line.PRODUCER_BEAT, Line.CONSUMER_BEAT)
+        self._my_beat, self._peer_beat = mine, peer
+        self._my_state = Line.CONSUMER_STATE if consumer else Line.PRODUCER_STATE
+        self._peer_state = Line.PRODUCER_STATE if consumer else Line.CONSUMER_STATE
+        self._peer_gone = Line.PRODUCER_GONE if consumer else Line.CONSUMER_GONE
+
+    def beat(self, now_ns: int) -> None:
+        self._words.store_release(self._my_beat, now_ns)
+
+    def set_state(self, state: PeerState) -> None:
+        self._words.store_release(self._my_state, state)
+
+    def peer_is_gone(self) -> None:
+        """Called by the thread that saw the end of the control connection."""
+        self._words.store_release(self._peer_gone, 1)
+
+    def peer(self, now_ns: int) -> PeerStatus:
+        """The status of the other side: two or three acquire loads."""
+        load = self._words.load_acquire
+        if load(self._peer_gone):
+            return PeerStatus.GONE
+        state = load(self._peer_state)
+        if state == PeerState.STARTING:
+            return PeerStatus.STARTING
+        if state != PeerState.ACTIVE:
+            return PeerStatus.GONE
+        return PeerStatus.HUNG if now_ns - load(self._peer_beat) > self._hung_after_ns else PeerStatus.ALIVE
