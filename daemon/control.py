@@ -1,0 +1,324 @@
+"""The control socket: who may attach, the handshake of all processes of an engine, and their end of file.
+
+One SOCK_SEQPACKET connection per process (scheduler and each worker).  When the scheduler and every worker of one incarnation
+have said hello, a session with a new epoch is made and each gets its segments; when all mapped them it is active.  The first end
+of file ends the epoch for all of them: they come back with a new hello and get a new one.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import stat
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from ..shmring import protocol
+from ..shmring.errors import SegmentError
+from ..shmring.protocol import Attached, Hello, Mapped, Message, ProtocolError, Refused, Reset, ResetDone
+from .config import ConfigError
+from .logs import Log
+from .session import EngineSession
+from .staging import StagingTooSmall
+
+SOCKET_MODE = 0o660
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Credentials(NamedTuple):
+    """SO_PEERCRED of a connection."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+@dataclass(eq=False)
+class Peer:
+    """One connected process."""
+
+    sock: socket.socket
+    credentials: Credentials
+    hello: Hello | None = None
+    group: Group | None = None
+    mapped: bool = False
+
+
+@dataclass(eq=False)
+class Group:
+    """The processes of one engine incarnation, and their session once all have said hello."""
+
+    key: tuple[str, str]
+    world_size: int
+    uid: int
+    scheduler: Peer | None = None
+    workers: dict[int, Peer] = field(default_factory=dict)
+    session: EngineSession | None = None
+
+    @property
+    def peers(self) -> list[Peer]:
+        return [*self.workers.values(), *([self.scheduler] if self.scheduler is not None else [])]
+
+    @property
+    def complete(self) -> bool:
+        return self.scheduler is not None and len(self.workers) == self.world_size
+
+
+def listen(path: Path) -> socket.socket:
+    """Bind the control socket, replacing a dead one. Raises ConfigError when the path is taken or not usable."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
+            raise ConfigError(f"socket: the path exists and is not a socket: socket={str(path)!r}")
+        if path.exists():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+                try:
+                    probe.connect(str(path))
+                except ConnectionRefusedError:
+                    path.unlink()
+                else:
+                    raise ConfigError(f"socket: another daemon is serving: socket={str(path)!r}")
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            sock.bind(str(path))
+            os.chmod(path, SOCKET_MODE)
+            sock.listen(64)
+            sock.setblocking(False)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+    except OSError as error:
+        raise ConfigError(f"socket: cannot be bound: {error.strerror or error}: socket={str(path)!r}") from None
+
+
+class Control:
+    """Accepts processes and keeps their groups. `make_session` builds a session from the hellos of a complete group."""
+
+    def __init__(
+        self, sock: socket.socket, make_session: Callable[[int, Hello, Sequence[Hello]], EngineSession], log: Log,
+        *, max_engines: int, watch: Callable[[int], None], unwatch: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self.sock = sock
+        self._make_session = make_session
+        self._log = log
+        self._max_engines = max_engines
+        self._watch, self._unwatch = watch, unwatch
+        self._peers: dict[int, Peer] = {}
+        self._groups: dict[tuple[str, str], Group] = {}
+        self.ended: list[EngineSession] = []  # ended sessions, until the owner of the loop closes them
+
+    def sessions(self) -> list[EngineSession]:
+        return [group.session for group in self._groups.values() if group.session is not None]
+
+    def ready(self, fd: int) -> None:
+        """A watched descriptor is readable."""
+        if fd == self.sock.fileno():
+            self._accept()
+        elif (peer := self._peers.get(fd)) is not None:
+            try:
+                received = protocol.receive_message(peer.sock, max_fds=0)
+                if received is not None:
+                    self._handle(peer, received[0])
+                    return
+            except BlockingIOError:
+                return
+            except ProtocolError as error:
+                self._refuse(peer, str(error), final=True)
+            except OSError as error:  # the process went away while we spoke
+                self._log.debug("peer.lost", pid=peer.credentials.pid, error=str(error))
+            self._drop(peer)
+
+    def end(self, session: EngineSession) -> None:
+        """End a session from our side: its processes see the end of file and come back."""
+        for group in list(self._groups.values()):
+            if group.session is session:
+                self._dissolve(group)
+
+    def close(self) -> None:
+        for group in list(self._groups.values()):
+            self._dissolve(group)
+        for peer in list(self._peers.values()):
+            self._close_peer(peer)
+        self._unwatch(self.sock.fileno())
+        self.sock.close()
+
+    # --- connections ------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self.sock.accept()
+        except OSError:
+            return
+        sock.setblocking(False)
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        peer = Peer(sock, Credentials(*_CREDENTIALS.unpack(raw)))
+        if not self._may_attach(peer.credentials):
+            self._log.warning("peer.refused", pid=peer.credentials.pid, uid=peer.credentials.uid, reason="credentials")
+            self._refuse(peer, f"uid is not allowed to attach: uid={peer.credentials.uid}", final=True)
+            sock.close()
+            return
+        self._peers[sock.fileno()] = peer
+        self._watch(sock.fileno())
+
+    def _may_attach(self, credentials: Credentials) -> bool:
+        """Our own user, root, or a process whose group owns the socket file."""
+        path = self.sock.getsockname()
+        try:
+            group = os.stat(path).st_gid
+        except OSError:
+            group = -1
+        return credentials.uid in (0, os.geteuid()) or credentials.gid == group
+
+    def _handle(self, peer: Peer, message: Message) -> None:
+        if isinstance(message, Hello):
+            self._hello(peer, message)
+        elif isinstance(message, Mapped):
+            self._mapped(peer, message)
+        elif isinstance(message, Reset) and peer.group is not None and peer.group.scheduler is peer:
+            self._reset(peer, message)
+        else:
+            raise ProtocolError(f"message is not expected here: type={message.type}")
+
+    def _hello(self, peer: Peer, hello: Hello) -> None:
+        if peer.hello is not None:
+            raise ProtocolError("hello was said before")
+        if hello.groups != 1:
+            raise ProtocolError(f"only one KV-cache group is served: groups={hello.groups} max=1")
+        if (hello.worker if hello.role == "worker" else hello.scheduler) is None:
+            raise ProtocolError(f"{hello.role}: field required: role={hello.role}")
+        if hello.rank >= (hello.world_size if hello.role == "worker" else 1):
+            raise ProtocolError(f"rank out of bounds: rank={hello.rank} world_size={hello.world_size}")
+        key = (hello.engine_id, hello.incarnation)
+        group = self._groups.get(key)
+        if group is None:
+            if len(self._groups) >= self._max_engines:
+                self._turn_away(peer, f"too many engines: max_engines={self._max_engines}")
+                return
+            group = self._groups[key] = Group(key, hello.world_size, peer.credentials.uid)
+        taken = group.scheduler is not None if hello.role == "scheduler" else hello.rank in group.workers
+        if taken or group.session is not None:
+            self._turn_away(peer, f"already attached: role={hello.role} rank={hello.rank}")
+            return
+        if hello.world_size != group.world_size or peer.credentials.uid != group.uid:
+            raise ProtocolError(
+                f"differs from its engine's other processes: world_size={hello.world_size} "
+                f"expected={group.world_size} uid={peer.credentials.uid} expected={group.uid}"
+            )
+        peer.hello, peer.group = hello, group
+        if hello.role == "scheduler":
+            group.scheduler = peer
+        else:
+            group.workers[hello.rank] = peer
+        self._log.info(
+            "peer.hello", engine=hello.engine_id, role=hello.role, rank=hello.rank, pid=peer.credentials.pid,
+            version=hello.version,
+        )  # fmt: skip
+        if group.complete:
+            self._attach(group)
+
+    def _attach(self, group: Group) -> None:
+        assert group.scheduler is not None and group.scheduler.hello is not None
+        workers = [group.workers[rank] for rank in range(group.world_size)]
+        hellos = [worker.hello for worker in workers if worker.hello is not None]
+        try:
+            session = self._make_session(secrets.randbits(62) + 1, group.scheduler.hello, hellos)
+        except (StagingTooSmall, SegmentError, ValueError) as error:
+            self._log.error("engine.refused", engine=group.key[0], error=str(error))
+            for peer in group.peers:
+                self._refuse(peer, str(error), final=True)
+            self._dissolve(group)
+            return
+        group.session = session
+        for rank, worker in enumerate(workers):
+            segment = session.staging.segments[rank]
+            protocol.send_message(
+                worker.sock,
+                Attached(
+                    epoch=session.epoch, segment_bytes=segment.size_bytes, slot_count=session.slot_count,
+                    slot_bytes=session.staging.block_bytes[rank],
+                ),
+                [segment.fd],
+            )  # fmt: skip
+        protocol.send_message(
+            group.scheduler.sock,
+            Attached(
+                epoch=session.epoch, segment_bytes=session.layout.total_bytes, slot_count=session.slot_count, slot_bytes=0
+            ),
+            [session.control.fd, session.doorbell.fd],
+        )
+        self._watch(session.doorbell.fd)
+
+    def _mapped(self, peer: Peer, message: Mapped) -> None:
+        session = peer.group.session if peer.group is not None else None
+        if session is None or message.epoch != session.epoch or peer.group is None:
+            raise ProtocolError(f"mapped an epoch that is not current: epoch={message.epoch}")
+        peer.mapped = True
+        if all(other.mapped for other in peer.group.peers):
+            session.activate()
+            self._log.info(
+                "engine.attached", engine=session.engine_id, epoch=session.epoch, ranks=peer.group.world_size,
+                slots=session.slot_count, save_slots=session.save_slots, block_bytes=session.block_bytes,
+            )  # fmt: skip
+
+    def _reset(self, peer: Peer, message: Reset) -> None:
+        session = peer.group.session if peer.group is not None else None
+        if session is None:
+            raise ProtocolError("reset before the engine is attached")
+
+        def reply(ok: bool) -> None:
+            try:
+                protocol.send_message(peer.sock, ResetDone(reset_generation=message.reset_generation, ok=ok))
+            except OSError:
+                pass  # the engine is gone; its end of file says so
+
+        session.reset(message.reset_generation, message.timeout_ms / 1e3, reply)
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def _turn_away(self, peer: Peer, reason: str) -> None:
+        self._refuse(peer, reason, final=False)
+        self._close_peer(peer)
+
+    def _refuse(self, peer: Peer, error: str, *, final: bool) -> None:
+        self._log.warning("peer.refused", pid=peer.credentials.pid, error=error, final=final)
+        try:
+            protocol.send_message(peer.sock, Refused(error=error, final=final))
+        except OSError:
+            pass
+
+    def _drop(self, peer: Peer) -> None:
+        group = peer.group
+        self._close_peer(peer)
+        if group is None:
+            return
+        if group.session is None:
+            if group.scheduler is peer:
+                group.scheduler = None
+            if peer.hello is not None:
+                group.workers = {rank: other for rank, other in group.workers.items() if other is not peer}
+            if not group.peers:
+                self._groups.pop(group.key, None)
+            return
+        group.session.liveness.peer_is_gone()
+        self._dissolve(group)
+
+    def _dissolve(self, group: Group) -> None:
+        self._groups.pop(group.key, None)
+        if group.session is not None:
+            self._unwatch(group.session.doorbell.fd)
+            group.session.end()
+            self.ended.append(group.session)
+        for peer in group.peers:
+            self._close_peer(peer)
+
+    def _close_peer(self, peer: Peer) -> None:
+        fd = peer.sock.fileno()
+        if fd >= 0:
+            self._peers.pop(fd, None)
+            self._unwatch(fd)
+            peer.sock.close()

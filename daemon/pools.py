@@ -1,0 +1,73 @@
+"""Threads for blocking store calls, whose results come back to the main loop."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+
+class Pools:
+    """Threads for store calls; results come back to the main loop as callbacks, announced on `fd` (an eventfd).
+
+    Look-ups, fetches and saves have threads of their own, so that none of them waits behind another kind.
+    """
+
+    def __init__(self, fetch_threads: int) -> None:
+        self.fetch_threads = fetch_threads
+        self.fetches_in_flight = 0
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._look_ups = ThreadPoolExecutor(1, "lookup")
+        self._fetches = ThreadPoolExecutor(fetch_threads, "fetch")
+        self._saves = ThreadPoolExecutor(1, "save")
+        self._finished: deque[Callable[[], None]] = deque()
+
+    def look_up(self, job: Callable[[], Any], done: Callable[[Future[Any]], None]) -> None:
+        self._submit(self._look_ups, job, done)
+
+    def save(self, job: Callable[[], Any], done: Callable[[Future[Any]], None]) -> None:
+        self._submit(self._saves, job, done)
+
+    def fetch(self, job: Callable[[], Any], done: Callable[[Future[Any]], None]) -> None:
+        self.fetches_in_flight += 1
+
+        def finished(future: Future[Any]) -> None:
+            self.fetches_in_flight -= 1
+            done(future)
+
+        self._submit(self._fetches, job, finished)
+
+    @property
+    def fetch_room(self) -> bool:
+        return self.fetches_in_flight < self.fetch_threads
+
+    def run_finished(self) -> int:
+        """On the main loop: run the callbacks of finished jobs; how many."""
+        count = 0
+        while self._finished:
+            self._finished.popleft()()
+            count += 1
+        return count
+
+    def clear_bell(self) -> None:
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        """Wait for the calls in flight; each is bounded by the store's own timeouts."""
+        for pool in (self._look_ups, self._fetches, self._saves):
+            pool.shutdown(wait=True, cancel_futures=True)
+        os.close(self.fd)
+
+    def _submit(self, pool: ThreadPoolExecutor, job: Callable[[], Any], done: Callable[[Future[Any]], None]) -> None:
+        def announce(future: Future[Any]) -> None:
+            if future.cancelled():
+                return
+            self._finished.append(lambda: done(future))
+            os.eventfd_write(self.fd, 1)
+
+        pool.submit(job).add_done_callback(announce)

@@ -1,0 +1,213 @@
+"""The daemon's main loop: rings in, store jobs out, and the life of the process around them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from ..shmring.errors import SegmentCorrupt
+from ..shmring.protocol import Hello
+from .config import DaemonConfig
+from .control import Control, listen
+from .embedded import DiskSpec, EmbeddedMaster
+from .logs import Log
+from .pools import Pools
+from .session import EngineSession
+from .store import MooncakeSettings, Store, StoreError, StoreUnavailable
+
+DRAIN_LIMIT = 256
+TICK_NS = 100_000_000
+REOPEN_S = 2.0
+
+
+class Daemon:
+    """One prefetch daemon. run() returns the exit status after SIGTERM or SIGINT."""
+
+    def __init__(self, config: DaemonConfig, log: Log) -> None:
+        self._config = config
+        self._log = log
+        self._stopping = False
+        self._epoll = select.epoll()
+        self._master: EmbeddedMaster | None = None
+        self._store: Store | None = None
+        self._store_is_open = False
+        self._store_opened = threading.Event()  # set by the thread that reopens, taken by the loop
+        self._control: Control | None = None
+        self._turn = 0
+
+    def run(self) -> int:
+        """Serve until told to stop. Raises ConfigError and StoreError for what cannot start."""
+        # Store threads return from C with little Python to do: let them have the GIL soon.
+        sys.setswitchinterval(0.0005)
+        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        self._epoll.register(wake_read, select.EPOLLIN)
+        sock = listen(self._config.socket)
+        pools = Pools(self._config.fetch_threads)
+        self._epoll.register(pools.fd, select.EPOLLIN)
+        try:
+            store = self._store = self._open_store()
+            self._control = Control(
+                sock, lambda epoch, scheduler, workers: self._session(epoch, scheduler, workers, store, pools),
+                self._log, max_engines=self._config.max_engines, watch=self._watch, unwatch=self._unwatch,
+            )  # fmt: skip
+            self._watch(sock.fileno())
+            self._log.info("daemon.ready", socket=str(self._config.socket), pid=os.getpid(), staging=self._config.staging)
+            self._loop(self._control, pools)
+            return 0
+        finally:
+            self._shut_down(pools)
+            with contextlib.suppress(FileNotFoundError):
+                self._config.socket.unlink()
+            sock.close()
+            self._log.info("daemon.stopped")
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def _loop(self, control: Control, pools: Pools) -> None:
+        spin_ns = self._config.spin_us * 1000
+        last_work = last_tick = last_poll = 0
+        while not self._stopping:
+            now = time.monotonic_ns()
+            sessions = control.sessions()
+            work = pools.run_finished()
+            for session in sessions:
+                work += self._drain(control, session)
+            self._pump(sessions, pools)
+            if now - last_tick >= TICK_NS:
+                last_tick = now
+                self._tick(control, sessions, now)
+            if work:
+                last_work = now
+            busy = now - last_work < spin_ns
+            if busy and now - last_poll < 1_000_000:
+                continue
+            last_poll = now
+            # Every ring announces the sleep, also when an earlier one already turned out not to be empty.
+            asleep = not busy and all([session.ring.prepare_sleep() for session in sessions])
+            events = self._epoll.poll(TICK_NS / 1e9 if asleep else 0.0)
+            for session in sessions:
+                session.ring.wake()
+            for fd, _ in events:
+                self._event(control, sessions, pools, fd)
+
+    def _drain(self, control: Control, session: EngineSession) -> int:
+        try:
+            return session.drain(DRAIN_LIMIT)
+        except SegmentCorrupt as error:
+            self._log.error("engine.corrupt", engine=session.engine_id, epoch=session.epoch, error=str(error))
+            control.end(session)
+            return 0
+
+    def _pump(self, sessions: Sequence[EngineSession], pools: Pools) -> None:
+        """Hand out fetches, one engine after the other, while there is a free thread."""
+        idle = 0
+        while pools.fetch_room and idle < len(sessions):
+            self._turn += 1
+            idle = 0 if sessions[self._turn % len(sessions)].pump() else idle + 1
+
+    def _tick(self, control: Control, sessions: Sequence[EngineSession], now_ns: int) -> None:
+        for session in sessions:
+            session.liveness.beat(now_ns)
+            session.scan(now_ns)
+        if self._store_opened.is_set():
+            self._store_opened.clear()
+            self._log.info("store.opened")
+            for session in sessions:
+                session.register_staging()
+        for session in [ended for ended in control.ended if ended.idle]:
+            control.ended.remove(session)
+            session.close()
+
+    def _event(self, control: Control, sessions: Sequence[EngineSession], pools: Pools, fd: int) -> None:
+        if fd == pools.fd:
+            pools.clear_bell()
+            return
+        for session in sessions:
+            if not session.closing and fd == session.doorbell.fd:
+                session.doorbell.clear()
+                return
+        control.ready(fd)
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def _open_store(self) -> Store:
+        """The configured cluster, or the embedded store. A cluster that is not there yet is tried again later."""
+        config = self._config
+        if config.mooncake_config is not None:
+            settings = MooncakeSettings.from_file(config.mooncake_config)
+        else:
+            disk = DiskSpec.parse(config.disk) if config.disk is not None else None
+            self._master = EmbeddedMaster(config.memory, disk, self._log, master_port=config.master_port)
+            settings = self._master.start()
+        store = Store(settings, self._log, rpc_timeout_ms=config.rpc_timeout_ms)
+        try:
+            store.open()
+            self._store_is_open = True
+        except StoreError as error:
+            if self._master is not None:
+                raise
+            self._log.warning("store.degraded", error=str(error), retry_s=REOPEN_S)
+            threading.Thread(target=self._reopen, args=(store,), name="reopen", daemon=True).start()
+        return store
+
+    def _reopen(self, store: Store) -> None:
+        while not self._stopping:
+            time.sleep(REOPEN_S)
+            try:
+                store.open()
+            except StoreError as error:
+                self._log.debug("store.degraded", error=str(error), retry_s=REOPEN_S)
+            else:
+                self._store_is_open = True
+                self._store_opened.set()
+                return
+
+    def _session(
+        self, epoch: int, scheduler: Hello, workers: Sequence[Hello], store: Store, pools: Pools
+    ) -> EngineSession:
+        session = EngineSession(
+            self._config, epoch, scheduler, list(workers), store, pools, self._log, time.monotonic_ns,
+            tiers=self._config.disk is not None,
+        )  # fmt: skip
+        if self._store_is_open:
+            with contextlib.suppress(StoreUnavailable):
+                session.register_staging()
+        return session
+
+    def _shut_down(self, pools: Pools) -> None:
+        """Engines first (they fall back at once), then calls in flight, then the store, then its master."""
+        if self._control is not None:
+            self._control.close()
+        pools.close()
+        if self._control is not None:
+            pools.run_finished()
+            for session in self._control.ended:
+                session.close()
+        if self._store is not None:
+            if self._master is not None:
+                self._master.flush(self._store)
+            self._store.close()
+        if self._master is not None:
+            self._master.stop()
+        self._epoll.close()
+
+    def _watch(self, fd: int) -> None:
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def _unwatch(self, fd: int) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.unregister(fd)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._stopping = True
+        self._log.info("daemon.stopping", signal=signal.Signals(number).name)

@@ -1,0 +1,55 @@
+"""Host staging: one shared-memory segment per rank, cut into equal slots; slot n of every rank belongs together."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from ..shmring.segment import Segment
+
+
+class StagingTooSmall(ValueError):
+    """The budget does not hold one block."""
+
+
+def slots_for(budget_bytes: int, block_bytes: Sequence[int]) -> int:
+    """How many slots the budget holds when each rank stages `block_bytes[rank]` per slot. StagingTooSmall for none."""
+    per_slot = sum(block_bytes)
+    if budget_bytes < per_slot:
+        raise StagingTooSmall(
+            f"staging is smaller than one block: staging={budget_bytes} block_bytes={per_slot} (all ranks)"
+        )
+    return budget_bytes // per_slot
+
+
+class HostStaging:
+    """The staging segments of one engine. Addresses are this process's, for the store to read into and write from."""
+
+    def __init__(self, slot_count: int, block_bytes: Sequence[int]) -> None:
+        self.slot_count = slot_count
+        self.block_bytes = list(block_bytes)
+        self.segments: list[Segment] = []
+        self._bases: list[int] = []
+        try:
+            for size in self.block_bytes:
+                segment = Segment.create(slot_count * size)
+                self.segments.append(segment)
+                # The array object only serves to learn the address; the segment keeps the memory mapped.
+                self._bases.append(ctypes.addressof(ctypes.c_char.from_buffer(segment.buffer)))
+        except BaseException:
+            self.close()
+            raise
+
+    def areas(self) -> list[tuple[int, int]]:
+        """(address, bytes) of each rank's segment."""
+        return [(base, segment.size_bytes) for base, segment in zip(self._bases, self.segments, strict=True)]
+
+    def addresses(self, slot: int) -> list[int]:
+        """Where slot `slot` begins, per rank."""
+        return [base + slot * size for base, size in zip(self._bases, self.block_bytes, strict=True)]
+
+    def close(self) -> None:
+        """Unmap; only after no store call can touch the addresses any more."""
+        for segment in self.segments:
+            segment.close()
+        self.segments = []

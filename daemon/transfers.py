@@ -1,0 +1,101 @@
+"""Store work of one engine: look-ups, fetches into slots, saves out of slots, removals; each one blocking job.
+
+Each function turns one job of one engine into store calls for all its ranks.  A block counts only when every rank's part does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .planner import Fetched
+from .staging import HostStaging
+from .store import ErrorClass, Store, StoreUnavailable
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Where one engine's blocks lie: store key prefix of each rank (fixed at attach) and its staging."""
+
+    key_prefixes: tuple[str, ...]
+    staging: HostStaging
+
+    def keys(self, digest: bytes) -> list[str]:
+        name = digest.hex()
+        return [prefix + name for prefix in self.key_prefixes]
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """What became of a save: blocks stored now, blocks that were there already, blocks lost, and whether to slow down."""
+
+    stored: int
+    present: int
+    failed: int
+    no_space: bool
+
+
+def look_up(store: Store, shape: Shape, digests: Sequence[bytes]) -> int | None:
+    """How many leading digests the store holds for every rank; None when the store cannot say now."""
+    keys = [key for digest in digests for key in shape.keys(digest)]
+    try:
+        present = store.exist(keys)
+    except StoreUnavailable:
+        return None
+    ranks = len(shape.key_prefixes)
+    for block in range(len(digests)):
+        if not all(present[block * ranks : (block + 1) * ranks]):
+            return block
+    return len(digests)
+
+
+def fetch(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, tiers: bool) -> list[Fetched]:
+    """Read (digest, slot) blocks into their slots. With `tiers`, also ask which came from disk."""
+    keys, addresses = _targets(shape, blocks)
+    sizes = shape.staging.block_bytes * len(blocks)
+    ranks = len(sizes) // len(blocks)
+    try:
+        disk = [tier == "disk" for tier in store.tiers(keys[::ranks])] if tiers else [False] * len(blocks)
+        outcome = store.get_into(keys, addresses, sizes)
+    except StoreUnavailable:
+        return [Fetched(False)] * len(blocks)
+    return [
+        Fetched(all(part is ErrorClass.OK for part in outcome[i * ranks : (i + 1) * ranks]), disk[i])
+        for i in range(len(blocks))
+    ]
+
+
+def save(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]]) -> SaveResult:
+    """Put (digest, slot) blocks that are not there yet; ranks that share a key put it once."""
+    keys, addresses = _targets(shape, blocks)
+    ranks = len(shape.key_prefixes)
+    targets: dict[str, tuple[int, int]] = {}
+    for i, (key, address) in enumerate(zip(keys, addresses, strict=True)):
+        targets.setdefault(key, (address, shape.staging.block_bytes[i % ranks]))
+    names = list(targets)
+    try:
+        present = store.exist(names)
+        missing = [name for name, there in zip(names, present, strict=True) if not there]
+        outcome = store.put_from(missing, [targets[n][0] for n in missing], [targets[n][1] for n in missing])
+    except StoreUnavailable:
+        return SaveResult(0, 0, len(blocks), True)
+    bad = {name for name, result in zip(missing, outcome, strict=True) if result is not ErrorClass.OK}
+    failed = sum(any(key in bad for key in keys[i * ranks : (i + 1) * ranks]) for i in range(len(blocks)))
+    absent = set(missing)
+    present_blocks = sum(not any(key in absent for key in keys[i * ranks : (i + 1) * ranks]) for i in range(len(blocks)))
+    no_space = ErrorClass.NO_SPACE in outcome
+    return SaveResult(len(blocks) - failed - present_blocks, present_blocks, failed, no_space)
+
+
+def remove_all(store: Store, shape: Shape, timeout_s: float) -> bool:
+    """Remove every key of this engine's namespace; True only when confirmed."""
+    try:
+        return store.remove_matching(sorted(set(shape.key_prefixes)), timeout_s)
+    except StoreUnavailable:
+        return False
+
+
+def _targets(shape: Shape, blocks: Sequence[tuple[bytes, int]]) -> tuple[list[str], list[int]]:
+    keys = [key for digest, _ in blocks for key in shape.keys(digest)]
+    addresses = [address for _, slot in blocks for address in shape.staging.addresses(slot)]
+    return keys, addresses

@@ -1,0 +1,177 @@
+"""An engine without vLLM: speaks the control protocol and plays scheduler and workers over real shared memory.
+
+Used where a real engine cannot be driven into a state; the same paths run against real vLLM under tests/e2e.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+import uuid
+from pathlib import Path
+
+from kvprefetch.shmring import protocol
+from kvprefetch.shmring._atomics import Words
+from kvprefetch.shmring.credits import CreditTaker
+from kvprefetch.shmring.doorbell import Doorbell
+from kvprefetch.shmring.flags import Flag, FlagAllocator, FlagTable, pack, unpack
+from kvprefetch.shmring.layout import Layout
+from kvprefetch.shmring.liveness import Liveness, PeerStatus
+from kvprefetch.shmring.protocol import FlagState, Hello, Outcome, RecordKind, SchedulerShape, WorkerShape
+from kvprefetch.shmring.ring import Producer
+from kvprefetch.shmring.segment import Segment
+
+BLOCK_BYTES = 4096
+
+
+def wait_for(condition, timeout_s: float = 10.0, what: str = "the condition"):  # type: ignore[no-untyped-def]
+    """Poll until `condition` gives something true, and return it."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.002)
+    raise AssertionError(f"{what} did not come within {timeout_s} s")
+
+
+class FakeEngine:
+    """Scheduler and `ranks` workers of one engine, attached to the daemon behind `path`."""
+
+    def __init__(
+        self, path: Path, *, engine_id: str = "engine", ranks: int = 1, block_bytes: int = BLOCK_BYTES,
+        prefix: str = "model", incarnation: str | None = None, attach: bool = True, max_blocks: int = 512,
+    ) -> None:  # fmt: skip
+        self.path, self.ranks, self.block_bytes = path, ranks, block_bytes
+        self.engine_id, self.incarnation = engine_id, incarnation or uuid.uuid4().hex
+        self.prefix, self.max_blocks = prefix, max_blocks
+        self.sockets: list[socket.socket] = []
+        self.staging: list[Segment] = []
+        if attach:
+            self.attach()
+
+    def connect(self) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(10)
+        sock.connect(str(self.path))
+        self.sockets.append(sock)
+        return sock
+
+    def hello(self, role: str, rank: int = 0, **changes: object) -> Hello:
+        fields: dict[str, object] = {
+            "protocol": protocol.PROTOCOL, "version": "test", "engine_id": self.engine_id,
+            "incarnation": self.incarnation, "role": role, "rank": rank, "world_size": self.ranks, "groups": 1,
+            "block_tokens": 32,
+        }  # fmt: skip
+        if role == "worker":
+            fields["worker"] = WorkerShape(
+                block_bytes=[self.block_bytes], key_prefix=[f"{self.prefix}@tp_rank:{rank}@"], put_factor=1, put_turn=0
+            )
+        else:
+            fields["scheduler"] = SchedulerShape(
+                max_blocks=self.max_blocks, max_hint_bytes=64 * self.max_blocks, loads=True, saves=True
+            )
+        return Hello.model_validate({**fields, **changes})
+
+    def attach(self) -> None:
+        self.scheduler = self.connect()
+        workers = [self.connect() for _ in range(self.ranks)]
+        for rank, sock in enumerate(workers):
+            protocol.send_message(sock, self.hello("worker", rank))
+        protocol.send_message(self.scheduler, self.hello("scheduler"))
+        for sock in workers:
+            attached, fds = self.receive(sock)
+            self.staging.append(Segment(fds[0], attached.segment_bytes))
+            protocol.send_message(sock, protocol.Mapped(epoch=attached.epoch))
+        attached, fds = self.receive(self.scheduler)
+        self.epoch = attached.epoch
+        self.control = Segment(fds[0], attached.segment_bytes)
+        self.bell = Doorbell(fds[1])
+        self.layout = Layout.read(self.control.buffer)
+        self.words = Words(self.control.buffer)
+        self.producer = Producer(self.control.buffer, self.words, self.layout, self.bell.ring)
+        self.table = FlagTable(self.control.buffer, self.words, self.layout)
+        self.flags = FlagAllocator(self.table)
+        self.credits = CreditTaker(self.control.buffer, self.words, self.layout)
+        self.liveness = Liveness(self.words, consumer=False)
+        protocol.send_message(self.scheduler, protocol.Mapped(epoch=attached.epoch))
+        wait_for(lambda: self.liveness.peer(time.monotonic_ns()) is PeerStatus.ALIVE, what="ACTIVE")
+
+    def receive(self, sock: socket.socket) -> tuple[protocol.Attached, list[int]]:
+        received = protocol.receive_message(sock)
+        assert received is not None and isinstance(received[0], protocol.Attached), received
+        return received[0], received[1]
+
+    # --- scheduler ----------------------------------------------------------------------------------------------------
+
+    def hint(self, digests: list[bytes], *, local: int = 0, name: str = "request") -> tuple[int, int]:
+        taken = self.flags.take(FlagState.HINTED)
+        assert taken is not None
+        hint = protocol.Hint(
+            taken[0], taken[1], name, len(digests), local, 0, 32 * len(digests) + 1, time.monotonic_ns(),
+            len(digests[0]), memoryview(b"".join(digests)),
+        )  # fmt: skip
+        assert self.producer.push(RecordKind.HINT, *protocol.encode_hint(hint))
+        return taken
+
+    def flag(self, key: tuple[int, int]) -> Flag:
+        return unpack(self.table.load(key[0]))
+
+    def settled(self, key: tuple[int, int], timeout_s: float = 10.0) -> Flag:
+        """The flag once it is no longer HINTED."""
+        wait_for(lambda: self.flag(key).state != FlagState.HINTED, timeout_s, "an answer")
+        return self.flag(key)
+
+    def move(self, key: tuple[int, int], state: FlagState, count: int | None = None) -> bool:
+        word = self.table.load(key[0])
+        flag = unpack(word)
+        assert flag.generation == key[1]
+        return self.table.exchange(key[0], word, pack(key[1], state, flag.count if count is None else count))
+
+    def done(self, key: tuple[int, int], outcome: Outcome = Outcome.LOADED, loaded: int = 0) -> None:
+        done = protocol.Done(key[0], key[1], outcome, loaded, 0, 0, 0)
+        assert self.producer.push(RecordKind.DONE, protocol.encode_done(done))
+        self.flags.give_back(key[0])
+
+    def load(self, digests: list[bytes], *, local: int = 0) -> list[bytes] | None:
+        """Hint, wait, claim, read rank 0's slots, release; the bytes of each block, or None for a miss."""
+        key = self.hint(digests, local=local)
+        flag = self.settled(key)
+        assert flag.state == FlagState.READY
+        if flag.count <= local:
+            assert self.move(key, FlagState.CANCELLED)
+            self.done(key, Outcome.MISS)
+            return None
+        assert self.move(key, FlagState.CLAIMED)
+        values = [self.read(slot) for slot in self.table.read_slots(key[0], local, flag.count)]
+        assert self.move(key, FlagState.RELEASED)
+        self.done(key, loaded=flag.count - local)
+        return values
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def read(self, slot: int, rank: int = 0) -> bytes:
+        start = slot * self.block_bytes
+        return bytes(self.staging[rank].buffer[start : start + self.block_bytes])
+
+    def save(self, blocks: dict[bytes, bytes], *, reset_generation: int = 0, save_id: int = 1) -> None:
+        """Copy values (the same on every rank) into granted slots and say so."""
+        wait_for(lambda: self.credits.available() >= len(blocks), what="credits")
+        slots = self.credits.take(len(blocks))
+        for slot, value in zip(slots, blocks.values(), strict=True):
+            for segment in self.staging:
+                segment.buffer[slot * self.block_bytes : (slot + 1) * self.block_bytes] = value
+        saved = protocol.Saved(save_id, reset_generation, False, slots, list(blocks))
+        assert self.producer.push(RecordKind.SAVED, protocol.encode_saved(saved))
+
+    def close(self) -> None:
+        for sock in self.sockets:
+            sock.close()
+        self.sockets = []
+        if self.staging:
+            del self.table, self.flags, self.credits, self.producer, self.liveness
+            self.words.release()
+            self.control.close()
+            self.bell.close()
+            for segment in self.staging:
+                segment.close()
+            self.staging = []
