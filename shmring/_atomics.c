@@ -2,27 +2,72 @@
  *
  * Words(buffer) views a writable (or read-only) buffer as aligned 64-bit words.  Every method names its C11 order:
  *
- *   load_acquire(index)                      ldar        / mov
- *   store_release(index, value)              stlr        / mov
- *   compare_exchange(index, expected, new)   ldaxr+stlxr / lock cmpxchg   (sequentially consistent; returns what stood there)
- *   fence()                                  dmb ish     / mfence         (sequentially consistent)
+ *   load_acquire(index)                      ldar                    / mov
+ *   store_release(index, value)              stlr                    / mov
+ *   compare_exchange(index, expected, new)   ldaxr+stlxr or casal    / lock cmpxchg   (sequentially consistent)
+ *   publish(index, value, look)              stlr; dmb ish; ldr      / mov; mfence; mov
+ *   fence()                                  dmb ish                 / mfence or a locked instruction
+ *
+ * publish is one half of the wake-up handshake: store (release), sequentially consistent fence, load (relaxed: the fence
+ * orders it, and only its value is used).  tests/shmring/test_aarch64.py reads these instructions in the disassembly.
  *
  * Python promises nothing about the order of memoryview accesses, and struct.pack_into may expose a transient zero:
  * neither ever touches a word that two processes share.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
 #include <stdatomic.h>
 #include <stdint.h>
 
 _Static_assert(sizeof(_Atomic uint64_t) == 8, "64-bit atomics must be plain words");
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "64-bit atomics must be lock-free to work between processes");
 
+/* With SHMRING_ORDERS_ONLY this file needs no Python headers and exports these five functions alone, so that a cross
+ * compiler can show the instructions they become. */
+#ifdef SHMRING_ORDERS_ONLY
+#define ORDER
+#else
+#define ORDER static inline
+#endif
+
+ORDER uint64_t order_load_acquire(_Atomic uint64_t *word)
+{
+    return atomic_load_explicit(word, memory_order_acquire);
+}
+
+ORDER void order_store_release(_Atomic uint64_t *word, uint64_t value)
+{
+    atomic_store_explicit(word, value, memory_order_release);
+}
+
+/* What stood there; equal to `expected` when `desired` was stored. */
+ORDER uint64_t order_compare_exchange(_Atomic uint64_t *word, uint64_t expected, uint64_t desired)
+{
+    atomic_compare_exchange_strong_explicit(word, &expected, desired, memory_order_seq_cst, memory_order_seq_cst);
+    return expected;
+}
+
+ORDER uint64_t order_publish(_Atomic uint64_t *word, uint64_t value, _Atomic uint64_t *look)
+{
+    atomic_store_explicit(word, value, memory_order_release);
+    atomic_thread_fence(memory_order_seq_cst);
+    return atomic_load_explicit(look, memory_order_relaxed);
+}
+
+ORDER void order_fence(void)
+{
+    atomic_thread_fence(memory_order_seq_cst);
+}
+
+#ifndef SHMRING_ORDERS_ONLY
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
 typedef struct {
     PyObject_HEAD
     Py_buffer view;
     Py_ssize_t count; /* words; 0 after release() */
-    int writable;
+    char writable;
 } Words;
 
 static PyObject *Words_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -46,7 +91,7 @@ static PyObject *Words_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     self->count = self->view.len / 8;
-    self->writable = writable;
+    self->writable = (char)writable;
     return (PyObject *)self;
 }
 
@@ -94,7 +139,7 @@ static PyObject *Words_load_acquire(Words *self, PyObject *index)
     _Atomic uint64_t *word = word_at(self, index);
     if (word == NULL)
         return NULL;
-    return PyLong_FromUnsignedLongLong(atomic_load_explicit(word, memory_order_acquire));
+    return PyLong_FromUnsignedLongLong(order_load_acquire(word));
 }
 
 static PyObject *Words_store_release(Words *self, PyObject *const *args, Py_ssize_t nargs)
@@ -105,7 +150,7 @@ static PyObject *Words_store_release(Words *self, PyObject *const *args, Py_ssiz
     _Atomic uint64_t *word = word_at(self, args[0]);
     if (word == NULL || value_of(args[1], &value) < 0)
         return NULL;
-    atomic_store_explicit(word, value, memory_order_release);
+    order_store_release(word, value);
     Py_RETURN_NONE;
 }
 
@@ -117,8 +162,21 @@ static PyObject *Words_compare_exchange(Words *self, PyObject *const *args, Py_s
     _Atomic uint64_t *word = word_at(self, args[0]);
     if (word == NULL || value_of(args[1], &expected) < 0 || value_of(args[2], &desired) < 0)
         return NULL;
-    atomic_compare_exchange_strong_explicit(word, &expected, desired, memory_order_seq_cst, memory_order_seq_cst);
-    return PyLong_FromUnsignedLongLong(expected);
+    return PyLong_FromUnsignedLongLong(order_compare_exchange(word, expected, desired));
+}
+
+static PyObject *Words_publish(Words *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    uint64_t value;
+    if (check_call(self, nargs, 3, 1) < 0)
+        return NULL;
+    _Atomic uint64_t *word = word_at(self, args[0]);
+    if (word == NULL || value_of(args[1], &value) < 0)
+        return NULL;
+    _Atomic uint64_t *look = word_at(self, args[2]);
+    if (look == NULL)
+        return NULL;
+    return PyLong_FromUnsignedLongLong(order_publish(word, value, look));
 }
 
 static PyObject *Words_release(Words *self, PyObject *Py_UNUSED(ignored))
@@ -136,8 +194,15 @@ static PyMethodDef Words_methods[] = {
     {"store_release", (PyCFunction)(void (*)(void))Words_store_release, METH_FASTCALL, "store_release(index, value)"},
     {"compare_exchange", (PyCFunction)(void (*)(void))Words_compare_exchange, METH_FASTCALL,
      "compare_exchange(index, expected, desired) -> int: the value found; equal to expected when it was exchanged"},
+    {"publish", (PyCFunction)(void (*)(void))Words_publish, METH_FASTCALL,
+     "publish(index, value, look) -> int: store-release, sequentially consistent fence, load of the word `look`"},
     {"release", (PyCFunction)Words_release, METH_NOARGS, "release(): let go of the buffer; every later access raises"},
     {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef Words_members[] = {
+    {"writable", T_BOOL, offsetof(Words, writable), READONLY, "False for a read-only view"},
+    {NULL, 0, 0, 0, NULL},
 };
 
 static PySequenceMethods Words_as_sequence = {.sq_length = (lenfunc)Words_length};
@@ -150,12 +215,13 @@ static PyTypeObject WordsType = {
     .tp_new = Words_new,
     .tp_dealloc = (destructor)Words_dealloc,
     .tp_methods = Words_methods,
+    .tp_members = Words_members,
     .tp_as_sequence = &Words_as_sequence,
 };
 
 static PyObject *atomics_fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    atomic_thread_fence(memory_order_seq_cst);
+    order_fence();
     Py_RETURN_NONE;
 }
 
@@ -182,3 +248,5 @@ PyMODINIT_FUNC PyInit__atomics(void)
     }
     return m;
 }
+
+#endif /* SHMRING_ORDERS_ONLY */

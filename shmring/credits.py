@@ -1,7 +1,12 @@
 """Save credits: the daemon grants slot numbers, the engine takes them; a counter in shared memory per direction.
 
 * SYNC credit: slot number visible with the counter.  The daemon writes the entry, then stores `granted` (release); the engine
-  loads `granted` (acquire), then reads the entry.  There are never more credits outstanding than entries.
+  loads `granted` (acquire), then reads the entry.
+* SYNC taken: entry read before it is written again.  The engine reads the entry, then stores `taken` (release); whoever wants
+  to know what is outstanding loads `taken` (acquire).
+
+The daemon never has more slots outstanding than there are entries.  It knows what was taken from the SAVED records too: a slot
+comes back after it was taken, through the ring (SYNC tail), so an entry is never written again before it was read.
 """
 
 from __future__ import annotations
@@ -32,11 +37,21 @@ class CreditGranter:
         """Grant these slots. The caller never has more than `credit_entries` outstanding."""
         if len(slots) > self._mask + 1:
             raise ValueError(f"too many credits: slots={len(slots)} max={self._mask + 1}")
+        granted = self._granted
         for slot in slots:
-            self._entries[self._granted & self._mask] = slot
-            self._granted += 1
+            self._entries[granted & self._mask] = slot
+            granted += 1
+        self._granted = granted
         # SYNC credit: slot number visible with the counter
         self._words.store_release(Line.CREDITS_GRANTED, self._granted)
+
+    def outstanding(self) -> int:
+        """Slots granted and not yet taken. SegmentCorrupt when the engine's counter is impossible."""
+        # SYNC taken: entry read before it is written again
+        count = self._granted - self._words.load_acquire(Line.CREDITS_TAKEN)
+        if not 0 <= count <= self._mask + 1:
+            raise SegmentCorrupt(f"credit counter is impossible: outstanding={count} max={self._mask + 1}")
+        return count
 
 
 class CreditTaker:
@@ -59,10 +74,11 @@ class CreditTaker:
 
     def take(self, count: int) -> list[int]:
         """Up to `count` granted slots. SegmentCorrupt when a slot number is out of bounds."""
-        count = min(count, self.available())
+        count = max(0, min(count, self.available()))
         slots = [int(self._entries[self._taken + i & self._mask]) for i in range(count)]
         if slots and max(slots) >= self._slot_count:
             raise SegmentCorrupt(f"credit slot out of bounds: slot={max(slots)} bound={self._slot_count}")
         self._taken += count
+        # SYNC taken: entry read before it is written again
         self._words.store_release(Line.CREDITS_TAKEN, self._taken)
         return slots

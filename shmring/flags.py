@@ -2,13 +2,20 @@
 
 Flag word: generation (40 bits) | state (4) | count (20).  Every transition by either side is a compare-and-swap that carries the
 generation, so a late writer of an earlier use of the flag can never win.  State 0 is FREE; the others are the protocol's.
+Found word: generation (40 bits) | blocks (24), so that what an earlier use of the flag left there reads as nothing.
 
 * SYNC flag: slot table and found word visible with the count.  The daemon writes entries, then exchanges the flag word; the
-  engine loads the flag word (acquire), then reads no entry beyond the count it saw.
+  engine loads or exchanges the flag word (acquire), then reads no entry beyond the count it saw.
+* SYNC slots: slots read before they are given up.  The engine reads entries and slots, then exchanges the claim away (un-claim
+  or release); the daemon loads or exchanges the flag word (acquire), then reuses the slots.
+
+Entries are plain stores, so the flags of one segment belong to one thread on each side.  tests/models/flag.pml is this
+protocol under a weak memory model; each of these orders is shown there to be needed.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +35,8 @@ _STATE_SHIFT = COUNT_BITS
 _GENERATION_SHIFT = COUNT_BITS + STATE_BITS
 _WORDS_PER_LINE = LINE_BYTES // 8
 _FOUND = 1  # word of the line: blocks the store has, from block 0
+_FOUND_BITS = 24
+_LOOKS_PER_TAKE = 64
 
 
 class Flag(NamedTuple):
@@ -56,36 +65,56 @@ class FlagTable:
         self.flag_count = layout.flag_count
         self.table_entries = layout.table_entries
         self._slot_count = layout.slot_count
-        self._words = words
-        self._base = layout.flags_offset // 8
+        # The flag lines and nothing else: an index that is too large or negative is an IndexError, never another word.
+        self._words = Words(buffer[layout.flags_offset : layout.table_offset], writable=words.writable)
+        self._load_acquire = self._words.load_acquire
         end = layout.table_offset + layout.flag_count * layout.table_entries * 4
         table: npt.NDArray[np.uint32] = np.frombuffer(buffer[layout.table_offset : end], dtype="<u4")
         self._table = table.reshape(layout.flag_count, layout.table_entries)
 
     def load(self, index: int) -> int:
-        """The flag word, by one acquire load (SYNC flag)."""
-        return self._words.load_acquire(self._base + index * _WORDS_PER_LINE)
+        """The flag word, by one acquire load. IndexError outside 0..flag_count-1 (here and below)."""
+        # SYNC flag: slot table and found word visible with the count
+        # SYNC slots: slots read before they are given up
+        return self._load_acquire(index * _WORDS_PER_LINE)
 
     def exchange(self, index: int, expected: int, desired: int) -> bool:
-        """Compare-and-swap of the whole word (SYNC flag); False when another transition came first."""
-        return self._words.compare_exchange(self._base + index * _WORDS_PER_LINE, expected, desired) == expected
+        """Compare-and-swap of the whole word; False when another transition came first. Acquire and release, both."""
+        # SYNC flag: slot table and found word visible with the count
+        # SYNC slots: slots read before they are given up
+        return self._words.compare_exchange(index * _WORDS_PER_LINE, expected, desired) == expected
 
     def found(self, index: int) -> int:
-        """How many leading blocks the store holds; written by the daemon before the count that needs it."""
-        return self._words.load_acquire(self._base + index * _WORDS_PER_LINE + _FOUND)
+        """How many leading blocks the store holds for the flag's present use; 0 as long as the daemon has not said."""
+        generation, blocks = divmod(self._load_acquire(index * _WORDS_PER_LINE + _FOUND), 1 << _FOUND_BITS)
+        if generation != unpack(self.load(index)).generation:
+            return 0
+        if blocks > MAX_COUNT:
+            raise SegmentCorrupt(f"found blocks out of bounds: blocks={blocks} max={MAX_COUNT}")
+        return blocks
 
     def set_found(self, index: int, blocks: int) -> None:
-        self._words.store_release(self._base + index * _WORDS_PER_LINE + _FOUND, blocks)
+        """Daemon: say how many leading blocks the store holds, before the exchange whose count needs it (SYNC flag)."""
+        if not 0 <= blocks <= MAX_COUNT:
+            raise ValueError(f"found blocks out of bounds: blocks={blocks} max={MAX_COUNT}")
+        generation = unpack(self.load(index)).generation
+        self._words.store_release(index * _WORDS_PER_LINE + _FOUND, generation << _FOUND_BITS | blocks)
 
     def write_slots(self, index: int, start: int, slots: npt.ArrayLike) -> None:
         """Daemon: enter slot numbers from block `start` on, before the exchange that publishes them (SYNC flag)."""
         entries = np.asarray(slots, dtype=np.uint32)
+        if not (0 <= index < self.flag_count and 0 <= start <= self.table_entries - len(entries)):
+            raise IndexError(f"entries outside the slot table: flag={index} start={start} entries={len(entries)}")
         self._table[index, start : start + len(entries)] = entries
 
     def read_slots(self, index: int, start: int, stop: int) -> list[int]:
         """Engine: a checked copy of the entries [start, stop). SegmentCorrupt when a slot number is out of bounds."""
+        if not 0 <= index < self.flag_count:
+            raise IndexError(f"flag outside the slot table: flag={index} max={self.flag_count - 1}")
         if not 0 <= start <= stop <= self.table_entries:
-            raise SegmentCorrupt(f"block range outside the slot table: start={start} stop={stop} max={self.table_entries}")
+            raise SegmentCorrupt(
+                f"block range outside the slot table: start={start} stop={stop} max={self.table_entries}"
+            )
         slots: list[int] = self._table[index, start:stop].tolist()
         if slots and max(slots) >= self._slot_count:
             raise SegmentCorrupt(f"slot number out of bounds: slot={max(slots)} bound={self._slot_count}")
@@ -98,12 +127,15 @@ class FlagAllocator:
     def __init__(self, table: FlagTable) -> None:
         self._table = table
         self._free = list(range(table.flag_count - 1, -1, -1))
-        self._returning: list[int] = []
+        self._returning: deque[int] = deque()
 
     def take(self, state: int) -> tuple[int, int] | None:
-        """(index, generation) of a flag now in `state` with count 0; None when all are in use."""
+        """(index, generation) of a flag now in `state` with count 0; None when none of those looked at is free.
+
+        Looks at most at the 64 flags given back longest ago, so that a daemon that frees nothing costs a bounded time.
+        """
         if not self._free:
-            self.collect()
+            self._look(min(len(self._returning), _LOOKS_PER_TAKE))
         while self._free:
             index = self._free.pop()
             word = self._table.load(index)
@@ -119,9 +151,14 @@ class FlagAllocator:
         self._returning.append(index)
 
     def collect(self) -> int:
-        """Look at the flags given back; how many are still with the daemon."""
-        still: list[int] = []
-        for index in self._returning:
-            (self._free if unpack(self._table.load(index)).state == FREE else still).append(index)
-        self._returning = still
-        return len(still)
+        """Look at all flags given back; how many are still with the daemon."""
+        self._look(len(self._returning))
+        return len(self._returning)
+
+    def _look(self, count: int) -> None:
+        for _ in range(count):
+            index = self._returning.popleft()
+            if unpack(self._table.load(index)).state == FREE:
+                self._free.append(index)
+            else:
+                self._returning.append(index)

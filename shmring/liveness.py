@@ -36,6 +36,7 @@ class Liveness:
 
     def __init__(self, words: Words, *, consumer: bool, hung_after_ns: int = HUNG_AFTER_NS) -> None:
         self._words = words
+        self._load_acquire = words.load_acquire
         self._hung_after_ns = hung_after_ns
         mine, peer = (Line.CONSUMER_BEAT, Line.PRODUCER_BEAT) if consumer else (Line.PRODUCER_BEAT, Line.CONSUMER_BEAT)
         self._my_beat, self._peer_beat = mine, peer
@@ -44,23 +45,30 @@ class Liveness:
         self._peer_gone = Line.PRODUCER_GONE if consumer else Line.CONSUMER_GONE
 
     def beat(self, now_ns: int) -> None:
+        # SYNC beat: read as it is, orders nothing
         self._words.store_release(self._my_beat, now_ns)
 
     def set_state(self, state: PeerState) -> None:
+        # SYNC state: what was made ready is visible with the state
         self._words.store_release(self._my_state, state)
 
     def peer_is_gone(self) -> None:
         """Called by the thread that saw the end of the control connection."""
+        # SYNC gone: what the watching thread saw is visible with the word
         self._words.store_release(self._peer_gone, 1)
 
     def peer(self, now_ns: int) -> PeerStatus:
         """The status of the other side: two or three acquire loads."""
-        load = self._words.load_acquire
+        load = self._load_acquire
+        # SYNC gone: what the watching thread saw is visible with the word
         if load(self._peer_gone):
             return PeerStatus.GONE
+        # SYNC state: what was made ready is visible with the state
         state = load(self._peer_state)
         if state == PeerState.STARTING:
             return PeerStatus.STARTING
         if state != PeerState.ACTIVE:
             return PeerStatus.GONE
-        return PeerStatus.HUNG if now_ns - load(self._peer_beat) > self._hung_after_ns else PeerStatus.ALIVE
+        # SYNC beat: read as it is, orders nothing
+        # abs: a beat from the future is as wrong as an old one, and must not read as alive for ever.
+        return PeerStatus.HUNG if abs(now_ns - load(self._peer_beat)) > self._hung_after_ns else PeerStatus.ALIVE

@@ -11,16 +11,19 @@ Two ordering pairs, named by the same words at both ends:
 
 and the wake-up handshake, store -> fence -> load on both sides, so that at least one of the two sees the other:
 
-* SYNC sleep: producer stores tail, fences, loads sleeping; consumer stores sleeping, fences, loads tail.
+* SYNC sleep: tail and sleeping cross.  Producer stores tail, fences, loads sleeping; consumer stores sleeping, fences, loads
+  tail.  Words.publish does the three steps in one call.
+
+tests/models/ring.pml is this protocol under a weak memory model; each of these orders is shown there to be needed.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from ._atomics import Words, fence
+from ._atomics import Words
 from .errors import SegmentCorrupt
 from .layout import Layout, Line
 
@@ -29,11 +32,16 @@ HEADER_BYTES = _HEADER.size
 ALIGN = 64
 PADDING = 0xFFFFFFFF
 
+# Plain names: an attribute of an enum class costs as much as a load in the calls below.
+_TAIL, _HEAD, _SLEEPING = int(Line.TAIL), int(Line.HEAD), int(Line.SLEEPING)
+_pack_header = _HEADER.pack_into
+_unpack_header = _HEADER.unpack_from
+_ROUND = HEADER_BYTES + ALIGN - 1
+
 Payload = bytes | bytearray | memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One record: `kind` is the caller's, `payload` is a view that is valid until Consumer.advance()."""
 
     kind: int
@@ -44,52 +52,59 @@ class Producer:
     """The right to push; one per ring, in the engine's scheduler process."""
 
     def __init__(self, buffer: memoryview, words: Words, layout: Layout, ring_bell: Callable[[], None]) -> None:
+        """Take up the ring where its words say it stands. SegmentCorrupt when it cannot stand there."""
         self._ring = buffer[layout.ring_offset : layout.ring_offset + layout.ring_bytes]
-        self._words = words
+        self._publish = words.publish
+        self._load_acquire = words.load_acquire
         self._capacity = layout.ring_bytes
+        self._mask = layout.ring_bytes - 1
         self._ring_bell = ring_bell
-        self._tail = words.load_acquire(Line.TAIL)
-        self._head = words.load_acquire(Line.HEAD)
+        self._tail, self._head = _position(words, layout)
         self.max_payload_bytes = max_payload_bytes(layout)
 
     def push(self, kind: int, *parts: Payload) -> bool:
-        """Append one record made of `parts`. False when the ring is full; ValueError for a record that never fits."""
+        """Append one record made of `parts` (of bytes: other item sizes are refused).
+
+        False when the ring is full; ValueError for a record that never fits or a kind out of 0..PADDING-1; SegmentCorrupt when
+        the other side moved the head where it cannot be.  After an exception the ring is as before.
+        """
         length = 0
         for part in parts:
             length += len(part)
         if length > self.max_payload_bytes:
             raise ValueError(f"record too large: payload_bytes={length} max={self.max_payload_bytes}")
-        need = (HEADER_BYTES + length + ALIGN - 1) & -ALIGN
-        tail = self._tail
-        position = tail & (self._capacity - 1)
+        if not 0 <= kind < PADDING:
+            raise ValueError(f"record kind out of bounds: kind={kind} max={PADDING - 1}")
+        need = length + _ROUND & -ALIGN
+        start = tail = self._tail
+        position = tail & self._mask
         to_end = self._capacity - position
         total = need if need <= to_end else to_end + need
         if tail + total - self._head > self._capacity:
             # SYNC head: record space free in push
-            self._head = self._words.load_acquire(Line.HEAD)
+            self._head = self._load_acquire(_HEAD)
             used = tail - self._head
             if not 0 <= used <= self._capacity:
-                raise SegmentCorrupt(f"ring head is impossible: head={self._head} tail={tail} capacity={self._capacity}")
+                raise SegmentCorrupt(
+                    f"ring head is impossible: head={self._head} tail={tail} capacity={self._capacity}"
+                )
             if used + total > self._capacity:
                 return False
         ring = self._ring
         if need > to_end:
-            _HEADER.pack_into(ring, position, 0, PADDING, tail)
-            tail += to_end
+            _pack_header(ring, position, 0, PADDING, tail)
+            start += to_end
             position = 0
-        _HEADER.pack_into(ring, position, length, kind, tail)
+        _pack_header(ring, position, length, kind, start)
         at = position + HEADER_BYTES
         for part in parts:
             end = at + len(part)
             ring[at:end] = part
             at = end
-        tail += need
-        self._tail = tail
+        self._tail = tail = tail + total
         # SYNC tail: record content visible in peek
-        self._words.store_release(Line.TAIL, tail)
-        # SYNC sleep: the tail is stored before sleeping is read
-        fence()
-        if self._words.load_acquire(Line.SLEEPING):
+        # SYNC sleep: tail and sleeping cross
+        if self._publish(_TAIL, tail, _SLEEPING):
             self._ring_bell()
         return True
 
@@ -98,63 +113,75 @@ class Consumer:
     """The right to take records out; one per ring, in the daemon. Everything it reads is checked before use."""
 
     def __init__(self, buffer: memoryview, words: Words, layout: Layout) -> None:
+        """Take up the ring where its words say it stands. SegmentCorrupt when it cannot stand there."""
         # Read-only: a payload handed out is a view, and nobody may write the producer's memory through it.
         self._ring = buffer[layout.ring_offset : layout.ring_offset + layout.ring_bytes].toreadonly()
         self._words = words
+        self._load_acquire = words.load_acquire
         self._capacity = layout.ring_bytes
         self._max_payload = max_payload_bytes(layout)
-        self._head = words.load_acquire(Line.HEAD)
+        _, self._head = _position(words, layout)
         self._next = self._head
 
     def peek(self) -> Record | None:
-        """The oldest record, or None. Raises SegmentCorrupt when what stands there cannot be a record."""
+        """The oldest record, or None. Raises SegmentCorrupt when what stands there cannot be a record.
+
+        Work is bounded whatever stands in the ring: at most one padding is skipped, for none can follow at position 0.
+        """
         # SYNC tail: record content visible in peek
-        tail = self._words.load_acquire(Line.TAIL)
+        tail = self._load_acquire(_TAIL)
         head = self._head
+        if tail == head:
+            self._next = head
+            return None
         capacity = self._capacity
-        if not 0 <= tail - head <= capacity or tail % ALIGN:
+        if not 0 < tail - head <= capacity or tail % ALIGN:
             raise SegmentCorrupt(f"ring tail is impossible: tail={tail} head={head} capacity={capacity}")
-        while head != tail:
-            position = head & (capacity - 1)
-            length, kind, stamp = _HEADER.unpack_from(self._ring, position)
-            if stamp != head:
-                raise SegmentCorrupt(f"record stamp differs: stamp={stamp} position={head}")
-            to_end = capacity - position
-            if kind == PADDING:
-                head += to_end
-                if head - tail > 0 or position == 0:
-                    raise SegmentCorrupt(f"padding runs past the tail: head={head} tail={tail}")
-                continue
-            need = (HEADER_BYTES + length + ALIGN - 1) & -ALIGN
-            if length > self._max_payload or need > to_end or head + need > tail:
-                raise SegmentCorrupt(f"record length is impossible: payload_bytes={length} max={self._max_payload}")
-            self._next = head + need
-            start = position + HEADER_BYTES
-            return Record(kind, self._ring[start : start + length])
-        self._next = head
-        if head != self._head:
-            self.advance()
-        return None
+        position = head & (capacity - 1)
+        # One copy of the header is checked and used: the producer may write while we look.
+        length, kind, stamp = _unpack_header(self._ring, position)
+        if kind == PADDING and stamp == head and position:
+            head += capacity - position
+            if head >= tail:
+                raise SegmentCorrupt(f"padding is not followed by a record: head={head} tail={tail}")
+            position = 0
+            length, kind, stamp = _unpack_header(self._ring, 0)
+        if stamp != head:
+            raise SegmentCorrupt(f"record stamp differs: stamp={stamp} position={head}")
+        if kind == PADDING:
+            raise SegmentCorrupt(f"padding where none can be: position={position}")
+        end = head + (length + _ROUND & -ALIGN)
+        if length > self._max_payload or end - head > capacity - position or end > tail:
+            raise SegmentCorrupt(f"record length is impossible: payload_bytes={length} max={self._max_payload}")
+        self._next = end
+        start = position + HEADER_BYTES
+        return Record(kind, self._ring[start : start + length])
 
     def advance(self) -> None:
         """Give the space of the record last peeked back to the producer."""
         self._head = self._next
         # SYNC head: record space free in push
-        self._words.store_release(Line.HEAD, self._head)
+        self._words.store_release(_HEAD, self._head)
 
     def prepare_sleep(self) -> bool:
         """Announce sleep; True when the ring is still empty, so that waiting for the doorbell loses nothing."""
-        self._words.store_release(Line.SLEEPING, 1)
-        # SYNC sleep: sleeping is stored before the tail is read
-        fence()
-        if self._words.load_acquire(Line.TAIL) == self._head:
+        # SYNC sleep: tail and sleeping cross
+        if self._words.publish(_SLEEPING, 1, _TAIL) == self._head:
             return True
         self.wake()
         return False
 
     def wake(self) -> None:
         """No bell is needed from here on."""
-        self._words.store_release(Line.SLEEPING, 0)
+        self._words.store_release(_SLEEPING, 0)
+
+
+def _position(words: Words, layout: Layout) -> tuple[int, int]:
+    """(tail, head) as they stand, checked: the other side could write them before we came."""
+    tail, head = words.load_acquire(_TAIL), words.load_acquire(_HEAD)
+    if not 0 <= tail - head <= layout.ring_bytes or tail % ALIGN or head % ALIGN or tail >> 62:
+        raise SegmentCorrupt(f"ring position is impossible: tail={tail} head={head} capacity={layout.ring_bytes}")
+    return tail, head
 
 
 def max_payload_bytes(layout: Layout) -> int:

@@ -1,7 +1,13 @@
-"""Anonymous shared-memory segments: created, unlinked at once, reserved, and handed over as file descriptors."""
+"""Anonymous shared-memory segments: without a name, reserved, sealed, and handed over as file descriptors.
+
+A memfd is used where the kernel gives one: it never has a name that a SIGKILL could leave behind, it is not bounded by the size
+of /dev/shm (64 MB in a default container), and sealed against shrinking it cannot be truncated under the other side, which
+would be a SIGBUS there.  Elsewhere (a seccomp filter, vm.memfd_noexec) posix_ipc shared memory, unlinked at once.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import uuid
@@ -14,7 +20,7 @@ from .errors import SegmentError
 class Segment:
     """A mapped shared-memory segment. `buffer` is its memory; `fd` may be sent to another process (SCM_RIGHTS).
 
-    The name is unlinked before anyone else can see it, so a SIGKILL of either side at any time leaves nothing in /dev/shm.
+    It has no name that outlives its creation, so a SIGKILL of either side leaves nothing in /dev/shm.
     """
 
     def __init__(self, fd: int, size_bytes: int, *, writable: bool = True) -> None:
@@ -35,22 +41,24 @@ class Segment:
 
     @classmethod
     def create(cls, size_bytes: int) -> Segment:
-        """Create, unlink and reserve a zeroed segment. A full /dev/shm is a SegmentError here, not a SIGBUS later."""
-        name = f"/kvprefetch-{uuid.uuid4().hex}"
+        """Create and reserve a zeroed segment of mode 0600. No room is a SegmentError here, not a SIGBUS later."""
+        if size_bytes <= 0:
+            raise SegmentError(f"segment size must be positive: bytes={size_bytes}")
+        fd = _memfd()
+        sealable = fd >= 0
+        if not sealable:
+            fd = _unlinked_shm()
         try:
-            shm = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600)
+            os.fchmod(fd, 0o600)
+            os.posix_fallocate(fd, 0, size_bytes)
+            if sealable:
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         except OSError as error:
-            raise SegmentError(f"cannot create shared memory: {error}") from error
-        posix_ipc.unlink_shared_memory(name)
-        try:
-            os.set_inheritable(shm.fd, False)
-            os.posix_fallocate(shm.fd, 0, size_bytes)
-        except OSError as error:
-            os.close(shm.fd)
+            os.close(fd)
             raise SegmentError(
-                f"cannot reserve shared memory: bytes={size_bytes}: {error.strerror} (is /dev/shm large enough?)"
+                f"cannot reserve shared memory: bytes={size_bytes}: {error.strerror} (is there enough of it?)"
             ) from error
-        return cls(shm.fd, size_bytes)
+        return cls(fd, size_bytes)
 
     def read_only_fd(self) -> int:
         """A new descriptor of the same memory that cannot be mapped writable; the caller closes it."""
@@ -68,3 +76,23 @@ class Segment:
         except BufferError:
             # A numpy or torch view still stands on this memory; the mapping goes when the last view does.
             pass
+
+
+def _memfd() -> int:
+    """A sealable memory file, or -1 where the kernel refuses one."""
+    try:
+        return os.memfd_create("kvprefetch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError:
+        return -1
+
+
+def _unlinked_shm() -> int:
+    """POSIX shared memory whose name is gone before anyone else can see it. Raises SegmentError."""
+    name = f"/kvprefetch-{uuid.uuid4().hex}"
+    try:
+        shm = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600)
+    except (OSError, posix_ipc.Error) as error:  # posix_ipc's own errors are not OSErrors
+        raise SegmentError(f"cannot create shared memory: {error}") from error
+    posix_ipc.unlink_shared_memory(name)
+    os.set_inheritable(shm.fd, False)
+    return int(shm.fd)
