@@ -1,12 +1,13 @@
 """Save credits: the daemon grants slot numbers, the engine takes them; a counter in shared memory per direction.
 
-* SYNC credit: slot number visible with the counter.  The daemon writes the entry, then stores `granted` (release); the engine
-  loads `granted` (acquire), then reads the entry.
-* SYNC taken: entry read before it is written again.  The engine reads the entry, then stores `taken` (release); whoever wants
-  to know what is outstanding loads `taken` (acquire).
+* SYNC credit: slot number visible with the counter.  The daemon writes the entry, then stores `granted` (release);
+  the engine loads `granted` (acquire), then reads the entry.
+* SYNC taken: entry read before it is written again.  The engine reads the entry, then stores `taken` (release);
+  whoever wants to know what is outstanding loads `taken` (acquire).
 
-The daemon never has more slots outstanding than there are entries.  It knows what was taken from the SAVED records too: a slot
-comes back after it was taken, through the ring (SYNC tail), so an entry is never written again before it was read.
+The daemon never has more slots outstanding than there are entries.  It knows what was taken from the SAVED records
+too: a slot comes back after it was taken, through the ring (SYNC tail), so an entry is never written again before it
+was read.
 """
 
 from __future__ import annotations

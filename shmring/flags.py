@@ -1,13 +1,15 @@
 """Completion flags with their slot tables: one word per request that answers everything in a single acquire load.
 
-Flag word: generation (40 bits) | state (4) | count (20).  Every transition by either side is a compare-and-swap that carries the
-generation, so a late writer of an earlier use of the flag can never win.  State 0 is FREE; the others are the protocol's.
+Flag word: generation (40 bits) | state (4) | count (20).  Every transition by either side is a compare-and-swap that
+carries the generation, so a late writer of an earlier use of the flag can never win.  State 0 is FREE; the others are
+the protocol's.
+
 Found word: generation (40 bits) | blocks (24), so that what an earlier use of the flag left there reads as nothing.
 
-* SYNC flag: slot table and found word visible with the count.  The daemon writes entries, then exchanges the flag word; the
-  engine loads or exchanges the flag word (acquire), then reads no entry beyond the count it saw.
-* SYNC slots: slots read before they are given up.  The engine reads entries and slots, then exchanges the claim away (un-claim
-  or release); the daemon loads or exchanges the flag word (acquire), then reuses the slots.
+* SYNC flag: slot table and found word visible with the count.  The daemon writes entries, then exchanges the flag
+  word; the engine loads or exchanges the flag word (acquire), then reads no entry beyond the count it saw.
+* SYNC slots: slots read before they are given up.  The engine reads entries and slots, then exchanges the claim away
+  (un-claim or release); the daemon loads or exchanges the flag word (acquire), then reuses the slots.
 
 Entries are plain stores, so the flags of one segment belong to one thread on each side.  tests/models/flag.pml is this
 protocol under a weak memory model; each of these orders is shown there to be needed.
@@ -44,7 +46,7 @@ class Flag(NamedTuple):
 
     generation: int
     state: int
-    count: int
+    count: int  # type: ignore[assignment]  # a field of ours, not tuple.count
 
 
 def pack(generation: int, state: int, count: int) -> int:

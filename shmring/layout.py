@@ -4,19 +4,20 @@
 
     0        64       128 ...                512      576      640                      4096
     +--------+--------+----------------------+--------+--------+------------------------+
-    | magic  | geometry (plain, written once) | one 64-byte line per hot word (Line.*) |     header page
+    | magic  | geometry (plain, written once) | one 64-byte line per hot word (Line.*) |   header page
     +--------+--------+----------------------+--------+--------+------------------------+
-    | hint ring            ring_bytes, a power of two                                   |     engine writes, daemon reads
+    | hint ring            ring_bytes, a power of two                                   |   engine writes, daemon reads
     +------------------------------------------------------------------------------------+
-    | completion flags     flag_count lines of 64 bytes: flag word, found word, reserved|     both, by compare-and-swap
+    | completion flags     flag_count lines of 64 bytes: flag word, found word, reserved|   both, by compare-and-swap
     +------------------------------------------------------------------------------------+
-    | slot tables          flag_count x table_entries x uint32                          |     daemon writes, engine reads
+    | slot tables          flag_count x table_entries x uint32                          |   daemon writes, engine reads
     +------------------------------------------------------------------------------------+
-    | credits              credit_entries x uint32, a power of two                      |     daemon writes, engine reads
+    | credits              credit_entries x uint32, a power of two                      |   daemon writes, engine reads
     +------------------------------------------------------------------------------------+
 
-All sizes are in bytes, all words are little-endian uint64 unless said otherwise.  The geometry is written by the creator
-before the descriptor is handed over and never changes; a reader copies it once, checks it, and never looks again.
+All sizes are in bytes, all words are little-endian uint64 unless said otherwise.  The geometry is written by the
+creator before the descriptor is handed over and never changes; a reader copies it once, checks it, and never looks
+again.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ class Layout:
         """Copy and check the geometry of a mapped segment. Raises SegmentCorrupt naming the field, value and bound."""
         if len(buffer) < HEADER_BYTES:
             raise SegmentCorrupt(f"segment is shorter than its header: bytes={len(buffer)} header={HEADER_BYTES}")
-        magic, version, total, epoch, ring, flags, entries, credit_entries, slots, _, _ = _GEOMETRY.unpack_from(buffer, 0)
+        geometry = _GEOMETRY.unpack_from(buffer, 0)
+        magic, version, total, epoch, ring, flags, entries, credit_entries, slots, _, _ = geometry
         if magic != MAGIC:
             raise SegmentCorrupt(f"not a kvprefetch segment: magic={magic:#x} expected={MAGIC:#x}")
         if version != LAYOUT_VERSION:

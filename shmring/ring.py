@@ -1,8 +1,8 @@
 """The hint ring: single producer, single consumer, variable-size records, no lock and no system call.
 
-A record is a 16-byte header (payload bytes u32, kind u32, position u64) and its payload, padded to 64 bytes.  Records never
-wrap: a PADDING record fills the end of the ring.  `tail` and `head` count bytes ever pushed and consumed and are taken modulo
-the capacity, a power of two.
+A record is a 16-byte header (payload bytes u32, kind u32, position u64) and its payload, padded to 64 bytes.  Records
+never wrap: a PADDING record fills the end of the ring.  `tail` and `head` count bytes ever pushed and consumed and
+are taken modulo the capacity, a power of two.
 
 Two ordering pairs, named by the same words at both ends:
 
@@ -11,8 +11,8 @@ Two ordering pairs, named by the same words at both ends:
 
 and the wake-up handshake, store -> fence -> load on both sides, so that at least one of the two sees the other:
 
-* SYNC sleep: tail and sleeping cross.  Producer stores tail, fences, loads sleeping; consumer stores sleeping, fences, loads
-  tail.  Words.publish does the three steps in one call.
+* SYNC sleep: tail and sleeping cross.  Producer stores tail, fences, loads sleeping; consumer stores sleeping,
+  fences, loads tail.  Words.publish does the three steps in one call.
 
 tests/models/ring.pml is this protocol under a weak memory model; each of these orders is shown there to be needed.
 """
@@ -65,8 +65,9 @@ class Producer:
     def push(self, kind: int, *parts: Payload) -> bool:
         """Append one record made of `parts` (of bytes: other item sizes are refused).
 
-        False when the ring is full; ValueError for a record that never fits or a kind out of 0..PADDING-1; SegmentCorrupt when
-        the other side moved the head where it cannot be.  After an exception the ring is as before.
+        False when the ring is full; ValueError for a record that never fits or a kind out of 0..PADDING-1;
+        SegmentCorrupt when the other side moved the head where it cannot be.  After an exception the ring is as
+        before.
         """
         length = 0
         for part in parts:

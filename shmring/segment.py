@@ -1,8 +1,9 @@
 """Anonymous shared-memory segments: without a name, reserved, sealed, and handed over as file descriptors.
 
-A memfd is used where the kernel gives one: it never has a name that a SIGKILL could leave behind, it is not bounded by the size
-of /dev/shm (64 MB in a default container), and sealed against shrinking it cannot be truncated under the other side, which
-would be a SIGBUS there.  Elsewhere (a seccomp filter, vm.memfd_noexec) posix_ipc shared memory, unlinked at once.
+A memfd is used where the kernel gives one: it never has a name that a SIGKILL could leave behind, it is not bounded
+by the size of /dev/shm (64 MB in a default container), and sealed against shrinking it cannot be truncated under the
+other side, which would be a SIGBUS there.  Elsewhere (a seccomp filter, vm.memfd_noexec) posix_ipc shared memory,
+unlinked at once.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Segment:
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Unmap and close. Views still exported (numpy, torch) keep the mapping until they are gone; the fd is closed."""
+        """Close the descriptor and unmap. Views still exported (numpy, torch) keep the mapping until they are gone."""
         if self.fd < 0:
             return
         os.close(self.fd)
