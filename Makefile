@@ -1,0 +1,53 @@
+# Everything runs in $(VENV), which `make setup` builds; the targets that need it call it themselves.
+VENV   ?= .venv
+PYTHON ?=
+export VENV PYTHON
+
+BIN    := $(VENV)/bin
+LINTED := .
+LINKED := __init__.py py.typed daemon shmring connector
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint links format stress gpu demo bench-ttft bench-ring clean
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## build the virtual environment (VENV=.venv; PYTHON=python3.12 to choose the interpreter)
+	@.ci/setup
+
+test: setup lint ## set up, check, and run the default tests, those against real vLLM and Mooncake included
+	@$(BIN)/python -m pytest
+
+lint: setup links ## ruff (rules and format) and mypy
+	@$(BIN)/ruff check --quiet $(LINTED)
+	@$(BIN)/ruff format --quiet --check $(LINTED) || { $(BIN)/ruff format --diff $(LINTED); exit 1; }
+	@$(BIN)/mypy --no-error-summary
+
+links: # the package's parts under a folder with its import name, for type checkers
+	@mkdir -p build/links/kvprefetch
+	@for part in $(LINKED); do ln -sfn ../../../$$part build/links/kvprefetch/$$part; done
+
+format: setup ## rewrite the sources in ruff's format, imports sorted
+	@$(BIN)/ruff check --quiet --fix $(LINTED) || true
+	@$(BIN)/ruff format $(LINTED)
+
+stress: setup ## the long tests: load and randomised faults
+	@$(BIN)/python -m pytest -m stress --timeout=3600
+
+gpu: ## the tests that need a CUDA device (VENV: an environment with a CUDA build of vLLM)
+	@nvidia-smi -L >/dev/null 2>&1 || { echo "make gpu: no CUDA device here" >&2; exit 1; }
+	@$(BIN)/python -m pytest -m gpu
+
+demo: setup ## a daemon with a disk tier and a real engine: recomputed, on demand, prefetched, all local
+	@$(BIN)/python -m benchmarks.demo $(ARGS)
+
+bench-ttft: setup ## time to first token against vLLM's own Mooncake connector
+	@$(BIN)/python -m benchmarks.ttft $(ARGS)
+
+bench-ring: setup ## cost of one push, one poll and one wake-up
+	@$(BIN)/python -m benchmarks.ring $(ARGS)
+
+clean: ## remove what was built, the virtual environment excepted
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis shmring/*.so $(VENV)/.kvprefetch-setup
+	@find daemon shmring connector tests benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,178 @@
+"""The import rules: which folder may import which of ours and which third parties, read from the syntax trees.
+
+Nothing is imported to find out, so the rules hold for code that only a GPU or a daemon would ever run, and an import
+inside a function counts like one at the top.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "kvprefetch"
+
+# folder -> (folders of ours it may import, third parties it may import)
+FOLDERS: dict[str, tuple[set[str], set[str]]] = {
+    "shmring": (set(), {"posix_ipc", "numpy"}),
+    "connector": ({"shmring"}, {"vllm", "torch", "cupy", "numpy", "pydantic"}),
+    "daemon": ({"shmring"}, {"mooncake", "structlog", "cupy", "prometheus_client", "numpy", "pydantic"}),
+}
+# The types that travel between the two sides: they build on shmring, and nothing in shmring knows them.
+PROTOCOL = "shmring/protocol.py"
+ALSO = {PROTOCOL: {"pydantic"}}
+# Packages with a border of their own: only these files may import them, whatever the folder allows.
+BORDERS: dict[str, tuple[str, ...]] = {
+    "mooncake": ("daemon/store.py",),
+    "cupy": ("daemon/staging.py", "connector/worker*.py"),
+}
+# Not even from the standard library: memory order has one home, the C extension, and ctypes has none at all.
+FORBIDDEN = {"shmring": {"ctypes"}}
+
+
+def imported_modules(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, bool, list[str]]]:
+    """Yield (line, relative?, absolute dotted name) of every import in a module that stands in `package`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, False, alias.name.split(".")
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
+            for alias in node.names:
+                yield node.lineno, node.level > 0, [*base, alias.name]
+        elif isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in {"import_module", "__import__"} and node.args and isinstance(node.args[0], ast.Constant):
+                yield node.lineno, False, str(node.args[0].value).split(".")
+
+
+def has_docstring(tree: ast.Module) -> bool:
+    text = ast.get_docstring(tree, clean=False)
+    return bool(text and text.splitlines()[0].strip())
+
+
+def file_violations(root: Path, path: Path) -> Iterator[str]:
+    """Yield the broken rules of one module of the package, each as `file:line: what`."""
+    name = path.relative_to(root).as_posix()
+    parts = name.split("/")
+    folder = parts[0] if len(parts) > 1 else ""
+    ours, third_parties = FOLDERS.get(folder, (set(), set()))
+    third_parties = third_parties | ALSO.get(name, set())
+    tree = ast.parse(path.read_text(encoding="utf-8"), filename=name)
+    if not has_docstring(tree):
+        yield f"{name}:1: no module docstring whose first line says what the module is for"
+    for line, relative, target in imported_modules(tree, [PACKAGE, *parts[:-1]]):
+        where, top = f"{name}:{line}", target[0]
+        if top == PACKAGE:
+            if not relative:
+                yield f"{where}: imports {'.'.join(target)} absolutely; inside the package imports are relative"
+            other = target[1] if len(target) > 1 and target[1] in FOLDERS else ""
+            if other and other != folder and other not in ours:
+                yield f"{where}: {folder or 'the root'} may not import {other}"
+            if other == folder == "shmring" and target[2:3] == ["protocol"] and name != PROTOCOL:
+                yield f"{where}: {name} may not import {PROTOCOL}"
+        elif top in FORBIDDEN.get(folder, set()):
+            yield f"{where}: {folder} may not import {top}"
+        elif top in sys.stdlib_module_names or relative:
+            continue
+        elif top not in third_parties:
+            yield f"{where}: {folder or 'the root'} may not import {top}"
+        elif not any(fnmatch(name, pattern) for pattern in BORDERS.get(top, ("*",))):
+            yield f"{where}: only {', '.join(BORDERS[top])} may import {top}"
+
+
+def around_violations(root: Path, path: Path) -> Iterator[str]:
+    """Yield what a test or a benchmark does wrong: ours must come from `kvprefetch`, not as a top-level folder."""
+    name = path.relative_to(root).as_posix()
+    tree = ast.parse(path.read_text(encoding="utf-8"), filename=name)
+    if not has_docstring(tree):
+        yield f"{name}:1: no module docstring whose first line says what the module is for"
+    for line, relative, target in imported_modules(tree, name.split("/")[:-1]):
+        if not relative and target[0] in FOLDERS:
+            yield f"{name}:{line}: imports {'.'.join(target)}; write {PACKAGE}.{'.'.join(target)}"
+
+
+def violations(root: Path) -> list[str]:
+    """Return every broken rule in the tree under `root`."""
+    found = []
+    for path in sorted(root.glob("*.py")):
+        found += file_violations(root, path)
+    for folder in FOLDERS:
+        for path in sorted((root / folder).rglob("*.py")):
+            found += file_violations(root, path)
+    for folder in ("tests", "benchmarks"):
+        for path in sorted((root / folder).rglob("*.py")):
+            found += around_violations(root, path)
+    if (root / "systemd" / "__init__.py").exists():
+        found.append("systemd/__init__.py:1: systemd/ is not a package (it would shadow python-systemd)")
+    return found
+
+
+def test_the_import_rules_hold_in_this_checkout() -> None:
+    """Every module keeps to its folder's rules."""
+    assert violations(ROOT) == []
+
+
+DOC = '"""Says what it is for."""\n'
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "complaint"),
+    [
+        ("shmring/ring.py", "from ..daemon import store", "shmring may not import daemon"),
+        ("shmring/ring.py", "from .protocol import Hint", "shmring/ring.py may not import shmring/protocol.py"),
+        ("shmring/ring.py", "from . import protocol", "shmring/ring.py may not import shmring/protocol.py"),
+        ("shmring/ring.py", "import pydantic", "shmring may not import pydantic"),
+        ("shmring/ring.py", "import ctypes", "shmring may not import ctypes"),
+        ("shmring/ring.py", "def f():\n    import torch", "shmring may not import torch"),
+        ("connector/worker.py", "from ..daemon.store import Store", "connector may not import daemon"),
+        ("connector/worker.py", "from .. import daemon", "connector may not import daemon"),
+        ("connector/worker.py", "import kvprefetch.shmring.ring", "inside the package imports are relative"),
+        ("connector/worker.py", "import structlog", "connector may not import structlog"),
+        ("connector/scheduler.py", "import cupy", "may import cupy"),
+        ("daemon/planner.py", "from ..connector.keys import key", "daemon may not import connector"),
+        ("daemon/planner.py", "from mooncake.store import Store", "only daemon/store.py may import mooncake"),
+        ("daemon/planner.py", "import importlib\nimportlib.import_module('mooncake.store')", "may import mooncake"),
+        ("daemon/planner.py", "import vllm.config", "daemon may not import vllm"),
+        ("daemon/planner.py", "import shmring", "daemon may not import shmring"),
+        ("__init__.py", "from .connector import register", "the root may not import connector"),
+        ("tests/shmring/test_ring.py", "from shmring.ring import Ring", "write kvprefetch.shmring.ring.Ring"),
+    ],
+)
+def test_a_planted_violation_is_reported(tmp_path: Path, file: str, source: str, complaint: str) -> None:
+    """The checker sees each kind of violation, and names file and line."""
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(DOC + source + "\n")
+    (found,) = violations(tmp_path)
+    assert found.startswith(f"{file}:")
+    assert complaint in found
+
+
+def test_a_missing_docstring_and_a_systemd_package_are_reported(tmp_path: Path) -> None:
+    """Rules that are not about imports are checked too."""
+    for folder, source in (("daemon", "'''\nNothing in the first line.'''\n"), ("systemd", DOC)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text(source)
+    assert [line.split(":")[0] for line in violations(tmp_path)] == ["daemon/__init__.py", "systemd/__init__.py"]
+
+
+def test_what_the_rules_allow_is_not_reported(tmp_path: Path) -> None:
+    """The checker does not cry wolf at the imports the folders are meant to have."""
+    allowed = {
+        "__init__.py": "import os",
+        "shmring/ring.py": "import struct, posix_ipc, numpy\nfrom ._atomics import fence\nfrom . import layout",
+        "shmring/protocol.py": "import pydantic\nfrom .layout import WORD_BYTES",
+        "connector/worker.py": "import torch, vllm, cupy\nfrom ..shmring import protocol\nfrom .. import __version__",
+        "daemon/store.py": "from mooncake.store import MooncakeDistributedStore\nfrom ..shmring.ring import Ring",
+        "tests/test_ring.py": "from kvprefetch.shmring.ring import Ring\nfrom benchmarks.lab import engine",
+    }
+    for file, source in allowed.items():
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(DOC + source + "\n")
+    assert violations(tmp_path) == []
