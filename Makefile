@@ -20,17 +20,17 @@ test: setup lint ## set up, check, and run the default tests, those against real
 	@$(BIN)/python -m pytest
 
 lint: setup links ## ruff (rules and format) and mypy
-	@$(BIN)/ruff check --quiet $(LINTED)
-	@$(BIN)/ruff format --quiet --check $(LINTED) || { $(BIN)/ruff format --diff $(LINTED); exit 1; }
-	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/python -m ruff check --quiet $(LINTED)
+	@$(BIN)/python -m ruff format --quiet --check $(LINTED) || { $(BIN)/python -m ruff format --diff $(LINTED); exit 1; }
+	@$(BIN)/python -m mypy --no-error-summary
 
 links: # the package's parts under a folder with its import name, for type checkers
 	@mkdir -p build/links/kvprefetch
 	@for part in $(LINKED); do ln -sfn ../../../$$part build/links/kvprefetch/$$part; done
 
 format: setup ## rewrite the sources in ruff's format, imports sorted
-	@$(BIN)/ruff check --quiet --fix $(LINTED) || true
-	@$(BIN)/ruff format $(LINTED)
+	@$(BIN)/python -m ruff check --quiet --fix $(LINTED) || true
+	@$(BIN)/python -m ruff format $(LINTED)
 
 stress: setup ## the long tests: load and randomised faults
 	@$(BIN)/python -m pytest -m stress --timeout=3600
