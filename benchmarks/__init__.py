@@ -1,0 +1,1 @@
+"""Programs that show and measure kvprefetch against real vLLM and real Mooncake."""

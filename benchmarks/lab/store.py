@@ -1,0 +1,183 @@
+"""A real Mooncake store for engines to share: a master here, and one owner of all memory, here or behind a limited link.
+
+Engines and daemons join by the JSON file :attr:`Store.config`. They contribute no memory of their own
+("standalone-store"), so every value lies with the owner and every load crosses the link.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lab import process
+from benchmarks.lab.link import LimitedLink
+
+START_TIMEOUT_S = 30.0
+
+
+class StoreError(RuntimeError):
+    """The master or the owner did not start; the message ends with its log."""
+
+
+def program(name: str) -> str:
+    """Path of a native Mooncake program inside its package."""
+    package = importlib.util.find_spec("mooncake")
+    if package is None or not package.submodule_search_locations:
+        raise StoreError("Mooncake is not installed")
+    path = Path(package.submodule_search_locations[0]) / name
+    if not os.access(path, os.X_OK):
+        path.chmod(path.stat().st_mode | 0o111)
+    return str(path)
+
+
+class Store:
+    """Master and owner; use as a context manager. ``disk`` gives the owner a disk tier in that folder."""
+
+    def __init__(
+        self,
+        *,
+        memory: str = "1 GB",
+        link: LimitedLink | None = None,
+        disk: Path | None = None,
+        local_buffer: str = "256MB",
+        lease_ms: int = 10_000,
+    ) -> None:
+        self.memory = memory
+        self.link = link
+        self.disk = disk
+        self.local_buffer = local_buffer
+        self.lease_ms = lease_ms
+        self.host_ip = link.host_ip if link is not None else "127.0.0.1"
+        """The address under which engines on this side take part (``EngineSpec.host_ip``)."""
+        self.owner_ip = link.remote_ip if link is not None else "127.0.0.1"
+        self.master_address = ""
+        self.config = Path()
+        """Names the cluster: for ``MOONCAKE_CONFIG_PATH`` and ``kvprefetchd serve --mooncake-config``."""
+        self._metrics_port = 0
+        self._scratch: Path | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Store:
+        self._scratch = process.scratch("store")
+        try:
+            self._start(self._scratch)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End owner and master and remove their files; a disk tier stays."""
+        while self._processes:
+            process.reap(self._processes.pop())
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+
+    @property
+    def owner_pid(self) -> int:
+        """Pid of the process that holds the data."""
+        return self._processes[1].pid
+
+    @property
+    def master_pid(self) -> int:
+        """Pid of the master."""
+        return self._processes[0].pid
+
+    def _start(self, scratch: Path) -> None:
+        rpc, self._metrics_port, owner_rpc = process.free_ports(3)
+        self.master_address = f"{self.host_ip}:{rpc}"
+        offload = [] if self.disk is None else ["--enable_offload=true"]
+        master_log, owner_log = scratch / "master.log", scratch / "owner.log"
+        master = [
+            program("mooncake_master"),
+            f"--rpc_address={self.host_ip}",
+            f"--rpc_port={rpc}",
+            f"--metrics_host={self.host_ip}",
+            f"--metrics_port={self._metrics_port}",
+            f"--default_kv_lease_ttl={self.lease_ms}",
+            *offload,
+        ]
+        self._processes.append(process.spawn(master, log=master_log))
+        self._wait("mooncake_master", master_log, self._master_answers)
+        owner = [
+            program("mooncake_client"),
+            f"--master_server_address={self.master_address}",
+            "--metadata_server=P2PHANDSHAKE",
+            f"--host={self.owner_ip}",
+            f"--port={owner_rpc}",
+            "--protocol=tcp",
+            f"--global_segment_size={self.memory}",
+            *offload,
+        ]
+        env = {**os.environ, "MC_TCP_BIND_ADDRESS": self.owner_ip}
+        if self.disk is not None:
+            self.disk.mkdir(parents=True, exist_ok=True)
+            env["MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"] = str(self.disk)
+        if self.link is not None:
+            self._processes.append(self.link.run_in_ns(owner, log=owner_log, env=env))
+        else:
+            self._processes.append(process.spawn(owner, log=owner_log, env=env))
+        self._wait("mooncake_client", owner_log, lambda: self.metric("master_total_capacity_bytes") > 0)
+        settings: dict[str, Any] = {
+            "metadata_server": "P2PHANDSHAKE",
+            "master_server_address": self.master_address,
+            "protocol": "tcp",
+            "device_name": "",
+            "mode": "standalone-store",
+            "global_segment_size": 0,
+            "local_buffer_size": self.local_buffer,
+            "enable_offload": self.disk is not None,
+        }
+        self.config = scratch / "mooncake.json"
+        self.config.write_text(json.dumps(settings, indent=2) + "\n")
+
+    def metric(self, name: str) -> float:
+        """One value of the master's Prometheus page; 0.0 while it is not there."""
+        try:
+            with urllib.request.urlopen(f"http://{self.host_ip}:{self._metrics_port}/metrics", timeout=5) as page:
+                for line in page.read().decode().splitlines():
+                    if line.startswith(name) and line[len(name) : len(name) + 1] in (" ", "{"):
+                        return float(line.rpartition(" ")[2])
+        except OSError:
+            pass
+        return 0.0
+
+    @property
+    def keys(self) -> int:
+        """How many values the store holds."""
+        return int(self.metric("master_key_count"))
+
+    def wait_keys(self, count: int, timeout_s: float = 30.0) -> int:
+        """Wait until the store holds ``count`` values (saving goes on after a pass); returns how many it holds."""
+        deadline = time.monotonic() + timeout_s
+        while self.keys < count and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.keys
+
+    def _master_answers(self) -> bool:
+        host, _, port = self.master_address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=1).close()
+        except OSError:
+            return False
+        return True
+
+    def _wait(self, name: str, log: Path, ready: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not ready():
+            if self._processes[-1].poll() is not None or time.monotonic() > deadline:
+                raise StoreError(f"{name} did not start\n{process.tail(log)}")
+            time.sleep(0.05)
