@@ -1,0 +1,1 @@
+"""The vLLM plugin: KVPrefetchConnector, its scheduler side and its worker side."""
