@@ -134,7 +134,7 @@ class Saved(NamedTuple):
 
 def encode_hint(hint: Hint, *, groups: int = 1) -> tuple[bytes, bytes, memoryview]:
     """The parts of a HINT record, in order; the hashes are not copied."""
-    request_id = hint.request_id.encode()[:MAX_REQUEST_ID_BYTES]
+    request_id = hint.request_id.encode(errors="replace")[:MAX_REQUEST_ID_BYTES]
     head = _HINT.pack(
         PROTOCOL, groups, hint.hash_bytes, len(request_id), hint.flag, hint.blocks, hint.local_blocks,
         max(-(1 << 31), min((1 << 31) - 1, hint.priority)), hint.prompt_tokens, hint.generation, hint.arrival_ns,
@@ -314,7 +314,8 @@ def decode_message(data: bytes) -> Message:
     """Parse one control message. Raises ProtocolError naming field, value and bound; a foreign protocol is named first."""
     try:
         raw = json.loads(data)
-    except ValueError as error:
+        json.dumps(raw, ensure_ascii=False).encode()  # a lone surrogate would fail later, in a log or a label
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"control message is not JSON: {error}") from None
     if isinstance(raw, dict) and raw.get("type") == "hello" and raw.get("protocol") != PROTOCOL:
         raise ProtocolError(f"protocol differs: protocol={raw.get('protocol')!r} expected={PROTOCOL}")
@@ -346,9 +347,11 @@ def send_message(sock: socket.socket, message: Message, fds: Sequence[int] = ())
 def receive_message(sock: socket.socket, max_fds: int = 2) -> tuple[Message, list[int]] | None:
     """Block for one packet; None at the end of the connection. The caller owns the descriptors. Raises ProtocolError."""
     data, fds, flags, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, max_fds, socket.MSG_CMSG_CLOEXEC)
-    if not data:
-        return None
     try:
+        if not data:
+            for fd in fds:  # an empty packet reads like the end, and may carry descriptors
+                socket.close(fd)
+            return None
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise ProtocolError(f"control message is too large: max_bytes={MAX_MESSAGE_BYTES} max_fds={max_fds}")
         return decode_message(data), fds
