@@ -1,0 +1,104 @@
+"""A read-only view of a live control segment, for operators: it maps what it may not write and disturbs nobody.
+
+Every number is one load of its own, so two numbers may stem from two moments; nothing is trusted and nothing raises but
+SegmentCorrupt for a geometry that cannot be.  A word that cannot be true is shown as it is and named in `impossible`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from ._atomics import Words
+from .flags import FlagTable, unpack
+from .layout import Layout, Line
+from .liveness import Liveness, PeerState
+from .segment import Segment
+
+
+def read(fd: int, now_ns: int, state_names: Mapping[int, str] | None = None) -> dict[str, Any]:
+    """Map the segment behind a (read-only) descriptor, describe it, unmap it. The descriptor stays the caller's.
+
+    Raises SegmentCorrupt for what is no control segment, SegmentError for what cannot be mapped.
+    """
+    segment = Segment(os.dup(fd), os.fstat(fd).st_size, writable=False)
+    try:
+        return describe(segment.buffer, now_ns, state_names)
+    finally:
+        segment.close()
+
+
+def describe(buffer: memoryview, now_ns: int, state_names: Mapping[int, str] | None = None) -> dict[str, Any]:
+    """What the segment says at `now_ns` (CLOCK_MONOTONIC), as plain values that can be printed or dumped as JSON.
+
+    `state_names` names the flag states (the protocol's business, not ours); one without a name is shown as its number.
+    """
+    layout = Layout.read(buffer)
+    words = Words(buffer, writable=False)
+    try:
+        return _describe(buffer, words, layout, now_ns, state_names or {})
+    finally:
+        words.release()
+
+
+def _describe(
+    buffer: memoryview, words: Words, layout: Layout, now_ns: int, names: Mapping[int, str]
+) -> dict[str, Any]:
+    impossible: list[str] = []
+
+    def within(name: str, value: int, high: int) -> int:
+        if not 0 <= value <= high:
+            impossible.append(name)
+        return value
+
+    load = words.load_acquire
+    # SYNC head: record space free in push
+    head = load(Line.HEAD)
+    # SYNC tail: record content visible in peek
+    tail = load(Line.TAIL)
+    # SYNC taken: entry read before it is written again
+    taken = load(Line.CREDITS_TAKEN)
+    # SYNC credit: slot number visible with the counter
+    granted = load(Line.CREDITS_GRANTED)
+    table = FlagTable(buffer, words, layout)
+    states = Counter(unpack(table.load(index)).state for index in range(layout.flag_count))
+    return {
+        "epoch": layout.epoch,
+        "total_bytes": layout.total_bytes,
+        "slot_count": layout.slot_count,
+        "ring": {
+            "capacity_bytes": layout.ring_bytes,
+            # Head was loaded first and both only grow, so what is in use is never under-reported by the race.
+            "used_bytes": within("ring.used_bytes", tail - head, layout.ring_bytes),
+            "pushed_bytes": tail,
+            "consumed_bytes": head,
+            "consumer_sleeping": load(Line.SLEEPING) != 0,
+        },
+        "flags": {
+            "count": layout.flag_count,
+            "states": {names.get(state, str(state)): states[state] for state in sorted(states)},
+        },
+        "credits": {
+            "entries": layout.credit_entries,
+            "granted": granted,
+            "taken": taken,
+            "outstanding": within("credits.outstanding", granted - taken, layout.credit_entries),
+        },
+        "consumer": _side(words, now_ns, consumer=True),
+        "producer": _side(words, now_ns, consumer=False),
+        "hints_dropped": load(Line.HINTS_DROPPED),
+        "impossible": impossible,
+    }
+
+
+def _side(words: Words, now_ns: int, *, consumer: bool) -> dict[str, Any]:
+    state = words.load_acquire(Line.CONSUMER_STATE if consumer else Line.PRODUCER_STATE)
+    beat = words.load_acquire(Line.CONSUMER_BEAT if consumer else Line.PRODUCER_BEAT)
+    return {
+        "state": PeerState(state).name.lower() if state <= max(PeerState) else str(state),
+        "status": Liveness(words, consumer=not consumer).peer(now_ns).value,
+        # None before the first beat.
+        "beat_age_s": round((now_ns - beat) / 1e9, 3) if beat else None,
+    }

@@ -1,0 +1,215 @@
+"""Completion flags: one word answers everything, transitions are exchanged, nothing of an earlier use is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvprefetch.shmring._atomics import Words
+from kvprefetch.shmring.errors import SegmentCorrupt
+from kvprefetch.shmring.flags import FREE, MAX_COUNT, MAX_GENERATION, Flag, FlagAllocator, FlagTable, pack, unpack
+from kvprefetch.shmring.layout import LINE_BYTES
+
+from .conftest import Control
+
+HINTED, READY, CLAIMED, RELEASED = 1, 2, 3, 4
+Make = Callable[..., Control]
+
+
+def table_of(control: Control) -> FlagTable:
+    return FlagTable(control.buffer, control.words, control.layout)
+
+
+@given(st.integers(0, MAX_GENERATION), st.integers(0, 15), st.integers(0, MAX_COUNT))
+def test_a_flag_word_is_taken_apart_into_what_it_was_made_of(generation: int, state: int, count: int) -> None:
+    word = pack(generation, state, count)
+    assert 0 <= word < 1 << 64
+    assert unpack(word) == Flag(generation, state, count)
+
+
+@given(st.integers(0, (1 << 64) - 1))
+def test_any_word_at_all_can_be_taken_apart(word: int) -> None:
+    assert pack(*unpack(word)) == word
+
+
+@pytest.mark.parametrize(
+    "parts", [(-1, 0, 0), (MAX_GENERATION + 1, 0, 0), (0, 16, 0), (0, 0, MAX_COUNT + 1), (0, 0, -1)]
+)
+def test_parts_that_do_not_fit_their_bits_are_refused(parts: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="flag out of bounds"):
+        pack(*parts)
+
+
+def test_of_two_transitions_from_the_same_word_one_wins(make: Make) -> None:
+    table = table_of(make())
+    assert table.exchange(1, 0, pack(1, HINTED, 0))
+    assert not table.exchange(1, 0, pack(1, READY, 0))
+    assert unpack(table.load(1)) == Flag(1, HINTED, 0)
+
+
+@pytest.mark.parametrize("index", [-1, 4, 5, 1 << 40, -(1 << 40)])
+def test_a_flag_that_is_not_there_is_an_index_error_and_never_another_word(make: Make, index: int) -> None:
+    control = make()
+    table = table_of(control)
+    before = bytes(control.buffer)
+    for use in (
+        lambda: table.load(index),
+        lambda: table.exchange(index, 0, 1),
+        lambda: table.found(index),
+        lambda: table.set_found(index, 1),
+        lambda: table.write_slots(index, 0, [1]),
+        lambda: table.read_slots(index, 0, 1),
+    ):
+        with pytest.raises(IndexError):
+            use()
+    assert bytes(control.buffer) == before
+
+
+def test_slots_come_out_as_they_went_in(make: Make) -> None:
+    control = make()
+    daemon, engine = table_of(control), table_of(control)
+    daemon.write_slots(2, 0, [7, 8])
+    daemon.write_slots(2, 2, [9])
+    assert engine.read_slots(2, 0, 3) == [7, 8, 9]
+    assert engine.read_slots(2, 1, 1) == []
+    assert engine.read_slots(1, 0, 8) == [0] * 8
+
+
+@pytest.mark.parametrize(("start", "count"), [(-1, 1), (8, 1), (0, 9), (7, 2)])
+def test_slots_outside_the_table_are_not_written(make: Make, start: int, count: int) -> None:
+    control = make()
+    before = bytes(control.buffer)
+    with pytest.raises(IndexError):
+        table_of(control).write_slots(1, start, [1] * count)
+    assert bytes(control.buffer) == before
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 1), (0, 9), (2, 1), (0, MAX_COUNT)])
+def test_a_count_beyond_the_table_is_corruption_and_not_read(make: Make, start: int, stop: int) -> None:
+    with pytest.raises(SegmentCorrupt, match="outside the slot table"):
+        table_of(make()).read_slots(0, start, stop)
+
+
+def test_a_slot_number_beyond_the_staging_is_corruption(make: Make) -> None:
+    table = table_of(make())
+    table.write_slots(0, 0, [99, 100])
+    assert table.read_slots(0, 0, 1) == [99]
+    with pytest.raises(SegmentCorrupt, match="slot=100 bound=100"):
+        table.read_slots(0, 0, 2)
+
+
+def test_found_blocks_of_an_earlier_use_read_as_none(make: Make) -> None:
+    control = make()
+    table = table_of(control)
+    table.exchange(0, 0, pack(1, HINTED, 0))
+    assert table.found(0) == 0
+    table.set_found(0, 5)
+    assert table.found(0) == 5
+    table.exchange(0, pack(1, HINTED, 0), pack(2, HINTED, 0))
+    assert table.found(0) == 0
+
+
+def test_found_blocks_out_of_bounds_are_refused_and_reported(make: Make) -> None:
+    control = make()
+    table = table_of(control)
+    for blocks in (-1, MAX_COUNT + 1):
+        with pytest.raises(ValueError, match=f"blocks={blocks}"):
+            table.set_found(0, blocks)
+    control.words.store_release(control.layout.flags_offset // 8 + 1, MAX_COUNT + 1)
+    with pytest.raises(SegmentCorrupt, match="found blocks"):
+        table.found(0)
+
+
+def test_each_flag_is_alone_on_its_cache_line(make: Make) -> None:
+    control = make()
+    table = table_of(control)
+    for index in range(4):
+        table.exchange(index, 0, pack(1, HINTED, index))
+    start = control.layout.flags_offset
+    assert start % LINE_BYTES == 0
+    for index in range(4):
+        at = start + index * LINE_BYTES
+        assert int.from_bytes(control.buffer[at : at + 8], "little") == pack(1, HINTED, index)
+
+
+def test_a_read_only_table_refuses_every_transition(make: Make) -> None:
+    control = make()
+    view = FlagTable(control.buffer.toreadonly(), Words(control.buffer, writable=False), control.layout)
+    assert view.load(0) == 0
+    with pytest.raises(TypeError, match="read-only"):
+        view.exchange(0, 0, 1)
+    with pytest.raises(TypeError, match="read-only"):
+        view.set_found(0, 1)
+
+
+def test_every_use_of_a_flag_has_a_new_generation(make: Make) -> None:
+    table = table_of(make())
+    allocator = FlagAllocator(table)
+    seen = set()
+    for _ in range(40):
+        taken = allocator.take(HINTED)
+        assert taken is not None
+        assert taken not in seen
+        seen.add(taken)
+        index, generation = taken
+        assert unpack(table.load(index)) == Flag(generation, HINTED, 0)
+        assert table.exchange(index, pack(generation, HINTED, 0), pack(generation, FREE, 0))
+        allocator.give_back(index)
+
+
+def test_the_generation_after_the_last_is_the_first(make: Make) -> None:
+    table = table_of(make(flag_count=1))
+    table.exchange(0, 0, pack(MAX_GENERATION, FREE, 0))
+    assert FlagAllocator(table).take(HINTED) == (0, 1)
+
+
+def test_without_a_free_flag_there_is_none_to_take_until_the_daemon_frees_one(make: Make) -> None:
+    table = table_of(make())
+    allocator = FlagAllocator(table)
+    taken = [allocator.take(HINTED) for _ in range(5)]
+    assert taken[4] is None
+    assert taken[2] is not None
+    index, generation = taken[2]
+    table.exchange(index, pack(generation, HINTED, 0), pack(generation, RELEASED, 0))
+    allocator.give_back(index)
+    assert allocator.take(HINTED) is None
+    assert allocator.collect() == 1
+    table.exchange(index, pack(generation, RELEASED, 0), pack(generation, FREE, 0))
+    assert allocator.take(HINTED) == (index, generation + 1)
+
+
+def test_looking_for_a_free_flag_costs_a_bounded_time_however_many_are_out(make: Make) -> None:
+    table = table_of(make(flag_count=1000))
+    allocator = FlagAllocator(table)
+    for _ in range(1000):
+        taken = allocator.take(HINTED)
+        assert taken is not None
+        allocator.give_back(taken[0])
+    looks = 0
+    load = table.load
+
+    def counted(index: int) -> int:
+        nonlocal looks
+        looks += 1
+        return load(index)
+
+    table.load = counted  # type: ignore[method-assign]
+    assert allocator.take(HINTED) is None
+    assert looks <= 64
+    word = load(500)
+    table.exchange(500, word, pack(unpack(word).generation, FREE, 0))
+    assert any(allocator.take(HINTED) is not None for _ in range(1000 // 64 + 1)), "every flag gets its look"
+
+
+def test_a_flag_given_back_twice_is_still_taken_once(make: Make) -> None:
+    table = table_of(make(flag_count=1))
+    allocator = FlagAllocator(table)
+    allocator.take(HINTED)
+    table.exchange(0, pack(1, HINTED, 0), pack(1, FREE, 0))
+    allocator.give_back(0)
+    allocator.give_back(0)
+    assert allocator.take(HINTED) == (0, 2)
+    assert allocator.take(HINTED) is None

@@ -1,0 +1,309 @@
+"""Whatever the other side writes: no crash, no hang, no read out of range, and a report that names what is wrong."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvprefetch.shmring import protocol
+from kvprefetch.shmring.credits import CreditGranter, CreditTaker
+from kvprefetch.shmring.errors import SegmentCorrupt
+from kvprefetch.shmring.flags import FlagAllocator, FlagTable, unpack
+from kvprefetch.shmring.layout import Layout, Line
+from kvprefetch.shmring.liveness import Liveness, PeerStatus
+from kvprefetch.shmring.protocol import ProtocolError
+from kvprefetch.shmring.ring import ALIGN, HEADER_BYTES, PADDING, Consumer, Producer
+
+from .conftest import Control, small_layout
+
+LAYOUT = small_layout()
+HEADER = struct.Struct("<IIQ")
+MAX_RECORDS = LAYOUT.ring_bytes // ALIGN
+
+# Where a flipped byte does something: the hot words, record headers, flags, tables; and anywhere at all.
+places = st.one_of(
+    st.sampled_from([int(line) * 8 + byte for line in Line for byte in range(8)]),
+    st.integers(0, MAX_RECORDS - 1).flatmap(lambda line: st.integers(0, 15).map(lambda b: 4096 + line * ALIGN + b)),
+    st.integers(0, LAYOUT.total_bytes - 1),
+)
+flips = st.lists(st.tuples(places, st.integers(1, 255)), min_size=1, max_size=8)
+pushes = st.lists(st.integers(0, 300), max_size=12)
+
+
+def flip(control: Control, changes: list[tuple[int, int]]) -> None:
+    for at, mask in changes:
+        control.buffer[at] ^= mask
+
+
+def drain(consumer: Consumer, changed: Callable[[], None] = lambda: None) -> int:
+    """Take what there is; every payload lies inside the ring. SegmentCorrupt is the only way out but the end."""
+    for count in range(2 * MAX_RECORDS):
+        changed()
+        record = consumer.peek()
+        if record is None:
+            consumer.prepare_sleep()
+            consumer.wake()
+            return count
+        assert 0 <= record.kind < PADDING
+        assert len(bytes(record.payload)) <= LAYOUT.ring_bytes // 2 - HEADER_BYTES
+        consumer.advance()
+    return 2 * MAX_RECORDS
+
+
+@settings(max_examples=600, deadline=None)
+@given(pushes, pushes, flips)
+def test_a_consumer_survives_any_flipped_bytes(
+    before: list[int], sizes: list[int], changes: list[tuple[int, int]]
+) -> None:
+    control = Control(LAYOUT)
+    producer, consumer = control.producer(), control.consumer()
+    for size in before:
+        producer.push(1, bytes(size))
+    drain(consumer)
+    for size in sizes:
+        producer.push(1, bytes(size))
+    flip(control, changes)
+    try:
+        assert drain(consumer) <= MAX_RECORDS, "no more records than the ring has room for"
+    except SegmentCorrupt as error:
+        with pytest.raises(SegmentCorrupt, match=str(error).split(":")[0]):
+            consumer.peek()  # it stays corrupt, and says so each time
+
+
+@settings(max_examples=200, deadline=None)
+@given(pushes, st.lists(flips, min_size=1, max_size=30))
+def test_a_consumer_survives_bytes_that_change_while_it_reads(
+    sizes: list[int], rounds: list[list[tuple[int, int]]]
+) -> None:
+    control = Control(LAYOUT)
+    producer, consumer = control.producer(), control.consumer()
+    for size in sizes:
+        producer.push(1, bytes(size))
+    left = iter(rounds)
+    try:
+        drain(consumer, lambda: flip(control, next(left, [])))
+    except SegmentCorrupt:
+        pass
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, MAX_RECORDS), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)), max_size=6)
+)
+def test_a_consumer_survives_record_headers_made_to_deceive(headers: list[tuple[int, int, int]]) -> None:
+    """Stamps are right, so lengths, kinds and paddings alone must be checked."""
+    control = Control(LAYOUT)
+    consumer = control.consumer()
+    for line, length, kind in headers:
+        at = line % MAX_RECORDS * ALIGN
+        HEADER.pack_into(control.buffer, LAYOUT.ring_offset + at, length, kind, at)
+    control.words.store_release(Line.TAIL, LAYOUT.ring_bytes)
+    try:
+        drain(consumer)
+    except SegmentCorrupt:
+        pass
+
+
+@pytest.mark.parametrize("start_line", [0, 1, MAX_RECORDS - 1])
+def test_nothing_but_paddings_ends_at_once(start_line: int) -> None:
+    control = Control(LAYOUT)
+    control.words.store_release(Line.HEAD, start_line * ALIGN)
+    control.words.store_release(Line.TAIL, start_line * ALIGN)
+    consumer = control.consumer()
+    for lap in range(2):
+        for line in range(MAX_RECORDS):
+            at = line * ALIGN
+            stamp = at + (LAYOUT.ring_bytes if at < start_line * ALIGN or lap else 0)
+            HEADER.pack_into(control.buffer, LAYOUT.ring_offset + at, 0, PADDING, stamp)
+    control.words.store_release(Line.TAIL, start_line * ALIGN + LAYOUT.ring_bytes)
+    with pytest.raises(SegmentCorrupt):
+        consumer.peek()
+
+
+def engine_uses_everything(control: Control, producer: Producer, taker: CreditTaker, allocator: FlagAllocator) -> None:
+    """One pass of all an engine does on its hot path; each call returns or reports corruption."""
+    table = FlagTable(control.buffer, control.words, control.layout)
+    liveness = Liveness(control.words, consumer=False)
+    assert liveness.peer(1) in PeerStatus
+    for size in (0, 100, 2000):
+        report(lambda size=size: producer.push(1, bytes(size)))
+    report(lambda: taker.take(4))
+    taken = allocator.take(1)
+    for index in range(control.layout.flag_count):
+        flag = unpack(table.load(index))
+        report(lambda index=index: table.found(index))
+        slots = report(lambda index=index, flag=flag: table.read_slots(index, 0, flag.count))
+        assert slots is None or all(0 <= slot < control.layout.slot_count for slot in slots)
+    if taken is not None:
+        allocator.give_back(taken[0])
+    allocator.collect()
+
+
+def report(use: Callable[[], Any]) -> Any:
+    try:
+        return use()
+    except SegmentCorrupt:
+        return None
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(flips, min_size=1, max_size=5))
+def test_an_engine_survives_whatever_a_broken_daemon_writes(rounds: list[list[tuple[int, int]]]) -> None:
+    control = Control(LAYOUT)
+    producer = control.producer()
+    taker = CreditTaker(control.buffer, control.words, control.layout)
+    allocator = FlagAllocator(FlagTable(control.buffer, control.words, control.layout))
+    CreditGranter(control.buffer, control.words, control.layout).grant([1, 2, 3])
+    for changes in rounds:
+        flip(control, changes)
+        engine_uses_everything(control, producer, taker, allocator)
+
+
+@settings(max_examples=400, deadline=None)
+@given(flips)
+def test_taking_up_a_segment_of_any_bytes_succeeds_or_is_refused(changes: list[tuple[int, int]]) -> None:
+    control = Control(LAYOUT)
+    flip(control, changes)
+    try:
+        layout = Layout.read(control.buffer)
+    except SegmentCorrupt:
+        return
+    parts = control.buffer, control.words, layout
+    allocator = FlagAllocator(FlagTable(*parts))
+    allocator.take(1)
+    taker, granter = CreditTaker(*parts), CreditGranter(*parts)
+    report(lambda: taker.take(1))
+    report(granter.outstanding)
+    producer = report(lambda: Producer(*parts, lambda: None))
+    if producer is not None:
+        report(lambda: producer.push(1, b"x"))
+    consumer = report(lambda: Consumer(*parts))
+    if consumer is not None:
+        report(lambda: drain(consumer))
+
+
+# --- what the protocol makes of bytes -------------------------------------------------------------------------------
+
+decoders = st.sampled_from([protocol.decode_hint, protocol.decode_ask, protocol.decode_done, protocol.decode_saved])
+valid_records = st.sampled_from(
+    [
+        b"".join(
+            bytes(part)
+            for part in protocol.encode_hint(protocol.Hint(1, 2, "request", 3, 1, 0, 99, 5, 8, memoryview(bytes(24))))
+        ),
+        protocol.encode_ask(protocol.Ask(1, 2, 3)),
+        protocol.encode_done(protocol.Done(1, 2, protocol.Outcome.LOADED, 3, 4, 5, 6)),
+        protocol.encode_saved(protocol.Saved(1, 2, False, [3, 4], [bytes(8), bytes(8)])),
+        protocol.encode_saved(protocol.Saved(1, 2, True, [3, 4], [])),
+    ]
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(decoders, st.binary(max_size=200))
+def test_a_record_of_any_bytes_is_decoded_or_refused(decode: Callable[[memoryview], Any], data: bytes) -> None:
+    try:
+        decode(memoryview(data).toreadonly())
+    except ProtocolError:
+        pass
+
+
+@settings(max_examples=1000, deadline=None)
+@given(decoders, valid_records, st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=4))
+def test_a_record_with_any_bytes_changed_is_decoded_or_refused(
+    decode: Callable[[memoryview], Any], record: bytes, changes: list[tuple[int, int]]
+) -> None:
+    data = bytearray(record)
+    for at, value in changes:
+        data[at % len(data)] = value
+    try:
+        decode(memoryview(data).toreadonly())
+    except ProtocolError:
+        pass
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+TYPES = ["hello", "refused", "attached", "mapped", "reset", "reset_done", "other"]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.one_of(
+        st.binary(max_size=100),
+        json_values.map(lambda value: protocol.json.dumps(value).encode()),
+        st.builds(
+            lambda kind, rest: protocol.json.dumps({**rest, "type": kind, "protocol": protocol.PROTOCOL}).encode(),
+            st.one_of(st.sampled_from(TYPES), json_values),
+            st.dictionaries(st.sampled_from(["epoch", "rank", "role", "worker", "scheduler", "error"]), json_values),
+        ),
+    )
+)
+def test_a_control_message_of_any_bytes_is_decoded_or_refused(data: bytes) -> None:
+    try:
+        protocol.decode_message(data)
+    except ProtocolError:
+        pass
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"[" * 60_000,
+        b'{"a":' * 10_000,
+        b"1" * 60_000,
+        b'{"type": "refused", "error": "\\ud800", "final": true}',
+        b'{"type": ["hello"], "protocol": 1}',
+        b'{"type": {}, "protocol": 1}',
+        b"\xff\xfe\x00",
+        b"",
+    ],
+    ids=[
+        "nested lists",
+        "nested objects",
+        "endless number",
+        "lone surrogate",
+        "list type",
+        "object type",
+        "utf-16",
+        "empty",
+    ],
+)
+def test_a_control_message_made_to_break_the_parser_is_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        protocol.decode_message(data)
+
+
+def test_a_request_id_that_is_no_valid_text_still_makes_a_hint() -> None:
+    hint = protocol.Hint(1, 2, "a\ud800b" + "é" * 600, 1, 0, 0, 1, 0, 8, memoryview(bytes(8)))
+    decoded = protocol.decode_hint(memoryview(b"".join(bytes(part) for part in protocol.encode_hint(hint))))
+    assert decoded.request_id.startswith("a?b")
+
+
+def test_descriptors_beside_an_empty_packet_are_not_kept() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        before = len(os.listdir("/proc/self/fd"))
+        socket.send_fds(theirs, [b""], [theirs.fileno()])
+        assert protocol.receive_message(ours) is None
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_descriptors_beside_a_message_that_is_refused_are_not_kept() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        before = len(os.listdir("/proc/self/fd"))
+        socket.send_fds(theirs, [b"[" * 60_000], [theirs.fileno()] * 2)
+        with pytest.raises(ProtocolError):
+            protocol.receive_message(ours)
+        assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,247 @@
+"""The hint ring does what a queue of byte strings does, wherever it wraps and whoever dies."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvprefetch.shmring.errors import SegmentCorrupt
+from kvprefetch.shmring.layout import Line
+from kvprefetch.shmring.ring import ALIGN, HEADER_BYTES, PADDING, Record
+
+from .conftest import Control, small_layout
+
+RING = 4096
+LARGEST = RING // 2 - HEADER_BYTES
+
+
+def taken(record: Record | None) -> tuple[int, bytes] | None:
+    return None if record is None else (record.kind, bytes(record.payload))
+
+
+def need(length: int) -> int:
+    return (HEADER_BYTES + length + ALIGN - 1) // ALIGN * ALIGN
+
+
+class Model:
+    """What the ring must do, in terms of byte positions only."""
+
+    def __init__(self) -> None:
+        self.records: deque[tuple[int, bytes, int]] = deque()
+        self.tail = self.head = 0
+
+    def push(self, kind: int, data: bytes) -> bool:
+        to_end = RING - self.tail % RING
+        total = need(len(data)) if need(len(data)) <= to_end else to_end + need(len(data))
+        if self.tail + total - self.head > RING:
+            return False
+        self.tail += total
+        self.records.append((kind, data, self.tail))
+        return True
+
+    def pop(self) -> tuple[int, bytes] | None:
+        if not self.records:
+            return None
+        kind, data, self.head = self.records.popleft()
+        return kind, data
+
+
+steps = st.lists(
+    st.one_of(
+        st.none(),
+        st.tuples(st.integers(0, PADDING - 1), st.integers(0, LARGEST), st.integers(0, 255)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps)
+def test_any_sequence_of_pushes_and_pops_does_what_a_queue_does(sequence: list[tuple[int, int, int] | None]) -> None:
+    control, model = Control(small_layout()), Model()
+    producer, consumer = control.producer(), control.consumer()
+    for step in sequence:
+        if step is None:
+            assert taken(consumer.peek()) == model.pop()
+            consumer.advance()
+        else:
+            kind, length, fill = step
+            data = bytes([fill]) * length
+            assert producer.push(kind, data) == model.push(kind, data)
+    while (expected := model.pop()) is not None:
+        assert taken(consumer.peek()) == expected
+        consumer.advance()
+    assert consumer.peek() is None
+
+
+def test_a_record_of_every_size_wraps_at_every_offset(make) -> None:
+    sizes = sorted({0, 1, 47, 48, 49, 111, 112, 113, LARGEST // 2, LARGEST - 1, LARGEST})
+    for offset in range(0, RING, ALIGN):
+        for size in sizes:
+            control = make()
+            producer, consumer = control.producer(), control.consumer()
+            for _ in range(offset // ALIGN):
+                assert producer.push(1, b"")
+                assert consumer.peek() is not None
+                consumer.advance()
+            data = bytes(i & 0xFF for i in range(size))
+            assert producer.push(2, data)
+            assert producer.push(3, b"after") or need(size) > RING // 2 - ALIGN
+            assert taken(consumer.peek()) == (2, data)
+
+
+def test_parts_are_one_payload_in_their_order(make) -> None:
+    control = make()
+    control.producer().push(5, b"head", bytearray(b" and "), memoryview(b"tail"))
+    assert taken(control.consumer().peek()) == (5, b"head and tail")
+
+
+def test_a_full_ring_is_a_return_value_and_room_comes_back_with_each_record_taken(make) -> None:
+    control = make()
+    producer, consumer = control.producer(), control.consumer()
+    count = 0
+    while producer.push(1, bytes(48)):
+        count += 1
+    assert count == RING // ALIGN
+    assert not producer.push(1, b"")
+    consumer.peek()
+    consumer.advance()
+    assert producer.push(1, b"")
+    assert not producer.push(1, b"")
+
+
+def test_the_largest_record_always_fits_an_empty_ring(make) -> None:
+    for offset in range(0, RING, ALIGN):
+        control = make()
+        producer, consumer = control.producer(), control.consumer()
+        for _ in range(offset // ALIGN):
+            producer.push(1)
+            consumer.peek()
+            consumer.advance()
+        assert producer.push(1, bytes(LARGEST))
+
+
+@pytest.mark.parametrize("length", [LARGEST + 1, RING, 10 * RING])
+def test_a_record_that_never_fits_is_misuse_and_names_value_and_bound(make, length: int) -> None:
+    control = make()
+    producer = control.producer()
+    with pytest.raises(ValueError, match=f"payload_bytes={length} max={LARGEST}"):
+        producer.push(1, bytes(length))
+    assert control.consumer().peek() is None
+
+
+@pytest.mark.parametrize("kind", [-1, PADDING, PADDING + 1])
+def test_the_kind_of_padding_and_kinds_out_of_bounds_are_misuse(make, kind: int) -> None:
+    with pytest.raises(ValueError, match=f"kind={kind}"):
+        make().producer().push(kind, b"")
+
+
+def test_a_push_that_raises_leaves_the_ring_as_it_was(make) -> None:
+    control = make()
+    producer, consumer = control.producer(), control.consumer()
+    with pytest.raises(ValueError, match="different"):
+        producer.push(1, memoryview(b"12345678").cast("Q"))
+    assert consumer.peek() is None
+    assert producer.push(2, b"next")
+    assert taken(consumer.peek()) == (2, b"next")
+
+
+def test_a_payload_cannot_be_written_through(make) -> None:
+    control = make()
+    control.producer().push(1, b"abc")
+    record = control.consumer().peek()
+    assert record.payload.readonly
+    with pytest.raises(TypeError):
+        record.payload[0] = 0
+
+
+def test_peek_without_advance_sees_the_same_record_again(make) -> None:
+    control = make()
+    producer, consumer = control.producer(), control.consumer()
+    producer.push(1, b"a")
+    producer.push(2, b"b")
+    assert taken(consumer.peek()) == taken(consumer.peek()) == (1, b"a")
+    consumer.advance()
+    consumer.advance()
+    assert taken(consumer.peek()) == (2, b"b")
+
+
+def test_both_sides_take_up_the_ring_where_it_stands(make) -> None:
+    control = make()
+    producer, consumer = control.producer(), control.consumer()
+    for number in range(3):
+        producer.push(number, b"x")
+    consumer.peek()
+    consumer.advance()
+    assert control.producer().push(3, b"y")
+    again = control.consumer()
+    kinds = []
+    while (record := again.peek()) is not None:
+        kinds.append(record.kind)
+        again.advance()
+    assert kinds == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("tail", "head"), [(3, 0), (64, 1), (0, 64), (8192, 0), (2**64 - 64, 2**64 - 64), (2**64 - 1, 0)]
+)
+def test_neither_side_takes_up_a_ring_that_cannot_stand_so(make, tail: int, head: int) -> None:
+    control = make()
+    control.words.store_release(Line.TAIL, tail)
+    control.words.store_release(Line.HEAD, head)
+    with pytest.raises(SegmentCorrupt, match=f"tail={tail} head={head}"):
+        control.producer()
+    with pytest.raises(SegmentCorrupt, match=f"tail={tail} head={head}"):
+        control.consumer()
+
+
+def test_the_bell_rings_for_a_sleeper_and_for_nobody_else(make) -> None:
+    control = make()
+    producer, consumer = control.producer(), control.consumer()
+    producer.push(1)
+    assert control.bells == 0
+    consumer.peek()
+    consumer.advance()
+    assert consumer.prepare_sleep()
+    producer.push(1)
+    assert control.bells == 1
+    consumer.wake()
+    producer.push(1)
+    assert control.bells == 1
+
+
+def test_a_consumer_with_records_left_does_not_go_to_sleep(make) -> None:
+    control = make()
+    producer, consumer = control.producer(), control.consumer()
+    producer.push(1)
+    assert not consumer.prepare_sleep()
+    producer.push(1)
+    assert control.bells == 0, "it took its announcement back"
+
+
+@pytest.mark.parametrize("head", [1 << 40, 2**64 - 1, 64])
+def test_a_head_that_cannot_be_is_reported_by_the_next_push_that_needs_room(make, head: int) -> None:
+    control = make()
+    producer = control.producer()
+    while producer.push(1, bytes(48)):
+        pass
+    # Ahead of the tail; 64 is possible and only gives room for one record that was not taken.
+    control.words.store_release(Line.HEAD, head)
+    if head == 64:
+        assert producer.push(1, bytes(48))
+    else:
+        with pytest.raises(SegmentCorrupt, match=f"head={head}"):
+            producer.push(1, bytes(48))
+
+
+@pytest.mark.parametrize("tail", [1, 63, RING + 64, 1 << 40, 2**64 - 64])
+def test_a_tail_that_cannot_be_is_reported_and_not_followed(make, tail: int) -> None:
+    control = make()
+    consumer = control.consumer()
+    control.words.store_release(Line.TAIL, tail)
+    with pytest.raises(SegmentCorrupt, match=f"tail={tail}"):
+        consumer.peek()
+    assert not consumer.prepare_sleep(), "nobody sleeps on a corrupt ring"

@@ -1,0 +1,131 @@
+"""Segments: without a name, reserved, sealed, and of the size that was announced."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from kvprefetch.shmring import segment as module
+from kvprefetch.shmring.errors import SegmentError
+from kvprefetch.shmring.segment import Segment
+
+
+@pytest.fixture(params=["memfd", "posix_ipc"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to make a segment behave alike."""
+    if request.param == "posix_ipc":
+        monkeypatch.setattr(module, "_memfd", lambda: -1)
+    return str(request.param)
+
+
+def test_a_segment_is_zeroed_private_unnamed_and_of_its_size(kind: str) -> None:
+    before = sorted(os.listdir("/dev/shm"))
+    segment = Segment.create(10_000)
+    assert sorted(os.listdir("/dev/shm")) == before
+    status = os.fstat(segment.fd)
+    assert status.st_mode & 0o777 == 0o600
+    assert status.st_size == len(segment.buffer) == 10_000
+    assert status.st_blocks * 512 >= 10_000, "reserved, so that no first touch can fail"
+    assert not os.get_inheritable(segment.fd)
+    assert bytes(segment.buffer) == bytes(10_000)
+    segment.close()
+
+
+def test_two_mappings_of_one_descriptor_are_the_same_memory(kind: str) -> None:
+    segment = Segment.create(4096)
+    other = Segment(os.dup(segment.fd), 4096)
+    segment.buffer[17] = 5
+    assert other.buffer[17] == 5
+    other.close()
+    segment.close()
+
+
+def test_closing_leaves_no_descriptor_and_no_mapping(kind: str) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    maps = Path("/proc/self/maps").read_text().count("kvprefetch")
+    segment = Segment.create(4096)
+    segment.close()
+    segment.close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert Path("/proc/self/maps").read_text().count("kvprefetch") == maps
+
+
+def test_a_view_that_is_still_in_use_outlives_the_close() -> None:
+    segment = Segment.create(4096)
+    view = segment.buffer[:8]
+    segment.close()
+    view[0] = 1
+    assert bytes(view) == b"\1" + bytes(7)
+
+
+def test_nobody_can_truncate_a_segment_under_the_other_side() -> None:
+    segment = Segment.create(8192)
+    for size in (0, 4096, 16384):
+        with pytest.raises(PermissionError):
+            os.ftruncate(segment.fd, size)
+    segment.close()
+
+
+def test_a_descriptor_smaller_than_announced_is_refused_and_closed() -> None:
+    segment = Segment.create(4096)
+    fd = os.dup(segment.fd)
+    with pytest.raises(SegmentError, match="bytes=4096 announced=8192"):
+        Segment(fd, 8192)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    segment.close()
+
+
+def test_no_room_is_an_error_at_creation_that_leaves_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SegmentError, match="bytes=4096: No space left"):
+        Segment.create(4096)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_an_empty_segment_is_refused(size: int) -> None:
+    with pytest.raises(SegmentError, match=f"bytes={size}"):
+        Segment.create(size)
+
+
+def test_a_name_that_cannot_be_made_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoRight:
+        def __init__(self, *_: object, **__: object) -> None:
+            raise module.posix_ipc.PermissionsError("no permission")
+
+    monkeypatch.setattr(module, "_memfd", lambda: -1)
+    monkeypatch.setattr(module.posix_ipc, "SharedMemory", NoRight)
+    with pytest.raises(SegmentError, match="no permission"):
+        Segment.create(4096)
+
+
+def test_a_read_only_descriptor_can_be_read_and_never_mapped_writable(kind: str) -> None:
+    segment = Segment.create(4096)
+    segment.buffer[3] = 9
+    fd = segment.read_only_fd()
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, 4096, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    with pytest.raises(OSError, match=r"Bad file descriptor|Invalid argument"):
+        os.write(fd, b"x")
+    view = Segment(fd, 4096, writable=False)
+    assert view.buffer.readonly
+    assert view.buffer[3] == 9
+    view.close()
+    segment.close()
+
+
+def test_a_read_only_descriptor_cannot_be_mapped_as_a_writable_segment() -> None:
+    segment = Segment.create(4096)
+    with pytest.raises(PermissionError):
+        Segment(segment.read_only_fd(), 4096)
+    segment.close()
