@@ -1,12 +1,13 @@
 """The control socket: who may attach, the handshake of all processes of an engine, and their end of file.
 
-One SOCK_SEQPACKET connection per process (scheduler and each worker).  When the scheduler and every worker of one incarnation
-have said hello, a session with a new epoch is made and each gets its segments; when all mapped them it is active.  The first end
-of file ends the epoch for all of them: they come back with a new hello and get a new one.
+One SOCK_SEQPACKET connection per process (scheduler and each worker).  When the scheduler and every worker of one
+incarnation have said hello, a session with a new epoch is made and each gets its segments; when all mapped them it is
+active.  The first end of file ends the epoch for all of them: they come back with a new hello and get a new one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -19,7 +20,18 @@ from typing import NamedTuple
 
 from ..shmring import protocol
 from ..shmring.errors import SegmentError
-from ..shmring.protocol import Attached, Hello, Mapped, Message, ProtocolError, Refused, Reset, ResetDone
+from ..shmring.protocol import (
+    Attached,
+    Hello,
+    Mapped,
+    Message,
+    ProtocolError,
+    Refused,
+    Reset,
+    ResetDone,
+    Status,
+    StatusQuery,
+)
 from .config import ConfigError
 from .logs import Log
 from .session import EngineSession
@@ -101,11 +113,12 @@ class Control:
 
     def __init__(
         self, sock: socket.socket, make_session: Callable[[int, Hello, Sequence[Hello]], EngineSession], log: Log,
-        *, max_engines: int, watch: Callable[[int], None], unwatch: Callable[[int], None],
+        *, status: Callable[[], Status], max_engines: int, watch: Callable[[int], None], unwatch: Callable[[int], None],
     ) -> None:  # fmt: skip
         self.sock = sock
         self._make_session = make_session
         self._log = log
+        self._status = status
         self._max_engines = max_engines
         self._watch, self._unwatch = watch, unwatch
         self._peers: dict[int, Peer] = {}
@@ -179,6 +192,8 @@ class Control:
             self._hello(peer, message)
         elif isinstance(message, Mapped):
             self._mapped(peer, message)
+        elif isinstance(message, StatusQuery):
+            protocol.send_message(peer.sock, self._status())
         elif isinstance(message, Reset) and peer.group is not None and peer.group.scheduler is peer:
             self._reset(peer, message)
         else:
@@ -222,7 +237,8 @@ class Control:
             self._attach(group)
 
     def _attach(self, group: Group) -> None:
-        assert group.scheduler is not None and group.scheduler.hello is not None
+        assert group.scheduler is not None
+        assert group.scheduler.hello is not None
         workers = [group.workers[rank] for rank in range(group.world_size)]
         hellos = [worker.hello for worker in workers if worker.hello is not None]
         try:
@@ -247,7 +263,10 @@ class Control:
         protocol.send_message(
             group.scheduler.sock,
             Attached(
-                epoch=session.epoch, segment_bytes=session.layout.total_bytes, slot_count=session.slot_count, slot_bytes=0
+                epoch=session.epoch,
+                segment_bytes=session.layout.total_bytes,
+                slot_count=session.slot_count,
+                slot_bytes=0,
             ),
             [session.control.fd, session.doorbell.fd],
         )
@@ -271,10 +290,8 @@ class Control:
             raise ProtocolError("reset before the engine is attached")
 
         def reply(ok: bool) -> None:
-            try:
+            with contextlib.suppress(OSError):  # the engine is gone; its end of file says so
                 protocol.send_message(peer.sock, ResetDone(reset_generation=message.reset_generation, ok=ok))
-            except OSError:
-                pass  # the engine is gone; its end of file says so
 
         session.reset(message.reset_generation, message.timeout_ms / 1e3, reply)
 
@@ -286,10 +303,8 @@ class Control:
 
     def _refuse(self, peer: Peer, error: str, *, final: bool) -> None:
         self._log.warning("peer.refused", pid=peer.credentials.pid, error=error, final=final)
-        try:
+        with contextlib.suppress(OSError):
             protocol.send_message(peer.sock, Refused(error=error, final=final))
-        except OSError:
-            pass
 
     def _drop(self, peer: Peer) -> None:
         group = peer.group

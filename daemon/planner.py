@@ -1,9 +1,10 @@
 """The planner: which blocks to fetch into which slots, for which request first. Pure: events in, fetch orders out.
 
-It owns the block index of one engine (digest -> slot, state, pins).  A block that several requests want is fetched once and
-pinned once per request; consumed blocks stay as an LRU until their room is needed.  Work goes out by urgency: asked for at
-the queue head, then scheduler priority, then arrival.  A request without room may revoke the least urgent one, if that is less
-urgent than itself and not claimed.  Time is handed in; flags are reached through a port.
+It owns the block index of one engine (digest -> slot, state, pins).  A block that several requests want is fetched
+once and pinned once per request; consumed blocks stay as an LRU until their room is needed.  Work goes out by
+urgency: asked for at the queue head, then scheduler priority, then arrival.  A request without room may revoke the
+least urgent one, if that is less urgent than itself and not claimed.  Time is handed in; flags are reached through a
+port.
 """
 
 from __future__ import annotations
@@ -303,7 +304,7 @@ class Planner:
                 self._settle(block)
 
     def _settle(self, block: Block) -> None:
-        """An unpinned block: staged ones become idle, void ones give their slot back, loading ones wait for the fetch."""
+        """An unpinned block: staged ones become idle, void ones give their slot back, loading ones wait."""
         if block.state is BlockState.LOADING or block.slot < 0:
             return
         if block.detached:

@@ -12,8 +12,9 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+from .. import __version__
 from ..shmring.errors import SegmentCorrupt
-from ..shmring.protocol import Hello
+from ..shmring.protocol import Hello, Status
 from .config import DaemonConfig
 from .control import Control, listen
 from .embedded import DiskSpec, EmbeddedMaster
@@ -58,10 +59,13 @@ class Daemon:
             store = self._store = self._open_store()
             self._control = Control(
                 sock, lambda epoch, scheduler, workers: self._session(epoch, scheduler, workers, store, pools),
-                self._log, max_engines=self._config.max_engines, watch=self._watch, unwatch=self._unwatch,
+                self._log, status=self._status, max_engines=self._config.max_engines, watch=self._watch,
+                unwatch=self._unwatch,
             )  # fmt: skip
             self._watch(sock.fileno())
-            self._log.info("daemon.ready", socket=str(self._config.socket), pid=os.getpid(), staging=self._config.staging)
+            self._log.info(
+                "daemon.ready", socket=str(self._config.socket), pid=os.getpid(), staging=self._config.staging
+            )
             self._loop(self._control, pools)
             return 0
         finally:
@@ -93,8 +97,8 @@ class Daemon:
                 continue
             last_poll = now
             # Every ring announces the sleep, also when an earlier one already turned out not to be empty.
-            asleep = not busy and all([session.ring.prepare_sleep() for session in sessions])
-            events = self._epoll.poll(TICK_NS / 1e9 if asleep else 0.0)
+            empty = [session.ring.prepare_sleep() for session in sessions] if not busy else [False]
+            events = self._epoll.poll(TICK_NS / 1e9 if all(empty) else 0.0)
             for session in sessions:
                 session.ring.wake()
             for fd, _ in events:
@@ -183,6 +187,14 @@ class Daemon:
             with contextlib.suppress(StoreUnavailable):
                 session.register_staging()
         return session
+
+    def _status(self) -> Status:
+        sessions = self._control.sessions() if self._control is not None else []
+        engines: list[dict[str, int | str]] = [
+            {"engine": session.engine_id, "epoch": session.epoch, **session.gauges(), **vars(session.counters)}
+            for session in sessions
+        ]
+        return Status(version=__version__, pid=os.getpid(), store_open=self._store_is_open, engines=engines)
 
     def _shut_down(self, pools: Pools) -> None:
         """Engines first (they fall back at once), then calls in flight, then the store, then its master."""

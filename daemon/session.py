@@ -1,7 +1,7 @@
 """One attached engine: its segments, its ring's records turned into planner events, its orders turned into store jobs.
 
-Everything here runs on the main loop.  What arrives in the ring is untrusted: a bad record is counted and skipped, a corrupt
-segment ends this session and no other.
+Everything here runs on the main loop.  What arrives in the ring is untrusted: a bad record is counted and skipped, a
+corrupt segment ends this session and no other.
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ class EngineSession:
     ) -> None:
         """Run a store job; while any is running the staging stays mapped and registered.
 
-        `failed` stands for the result when the job raised: a fault of one call must not take the other requests with it.
+        `failed` stands for the result when the job raised: one faulty call must not take other requests with it.
         """
         self._jobs += 1
 

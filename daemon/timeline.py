@@ -24,8 +24,8 @@ class Timeline:
     def fields(self, request: Request, done: Done | None, block_bytes: int) -> dict[str, Any]:
         """The log line's fields: `*_ms` are milliseconds since the request arrived in the engine.
 
-        `exposed_ms` is how long the scheduler knew the request at its queue head and had to wait for us; `hidden_fraction` is
-        the share of look-up and transfer that ran before that.
+        `exposed_ms` is how long the scheduler had the request at its queue head and waited for us; `hidden_fraction`
+        is the share of look-up and transfer that ran before that.
         """
         asked = done.asked_ns if done is not None and done.asked_ns else self.asked_ns
         claimed = done.claimed_ns if done is not None else 0

@@ -1,6 +1,7 @@
 """Store work of one engine: look-ups, fetches into slots, saves out of slots, removals; each one blocking job.
 
-Each function turns one job of one engine into store calls for all its ranks.  A block counts only when every rank's part does.
+Each function turns one job of one engine into store calls for all its ranks.  A block counts only when every rank's
+part does.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """What became of a save: blocks stored now, blocks that were there already, blocks lost, and whether to slow down."""
+    """Blocks stored now, blocks that were there already, blocks lost, and whether the store asks to slow down."""
 
     stored: int
     present: int
@@ -82,7 +83,9 @@ def save(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]]) -> Sav
     bad = {name for name, result in zip(missing, outcome, strict=True) if result is not ErrorClass.OK}
     failed = sum(any(key in bad for key in keys[i * ranks : (i + 1) * ranks]) for i in range(len(blocks)))
     absent = set(missing)
-    present_blocks = sum(not any(key in absent for key in keys[i * ranks : (i + 1) * ranks]) for i in range(len(blocks)))
+    present_blocks = sum(
+        not any(key in absent for key in keys[i * ranks : (i + 1) * ranks]) for i in range(len(blocks))
+    )
     no_space = ErrorClass.NO_SPACE in outcome
     return SaveResult(len(blocks) - failed - present_blocks, present_blocks, failed, no_space)
 

@@ -1,13 +1,13 @@
 """What engine and daemon say to each other: hint-ring records, the meaning of flag states, control messages.
 
-Both sides import this module; the rest of shmring does not (it knows nothing of KV).  `PROTOCOL` changes whenever a record,
-a state or a message does; two sides of different protocol refuse each other in the handshake.
+Both sides import this module; the rest of shmring does not (it knows nothing of KV).  `PROTOCOL` changes whenever a
+record, a state or a message does; two sides of different protocol refuse each other in the handshake.
 
 Flag states and who may make each transition (always a compare-and-swap, always carrying the generation):
 
     engine   FREE -> HINTED                          a hint is about to be pushed
     daemon   HINTED,k -> HINTED,k'   -> READY,n      blocks [local_blocks, k') staged; READY: no more will come
-    engine   HINTED | READY -> CLAIMED,n             the engine answers n blocks (n <= count); nobody else may touch them
+    engine   HINTED | READY -> CLAIMED,n             the engine answers n blocks (n <= count); they are its
     engine   CLAIMED -> READY                        the answer was not used in this pass
     engine   CLAIMED -> RELEASED                     every rank copied the blocks (or none ever will)
     engine   HINTED | READY -> CANCELLED             the request does not want them any more
@@ -69,7 +69,8 @@ class Outcome(enum.IntEnum):
     LOST = 6
 
 
-# version, groups, hash bytes, request-id bytes, flag, blocks, local blocks, priority, prompt tokens, generation, arrival ns
+# version, groups, hash bytes, request-id bytes, flag, blocks, local blocks, priority, prompt tokens, generation,
+# arrival ns
 _HINT = struct.Struct("<BBHHxxIIIiIQQ")
 _ASK = struct.Struct("<BxxxIQQ")
 _DONE = struct.Struct("<BBxxIIIQQQQ")
@@ -108,7 +109,7 @@ class Ask(NamedTuple):
 
 
 class Done(NamedTuple):
-    """The engine is done with a flag (its state says RELEASED or CANCELLED); a nudge, and the engine's half of the timeline.
+    """The engine is done with a flag (now RELEASED or CANCELLED): a nudge, and the engine's half of the timeline.
 
     `loaded_blocks` were taken from staging; times are 0 where the event did not happen.
     """
@@ -123,7 +124,7 @@ class Done(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Every rank copied these blocks into their save slots (or, with `dropped`, none did: the slots come back unused)."""
+    """Every rank copied these blocks into their save slots; with `dropped` none did, and the slots come back."""
 
     save_id: int
     reset_generation: int
@@ -219,7 +220,7 @@ def _check_version(version: int, groups: int) -> None:
         raise ProtocolError(f"only one KV-cache group is served: groups={groups} max=1")
 
 
-# --- control messages: JSON, one message per SOCK_SEQPACKET packet, descriptors beside it (SCM_RIGHTS) ---------------------
+# --- control messages: JSON, one message per SOCK_SEQPACKET packet, descriptors beside it (SCM_RIGHTS) ---------------
 
 
 class _Message(BaseModel):
@@ -292,6 +293,7 @@ class Reset(_Message):
 
     type: Literal["reset"] = "reset"
     reset_generation: int = Field(ge=1, le=(1 << 63) - 1)
+    timeout_ms: int = Field(ge=1, le=600_000)
 
 
 class ResetDone(_Message):
@@ -302,7 +304,23 @@ class ResetDone(_Message):
     ok: bool
 
 
-Message = Hello | Refused | Attached | Mapped | Reset | ResetDone
+class StatusQuery(_Message):
+    """Anyone who may attach asks what the daemon holds; needs no hello."""
+
+    type: Literal["status_query"] = "status_query"
+
+
+class Status(_Message):
+    """The daemon's engines, each with its gauges (slots, pins, requests, credits) and counters."""
+
+    type: Literal["status"] = "status"
+    version: str
+    pid: int
+    store_open: bool
+    engines: list[dict[str, int | str]]
+
+
+Message = Hello | Refused | Attached | Mapped | Reset | ResetDone | StatusQuery | Status
 _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
 
 
@@ -311,7 +329,7 @@ def encode_message(message: Message) -> bytes:
 
 
 def decode_message(data: bytes) -> Message:
-    """Parse one control message. Raises ProtocolError naming field, value and bound; a foreign protocol is named first."""
+    """Parse one control message. Raises ProtocolError naming field, value and bound, a foreign protocol first."""
     try:
         raw = json.loads(data)
         json.dumps(raw, ensure_ascii=False).encode()  # a lone surrogate would fail later, in a log or a label
@@ -345,7 +363,7 @@ def send_message(sock: socket.socket, message: Message, fds: Sequence[int] = ())
 
 
 def receive_message(sock: socket.socket, max_fds: int = 2) -> tuple[Message, list[int]] | None:
-    """Block for one packet; None at the end of the connection. The caller owns the descriptors. Raises ProtocolError."""
+    """Block for one packet; None at the end of file. The caller owns the descriptors. Raises ProtocolError."""
     data, fds, flags, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, max_fds, socket.MSG_CMSG_CLOEXEC)
     try:
         if not data:

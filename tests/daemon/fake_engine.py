@@ -98,7 +98,8 @@ class FakeEngine:
 
     def receive(self, sock: socket.socket) -> tuple[protocol.Attached, list[int]]:
         received = protocol.receive_message(sock)
-        assert received is not None and isinstance(received[0], protocol.Attached), received
+        assert received is not None
+        assert isinstance(received[0], protocol.Attached), received
         return received[0], received[1]
 
     # --- scheduler ----------------------------------------------------------------------------------------------------

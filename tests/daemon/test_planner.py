@@ -24,7 +24,8 @@ class FlagsModel:
     def publish(self, key: Key, start: int, slots: Sequence[int], count: int, final: bool) -> bool:
         if key in self.claimed:
             return False
-        assert key not in self.expired and key not in self.final
+        assert key not in self.expired
+        assert key not in self.final
         assert count >= self.count.get(key, 0)
         table = self.slots.setdefault(key, {})
         table.update(dict(enumerate(slots, start)))
@@ -68,7 +69,8 @@ def test_a_hit_is_fetched_in_prefix_order_and_published_in_full() -> None:
     key = hint(planner, 1, "a", "b", "c")
     planner.looked_up(key, 3)
     assert run(planner) == [["a", "b"], ["c"]]
-    assert flags.count[key] == 3 and key in flags.final
+    assert flags.count[key] == 3
+    assert key in flags.final
     assert len(set(flags.slots[key].values())) == 3
 
 
@@ -78,7 +80,8 @@ def test_a_miss_is_published_at_once_without_an_order() -> None:
     key = hint(planner, 1, "a", "b", local=1)
     planner.looked_up(key, 1)
     assert run(planner) == []
-    assert flags.count[key] == 1 and key in flags.final
+    assert flags.count[key] == 1
+    assert key in flags.final
 
 
 def test_a_shared_block_is_fetched_once_also_while_it_is_loading() -> None:
@@ -115,7 +118,8 @@ def test_the_first_failed_block_ends_the_usable_prefix_and_frees_what_lies_behin
     key = hint(planner, 1, "a", "b", "c", "d")
     planner.looked_up(key, 4)
     run(planner, fail=frozenset({"c"}))
-    assert flags.count[key] == 2 and key in flags.final
+    assert flags.count[key] == 2
+    assert key in flags.final
     planner.finish(key)
     gauges = planner.gauges()
     assert gauges["blocks_pinned"] == 0
@@ -131,7 +135,8 @@ def test_consumed_blocks_stay_until_their_room_is_needed() -> None:
     planner.finish(one)
     again = hint(planner, 2, "a", "b")
     planner.looked_up(again, 2)
-    assert run(planner) == [] and flags.count[again] == 2
+    assert run(planner) == []
+    assert flags.count[again] == 2
     planner.finish(again)
     other = hint(planner, 3, "x", "y", "z")
     planner.looked_up(other, 3)
@@ -151,7 +156,8 @@ def test_a_request_at_the_head_revokes_the_least_urgent_unclaimed_one() -> None:
     assert run(planner) == [], "an ordinary later arrival takes nobody's room"
     planner.ask(head)
     order, revoked = planner.next_order()
-    assert order is not None and [request.key for request in revoked] == [waiting]
+    assert order is not None
+    assert [request.key for request in revoked] == [waiting]
 
 
 def test_a_request_larger_than_the_staging_is_served_in_part() -> None:
@@ -160,7 +166,8 @@ def test_a_request_larger_than_the_staging_is_served_in_part() -> None:
     key = hint(planner, 1, "a", "b", "c", "d")
     planner.looked_up(key, 4)
     assert run(planner) == [["a", "b"]]
-    assert flags.count[key] == 2 and key in flags.final
+    assert flags.count[key] == 2
+    assert key in flags.final
 
 
 def test_a_cancelled_load_gives_its_slot_back_when_the_call_returns() -> None:
@@ -173,7 +180,8 @@ def test_a_cancelled_load_gives_its_slot_back_when_the_call_returns() -> None:
     planner.finish(key)
     assert planner.gauges()["slots_free"] == 0
     planner.fetched(order.number, [Fetched(True), Fetched(False)], 1)
-    assert planner.gauges()["slots_free"] == 1 and planner.gauges()["slots_idle"] == 1
+    assert planner.gauges()["slots_free"] == 1
+    assert planner.gauges()["slots_idle"] == 1
 
 
 def test_a_reset_forgets_every_block_and_revokes_what_is_unclaimed() -> None:
@@ -195,7 +203,8 @@ def test_a_reset_forgets_every_block_and_revokes_what_is_unclaimed() -> None:
     planner.finish(kept)
     planner.finish(again)
     gauges = planner.gauges()
-    assert gauges["slots_free"] + gauges["slots_idle"] == 4 and gauges["blocks_pinned"] == 0
+    assert gauges["slots_free"] + gauges["slots_idle"] == 4
+    assert gauges["blocks_pinned"] == 0
 
 
 @settings(max_examples=300, deadline=None)

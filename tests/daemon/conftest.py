@@ -1,0 +1,43 @@
+"""Fixtures for tests against a real daemon process with a real embedded store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from benchmarks.lab.daemon import Daemon
+from tests.support.auditor import Auditor
+
+
+@pytest.fixture
+def auditor() -> Iterator[Auditor]:
+    """Whatever a test starts must be gone at its end."""
+    auditor = Auditor()
+    yield auditor
+    auditor.assert_nothing_left()
+
+
+@pytest.fixture
+def serve(auditor: Auditor) -> Iterator[Callable[..., Daemon]]:
+    """Starts daemons that are stopped at the end of the test."""
+    started: list[Daemon] = []
+
+    def start(**options: Any) -> Daemon:
+        daemon = Daemon(**{"memory": "64MiB", "staging": "1MiB", **options})
+        started.append(daemon)
+        daemon.start()
+        return daemon
+
+    yield start
+    for daemon in started:
+        daemon.close()
+
+
+@pytest.fixture(scope="module")
+def shared_daemon() -> Iterator[Daemon]:
+    """One daemon for the tests of a module that neither stop it nor fill it."""
+    with Daemon(memory="64MiB", staging="1MiB") as daemon:
+        yield daemon
+        assert daemon.sigterm(30) == 0

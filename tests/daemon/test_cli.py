@@ -1,0 +1,85 @@
+"""Bad input on the command line: one line that names key, value and bound, and exit status 78."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvprefetch.daemon.config import ConfigError, default_socket, load, parse_size
+
+
+def kvprefetchd(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvprefetch.daemon", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--stagin", "1GiB"], ["--stagin"]),
+        (["--staging", "lots"], ["staging", "'lots'", "512MiB"]),
+        (["--staging", "100"], ["staging", "100", "4096"]),
+        (["--fetch-threads", "0"], ["fetch_threads", "'0'", "greater than or equal to 1"]),
+        (["--master-port", "70000"], ["master_port", "'70000'", "65535"]),
+        (["--log-level", "loud"], ["log_level", "'loud'"]),
+        (["--mooncake-config", "/nonexistent/mooncake.json"], ["/nonexistent/mooncake.json"]),
+    ],
+)
+def test_bad_configuration_is_one_line_and_78(tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+    result = kvprefetchd("serve", "--socket", str(tmp_path / "s.sock"), *arguments)
+    assert result.returncode == 78, result
+    assert len(result.stderr.strip().splitlines()) == 1
+    for word in words:
+        assert word in result.stderr
+
+
+def test_a_mistyped_key_in_the_mooncake_config_is_named(tmp_path: Path) -> None:
+    config = tmp_path / "mooncake.json"
+    config.write_text(json.dumps({"metadata_server": "P2PHANDSHAKE", "master_server_adress": "127.0.0.1:1"}))
+    result = kvprefetchd("serve", "--socket", str(tmp_path / "s.sock"), "--mooncake-config", str(config))
+    assert result.returncode == 78
+    assert "master_server_adress" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_socket_path_that_is_a_file_is_kept_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("precious")
+    result = kvprefetchd("serve", "--socket", str(path))
+    assert result.returncode == 78
+    assert str(path) in result.stderr
+    assert path.read_text() == "precious"
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = kvprefetchd("serve", "--socket", str(tmp_path / "s.sock"), "--master-port", str(port))
+    assert result.returncode == 78
+    assert str(port) in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_sizes_are_read_with_their_units() -> None:
+    assert [parse_size(text) for text in ("64KiB", "1.5G", "4GB", 7, "12")] == [65536, 1_500_000_000, 4 * 10**9, 7, 12]
+    with pytest.raises(ValueError, match="such as"):
+        parse_size("12 parsecs")
+
+
+def test_an_unknown_key_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="stagingg"):
+        load({"stagingg": 5})
+
+
+def test_the_default_socket_follows_systemd_then_the_session_then_run() -> None:
+    assert default_socket({"RUNTIME_DIRECTORY": "/run/a:/run/b"}) == Path("/run/a/kvprefetchd.sock")
+    assert default_socket({"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/kvprefetch/kvprefetchd.sock")
+    assert default_socket({}) == Path("/run/kvprefetch/kvprefetchd.sock")

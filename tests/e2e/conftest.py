@@ -1,0 +1,95 @@
+"""Fixtures for tests against a real vLLM engine, a real daemon and a real Mooncake store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.lab.checkpoint import TINY, make_checkpoint
+from benchmarks.lab.connectors import ours
+from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.engine import Engine, EngineSpec
+from tests.support.auditor import Auditor
+
+BLOCK = 32
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything here needs a real engine."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny seeded float32 model whose tokens depend on every block of the prompt."""
+    return make_checkpoint(tmp_path_factory.mktemp("models"), TINY)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One daemon and how to start engines beside it."""
+
+    daemon: Daemon
+    model: Path
+    auditor: Auditor
+    engine: Callable[..., Engine]
+
+    def spec(self, *, extra: dict[str, Any] | None = None, role: str = "kv_both", **changes: Any) -> EngineSpec:
+        spec = EngineSpec(model=self.model, kv_transfer=ours(self.daemon.socket, role=role, **(extra or {})))
+        return spec.but(**changes)
+
+    def assert_idle(self) -> None:
+        self.auditor.assert_idle(self.daemon.pid, self.daemon.socket)
+
+
+@pytest.fixture(scope="module")
+def module_auditor() -> Iterator[Auditor]:
+    auditor = Auditor()
+    yield auditor
+    auditor.assert_nothing_left(timeout_s=30)
+
+
+@pytest.fixture(scope="module")
+def engines(module_auditor: Auditor) -> Iterator[Callable[..., Engine]]:
+    """Starts engines that are stopped at the end of the module."""
+    started: list[Engine] = []
+
+    def start(spec: EngineSpec) -> Engine:
+        engine = Engine(spec)
+        started.append(engine)
+        engine.start()
+        return engine
+
+    yield start
+    for engine in reversed(started):
+        engine.stop()
+
+
+@pytest.fixture(scope="module")
+def site(model: Path, module_auditor: Auditor, engines: Callable[..., Engine]) -> Iterator[Site]:
+    """A daemon with an embedded store, shared by the tests of a module."""
+    with Daemon(memory="512MiB", staging="128MiB") as daemon:
+        yield Site(daemon, model, module_auditor, engines)
+        assert daemon.sigterm(60) == 0
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path, engines: Callable[..., Engine]) -> Engine:
+    """The engine that knows nothing of us: what it computes is right."""
+    return engines(EngineSpec(model=model))
+
+
+def fresh(engine: Engine) -> None:
+    """Forget the engine's own prefix cache, keep the store."""
+    assert engine.reset_prefix_cache()
+
+
+def whole_blocks(prompt: list[int]) -> int:
+    """Prompt tokens that a store can serve: full blocks, and at least one token stays to be computed."""
+    return (len(prompt) - 1) // BLOCK * BLOCK

@@ -1,0 +1,116 @@
+"""Tokens never change: recomputed, locally cached, loaded either way, beside another connector, on two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lab.checkpoint import TINY_TP2, make_checkpoint
+from benchmarks.lab.connectors import multi, ours
+from benchmarks.lab.engine import Engine, EngineSpec
+from benchmarks.lab.prompts import make_prompts
+from tests.e2e.conftest import BLOCK, Site, fresh, whole_blocks
+
+PROMPTS = make_prompts(12, 300, seed=1)
+
+
+@pytest.fixture(scope="module")
+def right(plain: Engine) -> list[list[int]]:
+    """What the plain engine says."""
+    return plain.run(PROMPTS).tokens
+
+
+def test_locally_cached_tokens_equal_recomputed_ones(plain: Engine, right: list[list[int]]) -> None:
+    again = plain.run(PROMPTS)
+    assert again.tokens == right
+    assert min(again.cached_tokens) >= 256
+
+
+def test_different_prefixes_give_different_tokens(right: list[list[int]]) -> None:
+    assert len({tuple(tokens) for tokens in right}) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("load_mode", ["sync", "async"])
+def test_loaded_tokens_equal_recomputed_ones(site: Site, right: list[list[int]], load_mode: str) -> None:
+    engine = site.engine(site.spec(extra={"load_mode": load_mode, "cache_prefix": load_mode}))
+    first = engine.run(PROMPTS)
+    assert first.tokens == right
+    assert first.cached_tokens == [0] * len(PROMPTS)
+    fresh(engine)
+    second = engine.run(PROMPTS)
+    assert second.cached_tokens == [whole_blocks(prompt) for prompt in PROMPTS]
+    assert second.tokens == right
+    local = engine.run(PROMPTS)
+    assert local.tokens == right
+    site.assert_idle()
+    engine.stop()
+
+
+def test_two_swapped_blocks_change_the_tokens(site: Site, right: list[list[int]]) -> None:
+    """The control: were the loaded KV wrong, the comparison above would see it."""
+    engine = site.engine(site.spec(extra={"cache_prefix": "swap"}))
+    engine.run(PROMPTS[:2])
+    fresh(engine)
+    engine.call("tests.e2e.probes:swap_blocks_on_load")
+    second = engine.run(PROMPTS[:2])
+    assert min(second.cached_tokens) > 0
+    assert all(got != want for got, want in zip(second.tokens, right[:2], strict=True))
+    engine.stop()
+
+
+def test_as_a_child_of_multi_connector(site: Site, right: list[list[int]], tmp_path: Path) -> None:
+    """Beside vLLM's ExampleConnector: whichever serves, tokens are right and nothing of ours stays behind."""
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "example")},
+    }
+    mine = ours(site.daemon.socket, cache_prefix="multi")
+    for children in ((mine, example), (example, mine)):
+        engine = site.engine(EngineSpec(model=site.model, kv_transfer=multi(*children)))
+        assert engine.run(PROMPTS).tokens == right
+        fresh(engine)
+        second = engine.run(PROMPTS)
+        assert second.tokens == right
+        assert min(second.cached_tokens) > 0
+        site.assert_idle()
+        engine.stop()
+
+
+def test_on_two_ranks(site: Site, engines: Callable[..., Engine], tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, TINY_TP2)
+    prompts = PROMPTS[:4]
+    plain = engines(EngineSpec(model=model, tensor_parallel_size=2))
+    right = plain.run(prompts).tokens
+    plain.stop()
+    engine = site.engine(site.spec(model=model, tensor_parallel_size=2, extra={"cache_prefix": "tp2"}))
+    assert engine.run(prompts).tokens == right
+    for load in range(2):
+        fresh(engine)
+        second = engine.run(prompts)
+        assert second.cached_tokens == [whole_blocks(prompt) for prompt in prompts], load
+        assert second.tokens == right
+    site.assert_idle()
+    engine.stop()
+
+
+def test_every_prompt_length_hits_its_whole_blocks(site: Site) -> None:
+    """Prompts of 1 to 100 blocks, whole or not, with chunked prefill: exactly floor((tokens - 1) / block) blocks."""
+    lengths = [1, 31, 32, 33, 64, 65, 96, 97, 500, 512, 513, 1000, 1024, 1025, 2049, 3200, 3201]
+    prompts = [make_prompts(1, length, seed=length)[0] for length in lengths]
+    engine = site.engine(
+        site.spec(
+            extra={"cache_prefix": "lengths"}, max_model_len=4096, max_num_batched_tokens=256, max_num_seqs=2,
+            num_gpu_blocks=260,
+        )
+    )  # fmt: skip
+    first = engine.run(prompts, max_tokens=8)
+    fresh(engine)
+    second = engine.run(prompts, max_tokens=8)
+    assert second.cached_tokens == [whole_blocks(prompt) for prompt in prompts]
+    assert second.tokens == first.tokens
+    assert max(second.cached_tokens) == 100 * BLOCK
+    site.assert_idle()
+    engine.stop()

@@ -1,0 +1,158 @@
+"""The auditor: looks from outside whether anything leaked — processes, shared memory, flags, slots, pins, credits.
+
+It reads /proc, /dev/shm and the daemon's live segments through /proc/PID/fd (mapped read-only), and asks the daemon
+itself last; a gauge that disagrees with the shared words is a finding of its own.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvprefetch.shmring import protocol
+from kvprefetch.shmring._atomics import Words
+from kvprefetch.shmring.flags import unpack
+from kvprefetch.shmring.layout import LINE_BYTES, MAGIC, Layout, Line
+from kvprefetch.shmring.protocol import FlagState
+
+OURS = ("kvprefetch.daemon", "kvprefetchd", "mooncake_master", "mooncake_client")
+
+
+def our_processes() -> dict[int, str]:
+    """Processes of ours and of the store on this machine: pid -> command line. Zombies count."""
+    found: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                name = (entry / "comm").read_text().strip()
+            except OSError:
+                continue
+            if any(word in command or word == name for word in OURS):
+                found[int(entry.name)] = command or name
+    return found
+
+
+def our_shared_memory() -> set[str]:
+    """Names of ours under /dev/shm; there should never be one longer than an instant."""
+    return {name for name in os.listdir("/dev/shm") if "kvprefetch" in name}
+
+
+@dataclass(frozen=True)
+class SegmentView:
+    """What one live control segment says, read without touching it."""
+
+    epoch: int
+    flags: Counter[str]
+    credits_there: int
+    ring_bytes_waiting: int
+
+
+def control_segments(pid: int) -> list[SegmentView]:
+    """The control segments that a daemon holds open."""
+    views: list[SegmentView] = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if "kvprefetch" not in (name := os.readlink(link)) or not name.startswith(("/memfd:", "/dev/shm/")):
+                continue
+            fd = os.open(link, os.O_RDONLY)
+        except OSError:
+            continue
+        try:
+            with mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ) as area:
+                if int.from_bytes(area[:8], "little") == MAGIC:
+                    views.append(_view(memoryview(area)))
+        finally:
+            os.close(fd)
+    return views
+
+
+def _view(buffer: memoryview) -> SegmentView:
+    with buffer:
+        layout = Layout.read(buffer)
+        words = Words(buffer, writable=False)
+        lines = range(layout.flags_offset // 8, layout.table_offset // 8, LINE_BYTES // 8)
+        states = Counter(FlagState(unpack(words.load_acquire(line)).state).name for line in lines)
+        view = SegmentView(
+            layout.epoch,
+            states,
+            words.load_acquire(Line.CREDITS_GRANTED) - words.load_acquire(Line.CREDITS_TAKEN),
+            words.load_acquire(Line.TAIL) - words.load_acquire(Line.HEAD),
+        )
+        words.release()
+        return view
+
+
+def ask_daemon(path: str | Path) -> protocol.Status:
+    """The daemon's own account."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(10)
+        sock.connect(str(path))
+        protocol.send_message(sock, protocol.StatusQuery())
+        received = protocol.receive_message(sock)
+    assert received is not None
+    assert isinstance(received[0], protocol.Status)
+    return received[0]
+
+
+class Auditor:
+    """Remembers what was there before a test and says what is still there after it."""
+
+    def __init__(self) -> None:
+        self._processes = set(our_processes())
+        self._shared_memory = our_shared_memory()
+
+    def leftovers(self) -> list[str]:
+        """Processes and shared memory that were not there at the start."""
+        processes = [f"process {pid}: {name}" for pid, name in our_processes().items() if pid not in self._processes]
+        return processes + [f"/dev/shm/{name}" for name in sorted(our_shared_memory() - self._shared_memory)]
+
+    def assert_nothing_left(self, timeout_s: float = 10.0) -> None:
+        """After everything was stopped or killed."""
+        _eventually(self.leftovers, timeout_s)
+
+    def assert_idle(self, pid: int, path: str | Path, timeout_s: float = 10.0) -> None:
+        """With the daemon alive and no request in any engine: every flag free, nothing pinned, all credits back."""
+        _eventually(lambda: self.pinned(pid, path), timeout_s)
+
+    def pinned(self, pid: int, path: str | Path) -> list[str]:
+        """What is still held inside a live daemon."""
+        findings: list[str] = []
+        views = {view.epoch: view for view in control_segments(pid)}
+        status = ask_daemon(path)
+        for engine in status.engines:
+            epoch = int(engine["epoch"])
+            view = views.pop(epoch, None)
+            if view is None:
+                findings.append(f"epoch {epoch}: no control segment is open")
+                continue
+            used = {state: count for state, count in view.flags.items() if state != "FREE"}
+            if used:
+                findings.append(f"epoch {epoch}: flags in use: {used}")
+            if view.ring_bytes_waiting:
+                findings.append(f"epoch {epoch}: ring not drained: bytes={view.ring_bytes_waiting}")
+            if view.credits_there != int(engine["save_slots"]):
+                findings.append(f"epoch {epoch}: credits out: {view.credits_there} of {engine['save_slots']} there")
+            findings += [
+                f"epoch {epoch}: {name}={engine[name]}"
+                for name in ("blocks_pinned", "requests", "orders", "saves_queued")
+                if engine[name]
+            ]
+            if int(engine["slots_free"]) + int(engine["slots_idle"]) != int(engine["slots"]):
+                findings.append(f"epoch {epoch}: slots lost: {engine}")
+        findings += [f"epoch {epoch}: segment of no attached engine" for epoch in views]
+        return findings
+
+
+def _eventually(findings: Any, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while found := findings():
+        if time.monotonic() > deadline:
+            raise AssertionError("left behind:\n  " + "\n  ".join(found))
+        time.sleep(0.05)
