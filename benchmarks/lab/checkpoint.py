@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,12 +69,12 @@ def make_checkpoint(
     std: float | None = None,
     seed: int | None = None,
 ) -> Path:
-    """Write (or find) the checkpoint of ``shape`` with the given fields replaced; returns its folder under ``directory``.
+    """Write (or find) the checkpoint of ``shape`` with the given fields replaced; returns its folder.
 
     The folder's name carries a hash of the shape, so different shapes never share keys in a store.
     """
-    given = {name: value for name, value in locals().items() if name not in ("directory", "shape") and value is not None}
-    shape = Shape(**{**asdict(shape), **given})
+    given = {name: value for name, value in locals().items() if name in Shape.__slots__ and value is not None}
+    shape = replace(shape, **given)
     fields = json.dumps({"format": FORMAT, **asdict(shape)}, sort_keys=True)
     name = f"llama-{shape.hidden}x{shape.layers}-{shape.dtype}-{hashlib.sha256(fields.encode()).hexdigest()[:10]}"
     final = Path(directory).resolve() / name

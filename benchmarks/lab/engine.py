@@ -207,9 +207,10 @@ class Engine:
     ) -> Pass:
         """Serve ``prompts`` greedily and wait for all of them.
 
-        ``concurrency`` closes the loop: so many requests are outstanding, the next is added when one ends. ``arrivals_s``
-        are offsets from the start of the pass. ``on_event`` hears ``{"event": "first_token" | "finished", "index": i}``
-        while the pass runs. Raises EngineError when a request has not ended after ``timeout_s``.
+        ``concurrency`` closes the loop: so many requests are outstanding, the next is added when one ends.
+        ``arrivals_s`` are offsets from the start of the pass. ``on_event`` hears
+        ``{"event": "first_token" | "finished", "index": i}`` while the pass runs. Raises EngineError when a request has
+        not ended after ``timeout_s``.
         """
         self.begin(
             prompts,

@@ -1,4 +1,4 @@
-"""A second "host" on this machine: a network namespace behind a veth pair whose rate is limited. Needs root and iproute2."""
+"""A second "host" on this machine: a network namespace behind a veth pair of limited rate. Needs root and iproute2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real Mooncake store for engines to share: a master here, and one owner of all memory, here or behind a limited link.
+"""A real Mooncake store for engines to share: a master here, the owner of all memory here or behind a limited link.
 
 Engines and daemons join by the JSON file :attr:`Store.config`. They contribute no memory of their own
 ("standalone-store"), so every value lies with the owner and every load crosses the link.

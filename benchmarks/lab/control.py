@@ -1,0 +1,122 @@
+"""Spoils a store on purpose: two KV blocks swapped, so that a load that works must give other tokens.
+
+The control of every comparison of tokens: where it does not change them, equal tokens prove nothing. Mooncake's client
+runs in a process of its own, because its calls can crash the process and its close holds the GIL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.lab.process import PARENT_VARIABLE, REPO, die_with_parent
+
+# vllm/v1/core/kv_cache_utils.py: the seed of the hash chain where PYTHONHASHSEED is not set.
+_SEED = "vllm-none-hash"
+
+
+class ControlError(RuntimeError):
+    """The store refused; the message says which key and code."""
+
+
+def chunk_hashes(tokens: Sequence[int], block_size: int = 32) -> list[bytes]:
+    """vLLM's sha256 hashes of the full blocks of a prompt, as ``prefix_caching_hash_algo="sha256"`` makes them."""
+
+    def digest(value: object) -> bytes:
+        return hashlib.sha256(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)).digest()
+
+    parent = digest(os.environ.get("PYTHONHASHSEED", _SEED))
+    hashes = []
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        parent = digest((parent, tuple(tokens[start : start + block_size]), None))
+        hashes.append(parent)
+    return hashes
+
+
+def block_keys(model: Path | str, tokens: Sequence[int], block_size: int = 32, *, tp_rank: int = 0) -> list[str]:
+    """Keys under which vLLM's Mooncake connector stores the blocks of a prompt (one KV group, no cache prefix)."""
+    prefix = f"{Path(model).name}@tp_rank:{tp_rank}@pcp0@dcp0@pp_rank:0@group:0@"
+    return [prefix + each.hex() for each in chunk_hashes(tokens, block_size)]
+
+
+def swap_values(config: Path, first: str, second: str, *, host_ip: str = "127.0.0.1") -> None:
+    """Exchange the values of two keys in the store that ``config`` names; they must differ and have one size.
+
+    Take blocks of two *different* prompts. Two blocks of one prompt exchanged change nothing: keys carry their position
+    (rotary embedding is applied before they are cached), and attention does not care in which order it meets them.
+    """
+    _ask({"op": "swap", "keys": [first, second]}, config, host_ip)
+
+
+def read_digests(config: Path, keys: Sequence[str], *, host_ip: str = "127.0.0.1") -> list[str | None]:
+    """sha256 of each key's value, None where the store has none: compares what two writers stored."""
+    return _ask({"op": "digests", "keys": list(keys)}, config, host_ip)
+
+
+def _ask(command: dict[str, object], config: Path, host_ip: str) -> list[str | None]:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.lab.control"],
+        input=json.dumps({**command, "config": str(config), "host_ip": host_ip}),
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+        timeout=90,
+        check=False,
+    )
+    # Mooncake prints on both outputs: the answer is the last line.
+    lines = done.stdout.splitlines()
+    if done.returncode != 0 or not lines:
+        raise ControlError(f"exit code {done.returncode}: {done.stderr[-2000:]}")
+    answer: list[str | None] = json.loads(lines[-1])
+    return answer
+
+
+def _main() -> None:
+    die_with_parent()
+    command = json.load(sys.stdin)
+    settings = json.loads(Path(command["config"]).read_text())
+    from mooncake.store import MooncakeDistributedStore
+
+    store = MooncakeDistributedStore()
+    code = store.setup(
+        command["host_ip"],
+        settings["metadata_server"],
+        0,
+        64 << 20,
+        settings["protocol"],
+        settings["device_name"],
+        settings["master_server_address"],
+    )
+    if code != 0:
+        raise ControlError(f"no connection to {settings['master_server_address']}: {code}")
+    keys: list[str] = command["keys"]
+    # Each get is its own allocation in the client's buffer: batches would need room for all values at once.
+    found = store.batch_is_exist(keys)
+    values: list[bytes | None] = [store.get(key) if code == 1 else None for key, code in zip(keys, found, strict=True)]
+    answer: list[str | None] = [None if value is None else hashlib.sha256(value).hexdigest() for value in values]
+    if command["op"] == "swap":
+        missing = [key for key, value in zip(keys, values, strict=True) if not value]
+        if missing:
+            raise ControlError(f"not in the store: {missing}")
+        if values[0] == values[1] or len(values[0] or b"") != len(values[1] or b""):
+            raise ControlError(f"values are equal or differ in size: {keys}")
+        for key, value in zip(keys, reversed(values), strict=True):
+            # Forced: the gets above took leases.
+            for what, code in (("remove", store.remove(key, force=True)), ("put", store.put(key, value))):
+                if code != 0:
+                    raise ControlError(f"{what} {key}: {code}")
+    print()
+    print(json.dumps(answer), flush=True)
+    # No close(): it takes two seconds, and the process ends anyway.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main()

