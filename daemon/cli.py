@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -34,14 +35,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(config: DaemonConfig) -> int:
     # Imported late: `kvprefetchd --help` and configuration errors need no Mooncake.
+    from .embedded import EmbeddedError
     from .service import Daemon
     from .store import SettingsError, StoreError
 
     try:
-        return Daemon(config, configure(config.log_level)).run()
+        Daemon(config, configure(config.log_level)).run()
+        # Everything is closed. With a disk tier Mooncake's destructors would now wait about ten seconds for a thread.
+        sys.stdout.flush()
+        os._exit(0)
     except SettingsError as error:
         raise ConfigError(str(error)) from None
-    except StoreError as error:
+    except (StoreError, EmbeddedError) as error:
         print(f"kvprefetchd: store: {error}", file=sys.stderr)
         return EX_UNAVAILABLE
 

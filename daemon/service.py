@@ -26,10 +26,11 @@ from .store import MooncakeSettings, Store, StoreError, StoreUnavailable
 DRAIN_LIMIT = 256
 TICK_NS = 100_000_000
 REOPEN_S = 2.0
+FLUSH_S = 20.0
 
 
 class Daemon:
-    """One prefetch daemon. run() returns the exit status after SIGTERM or SIGINT."""
+    """One prefetch daemon. run() returns after SIGTERM or SIGINT."""
 
     def __init__(self, config: DaemonConfig, log: Log) -> None:
         self._config = config
@@ -43,7 +44,7 @@ class Daemon:
         self._control: Control | None = None
         self._turn = 0
 
-    def run(self) -> int:
+    def run(self) -> None:
         """Serve until told to stop. Raises ConfigError and StoreError for what cannot start."""
         # Store threads return from C with little Python to do: let them have the GIL soon.
         sys.setswitchinterval(0.0005)
@@ -67,7 +68,6 @@ class Daemon:
                 "daemon.ready", socket=str(self._config.socket), pid=os.getpid(), staging=self._config.staging
             )
             self._loop(self._control, pools)
-            return 0
         finally:
             self._shut_down(pools)
             with contextlib.suppress(FileNotFoundError):
@@ -206,8 +206,9 @@ class Daemon:
             for session in self._control.ended:
                 session.close()
         if self._store is not None:
-            if self._master is not None:
-                self._master.flush(self._store)
+            with contextlib.suppress(StoreUnavailable):
+                if not self._store.flush(FLUSH_S):
+                    self._log.warning("store.unflushed", waited_s=FLUSH_S)
             self._store.close()
         if self._master is not None:
             self._master.stop()

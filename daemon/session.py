@@ -33,7 +33,8 @@ from .store import Store
 from .timeline import Timeline
 
 MAX_TABLE_BYTES = 16 << 20
-SAVE_PAUSE_NS = (100_000_000, 5_000_000_000)
+SAVE_PAUSE_NS = (100_000_000, 2_000_000_000)
+SAVE_TRIES = 8  # about ten seconds of a full store
 
 
 @dataclass
@@ -48,6 +49,18 @@ class Counters:
     saved_blocks: int = 0
     present_blocks: int = 0
     lost_saves: int = 0
+
+
+@dataclass
+class _SaveJob:
+    """Blocks on their way into the store; `blocks` are those still to put."""
+
+    saved: protocol.Saved
+    blocks: list[tuple[bytes, int]]
+    stored: int = 0
+    present: int = 0
+    failed: int = 0
+    tries: int = 0
 
 
 class _Flags:
@@ -127,7 +140,7 @@ class EngineSession:
         self._credits = CreditGranter(self.control.buffer, self.words, self.layout)
         self._credits.grant(list(range(fetch_slots, self.slot_count)))
         self._outstanding_saves = set(range(fetch_slots, self.slot_count))  # granted, not yet back
-        self._save_jobs: deque[tuple[protocol.Saved, list[tuple[bytes, int]]]] = deque()
+        self._save_jobs: deque[_SaveJob] = deque()
         self._saving = False
         self._save_not_before_ns = 0
         self._save_pause_ns = SAVE_PAUSE_NS[0]
@@ -284,7 +297,7 @@ class EngineSession:
             self.counters.lost_saves += 0 if saved.dropped else len(saved.slots)
             self._grant(saved.slots)
             return
-        self._save_jobs.append((saved, list(zip(saved.hashes, saved.slots, strict=True))))
+        self._save_jobs.append(_SaveJob(saved, list(zip(saved.hashes, saved.slots, strict=True))))
         self._next_save(self._clock_ns())
 
     def _next_save(self, now_ns: int) -> None:
@@ -292,29 +305,41 @@ class EngineSession:
         if self._saving or self.closing or not self._save_jobs or now_ns < self._save_not_before_ns:
             return
         self._saving = True
-        saved, blocks = self._save_jobs.popleft()
-        job = partial(transfers.save, self._store, self.shape, blocks)
-        self._start(self._pools.save, job, partial(self._stored, saved), transfers.SaveResult(0, 0, len(blocks), True))
+        job = self._save_jobs.popleft()
+        work = partial(transfers.save, self._store, self.shape, job.blocks)
+        lost = transfers.SaveResult(0, 0, len(job.blocks), [])
+        self._start(self._pools.save, work, partial(self._stored, job), lost)
 
-    def _stored(self, saved: protocol.Saved, result: transfers.SaveResult) -> None:
+    def _stored(self, job: _SaveJob, result: transfers.SaveResult) -> None:
         self._saving = False
-        self.counters.saved_blocks += result.stored
-        self.counters.present_blocks += result.present
-        self.counters.lost_saves += result.failed
+        job.stored += result.stored
+        job.present += result.present
+        job.failed += result.failed
         now = self._clock_ns()
-        if result.no_space:
+        job.tries += 1
+        if result.again and job.tries < SAVE_TRIES and not self._resets:
+            # Its slots stay taken, so a full store slows saving down through the credits, and nothing else.
+            job.blocks = result.again
+            self._save_jobs.appendleft(job)
             self._save_not_before_ns = now + self._save_pause_ns
             self._save_pause_ns = min(2 * self._save_pause_ns, SAVE_PAUSE_NS[1])
         else:
+            job.failed += len(result.again)
             self._save_pause_ns = SAVE_PAUSE_NS[0]
-        self._log.info(
-            "save.done", save_id=saved.save_id, stored_blocks=result.stored, present_blocks=result.present,
-            failed_blocks=result.failed, no_space=result.no_space,
-        )  # fmt: skip
-        self._grant(saved.slots)
-        if self._resets and not self._saving:
+            self._save_done(job)
+        if self._resets:
             self._remove()
         self._next_save(now)
+
+    def _save_done(self, job: _SaveJob) -> None:
+        self.counters.saved_blocks += job.stored
+        self.counters.present_blocks += job.present
+        self.counters.lost_saves += job.failed
+        self._log.info(
+            "save.done", save_id=job.saved.save_id, stored_blocks=job.stored, present_blocks=job.present,
+            failed_blocks=job.failed, tries=job.tries,
+        )  # fmt: skip
+        self._grant(job.saved.slots)
 
     def _grant(self, slots: list[int]) -> None:
         self._outstanding_saves.update(slots)
@@ -328,9 +353,9 @@ class EngineSession:
         for request in self.planner.reset():
             self._revoked(request, "reset")
         while self._save_jobs:
-            saved, _ = self._save_jobs.popleft()
-            self.counters.lost_saves += len(saved.slots)
-            self._grant(saved.slots)
+            job = self._save_jobs.popleft()
+            self.counters.lost_saves += len(job.blocks)
+            self._grant(job.saved.slots)
         self._reset_timeout_s = timeout_s
         self._resets.append(reply)
         if not self._saving and len(self._resets) == 1:

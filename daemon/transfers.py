@@ -28,12 +28,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Blocks stored now, blocks that were there already, blocks lost, and whether the store asks to slow down."""
+    """Blocks stored now, blocks that were there already, blocks lost, and those to try again: no space, or no store."""
 
     stored: int
     present: int
     failed: int
-    no_space: bool
+    again: list[tuple[bytes, int]]
 
 
 def look_up(store: Store, shape: Shape, digests: Sequence[bytes]) -> int | None:
@@ -68,26 +68,32 @@ def fetch(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, ti
 
 def save(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]]) -> SaveResult:
     """Put (digest, slot) blocks that are not there yet; ranks that share a key put it once."""
-    keys, addresses = _targets(shape, blocks)
     ranks = len(shape.key_prefixes)
+    keys, addresses = _targets(shape, blocks)
     targets: dict[str, tuple[int, int]] = {}
     for i, (key, address) in enumerate(zip(keys, addresses, strict=True)):
         targets.setdefault(key, (address, shape.staging.block_bytes[i % ranks]))
     names = list(targets)
     try:
-        present = store.exist(names)
-        missing = [name for name, there in zip(names, present, strict=True) if not there]
+        there = store.exist(names)
+        missing = [name for name, present in zip(names, there, strict=True) if not present]
         outcome = store.put_from(missing, [targets[n][0] for n in missing], [targets[n][1] for n in missing])
     except StoreUnavailable:
-        return SaveResult(0, 0, len(blocks), True)
-    bad = {name for name, result in zip(missing, outcome, strict=True) if result is not ErrorClass.OK}
-    failed = sum(any(key in bad for key in keys[i * ranks : (i + 1) * ranks]) for i in range(len(blocks)))
-    absent = set(missing)
-    present_blocks = sum(
-        not any(key in absent for key in keys[i * ranks : (i + 1) * ranks]) for i in range(len(blocks))
-    )
-    no_space = ErrorClass.NO_SPACE in outcome
-    return SaveResult(len(blocks) - failed - present_blocks, present_blocks, failed, no_space)
+        return SaveResult(0, 0, 0, list(blocks))
+    written = dict(zip(missing, outcome, strict=True))
+    stored = present = failed = 0
+    again: list[tuple[bytes, int]] = []
+    for i, block in enumerate(blocks):
+        results = {written.get(key) for key in keys[i * ranks : (i + 1) * ranks]}  # None: it was there already
+        if results <= {None}:
+            present += 1
+        elif results <= {None, ErrorClass.OK}:
+            stored += 1
+        elif results <= {None, ErrorClass.OK, ErrorClass.NO_SPACE, ErrorClass.RETRY, ErrorClass.TRANSIENT}:
+            again.append(block)
+        else:
+            failed += 1
+    return SaveResult(stored, present, failed, again)
 
 
 def remove_all(store: Store, shape: Shape, timeout_s: float) -> bool:

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from benchmarks.lab.daemon import Daemon
+from tests.daemon.fake_engine import FakeEngine
 from tests.support.auditor import Auditor
+
+
+@pytest.fixture(autouse=True)
+def _engines_are_closed() -> Iterator[None]:
+    yield
+    while FakeEngine.made:
+        FakeEngine.made.pop().close()
 
 
 @pytest.fixture

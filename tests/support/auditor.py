@@ -10,6 +10,7 @@ import mmap
 import os
 import socket
 import time
+import uuid
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,21 +22,23 @@ from kvprefetch.shmring.flags import unpack
 from kvprefetch.shmring.layout import LINE_BYTES, MAGIC, Layout, Line
 from kvprefetch.shmring.protocol import FlagState
 
-OURS = ("kvprefetch.daemon", "kvprefetchd", "mooncake_master", "mooncake_client")
+# In the environment of this process, and so of everything it starts: how a leaked process is told from a stranger.
+os.environ.setdefault("KVPREFETCH_TEST_RUN", uuid.uuid4().hex)
+MARK = f"KVPREFETCH_TEST_RUN={os.environ['KVPREFETCH_TEST_RUN']}".encode()
 
 
 def our_processes() -> dict[int, str]:
-    """Processes of ours and of the store on this machine: pid -> command line. Zombies count."""
+    """Processes that this test run started, however deep below it: pid -> command line."""
     found: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
+                marked = MARK in (entry / "environ").read_bytes().split(b"\0")
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                name = (entry / "comm").read_text().strip()
             except OSError:
                 continue
-            if any(word in command or word == name for word in OURS):
-                found[int(entry.name)] = command or name
+            if marked and int(entry.name) != os.getpid():
+                found[int(entry.name)] = command
     return found
 
 
@@ -56,7 +59,7 @@ class SegmentView:
 
 def control_segments(pid: int) -> list[SegmentView]:
     """The control segments that a daemon holds open."""
-    views: list[SegmentView] = []
+    views: dict[int, SegmentView] = {}  # Python's mmap keeps a descriptor of its own: each segment is open twice
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
             if "kvprefetch" not in (name := os.readlink(link)) or not name.startswith(("/memfd:", "/dev/shm/")):
@@ -67,10 +70,11 @@ def control_segments(pid: int) -> list[SegmentView]:
         try:
             with mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ) as area:
                 if int.from_bytes(area[:8], "little") == MAGIC:
-                    views.append(_view(memoryview(area)))
+                    view = _view(memoryview(area))
+                    views[view.epoch] = view
         finally:
             os.close(fd)
-    return views
+    return list(views.values())
 
 
 def _view(buffer: memoryview) -> SegmentView:
