@@ -1,0 +1,59 @@
+"""What `kv_connector_extra_config` may say: every key, its unit, its bound and its default."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..shmring.protocol import first_error
+
+# sun_path of a Unix socket address has 108 bytes, one of them the final zero.
+MAX_SOCKET_PATH_BYTES = 107
+
+
+def default_socket(environ: Mapping[str, str] = os.environ) -> str:
+    """The daemon's rule: $RUNTIME_DIRECTORY (systemd), else $XDG_RUNTIME_DIR/kvprefetch, else /run/kvprefetch."""
+    if runtime := environ.get("RUNTIME_DIRECTORY"):
+        return os.path.join(runtime.split(":")[0], "kvprefetchd.sock")
+    if session := environ.get("XDG_RUNTIME_DIR"):
+        return os.path.join(session, "kvprefetch", "kvprefetchd.sock")
+    return "/run/kvprefetch/kvprefetchd.sock"
+
+
+class ConnectorConfig(BaseModel):
+    """The connector's configuration. Unknown keys and values of another type are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    socket: str = Field(
+        default_factory=default_socket, min_length=1, max_length=MAX_SOCKET_PATH_BYTES,
+        description="the daemon's control socket",
+    )  # fmt: skip
+    mode: Literal["on", "shadow", "off"] = Field(
+        default="on", description="shadow: hint and look, never load or save; off: do nothing"
+    )
+    load_mode: Literal["auto", "sync", "async"] = Field(default="auto", description="auto: by sync_load_max_bytes")
+    sync_load_max_bytes: int = Field(
+        default=32 << 20, ge=0, le=1 << 50, description="largest load of one request and rank done before the forward"
+    )
+    wait_timeout_ms: int = Field(
+        default=5000, ge=0, le=3_600_000,
+        description="how long a scheduled request may wait for its blocks before the ready prefix is taken",
+    )  # fmt: skip
+    hint_on_arrival: bool = Field(default=True, description="false: hint only when the scheduler first asks")
+    save_decode_cache: bool = Field(default=False, description="also save blocks filled while decoding")
+    cache_prefix: str = Field(default="", max_length=256, description="put before every key, as upstream's connector")
+    reset_timeout_ms: int = Field(
+        default=5000, ge=1, le=600_000, description="how long reset_cache waits for the daemon"
+    )
+
+
+def load(values: Mapping[str, Any]) -> ConnectorConfig:
+    """Validate the extra configuration. ValueError in one line naming the first bad key, its value and the bound."""
+    try:
+        return ConnectorConfig.model_validate(dict(values))
+    except ValidationError as error:
+        raise ValueError(f"kv_connector_extra_config: {first_error(error)}") from None

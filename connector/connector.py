@@ -1,0 +1,211 @@
+"""The class vLLM sees: delegates to the scheduler side or the worker side, by role, and keeps their errors inside.
+
+The guard below turns an unexpected exception into "nothing to load, nothing to save", logged with its traceback.  Two
+calls are not guarded, because swallowing there could make wrong tokens: construction (which refuses what it cannot
+serve) and update_state_after_alloc, after which the engine counts on the blocks being filled.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+
+from . import config as configuration
+from . import support
+from .link import Link
+from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
+from .paged import PagedCache
+from .scheduler import SchedulerSide
+from .session import SchedulerSession, WorkerSession
+from .worker import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger("vllm.kvprefetch")
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _guarded(default: Any) -> Callable[[_F], _F]:
+    """Return `default` (called, when it is callable) where the method raises."""
+
+    def wrap(method: _F) -> _F:
+        @functools.wraps(method)
+        def call(self: KVPrefetchConnector, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception:
+                log.exception("kvprefetch: %s failed; the engine goes on without it", method.__name__)
+                return default() if callable(default) else default
+
+        return call  # type: ignore[return-value]
+
+    return wrap
+
+
+class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
+    """vLLM connector of kvprefetch. `mode: off` does nothing at all."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """Raises ValueError, in one line, for a configuration or an engine that cannot be served."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._settings = configuration.load(transfer.kv_connector_extra_config)
+        support.check(vllm.__version__, vllm_config, kv_cache_config)
+        self._geometry = support.geometry(vllm_config, kv_cache_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._link: Link[SchedulerSession] | Link[WorkerSession] | None = None
+        self._keys = None
+        if self._settings.mode == "off":
+            return
+        if role == KVConnectorRole.SCHEDULER:
+            if transfer.kv_load_failure_policy != "recompute":
+                log.warning(
+                    'kvprefetch: set kv_load_failure_policy to "recompute"; with %r a failed load fails its request',
+                    transfer.kv_load_failure_policy,
+                )
+            hello = support.scheduler_hello(vllm_config, self._geometry)
+            link = Link(self._settings.socket, hello, SchedulerSession.map)
+            self._scheduler = SchedulerSide(self._settings, self._geometry, link)
+            self._link = link
+            link.start()
+        else:
+            from vllm.distributed import get_tensor_model_parallel_rank
+
+            self._tp_rank = get_tensor_model_parallel_rank()
+            self._keys = support.keys_of(vllm_config, kv_cache_config, self._tp_rank, self._settings.cache_prefix)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A lost save is only a later miss."""
+        return False
+
+    def shutdown(self) -> None:
+        if self._link is not None:
+            self._link.close()
+
+    def reset_cache(self) -> bool | None:
+        """Scheduler: True when nothing of the old weights can be served or stored any more. None for a worker."""
+        if self._scheduler is None:
+            return None
+        return self._reset()
+
+    @_guarded(False)
+    def _reset(self) -> bool:
+        assert self._scheduler is not None
+        return self._scheduler.reset()
+
+    # --- scheduler side ---------------------------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            pool = kv_cache_manager.block_pool
+            self._scheduler.local_tokens = lambda request: kv_cache_manager.get_computed_blocks(request)[1]
+            self._scheduler.local_cached_blocks = lambda: len(pool.cached_block_hash_to_block)
+
+    @_guarded(None)
+    def on_new_request(self, request: Request) -> None:
+        if self._scheduler is not None:
+            self._scheduler.arrived(request)
+
+    @_guarded((0, False))
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks.get_block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVPrefetchMetadata:
+        if self._scheduler is None:
+            return KVPrefetchMetadata()
+        meta = self._scheduler.take_loads()
+        self._plan(scheduler_output, meta)
+        return meta
+
+    @_guarded(None)
+    def _plan(self, scheduler_output: SchedulerOutput, meta: KVPrefetchMetadata) -> None:
+        assert self._scheduler is not None
+        self._scheduler.plan_step(scheduler_output, meta)
+
+    @_guarded(None)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._scheduler is not None:
+            self._scheduler.outputs(connector_output.kv_connector_worker_meta)
+
+    @_guarded((False, None))
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
+
+    @_guarded(False)
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_pending_work()
+
+    # --- worker side ------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Raises ValueError for a layout that cannot be served."""
+        if self._keys is None:
+            return
+        layers = self._kv_cache_config.kv_cache_groups[self._geometry.group].layer_names
+        paged = PagedCache(kv_caches, layers, self._kv_cache_config.num_blocks)
+        hello = support.worker_hello(
+            self._vllm_config, self._geometry, tp_rank=self._tp_rank, block_bytes=paged.block_bytes, keys=self._keys
+        )
+        link = Link(self._settings.socket, hello, WorkerSession.map)
+        self._worker = WorkerSide(link, paged)
+        self._link = link
+        link.start()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        # Not guarded: the worker side answers for every load itself, whatever happens to it.
+        if self._worker is not None:
+            self._worker.load(self._metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are whole blocks, ordered by the stream; nothing is layer-wise."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Saves are whole blocks, done in wait_for_save."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.save(self._metadata())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is None:
+            return None, None
+        return None, self._worker.received() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._worker is None else self._worker.failed_blocks()
+
+    def build_connector_worker_meta(self) -> KVPrefetchWorkerMeta | None:
+        return None if self._worker is None else self._worker.report()
+
+    def _metadata(self) -> KVPrefetchMetadata:
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, KVPrefetchMetadata)
+        return meta

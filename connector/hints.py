@@ -1,0 +1,135 @@
+"""One hint and its completion flag, from the engine's side: pushed, looked at, asked for, claimed, given back.
+
+Every function works on the handle's own session, so a handle of an ended epoch is harmless: its memory is still mapped
+and nobody reads it.  SegmentCorrupt is raised where the flag says what only this side could have written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..shmring.errors import SegmentCorrupt
+from ..shmring.flags import Flag, pack, unpack
+from ..shmring.protocol import (
+    MAX_REQUEST_ID_BYTES,
+    Ask,
+    Done,
+    FlagState,
+    Hint,
+    Outcome,
+    RecordKind,
+    encode_ask,
+    encode_done,
+    encode_hint,
+)
+from .session import SchedulerSession
+
+# The daemon publishes progress while we exchange: each try loses against at most one such step.
+_TRIES = 16
+_HEAD_BYTES = 64
+_MINE = (FlagState.HINTED, FlagState.READY, FlagState.CLAIMED, FlagState.EXPIRED)
+
+
+@dataclass(slots=True)
+class Handle:
+    """A flag this engine holds. Times are CLOCK_MONOTONIC ns, 0 where the event did not happen."""
+
+    session: SchedulerSession
+    flag: int
+    generation: int
+    blocks: int
+    local_blocks: int
+    deadline_ns: int = 0
+    asked_ns: int = 0
+    claimed_ns: int = 0
+
+
+def push(
+    session: SchedulerSession, request_id: str, digests: Sequence[bytes], local_blocks: int, *, priority: int,
+    prompt_tokens: int, now_ns: int,
+) -> Handle | None:  # fmt: skip
+    """Hint at `digests` (one per block, in order, more than local_blocks). None when there is no flag or no room."""
+    hash_bytes = len(digests[0])
+    room = session.producer.max_payload_bytes - _HEAD_BYTES - MAX_REQUEST_ID_BYTES
+    blocks = min(len(digests), session.flags.table_entries, room // hash_bytes)
+    if blocks <= local_blocks:
+        return None
+    taken = session.allocator.take(FlagState.HINTED)
+    if taken is None:
+        return None
+    handle = Handle(session, taken[0], taken[1], blocks, local_blocks)
+    hint = Hint(
+        handle.flag, handle.generation, request_id, blocks, local_blocks, priority, prompt_tokens, now_ns, hash_bytes,
+        memoryview(b"".join(digests if blocks == len(digests) else digests[:blocks])),
+    )  # fmt: skip
+    if session.producer.push(RecordKind.HINT, *encode_hint(hint)):
+        return handle
+    # The daemon never heard of this flag: nobody else will free it.
+    session.flags.exchange(
+        handle.flag, pack(handle.generation, FlagState.HINTED, 0), pack(handle.generation, FlagState.FREE, 0)
+    )
+    session.allocator.give_back(handle.flag)
+    return None
+
+
+def look(handle: Handle) -> Flag:
+    """The flag's state and absolute block count: one acquire load. Raises SegmentCorrupt."""
+    flag = unpack(handle.session.flags.load(handle.flag))
+    if flag.generation != handle.generation or flag.state not in _MINE or flag.count > handle.blocks:
+        raise SegmentCorrupt(
+            f"flag cannot be so: flag={handle.flag} state={flag.state} count={flag.count} blocks={handle.blocks} "
+            f"generation={flag.generation} expected={handle.generation}"
+        )
+    return flag
+
+
+def ask(handle: Handle, now_ns: int) -> None:
+    """Tell the daemon, once, that the scheduler waits for this request."""
+    if handle.asked_ns == 0 and handle.session.producer.push(
+        RecordKind.ASK, encode_ask(Ask(handle.flag, handle.generation, now_ns))
+    ):
+        handle.asked_ns = now_ns
+
+
+def claim(handle: Handle, seen: Flag, count: int, now_ns: int) -> bool:
+    """Take blocks [0, count) of a HINTED or READY flag as seen; False when the daemon moved it meanwhile."""
+    if not _exchange(handle, seen, FlagState.CLAIMED, count):
+        return False
+    handle.claimed_ns = now_ns
+    return True
+
+
+def unclaim(handle: Handle) -> None:
+    """The answer was not used in this pass: the daemon may revoke the blocks again."""
+    seen = look(handle)
+    if seen.state == FlagState.CLAIMED and not _exchange(handle, seen, FlagState.READY, seen.count):
+        raise SegmentCorrupt(f"a claimed flag was moved: flag={handle.flag}")
+
+
+def finish(handle: Handle, outcome: Outcome, *, loaded_blocks: int = 0, loaded_ns: int = 0) -> None:
+    """Give the flag back, whatever its state. A full ring loses the nudge and the timeline, never the release."""
+    for _ in range(_TRIES):
+        seen = look(handle)
+        if seen.state == FlagState.EXPIRED:
+            after = FlagState.FREE
+        else:
+            after = FlagState.RELEASED if seen.state == FlagState.CLAIMED else FlagState.CANCELLED
+        if _exchange(handle, seen, after, 0 if after == FlagState.FREE else seen.count):
+            break
+    else:
+        raise SegmentCorrupt(f"flag does not rest: flag={handle.flag} generation={handle.generation}")
+    session = handle.session
+    session.allocator.give_back(handle.flag)
+    if after != FlagState.FREE:
+        done = Done(
+            handle.flag, handle.generation, outcome, loaded_blocks, handle.asked_ns, handle.claimed_ns, loaded_ns
+        )
+        session.producer.push(RecordKind.DONE, encode_done(done))
+
+
+def _exchange(handle: Handle, seen: Flag, state: FlagState, count: int) -> bool:
+    # SYNC flag: slot table and found word visible with the count
+    return handle.session.flags.exchange(
+        handle.flag, pack(handle.generation, seen.state, seen.count), pack(handle.generation, state, count)
+    )

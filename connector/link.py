@@ -1,0 +1,226 @@
+"""The connection to the daemon: one thread per engine process that attaches, watches, and attaches again.
+
+The engine's own threads only read `session` (one attribute) and never wait for this one, except for a reset.  Whatever
+goes wrong here is logged, once per kind, and means for the engine that there is no daemon.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from ..shmring import protocol
+from ..shmring.errors import SegmentCorrupt
+from ..shmring.protocol import Attached, Hello, Mapped, ProtocolError, Refused, Reset, ResetDone
+
+RETRY_S = 0.5
+FINAL_RETRY_S = 10.0
+BEAT_S = 1.0
+# How long an ended epoch that the scheduler side never named stays mapped.
+FORGET_AFTER_S = 60.0
+
+log = logging.getLogger("vllm.kvprefetch.link")
+
+
+class Session(Protocol):
+    """What the link needs of a mapped epoch."""
+
+    @property
+    def epoch(self) -> int: ...
+    def beat(self, now_ns: int) -> None: ...
+    def ended(self) -> None: ...
+
+
+S = TypeVar("S", bound=Session)
+
+
+class Link(Generic[S]):
+    """Keeps a process attached. `map_session` maps what came with Attached and owns the descriptors.
+
+    `session` is the current epoch or None.  `confirmed_reset` is the highest reset generation the daemon confirmed.
+    """
+
+    def __init__(self, path: str, hello: Hello, map_session: Callable[[Attached, Sequence[int]], S]) -> None:
+        self.session: S | None = None
+        self.confirmed_reset = 0
+        self._path, self._hello, self._map = path, hello, map_session
+        self._sock: socket.socket | None = None
+        self._stop = threading.Event()
+        self._said: set[str] = set()
+        self._replied = threading.Event()
+        self._reply: ResetDone | None = None
+        # Worker: every epoch a load may still name; ended ones with the time (s, monotonic) of their end.
+        self._mapped: dict[int, S] = {}
+        self._ended: dict[int, float] = {}
+        self._named: set[int] = set()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="kvprefetch-link", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the connection and the thread; waits at most a second."""
+        self._stop.set()
+        self._hang_up()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+
+    def detach(self, reason: str) -> None:
+        """What stands in the current session's memory cannot be true: drop it, and come back with a new epoch."""
+        log.error("kvprefetch: detached from the daemon: %s", reason)
+        session, self.session = self.session, None
+        if session is not None:
+            session.ended()
+        self._hang_up()
+
+    # --- epochs a worker keeps mapped -------------------------------------------------------------------------------
+
+    def mapped(self, epoch: int) -> S | None:
+        """The session of this epoch, current or not yet retired."""
+        return self._mapped.get(epoch)
+
+    def keep(self, live_epochs: Sequence[int]) -> None:
+        """The live epochs of this step's metadata: an ended one that was named before and no longer is may go."""
+        self._named.update(live_epochs)
+        if not self._ended:
+            return
+        now = time.monotonic()
+        with self._lock:
+            for epoch, at in list(self._ended.items()):
+                # One never named may yet be, in metadata built before the scheduler side saw the end.
+                if epoch not in live_epochs and (epoch in self._named or now - at > FORGET_AFTER_S):
+                    self._mapped.pop(epoch, None)
+                    self._named.discard(epoch)
+                    del self._ended[epoch]
+
+    # --- reset ------------------------------------------------------------------------------------------------------
+
+    def send_reset(self, generation: int, timeout_ms: int) -> bool:
+        """Ask for a reset without waiting; False when there is no daemon to ask."""
+        sock = self._sock
+        if sock is None or self.session is None:
+            return False
+        try:
+            protocol.send_message(sock, Reset(reset_generation=generation, timeout_ms=timeout_ms))
+        except OSError:
+            return False
+        return True
+
+    def request_reset(self, generation: int, timeout_ms: int) -> bool:
+        """Ask for a reset and wait up to `timeout_ms`; True only when the daemon confirmed this generation."""
+        self._replied.clear()
+        if not self.send_reset(generation, timeout_ms):
+            return False
+        deadline = time.monotonic() + timeout_ms / 1e3
+        while self._replied.wait(max(0.0, deadline - time.monotonic())):
+            self._replied.clear()
+            if self.session is None or (self._reply is not None and self._reply.reset_generation >= generation):
+                break
+        return self.confirmed_reset >= generation
+
+    # --- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            wait_s = RETRY_S
+            try:
+                wait_s = self._attach()
+            except (ProtocolError, SegmentCorrupt) as error:
+                wait_s = FINAL_RETRY_S
+                self._say("protocol", logging.ERROR, "kvprefetch: cannot talk to the daemon: %s", error)
+            except Exception as error:
+                self._say(type(error).__name__, logging.WARNING, "kvprefetch: connection failed: %s", error)
+            finally:
+                self._lost()
+            self._stop.wait(wait_s)
+
+    def _attach(self) -> float:
+        """One connection from hello to its end; the seconds until the next attempt."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            sock.settimeout(BEAT_S)
+            try:
+                sock.connect(self._path)
+            except OSError as error:
+                self._say(
+                    "absent", logging.INFO,
+                    "kvprefetch: no daemon at %s (%s); the engine serves without it and looks again",
+                    self._path, error.strerror or error,
+                )  # fmt: skip
+                return RETRY_S
+            protocol.send_message(sock, self._hello)
+            self._sock = sock
+            return self._watch(sock)
+        finally:
+            self._sock = None
+            sock.close()
+
+    def _watch(self, sock: socket.socket) -> float:
+        while not self._stop.is_set():
+            try:
+                received = protocol.receive_message(sock, max_fds=2)
+            except TimeoutError:
+                if self.session is not None:
+                    self.session.beat(time.monotonic_ns())
+                continue
+            if received is None:
+                break
+            message, fds = received
+            if isinstance(message, Attached):
+                self._attached(sock, message, fds)
+                continue
+            for fd in fds:
+                socket.close(fd)
+            if isinstance(message, ResetDone):
+                if message.ok:
+                    self.confirmed_reset = max(self.confirmed_reset, message.reset_generation)
+                self._reply = message
+                self._replied.set()
+            elif isinstance(message, Refused):
+                level = logging.ERROR if message.final else logging.INFO
+                self._say(f"refused {message.error}", level, "kvprefetch: the daemon refused: %s", message.error)
+                return FINAL_RETRY_S if message.final else RETRY_S
+            else:
+                raise ProtocolError(f"message is not expected here: type={message.type}")
+        return RETRY_S
+
+    def _attached(self, sock: socket.socket, message: Attached, fds: Sequence[int]) -> None:
+        session = self._map(message, fds)
+        session.beat(time.monotonic_ns())
+        with self._lock:
+            self._mapped[session.epoch] = session
+        self.session = session
+        protocol.send_message(sock, Mapped(epoch=session.epoch))
+        self._said.clear()
+        log.info("kvprefetch: attached to the daemon: epoch=%d slots=%d", message.epoch, message.slot_count)
+
+    def _lost(self) -> None:
+        """The connection is over: nobody may start anything on its epoch."""
+        session, self.session = self.session, None
+        self._replied.set()
+        if session is not None:
+            session.ended()
+            if not self._stop.is_set():
+                log.warning("kvprefetch: the daemon is gone: epoch=%d; requests are recomputed", session.epoch)
+        with self._lock:
+            for epoch in self._mapped:
+                self._ended.setdefault(epoch, time.monotonic())
+
+    def _hang_up(self) -> None:
+        sock = self._sock
+        if sock is not None:
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # it ended by itself
+
+    def _say(self, kind: str, level: int, text: str, *values: object) -> None:
+        """Log once per kind until the next attachment."""
+        if kind not in self._said:
+            self._said.add(kind)
+            log.log(level, text, *values)

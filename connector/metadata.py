@@ -1,0 +1,61 @@
+"""What the scheduler side tells the workers in a step, and what they answer; both are pickled every step, so small."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+
+@dataclass(frozen=True)
+class LoadOrder:
+    """Copy staging slot slots[i] of `epoch` into paged block block_ids[i]."""
+
+    load_id: int
+    request_id: str
+    epoch: int
+    asynchronous: bool
+    block_ids: list[int]
+    slots: list[int]
+
+
+@dataclass(frozen=True)
+class SaveOrder:
+    """Copy paged block block_ids[i], once this step's forward wrote it, into staging slot slots[i] of `epoch`."""
+
+    save_id: int
+    epoch: int
+    block_ids: list[int]
+    slots: list[int]
+
+
+@dataclass
+class KVPrefetchMetadata(KVConnectorMetadata):
+    """One step's work. `live_epochs`: the mappings workers must keep; one that was named and no longer is, may go."""
+
+    loads: list[LoadOrder] = field(default_factory=list)
+    saves: list[SaveOrder] = field(default_factory=list)
+    live_epochs: tuple[int, ...] = ()
+
+
+@dataclass
+class KVPrefetchWorkerMeta(KVConnectorWorkerMetadata):
+    """How many ranks finished each load and save, and which saves have no usable bytes on some rank."""
+
+    loads: dict[int, int] = field(default_factory=dict)
+    saves: dict[int, int] = field(default_factory=dict)
+    failed_saves: set[int] = field(default_factory=set)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVPrefetchWorkerMeta:
+        """The sum over two ranks; neither argument is changed."""
+        assert isinstance(other, KVPrefetchWorkerMeta)
+        return KVPrefetchWorkerMeta(
+            _sum(self.loads, other.loads), _sum(self.saves, other.saves), self.failed_saves | other.failed_saves
+        )
+
+
+def _sum(a: dict[int, int], b: dict[int, int]) -> dict[int, int]:
+    total = dict(a)
+    for key, count in b.items():
+        total[key] = total.get(key, 0) + count
+    return total

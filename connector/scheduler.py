@@ -1,0 +1,324 @@
+"""The scheduler side: hints at arrival, one flag load per poll, claims before answers, slots back when acknowledged.
+
+Rules that keep the engine's contract:
+
+* An answer is given only for blocks this side has claimed and whose slot numbers it has read and checked, so that a
+  dispatched load cannot fail.  It is honoured to the end even when the daemon dies right after: the bytes lie in
+  segments the workers have mapped and nobody writes any more.  A claim not dispatched in its pass is given up at the
+  pass's end.
+* A dispatched load belongs to its load_id: finish, abort, preemption and an ended epoch do not touch it.
+* A request is settled once it was admitted, missed, or used up its late hints: no more hints until it is preempted.
+* After a reset that the daemon has not confirmed, nothing is hinted, loaded or saved.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from ..shmring.errors import SegmentCorrupt
+from ..shmring.protocol import Outcome
+from . import hints
+from .claims import NOTHING, Answer, Claims, Entry, Reply
+from .config import ConnectorConfig
+from .hints import Handle
+from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder
+from .saves import Saves
+from .session import SchedulerSession
+from .support import Geometry
+
+RESET_RETRY_NS = 5_000_000_000
+
+
+class SessionSource(Protocol):
+    """What the scheduler side needs of the link."""
+
+    @property
+    def session(self) -> SchedulerSession | None: ...
+    @property
+    def confirmed_reset(self) -> int: ...
+    def detach(self, reason: str) -> None: ...
+    def send_reset(self, generation: int, timeout_ms: int) -> bool: ...
+    def request_reset(self, generation: int, timeout_ms: int) -> bool: ...
+
+
+@dataclass(slots=True)
+class _Load:
+    handle: Handle
+    blocks: int
+    ranks_left: int
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _detaching(default: Any) -> Callable[[_F], _F]:
+    """What the daemon wrote cannot be true: drop the session and answer `default`."""
+
+    def wrap(method: _F) -> _F:
+        @functools.wraps(method)
+        def guarded(self: SchedulerSide, *args: Any) -> Any:
+            try:
+                return method(self, *args)
+            except SegmentCorrupt as error:
+                self._corrupt(error)
+                return default
+
+        return guarded  # type: ignore[return-value]
+
+    return wrap
+
+
+class SchedulerSide:
+    """One engine's scheduler. `local_tokens` says how many tokens of a request the engine's own prefix cache holds,
+    `local_cached_blocks` how many blocks that cache holds at all; `clock_ns` is CLOCK_MONOTONIC."""
+
+    def __init__(
+        self, config: ConnectorConfig, geometry: Geometry, link: SessionSource, *,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        local_tokens: Callable[[Any], int] = lambda request: 0,
+        local_cached_blocks: Callable[[], int] = lambda: 0,
+    ) -> None:  # fmt: skip
+        self.counters: Counter[str] = Counter()
+        self.local_tokens, self.local_cached_blocks = local_tokens, local_cached_blocks
+        self._config, self._geometry, self._link, self._clock_ns = config, geometry, link, clock_ns
+        self._saving = geometry.saves and config.mode == "on"
+        self._session: SchedulerSession | None = None
+        self._entries: dict[str, Entry] = {}
+        self._answered: set[str] = set()
+        self._orders: list[LoadOrder] = []
+        self._loads: dict[int, _Load] = {}
+        self._next_load = 1
+        self._saves = Saves(geometry, decode=config.save_decode_cache, counters=self.counters)
+        self._claims = Claims(config, geometry, self._saves if self._saving else None, self.counters, clock_ns)
+        self._generation = 0
+        self._reset_asked_ns = 0
+        self._stale_local = False
+
+    # --- arrival ----------------------------------------------------------------------------------------------------
+
+    @_detaching(None)
+    def arrived(self, request: Any) -> None:
+        """A new request: one hint, unless there is nothing to gain."""
+        if request.resumable:
+            return  # a session's later chunks are never asked about, and its tokens may be cut back
+        loadable = self._geometry.loads and not request.skip_reading_prefix_cache
+        entry = Entry(request, loadable, request.num_preemptions)
+        self._entries[request.request_id] = entry
+        session = self._usable_session()
+        if session is None or not loadable or not self._config.hint_on_arrival:
+            return
+        if self._claims.usable_blocks(request) == 0 or not session.alive(self._clock_ns()):
+            return
+        self._claims.hint(entry, session, self.local_tokens(request) // self._geometry.block_tokens)
+
+    # --- matching ---------------------------------------------------------------------------------------------------
+
+    @_detaching(NOTHING)
+    def match(self, request: Any, num_computed_tokens: int) -> Reply:
+        """vLLM's get_num_new_matched_tokens: may be asked any number of times, makes no system call while pending."""
+        entry = self._entries.get(request.request_id)
+        if entry is None:
+            return NOTHING
+        if entry.preemptions != request.num_preemptions:
+            entry.restart()
+        # Asked only with nothing computed: all tokens known now are this admission's prefill.
+        entry.progress.prefill_tokens = request.num_tokens
+        start = num_computed_tokens // self._geometry.block_tokens
+        if start and self._stale_local:
+            entry.progress.tainted = True
+        if entry.settled or not entry.loadable:
+            return NOTHING
+        answer = entry.answer
+        if answer is not None:
+            if answer.start == start:
+                return answer.count * self._geometry.block_tokens, answer.asynchronous
+            self._claims.withdraw(entry)
+            self._answered.discard(request.request_id)
+        session = self._usable_session()
+        if session is None:
+            return NOTHING
+        reply = self._claims.match(entry, session, start)
+        if entry.answer is not None:
+            self._answered.add(request.request_id)
+        return reply
+
+    # --- after allocation -------------------------------------------------------------------------------------------
+
+    def allocated(self, request: Any, block_ids: Callable[[], Any], num_external_tokens: int) -> None:
+        """vLLM's update_state_after_alloc; `block_ids()` gives the request's block ids per group."""
+        entry = self._entries.get(request.request_id)
+        if num_external_tokens > 0:
+            answer = entry.answer if entry is not None else None
+            if entry is None or answer is None or num_external_tokens > answer.count * self._geometry.block_tokens:
+                # Not ours to survive: the engine would compute on blocks nobody fills.
+                raise RuntimeError(
+                    f"blocks were allocated for an answer that was not given: request={request.request_id} "
+                    f"tokens={num_external_tokens}"
+                )
+            self._dispatch(entry, answer, block_ids()[self._geometry.group], num_external_tokens)
+        elif entry is not None:
+            self._admitted_without_load(entry)
+
+    def _dispatch(self, entry: Entry, answer: Answer, block_ids: list[int], num_external_tokens: int) -> None:
+        handle = entry.handle
+        assert handle is not None
+        count = num_external_tokens // self._geometry.block_tokens
+        stop = answer.start + count
+        load_id, self._next_load = self._next_load, self._next_load + 1
+        self._orders.append(
+            LoadOrder(
+                load_id, entry.request.request_id, handle.session.epoch, answer.asynchronous,
+                list(block_ids[answer.start : stop]), answer.slots[:count],
+            )
+        )  # fmt: skip
+        self._loads[load_id] = _Load(handle, count, self._geometry.world_size)
+        entry.answer, entry.handle, entry.settled = None, None, True
+        self._answered.discard(entry.request.request_id)
+        entry.progress.saved = max(entry.progress.saved, stop)
+        self.counters["loads"] += 1
+        self.counters["load_blocks"] += count
+
+    @_detaching(None)
+    def _admitted_without_load(self, entry: Entry) -> None:
+        """Recomputed, all local, or another connector's: also the second call after an asynchronous load."""
+        self._answered.discard(entry.request.request_id)
+        entry.settled = True
+        self._claims.finish(entry, Outcome.UNUSED)
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    def take_loads(self) -> KVPrefetchMetadata:
+        """The step's metadata with the loads dispatched in this pass: they are in it whatever else goes wrong."""
+        meta = KVPrefetchMetadata(loads=self._orders)
+        self._orders = []
+        epochs = {load.handle.session.epoch for load in self._loads.values()}
+        if self._session is not None:
+            epochs.add(self._session.epoch)
+        meta.live_epochs = tuple(epochs)
+        return meta
+
+    @_detaching(None)
+    def plan_step(self, output: Any, meta: KVPrefetchMetadata) -> None:
+        """The rest of build_connector_meta: answers not used are given up, saves are planned, SAVED records pushed."""
+        session = self._usable_session()
+        while self._answered:
+            self._claims.withdraw(self._entries[self._answered.pop()])
+        if session is not None and self._saving and session.alive(self._clock_ns()):
+            blocks = output.kv_connector_block_state
+            for request_id, tokens in output.num_scheduled_tokens.items():
+                entry = self._entries.get(request_id)
+                if entry is None:
+                    continue
+                if entry.preemptions != entry.request.num_preemptions:
+                    entry.restart()
+                if entry.progress.prefill_tokens < 0:
+                    entry.progress.prefill_tokens = entry.request.num_tokens
+                if self._saves.storable_blocks(entry.request, tokens, entry.progress) <= entry.progress.saved:
+                    continue
+                block_ids = blocks.get_block_ids(request_id)
+                if block_ids is None:
+                    continue
+                order = self._saves.plan(
+                    session, entry.progress, entry.request, tokens, block_ids[self._geometry.group]
+                )
+                if order is not None:
+                    meta.saves.append(order)
+        self._saves.flush()
+
+    @_detaching(None)
+    def outputs(self, worker_meta: Any) -> None:
+        """vLLM's update_connector_output: what the ranks finished."""
+        if not isinstance(worker_meta, KVPrefetchWorkerMeta):
+            return
+        self._saves.acknowledge(worker_meta.saves, worker_meta.failed_saves)
+        done: list[_Load] = []
+        for load_id, ranks in worker_meta.loads.items():
+            load = self._loads.get(load_id)
+            if load is None:
+                self.counters["unknown_loads"] += 1
+                continue
+            load.ranks_left -= ranks
+            if load.ranks_left <= 0:
+                done.append(self._loads.pop(load_id))
+        now = self._clock_ns()
+        for load in done:
+            if load.handle.session is self._session:
+                hints.finish(load.handle, Outcome.LOADED, loaded_blocks=load.blocks, loaded_ns=now)
+        self._saves.flush()
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must keep stepping although it has no request: acknowledgements come with steps."""
+        if self._loads or self._orders or self._saves.unacknowledged:
+            return True
+        session = self._session
+        return bool(self._saves.unpushed) and session is not None and session.alive(self._clock_ns())
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    @_detaching(None)
+    def finished(self, request: Any) -> None:
+        """The request has ended, for whatever reason; a dispatched load goes on."""
+        entry = self._entries.pop(request.request_id, None)
+        if entry is None:
+            return
+        self.counters["save_blocks_unsaved"] += entry.progress.deferred
+        self._answered.discard(request.request_id)
+        self._claims.finish(entry, Outcome.ABORTED)
+
+    @_detaching(None)
+    def _give_up_handles(self) -> None:
+        for entry in self._entries.values():
+            self._claims.finish(entry, Outcome.LOST)
+
+    def reset(self) -> bool:
+        """The weights changed: nothing older may be served or stored.
+
+        True only when the daemon confirmed that the stored keys are gone.  Without a daemon it is False, because a
+        store may hold keys of the old weights all the same; the reset is then repeated when a daemon is there, and
+        until it is confirmed this engine neither loads nor saves.
+        """
+        self._generation += 1
+        self._usable_session()
+        self._give_up_handles()
+        self._answered.clear()
+        self._stale_local = self.local_cached_blocks() > 0
+        for entry in self._entries.values():
+            entry.settled, entry.late_hints = False, 0
+            if entry.request.num_computed_tokens > 0:
+                entry.progress.tainted = True
+                # It goes on filling the engine's own prefix cache from where it stands.
+                self._stale_local = True
+        self._saves.reset(self._generation)
+        self._reset_asked_ns = self._clock_ns()
+        return self._link.request_reset(self._generation, self._config.reset_timeout_ms)
+
+    def _usable_session(self) -> SchedulerSession | None:
+        """The link's session, unless a reset is owed to it."""
+        session = self._link.session
+        if session is not self._session:
+            self._adopt(session)
+        if self._link.confirmed_reset >= self._generation:
+            return session
+        if session is not None and (now := self._clock_ns()) - self._reset_asked_ns > RESET_RETRY_NS:
+            self._reset_asked_ns = now
+            self._link.send_reset(self._generation, self._config.reset_timeout_ms)
+        return None
+
+    def _adopt(self, session: SchedulerSession | None) -> None:
+        """Another epoch: handles, undispatched claims and saves of the old one are void."""
+        old, self._session = self._session, session
+        for entry in self._entries.values():
+            entry.handle, entry.answer = None, None
+        self._answered.clear()
+        if old is not None:
+            self._saves.forget(old)
+
+    def _corrupt(self, error: SegmentCorrupt) -> None:
+        self.counters["detached"] += 1
+        self._link.detach(str(error))
+        self._adopt(None)

@@ -1,0 +1,123 @@
+"""One attachment to the daemon (an epoch): the mapped memory of a scheduler or a worker, and what works on it.
+
+A session is never changed after it was made and is dropped by reference: whoever still holds it can use its memory
+safely, although the daemon is gone and a newer session has taken its place.
+"""
+
+from __future__ import annotations
+
+import socket
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..shmring._atomics import Words
+from ..shmring.credits import CreditTaker
+from ..shmring.doorbell import Doorbell
+from ..shmring.errors import SegmentCorrupt, SegmentError
+from ..shmring.flags import FlagAllocator, FlagTable
+from ..shmring.layout import Layout, Line
+from ..shmring.liveness import Liveness, PeerState, PeerStatus
+from ..shmring.protocol import Attached
+from ..shmring.ring import Producer
+from ..shmring.segment import Segment
+from .paged import Rows
+
+
+class SchedulerSession:
+    """The control segment of one epoch, from the engine's side."""
+
+    def __init__(self, attached: Attached, segment: Segment, doorbell: Doorbell) -> None:
+        """Take over `segment` and `doorbell`. Raises SegmentCorrupt."""
+        # The doorbell may be rung as long as anyone holds this session; its number must not be another file's by then.
+        weakref.finalize(self, doorbell.close)
+        layout = Layout.read(segment.buffer)
+        if (layout.epoch, layout.slot_count) != (attached.epoch, attached.slot_count):
+            raise SegmentCorrupt(
+                f"segment is of another epoch: epoch={layout.epoch} expected={attached.epoch} "
+                f"slot_count={layout.slot_count} expected={attached.slot_count}"
+            )
+        self.epoch = layout.epoch
+        self.layout = layout
+        self.words = Words(segment.buffer)
+        self.flags = FlagTable(segment.buffer, self.words, layout)
+        self.allocator = FlagAllocator(self.flags)
+        self.credits = CreditTaker(segment.buffer, self.words, layout)
+        self.producer = Producer(segment.buffer, self.words, layout, doorbell.ring)
+        self.liveness = Liveness(self.words, consumer=False)
+        self.liveness.set_state(PeerState.ACTIVE)
+        self._dropped = 0
+        # The views above keep the memory mapped; only the descriptor goes.
+        segment.close()
+
+    @classmethod
+    def map(cls, attached: Attached, fds: Sequence[int]) -> SchedulerSession:
+        """Map what the daemon sent with Attached; owns the descriptors. Raises SegmentError, SegmentCorrupt."""
+        _check_fds(fds, 2)
+        doorbell = Doorbell(fds[1])
+        segment: Segment | None = None
+        try:
+            segment = Segment(fds[0], attached.segment_bytes)
+            return cls(attached, segment, doorbell)
+        except BaseException:
+            doorbell.close()
+            if segment is not None:
+                segment.close()
+            raise
+
+    def alive(self, now_ns: int) -> bool:
+        """Whether the daemon serves this session now."""
+        return self.liveness.peer(now_ns) is PeerStatus.ALIVE
+
+    def count_dropped_hint(self) -> None:
+        self._dropped += 1
+        self.words.store_release(Line.HINTS_DROPPED, self._dropped)
+
+    def beat(self, now_ns: int) -> None:
+        self.liveness.beat(now_ns)
+
+    def ended(self) -> None:
+        """The control connection is closed."""
+        self.liveness.peer_is_gone()
+
+
+class WorkerSession:
+    """The staging slots of one rank in one epoch: `rows` is a [slot_count, slot_bytes] view."""
+
+    def __init__(self, attached: Attached, segment: Segment) -> None:
+        """Take over `segment`. Raises SegmentCorrupt."""
+        if attached.slot_bytes * attached.slot_count > attached.segment_bytes or attached.slot_bytes == 0:
+            raise SegmentCorrupt(
+                f"slots do not fit the segment: slot_bytes={attached.slot_bytes} slot_count={attached.slot_count} "
+                f"segment_bytes={attached.segment_bytes}"
+            )
+        self.epoch = attached.epoch
+        # A NumPy view, not torch's: it pins the mapping, torch.frombuffer would let close() unmap under the tensor.
+        flat = np.frombuffer(segment.buffer, dtype=np.uint8, count=attached.slot_bytes * attached.slot_count)
+        self.rows: Rows = flat.reshape(attached.slot_count, attached.slot_bytes)
+        segment.close()
+
+    @classmethod
+    def map(cls, attached: Attached, fds: Sequence[int]) -> WorkerSession:
+        """Map what the daemon sent with Attached; owns the descriptors. Raises SegmentError, SegmentCorrupt."""
+        _check_fds(fds, 1)
+        segment = Segment(fds[0], attached.segment_bytes)
+        try:
+            return cls(attached, segment)
+        except BaseException:
+            segment.close()
+            raise
+
+    def beat(self, now_ns: int) -> None:
+        """Only the scheduler's session has a heartbeat word."""
+
+    def ended(self) -> None:
+        """Nothing to mark: the mapping stays until the scheduler side retires the epoch."""
+
+
+def _check_fds(fds: Sequence[int], count: int) -> None:
+    if len(fds) != count:
+        for fd in fds:
+            socket.close(fd)
+        raise SegmentError(f"descriptors are missing: descriptors={len(fds)} expected={count}")

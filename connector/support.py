@@ -1,0 +1,151 @@
+"""What of vLLM's configuration the connector serves, and the numbers it takes from it; the rest is refused at start."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+from ..shmring.protocol import MAX_REQUEST_ID_BYTES, PROTOCOL, Hello, SchedulerShape, WorkerShape
+from .keys import RankKeys, rank_keys
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+VLLM_SERIES = "0.32."
+# The longest digest vLLM's hash algorithms make is 32 bytes; the record's field allows 64.
+MAX_HASH_BYTES = 64
+_NAMESPACE = uuid.UUID("8f5a6b0e-6a5c-5f0e-9d9b-2f3f1d6c9a41")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Numbers of one engine. Sizes in tokens or bytes; `block_bytes` is one rank's share of a block."""
+
+    block_tokens: int
+    hashes_per_block: int
+    group: int
+    world_size: int
+    block_bytes: int
+    max_blocks: int
+    loads: bool
+    saves: bool
+    # EAGLE-like drafters: the last matched block's draft KV depends on the token after it, which no hash covers.
+    drop_last: bool
+
+
+def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise ValueError, in one line, for an engine this connector cannot serve correctly."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+
+    if not vllm_version.startswith(VLLM_SERIES):
+        raise _refused(f"vLLM must be {VLLM_SERIES}x: vllm={vllm_version}")
+    if vllm_config.model_config.is_encoder_decoder:
+        raise _refused(f"encoder-decoder models are not served: model={vllm_config.model_config.model}")
+    parallel = vllm_config.parallel_config
+    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
+        if (size := getattr(parallel, name, 1)) > 1:
+            raise _refused(f"context parallelism is not served: {name}={size} max=1")
+    groups = kv_cache_config.kv_cache_groups
+    cacheable = len(kv_cache_config.prefix_cacheable_group_ids)
+    if len(groups) != 1 or cacheable != 1:
+        raise _refused(
+            f"exactly one prefix-cacheable KV-cache group is served: groups={len(groups)} prefix_cacheable={cacheable} "
+            "(hybrid models: try --disable-hybrid-kv-cache-manager)"
+        )
+    if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
+        raise _refused("host-resident KV caches are not served: hisparse_host_num_blocks is set")
+    spec = groups[0].kv_cache_spec
+    inner = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    for one in inner:
+        if type(one) not in (FullAttentionSpec, MLAAttentionSpec):
+            raise _refused(f"only full attention and MLA are served: kv_cache_spec={type(one).__name__}")
+
+
+def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:
+    """The numbers of a configuration that `check` accepted."""
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    block_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    transfer = vllm_config.kv_transfer_config
+    speculative = vllm_config.speculative_config
+    return Geometry(
+        block_tokens=block_tokens,
+        hashes_per_block=block_tokens // hash_tokens,
+        group=kv_cache_config.prefix_cacheable_group_ids[0],
+        world_size=vllm_config.parallel_config.world_size,
+        # All layers of all blocks lie in one allocation, whose size each of its tensors names.
+        block_bytes=kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks,
+        max_blocks=max(1, vllm_config.model_config.max_model_len // block_tokens),
+        loads=transfer.is_kv_consumer,
+        saves=transfer.is_kv_producer,
+        drop_last=speculative is not None and speculative.use_eagle_block_drop(),
+    )
+
+
+def is_mla(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether the whole value is the same on every tensor-parallel rank (upstream's _spec_tp_replication_factor)."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, UniformTypeKVCacheSpecs
+
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    inner = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+    return all(isinstance(one, MLAAttentionSpec) for one in inner)
+
+
+def keys_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tp_rank: int, cache_prefix: str) -> RankKeys:
+    """The store keys of this process's rank."""
+    parallel = vllm_config.parallel_config
+    tp_size = parallel.tensor_parallel_size
+    return rank_keys(
+        model=vllm_config.model_config.model,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        pp_rank=parallel.rank // tp_size % parallel.pipeline_parallel_size,
+        kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
+        mla=is_mla(kv_cache_config),
+        cache_prefix=cache_prefix,
+    )
+
+
+def incarnation(vllm_config: VllmConfig) -> str:
+    """The same in all processes of one engine start, another at the next start.
+
+    engine_id carries the data-parallel suffix before the workers are spawned; instance_id is the time (ns) at which the
+    configuration was made.  Both reach the workers inside the pickled configuration, which does not make them anew.
+    """
+    text = f"{vllm_config.kv_transfer_config.engine_id}\0{vllm_config.instance_id}"
+    return uuid.uuid5(_NAMESPACE, text).hex
+
+
+def scheduler_hello(vllm_config: VllmConfig, shape: Geometry) -> Hello:
+    wants = SchedulerShape(
+        max_blocks=shape.max_blocks,
+        max_hint_bytes=shape.max_blocks * MAX_HASH_BYTES + MAX_REQUEST_ID_BYTES + 64,
+        loads=shape.loads,
+        saves=shape.saves,
+    )
+    return Hello(**_common(vllm_config, shape), role="scheduler", rank=0, scheduler=wants)
+
+
+def worker_hello(vllm_config: VllmConfig, shape: Geometry, *, tp_rank: int, block_bytes: int, keys: RankKeys) -> Hello:
+    parallel = vllm_config.parallel_config
+    pp_rank = parallel.rank // parallel.tensor_parallel_size % parallel.pipeline_parallel_size
+    mine = WorkerShape(
+        block_bytes=[block_bytes], key_prefix=[keys.prefix], put_factor=keys.put_factor, put_turn=keys.put_turn
+    )
+    rank = pp_rank * parallel.tensor_parallel_size + tp_rank
+    return Hello(**_common(vllm_config, shape), role="worker", rank=rank, worker=mine)
+
+
+def _common(vllm_config: VllmConfig, shape: Geometry) -> dict[str, Any]:
+    return {
+        "protocol": PROTOCOL, "version": __version__, "engine_id": vllm_config.kv_transfer_config.engine_id,
+        "incarnation": incarnation(vllm_config), "world_size": shape.world_size, "groups": 1,
+        "block_tokens": shape.block_tokens,
+    }  # fmt: skip
+
+
+def _refused(reason: str) -> ValueError:
+    return ValueError(f"KVPrefetchConnector: {reason}")

@@ -1,0 +1,239 @@
+"""The other sides of the scheduler side, in one process: a daemon on real shared memory, vLLM's requests and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from kvprefetch.connector import config as configuration
+from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
+from kvprefetch.connector.scheduler import SchedulerSide
+from kvprefetch.connector.session import SchedulerSession
+from kvprefetch.connector.support import Geometry
+from kvprefetch.shmring import protocol
+from kvprefetch.shmring._atomics import Words
+from kvprefetch.shmring.credits import CreditGranter
+from kvprefetch.shmring.doorbell import Doorbell
+from kvprefetch.shmring.flags import Flag, FlagTable, pack, unpack
+from kvprefetch.shmring.layout import Layout
+from kvprefetch.shmring.liveness import Liveness, PeerState
+from kvprefetch.shmring.protocol import Attached, FlagState, RecordKind
+from kvprefetch.shmring.ring import Consumer
+from kvprefetch.shmring.segment import Segment
+
+BLOCK = 16
+BLOCK_BYTES = 1024
+MS = 1_000_000
+
+
+class Clock:
+    """CLOCK_MONOTONIC that only moves when told to."""
+
+    def __init__(self) -> None:
+        self.ns = 1_000 * MS
+
+    def __call__(self) -> int:
+        return self.ns
+
+    def advance_ms(self, ms: float) -> None:
+        self.ns += int(ms * MS)
+
+
+class FakeDaemon:
+    """The daemon's side of one epoch: reads the ring, moves flags when the test says so."""
+
+    def __init__(
+        self, clock: Clock, *, epoch: int = 1, flags: int = 16, slots: int = 64, ring: int = 1 << 16, entries: int = 64
+    ) -> None:
+        self.clock = clock
+        self.layout = Layout(ring, flags, entries, 64, slots, epoch)
+        self.segment = Segment.create(self.layout.total_bytes)
+        self.layout.write(self.segment.buffer)
+        self.words = Words(self.segment.buffer)
+        self.flags = FlagTable(self.segment.buffer, self.words, self.layout)
+        self.ring = Consumer(self.segment.buffer, self.words, self.layout)
+        self.credits = CreditGranter(self.segment.buffer, self.words, self.layout)
+        self.liveness = Liveness(self.words, consumer=True)
+        self.liveness.set_state(PeerState.ACTIVE)
+        self.beat()
+        self.hints: list[protocol.Hint] = []
+        self.asks: list[protocol.Ask] = []
+        self.dones: list[protocol.Done] = []
+        self.saved: list[protocol.Saved] = []
+
+    def beat(self) -> None:
+        self.liveness.beat(self.clock())
+
+    def session(self) -> SchedulerSession:
+        import os
+
+        attached = Attached(
+            epoch=self.layout.epoch,
+            segment_bytes=self.layout.total_bytes,
+            slot_count=self.layout.slot_count,
+            slot_bytes=0,
+        )
+        return SchedulerSession.map(attached, [os.dup(self.segment.fd), Doorbell.create().fd])
+
+    def drain(self) -> None:
+        """Take all records, and free the flags that were given up."""
+        while (record := self.ring.peek()) is not None:
+            if record.kind == RecordKind.HINT:
+                hint = protocol.decode_hint(record.payload)
+                self.hints.append(hint._replace(hashes=memoryview(bytes(hint.hashes))))
+            elif record.kind == RecordKind.ASK:
+                self.asks.append(protocol.decode_ask(record.payload))
+            elif record.kind == RecordKind.DONE:
+                self.dones.append(protocol.decode_done(record.payload))
+            else:
+                self.saved.append(protocol.decode_saved(record.payload))
+            self.ring.advance()
+
+    def free(self) -> None:
+        """Set free what the engine gave up."""
+        for index in range(self.layout.flag_count):
+            flag = unpack(self.flags.load(index))
+            if flag.state in (FlagState.RELEASED, FlagState.CANCELLED):
+                self.move(index, FlagState.FREE, 0)
+
+    def hint(self, request_id: str) -> protocol.Hint:
+        """The latest hint of a request."""
+        self.drain()
+        return next(hint for hint in reversed(self.hints) if hint.request_id == request_id)
+
+    def flag(self, request_id: str) -> Flag:
+        return unpack(self.flags.load(self.hint(request_id).flag))
+
+    def move(self, index: int, state: FlagState, count: int) -> None:
+        word = self.flags.load(index)
+        assert self.flags.exchange(index, word, pack(unpack(word).generation, state, count))
+
+    def stage(
+        self, request_id: str, count: int, *, slots: Sequence[int] | None = None, ready: bool = True, found: int = -1
+    ) -> protocol.Hint:
+        """Publish blocks [local_blocks, count) of the request's latest hint."""
+        hint = self.hint(request_id)
+        taken = list(slots) if slots is not None else list(range(count - hint.local_blocks))
+        self.flags.write_slots(hint.flag, hint.local_blocks, taken)
+        self.flags.set_found(hint.flag, count if found < 0 else found)
+        self.move(hint.flag, FlagState.READY if ready else FlagState.HINTED, count)
+        return hint
+
+    def unreturned(self) -> list[int]:
+        """Flags that are neither free nor given up: leaks, when nothing is going on."""
+        gone = (FlagState.FREE, FlagState.RELEASED, FlagState.CANCELLED)
+        return [i for i in range(self.layout.flag_count) if unpack(self.flags.load(i)).state not in gone]
+
+
+@dataclass
+class FakeLink:
+    """The link without its thread."""
+
+    session: SchedulerSession | None
+    confirmed_reset: int = 0
+    confirms: bool = True
+    detached: list[str] = field(default_factory=list)
+    resets: list[int] = field(default_factory=list)
+
+    def detach(self, reason: str) -> None:
+        self.detached.append(reason)
+        self.session = None
+
+    def send_reset(self, generation: int, timeout_ms: int) -> bool:
+        self.resets.append(generation)
+        return self.session is not None
+
+    def request_reset(self, generation: int, timeout_ms: int) -> bool:
+        if not self.send_reset(generation, timeout_ms) or not self.confirms:
+            return False
+        self.confirmed_reset = generation
+        return True
+
+
+class Request:
+    """What the connector reads of vllm.v1.request.Request."""
+
+    def __init__(self, request_id: str, tokens: int, *, salt: str = "", ratio: int = 1) -> None:
+        self.request_id = request_id
+        self.num_tokens = self.num_prompt_tokens = tokens
+        self.num_computed_tokens = 0
+        self.num_preemptions = 0
+        self.resumable = False
+        self.skip_reading_prefix_cache = False
+        self.priority = 0
+        self._salt, self._ratio = salt or request_id, ratio
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        unit = BLOCK // self._ratio
+        return [f"{self._salt}-{i}".encode().ljust(32, b"\0") for i in range(self.num_tokens // unit)]
+
+    def digests(self, start: int, stop: int) -> list[bytes]:
+        return self.block_hashes[self._ratio - 1 :: self._ratio][start:stop]
+
+
+class Engine:
+    """A scheduler side with a fake daemon, a fake link, and vLLM's calling order."""
+
+    def __init__(
+        self, *, loads: bool = True, saves: bool = True, ranks: int = 1, ratio: int = 1, drop_last: bool = False,
+        flags: int = 16, slots: int = 64, ring: int = 1 << 16, **settings: Any,
+    ) -> None:  # fmt: skip
+        self.clock = Clock()
+        self.daemon = FakeDaemon(self.clock, flags=flags, slots=slots, ring=ring)
+        self.link = FakeLink(self.daemon.session())
+        self.local: dict[str, int] = {}
+        self.cached_blocks = 0
+        self.ranks = ranks
+        geometry = Geometry(BLOCK, ratio, 0, ranks, BLOCK_BYTES, 64, loads, saves, drop_last)
+        self.side = SchedulerSide(
+            configuration.load({"socket": "/nowhere", **settings}), geometry, self.link, clock_ns=self.clock,
+            local_tokens=lambda request: self.local.get(request.request_id, 0),
+            local_cached_blocks=lambda: self.cached_blocks,
+        )  # fmt: skip
+
+    def add(self, request_id: str, tokens: int, *, local: int = 0, **fields: Any) -> Request:
+        request = Request(request_id, tokens, **{k: fields.pop(k) for k in ("salt", "ratio") if k in fields})
+        for name, value in fields.items():
+            setattr(request, name, value)
+        self.local[request_id] = local
+        self.side.arrived(request)
+        return request
+
+    def match(self, request: Request, local: int | None = None) -> tuple[int | None, bool]:
+        return self.side.match(request, self.local[request.request_id] if local is None else local)
+
+    def allocate(self, request: Request, tokens: int, *, local: int | None = None) -> list[int]:
+        """Blocks for the whole request; block ids are 100 + index."""
+        ids = [100 + i for i in range((request.num_tokens + BLOCK - 1) // BLOCK)]
+        self.side.allocated(request, lambda: (ids,), tokens)
+        request.num_computed_tokens = (self.local[request.request_id] if local is None else local) + tokens
+        return ids
+
+    def step(self, scheduled: Iterable[tuple[Request, int]] = ()) -> KVPrefetchMetadata:
+        """build_connector_meta, then what vLLM does after it."""
+        pairs = list(scheduled)
+        tables = {r.request_id: ([100 + i for i in range((r.num_tokens + BLOCK - 1) // BLOCK)],) for r, _ in pairs}
+        output = SimpleNamespace(
+            num_scheduled_tokens={r.request_id: n for r, n in pairs},
+            kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
+        )
+        meta = self.side.take_loads()
+        self.side.plan_step(output, meta)
+        for request, tokens in pairs:
+            request.num_computed_tokens += tokens
+        return meta
+
+    def acknowledge(self, meta: KVPrefetchMetadata, *, failed: Iterable[int] = (), ranks: int | None = None) -> None:
+        for _ in range(self.ranks if ranks is None else ranks):
+            self.side.outputs(
+                KVPrefetchWorkerMeta(
+                    {load.load_id: 1 for load in meta.loads}, {save.save_id: 1 for save in meta.saves}, set(failed)
+                )
+            )
+
+    def preempt(self, request: Request) -> None:
+        request.num_preemptions += 1
+        request.num_computed_tokens = 0

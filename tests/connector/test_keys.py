@@ -1,0 +1,64 @@
+"""Keys and the replication rule, against upstream's own classes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvprefetch.connector.keys import rank_keys
+
+data = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data")
+
+DIGEST = bytes(range(32))
+
+
+def upstream(
+    *, tp_rank: int, tp_size: int, pp_rank: int, kv_heads: int, mla: bool, cache_prefix: str, model: str
+) -> Any:
+    """Key of DIGEST and the chunks (of 64) this rank puts, as MooncakeStoreWorker computes them."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import MooncakeStoreWorker
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    common = {"block_size": 32, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
+    spec = MLAAttentionSpec(**common) if mla else FullAttentionSpec(**common)
+    group = SimpleNamespace(kv_cache_spec=spec)
+    worker = SimpleNamespace(
+        dcp_size=1, tp_size=tp_size, tp_rank=tp_rank, num_kv_head=kv_heads, hash_block_size=32, _kv_cache_groups=[group]
+    )
+    factor = MooncakeStoreWorker._spec_tp_replication_factor(worker, spec)
+    worker._group_tp_replication_factors = (factor,)
+    metadata = data.KeyMetadata(
+        model_name=model.rstrip("/").split("/")[-1],
+        tp_rank=tp_rank,
+        pcp_rank=0,
+        dcp_rank=0,
+        pp_rank=pp_rank,
+        cache_prefix=cache_prefix,
+    )
+    (db,) = MooncakeStoreWorker._build_token_databases(worker, metadata, None)
+    # put_step_rank as in KVCacheStoreSendingThread (worker.py: (self.tp_rank + g_idx) % put_step)
+    chunks = db.process_tokens(64 * 32, [DIGEST] * 64, put_step=factor, put_step_rank=tp_rank % factor)
+    return db.key_for(DIGEST), [start // 32 for start, _, _ in chunks]
+
+
+@pytest.mark.parametrize("cache_prefix", ["", "prod"])
+@pytest.mark.parametrize(
+    ("tp_size", "kv_heads", "mla"), [(1, 8, False), (2, 2, False), (8, 2, False), (4, 1, False), (4, 1, True)]
+)
+def test_keys_equal_upstreams(tp_size: int, kv_heads: int, mla: bool, cache_prefix: str) -> None:
+    """TP1, TP2, fewer KV heads than ranks, and MLA: byte-equal keys, and every chunk put by the same rank."""
+    for tp_rank in range(tp_size):
+        for pp_rank in (0, 1):
+            ours = rank_keys(
+                model="org/Tiny-8B/", tp_rank=tp_rank, tp_size=tp_size, pp_rank=pp_rank, kv_heads=kv_heads, mla=mla,
+                cache_prefix=cache_prefix,
+            )  # fmt: skip
+            key, chunks = upstream(
+                tp_rank=tp_rank, tp_size=tp_size, pp_rank=pp_rank, kv_heads=kv_heads, mla=mla,
+                cache_prefix=cache_prefix, model="org/Tiny-8B/",
+            )  # fmt: skip
+            assert ours.prefix + DIGEST.hex() == key
+            assert [i for i in range(64) if i % ours.put_factor == ours.put_turn] == chunks

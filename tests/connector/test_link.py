@@ -1,0 +1,258 @@
+"""The link against a hand-played daemon on a real socket: absent, attaching, refused, gone, reset."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvprefetch.connector import link as link_module
+from kvprefetch.connector.link import Link
+from kvprefetch.connector.session import SchedulerSession, WorkerSession
+from kvprefetch.shmring import protocol
+from kvprefetch.shmring.doorbell import Doorbell
+from kvprefetch.shmring.liveness import PeerStatus
+from kvprefetch.shmring.protocol import Attached, Hello, Mapped, Refused, Reset, ResetDone, SchedulerShape, WorkerShape
+from kvprefetch.shmring.segment import Segment
+
+from .fakes import Clock, FakeDaemon
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(link_module, "FINAL_RETRY_S", 0.05)
+    monkeypatch.setattr(link_module, "BEAT_S", 0.02)
+
+
+def hello(role: str) -> Hello:
+    fields: dict[str, object] = {
+        "protocol": protocol.PROTOCOL, "version": "test", "engine_id": "e", "incarnation": "0" * 32, "role": role,
+        "rank": 0, "world_size": 1, "groups": 1, "block_tokens": 16,
+    }  # fmt: skip
+    if role == "scheduler":
+        fields["scheduler"] = SchedulerShape(max_blocks=64, max_hint_bytes=4096, loads=True, saves=True)
+    else:
+        fields["worker"] = WorkerShape(block_bytes=[16], key_prefix=["m@"], put_factor=1, put_turn=0)
+    return Hello.model_validate(fields)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+class Server:
+    """A listening control socket whose connections the test plays."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sock.bind(str(path))
+        self.sock.listen(4)
+        self.sock.settimeout(5)
+        self.fake = FakeDaemon(Clock())
+
+    def accept(self) -> tuple[socket.socket, Hello]:
+        sock, _ = self.sock.accept()
+        sock.settimeout(5)
+        message = self.receive(sock)
+        assert isinstance(message, Hello)
+        return sock, message
+
+    @staticmethod
+    def receive(sock: socket.socket) -> protocol.Message:
+        received = protocol.receive_message(sock)
+        assert received is not None
+        return received[0]
+
+    def attach(self, sock: socket.socket, fake: FakeDaemon) -> None:
+        bell = Doorbell.create()
+        layout = fake.layout
+        protocol.send_message(
+            sock,
+            Attached(epoch=layout.epoch, segment_bytes=layout.total_bytes, slot_count=layout.slot_count, slot_bytes=0),
+            [fake.segment.fd, bell.fd],
+        )
+        bell.close()
+        assert self.receive(sock) == Mapped(epoch=layout.epoch)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path / "d.sock")
+    with contextlib.closing(made.sock):
+        yield made
+
+
+@pytest.fixture
+def scheduler(server: Server) -> Iterator[Link[SchedulerSession]]:
+    link = Link(str(server.path), hello("scheduler"), SchedulerSession.map)
+    link.start()
+    yield link
+    link.close()
+
+
+def test_an_absent_daemon_is_said_once_and_found_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "d.sock"
+    with caplog.at_level(logging.INFO, "vllm.kvprefetch.link"):
+        link = Link(str(path), hello("scheduler"), SchedulerSession.map)
+        link.start()
+        time.sleep(0.05)
+        assert link.session is None
+        server = Server(path)
+        sock, said = server.accept()
+        assert said == hello("scheduler")
+        link.close()
+        sock.close()
+        server.sock.close()
+    assert sum("no daemon" in record.message for record in caplog.records) == 1
+    assert not link._thread.is_alive()
+
+
+def test_attaching_maps_beats_and_ends_with_the_connection(server: Server, scheduler: Link[SchedulerSession]) -> None:
+    """The end of file is published within the shared words, the memory stays usable, and a new epoch follows."""
+    sock, _ = server.accept()
+    server.attach(sock, server.fake)
+    session = scheduler.session
+    assert session is not None
+    assert session.epoch == 1
+    server.fake.liveness.beat(time.monotonic_ns())
+    assert session.alive(time.monotonic_ns())
+    wait_for(lambda: server.fake.liveness.peer(time.monotonic_ns()) is PeerStatus.ALIVE)
+    sock.close()
+    wait_for(lambda: scheduler.session is None)
+    assert not session.alive(time.monotonic_ns())
+    assert session.producer.push(1, b"still mapped")
+    sock, _ = server.accept()
+    server.attach(sock, FakeDaemon(Clock(), epoch=9))
+    assert scheduler.session is not None
+    assert scheduler.session.epoch == 9
+    sock.close()
+
+
+def test_descriptors_are_closed_with_the_session(server: Server, scheduler: Link[SchedulerSession]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        sock, _ = server.accept()
+        server.attach(sock, server.fake)
+        sock.close()
+        wait_for(lambda: scheduler.session is None)
+    scheduler._mapped.clear()
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
+
+
+def test_detach_drops_the_session_and_comes_back(server: Server, scheduler: Link[SchedulerSession]) -> None:
+    sock, _ = server.accept()
+    server.attach(sock, server.fake)
+    scheduler.detach("slot out of bounds")
+    assert scheduler.session is None
+    assert protocol.receive_message(sock) is None
+    again, _ = server.accept()
+    again.close()
+    sock.close()
+
+
+@pytest.mark.parametrize("final", [True, False])
+def test_a_refusal_is_said_once(server: Server, caplog: pytest.LogCaptureFixture, final: bool) -> None:
+    with caplog.at_level(logging.INFO, "vllm.kvprefetch.link"):
+        link = Link(str(server.path), hello("scheduler"), SchedulerSession.map)
+        link.start()
+        for _ in range(3):
+            sock, _ = server.accept()
+            protocol.send_message(sock, Refused(error="too many engines", final=final))
+            assert protocol.receive_message(sock) is None
+            sock.close()
+        link.close()
+    said = [record for record in caplog.records if "too many engines" in record.message]
+    assert [record.levelno for record in said] == [logging.ERROR if final else logging.INFO]
+
+
+@pytest.mark.parametrize("kind", ["garbage", "geometry", "descriptors"])
+def test_nonsense_is_survived(server: Server, scheduler: Link[SchedulerSession], kind: str) -> None:
+    sock, _ = server.accept()
+    if kind == "garbage":
+        sock.send(b"\xff\xfe")
+    else:
+        segment = Segment.create(8192)
+        fds = [segment.fd] if kind == "descriptors" else [segment.fd, segment.fd]
+        protocol.send_message(sock, Attached(epoch=1, segment_bytes=8192, slot_count=1, slot_bytes=0), fds)
+        segment.close()
+    assert protocol.receive_message(sock) is None
+    sock.close()
+    sock, _ = server.accept()
+    server.attach(sock, server.fake)
+    sock.close()
+
+
+@pytest.mark.parametrize(("ok", "reply"), [(True, True), (False, True), (True, False)])
+def test_a_reset_is_confirmed_only_by_its_own_reply(
+    server: Server, scheduler: Link[SchedulerSession], ok: bool, reply: bool
+) -> None:
+    sock, _ = server.accept()
+    server.attach(sock, server.fake)
+    results: list[bool] = []
+    thread = threading.Thread(target=lambda: results.append(scheduler.request_reset(3, 300)))
+    thread.start()
+    asked = Server.receive(sock)
+    assert isinstance(asked, Reset)
+    assert asked.reset_generation == 3
+    protocol.send_message(sock, ResetDone(reset_generation=2, ok=True))
+    if reply:
+        protocol.send_message(sock, ResetDone(reset_generation=3, ok=ok))
+    thread.join()
+    assert results == [ok and reply]
+    assert scheduler.confirmed_reset == (3 if ok and reply else 2)
+    sock.close()
+
+
+def test_a_reset_without_a_daemon_or_cut_short_is_not_confirmed(
+    server: Server, scheduler: Link[SchedulerSession]
+) -> None:
+    assert scheduler.request_reset(1, 1000) is False
+    sock, _ = server.accept()
+    server.attach(sock, server.fake)
+    results: list[bool] = []
+    thread = threading.Thread(target=lambda: results.append(scheduler.request_reset(1, 5000)))
+    thread.start()
+    Server.receive(sock)
+    begun = time.monotonic()
+    sock.close()
+    thread.join()
+    assert results == [False]
+    assert time.monotonic() - begun < 2
+
+
+def test_a_worker_keeps_ended_epochs_until_they_are_retired(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named and no longer named: gone. Never named: kept a while, it may yet be."""
+    link = Link(str(server.path), hello("worker"), WorkerSession.map)
+    link.start()
+    for epoch in (1, 2):
+        sock, _ = server.accept()
+        segment = Segment.create(64)
+        protocol.send_message(sock, Attached(epoch=epoch, segment_bytes=64, slot_count=4, slot_bytes=16), [segment.fd])
+        assert Server.receive(sock) == Mapped(epoch=epoch)
+        sock.close()
+        wait_for(lambda: link.session is None)
+        wait_for(lambda e=epoch: e in link._ended)  # type: ignore[misc]
+        segment.close()
+    link.keep((1,))
+    assert link.mapped(1) is not None
+    link.keep(())
+    assert link.mapped(1) is None
+    kept = link.mapped(2)
+    assert kept is not None
+    assert kept.rows.shape == (4, 16)
+    monkeypatch.setattr(link_module, "FORGET_AFTER_S", 0.0)
+    link.keep(())
+    assert link.mapped(2) is None
+    link.close()

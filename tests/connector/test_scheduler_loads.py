@@ -1,0 +1,391 @@
+"""The scheduler side's hints, claims and loads, against a fake daemon on real shared memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvprefetch.connector.claims import MAX_LATE_HINTS
+from kvprefetch.shmring.flags import unpack
+from kvprefetch.shmring.layout import Line
+from kvprefetch.shmring.liveness import HUNG_AFTER_NS, PeerState
+from kvprefetch.shmring.protocol import FlagState, Outcome
+
+from .fakes import BLOCK, BLOCK_BYTES, Engine, FakeDaemon
+
+NOTHING, PENDING = (0, False), (None, False)
+
+
+def test_a_hint_names_every_full_block_but_leaves_a_token_to_compute() -> None:
+    """Blocks = floor((tokens - 1) / block), one digest each, with what is local told."""
+    engine = Engine()
+    for tokens, blocks in ((2 * BLOCK, 1), (2 * BLOCK + 1, 2), (BLOCK + 1, 1)):
+        request = engine.add(f"r{tokens}", tokens, priority=-3)
+        hint = engine.daemon.hint(request.request_id)
+        assert (hint.blocks, hint.local_blocks, hint.prompt_tokens, hint.priority) == (blocks, 0, tokens, -3)
+        assert [hint.digest(i) for i in range(blocks)] == request.digests(0, blocks)
+    engine.add("local", 5 * BLOCK, local=2 * BLOCK)
+    assert engine.daemon.hint("local").local_blocks == 2
+    assert engine.daemon.flag("local") == (1, FlagState.HINTED, 0)
+
+
+def test_the_trailing_sub_hash_stands_for_the_block() -> None:
+    engine = Engine(ratio=4)
+    request = engine.add("r", 3 * BLOCK + 1, ratio=4)
+    hint = engine.daemon.hint("r")
+    assert [hint.digest(i) for i in range(3)] == [request.block_hashes[i] for i in (3, 7, 11)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "local", "fields"),
+    [
+        (BLOCK, 0, {}),
+        (3, 0, {}),
+        (3 * BLOCK, 2 * BLOCK, {}),
+        (3 * BLOCK, 0, {"resumable": True}),
+        (3 * BLOCK, 0, {"skip_reading_prefix_cache": True}),
+    ],
+)
+def test_requests_left_alone(tokens: int, local: int, fields: dict[str, bool]) -> None:
+    """Too short, all local, resumable, or not reading the prefix cache: no hint, nothing to load."""
+    engine = Engine()
+    request = engine.add("r", tokens, local=local, **fields)
+    assert engine.match(request) == NOTHING
+    engine.allocate(request, 0)
+    engine.daemon.drain()
+    assert engine.daemon.hints == []
+
+
+@pytest.mark.parametrize("settings", [{"loads": False}, {"hint_on_arrival": False}])
+def test_no_hint_at_arrival_when_not_wanted(settings: dict[str, bool]) -> None:
+    engine = Engine(**settings)  # type: ignore[arg-type]
+    request = engine.add("r", 3 * BLOCK)
+    engine.daemon.drain()
+    assert engine.daemon.hints == []
+    assert engine.match(request) == (PENDING if settings.get("loads", True) else NOTHING)
+
+
+def test_pending_then_ready_then_loaded() -> None:
+    """None while pending with one Ask; then a claim, an answer, a load, and the flag back after every rank."""
+    engine = Engine(ranks=2)
+    request = engine.add("r", 4 * BLOCK + 5, local=BLOCK)
+    assert [engine.match(request) for _ in range(5)] == [PENDING] * 5
+    engine.step()
+    engine.daemon.drain()
+    assert len(engine.daemon.asks) == 1
+    engine.daemon.stage("r", 3, ready=False)
+    assert engine.match(request) == PENDING
+    engine.daemon.stage("r", 4, slots=[9, 3, 7])
+    assert engine.match(request) == (3 * BLOCK, False)
+    assert engine.daemon.flag("r") == (1, FlagState.CLAIMED, 4)
+    assert engine.match(request) == (3 * BLOCK, False)
+    ids = engine.allocate(request, 3 * BLOCK)
+    meta = engine.step([(request, 5)])
+    (load,) = meta.loads
+    assert (load.block_ids, load.slots, load.asynchronous) == (ids[1:4], [9, 3, 7], False)
+    assert meta.live_epochs == (1,)
+    assert engine.side.has_pending_work()
+    engine.acknowledge(meta, ranks=1)
+    assert engine.daemon.flag("r").state == FlagState.CLAIMED
+    engine.side.finished(request)
+    assert engine.daemon.flag("r").state == FlagState.CLAIMED, "an end must not free a dispatched load"
+    engine.clock.advance_ms(3)
+    engine.acknowledge(meta, ranks=1)
+    engine.daemon.drain()
+    assert engine.daemon.flag("r").state == FlagState.RELEASED
+    (done,) = engine.daemon.dones
+    assert (done.outcome, done.loaded_blocks) == (Outcome.LOADED, 3)
+    assert 0 < done.asked_ns <= done.claimed_ns < done.loaded_ns
+    assert not engine.side.has_pending_work()
+
+
+@pytest.mark.parametrize(
+    ("mode", "limit", "expected"),
+    [
+        ("sync", 0, False),
+        ("async", 1 << 30, True),
+        ("auto", 2 * BLOCK_BYTES, False),
+        ("auto", 2 * BLOCK_BYTES - 1, True),
+    ],
+)
+def test_load_mode(mode: str, limit: int, expected: bool) -> None:
+    """Forced, or by the bytes of the load on one rank; the second call after an asynchronous load changes nothing."""
+    engine = Engine(load_mode=mode, sync_load_max_bytes=limit)
+    request = engine.add("r", 3 * BLOCK)
+    engine.daemon.stage("r", 2)
+    assert engine.match(request) == (2 * BLOCK, expected)
+    engine.allocate(request, 2 * BLOCK)
+    (load,) = engine.step().loads
+    assert load.asynchronous is expected
+    engine.side.allocated(request, lambda: ([],), 0)
+    assert engine.daemon.flag("r").state == FlagState.CLAIMED
+
+
+def test_a_miss_is_settled_without_a_second_hint() -> None:
+    engine = Engine()
+    request = engine.add("r", 3 * BLOCK)
+    engine.daemon.stage("r", 0)
+    assert [engine.match(request) for _ in range(3)] == [NOTHING] * 3
+    engine.allocate(request, 0)
+    engine.daemon.drain()
+    assert len(engine.daemon.hints) == 1
+    assert [done.outcome for done in engine.daemon.dones] == [Outcome.MISS]
+    assert engine.daemon.unreturned() == []
+
+
+def test_the_local_hit_may_grow_while_waiting() -> None:
+    """The answer is relative to the local hit of this very call."""
+    engine = Engine()
+    request = engine.add("r", 5 * BLOCK)
+    engine.daemon.stage("r", 4, slots=[1, 2, 3, 4])
+    assert engine.match(request, 2 * BLOCK) == (2 * BLOCK, False)
+    assert engine.match(request, 3 * BLOCK) == (BLOCK, False)
+    ids = engine.allocate(request, BLOCK, local=3 * BLOCK)
+    (load,) = engine.step().loads
+    assert (load.block_ids, load.slots) == ([ids[3]], [4])
+
+
+def test_at_the_deadline_the_ready_prefix_is_taken() -> None:
+    engine = Engine(wait_timeout_ms=100)
+    late, nothing = engine.add("late", 4 * BLOCK), engine.add("nothing", 4 * BLOCK)
+    engine.clock.advance_ms(500)
+    assert engine.match(late) == engine.match(nothing) == PENDING, "the time before the first visit does not count"
+    engine.daemon.stage("late", 2, ready=False)
+    engine.clock.advance_ms(99)
+    assert engine.match(late) == PENDING
+    engine.clock.advance_ms(1)
+    assert engine.match(late) == (2 * BLOCK, False)
+    assert engine.match(nothing) == NOTHING
+    assert engine.match(nothing) == NOTHING
+    engine.daemon.drain()
+    assert [done.outcome for done in engine.daemon.dones] == [Outcome.LATE]
+    assert engine.daemon.flag("nothing").state == FlagState.CANCELLED
+
+
+def test_an_evicted_local_prefix_is_fetched_again() -> None:
+    """Not answered with zero: a new hint with the new local count, and its own deadline; a few times at most."""
+    engine = Engine(wait_timeout_ms=100)
+    request = engine.add("r", 4 * BLOCK, local=2 * BLOCK)
+    engine.daemon.stage("r", 3)
+    assert engine.match(request, 0) == PENDING
+    engine.daemon.drain()
+    assert [done.outcome for done in engine.daemon.dones] == [Outcome.EVICTED]
+    assert engine.daemon.hint("r").local_blocks == 0
+    engine.daemon.stage("r", 3)
+    assert engine.match(request, 0) == (3 * BLOCK, False)
+
+
+def test_a_revoked_hint_is_renewed_a_few_times() -> None:
+    engine = Engine()
+    request = engine.add("r", 4 * BLOCK)
+    for _ in range(MAX_LATE_HINTS):
+        hint = engine.daemon.hint("r")
+        engine.daemon.move(hint.flag, FlagState.EXPIRED, 0)
+        assert engine.match(request) == PENDING
+    engine.daemon.move(engine.daemon.hint("r").flag, FlagState.EXPIRED, 0)
+    assert engine.match(request) == NOTHING
+    assert engine.match(request) == NOTHING
+    assert engine.daemon.unreturned() == []
+
+
+def test_an_answer_without_allocation_is_given_up_at_the_end_of_the_pass() -> None:
+    """And claimed again at the next visit, however often; a revocation in between is seen."""
+    engine = Engine()
+    request = engine.add("r", 4 * BLOCK)
+    engine.daemon.stage("r", 3)
+    for _ in range(3):
+        assert engine.match(request) == (3 * BLOCK, False)
+        assert engine.step().loads == []
+        assert engine.daemon.flag("r") == (1, FlagState.READY, 3)
+    engine.daemon.move(engine.daemon.hint("r").flag, FlagState.EXPIRED, 0)
+    assert engine.match(request) == PENDING
+
+
+def test_another_connectors_answer_releases_ours() -> None:
+    """MultiConnector: the child not chosen gets the request's real blocks and zero tokens."""
+    engine = Engine()
+    request = engine.add("r", 4 * BLOCK)
+    engine.daemon.stage("r", 3)
+    assert engine.match(request) == (3 * BLOCK, False)
+    engine.allocate(request, 0)
+    assert engine.daemon.flag("r").state == FlagState.RELEASED
+    assert engine.step([(request, 4 * BLOCK)]).loads == []
+    engine.daemon.drain()
+    assert [done.outcome for done in engine.daemon.dones] == [Outcome.UNUSED]
+
+
+@pytest.mark.parametrize("staged", [None, 3])
+@pytest.mark.parametrize("asked", [False, True])
+def test_an_abort_cancels(staged: int | None, asked: bool) -> None:
+    engine = Engine()
+    request = engine.add("r", 4 * BLOCK)
+    if staged is not None:
+        engine.daemon.stage("r", staged)
+    if asked:
+        engine.match(request)
+    engine.side.finished(request)
+    assert engine.step().loads == []
+    engine.daemon.drain()
+    assert [done.outcome for done in engine.daemon.dones] == [Outcome.ABORTED]
+    assert engine.daemon.unreturned() == []
+
+
+def test_a_preempted_request_gets_a_new_handle() -> None:
+    """Its tokens so far are its prompt now; the load dispatched before goes on until it is acknowledged."""
+    engine = Engine()
+    request = engine.add("r", 3 * BLOCK + 1)
+    first = engine.daemon.stage("r", 3)
+    engine.match(request)
+    engine.allocate(request, 3 * BLOCK)
+    meta = engine.step([(request, 1)])
+    engine.preempt(request)
+    request.num_tokens += 2 * BLOCK
+    assert engine.match(request, 0) == PENDING
+    again = engine.daemon.stage("r", 5, slots=[20, 21, 22, 23, 24])
+    assert (again.blocks, again.flag != first.flag) == (5, True)
+    assert unpack(engine.daemon.flags.load(first.flag)).state == FlagState.CLAIMED
+    assert engine.match(request, 0) == (5 * BLOCK, False)
+    engine.allocate(request, 5 * BLOCK)
+    second = engine.step([(request, 1)])
+    assert second.loads[0].slots == [20, 21, 22, 23, 24]
+    engine.acknowledge(meta)
+    assert unpack(engine.daemon.flags.load(first.flag)).state == FlagState.RELEASED
+    assert unpack(engine.daemon.flags.load(again.flag)).state == FlagState.CLAIMED
+    engine.acknowledge(second)
+    assert engine.daemon.unreturned() == []
+
+
+def test_dropped_hints_are_counted_and_made_up_for() -> None:
+    """No free flag, or a full ring: the request is hinted when the scheduler reaches it."""
+    engine = Engine(flags=1)
+    first, second = engine.add("first", 3 * BLOCK), engine.add("second", 3 * BLOCK)
+    assert engine.daemon.words.load_acquire(Line.HINTS_DROPPED) == 1
+    assert engine.match(second) == PENDING
+    engine.side.finished(first)
+    engine.daemon.drain()
+    engine.daemon.free()
+    assert engine.match(second) == PENDING
+    engine.daemon.stage("second", 2)
+    assert engine.match(second) == (2 * BLOCK, False)
+
+    engine = Engine(ring=4096)
+    requests = [engine.add(f"r{i}", 40 * BLOCK) for i in range(10)]
+    assert engine.daemon.words.load_acquire(Line.HINTS_DROPPED) > 0
+    for request in requests:
+        engine.side.finished(request)
+    assert engine.daemon.unreturned() == [], "a full ring loses nudges, never releases"
+
+
+def test_without_flags_a_request_waits_no_longer_than_its_deadline() -> None:
+    engine = Engine(flags=1, wait_timeout_ms=100)
+    engine.add("first", 3 * BLOCK)
+    second = engine.add("second", 3 * BLOCK)
+    assert engine.match(second) == PENDING
+    engine.clock.advance_ms(101)
+    assert engine.match(second) == NOTHING
+
+
+@pytest.mark.parametrize("how", ["gone", "closing", "hung", "detached"])
+def test_a_dead_or_hung_daemon_makes_nobody_wait(how: str) -> None:
+    engine = Engine()
+    request = engine.add("r", 3 * BLOCK)
+    assert engine.match(request) == PENDING
+    if how == "gone":
+        engine.link.session.ended()  # type: ignore[union-attr]
+    elif how == "closing":
+        engine.daemon.liveness.set_state(PeerState.CLOSING)
+    elif how == "hung":
+        engine.clock.advance_ms(HUNG_AFTER_NS / 1e6 + 1)
+    else:
+        engine.link.session = None
+    assert engine.match(request) == NOTHING
+    engine.allocate(request, 0)
+    engine.add("later", 3 * BLOCK)
+    engine.daemon.drain()
+    assert [hint.request_id for hint in engine.daemon.hints] == ["r"]
+
+
+def test_an_answer_is_honoured_when_the_daemon_dies_before_the_allocation() -> None:
+    """The bytes lie in memory the workers have mapped; its epoch is kept alive until the load is acknowledged."""
+    engine = Engine()
+    request = engine.add("r", 3 * BLOCK)
+    engine.daemon.stage("r", 2)
+    assert engine.match(request) == (2 * BLOCK, False)
+    engine.link.session = None
+    engine.allocate(request, 2 * BLOCK)
+    meta = engine.step([(request, BLOCK)])
+    assert (len(meta.loads), meta.live_epochs) == (1, (1,))
+    assert engine.step().live_epochs == (1,)
+    engine.acknowledge(meta)
+    assert engine.step().live_epochs == ()
+
+
+def test_a_new_daemon_gets_late_hints() -> None:
+    """Handles of the old epoch are void; waiting requests are hinted again when reached."""
+    engine = Engine()
+    request = engine.add("r", 3 * BLOCK)
+    engine.match(request)
+    newer = FakeDaemon(engine.clock, epoch=2)
+    engine.link.session = newer.session()
+    assert engine.match(request) == PENDING
+    assert newer.hint("r").blocks == 2
+    newer.stage("r", 2)
+    assert engine.match(request) == (2 * BLOCK, False)
+    engine.allocate(request, 2 * BLOCK)
+    meta = engine.step([(request, BLOCK)])
+    assert (meta.loads[0].epoch, meta.live_epochs) == (2, (2,))
+
+
+@pytest.mark.parametrize("what", ["slot", "generation", "state", "count", "head"])
+def test_corruption_detaches_and_never_raises(what: str) -> None:
+    engine = Engine(slots=8, flags=64, ring=4096)
+    request = engine.add("r", 3 * BLOCK)
+    hint = engine.daemon.hint("r")
+    if what == "slot":
+        engine.daemon.stage("r", 2, slots=[1, 8])
+    elif what == "generation":
+        engine.daemon.words.store_release(engine.daemon.layout.flags_offset // 8 + hint.flag * 8, 12345)
+    elif what == "state":
+        engine.daemon.move(hint.flag, FlagState.FREE, 0)
+    elif what == "count":
+        engine.daemon.move(hint.flag, FlagState.READY, 3)
+    else:
+        engine.daemon.words.store_release(Line.HEAD, 1 << 40)
+        for i in range(40):
+            engine.add(f"more{i}", 3 * BLOCK)
+    assert engine.match(request) == NOTHING
+    assert len(engine.link.detached) == 1
+    engine.allocate(request, 0)
+    engine.step([(request, 3 * BLOCK)])
+    engine.side.finished(request)
+    assert engine.side.counters["detached"] == 1
+
+
+def test_shadow_mode_reports_and_never_loads() -> None:
+    engine = Engine(mode="shadow")
+    hit, pending = engine.add("hit", 4 * BLOCK), engine.add("pending", 4 * BLOCK)
+    engine.daemon.stage("hit", 3)
+    for request in (hit, pending):
+        assert engine.match(request) == NOTHING
+        engine.allocate(request, 0)
+        meta = engine.step([(request, 4 * BLOCK)])
+        assert (meta.loads, meta.saves) == ([], [])
+    assert (engine.side.counters["shadow_ready_blocks"], engine.side.counters["shadow_pending"]) == (3, 1)
+    assert engine.daemon.unreturned() == []
+
+
+def test_a_drafter_costs_the_last_matched_block() -> None:
+    """Its draft KV depends on a token no hash covers."""
+    engine = Engine(drop_last=True)
+    request, short = engine.add("r", 5 * BLOCK), engine.add("short", 5 * BLOCK)
+    engine.daemon.stage("r", 4)
+    engine.daemon.stage("short", 1)
+    assert engine.match(request) == (3 * BLOCK, False)
+    assert engine.match(short) == NOTHING
+
+
+def test_an_allocation_nobody_answered_is_not_survived() -> None:
+    """Swallowing it would compute on blocks that nobody fills."""
+    engine = Engine()
+    request = engine.add("r", 3 * BLOCK)
+    with pytest.raises(RuntimeError, match="not given"):
+        engine.allocate(request, 2 * BLOCK)

@@ -1,0 +1,137 @@
+"""The worker side: loads and saves between real staging rows and a real paged tensor, and what it reports."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder, SaveOrder
+from kvprefetch.connector.paged import PagedCache
+from kvprefetch.connector.session import WorkerSession
+from kvprefetch.connector.worker import WorkerSide
+from kvprefetch.shmring.errors import SegmentCorrupt
+from kvprefetch.shmring.protocol import Attached
+from kvprefetch.shmring.segment import Segment
+
+BLOCKS, SLOTS, EPOCH = 6, 4, 77
+
+
+class FakeLink:
+    """Only the epochs."""
+
+    def __init__(self, session: WorkerSession) -> None:
+        self.sessions = {session.epoch: session}
+        self.kept: list[tuple[int, ...]] = []
+
+    def mapped(self, epoch: int) -> WorkerSession | None:
+        return self.sessions.get(epoch)
+
+    def keep(self, live_epochs: tuple[int, ...]) -> None:
+        self.kept.append(live_epochs)
+
+
+class Fence:
+    """A device's event, done when told."""
+
+    done = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+def make() -> tuple[WorkerSide, torch.Tensor, np.ndarray[Any, Any], PagedCache]:
+    cache = torch.zeros(BLOCKS, 1, 2, 8, dtype=torch.uint8)
+    paged = PagedCache({"layer": cache}, ["layer"], BLOCKS)
+    segment = Segment.create(SLOTS * 16)
+    fill = np.frombuffer(segment.buffer, dtype=np.uint8).reshape(SLOTS, 16)
+    fill[:] = np.arange(SLOTS)[:, None] + 1
+    attached = Attached(epoch=EPOCH, segment_bytes=segment.size_bytes, slot_count=SLOTS, slot_bytes=16)
+    session = WorkerSession(attached, segment)
+    return WorkerSide(FakeLink(session), paged), cache, session.rows, paged  # type: ignore[arg-type]
+
+
+def load(
+    load_id: int = 1, *, asynchronous: bool = False, epoch: int = EPOCH, blocks: tuple[int, ...] = (5, 2)
+) -> LoadOrder:
+    return LoadOrder(load_id, f"r{load_id}", epoch, asynchronous, list(blocks), [3, 0][: len(blocks)])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_load_fills_its_blocks_and_is_reported_once(asynchronous: bool) -> None:
+    """A synchronous load never appears among the received requests: the scheduler asserts that."""
+    worker, cache, _, _ = make()
+    meta = KVPrefetchMetadata(loads=[load(asynchronous=asynchronous)], live_epochs=(EPOCH,))
+    worker.load(pickle.loads(pickle.dumps(meta)))
+    assert [int(cache[block].max()) for block in range(BLOCKS)] == [0, 0, 1, 0, 0, 4]
+    assert worker.received() == ({"r1"} if asynchronous else set())
+    assert worker.received() == set()
+    report = worker.report()
+    assert report is not None
+    assert (report.loads, report.saves) == ({1: 1}, {})
+    assert worker.report() is None
+    assert worker.failed_blocks() == set()
+
+
+def test_metadata_shown_twice_is_done_once() -> None:
+    worker, _, _, _ = make()
+    meta = KVPrefetchMetadata(loads=[load(asynchronous=True)])
+    worker.load(meta)
+    worker.load(meta)
+    assert worker.received() == {"r1"}
+    assert worker.report().loads == {1: 1}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("epoch", "blocks"), [(1, (5, 2)), (EPOCH, (5, BLOCKS))])
+def test_a_load_that_fails_is_reported_with_its_blocks(asynchronous: bool, epoch: int, blocks: tuple[int, ...]) -> None:
+    """An unknown epoch or an impossible block: the blocks are recomputed, and the load is acknowledged all the same."""
+    worker, _, _, _ = make()
+    worker.load(KVPrefetchMetadata(loads=[load(asynchronous=asynchronous, epoch=epoch, blocks=blocks)]))
+    assert worker.received() == ({"r1"} if asynchronous else set())
+    assert worker.failed_blocks() == set(blocks)
+    assert worker.failed_blocks() == set()
+    assert worker.report().loads == {1: 1}  # type: ignore[union-attr]
+
+
+def test_a_save_fills_its_slots_after_the_forward() -> None:
+    worker, cache, rows, _ = make()
+    meta = KVPrefetchMetadata(saves=[SaveOrder(9, EPOCH, [4], [2]), SaveOrder(10, 1, [4], [1])])
+    worker.load(meta)
+    cache[4] = 200
+    assert worker.report() is None
+    worker.save(meta)
+    assert (rows[2] == 200).all()
+    assert (rows[1] == 2).all()
+    report = worker.report()
+    assert report is not None
+    assert (report.saves, report.failed_saves) == ({9: 1, 10: 1}, {10})
+
+
+def test_nothing_is_reported_before_a_devices_copies_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, _, _, paged = make()
+    fence = Fence()
+    monkeypatch.setattr(paged, "fence", lambda: fence)
+    worker.load(KVPrefetchMetadata(loads=[load(asynchronous=True)]))
+    assert worker.received() == set()
+    assert worker.report() is None
+    fence.done = True
+    assert worker.received() == {"r1"}
+    assert worker.report().loads == {1: 1}  # type: ignore[union-attr]
+
+
+def test_reports_of_ranks_add_up() -> None:
+    a, b = KVPrefetchWorkerMeta({1: 1}, {5: 1}, {5}), KVPrefetchWorkerMeta({1: 1, 2: 1}, {}, set())
+    assert a.aggregate(b) == KVPrefetchWorkerMeta({1: 2, 2: 1}, {5: 1}, {5})
+    assert a == KVPrefetchWorkerMeta({1: 1}, {5: 1}, {5})
+
+
+def test_slots_that_do_not_fit_their_segment_are_refused() -> None:
+    segment = Segment.create(SLOTS * 16)
+    attached = Attached(epoch=1, segment_bytes=segment.size_bytes, slot_count=SLOTS * 300, slot_bytes=16)
+    with pytest.raises(SegmentCorrupt, match="do not fit"):
+        WorkerSession(attached, segment)
+    segment.close()
