@@ -162,6 +162,7 @@ def timeline(record: Record) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__).parse_args(argv)
+    process.exit_on_sigterm()
     modes = Demo().run()
     print()
     print("\n".join(table(modes)))

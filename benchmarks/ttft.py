@@ -23,15 +23,18 @@ from benchmarks.lab import connectors
 from benchmarks.lab.checkpoint import PEERS, make_checkpoint
 from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.engine import Engine, EngineSpec
+from benchmarks.lab.interference import Interference
 from benchmarks.lab.link import LimitedLink, available
 from benchmarks.lab.passes import Pass
-from benchmarks.lab.process import REPO
+from benchmarks.lab.process import REPO, exit_on_sigterm
 from benchmarks.lab.prompts import make_prompts
 from benchmarks.lab.store import Store
 
 VARIANTS = ("local", "recompute", "upstream-sync", "upstream-async", "ours")
 IDEAL = "local"
 MEASURES = ("p50", "p99", "total")
+# Interrupts and the kernel's own threads stay below this on a quiet machine.
+DISTURBED_CORES = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +74,14 @@ class Figures:
     wrong_hits: int = 0
     """Requests whose number of cached tokens was not what the variant stands for."""
     hit_tokens: set[int] = field(default_factory=set)
+    others_cores: list[float] = field(default_factory=list)
+    """Cores that other programs kept busy."""
 
-    def add(self, result: Pass, expected_hit: int) -> None:
+    def add(self, result: Pass, expected_hit: int, others_cores: float) -> None:
         self.p50.append(result.ttft_s(0.5))
         self.p99.append(result.ttft_s(0.99))
         self.total.append(result.total_s)
+        self.others_cores.append(others_cores)
         self.hit_tokens |= set(result.cached_tokens)
         self.wrong_hits += sum(hit != expected_hit for hit in result.cached_tokens)
 
@@ -133,15 +139,18 @@ class Bench:
                 self.say(f"WARNING: the store holds {stored} blocks instead of {expected}")
             for number in range(rounds + 1):
                 for variant in variants:
+                    others = Interference()
                     result = self._pass(variant)
+                    others_cores = others.cores()
                     self.tokens[variant] = result.tokens
                     name = "warm-up" if number == 0 else f"round {number} of {rounds}"
                     self.say(
                         f"{name}: {variant:15} p50 {result.ttft_s(0.5):.3f}  p99 {result.ttft_s(0.99):.3f}  "
-                        f"total {result.total_s:.2f} s"
+                        f"total {result.total_s:.2f} s{_disturbed(others_cores)}"
                     )
                     if number > 0:
-                        figures[variant].add(result, 0 if variant == "recompute" else self.setting.hit_tokens)
+                        expected_hit = 0 if variant == "recompute" else self.setting.hit_tokens
+                        figures[variant].add(result, expected_hit, others_cores)
         return figures
 
     def _store(self, stack: contextlib.ExitStack) -> Store:
@@ -164,6 +173,10 @@ class Bench:
             concurrency=self.setting.outstanding,
             timeout_s=180,
         )
+
+
+def _disturbed(others_cores: float) -> str:
+    return f"  (others used {others_cores:.1f} cores)" if others_cores > DISTURBED_CORES else ""
 
 
 def machine() -> dict[str, Any]:
@@ -221,6 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="OUT", help="write settings and all figures to this file")
     parser.add_argument("--work", type=Path, default=REPO / "build", help="where the checkpoint is kept")
     options = parser.parse_args(argv)
+    exit_on_sigterm()
     variants = options.variants.split(",")
     if unknown := [each for each in variants if each not in VARIANTS]:
         parser.error(f"unknown variants {unknown}: choose from {','.join(VARIANTS)}")
@@ -246,6 +260,10 @@ def main(argv: list[str] | None = None) -> int:
         if each.wrong_hits:
             bad = True
             say(f"WARNING: {variant}: {each.wrong_hits} requests without the expected hit; hits seen {each.hit_tokens}")
+    for variant, each in figures.items():
+        disturbed = sum(cores > DISTURBED_CORES for cores in each.others_cores)
+        if disturbed:
+            say(f"WARNING: {variant}: other programs disturbed {disturbed} of {options.rounds} rounds")
     if options.json is not None:
         report = {
             "machine": ran_on,

@@ -117,6 +117,11 @@ def reap(process: subprocess.Popen[bytes], *, term_s: float = 0.0) -> int:
     return code
 
 
+def exit_on_sigterm() -> None:
+    """Let SIGTERM unwind the stack, so that context managers remove what the kernel does not (links, folders)."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def tail(path: Path, lines: int = 40) -> str:
     """The last lines of a log, for error messages."""
     try:
