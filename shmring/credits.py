@@ -32,6 +32,7 @@ class CreditGranter:
         self._entries = _entries(buffer, layout)
         self._words = words
         self._mask = layout.credit_entries - 1
+        # SYNC credit: slot number visible with the counter
         self._granted = words.load_acquire(Line.CREDITS_GRANTED)
 
     def grant(self, slots: list[int]) -> None:
@@ -63,6 +64,7 @@ class CreditTaker:
         self._words = words
         self._mask = layout.credit_entries - 1
         self._slot_count = layout.slot_count
+        # SYNC taken: entry read before it is written again
         self._taken = words.load_acquire(Line.CREDITS_TAKEN)
 
     def available(self) -> int:

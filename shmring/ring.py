@@ -174,11 +174,14 @@ class Consumer:
 
     def wake(self) -> None:
         """No bell is needed from here on."""
+        # Orders nothing (SYNC sleep is about falling asleep): seen late, it costs one bell too many.
         self._words.store_release(_SLEEPING, 0)
 
 
 def _position(words: Words, layout: Layout) -> tuple[int, int]:
     """(tail, head) as they stand, checked: the other side could write them before we came."""
+    # SYNC tail: record content visible in peek
+    # SYNC head: record space free in push
     tail, head = words.load_acquire(_TAIL), words.load_acquire(_HEAD)
     if not 0 <= tail - head <= layout.ring_bytes or tail % ALIGN or head % ALIGN or tail >> 62:
         raise SegmentCorrupt(f"ring position is impossible: tail={tail} head={head} capacity={layout.ring_bytes}")
