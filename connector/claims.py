@@ -144,7 +144,7 @@ class Claims:
         self._counters["late_hints"] += 1
         assert entry.handle is not None
         entry.handle.deadline_ns = now + self._wait_ns
-        hints.ask(entry.handle, now)
+        hints.ask(entry.handle, self._clock_ns())
         return NOTHING if self._shadow else PENDING
 
     def _take(

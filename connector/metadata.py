@@ -40,17 +40,21 @@ class KVPrefetchMetadata(KVConnectorMetadata):
 
 @dataclass
 class KVPrefetchWorkerMeta(KVConnectorWorkerMetadata):
-    """How many ranks finished each load and save, and which saves have no usable bytes on some rank."""
+    """How many ranks finished each load and save, and which of them failed on some rank."""
 
     loads: dict[int, int] = field(default_factory=dict)
     saves: dict[int, int] = field(default_factory=dict)
     failed_saves: set[int] = field(default_factory=set)
+    failed_loads: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVPrefetchWorkerMeta:
         """The sum over two ranks; neither argument is changed."""
         assert isinstance(other, KVPrefetchWorkerMeta)
         return KVPrefetchWorkerMeta(
-            _sum(self.loads, other.loads), _sum(self.saves, other.saves), self.failed_saves | other.failed_saves
+            _sum(self.loads, other.loads),
+            _sum(self.saves, other.saves),
+            self.failed_saves | other.failed_saves,
+            self.failed_loads | other.failed_loads,
         )
 
 

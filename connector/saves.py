@@ -38,6 +38,7 @@ class Progress:
 @dataclass(slots=True)
 class _Save:
     session: SchedulerSession
+    request_id: str
     slots: list[int]
     digests: list[bytes]
     reset_generation: int
@@ -89,7 +90,8 @@ class Saves:
         if not slots:
             return None
         taken = wanted[: len(slots)]
-        save = _Save(session, slots, [bytes(d) for _, d in taken], self._generation, self._geometry.world_size)
+        digests = [bytes(digest) for _, digest in taken]
+        save = _Save(session, request.request_id, slots, digests, self._generation, self._geometry.world_size)
         save_id, self._next_id = self._next_id, self._next_id + 1
         self._waiting[save_id] = save
         self.note_stored(save.digests)
@@ -120,6 +122,13 @@ class Saves:
             if save.ranks_left <= 0:
                 del self._waiting[save_id]
                 self._copied.append((save_id, save))
+
+    def drop(self, request_id: str) -> None:
+        """The request's KV is not what its tokens say: what was copied of it goes back unused."""
+        for save in (*self._waiting.values(), *(save for _, save in self._copied)):
+            if save.request_id == request_id:
+                save.dropped = True
+                self.note_absent(save.digests)
 
     def flush(self) -> None:
         """Push what all ranks copied; what finds the ring full waits for the next step. Raises SegmentCorrupt."""

@@ -48,6 +48,7 @@ class SessionSource(Protocol):
 
 @dataclass(slots=True)
 class _Load:
+    request_id: str
     handle: Handle
     blocks: int
     ranks_left: int
@@ -176,7 +177,7 @@ class SchedulerSide:
                 list(block_ids[answer.start : stop]), answer.slots[:count],
             )
         )  # fmt: skip
-        self._loads[load_id] = _Load(handle, count, self._geometry.world_size)
+        self._loads[load_id] = _Load(entry.request.request_id, handle, count, self._geometry.world_size)
         entry.answer, entry.handle, entry.settled = None, None, True
         self._answered.discard(entry.request.request_id)
         entry.progress.saved = max(entry.progress.saved, stop)
@@ -218,7 +219,8 @@ class SchedulerSide:
                     entry.restart()
                 if entry.progress.prefill_tokens < 0:
                     entry.progress.prefill_tokens = entry.request.num_tokens
-                if self._saves.storable_blocks(entry.request, tokens, entry.progress) <= entry.progress.saved:
+                progress = entry.progress
+                if progress.tainted or self._saves.storable_blocks(entry.request, tokens, progress) <= progress.saved:
                     continue
                 block_ids = blocks.get_block_ids(request_id)
                 if block_ids is None:
@@ -235,6 +237,13 @@ class SchedulerSide:
         """vLLM's update_connector_output: what the ranks finished."""
         if not isinstance(worker_meta, KVPrefetchWorkerMeta):
             return
+        for load_id in worker_meta.failed_loads:
+            # The engine recomputes these blocks, but steps in flight computed on what stood there.
+            if (failed := self._loads.get(load_id)) is not None:
+                self.counters["failed_loads"] += 1
+                self._saves.drop(failed.request_id)
+                if (entry := self._entries.get(failed.request_id)) is not None:
+                    entry.progress.tainted = True
         self._saves.acknowledge(worker_meta.saves, worker_meta.failed_saves)
         done: list[_Load] = []
         for load_id, ranks in worker_meta.loads.items():

@@ -22,6 +22,7 @@ class _Batch:
     loads: list[int] = field(default_factory=list)
     saves: list[int] = field(default_factory=list)
     failed_saves: list[int] = field(default_factory=list)
+    failed_loads: list[int] = field(default_factory=list)
     received: list[str] = field(default_factory=list)
 
 
@@ -52,6 +53,7 @@ class WorkerSide:
                 # The scheduler side answers only for mapped, verified blocks, so this is a bug or a broken machine.
                 log.error("kvprefetch: load failed: request=%s: %s", order.request_id, error)
                 self._failed_blocks.update(order.block_ids)
+                batch.failed_loads.append(order.load_id)
             batch.loads.append(order.load_id)
             if order.asynchronous:
                 batch.received.append(order.request_id)
@@ -101,4 +103,5 @@ class WorkerSide:
             self._report.loads.update(dict.fromkeys(batch.loads, 1))
             self._report.saves.update(dict.fromkeys(batch.saves, 1))
             self._report.failed_saves.update(batch.failed_saves)
+            self._report.failed_loads.update(batch.failed_loads)
             self._received.update(batch.received)

@@ -226,12 +226,14 @@ class Engine:
             request.num_computed_tokens += tokens
         return meta
 
-    def acknowledge(self, meta: KVPrefetchMetadata, *, failed: Iterable[int] = (), ranks: int | None = None) -> None:
+    def acknowledge(
+        self, meta: KVPrefetchMetadata, *, failed: Iterable[int] = (), failed_loads: Iterable[int] = (),
+        ranks: int | None = None,
+    ) -> None:  # fmt: skip
+        loads, saves = [load.load_id for load in meta.loads], [save.save_id for save in meta.saves]
         for _ in range(self.ranks if ranks is None else ranks):
             self.side.outputs(
-                KVPrefetchWorkerMeta(
-                    {load.load_id: 1 for load in meta.loads}, {save.save_id: 1 for save in meta.saves}, set(failed)
-                )
+                KVPrefetchWorkerMeta(dict.fromkeys(loads, 1), dict.fromkeys(saves, 1), set(failed), set(failed_loads))
             )
 
     def preempt(self, request: Request) -> None:

@@ -133,6 +133,26 @@ def test_a_copy_that_failed_on_a_rank_gives_its_slots_back_unused() -> None:
     assert (saved.dropped, saved.slots, saved.hashes) == (True, [5], [])
 
 
+def test_after_a_failed_load_nothing_of_the_request_is_stored() -> None:
+    """Steps in flight computed on whatever stood in its blocks."""
+    engine = Engine()
+    engine.daemon.credits.grant(list(range(30, 40)))
+    request = engine.add("r", 4 * BLOCK)
+    engine.daemon.stage("r", 2)
+    engine.match(request)
+    engine.allocate(request, 2 * BLOCK)
+    first = engine.step([(request, BLOCK)])
+    second = engine.step([(request, BLOCK)])
+    assert [len(meta.saves) for meta in (first, second)] == [1, 1]
+    engine.acknowledge(first, failed_loads=[first.loads[0].load_id])
+    engine.acknowledge(second)
+    engine.daemon.drain()
+    assert [saved.dropped for saved in engine.daemon.saved] == [True, True]
+    request.num_computed_tokens = 0
+    assert engine.step([(request, 4 * BLOCK)]).saves == []
+    assert engine.daemon.unreturned() == []
+
+
 @pytest.mark.parametrize("fields", [{"saves": False}, {"mode": "shadow"}])
 def test_no_saves_when_not_a_producer(fields: dict[str, bool]) -> None:
     engine = Engine(**fields)  # type: ignore[arg-type]

@@ -94,7 +94,9 @@ def test_a_load_that_fails_is_reported_with_its_blocks(asynchronous: bool, epoch
     assert worker.received() == ({"r1"} if asynchronous else set())
     assert worker.failed_blocks() == set(blocks)
     assert worker.failed_blocks() == set()
-    assert worker.report().loads == {1: 1}  # type: ignore[union-attr]
+    report = worker.report()
+    assert report is not None
+    assert (report.loads, report.failed_loads) == ({1: 1}, {1})
 
 
 def test_a_save_fills_its_slots_after_the_forward() -> None:
@@ -124,8 +126,8 @@ def test_nothing_is_reported_before_a_devices_copies_are_done(monkeypatch: pytes
 
 
 def test_reports_of_ranks_add_up() -> None:
-    a, b = KVPrefetchWorkerMeta({1: 1}, {5: 1}, {5}), KVPrefetchWorkerMeta({1: 1, 2: 1}, {}, set())
-    assert a.aggregate(b) == KVPrefetchWorkerMeta({1: 2, 2: 1}, {5: 1}, {5})
+    a, b = KVPrefetchWorkerMeta({1: 1}, {5: 1}, {5}), KVPrefetchWorkerMeta({1: 1, 2: 1}, {}, set(), {2})
+    assert a.aggregate(b) == KVPrefetchWorkerMeta({1: 2, 2: 1}, {5: 1}, {5}, {2})
     assert a == KVPrefetchWorkerMeta({1: 1}, {5: 1}, {5})
 
 

@@ -1,0 +1,48 @@
+"""The connector's configuration: defaults, the socket rule, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvprefetch.connector.config import default_socket, load
+
+
+def test_defaults() -> None:
+    config = load({})
+    assert (config.mode, config.load_mode, config.hint_on_arrival) == ("on", "auto", True)
+    assert (config.sync_load_max_bytes, config.wait_timeout_ms, config.reset_timeout_ms) == (32 << 20, 5000, 5000)
+    assert (config.save_decode_cache, config.cache_prefix) == (False, "")
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, "/run/kvprefetch/kvprefetchd.sock"),
+        ({"XDG_RUNTIME_DIR": "/run/user/7"}, "/run/user/7/kvprefetch/kvprefetchd.sock"),
+        ({"XDG_RUNTIME_DIR": "/x", "RUNTIME_DIRECTORY": "/run/a:/run/b"}, "/run/a/kvprefetchd.sock"),
+    ],
+)
+def test_the_socket_rule_is_the_daemons(environ: dict[str, str], expected: str) -> None:
+    from kvprefetch.daemon.config import default_socket as daemons
+
+    assert default_socket(environ) == str(daemons(environ)) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({"sockett": "/x"}, ["sockett", "'/x'"]),
+        ({"mode": "maybe"}, ["mode", "'on'", "'maybe'"]),
+        ({"wait_timeout_ms": "5000"}, ["wait_timeout_ms", "integer", "'5000'"]),
+        ({"wait_timeout_ms": -1}, ["wait_timeout_ms", "greater than or equal to 0", "-1"]),
+        ({"save_decode_cache": 1}, ["save_decode_cache", "boolean", "1"]),
+        ({"socket": "/" + "x" * 107}, ["socket", "107"]),
+    ],
+)
+def test_a_bad_value_is_one_line_with_key_value_and_bound(values: dict[str, object], names: list[str]) -> None:
+    with pytest.raises(ValueError, match="kv_connector_extra_config") as caught:
+        load(values)
+    text = str(caught.value)
+    assert "\n" not in text
+    for name in names:
+        assert name in text

@@ -1,0 +1,201 @@
+"""The class vLLM sees: registration, start-up refusals, roles, and what happens to errors inside."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import kvprefetch.connector as package
+
+base = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base")
+
+from kvprefetch.connector import support  # noqa: E402
+from kvprefetch.connector.connector import KVPrefetchConnector  # noqa: E402
+from kvprefetch.connector.metadata import KVPrefetchMetadata  # noqa: E402
+
+SCHEDULER, WORKER = base.KVConnectorRole.SCHEDULER, base.KVConnectorRole.WORKER
+
+
+def kv_cache_config(specs: list[Any] | None = None, cacheable: int = 1, blocks: int = 16) -> Any:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    specs = [spec] if specs is None else specs
+    return SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=one, layer_names=["layer"]) for one in specs],
+        prefix_cacheable_group_ids=tuple(range(cacheable)),
+        kv_cache_tensors=[SimpleNamespace(size=blocks * 4096)],
+        num_blocks=blocks,
+        hisparse_host_num_blocks=None,
+    )
+
+
+def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute", **changes: Any) -> Any:
+    extra = {"socket": str(socket), **changes.pop("extra", {})}
+    parallel = {
+        "prefill_context_parallel_size": 1, "decode_context_parallel_size": 1, "world_size": 1, "rank": 0,
+        "tensor_parallel_size": 1, "pipeline_parallel_size": 1, **changes.pop("parallel", {}),
+    }  # fmt: skip
+    model = {"is_encoder_decoder": False, "model": "org/tiny", "max_model_len": 512, **changes.pop("model", {})}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**model, get_total_num_kv_heads=lambda: 1),
+        parallel_config=SimpleNamespace(**parallel),
+        cache_config=SimpleNamespace(block_size=32, prefix_match_unit=None, enable_prefix_caching=True),
+        kv_transfer_config=SimpleNamespace(
+            engine_id="engine", kv_connector_extra_config=extra, kv_load_failure_policy=policy,
+            is_kv_consumer=role != "kv_producer", is_kv_producer=role != "kv_consumer",
+        ),
+        speculative_config=None,
+        instance_id="123",
+        **changes,
+    )  # fmt: skip
+
+
+def test_importing_the_package_imports_neither_vllm_nor_torch() -> None:
+    """It is imported in processes that never use the connector."""
+    code = "import sys, kvprefetch.connector; print([m for m in ('vllm', 'torch') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_registering_twice_and_importing_by_path() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    package.register()
+    package.register()
+    assert KVConnectorFactory._registry["KVPrefetchConnector"]() is KVPrefetchConnector
+    assert package.KVPrefetchConnector is KVPrefetchConnector
+    with pytest.raises(AttributeError, match="Nothing"):
+        package.Nothing  # noqa: B018
+
+
+def refusals() -> list[tuple[str, dict[str, Any], Any]]:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    common = {"block_size": 32, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
+    full = FullAttentionSpec(**common)
+    return [
+        ("exactly one prefix-cacheable", {}, kv_cache_config([full, full], 2)),
+        ("exactly one prefix-cacheable", {}, kv_cache_config([full], 0)),
+        ("only full attention", {}, kv_cache_config([SlidingWindowSpec(**common, sliding_window=64)])),
+        ("encoder-decoder", {"model": {"is_encoder_decoder": True}}, kv_cache_config()),
+        ("prefill_context_parallel_size=2", {"parallel": {"prefill_context_parallel_size": 2}}, kv_cache_config()),
+        ("decode_context_parallel_size=2", {"parallel": {"decode_context_parallel_size": 2}}, kv_cache_config()),
+        ("wait_timeout_ms", {"extra": {"wait_timeout_ms": -5}}, kv_cache_config()),
+    ]
+
+
+@pytest.mark.parametrize(("reason", "changes", "cache"), refusals())
+@pytest.mark.parametrize("role", [SCHEDULER, WORKER])
+def test_what_cannot_be_served_is_refused_at_start_in_one_line(
+    tmp_path: Path, reason: str, changes: dict[str, Any], cache: Any, role: Any
+) -> None:
+    with pytest.raises(ValueError, match=reason) as caught:
+        KVPrefetchConnector(vllm_config(tmp_path / "s", **changes), role, cache)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_vllm_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"vLLM must be 0\.32\.x: vllm=0\.33\.0"):
+        support.check("0.33.0", vllm_config(Path("s")), kv_cache_config())
+
+
+def test_the_incarnation_is_the_same_in_every_process_and_new_at_every_start(tmp_path: Path) -> None:
+    first, again = vllm_config(tmp_path / "a"), vllm_config(tmp_path / "b")
+    assert support.incarnation(first) == support.incarnation(again)
+    again.instance_id = "124"
+    assert support.incarnation(first) != support.incarnation(again)
+
+
+@pytest.mark.parametrize(
+    ("role", "loads", "saves"), [("kv_both", True, True), ("kv_producer", False, True), ("kv_consumer", True, False)]
+)
+def test_roles_decide_what_is_done(tmp_path: Path, role: str, loads: bool, saves: bool) -> None:
+    shape = support.geometry(vllm_config(tmp_path / "s", role=role), kv_cache_config())
+    assert (shape.loads, shape.saves, shape.block_bytes, shape.max_blocks) == (loads, saves, 4096, 16)
+    hello = support.scheduler_hello(vllm_config(tmp_path / "s"), shape)
+    assert hello.scheduler is not None
+    assert (hello.scheduler.loads, hello.scheduler.saves) == (loads, saves)
+
+
+def test_a_failure_policy_other_than_recompute_is_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.kvprefetch"):
+        connector = KVPrefetchConnector(vllm_config(tmp_path / "s", policy="fail"), SCHEDULER, kv_cache_config())
+    connector.shutdown()
+    assert any("kv_load_failure_policy" in record.message for record in caplog.records)
+
+
+def test_mode_off_does_nothing(tmp_path: Path) -> None:
+    for role in (SCHEDULER, WORKER):
+        connector = KVPrefetchConnector(vllm_config(tmp_path / "s", extra={"mode": "off"}), role, kv_cache_config())
+        assert connector._link is None
+        connector.register_kv_caches({})
+        assert connector.get_num_new_matched_tokens(SimpleNamespace(), 0) == (0, False)
+        assert connector.build_connector_meta(SimpleNamespace()) == KVPrefetchMetadata()
+        assert connector.reset_cache() is None
+        assert connector.request_finished_all_groups(SimpleNamespace(), ([],)) == (False, None)
+
+
+def test_without_a_daemon_every_call_answers_nothing(tmp_path: Path) -> None:
+    """In vLLM's order; has_pending_push_work must not keep an idle engine stepping."""
+    from .fakes import Request
+
+    connector = KVPrefetchConnector(vllm_config(tmp_path / "s"), SCHEDULER, kv_cache_config())
+    request = Request("r", 100)
+    connector.on_new_request(request)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    connector.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([],)), 0)
+    output = SimpleNamespace(num_scheduled_tokens={"r": 100}, kv_connector_block_state=None)
+    assert connector.build_connector_meta(output) == KVPrefetchMetadata()
+    assert not connector.has_pending_push_work()
+    assert connector.reset_cache() is False
+    assert connector.requires_kv_delivery is False
+    assert connector.request_finished_all_groups(request, ([],)) == (False, None)
+    connector.shutdown()
+
+
+def test_an_error_inside_is_logged_and_answers_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not in update_state_after_alloc: there the engine counts on the blocks being filled."""
+    connector = KVPrefetchConnector(vllm_config(tmp_path / "s"), SCHEDULER, kv_cache_config())
+    monkeypatch.setattr(connector, "_scheduler", SimpleNamespace(take_loads=KVPrefetchMetadata))
+    with caplog.at_level(logging.ERROR, "vllm.kvprefetch"):
+        connector.on_new_request(SimpleNamespace())
+        assert connector.get_num_new_matched_tokens(SimpleNamespace(), 0) == (0, False)
+        assert connector.build_connector_meta(SimpleNamespace()) == KVPrefetchMetadata()
+        assert connector.has_pending_push_work() is False
+        assert connector.reset_cache() is False
+    assert sum("failed; the engine goes on" in record.message for record in caplog.records) == 5
+    with pytest.raises(AttributeError):
+        connector.update_state_after_alloc(SimpleNamespace(), SimpleNamespace(get_block_ids=list), 32)
+    connector.shutdown()
+
+
+def test_the_worker_registers_its_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block bytes from the tensors, keys from the configuration; and a step without work does nothing."""
+    import vllm.distributed
+
+    monkeypatch.setattr(vllm.distributed, "get_tensor_model_parallel_rank", lambda: 0)
+    connector = KVPrefetchConnector(vllm_config(tmp_path / "s"), WORKER, kv_cache_config())
+    connector.register_kv_caches({"layer": torch.zeros(16, 1, 32, 32, dtype=torch.float32)})
+    assert connector._link is not None
+    shape = connector._link._hello.worker
+    assert shape is not None
+    assert (shape.block_bytes, shape.key_prefix) == ([4096], ["tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@"])
+    connector.bind_connector_metadata(KVPrefetchMetadata())
+    connector.start_load_kv(None)
+    connector.wait_for_save()
+    assert connector.get_finished(set()) == (None, None)
+    assert connector.get_block_ids_with_load_errors() == set()
+    assert connector.build_connector_worker_meta() is None
+    connector.shutdown()
