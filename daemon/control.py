@@ -15,11 +15,11 @@ import stat
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from ..shmring import protocol
-from ..shmring.errors import SegmentError
 from ..shmring.protocol import (
     Attached,
     Hello,
@@ -34,8 +34,8 @@ from ..shmring.protocol import (
 )
 from .config import ConfigError
 from .logs import Log
+from .memory import EngineMemory
 from .session import EngineSession
-from .staging import StagingTooSmall
 
 SOCKET_MODE = 0o660
 _CREDENTIALS = struct.Struct("3i")
@@ -69,6 +69,7 @@ class Group:
     uid: int
     scheduler: Peer | None = None
     workers: dict[int, Peer] = field(default_factory=dict)
+    attaching: bool = False
     session: EngineSession | None = None
 
     @property
@@ -78,6 +79,13 @@ class Group:
     @property
     def complete(self) -> bool:
         return self.scheduler is not None and len(self.workers) == self.world_size
+
+    def hellos(self) -> tuple[Hello, list[Hello]]:
+        """What the scheduler and the workers, by rank, said; only when complete."""
+        assert self.scheduler is not None
+        assert self.scheduler.hello is not None
+        workers = [self.workers[rank].hello for rank in range(self.world_size)]
+        return self.scheduler.hello, [hello for hello in workers if hello is not None]
 
 
 def listen(path: Path) -> socket.socket:
@@ -108,15 +116,23 @@ def listen(path: Path) -> socket.socket:
         raise ConfigError(f"socket: cannot be bound: {error.strerror or error}: socket={str(path)!r}") from None
 
 
+# Reserve the memory of (epoch, scheduler, workers) and call back, on the main loop, with it or with what went wrong.
+Prepare = Callable[[int, Hello, Sequence[Hello], Callable[["EngineMemory | Exception"], None]], None]
+MakeSession = Callable[[EngineMemory, Hello, Sequence[Hello]], EngineSession]
+
+
 class Control:
-    """Accepts processes and keeps their groups. `make_session` builds a session from the hellos of a complete group."""
+    """Accepts processes and keeps their groups.
+
+    `prepare` reserves the memory of a complete group off the main loop, `make_session` builds its session on it.
+    """
 
     def __init__(
-        self, sock: socket.socket, make_session: Callable[[int, Hello, Sequence[Hello]], EngineSession], log: Log,
+        self, sock: socket.socket, prepare: Prepare, make_session: MakeSession, log: Log,
         *, status: Callable[[], Status], max_engines: int, watch: Callable[[int], None], unwatch: Callable[[int], None],
     ) -> None:  # fmt: skip
         self.sock = sock
-        self._make_session = make_session
+        self._prepare, self._make_session = prepare, make_session
         self._log = log
         self._status = status
         self._max_engines = max_engines
@@ -216,7 +232,7 @@ class Control:
                 return
             group = self._groups[key] = Group(key, hello.world_size, peer.credentials.uid)
         taken = group.scheduler is not None if hello.role == "scheduler" else hello.rank in group.workers
-        if taken or group.session is not None:
+        if taken or group.attaching:
             self._turn_away(peer, f"already attached: role={hello.role} rank={hello.rank}")
             return
         if hello.world_size != group.world_size or peer.credentials.uid != group.uid:
@@ -237,19 +253,27 @@ class Control:
             self._attach(group)
 
     def _attach(self, group: Group) -> None:
-        assert group.scheduler is not None
-        assert group.scheduler.hello is not None
-        workers = [group.workers[rank] for rank in range(group.world_size)]
-        hellos = [worker.hello for worker in workers if worker.hello is not None]
-        try:
-            session = self._make_session(secrets.randbits(62) + 1, group.scheduler.hello, hellos)
-        except (StagingTooSmall, SegmentError, ValueError) as error:
-            self._log.error("engine.refused", engine=group.key[0], error=str(error))
+        """All said hello: reserve memory, and go on when it is there."""
+        scheduler, workers = group.hellos()
+        group.attaching = True
+        self._prepare(secrets.randbits(62) + 1, scheduler, workers, partial(self._attached, group))
+
+    def _attached(self, group: Group, memory: EngineMemory | Exception) -> None:
+        if isinstance(memory, Exception):
+            self._log.error("engine.refused", engine=group.key[0], error=str(memory))
             for peer in group.peers:
-                self._refuse(peer, str(error), final=True)
+                self._refuse(peer, str(memory), final=True)
             self._dissolve(group)
             return
+        if not group.complete or self._groups.get(group.key) is not group:  # someone left meanwhile
+            memory.close()
+            self._dissolve(group)
+            return
+        session = self._make_session(memory, *group.hellos())
+        workers = [group.workers[rank] for rank in range(group.world_size)]
+        assert group.scheduler is not None
         group.session = session
+        self._watch(session.doorbell.fd)
         for rank, worker in enumerate(workers):
             segment = session.staging.segments[rank]
             protocol.send_message(
@@ -270,7 +294,6 @@ class Control:
             ),
             [session.control.fd, session.doorbell.fd],
         )
-        self._watch(session.doorbell.fd)
 
     def _mapped(self, peer: Peer, message: Mapped) -> None:
         session = peer.group.session if peer.group is not None else None

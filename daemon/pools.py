@@ -23,10 +23,15 @@ class Pools:
         self._look_ups = ThreadPoolExecutor(1, "lookup")
         self._fetches = ThreadPoolExecutor(fetch_threads, "fetch")
         self._saves = ThreadPoolExecutor(1, "save")
+        self._attaches = ThreadPoolExecutor(1, "attach")
         self._finished: deque[Callable[[], None]] = deque()
 
     def look_up(self, job: Callable[[], Any], done: Callable[[Future[Any]], None]) -> None:
         self._submit(self._look_ups, job, done)
+
+    def attach(self, job: Callable[[], Any], done: Callable[[Future[Any]], None]) -> None:
+        """For memory, not the store: it must not wait behind a store call that hangs."""
+        self._submit(self._attaches, job, done)
 
     def save(self, job: Callable[[], Any], done: Callable[[Future[Any]], None]) -> None:
         self._submit(self._saves, job, done)
@@ -58,7 +63,7 @@ class Pools:
 
     def close(self) -> None:
         """Wait for the calls in flight; each is bounded by the store's own timeouts."""
-        for pool in (self._look_ups, self._fetches, self._saves):
+        for pool in (self._look_ups, self._fetches, self._saves, self._attaches):
             pool.shutdown(wait=True, cancel_futures=True)
         os.close(self.fd)
 

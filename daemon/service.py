@@ -9,7 +9,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from types import FrameType
 
 from .. import __version__
@@ -19,6 +21,7 @@ from .config import DaemonConfig
 from .control import Control, listen
 from .embedded import DiskSpec, EmbeddedMaster
 from .logs import Log
+from .memory import EngineMemory
 from .pools import Pools
 from .session import EngineSession
 from .store import MooncakeSettings, Store, StoreError, StoreUnavailable
@@ -59,7 +62,7 @@ class Daemon:
         try:
             store = self._store = self._open_store()
             self._control = Control(
-                sock, lambda epoch, scheduler, workers: self._session(epoch, scheduler, workers, store, pools),
+                sock, partial(self._prepare, pools), partial(self._session, store, pools),
                 self._log, status=self._status, max_engines=self._config.max_engines, watch=self._watch,
                 unwatch=self._unwatch,
             )  # fmt: skip
@@ -122,7 +125,7 @@ class Daemon:
     def _tick(self, control: Control, sessions: Sequence[EngineSession], now_ns: int) -> None:
         for session in sessions:
             session.liveness.beat(now_ns)
-            session.scan(now_ns)
+            session.scan()
         if self._store_opened.is_set():
             self._store_opened.clear()
             self._log.info("store.opened")
@@ -176,11 +179,21 @@ class Daemon:
                 self._store_opened.set()
                 return
 
+    def _prepare(
+        self, pools: Pools, epoch: int, scheduler: Hello, workers: Sequence[Hello],
+        done: Callable[[EngineMemory | Exception], None],
+    ) -> None:  # fmt: skip
+        def finished(future: Future[EngineMemory]) -> None:
+            error = future.exception()
+            done(error if isinstance(error, Exception) else future.result())
+
+        pools.attach(partial(EngineMemory.create, self._config, epoch, scheduler, workers), finished)
+
     def _session(
-        self, epoch: int, scheduler: Hello, workers: Sequence[Hello], store: Store, pools: Pools
+        self, store: Store, pools: Pools, memory: EngineMemory, scheduler: Hello, workers: Sequence[Hello]
     ) -> EngineSession:
         session = EngineSession(
-            self._config, epoch, scheduler, list(workers), store, pools, self._log, time.monotonic_ns,
+            memory, scheduler, workers, store, pools, self._log, time.monotonic_ns, chunk_bytes=self._config.chunk,
             tiers=self._config.disk is not None,
         )  # fmt: skip
         if self._store_is_open:
@@ -191,8 +204,7 @@ class Daemon:
     def _status(self) -> Status:
         sessions = self._control.sessions() if self._control is not None else []
         engines: list[dict[str, int | str]] = [
-            {"engine": session.engine_id, "epoch": session.epoch, **session.gauges(), **vars(session.counters)}
-            for session in sessions
+            {"engine": session.engine_id, "epoch": session.epoch, **session.account()} for session in sessions
         ]
         return Status(version=__version__, pid=os.getpid(), store_open=self._store_is_open, engines=engines)
 

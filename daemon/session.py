@@ -6,8 +6,7 @@ corrupt segment ends this session and no other.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -18,23 +17,17 @@ from ..shmring._atomics import Words
 from ..shmring.credits import CreditGranter
 from ..shmring.doorbell import Doorbell
 from ..shmring.flags import FlagTable, pack, unpack
-from ..shmring.layout import Layout, power_of_two_at_least
 from ..shmring.liveness import Liveness, PeerState
 from ..shmring.protocol import FlagState, Hello, ProtocolError, RecordKind
 from ..shmring.ring import Consumer, Record
-from ..shmring.segment import Segment
 from . import transfers
-from .config import DaemonConfig
 from .logs import Log
+from .memory import EngineMemory
 from .planner import Fetched, Key, Order, Planner, Request
 from .pools import Pools
-from .staging import HostStaging, slots_for
+from .saver import Saver
 from .store import Store
 from .timeline import Timeline
-
-MAX_TABLE_BYTES = 16 << 20
-SAVE_PAUSE_NS = (100_000_000, 2_000_000_000)
-SAVE_TRIES = 8  # about ten seconds of a full store
 
 
 @dataclass
@@ -46,21 +39,6 @@ class Counters:
     hit_blocks: int = 0
     fetched_blocks: int = 0
     failed_blocks: int = 0
-    saved_blocks: int = 0
-    present_blocks: int = 0
-    lost_saves: int = 0
-
-
-@dataclass
-class _SaveJob:
-    """Blocks on their way into the store; `blocks` are those still to put."""
-
-    saved: protocol.Saved
-    blocks: list[tuple[bytes, int]]
-    stored: int = 0
-    present: int = 0
-    failed: int = 0
-    tries: int = 0
 
 
 class _Flags:
@@ -97,37 +75,18 @@ class EngineSession:
     """One epoch of one engine incarnation, from the moment all its processes said hello until the last one is gone."""
 
     def __init__(
-        self, config: DaemonConfig, epoch: int, scheduler: Hello, workers: list[Hello], store: Store, pools: Pools,
-        log: Log, clock_ns: Callable[[], int], *, tiers: bool,
+        self, memory: EngineMemory, scheduler: Hello, workers: Sequence[Hello], store: Store, pools: Pools, log: Log,
+        clock_ns: Callable[[], int], *, chunk_bytes: int, tiers: bool,
     ) -> None:  # fmt: skip
-        shapes = [worker.worker for worker in workers]
-        wants = scheduler.scheduler
-        assert wants is not None
-        block_bytes = [shape.block_bytes[0] for shape in shapes if shape is not None]
+        shapes = [worker.worker for worker in workers if worker.worker is not None]
         self.engine_id = scheduler.engine_id
-        self.epoch = epoch
-        self.block_bytes = sum(block_bytes)
-        self.slot_count = slots_for(config.staging, block_bytes)
-        save_slots = min(self.slot_count - 1, max(1, int(self.slot_count * config.save_share))) if wants.saves else 0
-        self.save_slots = save_slots
-        self.layout = Layout(
-            ring_bytes=max(config.hint_ring, power_of_two_at_least(4 * wants.max_hint_bytes)),
-            flag_count=max(16, min(1024, MAX_TABLE_BYTES // (4 * wants.max_blocks))),
-            table_entries=wants.max_blocks,
-            credit_entries=power_of_two_at_least(max(1, save_slots)),
-            slot_count=self.slot_count,
-            epoch=epoch,
-        )
+        self.memory, self.layout, self.staging, self.control = memory, memory.layout, memory.staging, memory.control
+        self.epoch, self.slot_count, self.save_slots = self.layout.epoch, self.layout.slot_count, memory.save_slots
+        self.block_bytes = sum(self.staging.block_bytes)
         self._store, self._pools, self._clock_ns, self._tiers = store, pools, clock_ns, tiers
-        self._log = log.bind(engine=self.engine_id, epoch=epoch)
+        self._log = log.bind(engine=self.engine_id, epoch=self.epoch)
         self.counters = Counters()
-        self.staging = HostStaging(self.slot_count, block_bytes)
-        try:
-            self.control = Segment.create(self.layout.total_bytes)
-        except BaseException:
-            self.staging.close()
-            raise
-        self.layout.write(self.control.buffer)
+        self.shape = transfers.Shape(tuple(shape.key_prefix[0] for shape in shapes), self.staging)
         self.words = Words(self.control.buffer)
         self.doorbell = Doorbell.create()
         self.ring = Consumer(self.control.buffer, self.words, self.layout)
@@ -135,24 +94,17 @@ class EngineSession:
         self.liveness = Liveness(self.words, consumer=True)
         self.liveness.beat(clock_ns())
         self._flags = _Flags(self.table)
-        fetch_slots = self.slot_count - save_slots
-        self.planner = Planner(fetch_slots, self._flags, chunk_blocks=config.chunk // self.block_bytes)
-        self._credits = CreditGranter(self.control.buffer, self.words, self.layout)
-        self._credits.grant(list(range(fetch_slots, self.slot_count)))
-        self._outstanding_saves = set(range(fetch_slots, self.slot_count))  # granted, not yet back
-        self._save_jobs: deque[_SaveJob] = deque()
-        self._saving = False
-        self._save_not_before_ns = 0
-        self._save_pause_ns = SAVE_PAUSE_NS[0]
-        self._timelines: dict[Key, Timeline] = {}
-        self.reset_generation = 0
-        self._resets: deque[Callable[[bool], None]] = deque()
-        self._reset_timeout_s = 0.0
         self._jobs = 0
         self._registered = False
         self.closing = False
-        prefixes = tuple(shape.key_prefix[0] for shape in shapes if shape is not None)
-        self.shape = transfers.Shape(prefixes, self.staging)
+        self._timelines: dict[Key, Timeline] = {}
+        self.planner = Planner(
+            memory.save_slots_from, self._flags, chunk_blocks=max(1, chunk_bytes // self.block_bytes)
+        )
+        self.saver = Saver(
+            store, self.shape, CreditGranter(self.control.buffer, self.words, self.layout),
+            range(memory.save_slots_from, self.slot_count), partial(self._start, pools.save), self._log, clock_ns,
+        )  # fmt: skip
 
     def register_staging(self) -> None:
         """Make the staging known to an open store (RDMA needs it; once per opened store)."""
@@ -191,7 +143,7 @@ class EngineSession:
         elif record.kind == RecordKind.DONE:
             self._done(protocol.decode_done(record.payload))
         elif record.kind == RecordKind.SAVED:
-            self._saved(protocol.decode_saved(record.payload))
+            self.saver.saved(protocol.decode_saved(record.payload))
         else:
             raise ProtocolError(f"unknown record kind: kind={record.kind}")
 
@@ -214,18 +166,18 @@ class EngineSession:
             key, bytes(hint.hashes), hint.hash_bytes, hint.blocks, hint.local_blocks, hint.priority
         )
         self._timelines[key] = Timeline(hint, now)
-        if self._resets:  # keys of the old weights may still be there: a miss
+        if self.saver.resetting:  # keys of the old weights may still be there: a miss
             self.planner.looked_up(key, request.local)
             return
         digests = [request.digest(block) for block in range(request.local, request.blocks)]
         job = partial(transfers.look_up, self._store, self.shape, digests)
-        self._start(self._pools.look_up, job, partial(self._looked_up, key, self.reset_generation), None)
+        self._start(self._pools.look_up, job, partial(self._looked_up, key, self.saver.generation), None)
 
     def _looked_up(self, key: Key, reset_generation: int, run: int | None) -> None:
         request = self.planner.requests.get(key)
         if request is None:
             return
-        if reset_generation != self.reset_generation:
+        if reset_generation != self.saver.generation:
             run = 0
         found = request.local + (run or 0)
         timeline = self._timelines[key]
@@ -251,13 +203,13 @@ class EngineSession:
         if request is not None and timeline is not None:
             self._log.info("request.done", **timeline.fields(request, done, self.block_bytes))
 
-    def scan(self, now_ns: int) -> None:
+    def scan(self) -> None:
         """Find what a full ring did not say: flags given up without a nudge. Called a few times a second."""
         for key in list(self.planner.requests):
             flag = unpack(self.table.load(key[0]))
             if flag.generation != key[1] or flag.state in (FlagState.RELEASED, FlagState.CANCELLED, FlagState.FREE):
                 self._finish(key, None)
-        self._next_save(now_ns)
+        self.saver.next()
 
     # --- fetching ---------------------------------------------------------------------------------------------------
 
@@ -287,93 +239,13 @@ class EngineSession:
             fields = timeline.fields(request, None, self.block_bytes)
             self._log.info("request.done", **{**fields, "outcome": outcome})
 
-    # --- saving -----------------------------------------------------------------------------------------------------
-
-    def _saved(self, saved: protocol.Saved) -> None:
-        if len(set(saved.slots)) != len(saved.slots) or not self._outstanding_saves.issuperset(saved.slots):
-            raise ProtocolError(f"slots were not granted: slots={saved.slots[:8]}")
-        self._outstanding_saves.difference_update(saved.slots)
-        if saved.dropped or saved.reset_generation < self.reset_generation:
-            self.counters.lost_saves += 0 if saved.dropped else len(saved.slots)
-            self._grant(saved.slots)
-            return
-        self._save_jobs.append(_SaveJob(saved, list(zip(saved.hashes, saved.slots, strict=True))))
-        self._next_save(self._clock_ns())
-
-    def _next_save(self, now_ns: int) -> None:
-        """One save job at a time per engine; after the store ran out of space, not before its pause is over."""
-        if self._saving or self.closing or not self._save_jobs or now_ns < self._save_not_before_ns:
-            return
-        self._saving = True
-        job = self._save_jobs.popleft()
-        work = partial(transfers.save, self._store, self.shape, job.blocks)
-        lost = transfers.SaveResult(0, 0, len(job.blocks), [])
-        self._start(self._pools.save, work, partial(self._stored, job), lost)
-
-    def _stored(self, job: _SaveJob, result: transfers.SaveResult) -> None:
-        self._saving = False
-        job.stored += result.stored
-        job.present += result.present
-        job.failed += result.failed
-        now = self._clock_ns()
-        job.tries += 1
-        if result.again and job.tries < SAVE_TRIES and not self._resets:
-            # Its slots stay taken, so a full store slows saving down through the credits, and nothing else.
-            job.blocks = result.again
-            self._save_jobs.appendleft(job)
-            self._save_not_before_ns = now + self._save_pause_ns
-            self._save_pause_ns = min(2 * self._save_pause_ns, SAVE_PAUSE_NS[1])
-        else:
-            job.failed += len(result.again)
-            self._save_pause_ns = SAVE_PAUSE_NS[0]
-            self._save_done(job)
-        if self._resets:
-            self._remove()
-        self._next_save(now)
-
-    def _save_done(self, job: _SaveJob) -> None:
-        self.counters.saved_blocks += job.stored
-        self.counters.present_blocks += job.present
-        self.counters.lost_saves += job.failed
-        self._log.info(
-            "save.done", save_id=job.saved.save_id, stored_blocks=job.stored, present_blocks=job.present,
-            failed_blocks=job.failed, tries=job.tries,
-        )  # fmt: skip
-        self._grant(job.saved.slots)
-
-    def _grant(self, slots: list[int]) -> None:
-        self._outstanding_saves.update(slots)
-        self._credits.grant(slots)
-
     # --- reset ------------------------------------------------------------------------------------------------------
 
-    def reset(self, reset_generation: int, timeout_s: float, reply: Callable[[bool], None]) -> None:
+    def reset(self, generation: int, timeout_s: float, reply: Callable[[bool], None]) -> None:
         """Void everything staged, hinted or being saved before this generation, remove the keys, then reply."""
-        self.reset_generation = max(self.reset_generation, reset_generation)
+        self.saver.reset(generation, timeout_s, reply)
         for request in self.planner.reset():
             self._revoked(request, "reset")
-        while self._save_jobs:
-            job = self._save_jobs.popleft()
-            self.counters.lost_saves += len(job.blocks)
-            self._grant(job.saved.slots)
-        self._reset_timeout_s = timeout_s
-        self._resets.append(reply)
-        if not self._saving and len(self._resets) == 1:
-            self._remove()
-
-    def _remove(self) -> None:
-        # On the save thread, after every put of the old generation: a put cannot bring a removed key back.
-        self._saving = True
-        job = partial(transfers.remove_all, self._store, self.shape, self._reset_timeout_s)
-        self._start(self._pools.save, job, self._removed, False)
-
-    def _removed(self, ok: bool) -> None:
-        self._saving = False
-        self._log.info("store.reset", confirmed=ok, reset_generation=self.reset_generation)
-        self._resets.popleft()(ok)
-        if self._resets:
-            self._remove()
-        self._next_save(self._clock_ns())
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -402,12 +274,11 @@ class EngineSession:
 
     def gauges(self) -> dict[str, int]:
         """Slots, pins, requests and credits, as an auditor wants them."""
-        return {
-            **self.planner.gauges(),
-            "save_slots": self.save_slots,
-            "save_slots_out": self.save_slots - len(self._outstanding_saves),
-            "saves_queued": len(self._save_jobs),
-        }
+        return {**self.planner.gauges(), **self.saver.gauges()}
+
+    def account(self) -> dict[str, int]:
+        """Gauges and counters together, for the log and for whoever asks."""
+        return {**self.gauges(), **vars(self.counters), **vars(self.saver.counters)}
 
     def end(self) -> None:
         """No new work; the segments stay until idle. The engine reads CLOSING as gone."""
@@ -419,10 +290,9 @@ class EngineSession:
         if self._registered:
             for address, _ in self.staging.areas():
                 self._store.unregister(address)
-        self._log.info("engine.detached", **vars(self.counters), **self.gauges())
-        self.staging.close()
+        self._log.info("engine.detached", **self.account())
         # Their views would keep the control segment mapped.
-        del self.ring, self.table, self._flags, self._credits, self.liveness, self.planner
+        del self.ring, self.table, self._flags, self.liveness, self.planner, self.saver
         self.words.release()
-        self.control.close()
+        self.memory.close()
         self.doorbell.close()

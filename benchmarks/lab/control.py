@@ -59,6 +59,11 @@ def read_digests(config: Path, keys: Sequence[str], *, host_ip: str = "127.0.0.1
     return _ask({"op": "digests", "keys": list(keys)}, config, host_ip)
 
 
+def remove(config: Path, keys: Sequence[str], *, host_ip: str = "127.0.0.1") -> None:
+    """Remove keys, leased ones too, so that another writer can be compared."""
+    _ask({"op": "remove", "keys": list(keys)}, config, host_ip)
+
+
 def _ask(command: dict[str, object], config: Path, host_ip: str) -> list[str | None]:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.lab.control"],
@@ -112,6 +117,10 @@ def _main() -> None:
             for what, code in (("remove", store.remove(key, force=True)), ("put", store.put(key, value))):
                 if code != 0:
                     raise ControlError(f"{what} {key}: {code}")
+    elif command["op"] == "remove":
+        for key in keys:
+            if (code := store.remove(key, force=True)) != 0:
+                raise ControlError(f"remove {key}: {code}")
     print()
     print(json.dumps(answer), flush=True)
     # No close(): it takes two seconds, and the process ends anyway.

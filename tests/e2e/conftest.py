@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,11 @@ class Site:
         spec = EngineSpec(model=self.model, kv_transfer=ours(self.daemon.socket, role=role, **(extra or {})))
         return spec.but(**changes)
 
+    def fresh(self, engine: Engine) -> None:
+        """Once every save has reached the store: forget the engine's own prefix cache."""
+        self.assert_idle()
+        assert engine.reset_prefix_cache()
+
     def assert_idle(self) -> None:
         self.auditor.assert_idle(self.daemon.pid, self.daemon.socket)
 
@@ -60,10 +66,12 @@ def engines(module_auditor: Auditor) -> Iterator[Callable[..., Engine]]:
     """Starts engines that are stopped at the end of the module."""
     started: list[Engine] = []
 
-    def start(spec: EngineSpec) -> Engine:
+    def start(spec: EngineSpec, *, attached: bool = True) -> Engine:
         engine = Engine(spec)
         started.append(engine)
         engine.start()
+        if attached and "KVPrefetchConnector" in str(spec.kv_transfer):
+            wait_attached(engine)
         return engine
 
     yield start
@@ -85,9 +93,12 @@ def plain(model: Path, engines: Callable[..., Engine]) -> Engine:
     return engines(EngineSpec(model=model))
 
 
-def fresh(engine: Engine) -> None:
-    """Forget the engine's own prefix cache, keep the store."""
-    assert engine.reset_prefix_cache()
+def wait_attached(engine: Engine, timeout_s: float = 5.0) -> None:
+    """The promise: a daemon that is there is picked up within five seconds."""
+    deadline = time.monotonic() + timeout_s
+    while not engine.call("tests.e2e.probes:attached"):
+        assert time.monotonic() < deadline, f"not attached within {timeout_s} s"
+        time.sleep(0.05)
 
 
 def whole_blocks(prompt: list[int]) -> int:

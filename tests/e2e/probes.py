@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 
@@ -20,23 +22,121 @@ def _side(engine: Any) -> Any:
 
 def counters(engine: Any) -> dict[str, int]:
     """What our scheduler side counted."""
-    return dict(_side(engine)._scheduler_side.counters)
+    return dict(_side(engine)._scheduler.counters)
 
 
 def attached(engine: Any) -> bool:
     """Whether the scheduler side serves hints now."""
-    return bool(_side(engine)._scheduler_side.ready)
+    session = _side(engine)._scheduler._link.session
+    return session is not None and bool(session.alive(time.monotonic_ns()))
 
 
-def swap_blocks_on_load(engine: Any) -> None:
-    """From now on the first two slots of every load change places."""
+def load_a_foreign_block(engine: Any) -> None:
+    """From now on every load but the first gets the second block of the first load's prompt for its own."""
     side = _side(engine)
     build = side.build_connector_meta
+    foreign: list[int] = []
 
-    def swapped(scheduler_output: Any) -> Any:
+    def spoiled(scheduler_output: Any) -> Any:
         meta = build(scheduler_output)
         for load in meta.loads:
-            load.slots[0], load.slots[1] = load.slots[1], load.slots[0]
+            if foreign:
+                load.slots[1] = foreign[0]
+            else:
+                foreign.append(load.slots[1])
         return meta
 
-    side.build_connector_meta = swapped
+    side.build_connector_meta = spoiled
+
+
+def fail_next_allocation(engine: Any) -> None:
+    """The next allocation for a waiting request with an external hit fails once, as when the KV pool is full."""
+    manager = _scheduler(engine).kv_cache_manager
+    allocate = manager.allocate_slots
+
+    def failing(request: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("num_external_computed_tokens"):
+            manager.allocate_slots = allocate
+            return None
+        return allocate(request, *args, **kwargs)
+
+    manager.allocate_slots = failing
+
+
+def evict_on_arrival(engine: Any) -> None:
+    """From now on the engine's own prefix cache is emptied right after each request has arrived (and was hinted)."""
+    scheduler = _scheduler(engine)
+    connector = scheduler.connector
+    arrived = connector.on_new_request
+
+    def evicting(request: Any) -> None:
+        arrived(request)
+        assert scheduler.kv_cache_manager.reset_prefix_cache()
+
+    connector.on_new_request = evicting
+
+
+_PREEMPTED: list[str] = []
+
+
+def count_preemptions(engine: Any) -> None:
+    """Count from now on; preemptions() tells."""
+    scheduler = _scheduler(engine)
+    preempt = scheduler._preempt_request
+
+    def counting(request: Any, *args: Any, **kwargs: Any) -> Any:
+        _PREEMPTED.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = counting
+
+
+def preemptions(_engine: Any) -> int:
+    return len(_PREEMPTED)
+
+
+BEGIN, END = "/kvprefetch-trace-begin", "/kvprefetch-trace-end"
+
+
+def _mark(path: str) -> None:
+    """A system call that a trace shows and nothing else makes."""
+    os.path.exists(path)
+
+
+def trace_pushes(engine: Any) -> None:
+    """From now on every on_new_request stands between two marks in a trace."""
+    connector = _scheduler(engine).connector
+    arrived = connector.on_new_request
+
+    def traced(request: Any) -> None:
+        _mark(BEGIN)
+        arrived(request)
+        _mark(END)
+
+    connector.on_new_request = traced
+
+
+def add_and_poll(engine: Any, prompts: list[list[int]], polls: int, *, plant: bool = False) -> int:
+    """Add requests, ask for the first one `polls` times between two marks, and abort them; how often it was pending.
+
+    With `plant` each poll also makes a system call of its own, which the trace must show.
+    """
+    from vllm import SamplingParams
+
+    scheduler = _scheduler(engine)
+    before = set(scheduler.requests)
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"poll-{index}", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=1))
+    names = [name for name in scheduler.requests if name not in before]
+    request = scheduler.requests[names[0]]
+    ask = scheduler.connector.get_num_new_matched_tokens
+    pending = 0
+    ask(request, 0)  # the first visit tells the daemon that the request was asked for, which may ring the bell
+    _mark(BEGIN)
+    for _ in range(polls):
+        pending += ask(request, 0) == (None, False)
+        if plant:
+            os.getppid()
+    _mark(END)
+    engine.abort_request([f"poll-{index}" for index in range(len(prompts))])
+    return pending

@@ -11,7 +11,7 @@ from benchmarks.lab.checkpoint import TINY_TP2, make_checkpoint
 from benchmarks.lab.connectors import multi, ours
 from benchmarks.lab.engine import Engine, EngineSpec
 from benchmarks.lab.prompts import make_prompts
-from tests.e2e.conftest import BLOCK, Site, fresh, whole_blocks
+from tests.e2e.conftest import BLOCK, Site, whole_blocks
 
 PROMPTS = make_prompts(12, 300, seed=1)
 
@@ -38,7 +38,7 @@ def test_loaded_tokens_equal_recomputed_ones(site: Site, right: list[list[int]],
     first = engine.run(PROMPTS)
     assert first.tokens == right
     assert first.cached_tokens == [0] * len(PROMPTS)
-    fresh(engine)
+    site.fresh(engine)
     second = engine.run(PROMPTS)
     assert second.cached_tokens == [whole_blocks(prompt) for prompt in PROMPTS]
     assert second.tokens == right
@@ -48,15 +48,16 @@ def test_loaded_tokens_equal_recomputed_ones(site: Site, right: list[list[int]],
     engine.stop()
 
 
-def test_two_swapped_blocks_change_the_tokens(site: Site, right: list[list[int]]) -> None:
+def test_a_block_of_another_prompt_changes_the_tokens(site: Site, right: list[list[int]]) -> None:
     """The control: were the loaded KV wrong, the comparison above would see it."""
     engine = site.engine(site.spec(extra={"cache_prefix": "swap"}))
-    engine.run(PROMPTS[:2])
-    fresh(engine)
-    engine.call("tests.e2e.probes:swap_blocks_on_load")
-    second = engine.run(PROMPTS[:2])
+    engine.run(PROMPTS[:4])
+    site.fresh(engine)
+    engine.call("tests.e2e.probes:load_a_foreign_block")
+    second = engine.run(PROMPTS[:4], concurrency=1)
     assert min(second.cached_tokens) > 0
-    assert all(got != want for got, want in zip(second.tokens, right[:2], strict=True))
+    changed = [got != want for got, want in zip(second.tokens, right[:4], strict=True)]
+    assert changed == [False, True, True, True]
     engine.stop()
 
 
@@ -71,7 +72,7 @@ def test_as_a_child_of_multi_connector(site: Site, right: list[list[int]], tmp_p
     for children in ((mine, example), (example, mine)):
         engine = site.engine(EngineSpec(model=site.model, kv_transfer=multi(*children)))
         assert engine.run(PROMPTS).tokens == right
-        fresh(engine)
+        site.fresh(engine)
         second = engine.run(PROMPTS)
         assert second.tokens == right
         assert min(second.cached_tokens) > 0
@@ -88,7 +89,7 @@ def test_on_two_ranks(site: Site, engines: Callable[..., Engine], tmp_path: Path
     engine = site.engine(site.spec(model=model, tensor_parallel_size=2, extra={"cache_prefix": "tp2"}))
     assert engine.run(prompts).tokens == right
     for load in range(2):
-        fresh(engine)
+        site.fresh(engine)
         second = engine.run(prompts)
         assert second.cached_tokens == [whole_blocks(prompt) for prompt in prompts], load
         assert second.tokens == right
@@ -107,7 +108,7 @@ def test_every_prompt_length_hits_its_whole_blocks(site: Site) -> None:
         )
     )  # fmt: skip
     first = engine.run(prompts, max_tokens=8)
-    fresh(engine)
+    site.fresh(engine)
     second = engine.run(prompts, max_tokens=8)
     assert second.cached_tokens == [whole_blocks(prompt) for prompt in prompts]
     assert second.tokens == first.tokens

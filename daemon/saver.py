@@ -1,0 +1,168 @@
+"""The saver of one engine: slots granted, copied blocks put into the store, slots granted again; and the reset barrier.
+
+One job at a time, on the pool's save thread.  A full store slows saving down through the credits and nothing else: the
+slots of what could not be put stay taken while it is tried again.  A reset waits for the put in flight, drops all that is
+of the old weights, and only then removes the keys, so that no put can bring one back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from ..shmring.credits import CreditGranter
+from ..shmring.protocol import ProtocolError, Saved
+from . import transfers
+from .logs import Log
+from .store import Store
+
+PAUSE_NS = (100_000_000, 2_000_000_000)
+TRIES = 8  # about ten seconds of a full store
+
+
+@dataclass
+class SaveCounters:
+    """Blocks by what became of them."""
+
+    saved_blocks: int = 0
+    present_blocks: int = 0
+    lost_saves: int = 0
+
+
+@dataclass
+class _Job:
+    """Blocks on their way into the store; `blocks` are those still to put."""
+
+    saved: Saved
+    blocks: list[tuple[bytes, int]]
+    stored: int = 0
+    present: int = 0
+    failed: int = 0
+    tries: int = 0
+
+
+@dataclass(frozen=True)
+class _Reset:
+    timeout_s: float
+    reply: Callable[[bool], None]
+
+
+class RunJob(Protocol):
+    """Runs a blocking store job on the save thread, then `done` with its result (or `failed`) on the main loop."""
+
+    def __call__(self, job: Callable[[], Any], done: Callable[[Any], None], failed: Any) -> None: ...
+
+
+class Saver:
+    """Owns the save slots [first_slot, last_slot) of one engine."""
+
+    def __init__(
+        self, store: Store, shape: transfers.Shape, credits: CreditGranter, slots: range, run: RunJob, log: Log,
+        clock_ns: Callable[[], int],
+    ) -> None:  # fmt: skip
+        self._store, self._shape, self._credits, self._run = store, shape, credits, run
+        self._log, self._clock_ns = log, clock_ns
+        self.counters = SaveCounters()
+        self.slot_count = len(slots)
+        self.generation = 0
+        self._granted: set[int] = set()
+        self._jobs: deque[_Job] = deque()
+        self._resets: deque[_Reset] = deque()
+        self._busy = False
+        self._not_before_ns = 0
+        self._pause_ns = PAUSE_NS[0]
+        self._grant(list(slots))
+
+    def saved(self, record: Saved) -> None:
+        """Every rank copied these blocks (or dropped them). Raises ProtocolError for slots that are not out."""
+        if len(set(record.slots)) != len(record.slots) or not self._granted.issuperset(record.slots):
+            raise ProtocolError(f"slots were not granted: slots={record.slots[:8]}")
+        self._granted.difference_update(record.slots)
+        if record.dropped or record.reset_generation < self.generation:
+            self.counters.lost_saves += 0 if record.dropped else len(record.slots)
+            self._grant(record.slots)
+            return
+        self._jobs.append(_Job(record, list(zip(record.hashes, record.slots, strict=True))))
+        self.next()
+
+    def next(self) -> None:
+        """Start the next job, unless one runs or a full store's pause is not over."""
+        if self._busy or not self._jobs or self._clock_ns() < self._not_before_ns:
+            return
+        self._busy = True
+        job = self._jobs.popleft()
+        work = partial(transfers.save, self._store, self._shape, job.blocks)
+        self._run(work, partial(self._stored, job), transfers.SaveResult(0, 0, len(job.blocks), []))
+
+    def _stored(self, job: _Job, result: transfers.SaveResult) -> None:
+        self._busy = False
+        job.tries += 1
+        job.stored += result.stored
+        job.present += result.present
+        job.failed += result.failed
+        if result.again and job.tries < TRIES and not self._resets:
+            job.blocks = result.again
+            self._jobs.appendleft(job)
+            self._not_before_ns = self._clock_ns() + self._pause_ns
+            self._pause_ns = min(2 * self._pause_ns, PAUSE_NS[1])
+        else:
+            job.failed += len(result.again)
+            self._pause_ns = PAUSE_NS[0]
+            self._finished(job)
+        if self._resets:
+            self._remove()
+        self.next()
+
+    def _finished(self, job: _Job) -> None:
+        self.counters.saved_blocks += job.stored
+        self.counters.present_blocks += job.present
+        self.counters.lost_saves += job.failed
+        self._log.info(
+            "save.done", save_id=job.saved.save_id, stored_blocks=job.stored, present_blocks=job.present,
+            failed_blocks=job.failed, tries=job.tries,
+        )  # fmt: skip
+        self._grant(job.saved.slots)
+
+    def reset(self, generation: int, timeout_s: float, reply: Callable[[bool], None]) -> None:
+        """Drop saves of older generations, remove every key of the namespace, then reply whether that is confirmed."""
+        self.generation = max(self.generation, generation)
+        while self._jobs:
+            job = self._jobs.popleft()
+            self.counters.lost_saves += len(job.blocks)
+            self._grant(job.saved.slots)
+        self._resets.append(_Reset(timeout_s, reply))
+        if not self._busy:
+            self._remove()
+
+    @property
+    def resetting(self) -> bool:
+        """Keys of the old weights may still be in the store."""
+        return bool(self._resets)
+
+    def _remove(self) -> None:
+        self._busy = True
+        work = partial(transfers.remove_all, self._store, self._shape, self._resets[0].timeout_s)
+        self._run(work, self._removed, False)
+
+    def _removed(self, ok: bool) -> None:
+        self._busy = False
+        self._log.info("store.reset", confirmed=ok, reset_generation=self.generation)
+        self._resets.popleft().reply(ok)
+        if self._resets:
+            self._remove()
+        self.next()
+
+    def _grant(self, slots: list[int]) -> None:
+        self._granted.update(slots)
+        self._credits.grant(slots)
+
+    def gauges(self) -> dict[str, int]:
+        """`save_slots_busy` are with the saver; the rest are granted: with the engine, or free for it to take."""
+        return {
+            "save_slots": self.slot_count,
+            "save_slots_busy": self.slot_count - len(self._granted),
+            "saves_queued": len(self._jobs) + self._busy,
+        }

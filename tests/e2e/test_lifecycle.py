@@ -1,0 +1,125 @@
+"""Engines and daemons that come, go, stop and are killed: the engine serves every request, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lab.connectors import ours
+from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.engine import Engine, EngineSpec
+from benchmarks.lab.passes import Abort
+from benchmarks.lab.prompts import make_prompts
+from tests.e2e.conftest import wait_attached, whole_blocks
+from tests.support.auditor import Auditor
+
+PROMPTS = make_prompts(8, 300, seed=31)
+HITS = [whole_blocks(prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def right(plain: Engine) -> list[list[int]]:
+    return plain.run(PROMPTS).tokens
+
+
+def test_the_daemon_may_come_late_stop_and_come_back(
+    model: Path, right: list[list[int]], engines: Callable[..., Engine], module_auditor: Auditor, tmp_path: Path
+) -> None:
+    disk = f"{tmp_path / 'disk'}:256MiB"
+    daemon = Daemon(memory="64MiB", staging="32MiB", disk=disk)
+    engine = engines(EngineSpec(model=model, kv_transfer=ours(daemon.socket)), attached=False)
+    assert engine.run(PROMPTS).tokens == right, "no daemon yet"
+    with daemon:
+        wait_attached(engine)
+        assert engine.reset_prefix_cache()
+        assert engine.run(PROMPTS).tokens == right, "saving"
+        module_auditor.assert_idle(daemon.pid, daemon.socket)
+        assert engine.reset_prefix_cache()
+        second = engine.run(PROMPTS)
+        assert second.tokens == right
+        assert second.cached_tokens == HITS
+        for end in ("sigterm", "sigkill"):
+            if end == "sigkill":
+                time.sleep(4)  # what had reached the disk by then is kept (README, "What survives")
+            assert engine.reset_prefix_cache()
+            engine.begin(PROMPTS, max_tokens=64, concurrency=2)
+            engine.wait_event("first_token")
+            getattr(daemon, end)()
+            disturbed = engine.finish()
+            assert [tokens[:32] for tokens in disturbed.tokens] == right, end
+            assert {request.finish_reason for request in disturbed.requests} == {"length"}
+            daemon.start()
+            wait_attached(engine)
+            assert engine.reset_prefix_cache()
+            again = engine.run(PROMPTS)
+            assert again.tokens == right, end
+            assert again.cached_tokens == HITS, f"the disk tier has it all after {end}"
+        module_auditor.assert_idle(daemon.pid, daemon.socket)
+        engine.stop()
+
+
+def test_aborts_at_every_stage_leave_nothing_pinned(
+    model: Path, right: list[list[int]], engines: Callable[..., Engine], module_auditor: Auditor
+) -> None:
+    with Daemon(memory="64MiB", staging="16MiB") as daemon:
+        for load_mode in ("sync", "async"):
+            engine = engines(EngineSpec(model=model, kv_transfer=ours(daemon.socket, load_mode=load_mode)))
+            engine.run(PROMPTS)
+            module_auditor.assert_idle(daemon.pid, daemon.socket)
+            for steps in range(6):
+                assert engine.reset_prefix_cache()
+                aborts = [Abort(index, after_steps=steps + index) for index in range(0, len(PROMPTS), 2)]
+                partly = engine.run(PROMPTS, aborts=aborts)
+                for request in partly.requests[1::2]:
+                    assert request.tokens == right[request.index]
+                module_auditor.assert_idle(daemon.pid, daemon.socket)
+            engine.stop()
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "worker"])
+def test_a_killed_engine_leaves_nothing_and_others_go_on(
+    model: Path, right: list[list[int]], engines: Callable[..., Engine], module_auditor: Auditor, victim: str
+) -> None:
+    with Daemon(memory="64MiB", staging="16MiB") as daemon:
+        survivor = engines(EngineSpec(model=model, kv_transfer=ours(daemon.socket)))
+        survivor.run(PROMPTS)
+        doomed = engines(EngineSpec(model=model, kv_transfer=ours(daemon.socket)))
+        doomed.begin(PROMPTS, max_tokens=200)
+        doomed.wait_event("first_token")
+        doomed.kill(worker_rank=0 if victim == "worker" else None)
+        module_auditor_deadline = time.monotonic() + 20
+        while len(daemon.records("engine.detached")) < 1:
+            assert time.monotonic() < module_auditor_deadline, "the daemon did not notice"
+            time.sleep(0.05)
+        assert survivor.reset_prefix_cache()
+        second = survivor.run(PROMPTS)
+        assert second.tokens == right
+        assert second.cached_tokens == HITS
+        module_auditor.assert_idle(daemon.pid, daemon.socket)
+        doomed.stop()
+        survivor.stop()
+        assert daemon.sigterm(30) == 0
+
+
+def test_a_frozen_daemon_holds_no_request_past_the_deadline(
+    model: Path, right: list[list[int]], engines: Callable[..., Engine], module_auditor: Auditor
+) -> None:
+    with Daemon(memory="64MiB", staging="16MiB") as daemon:
+        engine = engines(EngineSpec(model=model, kv_transfer=ours(daemon.socket, wait_timeout_ms=1000)))
+        engine.run(PROMPTS)
+        module_auditor.assert_idle(daemon.pid, daemon.socket)
+        assert engine.reset_prefix_cache()
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            frozen = engine.run(PROMPTS, timeout_s=60)
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert frozen.tokens == right
+        assert frozen.total_s < 30
+        module_auditor.assert_idle(daemon.pid, daemon.socket)
+        engine.stop()

@@ -1,0 +1,100 @@
+"""No system call per poll, none per push while the daemon is awake: strace on a real scheduler thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lab.connectors import ours
+from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.engine import Engine, EngineSpec
+from benchmarks.lab.prompts import make_prompts
+from benchmarks.lab.store import Store
+from tests.e2e.probes import BEGIN, END
+from tests.support.auditor import Auditor
+
+POLLS = 2000
+
+pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+
+
+@contextlib.contextmanager
+def strace(pid: int, output: Path) -> Iterator[None]:
+    """Trace one thread: the process's main thread, which is the scheduler's."""
+    tracer = subprocess.Popen(["strace", "-p", str(pid), "-o", str(output)], stderr=subprocess.PIPE, text=True)
+    assert tracer.stderr is not None
+    line = tracer.stderr.readline()
+    if "attached" not in line:
+        tracer.kill()
+        tracer.wait()
+        tracer.stderr.close()
+        pytest.skip(f"strace cannot attach here: {line.strip()}")
+    try:
+        yield
+    finally:
+        tracer.send_signal(signal.SIGINT)
+        tracer.wait(30)
+        tracer.stderr.close()
+
+
+def between_marks(trace: Path) -> list[Counter[str]]:
+    """System calls by name for every stretch between two marks."""
+    stretches: list[Counter[str]] = []
+    inside: Counter[str] | None = None
+    for line in trace.read_text().splitlines():
+        if BEGIN in line:
+            inside = Counter()
+        elif END in line:
+            assert inside is not None
+            stretches.append(inside)
+            inside = None
+        elif inside is not None and (match := re.match(r"(\w+)\(", line)):
+            inside[match[1]] += 1
+    return stretches
+
+
+def test_polls_and_pushes_make_no_system_call(
+    model: Path, engines: Callable[..., Engine], module_auditor: Auditor, tmp_path: Path
+) -> None:
+    prompts = make_prompts(50, 300, seed=51)
+    with Store(memory="256 MB") as cluster, Daemon(
+        mooncake_config=cluster.config, staging="64MiB", extra=("--spin-us", "10000")
+    ) as daemon:  # fmt: skip
+        engine = engines(EngineSpec(model=model, kv_transfer=ours(daemon.socket, wait_timeout_ms=60_000)))
+        engine.run(prompts[:4])
+        module_auditor.assert_idle(daemon.pid, daemon.socket)
+        assert engine.reset_prefix_cache()
+        engine.call("tests.e2e.probes:trace_pushes")
+        # The owner of the data stands still: the fetch stays in flight for as long as the polls take.
+        os.kill(cluster.owner_pid, signal.SIGSTOP)
+        try:
+            with strace(engine.scheduler_pid, tmp_path / "trace"):
+                pending = engine.call("tests.e2e.probes:add_and_poll", prompts, POLLS)
+            with strace(engine.scheduler_pid, tmp_path / "planted"):
+                engine.call("tests.e2e.probes:add_and_poll", prompts[:2], POLLS, plant=True)
+        finally:
+            os.kill(cluster.owner_pid, signal.SIGCONT)
+        assert pending == POLLS
+        *pushes, polls = between_marks(tmp_path / "trace")
+        locks = polls.pop("futex", 0)  # Python's own lock changing hands with the watching thread
+        assert not polls, f"{POLLS} polls made system calls: {dict(polls)} (and {locks} futex)"
+        *_, planted = between_marks(tmp_path / "planted")
+        assert planted["getppid"] == POLLS, "the trace must see a system call where there is one"
+        assert len(pushes) == len(prompts)
+        for push in pushes:
+            push.pop("futex", 0)
+            assert not push - Counter({"write": 1}), f"a push did more than ring the bell: {dict(push)}"
+        silent = sum(not push for push in pushes)
+        assert silent >= 0.8 * len(pushes), f"only {silent} of {len(pushes)} pushes found the daemon awake"
+        time.sleep(0.1)
+        engine.stop()
