@@ -17,6 +17,8 @@ import posix_ipc
 
 from .errors import SegmentError
 
+POPULATE_BYTES = 128 << 20
+
 
 class Segment:
     """A mapped shared-memory segment. `buffer` is its memory; `fd` may be sent to another process (SCM_RIGHTS).
@@ -34,7 +36,9 @@ class Segment:
                 # Mapping past the end of a tmpfs file is a SIGBUS at the first access: refuse it here.
                 raise SegmentError(f"segment is smaller than announced: bytes={actual} announced={size_bytes}")
             protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-            self._map = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, protection)
+            # A control segment's pages are mapped at once: a page fault costs more than the push that meets it.
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if size_bytes <= POPULATE_BYTES else 0)
+            self._map = mmap.mmap(fd, size_bytes, flags, protection)
         except BaseException:
             os.close(fd)
             raise

@@ -54,6 +54,15 @@ def test_closing_leaves_no_descriptor_and_no_mapping(kind: str) -> None:
     assert Path("/proc/self/maps").read_text().count("kvprefetch") == maps
 
 
+def test_the_pages_of_a_control_segment_are_mapped_at_once() -> None:
+    """A page fault costs more than the push that would meet it."""
+    size = 1 << 20
+    segment = Segment.create(size)
+    blocks = Path("/proc/self/smaps").read_text().split("memfd:kvprefetch")[1:]
+    assert [f"Rss:                {size >> 10} kB" in block.split("VmFlags")[0] for block in blocks] == [True]
+    segment.close()
+
+
 def test_a_view_that_is_still_in_use_outlives_the_close() -> None:
     segment = Segment.create(4096)
     view = segment.buffer[:8]
