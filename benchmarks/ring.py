@@ -132,8 +132,8 @@ def push_cost(links: list[Link], rounds: int) -> tuple[Rows, Rows]:
 
     `memcpy` is the floor of each.  A peer that only hands over to a thread of its own (Queue, ZMQ) looks cheap in a
     row, where that thread is awake already; one alone must wake it, and a scheduler's hints come alone.  `push itself`
-    is ours, up to 100 in a row, in a ring of 1 MiB that nobody polls meanwhile: the rest of our number is cache lines on
-    their way to the other core and code that went cold.
+    is ours, up to 100 in a row, in a ring of 1 MiB that nobody polls meanwhile: the rest of our number is cache lines
+    on their way to the other core and code that went cold.
     """
     itself = Ring(1 << 20)
     itself.open_sender()
