@@ -48,10 +48,10 @@ class DaemonConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    socket: Path = Field(default_factory=default_socket)
+    socket: Path = Field(default_factory=default_socket, description="control socket")
     staging: Size = Field(default=1 << 30, ge=4096, le=1 << 42, description="staging bytes of each engine, all ranks")
     save_share: float = Field(default=0.25, ge=0.0, le=0.9, description="share of the staging slots kept for saves")
-    max_engines: int = Field(default=8, ge=1, le=256)
+    max_engines: int = Field(default=8, ge=1, le=256, description="engines attached at a time")
     mooncake_config: Path | None = Field(default=None, description="JSON file of a cluster to join")
     memory: Size = Field(default=1 << 30, ge=16 << 20, le=1 << 42, description="DRAM segment of the embedded store")
     disk: str | None = Field(default=None, description="DIR[:SIZE] of the embedded store's SSD tier")
@@ -63,8 +63,10 @@ class DaemonConfig(BaseModel):
     )  # fmt: skip
     spin_us: int = Field(default=50, ge=0, le=10_000, description="how long the idle loop spins before it sleeps")
     hint_ring: Size = Field(default=4 << 20, ge=1 << 16, le=1 << 30, description="bytes of each engine's hint ring")
-    rpc_timeout_ms: int = Field(default=2000, ge=10, le=60_000)
-    log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
+    rpc_timeout_ms: int = Field(default=2000, ge=10, le=60_000, description="one question to the master")
+    log_level: str = Field(
+        default="info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error"
+    )
 
 
 def load(values: Mapping[str, Any]) -> DaemonConfig:

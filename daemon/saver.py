@@ -1,8 +1,8 @@
 """The saver of one engine: slots granted, copied blocks put into the store, slots granted again; and the reset barrier.
 
-One job at a time, on the pool's save thread.  A full store slows saving down through the credits and nothing else: the
-slots of what could not be put stay taken while it is tried again.  A reset waits for the put in flight, drops all that is
-of the old weights, and only then removes the keys, so that no put can bring one back.
+One job at a time, on the pool's save thread.  A full store slows saving down through the credits and nothing else:
+the slots of what could not be put stay taken while it is tried again.  A reset waits for the put in flight, drops all
+that is of the old weights, and only then removes the keys, so that no put can bring one back.
 """
 
 from __future__ import annotations
