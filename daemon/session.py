@@ -16,6 +16,7 @@ from ..shmring import protocol
 from ..shmring._atomics import Words
 from ..shmring.credits import CreditGranter
 from ..shmring.doorbell import Doorbell
+from ..shmring.errors import SegmentCorrupt
 from ..shmring.flags import FlagTable, pack, unpack
 from ..shmring.liveness import Liveness, PeerState
 from ..shmring.protocol import FlagState, Hello, ProtocolError, RecordKind
@@ -28,6 +29,8 @@ from .pools import Pools
 from .saver import Saver
 from .store import Store
 from .timeline import Timeline
+
+MAX_EXCHANGES = 16  # an honest engine makes two transitions of one use of a flag at most
 
 
 @dataclass
@@ -62,13 +65,14 @@ class _Flags:
 
     def _move(self, key: Key, states: tuple[FlagState, ...], desired: int) -> bool:
         flag, generation = key
-        while True:
+        for _ in range(MAX_EXCHANGES):
             word = self._table.load(flag)
             seen = unpack(word)
             if seen.generation != generation or seen.state not in states:
                 return False
             if self._table.exchange(flag, word, desired):
                 return True
+        raise SegmentCorrupt(f"flag does not stand still: flag={flag} word={self._table.load(flag):#x}")
 
 
 class EngineSession:

@@ -130,7 +130,7 @@ class Daemon:
                 if self._ended or not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     return None
 
-    def sigterm(self, timeout_s: float = 20.0) -> int:
+    def sigterm(self, timeout_s: float = 40.0) -> int:
         """Ask it to stop, wait, and return its exit code."""
         os.kill(self.pid, signal.SIGTERM)
         return self.wait_exit(timeout_s)

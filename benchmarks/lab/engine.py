@@ -122,6 +122,7 @@ class Engine:
         self._rpc = tempfile.mkdtemp(prefix="kvl-")
         self._child: subprocess.Popen[bytes] | None = None
         self._buffer = b""
+        self._workers: list[int] = []
 
     def __enter__(self) -> Engine:
         self.start()
@@ -147,7 +148,8 @@ class Engine:
                 start_new_session=True,
             )
         try:
-            self.command({"op": "start", "engine_args": self.spec.engine_args()}, timeout_s=self.start_timeout_s)
+            message = {"op": "start", "engine_args": self.spec.engine_args()}
+            self._workers = [int(pid) for pid in self.command(message, timeout_s=self.start_timeout_s)["workers"]]
         except BaseException:
             self.stop()
             raise
@@ -189,7 +191,7 @@ class Engine:
     @property
     def worker_pids(self) -> list[int]:
         """Pids of the workers, by rank."""
-        return [int(pid) for pid in self.command({"op": "pids"})["workers"]]
+        return self._workers
 
     def run(
         self,

@@ -65,8 +65,6 @@ class Child:
             return self._pass(message)
         if operation == "reset":
             return {"value": self._reset(message["reset_connector"])}
-        if operation == "pids":
-            return {"scheduler": os.getpid(), "workers": self._workers()}
         if operation == "call":
             module, _, name = message["function"].partition(":")
             function = getattr(importlib.import_module(module), name)

@@ -65,7 +65,9 @@ def test_preempted_requests_start_over_with_right_tokens(
     """A pool too small for four long outputs: requests are preempted, resumed, and loaded again."""
     prompts = make_prompts(6, 200, seed=43)
     right = plain.run(prompts, max_tokens=150).tokens
-    spec = site.spec(extra={"load_mode": load_mode, "cache_prefix": f"preempt-{load_mode}"}, num_gpu_blocks=30)
+    spec = site.spec(
+        extra={"load_mode": load_mode, "cache_prefix": f"preempt-{load_mode}"}, num_gpu_blocks=30, max_model_len=512
+    )
     engine = site.engine(spec)
     engine.call("tests.e2e.probes:count_preemptions")
     for _ in range(2):
