@@ -1,0 +1,248 @@
+"""The private Mooncake master, and the settings of a store beside it, for a daemon with no cluster configured.
+
+The daemon itself owns the DRAM segment and the disk tier (Mooncake's bucket backend, which finds its data again after
+a restart; the offset-allocator backend does not). One value per bucket: a partly filled bucket is never written, so
+with more the last values put would never reach the disk, and eviction and removal would act on strangers in the same
+bucket.
+
+What survives what: a value is on disk after the first tier heartbeat (1 s) that finds it complete, plus the time to
+write it. A clean stop that calls `Store.flush` first loses nothing; a SIGKILL of the daemon loses what was put in
+about the last two heartbeats, and everything before is found, because the tier is scanned inside `Store.open`, which
+returns afterwards. The tier does not fsync: a power failure can lose what the kernel had not written back.
+
+While memory is full of values not yet on disk, puts answer NO_SPACE; a value that waits for the disk is never
+evicted. Room returns about three seconds later (heartbeat, then the lease that writing to disk takes on each value).
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from .store_settings import MooncakeSettings, SettingsError
+
+MIN_MEMORY_BYTES = 16 << 20  # one allocation unit of Mooncake's segment; 8 MiB is refused at set-up
+_START_TIMEOUT_S = 10.0
+_ATTEMPTS = 5
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+
+# Runs in the child and then becomes the master: the death signal outlives execve. A parent that died before the prctl
+# would never send it, so the parent's pid is compared afterwards. PR_SET_PDEATHSIG is 1 (linux/prctl.h). Not a
+# preexec_fn: that runs Python between fork and exec, which can deadlock in a process with threads.
+_LAUNCH = (
+    "import ctypes,os,sys;ctypes.CDLL(None).prctl(1,9,0,0,0);os.getppid()==int(sys.argv[1]) or os._exit(1);"
+    "os.execv(sys.argv[2],sys.argv[2:])"
+)
+
+
+class EmbeddedError(Exception):
+    """The private master cannot be started; one line."""
+
+
+@dataclass(frozen=True)
+class DiskSpec:
+    """A directory for the disk tier and the bytes it may take; None is no bound of its own."""
+
+    path: Path
+    size_bytes: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> DiskSpec:
+        """From "DIR" or "DIR:SIZE", such as /var/x:20GiB. The directory must be absolute. Raises SettingsError."""
+        head, colon, tail = text.rpartition(":")
+        if not colon or "/" in tail:
+            head, tail = text, ""
+        size = None
+        if colon and head != text:
+            match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", tail.strip().lower())
+            if not match or match[2] not in _UNITS:
+                raise SettingsError(
+                    f"disk={text!r}: size {tail!r} must be a number with B, KB, KiB, MB, MiB, GB, GiB, TB or TiB"
+                )
+            size = int(float(match[1]) * _UNITS[match[2]])
+            if size < MIN_MEMORY_BYTES:
+                raise SettingsError(f"disk={text!r}: size {tail!r} must be at least 16MiB")
+        if not head.startswith("/") or ".." in Path(head).parts:
+            raise SettingsError(f"disk={text!r}: directory {head!r} must be absolute and without '..'")
+        return cls(Path(head), size)
+
+
+class EmbeddedMaster:
+    """A `mooncake_master` process on loopback that dies with this process, even by SIGKILL.
+
+    `memory_bytes` is the DRAM segment the store in this process will own (raised to whole units of 16 MiB).
+    """
+
+    def __init__(self, memory_bytes: int, disk: DiskSpec | None, log: Any, *, master_port: int | None = None) -> None:
+        self._memory_bytes = -(-max(memory_bytes, 1) // MIN_MEMORY_BYTES) * MIN_MEMORY_BYTES
+        self._disk = disk
+        self._log = log
+        self._port = master_port
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+        self._last: collections.deque[str] = collections.deque(maxlen=20)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the master, None before `start` and after `stop`."""
+        return self._process.pid if self._process else None
+
+    def alive(self) -> bool:
+        """Whether the master runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> MooncakeSettings:
+        """Start the master and wait until it answers; the settings for one Store in this process.
+
+        Call it on the main thread: the kernel sends the death signal when the *thread* that forked ends. It sets
+        MOONCAKE_* and MC_* variables of this process, which Mooncake reads when it is loaded, so call it before any
+        Store.open. Raises EmbeddedError.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise EmbeddedError("the private master must be started on the main thread: it would die with this one")
+        if self._process is not None:
+            raise EmbeddedError("the private master was already started")
+        self._set_environment()
+        binary = _binary()
+        for attempt in range(_ATTEMPTS):
+            port = self._port or _free_port()
+            if self._port and not _bindable(port):
+                raise SettingsError(f"master_port={port}: the port is in use on 127.0.0.1")
+            self._spawn(binary, port)
+            if self._answers(port):
+                self._log.info("master.started", pid=self.pid, port=port, memory_bytes=self._memory_bytes)
+                return self._settings(port)
+            self._log.debug("master.retried", port=port, attempt=attempt)
+            self.stop()
+        raise EmbeddedError(f"mooncake_master did not start: {self._last[-1] if self._last else 'it said nothing'}")
+
+    def stop(self) -> None:
+        """End the master. Close the store first: it tells the master goodbye. Idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if self._reader:
+            self._reader.join(1.0)
+        self._log.info("master.stopped", pid=process.pid, code=process.returncode)
+
+    def _set_environment(self) -> None:
+        os.environ["MC_TCP_BIND_ADDRESS"] = "127.0.0.1"
+        if self._disk is None:
+            return
+        try:
+            self._disk.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise SettingsError(f"disk={str(self._disk.path)!r}: {error.strerror}") from None
+        tier = {
+            "STORAGE_BACKEND_DESCRIPTOR": "bucket_storage_backend",
+            "BUCKET_KEYS_LIMIT": "1",
+            "BUCKET_EVICTION_POLICY": "lru",
+            "HEARTBEAT_INTERVAL_SECONDS": "1",
+            "LOCAL_BUFFER_SIZE_BYTES": str(256 << 20),
+        }
+        if self._disk.size_bytes:
+            # MAX_TOTAL_SIZE counts values and makes the tier evict from 90 % down to 80 %; MAX_PHYSICAL_BYTES counts
+            # the blocks the files really take (each value also has a .meta file), and a write above it evicts first.
+            tier["BUCKET_MAX_TOTAL_SIZE"] = tier["TOTAL_SIZE_LIMIT_BYTES"] = str(self._disk.size_bytes)
+            tier["BUCKET_MAX_PHYSICAL_BYTES"] = str(self._disk.size_bytes)
+        for name, value in tier.items():
+            os.environ["MOONCAKE_OFFLOAD_" + name] = value
+
+    def _spawn(self, binary: str, port: int) -> None:
+        command = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), binary]
+        command += ["--rpc_address=127.0.0.1", f"--rpc_port={port}", "--rpc_thread_num=4"]
+        command += ["--metrics_host=127.0.0.1", f"--metrics_port={_free_port()}", "--logtostderr"]
+        if self._disk:
+            # Writing a value to disk takes a lease on it, and memory under lease cannot be reused: the default of 10 s
+            # would let the segment turn over only once in 11 s.
+            command += ["--enable_offload=true", "--default_kv_lease_ttl=2000"]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        assert self._process.stdout is not None
+        self._reader = threading.Thread(
+            target=self._read, args=(self._process.stdout,), name="kvprefetch-master-log", daemon=True
+        )
+        self._reader.start()
+
+    def _read(self, stream: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                self._last.append(line.rstrip())
+                self._log.debug("master.said", line=self._last[-1])
+
+    def _answers(self, port: int) -> bool:
+        """Whether our child, and not a stranger that took the port first, listens."""
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while self.alive() and time.monotonic() < deadline:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=0.5).close()
+            except OSError:
+                time.sleep(0.02)
+                continue
+            time.sleep(0.1)  # a master that could not bind has ended by now
+            return self.alive()
+        return False
+
+    def _settings(self, port: int) -> MooncakeSettings:
+        return MooncakeSettings(
+            local_hostname="127.0.0.1",
+            metadata_server="P2PHANDSHAKE",
+            master_server_address=f"127.0.0.1:{port}",
+            protocol="tcp",
+            device_name="",
+            global_segment_size=self._memory_bytes,
+            local_buffer_size=16 << 20,
+            tenant_id="default",
+            enable_ssd_offload=self._disk is not None,
+            ssd_offload_path=str(self._disk.path) if self._disk else "",
+        )
+
+
+def _binary() -> str:
+    spec = importlib.util.find_spec("mooncake")  # finds the package without importing it
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder) / "mooncake_master"
+        if os.access(path, os.X_OK):
+            return str(path)
+    raise EmbeddedError(
+        "mooncake_master is not installed: install kvprefetch with daemon-cpu, daemon-cuda12 or daemon-cuda13"
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _bindable(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

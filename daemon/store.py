@@ -1,0 +1,373 @@
+"""The Mooncake client: the only importer of mooncake; guards its calls, maps its codes, fails fast when it is away.
+
+A call into Mooncake before `setup` or after `close` is a segmentation fault, so every call passes `Store._call`,
+which counts the calls in flight under a lock and admits none unless the store is open. Codes are per key, so
+`classify` maps them in one place, and only a call in which *every* key failed transiently counts against the breaker.
+The bytes of a removed object stay in the files of a disk tier, and would be found again at the next start: see
+`Store.remove_matching`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from .store_errors import ErrorClass, classify
+from .store_settings import MooncakeSettings
+
+Tier = Literal["memory", "disk"]
+
+_REMEMBERED_KEYS = 65_536  # what `remove_matching` re-checks by name and `flush` waits for
+_DISK_BUFFER_BYTES = 1280 << 20  # Mooncake's default for MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES
+_CLOSE_WAIT_S = 65.0  # a transfer whose peer died waits 60 s inside Mooncake, and nothing shortens it
+_BREAKER_MIN_S, _BREAKER_MAX_S = 0.5, 10.0
+
+
+class StoreError(Exception):
+    """The store cannot be opened, or a buffer cannot be registered; one line."""
+
+
+class StoreUnavailable(Exception):
+    """A whole call failed for a passing reason, the breaker is open, or the store is not open."""
+
+
+def _import_client() -> Any:
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except ModuleNotFoundError:
+        raise StoreError(
+            "mooncake is not installed: install kvprefetch with an extra: daemon-cpu, daemon-cuda12 or daemon-cuda13"
+        ) from None
+    except ImportError as error:
+        raise StoreError(
+            f"mooncake cannot be loaded ({error}): on Debian install libibverbs1 libcurl4 libnuma1"
+        ) from None
+    return MooncakeDistributedStore
+
+
+class Store:
+    """One Mooncake client. Calls may come from several threads at once; Mooncake releases the GIL inside them.
+
+    `log` is a bound structlog logger. `rpc_timeout_ms` bounds one question to the master, not a transfer.
+    """
+
+    def __init__(
+        self,
+        settings: MooncakeSettings,
+        log: Any,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        rpc_timeout_ms: int = 2000,
+    ) -> None:
+        self._settings = settings
+        self._log = log
+        self._clock = clock
+        self._rpc_timeout_ms = rpc_timeout_ms
+        self._client: Any = None
+        self._state = threading.Condition()
+        self._open = False
+        self._in_flight = 0
+        self._retry_at = 0.0
+        self._pause_s = 0.0  # 0 while the breaker is closed
+        self._probing = False
+        self._seen: OrderedDict[str, None] = OrderedDict()
+        self._unflushed: OrderedDict[str, None] = OrderedDict()
+        self._heartbeat_s = float(os.environ.get("MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS", "10"))
+
+    @property
+    def max_batch_bytes(self) -> int:
+        """What all disk reads under way at once may take of the owner's staging buffer (see `disk_cost`).
+
+        The owner's setting is not visible from a client; it is read from this process's own environment, else
+        Mooncake's default of 1280 MiB is taken. One quarter is kept back: a finished batch can hold its room for up
+        to 5 s.
+        """
+        raw = os.environ.get("MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES", "")
+        return (int(raw) if raw.isdigit() else _DISK_BUFFER_BYTES) * 3 // 4
+
+    @staticmethod
+    def disk_cost(size: int) -> int:
+        """Bytes of the owner's staging buffer that a value of `size` bytes takes while it is read from disk."""
+        return -(-size // 4096) * 4096 + 8192
+
+    def open(self) -> None:
+        """Join the cluster. Holds the GIL for 0.05 to 0.2 s. Raises StoreError."""
+        s = self._settings
+        with self._state:
+            if self._client is not None:
+                raise StoreError("the store was opened before; a Store is opened once")
+        os.environ["MC_RPC_TIMEOUT_MS"] = str(self._rpc_timeout_ms)  # read by Mooncake once, when it is loaded
+        client_class = _import_client()
+        self._reach_master()
+        client = client_class()
+        code = client.setup(
+            s.local_hostname,
+            s.metadata_server,
+            s.global_segment_size,
+            s.local_buffer_size,
+            s.protocol,
+            s.device_name,
+            s.master_server_address,
+            enable_ssd_offload=s.enable_ssd_offload,
+            ssd_offload_path=s.ssd_offload_path,
+            tenant_id=s.tenant_id,
+        )
+        if code != 0:
+            raise StoreError(
+                f"mooncake set-up failed with code {code} (master {s.master_server_address}, {s.protocol})"
+            )
+        with self._state:
+            self._client, self._open = client, True
+        self._log.info("store.opened", master=s.master_server_address, protocol=s.protocol)
+
+    def _reach_master(self) -> None:
+        """One line at once instead of Mooncake's own retries when nothing listens at a plain host:port."""
+        address = self._settings.master_server_address
+        host, _, port = address.rpartition(":")
+        if "://" in address or not port.isdigit():
+            return
+        try:
+            socket.create_connection((host, int(port)), timeout=self._rpc_timeout_ms / 1e3).close()
+        except OSError as error:
+            raise StoreError(f"no Mooncake master answers at {address}: {error}") from None
+
+    def close(self) -> None:
+        """Refuse new calls, wait for those in flight, then leave the cluster; may hold the GIL for 1.85 s. Idempotent.
+
+        A call still in flight after 65 s would crash the process if the client went away under it; the client is then
+        left as it is, for the end of the process.
+        """
+        with self._state:
+            was_open, self._open = self._open, False
+            idle = self._state.wait_for(lambda: self._in_flight == 0, _CLOSE_WAIT_S)
+        if was_open and idle:
+            self._client.close()
+        if was_open:
+            self._log.info("store.closed", in_flight=self._in_flight)
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[Any]:
+        """The client, for one call. Raises StoreUnavailable when there is none or the breaker is open."""
+        with self._state:
+            if not self._open:
+                raise StoreUnavailable("the store is not open")
+            probe = self._pause_s > 0
+            if probe and (self._probing or self._clock() < self._retry_at):
+                raise StoreUnavailable(
+                    f"the store failed; next try in {max(0.0, self._retry_at - self._clock()):.1f} s"
+                )
+            self._probing = self._probing or probe
+            self._in_flight += 1
+        try:
+            yield self._client
+        finally:
+            with self._state:
+                self._in_flight -= 1
+                if probe:
+                    self._probing = False
+                self._state.notify_all()
+
+    def _verdict(self, failed: bool, what: str, code: int = 0) -> None:
+        """Close the breaker after a call that worked; open it, wider each time, and raise after one that did not."""
+        with self._state:
+            was = self._pause_s
+            if failed:
+                self._pause_s = min(max(_BREAKER_MIN_S, was * 2), _BREAKER_MAX_S)
+                self._retry_at = self._clock() + self._pause_s
+            else:
+                self._pause_s = 0.0
+        if failed:
+            self._log.warning("store.failed", call=what, code=code, pause_s=self._pause_s)
+            raise StoreUnavailable(f"{what} failed with code {code}")
+        if was:
+            self._log.info("store.recovered", call=what)
+
+    def _remember(self, keys: Iterable[str], into: OrderedDict[str, None]) -> None:
+        with self._state:
+            for key in keys:
+                into[key] = None
+                into.move_to_end(key)
+            while len(into) > _REMEMBERED_KEYS:
+                into.popitem(last=False)
+
+    def register(self, address: int, length: int) -> None:
+        """Make `length` bytes at `address` usable in transfers. Raises StoreError, StoreUnavailable."""
+        with self._call() as client:
+            code = client.register_buffer(address, length)
+        if code != 0:
+            raise StoreError(f"registering {length} bytes at {address:#x} failed with code {code}")
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`. Raises StoreError, StoreUnavailable."""
+        with self._call() as client:
+            code = client.unregister_buffer(address)
+        if code != 0:
+            raise StoreError(f"unregistering {address:#x} failed with code {code}")
+
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        """Which keys exist; renews the lease of each that does. Raises StoreUnavailable."""
+        if not keys:
+            return []
+        with self._call() as client:
+            codes: list[int] = client.batch_is_exist(list(keys))
+            self._verdict(all(code < 0 for code in codes), "exist", codes[0] if codes else -1)
+        found = [code == 1 for code in codes]
+        self._remember((key for key, here in zip(keys, found, strict=True) if here), self._seen)
+        return found
+
+    def get_into(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[ErrorClass]:
+        """Read each value to its address; OK only if exactly its `size` bytes arrived. Raises StoreUnavailable.
+
+        Mooncake answers a wrong size with -600 or -800, which also mean other things; one `get_size` tells them apart.
+        """
+        if not keys:
+            return []
+        with self._call() as client:
+            codes: list[int] = client.batch_get_into(list(keys), list(addresses), list(sizes))
+            results = self._sized(client, keys, sizes, codes)
+            self._verdict(all(r is ErrorClass.TRANSIENT for r in results), "get", codes[0] if codes else -1)
+        self._remember((key for key, r in zip(keys, results, strict=True) if r is ErrorClass.OK), self._seen)
+        return results
+
+    def _sized(self, client: Any, keys: Sequence[str], sizes: Sequence[int], codes: list[int]) -> list[ErrorClass]:
+        results = []
+        ask = True
+        for key, size, code in zip(keys, sizes, codes, strict=True):
+            result = classify(code)
+            if code >= 0 and code != size:
+                result = ErrorClass.FOREIGN
+            elif code in (-600, -800):
+                actual = client.get_size(key) if ask else -1
+                # A master that is away answers each question after its timeout: one such answer is enough.
+                ask = ask and classify(actual) is not ErrorClass.TRANSIENT
+                result = ErrorClass.FOREIGN if actual >= 0 and actual != size else ErrorClass.TRANSIENT
+                result = ErrorClass.MISS if classify(actual) is ErrorClass.MISS else result
+            results.append(result)
+        return results
+
+    def put_from(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[ErrorClass]:
+        """Write each value; a key that exists keeps its value and counts as OK. Raises StoreUnavailable.
+
+        NO_SPACE means that memory is full of values not yet on disk or under lease: try again in about a second.
+        """
+        if not keys:
+            return []
+        with self._call() as client:
+            codes: list[int] = client.batch_put_from(list(keys), list(addresses), list(sizes))
+            results = [ErrorClass.OK if code == -705 else classify(code) for code in codes]
+            self._verdict(all(r is ErrorClass.TRANSIENT for r in results), "put", codes[0] if codes else -1)
+        done = [key for key, r in zip(keys, results, strict=True) if r is ErrorClass.OK]
+        self._remember(done, self._seen)
+        if self._settings.enable_ssd_offload:
+            self._remember(done, self._unflushed)
+        return results
+
+    def _replicas(self, keys: Sequence[str]) -> list[set[Tier]]:
+        with self._call() as client:
+            table = client.batch_get_replica_desc(list(keys)) if keys else {}
+        return [{"memory" if r.is_memory_replica() else "disk" for r in table.get(key, ())} for key in keys]
+
+    def tiers(self, keys: Sequence[str]) -> list[Tier | None]:
+        """Where each value lies; memory wins over disk, None is nowhere. Raises StoreUnavailable when not open."""
+        return ["memory" if "memory" in r else "disk" if r else None for r in self._replicas(keys)]
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until the values put here (the last 65,536) that still exist are on this process's disk tier.
+
+        True once they are; at once when this process owns no disk tier. Raises StoreUnavailable.
+        """
+        deadline = self._clock() + timeout_s
+        while True:
+            with self._state:
+                keys = list(self._unflushed)
+            for start in range(0, len(keys), 1024):
+                part = keys[start : start + 1024]
+                there = self._replicas(part)
+                with self._state:
+                    for key, replicas in zip(part, there, strict=True):
+                        if replicas != {"memory"}:
+                            self._unflushed.pop(key, None)
+            with self._state:
+                left = len(self._unflushed)
+            if left == 0 or self._clock() >= deadline:
+                return left == 0
+            time.sleep(0.1)
+
+    def remove_matching(self, prefixes: Sequence[str], timeout_s: float) -> bool:
+        """Remove every value whose key is one of `prefixes` and a hex digit, leased ones too; True if it is gone.
+
+        The master forgets an object at once, but no file of a disk tier goes with it, and its owner would find it
+        again at its next start. So with a disk tier of this process the matching files are deleted too, and the sweep
+        is repeated until two heartbeats of the tier brought nothing back (a value on its way to disk is registered
+        again when written).
+
+        False: the time was up, the master did not answer, or a value also lay on a disk of another process, which
+        cannot be cleaned from here. What cannot be seen: a value another client was writing at that moment, so stop
+        writers first. A key removed and then put again is kept in memory only until the next start: the tier still
+        counts it as written.
+        """
+        if not prefixes:
+            return True
+        # Every special character of ECMAScript's grammar, and nothing else: std::regex refuses needless escapes of
+        # letters.
+        escaped = "|".join(re.sub(r"([\\^$.|?*+()\[\]{}])", r"\\\1", prefix) for prefix in prefixes)
+        ours = re.compile(f"(?:{'|'.join(map(re.escape, prefixes))})[0-9a-fA-F]")
+        disk = Path(self._settings.ssd_offload_path) if self._settings.enable_ssd_offload else None
+        with self._state:
+            seen = [key for key in self._seen if ours.match(key)]
+        deadline = self._clock() + timeout_s
+        settle_s = 2 * self._heartbeat_s + 0.5 if disk else 0.0
+        quiet_since: float | None = None
+        reach, checked = True, set[str]()
+        while True:
+            with contextlib.suppress(StoreUnavailable):
+                if disk is None and quiet_since is None:
+                    reach = all("disk" not in replicas for replicas in self._replicas(seen))
+                with self._call() as client:
+                    count = int(client.remove_by_regex(f"^(?:{escaped})[0-9a-fA-F]", True))
+                    self._verdict(classify(count) is ErrorClass.TRANSIENT, "remove", count)
+                files = _purge(disk, ours, checked) if disk else 0
+                now = self._clock()
+                if count != 0 or files or quiet_since is None or any(self.exist(seen)):
+                    quiet_since = now
+                elif now - quiet_since >= settle_s:
+                    with self._state:
+                        for key in seen:
+                            self._seen.pop(key, None)
+                            self._unflushed.pop(key, None)
+                    self._log.info("store.removed", prefixes=len(prefixes), durable=reach)
+                    return reach
+            if self._clock() >= deadline:
+                return False
+            time.sleep(0.1)
+
+
+def _purge(directory: Path, ours: re.Pattern[str], checked: set[str]) -> int:
+    """Delete the bucket files that hold a matching key; the number deleted. `checked` are names already looked at.
+
+    Mooncake's bucket backend writes `<id>.bucket` with the values and `<id>.meta` with the keys as plain bytes
+    (protobuf); the embedded store keeps one key in each. The .meta goes first: a .bucket without one is ignored at
+    the next start.
+    """
+    pattern = re.compile(ours.pattern.encode())
+    deleted = 0
+    for meta in directory.glob("*.meta"):
+        if meta.name in checked:
+            continue
+        with contextlib.suppress(FileNotFoundError):  # evicted by the tier meanwhile
+            content = meta.read_bytes()
+            if pattern.search(content):
+                meta.unlink()
+                meta.with_suffix(".bucket").unlink(missing_ok=True)
+                deleted += 1
+            elif content:  # an empty one is being written
+                checked.add(meta.name)
+    return deleted

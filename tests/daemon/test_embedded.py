@@ -1,0 +1,204 @@
+"""The private master and its disk tier, with a real mooncake_master and real files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from kvprefetch.daemon.embedded import DiskSpec, EmbeddedError, EmbeddedMaster
+from kvprefetch.daemon.store_settings import SettingsError
+
+pytest.importorskip("mooncake")
+
+# A daemon of its own for each scenario: Mooncake reads its environment once per process, and some are killed.
+DAEMON = """
+import ctypes, mmap, os, sys, time
+import structlog
+from pathlib import Path
+from kvprefetch.daemon.embedded import DiskSpec, EmbeddedMaster
+from kvprefetch.daemon.store import Store, StoreUnavailable
+from kvprefetch.daemon.store_errors import ErrorClass
+structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+log = structlog.get_logger()
+directory, disk_bytes, count = Path(sys.argv[1]), int(sys.argv[2]) or None, int(sys.argv[3])
+master = EmbeddedMaster(16 << 20, DiskSpec(directory, disk_bytes), log)
+store = Store(master.start(), log, rpc_timeout_ms=1000)
+begun = time.monotonic(); store.open(); opened_s = time.monotonic() - begun
+B = 65536
+area = mmap.mmap(-1, count * B)
+base = ctypes.addressof(ctypes.c_char.from_buffer(area))
+store.register(base, count * B)
+keys = [f"m@{i:08x}" for i in range(count)]
+def value(i): return (i + 1).to_bytes(4, "little") * (B // 4)
+def put(which):
+    for i in which: area[i * B:(i + 1) * B] = value(i)
+    left, deadline = list(which), time.monotonic() + 30
+    while left and time.monotonic() < deadline:
+        again = []
+        for n in range(0, len(left), 16):
+            part = left[n:n + 16]
+            done = store.put_from([keys[i] for i in part], [base + i * B for i in part], [B] * len(part))
+            again += [i for i, d in zip(part, done) if d is not ErrorClass.OK]
+            assert all(d in (ErrorClass.OK, ErrorClass.NO_SPACE) for d in done), done
+        left = again
+        if left: time.sleep(0.25)
+    assert not left
+def right():
+    area[:] = bytes(count * B); good = 0
+    for n in range(0, count, 16):
+        part = range(n, min(n + 16, count))
+        done = store.get_into([keys[i] for i in part], [base + i * B for i in part], [B] * len(part))
+        good += sum(d is ErrorClass.OK and area[i * B:(i + 1) * B] == value(i) for i, d in zip(part, done))
+    return good
+def end(): store.close(); master.stop()
+"""
+
+
+def daemon(script: str, directory: Path, count: int = 200, disk_bytes: int = 0, **options: Any) -> Any:
+    command = [sys.executable, "-c", DAEMON + script, str(directory), str(disk_bytes), str(count)]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MOONCAKE_", "MC_"))}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options
+    )
+
+
+def run(script: str, directory: Path, count: int = 200, disk_bytes: int = 0) -> list[str]:
+    process = daemon(script, directory, count, disk_bytes)
+    try:
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err[-3000:]
+    return [line[4:] for line in out.splitlines() if line.startswith(">>> ")]
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "size"),
+    [("/a", "/a", None), ("/a:20GiB", "/a", 20 << 30), ("/a:b/c", "/a:b/c", None), ("/a:1.5gb", "/a", 1_500_000_000)],
+)
+def test_should_parse_a_disk(text: str, path: str, size: int | None) -> None:
+    assert DiskSpec.parse(text) == DiskSpec(Path(path), size)
+
+
+@pytest.mark.parametrize("text", ["", "a", "/a:", "/a:20XB", "/a:1KiB", "/a/../b", ":1GiB"])
+def test_should_refuse_a_wrong_disk_in_one_line(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"^disk=.*must be") as caught:
+        DiskSpec.parse(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_should_start_answer_and_stop() -> None:
+    master = EmbeddedMaster(1, None, structlog.get_logger())
+    settings = master.start()
+    try:
+        assert master.alive()
+        assert master.pid
+        assert settings.global_segment_size == 16 << 20
+        host, port = settings.master_server_address.split(":")
+        assert host == "127.0.0.1"
+        listening = _listening(master.pid)
+        assert int(port) in {p for _, p in listening}
+        assert {address for address, _ in listening} == {"0100007F"}, "the master must listen on loopback only"
+    finally:
+        master.stop()
+        master.stop()
+    assert not master.alive()
+    assert master.pid is None
+
+
+def _listening(pid: int) -> set[tuple[str, int]]:
+    inodes = {os.readlink(f"/proc/{pid}/fd/{fd}")[8:-1] for fd in os.listdir(f"/proc/{pid}/fd")}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {(a, int(p, 16)) for r in rows if r[3] == "0A" and r[9] in inodes for a, p in [r[1].split(":")]}
+
+
+def test_should_name_an_explicit_port_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(EmbeddedError, match=rf"port {port} .* in use"):
+            EmbeddedMaster(1, None, structlog.get_logger(), master_port=port).start()
+
+
+def test_should_refuse_to_start_off_the_main_thread() -> None:
+    caught: list[Exception] = []
+
+    def start() -> None:
+        try:
+            EmbeddedMaster(1, None, structlog.get_logger()).start()
+        except EmbeddedError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1
+
+
+def test_should_keep_what_does_not_fit_in_memory_and_find_it_after_a_restart(tmp_path: Path) -> None:
+    put = "put(range(count)); assert store.flush(20); print('>>>', right(), set(store.tiers(keys)) >= {'disk'}); end()"
+    assert run(put, tmp_path, 300) == ["300 True"]
+    assert run("print('>>>', right(), round(opened_s, 1)); end()", tmp_path, 300) == ["300 True"]
+
+
+def test_should_keep_what_was_flushed_and_leave_no_master_when_killed(tmp_path: Path) -> None:
+    script = "put(range(count)); assert store.flush(20); print(master.pid, flush=True); time.sleep(60)"
+    process = daemon(script, tmp_path, 50)
+    try:
+        pid = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        deadline = time.monotonic() + 3
+        while _runs(pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not _runs(pid)
+    finally:
+        process.kill()
+        process.communicate()
+    assert run("print('>>>', right()); end()", tmp_path, 50) == ["50"]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_should_not_bring_back_removed_values_after_a_restart(tmp_path: Path) -> None:
+    # The first half is on disk and under lease when it is removed, the second half still on its way there.
+    script = (
+        "put(range(25)); assert store.flush(20); store.exist(keys); put(range(25, count));"
+        "print('>>>', store.remove_matching(['m@'], 20), any(store.exist(keys))); end()"
+    )
+    assert run(script, tmp_path, 50) == ["True False"]
+    assert run("print('>>>', any(store.exist(keys)), right()); end()", tmp_path, 50) == ["False 0"]
+
+
+def test_should_bound_the_disk(tmp_path: Path) -> None:
+    limit = 24 << 20
+    run("put(range(count)); time.sleep(3); end()", tmp_path, 600, limit)
+    used = sum(f.stat().st_blocks * 512 for f in tmp_path.rglob("*"))
+    assert 0 < used <= limit
+
+
+def test_should_fail_fast_when_the_master_is_gone(tmp_path: Path) -> None:
+    script = (
+        "put(range(count)); os.kill(master.pid, 9); begun = time.monotonic()\n"
+        "for _ in range(3):\n"
+        "    try: store.exist(keys); print('>>> answered')\n"
+        "    except StoreUnavailable: pass\n"
+        "print('>>>', time.monotonic() - begun < 3); os._exit(0) if not sys.stdout.flush() else None"
+    )
+    assert run(script, tmp_path, 10) == ["True"]

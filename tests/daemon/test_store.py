@@ -1,0 +1,259 @@
+"""The Mooncake client's border: classes of codes, settings, guards, the breaker, and a real store behind them."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from kvprefetch.daemon.embedded import EmbeddedMaster
+from kvprefetch.daemon.store import Store, StoreError, StoreUnavailable
+from kvprefetch.daemon.store_errors import ErrorClass, classify
+from kvprefetch.daemon.store_settings import MooncakeSettings, SettingsError
+
+SETTINGS = MooncakeSettings("127.0.0.1", "P2PHANDSHAKE", "127.0.0.1:1", "tcp", "", 0, 16 << 20, "default")
+BLOCK = 65536
+
+
+class FakeClient:
+    """Answers what it is told to, counts calls, and can hold one in flight."""
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+        self.size = -704
+        self.calls = 0
+        self.closed = 0
+        self.hold: threading.Event | None = None
+        self.entered = threading.Event()
+
+    def _answer(self, *_: Any) -> list[int]:
+        self.calls += 1
+        self.entered.set()
+        if self.hold:
+            self.hold.wait(5)
+        assert not self.closed, "a call after close is a segmentation fault"
+        return self.codes
+
+    batch_is_exist = batch_get_into = batch_put_from = _answer
+
+    def get_size(self, _: str) -> int:
+        return self.size
+
+    def close(self) -> int:
+        self.closed += 1
+        return 0
+
+
+class Clock:
+    """A clock that moves when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def opened(clock: Clock | None = None) -> tuple[Store, FakeClient]:
+    """A store that believes it is open, on a fake client."""
+    store = Store(SETTINGS, structlog.get_logger(), clock=clock or Clock())
+    client = FakeClient()
+    store._client, store._open = client, True
+    return store, client
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (0, ErrorClass.OK),
+        (65536, ErrorClass.OK),
+        (-704, ErrorClass.MISS),
+        (-703, ErrorClass.RETRY),
+        (-707, ErrorClass.LOOKUP_AGAIN),
+        (-900, ErrorClass.TRANSIENT),
+        (-801, ErrorClass.CORRUPT),
+        (-600, ErrorClass.BUG),
+        (-200, ErrorClass.NO_SPACE),
+        (-706, ErrorClass.WRITE),
+        (-31337, ErrorClass.TRANSIENT),
+    ],
+)
+def test_should_classify_codes(code: int, kind: ErrorClass) -> None:
+    assert classify(code) is kind
+
+
+def test_should_refuse_every_call_before_open_and_after_close() -> None:
+    store = Store(SETTINGS, structlog.get_logger())
+    for _ in range(2):
+        for call in (
+            lambda: store.exist(["k"]),
+            lambda: store.get_into(["k"], [0], [1]),
+            lambda: store.put_from(["k"], [0], [1]),
+            lambda: store.tiers(["k"]),
+            lambda: store.register(0, 1),
+            lambda: store.unregister(0),
+        ):
+            with pytest.raises(StoreUnavailable):
+                call()
+        store.close()
+
+
+def test_should_close_once_and_only_after_calls_in_flight() -> None:
+    store, client = opened()
+    client.codes, client.hold = [1], threading.Event()
+    caller = threading.Thread(target=store.exist, args=(["k"],))
+    caller.start()
+    assert client.entered.wait(5)
+    closer = threading.Thread(target=store.close)
+    closer.start()
+    time.sleep(0.05)
+    assert client.closed == 0
+    with pytest.raises(StoreUnavailable):
+        store.exist(["k"])
+    client.hold.set()
+    closer.join(5)
+    caller.join(5)
+    store.close()
+    assert client.closed == 1
+
+
+def test_should_fail_fast_for_growing_intervals_and_let_one_probe_through() -> None:
+    clock = Clock()
+    store, client = opened(clock)
+    client.codes = [-900]
+    for pause in (0.5, 1, 2, 4, 8, 10, 10):
+        calls = client.calls
+        with pytest.raises(StoreUnavailable):
+            store.exist(["k"])
+        assert client.calls == calls + 1
+        clock.now += pause - 0.01
+        with pytest.raises(StoreUnavailable):
+            store.exist(["k"])
+        assert client.calls == calls + 1, "no call may pass while the breaker is open"
+        clock.now += 0.02
+    client.codes = [1]
+    assert store.exist(["k"]) == [True]
+    assert store.exist(["k"]) == [True]
+
+
+def test_should_not_open_the_breaker_for_a_foreign_or_partly_failed_batch() -> None:
+    store, client = opened()
+    client.codes, client.size = [-800], 7
+    assert store.get_into(["k"], [0], [8]) == [ErrorClass.FOREIGN]
+    client.codes = [-900, 8]
+    assert store.get_into(["a", "b"], [0, 8], [8, 8]) == [ErrorClass.TRANSIENT, ErrorClass.OK]
+    client.codes = [4]
+    assert store.get_into(["k"], [0], [8]) == [ErrorClass.FOREIGN]
+    client.codes, client.size = [-800], 8
+    with pytest.raises(StoreUnavailable):
+        store.get_into(["k"], [0], [8])
+
+
+def test_should_open_with_one_line_when_no_master_listens() -> None:
+    pytest.importorskip("mooncake")
+    with pytest.raises(StoreError, match=r"127\.0\.0\.1:1") as caught:
+        Store(SETTINGS, structlog.get_logger()).open()
+    assert "\n" not in str(caught.value)
+
+
+def test_should_read_the_file_that_vllm_reads(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake.json"
+    path.write_text(
+        json.dumps(
+            {
+                "metadata_server": "P2PHANDSHAKE",
+                "master_server_address": "127.0.0.1:50051",
+                "protocol": "tcp",
+                "global_segment_size": "4GB",
+                "local_buffer_size": "8 MB",
+                "tenant_id": None,
+            }
+        )
+    )
+    assert MooncakeSettings.from_file(path) == MooncakeSettings(
+        "127.0.0.1", "P2PHANDSHAKE", "127.0.0.1:50051", "tcp", "", 0, 8 << 20, "default"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"colour": "red"}, "colour='red'"),
+        ({"protocol": 3}, "protocol=3"),
+        ({"local_buffer_size": "4 XB"}, "local_buffer_size='4 XB'"),
+        ({"local_buffer_size": 0}, "local_buffer_size=0"),
+        ({"mode": "both"}, "mode='both'"),
+        ({"mode": "standalone-store"}, "global_segment_size"),
+        ({"enable_offload": "yes"}, "enable_offload='yes'"),
+        ({"master_server_address": ""}, "master_server_address=''"),
+    ],
+)
+def test_should_refuse_a_wrong_setting_by_name(tmp_path: Path, change: dict[str, Any], names: str) -> None:
+    path = tmp_path / "mooncake.json"
+    path.write_text(json.dumps({"master_server_address": "127.0.0.1:1", **change}))
+    with pytest.raises(SettingsError) as caught:
+        MooncakeSettings.from_file(path)
+    assert names in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_should_refuse_a_file_that_is_missing_or_no_object(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "mooncake.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SettingsError):
+        MooncakeSettings.from_file(path)
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[tuple[Store, int, mmap.mmap]]:
+    """A store on a private master, and a registered area of 8 blocks."""
+    pytest.importorskip("mooncake")
+    master = EmbeddedMaster(16 << 20, None, structlog.get_logger())
+    store = Store(master.start(), structlog.get_logger())
+    store.open()
+    area = mmap.mmap(-1, 8 * BLOCK)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    store.register(base, 8 * BLOCK)
+    yield store, base, area
+    store.unregister(base)
+    store.close()
+    master.stop()
+
+
+def test_should_put_find_and_get_the_same_bytes(real: tuple[Store, int, mmap.mmap]) -> None:
+    store, base, area = real
+    area[:BLOCK] = b"a" * BLOCK
+    assert store.put_from(["p@00"], [base], [BLOCK]) == [ErrorClass.OK]
+    assert store.put_from(["p@00"], [base + BLOCK], [BLOCK]) == [ErrorClass.OK], "an existing key keeps its value"
+    assert store.exist(["p@00", "p@01"]) == [True, False]
+    assert store.tiers(["p@00", "p@01"]) == ["memory", None]
+    results = store.get_into(["p@00", "p@01"], [base + BLOCK, base + 2 * BLOCK], [BLOCK, BLOCK])
+    assert results == [ErrorClass.OK, ErrorClass.MISS]
+    assert area[BLOCK : 2 * BLOCK] == b"a" * BLOCK
+
+
+@pytest.mark.parametrize("size", [BLOCK // 2, BLOCK * 2])
+def test_should_tell_an_object_of_another_size(real: tuple[Store, int, mmap.mmap], size: int) -> None:
+    store, base, _ = real
+    store.put_from(["f@00"], [base], [BLOCK])
+    assert store.get_into(["f@00"], [base + 2 * BLOCK], [size]) == [ErrorClass.FOREIGN]
+    assert store.exist(["f@00"]) == [True]
+
+
+def test_should_remove_leased_values_by_prefix_and_no_others(real: tuple[Store, int, mmap.mmap]) -> None:
+    store, base, _ = real
+    gone, kept = ["a.b-c/d@x:1@00ff", "a.b-c/d@x:1@ff00"], ["aXb-c/d@x:1@00ff", "a.b-c/d@x:1@zz", "z@a.b-c/d@x:1@00"]
+    store.put_from(gone + kept, [base] * 5, [BLOCK] * 5)
+    assert all(store.exist(gone + kept))
+    assert store.remove_matching(["a.b-c/d@x:1@", "none(+)@"], 5.0)
+    assert store.exist(gone + kept) == [False, False, True, True, True]
