@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..shmring.protocol import first_error
+from ..shmring.protocol import default_socket, first_error
 
 # sun_path of a Unix socket address has 108 bytes, one of them the final zero.
 MAX_SOCKET_PATH_BYTES = 107
-
-
-def default_socket(environ: Mapping[str, str] = os.environ) -> str:
-    """The daemon's rule: $RUNTIME_DIRECTORY (systemd), else $XDG_RUNTIME_DIR/kvprefetch, else /run/kvprefetch."""
-    if runtime := environ.get("RUNTIME_DIRECTORY"):
-        return os.path.join(runtime.split(":")[0], "kvprefetchd.sock")
-    if session := environ.get("XDG_RUNTIME_DIR"):
-        return os.path.join(session, "kvprefetch", "kvprefetchd.sock")
-    return "/run/kvprefetch/kvprefetchd.sock"
 
 
 class ConnectorConfig(BaseModel):

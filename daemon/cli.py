@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ..shmring import protocol
+from ..shmring import protocol, view
 from .config import ConfigError, DaemonConfig, load
 from .logs import configure
 
 EX_CONFIG = 78
 EX_UNAVAILABLE = 69
+MAX_STAT = 64  # engines shown
 
 
 class _Parser(argparse.ArgumentParser):
@@ -23,21 +26,28 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 0, 69 (store unavailable) or 78 (bad configuration)."""
+    """Run one command; the exit status is 0, 69 (store or daemon not available) or 78 (bad configuration)."""
     try:
         parsed = _parser().parse_args(arguments)
-        values = {key: value for key, value in vars(parsed).items() if value is not None and key != "command"}
-        return _serve(load(values)) if parsed.command == "serve" else _status(load(values))
+        config = load({key: value for key, value in vars(parsed).items() if value is not None and key != "command"})
+        if parsed.command == "serve":
+            return _serve(config)
     except ConfigError as error:
         print(f"kvprefetchd: {error}", file=sys.stderr)
         return EX_CONFIG
+    try:
+        return {"status": _status, "stat": _stat}[parsed.command](config)
+    except (OSError, protocol.ProtocolError) as error:
+        print(f"kvprefetchd: no daemon answers: socket={str(config.socket)!r}: {error}", file=sys.stderr)
+        return EX_UNAVAILABLE
 
 
 def _serve(config: DaemonConfig) -> int:
     # Imported late: `kvprefetchd --help` and configuration errors need no Mooncake.
     from .embedded import EmbeddedError
     from .service import Daemon
-    from .store import SettingsError, StoreError
+    from .store import StoreError
+    from .store_settings import SettingsError
 
     try:
         Daemon(config, configure(config.log_level)).run()
@@ -51,21 +61,36 @@ def _serve(config: DaemonConfig) -> int:
         return EX_UNAVAILABLE
 
 
-def _status(config: DaemonConfig) -> int:
-    """Ask the daemon behind the socket and print its answer as JSON."""
+def _ask(config: DaemonConfig, query: protocol.Message) -> tuple[protocol.Message, list[int]]:
+    """One question to the daemon behind the socket. Raises OSError or ProtocolError when it does not answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(5)
+        sock.connect(str(config.socket))
+        protocol.send_message(sock, query)
+        received = protocol.receive_message(sock, max_fds=MAX_STAT)
+    if received is None:
+        raise OSError("the daemon hung up")
+    return received
+
+
+def _status(config: DaemonConfig) -> int:
+    """Print the daemon's own account."""
+    answer, _ = _ask(config, protocol.StatusQuery())
+    print(answer.model_dump_json(indent=2))
+    return 0
+
+
+def _stat(config: DaemonConfig) -> int:
+    """Print what the control segments say, read here and not by the daemon."""
+    answer, fds = _ask(config, protocol.StatQuery())
+    names = {state.value: state.name.lower() for state in protocol.FlagState}
+    shown = []
+    for fd, engine in zip(fds, answer.engines if isinstance(answer, protocol.Segments) else [], strict=False):
         try:
-            sock.connect(str(config.socket))
-            protocol.send_message(sock, protocol.StatusQuery())
-            received = protocol.receive_message(sock)
-        except OSError as error:
-            print(f"kvprefetchd: no daemon answers: socket={str(config.socket)!r}: {error}", file=sys.stderr)
-            return EX_UNAVAILABLE
-    if received is None or not isinstance(received[0], protocol.Status):
-        print(f"kvprefetchd: unexpected answer: {received}", file=sys.stderr)
-        return EX_UNAVAILABLE
-    print(received[0].model_dump_json(indent=2))
+            shown.append({"engine": engine, **view.read(fd, time.monotonic_ns(), names)})
+        finally:
+            os.close(fd)
+    print(json.dumps(shown, indent=2))
     return 0
 
 
@@ -78,6 +103,10 @@ def _parser() -> argparse.ArgumentParser:
         serve.add_argument(
             f"--{name.replace('_', '-')}", metavar="VALUE", help=f"{field.description or ''} (default: {default})"
         )
-    status = commands.add_parser("status", help="print what the daemon holds, as JSON", allow_abbrev=False)
-    status.add_argument("--socket", metavar="PATH")
+    for command, text in (
+        ("status", "print what the daemon says it holds, as JSON"),
+        ("stat", "print what the shared memory of the attached engines says, read-only, as JSON"),
+    ):
+        asking = commands.add_parser(command, help=text, allow_abbrev=False)
+        asking.add_argument("--socket", metavar="PATH")
     return parser

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ..shmring.protocol import first_error
+from ..shmring.protocol import default_socket, first_error
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30,
           "ti": 1 << 40}  # fmt: skip
@@ -34,21 +34,12 @@ def parse_size(text: object) -> int:
 Size = Annotated[int, BeforeValidator(parse_size)]
 
 
-def default_socket(environ: Mapping[str, str] = os.environ) -> Path:
-    """$RUNTIME_DIRECTORY (systemd), else $XDG_RUNTIME_DIR/kvprefetch, else /run/kvprefetch."""
-    if runtime := environ.get("RUNTIME_DIRECTORY"):
-        return Path(runtime.split(":")[0]) / "kvprefetchd.sock"
-    if session := environ.get("XDG_RUNTIME_DIR"):
-        return Path(session) / "kvprefetch" / "kvprefetchd.sock"
-    return Path("/run/kvprefetch/kvprefetchd.sock")
-
-
 class DaemonConfig(BaseModel):
     """Everything `kvprefetchd serve` can be told. Sizes are bytes, or text with a unit; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    socket: Path = Field(default_factory=default_socket, description="control socket")
+    socket: Path = Field(default_factory=lambda: Path(default_socket()), description="control socket")
     staging: Size = Field(default=1 << 30, ge=4096, le=1 << 42, description="staging bytes of each engine, all ranks")
     save_share: float = Field(default=0.25, ge=0.0, le=0.9, description="share of the staging slots kept for saves")
     max_engines: int = Field(default=8, ge=1, le=256, description="engines attached at a time")

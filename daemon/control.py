@@ -29,6 +29,8 @@ from ..shmring.protocol import (
     Refused,
     Reset,
     ResetDone,
+    Segments,
+    StatQuery,
     Status,
     StatusQuery,
 )
@@ -38,6 +40,7 @@ from .memory import EngineMemory
 from .session import EngineSession
 
 SOCKET_MODE = 0o660
+MAX_STAT = 64  # descriptors in one message; the kernel takes 253
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -210,6 +213,8 @@ class Control:
             self._mapped(peer, message)
         elif isinstance(message, StatusQuery):
             protocol.send_message(peer.sock, self._status())
+        elif isinstance(message, StatQuery):
+            self._show_segments(peer)
         elif isinstance(message, Reset) and peer.group is not None and peer.group.scheduler is peer:
             self._reset(peer, message)
         else:
@@ -317,6 +322,16 @@ class Control:
                 protocol.send_message(peer.sock, ResetDone(reset_generation=message.reset_generation, ok=ok))
 
         session.reset(message.reset_generation, message.timeout_ms / 1e3, reply)
+
+    def _show_segments(self, peer: Peer) -> None:
+        sessions = self.sessions()[:MAX_STAT]
+        fds: list[int] = []
+        try:
+            fds += [session.control.read_only_fd() for session in sessions]
+            protocol.send_message(peer.sock, Segments(engines=[session.engine_id for session in sessions]), fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     # --- ends -------------------------------------------------------------------------------------------------------
 

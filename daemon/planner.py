@@ -205,6 +205,9 @@ class Planner:
                 # Nobody less urgent may take room before this request; it goes on when a slot comes back.
                 self._give_up_growth(request, blocks)
                 break
+            if 2 * len(blocks) >= self._chunk_blocks:
+                # Filling up with the next request's blocks would make this one wait for them.
+                break
         if not blocks:
             return None, revoked
         self._sequence += 1

@@ -24,7 +24,8 @@ from .logs import Log
 from .memory import EngineMemory
 from .pools import Pools
 from .session import EngineSession
-from .store import MooncakeSettings, Store, StoreError, StoreUnavailable
+from .store import Store, StoreError, StoreUnavailable
+from .store_settings import MooncakeSettings
 
 DRAIN_LIMIT = 256
 TICK_NS = 100_000_000

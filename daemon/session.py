@@ -228,14 +228,20 @@ class EngineSession:
             return False
         blocks = [(block.digest, block.slot) for block in order.blocks]
         job = partial(transfers.fetch, self._store, self.shape, blocks, tiers=self._tiers)
-        self._start(self._pools.fetch, job, partial(self._fetched, order), [Fetched(False)] * len(blocks))
+        done = partial(self._fetched, order, self._clock_ns())
+        self._start(self._pools.fetch, job, done, [Fetched(False)] * len(blocks))
         return True
 
-    def _fetched(self, order: Order, results: list[Fetched]) -> None:
+    def _fetched(self, order: Order, started_ns: int, results: list[Fetched]) -> None:
         good = sum(result.ok for result in results)
+        now = self._clock_ns()
+        self._log.debug(
+            "fetch.done", blocks=len(results), good_blocks=good, bytes=good * self.block_bytes,
+            duration_ms=round((now - started_ns) / 1e6, 3),
+        )  # fmt: skip
         self.counters.fetched_blocks += good
         self.counters.failed_blocks += len(results) - good
-        self.planner.fetched(order.number, results, self._clock_ns())
+        self.planner.fetched(order.number, results, now)
 
     def _revoked(self, request: Request, outcome: str) -> None:
         timeline = self._timelines.pop(request.key, None)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from .planner import Fetched
 from .staging import HostStaging
-from .store import ErrorClass, Store, StoreUnavailable
+from .store import Store, StoreUnavailable
+from .store_errors import ErrorClass
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ Flag states and who may make each transition (always a compare-and-swap, always 
     engine   HINTED | READY -> CANCELLED             the request does not want them any more
     daemon   HINTED | READY -> EXPIRED               revoked: room was needed, or a deadline passed, or a reset
     engine   EXPIRED -> FREE                         seen
+    engine   HINTED -> FREE                          the ring was full: the hint was never pushed
     daemon   RELEASED | CANCELLED -> FREE            unpinned
 """
 
@@ -20,9 +21,10 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -34,6 +36,15 @@ MAX_REQUEST_ID_BYTES = 512
 
 class ProtocolError(Exception):
     """A record or message that does not follow the protocol; the text names field, value and bound."""
+
+
+def default_socket(environ: Mapping[str, str] = os.environ) -> str:
+    """Where daemon and engines meet: $RUNTIME_DIRECTORY (systemd), $XDG_RUNTIME_DIR/kvprefetch or /run/kvprefetch."""
+    if runtime := environ.get("RUNTIME_DIRECTORY"):
+        return os.path.join(runtime.split(":")[0], "kvprefetchd.sock")
+    if session := environ.get("XDG_RUNTIME_DIR"):
+        return os.path.join(session, "kvprefetch", "kvprefetchd.sock")
+    return "/run/kvprefetch/kvprefetchd.sock"
 
 
 class FlagState(enum.IntEnum):
@@ -310,6 +321,19 @@ class StatusQuery(_Message):
     type: Literal["status_query"] = "status_query"
 
 
+class StatQuery(_Message):
+    """Anyone who may attach asks for a look at the control segments; the answer is Segments with their descriptors."""
+
+    type: Literal["stat_query"] = "stat_query"
+
+
+class Segments(_Message):
+    """Names of the attached engines; beside it, in this order, a read-only descriptor of each one's control segment."""
+
+    type: Literal["segments"] = "segments"
+    engines: list[str]
+
+
 class Status(_Message):
     """The daemon's engines, each with its gauges (slots, pins, requests, credits) and counters."""
 
@@ -320,7 +344,7 @@ class Status(_Message):
     engines: list[dict[str, int | str]]
 
 
-Message = Hello | Refused | Attached | Mapped | Reset | ResetDone | StatusQuery | Status
+Message = Hello | Refused | Attached | Mapped | Reset | ResetDone | StatusQuery | Status | StatQuery | Segments
 _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
 
 

@@ -108,6 +108,8 @@ class Store:
             f"--metrics_host={self.host_ip}",
             f"--metrics_port={self._metrics_port}",
             f"--default_kv_lease_ttl={self.lease_ms}",
+            # On a starved machine the owner's heartbeat can be late by more than the default; its values would be gone.
+            "--client_ttl=120",
             *offload,
         ]
         self._processes.append(process.spawn(master, log=master_log))

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvprefetch.daemon.config import ConfigError, default_socket, load, parse_size
+from kvprefetch.daemon.config import ConfigError, load, parse_size
+from kvprefetch.shmring.protocol import default_socket
 
 
 def kvprefetchd(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -80,6 +81,6 @@ def test_an_unknown_key_is_an_error() -> None:
 
 
 def test_the_default_socket_follows_systemd_then_the_session_then_run() -> None:
-    assert default_socket({"RUNTIME_DIRECTORY": "/run/a:/run/b"}) == Path("/run/a/kvprefetchd.sock")
-    assert default_socket({"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/kvprefetch/kvprefetchd.sock")
-    assert default_socket({}) == Path("/run/kvprefetch/kvprefetchd.sock")
+    assert default_socket({"RUNTIME_DIRECTORY": "/run/a:/run/b"}) == "/run/a/kvprefetchd.sock"
+    assert default_socket({"XDG_RUNTIME_DIR": "/run/user/7"}) == "/run/user/7/kvprefetch/kvprefetchd.sock"
+    assert default_socket({}) == "/run/kvprefetch/kvprefetchd.sock"

@@ -54,8 +54,16 @@ class Site:
         self.auditor.assert_idle(self.daemon.pid, self.daemon.socket)
 
 
+@pytest.fixture(scope="session")
+def plain(model: Path) -> Iterator[Engine]:
+    """The engine that knows nothing of us: what it computes is right."""
+    with Engine(EngineSpec(model=model, max_model_len=4096)) as engine:
+        yield engine
+
+
 @pytest.fixture(scope="module")
-def module_auditor() -> Iterator[Auditor]:
+def module_auditor(plain: Engine) -> Iterator[Auditor]:
+    """What a module starts must be gone at its end; the plain engine stands before and after."""
     auditor = Auditor()
     yield auditor
     auditor.assert_nothing_left(timeout_s=30)
@@ -85,12 +93,6 @@ def site(model: Path, module_auditor: Auditor, engines: Callable[..., Engine]) -
     with Daemon(memory="512MiB", staging="128MiB") as daemon:
         yield Site(daemon, model, module_auditor, engines)
         assert daemon.sigterm(60) == 0
-
-
-@pytest.fixture(scope="module")
-def plain(model: Path, engines: Callable[..., Engine]) -> Engine:
-    """The engine that knows nothing of us: what it computes is right."""
-    return engines(EngineSpec(model=model))
 
 
 def wait_attached(engine: Engine, timeout_s: float = 5.0) -> None:

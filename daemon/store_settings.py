@@ -1,0 +1,123 @@
+"""How to join a Mooncake cluster: the settings, and the JSON file that vLLM's own connector reads them from."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_KEYS = (
+    "metadata_server", "master_server_address", "protocol", "device_name", "mode", "global_segment_size",
+    "local_buffer_size", "enable_offload", "tenant_id",
+)  # fmt: skip
+_LOCAL_BUFFER_BYTES = 16 << 20  # Mooncake's own default; the zero-copy calls used here never touch it
+
+
+class SettingsError(ValueError):
+    """A setting is wrong; one line that names the key, its value and the bound."""
+
+
+@dataclass(frozen=True)
+class MooncakeSettings:
+    """How to join a Mooncake cluster. Sizes in bytes."""
+
+    local_hostname: str
+    metadata_server: str
+    master_server_address: str
+    protocol: str
+    device_name: str
+    global_segment_size: int
+    local_buffer_size: int
+    tenant_id: str
+    enable_ssd_offload: bool = False
+    ssd_offload_path: str = ""
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> MooncakeSettings:
+        """Settings from the JSON file that MOONCAKE_CONFIG_PATH names for vLLM (`vllm/distributed/mooncake_store.py`).
+
+        The same keys and size forms are accepted. The daemon joins as a reader, so `global_segment_size`, `mode` and
+        `enable_offload`, which say what an engine contributes, are checked and then not used; `local_buffer_size` is
+        capped at 16 MiB, because no call made here copies through it. Raises SettingsError.
+        """
+        try:
+            raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{path}: cannot be read: {error}") from None
+        except json.JSONDecodeError as error:
+            raise SettingsError(f"{path}: not JSON: {error}") from None
+        if not isinstance(raw, dict):
+            raise SettingsError(f"{path}: must be a JSON object, is a {type(raw).__name__}")
+        for key, value in raw.items():
+            if key not in _KEYS:
+                raise SettingsError(f"{path}: unknown key {key}={value!r}; known keys are {', '.join(_KEYS)}")
+        text = {
+            key: _text(path, raw, key, default)
+            for key, default in (
+                ("metadata_server", ""),
+                ("master_server_address", ""),
+                ("protocol", "rdma"),
+                ("device_name", ""),
+                ("mode", "embedded"),
+                ("tenant_id", "default"),
+            )
+        }
+        if not text["master_server_address"]:
+            raise SettingsError(f"{path}: master_server_address='' must be host:port")
+        if text["mode"] not in ("embedded", "standalone-store"):
+            raise SettingsError(f"{path}: mode={text['mode']!r} must be 'embedded' or 'standalone-store'")
+        if not isinstance(raw.get("enable_offload", False), bool):
+            raise SettingsError(f"{path}: enable_offload={raw['enable_offload']!r} must be true or false")
+        segment = _size(path, raw, "global_segment_size", 4 << 30, 0)
+        if (segment == 0) != (text["mode"] == "standalone-store"):
+            raise SettingsError(
+                f"{path}: global_segment_size={segment} must be 0 in mode standalone-store, above 0 in mode embedded"
+            )
+        return cls(
+            local_hostname=_own_address(text["master_server_address"]),
+            metadata_server=text["metadata_server"] or "P2PHANDSHAKE",
+            master_server_address=text["master_server_address"],
+            protocol=text["protocol"],
+            device_name=text["device_name"],
+            global_segment_size=0,
+            local_buffer_size=min(_size(path, raw, "local_buffer_size", 4 << 30, 1), _LOCAL_BUFFER_BYTES),
+            tenant_id=text["tenant_id"].strip() or "default",
+        )
+
+
+def _text(path: object, raw: dict[str, Any], key: str, default: str) -> str:
+    value = raw.get(key, default)
+    if key == "tenant_id" and value is None:
+        return default
+    if not isinstance(value, str):
+        raise SettingsError(f"{path}: {key}={value!r} must be a string")
+    return value
+
+
+def _size(path: object, raw: dict[str, Any], key: str, default: int, minimum: int) -> int:
+    value = raw.get(key, default)
+    size = -1
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        size = int(value)
+    elif isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(gb|mb|kb|b)?\s*", value.lower())
+        if match:
+            unit = {"gb": 1 << 30, "mb": 1 << 20, "kb": 1 << 10}.get(match[2] or "b", 1)
+            size = int(float(match[1]) * unit)
+    if size < minimum:
+        raise SettingsError(f"{path}: {key}={value!r} must be bytes or a size such as '4GB', at least {minimum}")
+    return size
+
+
+def _own_address(master: str) -> str:
+    """The address of this host that a packet to `master` would carry; nothing is sent."""
+    host, _, port = master.rpartition("://")[2].split(",")[0].rpartition(":")
+    with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
