@@ -21,9 +21,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kvprefetch.connector import hints
+from kvprefetch.connector.session import SchedulerSession
 from kvprefetch.shmring._atomics import Words
-from kvprefetch.shmring.flags import FlagTable
+from kvprefetch.shmring.doorbell import Doorbell
+from kvprefetch.shmring.flags import FlagTable, pack
+from kvprefetch.shmring.layout import Layout
 from kvprefetch.shmring.liveness import Liveness
+from kvprefetch.shmring.protocol import Attached, FlagState, Outcome
+from kvprefetch.shmring.ring import Consumer
+from kvprefetch.shmring.segment import Segment
 
 from .ring_peers import PEERS, Peer, Ring, Unavailable, UpstreamLookup
 
@@ -271,6 +278,35 @@ def poll_cost(ring: Ring, rounds: int) -> dict[str, Samples]:
     return result
 
 
+def hint_cost(blocks: int, calls: int) -> Samples:
+    """Microseconds of our part of on_new_request for a prompt of `blocks` blocks: join digests, take a flag, push."""
+    layout = Layout(8 << 20, 256, blocks, 64, 64, epoch=1)
+    control, bell = Segment.create(layout.total_bytes), Doorbell.create()
+    layout.write(control.buffer)
+    words = Words(control.buffer)
+    consumer, table = Consumer(control.buffer, words, layout), FlagTable(control.buffer, words, layout)
+    attached = Attached(epoch=1, segment_bytes=layout.total_bytes, slot_count=64, slot_bytes=0)
+    session = SchedulerSession.map(attached, [os.dup(control.fd), os.dup(bell.fd)])
+    hashes = [os.urandom(32) for _ in range(blocks)]
+    samples = Samples()
+    for number in range(calls):
+        start = now_ns()
+        handle = hints.push(
+            session, "request", hashes[0:blocks:1], 0, priority=0, prompt_tokens=blocks * 32 + 1, now_ns=start
+        )
+        samples.append((now_ns() - start) / 1000)
+        assert handle is not None
+        assert consumer.peek() is not None
+        consumer.advance()
+        hints.finish(handle, Outcome.UNUSED)
+        table.exchange(handle.flag, table.load(handle.flag), pack(handle.generation, FlagState.FREE, 0))
+        while consumer.peek() is not None:
+            consumer.advance()
+        if number % 50 == 0:
+            pause(200_000)
+    return samples
+
+
 def upstream_cost(rounds: int) -> Samples:
     """Microseconds of one lookup of 64 blocks through vLLM's own client. Raises Unavailable."""
     client = UpstreamLookup().connect()
@@ -313,6 +349,10 @@ def aims(results: dict[str, Any]) -> list[tuple[str, float, float]]:
         ("push to seen, awake, us", results["awake"][Ring.name].median, 5.0),
         ("push to seen, asleep, us", results["asleep"][Ring.name].median, 60.0),
     ]
+    for blocks, bound in ((64, 5.0), (4096, 40.0)):
+        samples = results["hint"][str(blocks)]
+        rows.append((f"on_new_request, {blocks} blocks, us", samples.median, bound))
+        rows.append((f"on_new_request, {blocks} blocks, p99 / median", samples.at(0.99) / samples.median, 3.0))
     alone = results["push_alone"]["2 KiB"]
     if "ZMQ PAIR ipc" in alone:
         ratio = alone[Ring.name].median / alone["ZMQ PAIR ipc"].median
@@ -349,6 +389,7 @@ def main() -> int:
         "awake": seen_cost(links, arguments.rounds, asleep=False),
         "asleep": seen_cost(links, arguments.rounds, asleep=True),
         "poll": poll_cost(ring, arguments.rounds),
+        "hint": {str(blocks): hint_cost(blocks, 10 * arguments.rounds) for blocks in (64, 4096)},
     }
     rates = throughput(links, 0.5)
     for link in links:
@@ -363,6 +404,7 @@ def main() -> int:
     show("from push to seen, 2 KiB, receiver awake", results["awake"])
     show("from push to seen, 2 KiB, receiver asleep", results["asleep"])
     show("poll, no system call", results["poll"], "memoryview load")
+    show("our part of on_new_request, by blocks of the prompt", results["hint"])
     print("\nthroughput, records of 2 KiB per second")
     for name, rate in rates.items():
         print(f"  {name:24}{rate:12,.0f}")

@@ -60,7 +60,7 @@ def right():
         done = store.get_into([keys[i] for i in part], [base + i * B for i in part], [B] * len(part))
         good += sum(d is ErrorClass.OK and area[i * B:(i + 1) * B] == value(i) for i, d in zip(part, done))
     return good
-def end(): store.close(); master.stop()
+def end(): store.close(); master.stop(); sys.stdout.flush(); os._exit(0)  # as the daemon does
 """
 
 
@@ -127,7 +127,7 @@ def test_should_name_an_explicit_port_that_is_taken() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(EmbeddedError, match=rf"port {port} .* in use"):
+        with pytest.raises(SettingsError, match=rf"master_port={port}: .* in use"):
             EmbeddedMaster(1, None, structlog.get_logger(), master_port=port).start()
 
 
@@ -149,7 +149,7 @@ def test_should_refuse_to_start_off_the_main_thread() -> None:
 def test_should_keep_what_does_not_fit_in_memory_and_find_it_after_a_restart(tmp_path: Path) -> None:
     put = "put(range(count)); assert store.flush(20); print('>>>', right(), set(store.tiers(keys)) >= {'disk'}); end()"
     assert run(put, tmp_path, 300) == ["300 True"]
-    assert run("print('>>>', right(), round(opened_s, 1)); end()", tmp_path, 300) == ["300 True"]
+    assert run("print('>>>', right(), opened_s < 20); end()", tmp_path, 300) == ["300 True"]
 
 
 def test_should_keep_what_was_flushed_and_leave_no_master_when_killed(tmp_path: Path) -> None:
