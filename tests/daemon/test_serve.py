@@ -372,3 +372,28 @@ def test_an_idle_daemon_uses_next_to_nothing(shared_daemon: Daemon) -> None:
     time.sleep(8)
     assert (used_s() - before) / 8 < 0.01
     engine.close()
+
+
+def test_a_cluster_that_is_not_there_yet_makes_misses_and_no_failure(serve: Serve, tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    config = tmp_path / "mooncake.json"
+    config.write_text(
+        json.dumps(
+            {
+                "metadata_server": "P2PHANDSHAKE",
+                "master_server_address": f"127.0.0.1:{port}",
+                "protocol": "tcp",
+                "mode": "standalone-store",
+                "global_segment_size": 0,
+            }
+        )
+    )
+    daemon = serve(memory=None, mooncake_config=config)
+    assert len(daemon.records("store.degraded")) == 1
+    engine = FakeEngine(daemon.socket)
+    assert engine.load(list(blocks("degraded", 3))) is None
+    engine.save(blocks("degraded", 3))
+    assert ask_daemon(daemon.socket).store_open is False
+    engine.close()
