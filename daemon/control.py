@@ -274,31 +274,27 @@ class Control:
             memory.close()
             self._dissolve(group)
             return
-        session = self._make_session(memory, *group.hellos())
-        workers = [group.workers[rank] for rank in range(group.world_size)]
-        assert group.scheduler is not None
-        group.session = session
+        session = group.session = self._make_session(memory, *group.hellos())
         self._watch(session.doorbell.fd)
-        for rank, worker in enumerate(workers):
+        try:
+            self._hand_over(group, session)
+        except OSError as error:  # one of them died just now
+            self._log.debug("peer.lost", engine=session.engine_id, error=str(error))
+            self._dissolve(group)
+
+    def _hand_over(self, group: Group, session: EngineSession) -> None:
+        for rank, worker in group.workers.items():
             segment = session.staging.segments[rank]
-            protocol.send_message(
-                worker.sock,
-                Attached(
-                    epoch=session.epoch, segment_bytes=segment.size_bytes, slot_count=session.slot_count,
-                    slot_bytes=session.staging.block_bytes[rank],
-                ),
-                [segment.fd],
+            attached = Attached(
+                epoch=session.epoch, segment_bytes=segment.size_bytes, slot_count=session.slot_count,
+                slot_bytes=session.staging.block_bytes[rank],
             )  # fmt: skip
-        protocol.send_message(
-            group.scheduler.sock,
-            Attached(
-                epoch=session.epoch,
-                segment_bytes=session.layout.total_bytes,
-                slot_count=session.slot_count,
-                slot_bytes=0,
-            ),
-            [session.control.fd, session.doorbell.fd],
+            protocol.send_message(worker.sock, attached, [segment.fd])
+        assert group.scheduler is not None
+        attached = Attached(
+            epoch=session.epoch, segment_bytes=session.layout.total_bytes, slot_count=session.slot_count, slot_bytes=0
         )
+        protocol.send_message(group.scheduler.sock, attached, [session.control.fd, session.doorbell.fd])
 
     def _mapped(self, peer: Peer, message: Mapped) -> None:
         session = peer.group.session if peer.group is not None else None
@@ -361,7 +357,8 @@ class Control:
         self._dissolve(group)
 
     def _dissolve(self, group: Group) -> None:
-        self._groups.pop(group.key, None)
+        if self._groups.get(group.key) is group:  # its processes may be back already, as another group
+            del self._groups[group.key]
         if group.session is not None:
             self._unwatch(group.session.doorbell.fd)
             group.session.end()

@@ -15,7 +15,6 @@ from functools import partial
 from types import FrameType
 
 from .. import __version__
-from ..shmring.errors import SegmentCorrupt
 from ..shmring.protocol import Hello, Status
 from .config import DaemonConfig
 from .control import Control, listen
@@ -89,11 +88,13 @@ class Daemon:
             sessions = control.sessions()
             work = pools.run_finished()
             for session in sessions:
-                work += self._drain(control, session)
+                work += session.drain(DRAIN_LIMIT)
             self._pump(sessions, pools)
             if now - last_tick >= TICK_NS:
                 last_tick = now
                 self._tick(control, sessions, now)
+            self._end_corrupt(control, sessions)
+            sessions = control.sessions()  # some may have ended, and been closed
             if work:
                 last_work = now
             busy = now - last_work < spin_ns
@@ -108,13 +109,11 @@ class Daemon:
             for fd, _ in events:
                 self._event(control, sessions, pools, fd)
 
-    def _drain(self, control: Control, session: EngineSession) -> int:
-        try:
-            return session.drain(DRAIN_LIMIT)
-        except SegmentCorrupt as error:
-            self._log.error("engine.corrupt", engine=session.engine_id, epoch=session.epoch, error=str(error))
-            control.end(session)
-            return 0
+    def _end_corrupt(self, control: Control, sessions: Sequence[EngineSession]) -> None:
+        for session in sessions:
+            if session.corrupt is not None and not session.closing:
+                self._log.error("engine.corrupt", engine=session.engine_id, epoch=session.epoch, error=session.corrupt)
+                control.end(session)
 
     def _pump(self, sessions: Sequence[EngineSession], pools: Pools) -> None:
         """Hand out fetches, one engine after the other, while there is a free thread."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ..shmring import protocol
 from ..shmring._atomics import Words
@@ -29,6 +29,8 @@ from .pools import Pools
 from .saver import Saver
 from .store import Store
 from .timeline import Timeline
+
+_T = TypeVar("_T")
 
 MAX_EXCHANGES = 16  # an honest engine makes two transitions of one use of a flag at most
 
@@ -101,6 +103,7 @@ class EngineSession:
         self._jobs = 0
         self._registered = False
         self.closing = False
+        self.corrupt: str | None = None  # what was found wrong with the engine's memory; the owner ends the session
         self._timelines: dict[Key, Timeline] = {}
         self.planner = Planner(
             memory.save_slots_from, self._flags, chunk_blocks=max(1, chunk_bytes // self.block_bytes)
@@ -123,7 +126,18 @@ class EngineSession:
         self.liveness.set_state(PeerState.ACTIVE)
 
     def drain(self, limit: int) -> int:
-        """Handle up to `limit` records; how many there were. Raises SegmentCorrupt."""
+        """Handle up to `limit` records; how many there were."""
+        return self._contain(partial(self._drain, limit), 0)
+
+    def _contain(self, work: Callable[[], _T], default: _T) -> _T:
+        """Do what reads this engine's memory: when that turns out corrupt, this session is over and nothing else."""
+        try:
+            return work()
+        except SegmentCorrupt as error:
+            self.corrupt = self.corrupt or str(error)
+            return default
+
+    def _drain(self, limit: int) -> int:
         for count in range(limit):
             record = self.ring.peek()
             if record is None:
@@ -209,6 +223,9 @@ class EngineSession:
 
     def scan(self) -> None:
         """Find what a full ring did not say: flags given up without a nudge. Called a few times a second."""
+        self._contain(self._scan, None)
+
+    def _scan(self) -> None:
         for key in list(self.planner.requests):
             flag = unpack(self.table.load(key[0]))
             if flag.generation != key[1] or flag.state in (FlagState.RELEASED, FlagState.CANCELLED, FlagState.FREE):
@@ -219,6 +236,9 @@ class EngineSession:
 
     def pump(self) -> bool:
         """Start one fetch if there is one to start; False when there is none."""
+        return self._contain(self._pump, False)
+
+    def _pump(self) -> bool:
         if self.closing or not self.planner.has_work:
             return False
         order, revoked = self.planner.next_order()
@@ -273,7 +293,7 @@ class EngineSession:
             if (error := future.exception()) is not None:
                 self._log.error("job.failed", error=repr(error))
             if not self.closing:
-                done(failed if error is not None else future.result())
+                self._contain(partial(done, failed if error is not None else future.result()), None)
 
         submit(job, finished)
 

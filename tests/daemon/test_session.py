@@ -1,0 +1,69 @@
+"""A session whose engine's memory turns out corrupt ends by itself, whatever work found it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import structlog
+
+from kvprefetch.daemon.config import load
+from kvprefetch.daemon.memory import EngineMemory
+from kvprefetch.daemon.session import EngineSession
+from kvprefetch.shmring.flags import FlagTable, pack
+from kvprefetch.shmring.protocol import FlagState, Hello, SchedulerShape, WorkerShape
+
+
+class NoPools:
+    """Takes jobs and never runs them."""
+
+    def look_up(self, *_: Any) -> None: ...
+    def fetch(self, *_: Any) -> None: ...
+    def save(self, *_: Any) -> None: ...
+
+
+def make_session() -> EngineSession:
+    common = {
+        "protocol": 1, "version": "t", "engine_id": "e", "incarnation": "0" * 32, "rank": 0, "world_size": 1,
+        "groups": 1, "block_tokens": 32,
+    }  # fmt: skip
+    worker = Hello(
+        **common, role="worker", worker=WorkerShape(block_bytes=[4096], key_prefix=["k@"], put_factor=1, put_turn=0)
+    )
+    scheduler = Hello(
+        **common, role="scheduler", scheduler=SchedulerShape(max_blocks=8, max_hint_bytes=512, loads=True, saves=True)
+    )
+    memory = EngineMemory.create(load({"staging": "64KiB"}), 7, scheduler, [worker])
+    nothing: Any = NoPools()
+    return EngineSession(
+        memory, scheduler, [worker], nothing, nothing, structlog.get_logger(), lambda: 1, chunk_bytes=4096, tiers=False
+    )
+
+
+def test_a_flag_that_does_not_stand_still_ends_the_session_and_raises_nothing() -> None:
+    session = make_session()
+    session.planner.hint((0, 1), b"x" * 32, 32, 1, 0, 0)
+    word = session.table.load(0)
+    assert session.table.exchange(0, word, pack(1, FlagState.HINTED, 0))
+
+    class Restless(FlagTable):
+        def exchange(self, *_: Any) -> bool:
+            return False
+
+    session.table.__class__ = Restless
+    session.scan()
+    assert session.corrupt is None, "nothing to do yet"
+    session._start(lambda job, done: done(_Done()), lambda: None, lambda _: session.planner.looked_up((0, 1), 0), None)
+    assert session.corrupt is not None
+    assert "does not stand still" in session.corrupt
+    assert session.drain(10) == 0
+    assert not session.pump()
+    session.end()
+    session.close()
+
+
+class _Done:
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> None:
+        return None
