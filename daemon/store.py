@@ -26,7 +26,6 @@ from .store_settings import MooncakeSettings
 Tier = Literal["memory", "disk"]
 
 _REMEMBERED_KEYS = 65_536  # what `remove_matching` re-checks by name and `flush` waits for
-_DISK_BUFFER_BYTES = 1280 << 20  # Mooncake's default for MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES
 _CLOSE_WAIT_S = 65.0  # a transfer whose peer died waits 60 s inside Mooncake, and nothing shortens it
 _BREAKER_MIN_S, _BREAKER_MAX_S = 0.5, 10.0
 
@@ -81,22 +80,6 @@ class Store:
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._unflushed: OrderedDict[str, None] = OrderedDict()
         self._heartbeat_s = float(os.environ.get("MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS", "10"))
-
-    @property
-    def max_batch_bytes(self) -> int:
-        """What all disk reads under way at once may take of the owner's staging buffer (see `disk_cost`).
-
-        The owner's setting is not visible from a client; it is read from this process's own environment, else
-        Mooncake's default of 1280 MiB is taken. One quarter is kept back: a finished batch can hold its room for up
-        to 5 s.
-        """
-        raw = os.environ.get("MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES", "")
-        return (int(raw) if raw.isdigit() else _DISK_BUFFER_BYTES) * 3 // 4
-
-    @staticmethod
-    def disk_cost(size: int) -> int:
-        """Bytes of the owner's staging buffer that a value of `size` bytes takes while it is read from disk."""
-        return -(-size // 4096) * 4096 + 8192
 
     def open(self) -> None:
         """Join the cluster. Holds the GIL for 0.05 to 0.2 s. Raises StoreError."""

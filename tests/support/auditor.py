@@ -6,20 +6,15 @@ itself last; a gauge that disagrees with the shared words is a finding of its ow
 
 from __future__ import annotations
 
-import mmap
 import os
 import socket
 import time
 import uuid
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvprefetch.shmring import protocol
-from kvprefetch.shmring._atomics import Words
-from kvprefetch.shmring.flags import unpack
-from kvprefetch.shmring.layout import LINE_BYTES, MAGIC, Layout, Line
+from kvprefetch.shmring import protocol, view
+from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.protocol import FlagState
 
 # In the environment of this process, and so of everything it starts: how a leaked process is told from a stranger.
@@ -47,19 +42,10 @@ def our_shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "kvprefetch" in name}
 
 
-@dataclass(frozen=True)
-class SegmentView:
-    """What one live control segment says, read without touching it."""
-
-    epoch: int
-    flags: Counter[str]
-    credits_there: int
-    ring_bytes_waiting: int
-
-
-def control_segments(pid: int) -> list[SegmentView]:
-    """The control segments that a daemon holds open."""
-    views: dict[int, SegmentView] = {}  # Python's mmap keeps a descriptor of its own: each segment is open twice
+def control_segments(pid: int) -> list[dict[str, Any]]:
+    """What the control segments that a daemon holds open say, read without touching them (shmring/view.py)."""
+    names = {state.value: state.name for state in FlagState}
+    views: dict[int, dict[str, Any]] = {}  # Python's mmap keeps a descriptor of its own: each segment is open twice
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
             if "kvprefetch" not in (name := os.readlink(link)) or not name.startswith(("/memfd:", "/dev/shm/")):
@@ -68,29 +54,13 @@ def control_segments(pid: int) -> list[SegmentView]:
         except OSError:
             continue
         try:
-            with mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ) as area:
-                if int.from_bytes(area[:8], "little") == MAGIC:
-                    view = _view(memoryview(area))
-                    views[view.epoch] = view
+            seen = view.read(fd, time.monotonic_ns(), names)
+            views[seen["epoch"]] = seen
+        except SegmentCorrupt:
+            pass  # a staging segment: it has no header
         finally:
             os.close(fd)
     return list(views.values())
-
-
-def _view(buffer: memoryview) -> SegmentView:
-    with buffer:
-        layout = Layout.read(buffer)
-        words = Words(buffer, writable=False)
-        lines = range(layout.flags_offset // 8, layout.table_offset // 8, LINE_BYTES // 8)
-        states = Counter(FlagState(unpack(words.load_acquire(line)).state).name for line in lines)
-        view = SegmentView(
-            layout.epoch,
-            states,
-            words.load_acquire(Line.CREDITS_GRANTED) - words.load_acquire(Line.CREDITS_TAKEN),
-            words.load_acquire(Line.TAIL) - words.load_acquire(Line.HEAD),
-        )
-        words.release()
-        return view
 
 
 def ask_daemon(path: str | Path) -> protocol.Status:
@@ -128,21 +98,21 @@ class Auditor:
     def pinned(self, pid: int, path: str | Path) -> list[str]:
         """What is still held inside a live daemon."""
         findings: list[str] = []
-        views = {view.epoch: view for view in control_segments(pid)}
+        views = {seen["epoch"]: seen for seen in control_segments(pid)}
         status = ask_daemon(path)
         for engine in status.engines:
             epoch = int(engine["epoch"])
-            view = views.pop(epoch, None)
-            if view is None:
+            seen = views.pop(epoch, None)
+            if seen is None:
                 findings.append(f"epoch {epoch}: no control segment is open")
                 continue
-            used = {state: count for state, count in view.flags.items() if state != "FREE"}
+            used = {state: count for state, count in seen["flags"]["states"].items() if state != "FREE"}
             if used:
                 findings.append(f"epoch {epoch}: flags in use: {used}")
-            if view.ring_bytes_waiting:
-                findings.append(f"epoch {epoch}: ring not drained: bytes={view.ring_bytes_waiting}")
-            if view.credits_there != int(engine["save_slots"]):
-                findings.append(f"epoch {epoch}: credits out: {view.credits_there} of {engine['save_slots']} there")
+            if seen["ring"]["used_bytes"]:
+                findings.append(f"epoch {epoch}: ring not drained: bytes={seen['ring']['used_bytes']}")
+            if (there := seen["credits"]["outstanding"]) != int(engine["save_slots"]):
+                findings.append(f"epoch {epoch}: credits out: {there} of {engine['save_slots']} there")
             findings += [
                 f"epoch {epoch}: {name}={engine[name]}"
                 for name in ("blocks_pinned", "requests", "orders", "saves_queued")
