@@ -35,6 +35,7 @@ from ..shmring.protocol import (
     StatusQuery,
 )
 from .config import ConfigError
+from .events import Ending
 from .logs import Log
 from .memory import EngineMemory
 from .session import EngineSession
@@ -169,11 +170,11 @@ class Control:
         """End a session from our side: its processes see the end of file and come back."""
         for group in list(self._groups.values()):
             if group.session is session:
-                self._dissolve(group)
+                self._dissolve(group, Ending.ENGINE_CORRUPT)
 
     def close(self) -> None:
         for group in list(self._groups.values()):
-            self._dissolve(group)
+            self._dissolve(group, Ending.DAEMON_STOPPED)
         for peer in list(self._peers.values()):
             self._close_peer(peer)
         self._unwatch(self.sock.fileno())
@@ -190,7 +191,6 @@ class Control:
         raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         peer = Peer(sock, Credentials(*_CREDENTIALS.unpack(raw)))
         if not self._may_attach(peer.credentials):
-            self._log.warning("peer.refused", pid=peer.credentials.pid, uid=peer.credentials.uid, reason="credentials")
             self._refuse(peer, f"uid is not allowed to attach: uid={peer.credentials.uid}", final=True)
             sock.close()
             return
@@ -336,7 +336,8 @@ class Control:
         self._close_peer(peer)
 
     def _refuse(self, peer: Peer, error: str, *, final: bool) -> None:
-        self._log.warning("peer.refused", pid=peer.credentials.pid, error=error, final=final)
+        pid, uid, _ = peer.credentials
+        self._log.warning("peer.refused", pid=pid, uid=uid, error=error, final=final)
         with contextlib.suppress(OSError):
             protocol.send_message(peer.sock, Refused(error=error, final=final))
 
@@ -356,12 +357,12 @@ class Control:
         group.session.liveness.peer_is_gone()
         self._dissolve(group)
 
-    def _dissolve(self, group: Group) -> None:
+    def _dissolve(self, group: Group, ending: Ending = Ending.ENGINE_GONE) -> None:
         if self._groups.get(group.key) is group:  # its processes may be back already, as another group
             del self._groups[group.key]
         if group.session is not None:
             self._unwatch(group.session.doorbell.fd)
-            group.session.end()
+            group.session.end(ending)
             self.ended.append(group.session)
         for peer in group.peers:
             self._close_peer(peer)

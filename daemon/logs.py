@@ -1,33 +1,136 @@
-"""Structured logging: JSON lines for machines, a coloured console on a terminal."""
+"""Structured logging: JSON lines, with journald's priorities where it reads them, and one readable line on a terminal.
+
+What each line means stands in the catalogue (events.py).
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
+import threading
+import time
 import uuid
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, TextIO
 
 import structlog
 
+from . import pretty
+from .events import COMMON, EVENTS
+
 Log = Any  # a structlog bound logger; its class is made at run time
 
+FLOOD_NS = 1_000_000_000
+PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3}  # syslog's, as journald reads them: <N> before a line
+_ORDER = tuple(name.rstrip("?") for name in COMMON)
 
-def configure(level: str = "info", stream: TextIO | None = None) -> Log:
-    """The daemon's logger, writing to `stream` (standard output by default). Fields: ts, level, event, run_id, …"""
+
+class Floods:
+    """Lets one line of a flooding event through and sums the rest, once a second for each event and engine.
+
+    A structlog processor that any thread may call. flush() writes the sums that are due, as the last of the lines held
+    back with `suppressed`: how many there were beside it.
+    """
+
+    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock_ns = clock_ns
+        self._lock = threading.Lock()
+        self._since: dict[tuple[str, str], int] = {}
+        self._held: dict[tuple[str, str], tuple[dict[str, Any], int]] = {}
+
+    def __call__(self, _logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        event = EVENTS.get(line["event"])
+        if event is None or not event.floods or "suppressed" in line:
+            return line
+        key = (str(line["event"]), str(line.get("engine", "")))
+        now = self._clock_ns()
+        with self._lock:
+            since = self._since.get(key)
+            if since is None or (now - since >= FLOOD_NS and key not in self._held):
+                self._since[key] = now
+                return line
+            _, count = self._held.get(key, ({}, 0))
+            self._held[key] = (dict(line), count + 1)
+        raise structlog.DropEvent
+
+    def due(self, *, all_of_them: bool = False) -> list[dict[str, Any]]:
+        """The sums to write now; they are forgotten here."""
+        now = self._clock_ns()
+        with self._lock:
+            over = [key for key, since in self._since.items() if all_of_them or now - since >= FLOOD_NS]
+            lines = []
+            for key in over:
+                held = self._held.pop(key, None)
+                if held is None:
+                    del self._since[key]  # quiet for a second: engines come and go, and their keys with them
+                else:
+                    self._since[key] = now
+                    lines.append({**held[0], "suppressed": held[1] - 1})
+        return lines
+
+
+class EventCounts:
+    """Counts the lines of level warning and above by event, those held back included. A structlog processor."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {name: 0 for name, event in EVENTS.items() if event.level in ("warning", "error")}
+
+    def __call__(self, _logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        name = line["event"]
+        if name in self.counts and "suppressed" not in line:
+            self.counts[name] += 1
+        return line
+
+
+floods = Floods()
+event_counts = EventCounts()
+
+
+def configure(level: str = "info", stream: TextIO | None = None, environ: Mapping[str, str] = os.environ) -> Log:
+    """The daemon's logger, writing to `stream` (standard output by default): ts, level, event, run_id, …"""
     out = stream if stream is not None else sys.stdout
-    render: Any
-    if out.isatty():
-        render = [structlog.dev.ConsoleRenderer()]
-    else:
-        render = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    terminal = out.isatty()
+    prefix = not terminal and goes_to_journald(out, environ)
+    colour = terminal and "NO_COLOR" not in environ
+
+    def render(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> str:
+        ordered = {name: line[name] for name in _ORDER if name in line} | dict(line)
+        if terminal:
+            return pretty.line(ordered, colour=colour)
+        text = json.dumps(ordered, default=str)
+        return f"<{PRIORITIES[ordered['level']]}>{text}" if prefix else text
+
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),
-            *render,
+            event_counts,
+            floods,
+            structlog.processors.format_exc_info,
+            render,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=structlog.WriteLoggerFactory(file=out),
         cache_logger_on_first_use=True,
     )
     return structlog.get_logger().bind(run_id=uuid.uuid4().hex[:12])
+
+
+def flush_floods(*, all_of_them: bool = False) -> None:
+    """Write what was held back a second ago, or at the end all of it. Called by the main loop."""
+    for line in floods.due(all_of_them=all_of_them):
+        level, event = line.pop("level"), line.pop("event")
+        line.pop("ts", None)
+        getattr(structlog.get_logger(), level)(event, **line)
+
+
+def goes_to_journald(stream: TextIO, environ: Mapping[str, str]) -> bool:
+    """Whether systemd connected this very stream to the journal (`JOURNAL_STREAM` names its device and inode)."""
+    try:
+        device, _, inode = environ.get("JOURNAL_STREAM", "").partition(":")
+        status = os.fstat(stream.fileno())
+        return (int(device), int(inode)) == (status.st_dev, status.st_ino)
+    except (OSError, ValueError):
+        return False

@@ -19,7 +19,7 @@ from ..shmring.protocol import Hello, Status
 from .config import DaemonConfig
 from .control import Control, listen
 from .embedded import DiskSpec, EmbeddedMaster
-from .logs import Log
+from .logs import Log, flush_floods
 from .memory import EngineMemory
 from .pools import Pools
 from .session import EngineSession
@@ -76,6 +76,7 @@ class Daemon:
             with contextlib.suppress(FileNotFoundError):
                 self._config.socket.unlink()
             sock.close()
+            flush_floods(all_of_them=True)
             self._log.info("daemon.stopped")
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -128,12 +129,13 @@ class Daemon:
             session.scan()
         if self._store_opened.is_set():
             self._store_opened.clear()
-            self._log.info("store.opened")
+            self._log.info("store.joined")
             for session in sessions:
                 session.register_staging()
         for session in [ended for ended in control.ended if ended.idle]:
             control.ended.remove(session)
             session.close()
+        flush_floods()
 
     def _event(self, control: Control, sessions: Sequence[EngineSession], pools: Pools, fd: int) -> None:
         if fd == pools.fd:
@@ -173,7 +175,7 @@ class Daemon:
             try:
                 store.open()
             except StoreError as error:
-                self._log.debug("store.degraded", error=str(error), retry_s=REOPEN_S)
+                self._log.debug("store.retried", error=str(error), retry_s=REOPEN_S)
             else:
                 self._store_is_open = True
                 self._store_opened.set()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,10 +17,13 @@ from ..shmring.credits import CreditGranter
 from ..shmring.doorbell import Doorbell
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.flags import FlagTable, pack, unpack
+from ..shmring.layout import Line
 from ..shmring.liveness import Liveness, PeerState
 from ..shmring.protocol import FlagState, Hello, ProtocolError, RecordKind
 from ..shmring.ring import Consumer, Record
 from . import transfers
+from .account import Account
+from .events import Ending
 from .logs import Log
 from .memory import EngineMemory
 from .planner import Fetched, Key, Order, Planner, Request
@@ -32,18 +34,8 @@ from .timeline import Timeline
 
 _T = TypeVar("_T")
 
+LAST_RECORDS = 4096  # read at the end of a session: all that an honest engine can have on the way, and no flood
 MAX_EXCHANGES = 16  # an honest engine makes two transitions of one use of a flag at most
-
-
-@dataclass
-class Counters:
-    """What this session did, for the log and for auditors."""
-
-    hints: int = 0
-    bad_records: int = 0
-    hit_blocks: int = 0
-    fetched_blocks: int = 0
-    failed_blocks: int = 0
 
 
 class _Flags:
@@ -91,7 +83,7 @@ class EngineSession:
         self.block_bytes = sum(self.staging.block_bytes)
         self._store, self._pools, self._clock_ns, self._tiers = store, pools, clock_ns, tiers
         self._log = log.bind(engine=self.engine_id, epoch=self.epoch)
-        self.counters = Counters()
+        self.totals = Account()
         self.shape = transfers.Shape(tuple(shape.key_prefix[0] for shape in shapes), self.staging)
         self.words = Words(self.control.buffer)
         self.doorbell = Doorbell.create()
@@ -105,6 +97,7 @@ class EngineSession:
         self.closing = False
         self.corrupt: str | None = None  # what was found wrong with the engine's memory; the owner ends the session
         self._timelines: dict[Key, Timeline] = {}
+        self._given_up: set[Key] = set()  # by flags seen at the last scan whose DONE record may still come
         self.planner = Planner(
             memory.save_slots_from, self._flags, chunk_blocks=max(1, chunk_bytes // self.block_bytes)
         )
@@ -145,8 +138,8 @@ class EngineSession:
             try:
                 self._handle(record)
             except ProtocolError as error:
-                self.counters.bad_records += 1
-                self._log.warning("record.bad", error=str(error), count=self.counters.bad_records)
+                self.totals.bad_records += 1
+                self._log.warning("record.bad", error=str(error), count=self.totals.bad_records)
             self.ring.advance()
         return limit
 
@@ -161,6 +154,8 @@ class EngineSession:
         elif record.kind == RecordKind.DONE:
             self._done(protocol.decode_done(record.payload))
         elif record.kind == RecordKind.SAVED:
+            if self.closing:
+                return
             self.saver.saved(protocol.decode_saved(record.payload))
         else:
             raise ProtocolError(f"unknown record kind: kind={record.kind}")
@@ -175,16 +170,15 @@ class EngineSession:
         seen = unpack(self.table.load(hint.flag))
         if seen.generation != hint.generation or key in self.planner.requests:
             raise ProtocolError(f"hint for another use of the flag: flag={hint.flag} generation={hint.generation}")
-        if seen.state != FlagState.HINTED:  # cancelled before we looked
-            self._flags.free(key)
-            return
-        self.counters.hints += 1
+        self.totals.hints += 1
         now = self._clock_ns()
         request = self.planner.hint(
             key, bytes(hint.hashes), hint.hash_bytes, hint.blocks, hint.local_blocks, hint.priority
         )
         self._timelines[key] = Timeline(hint, now)
-        if self.saver.resetting:  # keys of the old weights may still be there: a miss
+        self.totals.push_to_seen.observe(max(0, now - hint.arrival_ns) / 1e9)
+        # Cancelled before we looked, read after the end, or keys of old weights may still be there: nothing to look up.
+        if seen.state != FlagState.HINTED or self.closing or self.saver.resetting:
             self.planner.looked_up(key, request.local)
             return
         digests = [request.digest(block) for block in range(request.local, request.blocks)]
@@ -202,7 +196,7 @@ class EngineSession:
         timeline.looked_up_ns = self._clock_ns()
         timeline.store_unavailable = run is None
         timeline.found_blocks = found
-        self.counters.hit_blocks += run or 0
+        self.totals.hit_blocks += run or 0
         self.table.set_found(key[0], found)
         self.planner.looked_up(key, found)
 
@@ -212,24 +206,36 @@ class EngineSession:
             raise ProtocolError(f"flag out of bounds: flag={done.flag} max={self.layout.flag_count - 1}")
         state = unpack(self.table.load(done.flag))
         if state.generation == done.generation and state.state in (FlagState.RELEASED, FlagState.CANCELLED):
-            self._finish(key, done)
+            self._finish(key, Ending[done.outcome.name], done)
 
-    def _finish(self, key: Key, done: protocol.Done | None) -> None:
+    def _finish(self, key: Key, ending: Ending, done: protocol.Done | None = None) -> None:
         request = self.planner.finish(key)
-        timeline = self._timelines.pop(key, None)
         self._flags.free(key)
-        if request is not None and timeline is not None:
-            self._log.info("request.done", **timeline.fields(request, done, self.block_bytes))
+        if request is not None:
+            self._tell(request, ending, done)
+
+    def _tell(self, request: Request, ending: Ending, done: protocol.Done | None = None) -> None:
+        """Write the one line of a request that ended, unless it was written."""
+        timeline = self._timelines.pop(request.key, None)
+        if timeline is None:
+            return
+        story = timeline.fields(request, ending, done, self.block_bytes, self._clock_ns())
+        self.totals.request_done(story)
+        self._log.info("request.done", **story)
 
     def scan(self) -> None:
         """Find what a full ring did not say: flags given up without a nudge. Called a few times a second."""
         self._contain(self._scan, None)
 
     def _scan(self) -> None:
+        given_up = set()
         for key in list(self.planner.requests):
             flag = unpack(self.table.load(key[0]))
             if flag.generation != key[1] or flag.state in (FlagState.RELEASED, FlagState.CANCELLED, FlagState.FREE):
-                self._finish(key, None)
+                given_up.add(key)
+        for key in given_up & self._given_up:
+            self._finish(key, Ending.UNTOLD)
+        self._given_up = given_up
         self.saver.next()
 
     # --- fetching ---------------------------------------------------------------------------------------------------
@@ -243,7 +249,7 @@ class EngineSession:
             return False
         order, revoked = self.planner.next_order()
         for request in revoked:
-            self._revoked(request, "revoked")
+            self._tell(request, Ending.REVOKED)
         if order is None:
             return False
         blocks = [(block.digest, block.slot) for block in order.blocks]
@@ -259,15 +265,10 @@ class EngineSession:
             "fetch.done", blocks=len(results), good_blocks=good, bytes=good * self.block_bytes,
             duration_ms=round((now - started_ns) / 1e6, 3),
         )  # fmt: skip
-        self.counters.fetched_blocks += good
-        self.counters.failed_blocks += len(results) - good
+        self.totals.fetch.observe((now - started_ns) / 1e9)
+        self.totals.fetched_blocks += good
+        self.totals.failed_blocks += len(results) - good
         self.planner.fetched(order.number, results, now)
-
-    def _revoked(self, request: Request, outcome: str) -> None:
-        timeline = self._timelines.pop(request.key, None)
-        if timeline is not None:
-            fields = timeline.fields(request, None, self.block_bytes)
-            self._log.info("request.done", **{**fields, "outcome": outcome})
 
     # --- reset ------------------------------------------------------------------------------------------------------
 
@@ -275,7 +276,7 @@ class EngineSession:
         """Void everything staged, hinted or being saved before this generation, remove the keys, then reply."""
         self.saver.reset(generation, timeout_s, reply)
         for request in self.planner.reset():
-            self._revoked(request, "reset")
+            self._tell(request, Ending.RESET)
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -308,12 +309,20 @@ class EngineSession:
 
     def account(self) -> dict[str, int]:
         """Gauges and counters together, for the log and for whoever asks."""
-        return {**self.gauges(), **vars(self.counters), **vars(self.saver.counters)}
+        self.totals.dropped_hints = max(self.totals.dropped_hints, self.words.load_acquire(Line.HINTS_DROPPED))
+        return {**self.gauges(), **self.totals.totals(), **vars(self.saver.counters)}
 
-    def end(self) -> None:
-        """No new work; the segments stay until idle. The engine reads CLOSING as gone."""
+    def end(self, ending: Ending) -> None:
+        """No new work; the segments stay until idle. The engine reads CLOSING as gone.
+
+        What it said last is still read, so that a request that ended before the engine did is told as it ended; the
+        others end as `ending` says.
+        """
         self.closing = True
         self.liveness.set_state(PeerState.CLOSING)
+        self.drain(LAST_RECORDS)
+        for request in list(self.planner.requests.values()):
+            self._tell(request, Ending.ENGINE_CORRUPT if self.corrupt is not None else ending)
 
     def close(self) -> None:
         """Free everything; only when idle and after the last process of the engine is gone."""

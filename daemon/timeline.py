@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..shmring.protocol import Done, Hint
+from .events import Ending
 from .planner import Request
 
 
@@ -21,23 +22,25 @@ class Timeline:
         self.found_blocks = hint.local_blocks
         self.store_unavailable = False
 
-    def fields(self, request: Request, done: Done | None, block_bytes: int) -> dict[str, Any]:
+    def fields(
+        self, request: Request, ending: Ending, done: Done | None, block_bytes: int, now_ns: int
+    ) -> dict[str, Any]:
         """The log line's fields: `*_ms` are milliseconds since the request arrived in the engine.
 
-        `exposed_ms` is how long the scheduler had the request at its queue head and waited for us; `hidden_fraction`
-        is the share of look-up and transfer that ran before that.
+        `exposed_ms` is how long the scheduler had the request at its queue head and waited for us, until it claimed or
+        gave up; `hidden_fraction` is the share of look-up and transfer that did not make it wait.
         """
         asked = done.asked_ns if done is not None and done.asked_ns else self.asked_ns
         claimed = done.claimed_ns if done is not None else 0
         loaded = done.loaded_ns if done is not None else 0
         ready = request.last_byte_ns or self.looked_up_ns
-        exposed_ns = max(0, (claimed or ready) - asked) if asked else 0
+        exposed_ns = max(0, (claimed or now_ns) - asked) if asked else 0
         transfer_ns = max(0, ready - self.hint_seen_ns)
         hidden = 1.0 - min(1.0, exposed_ns / transfer_ns) if transfer_ns else 1.0
         memory_blocks = request.fetched_blocks - request.disk_blocks
         return {
             "request_id": self.request_id,
-            "outcome": done.outcome.name.lower() if done is not None else "lost",
+            "outcome": ending.value,
             "prompt_tokens": self.prompt_tokens,
             "hint_blocks": request.blocks,
             "local_blocks": request.local,
@@ -55,6 +58,7 @@ class Timeline:
             "asked_ms": self._ms(asked),
             "claimed_ms": self._ms(claimed),
             "loaded_ms": self._ms(loaded),
+            "ended_ms": self._ms(now_ns),
             "exposed_ms": round(exposed_ns / 1e6, 3),
             "hidden_fraction": round(hidden, 4),
         }

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.lab.daemon import Daemon
+from kvprefetch.daemon import events
 from tests.daemon.fake_engine import FakeEngine
 from tests.support.auditor import Auditor
 
@@ -27,6 +28,12 @@ def auditor() -> Iterator[Auditor]:
     auditor.assert_nothing_left()
 
 
+def keeps_to_the_catalogue(daemon: Daemon) -> None:
+    """Every line that a daemon wrote is one that docs/EVENTS.md describes."""
+    found = {problem for record in daemon.records() for problem in events.problems(record)}
+    assert not found, "\n".join(sorted(found))
+
+
 @pytest.fixture
 def serve(auditor: Auditor) -> Iterator[Callable[..., Daemon]]:
     """Starts daemons that are stopped at the end of the test."""
@@ -41,6 +48,7 @@ def serve(auditor: Auditor) -> Iterator[Callable[..., Daemon]]:
     yield start
     for daemon in started:
         daemon.close()
+        keeps_to_the_catalogue(daemon)
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +57,4 @@ def shared_daemon() -> Iterator[Daemon]:
     with Daemon(memory="64MiB", staging="1MiB") as daemon:
         yield daemon
         assert daemon.sigterm(30) == 0
+        keeps_to_the_catalogue(daemon)

@@ -7,6 +7,7 @@ from typing import Any
 import structlog
 
 from kvprefetch.daemon.config import load
+from kvprefetch.daemon.events import Ending
 from kvprefetch.daemon.memory import EngineMemory
 from kvprefetch.daemon.session import EngineSession
 from kvprefetch.shmring.flags import FlagTable, pack
@@ -57,7 +58,7 @@ def test_a_flag_that_does_not_stand_still_ends_the_session_and_raises_nothing() 
     assert "does not stand still" in session.corrupt
     assert session.drain(10) == 0
     assert not session.pump()
-    session.end()
+    session.end(Ending.ENGINE_GONE)
     session.close()
 
 

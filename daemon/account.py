@@ -1,0 +1,109 @@
+"""What an epoch of an engine did, in numbers that only grow: for the status, the metrics and the log.
+
+Written by the main loop alone.  When an engine goes, its account is added to those of the engines before it, so that no
+total ever falls.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from .events import Ending
+
+# Upper bounds in seconds. Fast ones are for shared memory, slow ones for what goes over a network or waits for a disk.
+FAST_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 0.01, 0.05, 0.25, 1.0)
+SLOW_S = (1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Histogram:
+    """Counts of values in seconds by upper bound; the last count is of those above every bound."""
+
+    def __init__(self, bounds_s: tuple[float, ...]) -> None:
+        self.bounds_s = bounds_s
+        self.counts = [0] * (len(bounds_s) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, value_s: float) -> None:
+        self.counts[bisect_left(self.bounds_s, value_s)] += 1
+        self.sum_s += value_s
+
+    def add(self, other: Histogram) -> None:
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        self.sum_s += other.sum_s
+
+
+def _fast() -> Histogram:
+    return Histogram(FAST_S)
+
+
+def _slow() -> Histogram:
+    return Histogram(SLOW_S)
+
+
+@dataclass
+class Account:
+    """Counters are of blocks, bytes, seconds or events, as their names say; tiers are `memory` and `disk`."""
+
+    hints: int = 0
+    dropped_hints: int = 0
+    bad_records: int = 0
+    hit_blocks: int = 0
+    miss_blocks: int = 0
+    fetched_blocks: int = 0
+    failed_blocks: int = 0
+    loaded_blocks: int = 0
+    transfer_s: float = 0.0
+    hidden_s: float = 0.0
+    endings: Counter[str] = field(default_factory=Counter)
+    fetched_bytes: Counter[str] = field(default_factory=Counter)
+    wasted_bytes: Counter[str] = field(default_factory=Counter)
+    push_to_seen: Histogram = field(default_factory=_fast)
+    look_up: Histogram = field(default_factory=_slow)
+    fetch: Histogram = field(default_factory=_slow)
+    exposed: Histogram = field(default_factory=_slow)
+    ready_to_seen: Histogram = field(default_factory=_slow)
+
+    def request_done(self, story: Mapping[str, Any]) -> None:
+        """Enter one request.done line."""
+        self.endings[story["outcome"]] += 1
+        self.loaded_blocks += story["loaded_blocks"]
+        for tier in ("memory", "disk"):
+            self.fetched_bytes[tier] += story[f"bytes_{tier}"]
+            if story["outcome"] != Ending.LOADED.value:
+                self.wasted_bytes[tier] += story[f"bytes_{tier}"]
+        looked_up, seen, claimed, asked = (
+            story[f"{name}_ms"] for name in ("looked_up", "hint_seen", "claimed", "asked")
+        )
+        if looked_up is not None:
+            self.look_up.observe((looked_up - seen) / 1e3)
+            self.miss_blocks += story["hint_blocks"] - story["found_blocks"]
+        if story["outcome"] in (Ending.LOADED.value, Ending.LATE.value):
+            self.exposed.observe(story["exposed_ms"] / 1e3)
+        if story["last_byte_ms"] is not None:
+            transfer = max(0.0, story["last_byte_ms"] - seen) / 1e3
+            self.transfer_s += transfer
+            self.hidden_s += transfer * story["hidden_fraction"]
+        ready = story["last_byte_ms"] or looked_up
+        if claimed is not None and asked is not None and ready is not None and asked <= ready <= claimed:
+            self.ready_to_seen.observe((claimed - ready) / 1e3)
+
+    def add(self, other: Account) -> None:
+        """Enter everything of another account."""
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            if isinstance(mine, Histogram):
+                mine.add(theirs)
+            elif isinstance(mine, Counter):
+                mine.update(theirs)
+            else:
+                setattr(self, each.name, mine + theirs)
+
+    def totals(self) -> dict[str, int]:
+        """The plain counters, by name."""
+        return {
+            each.name: value for each in fields(self) if isinstance(value := getattr(self, each.name), int)
+        }  # fmt: skip

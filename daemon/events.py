@@ -1,0 +1,273 @@
+"""The log's catalogue: every event, its level, its fields and what they mean. docs/EVENTS.md is made from it.
+
+`python -m kvprefetch.daemon.events` prints the tables of docs/EVENTS.md.  A test reads every log call of the daemon and
+compares it with the catalogue, and the tests against a real daemon compare every line that it writes (`problems`).
+A field means the same in every event; its unit is the end of its name (`_ms`, `_s`, `_bytes`, `_blocks`).
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Ending(enum.Enum):
+    """How a hinted request ended: the closed vocabulary of `outcome` in `request.done`."""
+
+    meaning: str
+
+    def __new__(cls, value: str, meaning: str) -> Ending:
+        member = object.__new__(cls)
+        member._value_ = value
+        member.meaning = meaning
+        return member
+
+    # Said by the engine (the names are those of protocol.Outcome).
+    LOADED = "loaded", "the engine copied blocks out of staging"
+    MISS = "miss", "the store had nothing beyond what the engine held itself"
+    LATE = "late", "the engine waited as long as it may and had nothing to take yet; it recomputed"
+    ABORTED = "aborted", "the request ended in the engine before it was admitted"
+    UNUSED = "unused", "admitted without these blocks: all were local by then, or another connector answered"
+    EVICTED = "evicted", "the engine lost local blocks that the hint had counted on; it hinted again"
+    LOST = "lost", "the engine gave the hint up: taken back by the daemon, or void after a reset"
+    # Found by the daemon.
+    UNTOLD = "untold", "the flag was given up, and the record that says how did not come: the hint ring was full"
+    REVOKED = "revoked", "the daemon took it back: a more urgent request needed the room"
+    RESET = "reset", "the engine's weights changed (`reset_cache`) while it was pending or staged"
+    ENGINE_GONE = "engine_gone", "the connection to one of the engine's processes ended first"
+    ENGINE_CORRUPT = "engine_corrupt", "the engine's shared memory said what cannot be, and it was detached"
+    DAEMON_STOPPED = "daemon_stopped", "the daemon was told to stop first"
+
+
+class Field(NamedTuple):
+    """One field. `kind` is the JSON type; `?` at its end: may be null. Key material stays at level debug."""
+
+    kind: str
+    meaning: str
+    key_material: bool = False
+
+
+class Event(NamedTuple):
+    """One event. A field with `?` at its end may be absent. `floods`: summed once a second and engine."""
+
+    level: str
+    meaning: str
+    fields: tuple[str, ...]
+    floods: bool = False
+
+
+LEVELS = ("debug", "info", "warning", "error")
+
+# In every line, in this order, before the event's own; those with `?` where they apply.
+COMMON: dict[str, Field] = {
+    "ts": Field("string", "UTC, ISO 8601, microseconds"),
+    "level": Field("string", "`debug`, `info`, `warning` or `error`"),
+    "event": Field("string", "its name, `noun.verb`"),
+    "run_id": Field("string", "one start of one daemon"),
+    "engine?": Field("string", "the engine's id, as vLLM's `kv_transfer_config.engine_id`"),
+    "epoch?": Field("integer", "one attachment of one engine"),
+    "suppressed?": Field("integer", "lines like this one that were not written in the second before"),
+}
+
+FIELDS: dict[str, Field] = {
+    # requests: the fields of request.done, in its order
+    "request_id": Field("string", "vLLM's request id"),
+    "outcome": Field("string", "how it ended, see [outcomes](#outcomes)"),
+    "prompt_tokens": Field("integer", "tokens of the prompt"),
+    "hint_blocks": Field("integer", "full blocks of the prompt: as much as could be loaded"),
+    "local_blocks": Field("integer", "leading blocks that the engine held itself when the request arrived"),
+    "found_blocks": Field("integer", "leading blocks that were local or in the store; the rest is a miss"),
+    "loaded_blocks": Field("integer", "blocks that the engine copied out of staging"),
+    "bytes": Field("integer", "bytes fetched for it, all ranks; blocks that others had fetched already cost none"),
+    "bytes_disk": Field("integer", "of these, from a disk tier"),
+    "bytes_memory": Field("integer", "of these, from memory"),
+    "store_unavailable": Field("boolean", "the store could not be asked, which counts as a miss"),
+    "arrived_ms": Field("number", "the engine's scheduler got the request; all other times count from here"),
+    "hint_seen_ms": Field("number?", "the daemon read the hint"),
+    "looked_up_ms": Field("number?", "the store said what it has"),
+    "first_byte_ms": Field("number?", "the first fetched block was in staging"),
+    "last_byte_ms": Field("number?", "the last one was"),
+    "asked_ms": Field("number?", "the scheduler reached the request and found it pending; null: it never had to wait"),
+    "claimed_ms": Field("number?", "the scheduler took what was staged"),
+    "loaded_ms": Field("number?", "every rank had copied it"),
+    "ended_ms": Field("number", "the daemon learned of the end, or made it"),
+    "exposed_ms": Field("number", "how long the scheduler waited for it at the head of the queue"),
+    "hidden_fraction": Field("number", "share of look-up and transfer that did not make the scheduler wait, 0 to 1"),
+    # fetches and saves
+    "blocks": Field("integer", "blocks of one store call"),
+    "good_blocks": Field("integer", "of these, fetched and of the right size"),
+    "duration_ms": Field("number", "from the order to its result, waiting for a thread included"),
+    "save_id": Field("integer", "the engine's number of this save"),
+    "stored_blocks": Field("integer", "blocks put into the store"),
+    "present_blocks": Field("integer", "blocks that were in the store already"),
+    "failed_blocks": Field("integer", "blocks that could not be fetched, or not be stored"),
+    "tries": Field("integer", "store calls that it took"),
+    # what an engine's epoch did in all, and what it holds
+    "hints": Field("integer", "hints read"),
+    "bad_records": Field("integer", "hint-ring records that were skipped"),
+    "dropped_hints": Field("integer", "hints that the engine could not push: its ring or its flags were full"),
+    "miss_blocks": Field("integer", "blocks of looked-up requests that were neither local nor in the store"),
+    "hit_blocks": Field("integer", "blocks beyond the local ones that the store had"),
+    "fetched_blocks": Field("integer", "blocks fetched into staging"),
+    "saved_blocks": Field("integer", "blocks put into the store"),
+    "lost_saves": Field("integer", "blocks that were to be saved and were not"),
+    "slots": Field("integer", "staging slots, those for saves not counted in `status` and `engine.detached`"),
+    "slots_free": Field("integer", "empty slots"),
+    "slots_idle": Field("integer", "slots with a staged block that no request holds"),
+    "blocks_pinned": Field("integer", "blocks that requests hold"),
+    "requests": Field("integer", "hinted requests that have not ended"),
+    "orders": Field("integer", "fetches in flight or waiting for a thread"),
+    "save_slots": Field("integer", "slots kept for saves"),
+    "save_slots_busy": Field("integer", "of these, with the saver"),
+    "saves_queued": Field("integer", "saves running or waiting"),
+    "block_bytes": Field("integer", "one block, all ranks together"),
+    "ranks": Field("integer", "worker processes of the engine"),
+    # the store
+    "master": Field("string", "address of the Mooncake master"),
+    "protocol": Field("string", "Mooncake's transport"),
+    "call": Field("string", "`exist`, `get`, `put` or `remove`"),
+    "code": Field("integer?", "Mooncake's result code; of a process, its exit status"),
+    "pause_s": Field("number", "how long the store is not asked now"),
+    "retry_s": Field("number", "when it is tried again"),
+    "in_flight": Field("integer", "store calls that had not come back"),
+    "waited_s": Field("number", "how long was waited"),
+    "confirmed": Field("boolean", "every key is gone, in every tier"),
+    "durable": Field("boolean", "no value lay on a disk that cannot be cleaned from here"),
+    "reset_generation": Field("integer", "the engine's count of resets"),
+    "prefixes": Field("integer", "key prefixes whose keys were removed"),
+    # processes
+    "pid": Field("integer?", "process id"),
+    "uid": Field("integer", "user id, as the kernel reports it"),
+    "role": Field("string", "`scheduler` or `worker`"),
+    "rank": Field("integer", "the worker's rank; 0 for the scheduler"),
+    "version": Field("string", "version of kvprefetch there"),
+    "final": Field("boolean", "asking again changes nothing"),
+    "error": Field("string", "what went wrong, in one line"),
+    "count": Field("integer", "how many of them this epoch had so far"),
+    "socket": Field("string", "path of the control socket"),
+    "staging": Field("integer", "bytes of staging that each engine gets"),
+    "signal": Field("string", "the signal's name"),
+    "port": Field("integer", "TCP port"),
+    "memory_bytes": Field("integer", "DRAM segment of the embedded store"),
+    "attempt": Field("integer", "which attempt, from 0"),
+    "line": Field("string", "what the embedded master wrote; may name keys", key_material=True),
+}
+
+_ACCOUNT = (
+    "slots", "slots_free", "slots_idle", "blocks_pinned", "requests", "orders", "save_slots", "save_slots_busy",
+    "saves_queued", "hints", "dropped_hints", "bad_records", "hit_blocks", "miss_blocks", "fetched_blocks",
+    "failed_blocks", "loaded_blocks", "saved_blocks", "present_blocks", "lost_saves",
+)  # fmt: skip
+
+EVENTS: dict[str, Event] = {
+    "daemon.ready": Event("info", "It serves: socket bound, store open or declared degraded.",
+                          ("socket", "pid", "staging")),
+    "daemon.stopping": Event("info", "A signal told it to stop.", ("signal",)),
+    "daemon.stopped": Event("info", "Everything is closed.", ()),
+    "peer.hello": Event("info", "A process of an engine came.", ("role", "rank", "pid", "version")),
+    "peer.refused": Event("warning", "A process was refused, or turned away for now.",
+                          ("pid", "uid", "error", "final"), floods=True),
+    "peer.lost": Event("debug", "A process went away while it was spoken to.", ("error", "pid?")),
+    "engine.attached": Event("info", "All processes of an engine mapped their memory: hints are welcome.",
+                             ("ranks", "slots", "save_slots", "block_bytes")),
+    "engine.refused": Event("error", "An engine's memory could not be reserved.", ("error",)),
+    "engine.corrupt": Event("error", "An engine's shared memory said what cannot be; it is detached.", ("error",)),
+    "engine.detached": Event("info", "An engine's epoch is over and its memory is given back.", _ACCOUNT),
+    "request.done": Event("info", "A hinted request ended: its whole story, in one line for each hint.",
+                          tuple(FIELDS)[: tuple(FIELDS).index("hidden_fraction") + 1]),
+    "record.bad": Event("warning", "A hint-ring record did not follow the protocol and was skipped.",
+                        ("error", "count"), floods=True),
+    "fetch.done": Event("debug", "A fetch came back.", ("blocks", "good_blocks", "bytes", "duration_ms")),
+    "save.done": Event("info", "A save ended.",
+                       ("save_id", "stored_blocks", "present_blocks", "failed_blocks", "tries")),
+    "job.failed": Event("error", "A store job raised what it should not; its blocks count as failed.",
+                        ("error",), floods=True),
+    "store.opened": Event("info", "The store can be used.", ("master", "protocol")),
+    "store.joined": Event("info", "A store that was not there at the start came; engines use it from now on.", ()),
+    "store.degraded": Event("warning", "The store is not there; until it comes everything is a miss.",
+                            ("error", "retry_s")),
+    "store.retried": Event("debug", "It is still not there.", ("error", "retry_s")),
+    "store.failed": Event("warning", "A whole call failed; the store is left alone for a while.",
+                          ("call", "code", "pause_s"), floods=True),
+    "store.recovered": Event("info", "A call worked again.", ("call",)),
+    "store.reset": Event("info", "An engine's keys were removed, or could not be.", ("confirmed", "reset_generation")),
+    "store.removed": Event("info", "The keys of a namespace are gone.", ("prefixes", "durable")),
+    "store.unflushed": Event("warning", "Not everything was on disk when the daemon stopped.", ("waited_s",)),
+    "store.closed": Event("info", "The store was left.", ("in_flight",)),
+    "master.started": Event("info", "The embedded store's master answers.", ("pid", "port", "memory_bytes")),
+    "master.retried": Event("debug", "It did not; another port is tried.", ("port", "attempt")),
+    "master.stopped": Event("info", "It ended.", ("pid", "code")),
+    "master.said": Event("debug", "A line of its output.", ("line",)),
+}  # fmt: skip
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
+}  # fmt: skip
+_DIGEST = re.compile(r"[0-9a-fA-F]{40}")
+
+
+def known(name: str) -> Field | None:
+    """The field of this name, common or not."""
+    return FIELDS.get(name) or COMMON.get(name) or COMMON.get(name + "?")
+
+
+def problems(record: Mapping[str, Any]) -> list[str]:
+    """What a log line, parsed, says against the catalogue; empty when it keeps to it."""
+    name = record.get("event")
+    event = EVENTS.get(str(name))
+    if event is None:
+        return [f"{name}: not in the catalogue"]
+    found = []
+    if record.get("level") != event.level:
+        found.append(f"{name}: level={record.get('level')!r} expected={event.level!r}")
+    wanted = {field for field in (*COMMON, *event.fields) if not field.endswith("?")}
+    allowed = {field.rstrip("?") for field in (*COMMON, *event.fields)}
+    found += [f"{name}: no field {field}" for field in sorted(wanted - set(record))]
+    found += [f"{name}: field {field} is not of this event" for field in sorted(set(record) - allowed)]
+    for field, value in record.items():
+        if (kind := known(field)) is not None and not _fits(kind.kind, value):
+            found.append(f"{name}: {field}={value!r} is not of type {kind.kind}")
+    if name == "request.done" and record.get("outcome") not in {ending.value for ending in Ending}:
+        found.append(f"{name}: outcome={record.get('outcome')!r} is not in the vocabulary")
+    if event.level != "debug":
+        found += [
+            f"{name}: {field} holds what looks like a key"
+            for field, value in record.items()
+            if isinstance(value, str) and field not in ("request_id", "engine") and _DIGEST.search(value)
+        ]
+    return found
+
+
+def _fits(kind: str, value: object) -> bool:
+    if value is None:
+        return kind.endswith("?")
+    kind = kind.rstrip("?")
+    return isinstance(value, _KINDS[kind]) and (kind == "boolean" or not isinstance(value, bool))
+
+
+def document() -> str:
+    """The tables of docs/EVENTS.md."""
+    lines = ["## Fields of every line", "", "| field | type | meaning |", "| --- | --- | --- |"]
+    lines += [_row(name, field) for name, field in COMMON.items()]
+    lines += ["", "## Outcomes", "", "| `outcome` | meaning |", "| --- | --- |"]
+    lines += [f"| `{ending.value}` | {ending.meaning} |" for ending in Ending]
+    lines += ["", "## Events", ""]
+    for name, event in EVENTS.items():
+        floods = "; summed once a second" if event.floods else ""
+        lines += [f"### `{name}`", "", f"{event.meaning} ({event.level}{floods})", ""]
+        if event.fields:
+            lines += ["| field | type | meaning |", "| --- | --- | --- |"]
+            lines += [_row(field, FIELDS[field.rstrip("?")]) for field in event.fields]
+            lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _row(name: str, field: Field) -> str:
+    kind = field.kind.rstrip("?") + (" or null" if field.kind.endswith("?") else "")
+    return f"| `{name.rstrip('?')}` | {kind}{', may be absent' if name.endswith('?') else ''} | {field.meaning} |"
+
+
+if __name__ == "__main__":
+    print(document(), end="")

@@ -1,0 +1,69 @@
+"""One log line for human eyes: what the daemon shows on a terminal, and what `kvprefetchd tail` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_COLOURS = {"debug": "2", "info": "", "warning": "33", "error": "31;1"}
+_HIDDEN = {"ts", "level", "event", "run_id", "engine", "epoch"}
+
+
+def line(record: Mapping[str, Any], *, colour: bool = False) -> str:
+    """`time level event engine field=value …`; a request's end is told in words of its own."""
+    level, event = str(record.get("level", "")), str(record.get("event", ""))
+    time = str(record.get("ts", ""))[11:23]
+    engine = str(record.get("engine", ""))
+    head = f"{time:12} {level:7} {event:16} {engine[:12]:12}"
+    body = _request(record) if event == "request.done" else _fields(record)
+    text = f"{head} {body}".rstrip()
+    code = _COLOURS.get(level, "")
+    return f"\x1b[{code}m{text}\x1b[0m" if colour and code else text
+
+
+def _fields(record: Mapping[str, Any]) -> str:
+    return printable(" ".join(f"{name}={value}" for name, value in record.items() if name not in _HIDDEN))
+
+
+def _request(record: Mapping[str, Any]) -> str:
+    get = record.get
+    parts = [
+        str(get("request_id", "")),
+        str(get("outcome", "")),
+        f"loaded {get('loaded_blocks', 0)} of {get('hint_blocks', 0)} blocks",
+    ]
+    if get("local_blocks"):
+        parts.append(f"({get('local_blocks')} local)")
+    if get("bytes"):
+        parts.append(f"fetched {size(get('bytes', 0))} in {milliseconds(get('hint_seen_ms'), get('last_byte_ms'))}")
+    parts.append(f"waited {number(get('exposed_ms'))} ms")
+    parts.append(f"hidden {100 * float(get('hidden_fraction') or 0):.0f} %")
+    return printable(" ".join(parts))
+
+
+def milliseconds(start: Any, end: Any) -> str:
+    """The time from `start` to `end`, both in milliseconds and perhaps None."""
+    if not isinstance(start, (int, float)) or not isinstance(end, (int, float)):
+        return "–"
+    return f"{number(end - start)} ms"
+
+
+def number(value: Any) -> str:
+    """Three digits or so: 0.42, 7.31, 118."""
+    if not isinstance(value, (int, float)):
+        return "–"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def size(count: float) -> str:
+    """Bytes with a decimal unit: 512 B, 7.9 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def printable(text: str) -> str:
+    """Without control characters: ids and errors come from elsewhere, and a terminal obeys what it is sent."""
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)

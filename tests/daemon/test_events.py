@@ -1,0 +1,125 @@
+"""The log's catalogue is what the code logs, and docs/EVENTS.md is the catalogue."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvprefetch.daemon import events
+from kvprefetch.daemon.events import COMMON, EVENTS, FIELDS, LEVELS, Ending
+from kvprefetch.shmring.protocol import Outcome
+
+ROOT = Path(__file__).resolve().parents[2]
+METHODS = {*LEVELS, "warn", "critical", "exception", "fatal", "log", "msg"}
+
+
+def log_calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:
+    """Calls of a method of something whose name ends in `log`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            base = node.func.value
+            name = base.attr if isinstance(base, ast.Attribute) else base.id if isinstance(base, ast.Name) else ""
+            if name.endswith("log") and node.func.attr in {*METHODS, "bind"}:
+                yield node, node.func.attr
+
+
+def violations(source: str, name: str) -> list[str]:
+    """Log calls whose event, level or fields are not the catalogue's."""
+    found = []
+    common = {field.rstrip("?") for field in COMMON}
+    for call, method in log_calls(ast.parse(source)):
+        where = f"{name}:{call.lineno}"
+        given = {keyword.arg for keyword in call.keywords if keyword.arg is not None}
+        open_ended = any(keyword.arg is None for keyword in call.keywords)
+        if method == "bind":
+            found += [f"{where}: binds {field}, which is not a common field" for field in sorted(given - common)]
+            continue
+        first = call.args[0] if len(call.args) == 1 else None
+        if not isinstance(first, ast.Constant) or first.value not in EVENTS:
+            found.append(f"{where}: not an event of the catalogue: {ast.unparse(call.args[0]) if call.args else ''}")
+            continue
+        event = EVENTS[first.value]
+        if method != event.level:
+            found.append(f"{where}: {first.value} is logged as {method}, the catalogue says {event.level}")
+        wanted = {field for field in event.fields if not field.endswith("?")}
+        allowed = {field.rstrip("?") for field in event.fields} | common
+        found += [f"{where}: {first.value} has no field {field}" for field in sorted(given - allowed)]
+        if not open_ended:
+            found += [f"{where}: {first.value} lacks {field}" for field in sorted(wanted - given)]
+    return found
+
+
+def test_every_log_call_keeps_to_the_catalogue() -> None:
+    found = []
+    for path in sorted((ROOT / "daemon").rglob("*.py")):
+        found += violations(path.read_text(), path.relative_to(ROOT).as_posix())
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ('log.info("daemon.redy")', "not an event"),
+        ('self._log.info("master.retried", port=1, attempt=2)', "logged as info"),
+        ('self.log.warning("store.failed", call="get", code=1, pause_s=1, key="x")', "no field key"),
+        ('log.info("daemon.stopping")', "lacks signal"),
+        ("log.info(f'{x}.done')", "not an event"),
+        ('log.info("daemon %s", 1)', "not an event"),
+        ('log.exception("job.failed", error="x")', "logged as exception"),
+        ("log.bind(request=1)", "not a common field"),
+    ],
+)
+def test_a_wrong_log_call_is_found(call: str, words: str) -> None:
+    found = violations(call, "planted.py")
+    assert len(found) == 1
+    assert words in found[0]
+
+
+def test_every_event_is_logged_somewhere() -> None:
+    logged = set()
+    for path in (ROOT / "daemon").rglob("*.py"):
+        for call, _ in log_calls(ast.parse(path.read_text())):
+            if call.args and isinstance(call.args[0], ast.Constant):
+                logged.add(call.args[0].value)
+    assert set(EVENTS) == logged
+
+
+def test_the_document_is_the_catalogue() -> None:
+    text = (ROOT / "docs/EVENTS.md").read_text()
+    tables = text[text.index("## Fields of every line") :]
+    assert tables == events.document(), "run: python -m kvprefetch.daemon.events"
+
+
+def test_the_catalogue_is_consistent() -> None:
+    used = {field.rstrip("?") for event in EVENTS.values() for field in event.fields}
+    assert used == set(FIELDS), "every field is used, and every used one is described"
+    for name, event in EVENTS.items():
+        noun, _, verb = name.partition(".")
+        assert noun.isalpha(), name
+        assert verb.isalpha(), name
+        assert event.level in LEVELS
+        secret = [field for field in event.fields if FIELDS[field.rstrip("?")].key_material]
+        assert not secret or event.level == "debug", f"{name}: key material above debug: {secret}"
+
+
+def test_every_outcome_that_an_engine_can_say_has_a_word() -> None:
+    assert {outcome.name for outcome in Outcome} <= set(Ending.__members__)
+
+
+def test_a_line_is_held_against_the_catalogue() -> None:
+    good = {
+        "ts": "2026-01-01T00:00:00Z", "level": "warning", "event": "store.failed", "run_id": "r", "call": "get",
+        "code": -800, "pause_s": 0.5,
+    }  # fmt: skip
+    assert events.problems(good) == []
+    assert events.problems({**good, "event": "store.fainted"}) == ["store.fainted: not in the catalogue"]
+    assert "level" in events.problems({**good, "level": "info"})[0]
+    assert "not of this event" in events.problems({**good, "key": "k"})[0]
+    assert "not of type integer" in events.problems({**good, "code": True})[0]
+    assert "not of type number" in events.problems({**good, "pause_s": None})[0]
+    assert "looks like a key" in events.problems({**good, "call": "model@tp_rank:0@" + 64 * "a"})[0]
+    del good["code"]
+    assert events.problems(good) == ["store.failed: no field code"]

@@ -1,0 +1,127 @@
+"""The log's form: JSON lines, journald's priorities, floods that are summed, one readable line on a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from kvprefetch.daemon import logs, pretty
+from kvprefetch.daemon.logs import FLOOD_NS, EventCounts, Floods
+
+
+class Clock:
+    now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+
+def say(floods: Floods, event: str = "record.bad", engine: str = "a", **fields: Any) -> bool:
+    """Whether the line was let through."""
+    try:
+        floods(None, "warning", {"event": event, "level": "warning", "engine": engine, **fields})
+    except structlog.DropEvent:
+        return False
+    return True
+
+
+def test_a_flood_is_summed_once_a_second_and_loses_no_count() -> None:
+    clock = Clock()
+    floods = Floods(clock)
+    assert say(floods), "the first one goes out at once"
+    assert not any(say(floods, count=i) for i in range(100))
+    assert floods.due() == [], "not before a second is over"
+    clock.now += FLOOD_NS
+    (line,) = floods.due()
+    assert line["suppressed"] == 99, "99 beside the one shown"
+    assert line["count"] == 99, "the last one is shown"
+    assert not say(floods), "the second that began with the sum"
+    clock.now += FLOOD_NS
+    assert [each["suppressed"] for each in floods.due()] == [0]
+    clock.now += FLOOD_NS
+    assert floods.due() == []
+    assert say(floods), "quiet for a second: at once again"
+
+
+def test_engines_and_events_do_not_hide_each_other_and_other_events_pass() -> None:
+    floods = Floods(Clock())
+    assert say(floods, engine="a")
+    assert say(floods, engine="b")
+    assert say(floods, event="store.failed", engine="")
+    assert not say(floods, engine="b")
+    assert all(say(floods, event="request.done") for _ in range(50))
+    assert [each["engine"] for each in floods.due(all_of_them=True)] == ["b"]
+
+
+def test_held_back_lines_are_counted_as_events() -> None:
+    counts = EventCounts()
+    for _ in range(3):
+        counts(None, "warning", {"event": "record.bad"})
+    counts(None, "warning", {"event": "record.bad", "suppressed": 2})
+    counts(None, "info", {"event": "request.done"})
+    assert counts.counts["record.bad"] == 3
+    assert "request.done" not in counts.counts
+
+
+SPEAK = """
+from kvprefetch.daemon import logs
+log = logs.configure("info")
+log.debug("master.said", line="not shown")
+log.bind(engine="e1", epoch=7).warning("record.bad", error="kind=77", count=1)
+log.info("daemon.stopped")
+"""
+
+
+def speak(stdout: int, **environ: str) -> None:
+    subprocess.run([sys.executable, "-c", SPEAK], stdout=stdout, env={**os.environ, **environ}, check=True, timeout=60)
+
+
+def test_lines_are_json_with_the_common_fields_first(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as file:
+        speak(file.fileno(), JOURNAL_STREAM="1:2")
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["record.bad", "daemon.stopped"]
+    assert list(lines[0]) == ["ts", "level", "event", "run_id", "engine", "epoch", "error", "count"]
+    assert lines[0]["run_id"] == lines[1]["run_id"]
+
+
+def test_journald_gets_its_priorities_when_it_reads_this_very_stream(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as file:
+        status = os.fstat(file.fileno())
+        speak(file.fileno(), JOURNAL_STREAM=f"{status.st_dev}:{status.st_ino}")
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line[:4] for line in lines] == ['<4>{', '<6>{']  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["", "nonsense", "1:2:3", "5:"])
+def test_a_strange_journal_stream_is_not_journald(tmp_path: Path, value: str) -> None:
+    with (tmp_path / "log").open("w") as file:
+        assert not logs.goes_to_journald(file, {"JOURNAL_STREAM": value})
+    assert not logs.goes_to_journald(io.StringIO(), {"JOURNAL_STREAM": "1:2"})
+
+
+def test_a_terminal_gets_readable_lines() -> None:
+    primary, secondary = os.openpty()
+    try:
+        speak(secondary, NO_COLOR="1")
+        shown = os.read(primary, 4096).decode().splitlines()
+    finally:
+        os.close(primary)
+        os.close(secondary)
+    assert "record.bad" in shown[0]
+    assert "error=kind=77 count=1" in shown[0]
+    assert "{" not in shown[0]
+
+
+def test_what_came_from_elsewhere_cannot_steer_a_terminal() -> None:
+    shown = pretty.line({"level": "warning", "event": "peer.refused", "error": "\x1b[2Jgone\n"})
+    assert "\x1b" not in shown
+    assert "\n" not in shown
