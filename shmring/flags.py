@@ -4,10 +4,11 @@ Flag word: generation (40 bits) | state (4) | count (20).  Every transition by e
 carries the generation, so a late writer of an earlier use of the flag can never win.  State 0 is FREE; the others are
 the protocol's.
 
-Found word: generation (40 bits) | blocks (24), so that what an earlier use of the flag left there reads as nothing.
+Found word and disk word: generation (40 bits) | blocks (24), so that what an earlier use of the flag left there reads
+as nothing.
 
-* SYNC flag: slot table and found word visible with the count.  The daemon writes entries, then exchanges the flag
-  word; the engine loads or exchanges the flag word (acquire), then reads no entry beyond the count it saw.
+* SYNC flag: slot table and found word visible with the count.  The daemon writes entries and both words, then exchanges
+  the flag word; the engine loads or exchanges the flag word (acquire), then reads no entry beyond the count it saw.
 * SYNC slots: slots read before they are given up.  The engine reads entries and slots, then exchanges the claim away
   (un-claim or release); the daemon loads or exchanges the flag word (acquire), then reuses the slots.
 
@@ -37,7 +38,9 @@ _STATE_SHIFT = COUNT_BITS
 _GENERATION_SHIFT = COUNT_BITS + STATE_BITS
 _WORDS_PER_LINE = LINE_BYTES // 8
 _FOUND = 1  # word of the line: blocks the store has, from block 0
-_FOUND_BITS = 24
+_DISK = 2  # word of the line: blocks that were fetched from disk for this use
+_TOLD = {_FOUND: "found", _DISK: "disk"}
+_TOLD_BITS = 24
 _LOOKS_PER_TAKE = 64
 
 
@@ -88,19 +91,35 @@ class FlagTable:
 
     def found(self, index: int) -> int:
         """How many leading blocks the store holds for the flag's present use; 0 as long as the daemon has not said."""
-        generation, blocks = divmod(self._load_acquire(index * _WORDS_PER_LINE + _FOUND), 1 << _FOUND_BITS)
-        if generation != unpack(self.load(index)).generation:
-            return 0
-        if blocks > MAX_COUNT:
-            raise SegmentCorrupt(f"found blocks out of bounds: blocks={blocks} max={MAX_COUNT}")
-        return blocks
+        return self._told(index, _FOUND) or 0
 
     def set_found(self, index: int, blocks: int) -> None:
         """Daemon: say how many leading blocks the store holds, before the exchange whose count needs it (SYNC flag)."""
+        self._tell(index, _FOUND, blocks)
+
+    def disk(self, index: int) -> int | None:
+        """How many blocks came from disk for the flag's present use; None when the daemon has not said."""
+        return self._told(index, _DISK)
+
+    def set_disk(self, index: int, blocks: int) -> None:
+        """Daemon: say how many blocks came from disk, before the exchange whose count covers them (SYNC flag)."""
+        self._tell(index, _DISK, blocks)
+
+    def _told(self, index: int, word: int) -> int | None:
+        # SYNC flag: slot table and found word visible with the count
+        generation, blocks = divmod(self._load_acquire(index * _WORDS_PER_LINE + word), 1 << _TOLD_BITS)
+        if generation != unpack(self.load(index)).generation:
+            return None
+        if blocks > MAX_COUNT:
+            raise SegmentCorrupt(f"{_TOLD[word]} blocks out of bounds: blocks={blocks} max={MAX_COUNT}")
+        return blocks
+
+    def _tell(self, index: int, word: int, blocks: int) -> None:
         if not 0 <= blocks <= MAX_COUNT:
-            raise ValueError(f"found blocks out of bounds: blocks={blocks} max={MAX_COUNT}")
+            raise ValueError(f"{_TOLD[word]} blocks out of bounds: blocks={blocks} max={MAX_COUNT}")
         generation = unpack(self.load(index)).generation
-        self._words.store_release(index * _WORDS_PER_LINE + _FOUND, generation << _FOUND_BITS | blocks)
+        # SYNC flag: slot table and found word visible with the count
+        self._words.store_release(index * _WORDS_PER_LINE + word, generation << _TOLD_BITS | blocks)
 
     def write_slots(self, index: int, start: int, slots: npt.ArrayLike) -> None:
         """Daemon: enter slot numbers from block `start` on, before the exchange that publishes them (SYNC flag)."""

@@ -8,7 +8,7 @@
     +--------+--------+----------------------+--------+--------+------------------------+
     | hint ring            ring_bytes, a power of two                                   |   engine writes, daemon reads
     +------------------------------------------------------------------------------------+
-    | completion flags     flag_count lines of 64 bytes: flag word, found word, reserved|   both, by compare-and-swap
+    | completion flags     flag_count lines of 64 bytes: flag, found and disk word      |   both, by compare-and-swap
     +------------------------------------------------------------------------------------+
     | slot tables          flag_count x table_entries x uint32                          |   daemon writes, engine reads
     +------------------------------------------------------------------------------------+
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from .errors import SegmentCorrupt
 
 MAGIC = int.from_bytes(b"KVPRING1", "little")
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 LINE_BYTES = 64
 HEADER_BYTES = 4096
 HOT_OFFSET = 512

@@ -15,7 +15,8 @@
  *
  * Checked: a claimed block is the block that was hinted, in this generation, until it is given up (so: no claim of an expired
  * slot, no stale slot table, no slot reused under a claim); transitions out of CLAIMED never fail; what `found` says belongs to
- * this use; the flag always comes back (an invalid end state otherwise).
+ * this use; the flag always comes back (an invalid end state otherwise).  The disk word is written and read where `found` is and
+ * carries the generation in the same way: `found` stands for both.
  * Mutations, each of which must make the check fail: the names M_* below (tests/models/test_models.py).
  */
 #ifndef GENERATIONS

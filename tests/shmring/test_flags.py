@@ -60,6 +60,8 @@ def test_a_flag_that_is_not_there_is_an_index_error_and_never_another_word(make:
         lambda: table.exchange(index, 0, 1),
         lambda: table.found(index),
         lambda: table.set_found(index, 1),
+        lambda: table.disk(index),
+        lambda: table.set_disk(index, 1),
         lambda: table.write_slots(index, 0, [1]),
         lambda: table.read_slots(index, 0, 1),
     ):
@@ -112,15 +114,29 @@ def test_found_blocks_of_an_earlier_use_read_as_none(make: Make) -> None:
     assert table.found(0) == 0
 
 
-def test_found_blocks_out_of_bounds_are_refused_and_reported(make: Make) -> None:
+def test_blocks_from_disk_are_unknown_until_said_for_this_use(make: Make) -> None:
+    """None of them is an answer; not having been told is another."""
+    table = table_of(make())
+    table.exchange(0, 0, pack(1, HINTED, 0))
+    assert table.disk(0) is None
+    table.set_disk(0, 0)
+    assert table.disk(0) == 0
+    table.set_disk(0, 5)
+    assert (table.disk(0), table.found(0)) == (5, 0)
+    table.exchange(0, pack(1, HINTED, 0), pack(2, HINTED, 0))
+    assert table.disk(0) is None
+
+
+@pytest.mark.parametrize(("name", "word"), [("found", 1), ("disk", 2)])
+def test_told_blocks_out_of_bounds_are_refused_and_reported(make: Make, name: str, word: int) -> None:
     control = make()
     table = table_of(control)
     for blocks in (-1, MAX_COUNT + 1):
-        with pytest.raises(ValueError, match=f"blocks={blocks}"):
-            table.set_found(0, blocks)
-    control.words.store_release(control.layout.flags_offset // 8 + 1, MAX_COUNT + 1)
-    with pytest.raises(SegmentCorrupt, match="found blocks"):
-        table.found(0)
+        with pytest.raises(ValueError, match=f"{name} blocks out of bounds: blocks={blocks}"):
+            getattr(table, f"set_{name}")(0, blocks)
+    control.words.store_release(control.layout.flags_offset // 8 + word, MAX_COUNT + 1)
+    with pytest.raises(SegmentCorrupt, match=f"{name} blocks"):
+        getattr(table, name)(0)
 
 
 def test_each_flag_is_alone_on_its_cache_line(make: Make) -> None:
@@ -143,6 +159,8 @@ def test_a_read_only_table_refuses_every_transition(make: Make) -> None:
         view.exchange(0, 0, 1)
     with pytest.raises(TypeError, match="read-only"):
         view.set_found(0, 1)
+    with pytest.raises(TypeError, match="read-only"):
+        view.set_disk(0, 1)
 
 
 def test_every_use_of_a_flag_has_a_new_generation(make: Make) -> None:

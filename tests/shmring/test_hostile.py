@@ -139,6 +139,7 @@ def engine_uses_everything(control: Control, producer: Producer, taker: CreditTa
     for index in range(control.layout.flag_count):
         flag = unpack(table.load(index))
         report(lambda index=index: table.found(index))
+        report(lambda index=index: table.disk(index))
         slots = report(lambda index=index, flag=flag: table.read_slots(index, 0, flag.count))
         assert slots is None or all(0 <= slot < control.layout.slot_count for slot in slots)
     if taken is not None:

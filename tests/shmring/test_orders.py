@@ -168,8 +168,9 @@ def use_everything(buffer: memoryview, control: Control) -> None:
     table = FlagTable(buffer, words, layout)
     index, _ = FlagAllocator(table).take(1) or (0, 0)
     table.set_found(index, 3)
+    table.set_disk(index, 2)
     table.write_slots(index, 0, [1])
-    assert (table.found(index), table.read_slots(index, 0, 1)) == (3, [1])
+    assert (table.found(index), table.disk(index), table.read_slots(index, 0, 1)) == (3, 2, [1])
     CreditGranter(buffer, words, layout).grant([5])
     assert CreditTaker(buffer, words, layout).take(1) == [5]
     liveness = Liveness(words, consumer=True)
