@@ -53,12 +53,13 @@ class Entry:
     settled: bool = False
     late_hints: int = 0
     unhinted_since_ns: int = 0
+    waiting_since_ns: int = 0
     progress: Progress = field(default_factory=Progress)
 
     def restart(self) -> None:
         """Preempted: its blocks are gone, and everything is to be done again for all of its tokens."""
         self.preemptions = self.request.num_preemptions
-        self.settled, self.late_hints, self.unhinted_since_ns = False, 0, 0
+        self.settled, self.late_hints, self.unhinted_since_ns, self.waiting_since_ns = False, 0, 0, 0
         self.progress = Progress()
 
 

@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from . import config as configuration
-from . import support
+from . import register, support
 from .link import Link
 from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
 from .paged import PagedCache
 from .scheduler import SchedulerSide
 from .session import SchedulerSession, WorkerSession
+from .stats import KVPrefetchPromMetrics, KVPrefetchStats
 from .worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -78,7 +82,9 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             hello = support.scheduler_hello(vllm_config, self._geometry)
             link = Link(self._settings.socket, hello, SchedulerSession.map)
-            self._scheduler = SchedulerSide(self._settings, self._geometry, link)
+            self._scheduler = SchedulerSide(
+                self._settings, self._geometry, link, publish=support.publishes_events(vllm_config)
+            )
             self._link = link
             link.start()
         else:
@@ -115,6 +121,10 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             pool = kv_cache_manager.block_pool
             self._scheduler.local_tokens = lambda request: kv_cache_manager.get_computed_blocks(request)[1]
             self._scheduler.local_cached_blocks = lambda: len(pool.cached_block_hash_to_block)
+            group = self._geometry.group
+            self._scheduler.still_cached = lambda block_id, digest: (
+                pool.blocks[block_id].block_hash == make_block_hash_with_group_id(BlockHash(digest), group)
+            )
 
     @_guarded(None)
     def on_new_request(self, request: Request) -> None:
@@ -150,18 +160,51 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded((False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Nothing is pinned, so the engine may have the blocks back at once: always (False, None)."""
         if self._scheduler is not None:
-            self._scheduler.finished(request)
+            self._scheduler.finished(request, block_ids)
         return False, None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, [])
+        return self.request_finished(request, block_ids[self._geometry.group])
+
+    @_guarded(dict)
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """Memory or disk, as the daemon found it; unspecified where it does not ask the store."""
+        disk = self._scheduler.disk_tokens(request) if self._scheduler is not None else None
+        if disk is None:
+            return {CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens} if num_external_tokens else {}
+        disk = min(disk, num_external_tokens)
+        sources = {CacheHitSource.HOST: num_external_tokens - disk, CacheHitSource.DISK: disk}
+        return {source: tokens for source, tokens in sources.items() if tokens}
+
+    @_guarded(tuple)
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return () if self._scheduler is None else self._scheduler.take_events()
 
     @_guarded(False)
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.has_pending_work()
+
+    # --- statistics, both sides -------------------------------------------------------------------------------------
+
+    @_guarded(None)
+    def get_kv_connector_stats(self) -> KVPrefetchStats | None:
+        side = self._scheduler or self._worker
+        return None if side is None else side.tally.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVPrefetchStats:
+        return KVPrefetchStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: dict[Any, Any], labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVPrefetchPromMetrics:  # fmt: skip
+        return KVPrefetchPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # --- worker side ------------------------------------------------------------------------------------------------
 
@@ -209,3 +252,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         meta = self._get_connector_metadata()
         assert isinstance(meta, KVPrefetchMetadata)
         return meta
+
+
+# MultiConnector looks up the name when it reads our statistics, also when the class was given by its module path.
+register()

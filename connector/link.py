@@ -10,18 +10,21 @@ import logging
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from ..shmring import protocol
 from ..shmring.errors import SegmentCorrupt
-from ..shmring.protocol import Attached, Hello, Mapped, ProtocolError, Refused, Reset, ResetDone
+from ..shmring.protocol import Attached, Hello, Mapped, ProtocolError, Refused, Reset, ResetDone, Stored
 
 RETRY_S = 0.5
 FINAL_RETRY_S = 10.0
 BEAT_S = 1.0
 # How long an ended epoch that the scheduler side never named stays mapped.
 FORGET_AFTER_S = 60.0
+# Messages about saves that the scheduler has not taken; an engine takes them with every step.
+MAX_STORED = 4096
 
 log = logging.getLogger("vllm.kvprefetch.link")
 
@@ -42,11 +45,13 @@ class Link(Generic[S]):
     """Keeps a process attached. `map_session` maps what came with Attached and owns the descriptors.
 
     `session` is the current epoch or None.  `confirmed_reset` is the highest reset generation the daemon confirmed.
+    `stored` collects what the daemon said about saves.
     """
 
     def __init__(self, path: str, hello: Hello, map_session: Callable[[Attached, Sequence[int]], S]) -> None:
         self.session: S | None = None
         self.confirmed_reset = 0
+        self.stored: deque[Stored] = deque(maxlen=MAX_STORED)
         self._path, self._hello, self._map = path, hello, map_session
         self._sock: socket.socket | None = None
         self._stop = threading.Event()
@@ -181,6 +186,8 @@ class Link(Generic[S]):
                     self.confirmed_reset = max(self.confirmed_reset, message.reset_generation)
                 self._reply = message
                 self._replied.set()
+            elif isinstance(message, Stored):
+                self.stored.append(message)
             elif isinstance(message, Refused):
                 level = logging.ERROR if message.final else logging.INFO
                 self._say(f"refused {message.error}", level, "kvprefetch: the daemon refused: %s", message.error)

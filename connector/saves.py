@@ -8,17 +8,20 @@ so that placeholders, drafts and rejected tokens never count.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..shmring.protocol import RecordKind, Saved, encode_saved
+from .events import SavedBlocks
 from .metadata import SaveOrder
 from .session import SchedulerSession
 from .support import Geometry
 
 # Digests remembered as being in the store: 32 bytes each and about 100 of bookkeeping.
 KNOWN_DIGESTS = 1 << 16
+# Blocks of finished requests that still wait for a save slot.
+MAX_LEFT = 1 << 14
 _HEAD_BYTES = 64
 NULL_BLOCK = 0
 
@@ -32,13 +35,23 @@ class Progress:
     prefill_tokens: int = -1
     # Its KV may come from other weights than the next reset's: never saved.
     tainted: bool = False
-    deferred: int = 0
+    # Blocks [saved, storable) could be saved, but found no slot so far.
+    storable: int = 0
+
+
+class _Block(NamedTuple):
+    """A full block to save. `event`: what to publish once it is stored."""
+
+    request_id: str
+    block_id: int
+    digest: bytes
+    event: Any
 
 
 @dataclass(slots=True)
 class _Save:
     session: SchedulerSession
-    request_id: str
+    request_ids: set[str]
     slots: list[int]
     digests: list[bytes]
     reset_generation: int
@@ -47,10 +60,19 @@ class _Save:
 
 
 class Saves:
-    """Save bookkeeping of one engine."""
+    """Save bookkeeping of one engine.
 
-    def __init__(self, geometry: Geometry, *, decode: bool, counters: Counter[str]) -> None:
-        self._geometry, self._decode, self._counters = geometry, decode, counters
+    `events`, where KV events are on.  `still_cached` (block id, digest) says whether the engine's own prefix cache
+    still has this block under this digest.
+    """
+
+    def __init__(
+        self, geometry: Geometry, *, decode: bool, counters: Counter[str], events: SavedBlocks | None,
+        still_cached: Callable[[int, bytes], bool],
+    ) -> None:  # fmt: skip
+        self._geometry, self._decode, self._counters, self._events = geometry, decode, counters, events
+        self._still_cached = still_cached
+        self._left: deque[_Block] = deque()
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._waiting: dict[int, _Save] = {}
         self._copied: deque[tuple[int, _Save]] = deque()
@@ -70,34 +92,101 @@ class Saves:
         stop = self.storable_blocks(request, scheduled_tokens, progress)
         stop = min(stop, len(block_ids))
         if progress.tainted or stop <= progress.saved:
-            progress.deferred = 0
             return None
+        progress.storable = stop
+        wanted, progress.saved = self._wanted(
+            request, progress.saved, stop, block_ids, room=session.credits.available()
+        )
+        if not wanted:
+            return None
+        order = self._order(session, [block for _, block in wanted])
+        taken = 0 if order is None else len(order.slots)
+        if taken < len(wanted):
+            progress.saved = wanted[taken][0]
+        return order
+
+    def _wanted(
+        self, request: Any, start: int, stop: int, block_ids: Sequence[int], *, room: int
+    ) -> tuple[list[tuple[int, _Block]], int]:
+        """Up to `room` blocks of [start, stop) not known to be stored, with their number; where the search ended."""
         ratio = self._geometry.hashes_per_block
-        wanted: list[tuple[int, bytes]] = []
-        for block in range(progress.saved, stop):
-            digest = request.block_hashes[(block + 1) * ratio - 1]
+        wanted: list[tuple[int, _Block]] = []
+        for number in range(start, stop):
+            digest = request.block_hashes[(number + 1) * ratio - 1]
             if digest in self._known:
                 self._known.move_to_end(digest)
-            elif block_ids[block] != NULL_BLOCK:
-                wanted.append((block, digest))
-        if not wanted:
-            progress.saved = stop
-            return None
-        most = (session.producer.max_payload_bytes - _HEAD_BYTES) // (4 + len(wanted[0][1]))
-        slots = session.credits.take(min(len(wanted), most))
-        progress.saved = stop if len(slots) == len(wanted) else wanted[len(slots)][0]
-        progress.deferred = len(wanted) - len(slots)
+            elif block_ids[number] != NULL_BLOCK:
+                if len(wanted) >= room:
+                    return wanted, number
+                event = None if self._events is None else self._events.describe(request, number)
+                wanted.append((number, _Block(request.request_id, block_ids[number], bytes(digest), event)))
+        return wanted, stop
+
+    def _order(self, session: SchedulerSession, blocks: Sequence[_Block]) -> SaveOrder | None:
+        """Copy as many of these blocks, from the first on, as there are free slots; None when there is none."""
+        most = (session.producer.max_payload_bytes - _HEAD_BYTES) // (4 + len(blocks[0].digest))
+        slots = session.credits.take(min(len(blocks), most))
         if not slots:
             return None
-        taken = wanted[: len(slots)]
-        digests = [bytes(digest) for _, digest in taken]
-        save = _Save(session, request.request_id, slots, digests, self._generation, self._geometry.world_size)
+        taken = blocks[: len(slots)]
         save_id, self._next_id = self._next_id, self._next_id + 1
+        save = _Save(
+            session, {block.request_id for block in taken}, slots, [block.digest for block in taken], self._generation,
+            self._geometry.world_size,
+        )  # fmt: skip
         self._waiting[save_id] = save
+        if self._events is not None:
+            self._events.saving(save_id, slots, [block.event for block in taken])
         self.note_stored(save.digests)
         self._counters["saves"] += 1
         self._counters["save_blocks"] += len(slots)
-        return SaveOrder(save_id, session.epoch, [block_ids[block] for block, _ in taken], slots)
+        return SaveOrder(save_id, session.epoch, [block.block_id for block in taken], slots)
+
+    # --- what a finished request left -------------------------------------------------------------------------------
+
+    def leave(self, progress: Progress, request: Any, block_ids: Sequence[int]) -> None:
+        """A request ends with blocks that found no slot: they are saved later if the engine's cache still has them."""
+        if progress.tainted or progress.storable <= progress.saved:
+            return
+        held = max(progress.saved, min(progress.storable, len(block_ids)))
+        left, end = self._wanted(request, progress.saved, held, block_ids, room=MAX_LEFT - len(self._left))
+        self._left.extend(block for _, block in left)
+        self._counters["save_blocks_unsaved"] += progress.storable - end
+
+    def plan_left(self, session: SchedulerSession) -> SaveOrder | None:
+        """Save blocks that finished requests left, as far as there are slots. Raises SegmentCorrupt.
+
+        Such a block is not pinned.  It is copied in this step because at this moment no request of this step has been
+        given it, and what writes it later comes later on the stream.
+        """
+        room = session.credits.available()
+        chosen: list[_Block] = []
+        while self._left and len(chosen) < room:
+            block = self._left.popleft()
+            if block.digest in self._known:
+                continue
+            if self._still_cached(block.block_id, block.digest):
+                chosen.append(block)
+            else:
+                self._counters["save_blocks_unsaved"] += 1
+        if not chosen:
+            return None
+        order = self._order(session, chosen)
+        self._left.extendleft(reversed(chosen[0 if order is None else len(order.slots) :]))
+        return order
+
+    def forget_left(self, request_id: str | None = None) -> None:
+        """Give up what this request (None: any request) left."""
+        keep = deque(block for block in self._left if request_id is not None and block.request_id != request_id)
+        self._counters["save_blocks_unsaved"] += len(self._left) - len(keep)
+        self._left = keep
+
+    @property
+    def left(self) -> int:
+        """Blocks of finished requests that wait for a slot."""
+        return len(self._left)
+
+    # --- the saved range --------------------------------------------------------------------------------------------
 
     def storable_blocks(self, request: Any, scheduled_tokens: int, progress: Progress) -> int:
         """Full blocks whose tokens are known and whose KV is written when this step's forward is done."""
@@ -126,9 +215,10 @@ class Saves:
     def drop(self, request_id: str) -> None:
         """The request's KV is not what its tokens say: what was copied of it goes back unused."""
         for save in (*self._waiting.values(), *(save for _, save in self._copied)):
-            if save.request_id == request_id:
+            if request_id in save.request_ids:
                 save.dropped = True
                 self.note_absent(save.digests)
+        self.forget_left(request_id)
 
     def flush(self) -> None:
         """Push what all ranks copied; what finds the ring full waits for the next step. Raises SegmentCorrupt."""
@@ -142,6 +232,8 @@ class Saves:
             self._copied.popleft()
             if dropped:
                 self._counters["saves_dropped"] += len(save.slots)
+                if self._events is not None:
+                    self._events.drop(save_id)
 
     def note_stored(self, digests: Sequence[bytes]) -> None:
         """These are in the store, or on their way: not copied again."""
@@ -158,6 +250,8 @@ class Saves:
 
     def forget(self, session: SchedulerSession) -> None:
         """The epoch has ended: its slots mean nothing any more, and the next daemon's store may be another."""
+        if self._events is not None:
+            self._events.clear()
         self._waiting = {i: save for i, save in self._waiting.items() if save.session is not session}
         self._copied = deque(item for item in self._copied if item[1].session is not session)
         self._known.clear()
@@ -166,6 +260,9 @@ class Saves:
         """Whatever was copied before is of the old weights: its slots go back unused."""
         self._generation = generation
         self._known.clear()
+        self.forget_left()
+        if self._events is not None:
+            self._events.clear()
 
     @property
     def unacknowledged(self) -> int:

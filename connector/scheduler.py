@@ -15,20 +15,22 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from ..shmring.errors import SegmentCorrupt
-from ..shmring.protocol import Outcome
+from ..shmring.protocol import Outcome, Stored
 from . import hints
 from .claims import NOTHING, Answer, Claims, Entry, Reply
 from .config import ConnectorConfig
+from .events import SavedBlocks
 from .hints import Handle
 from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder
 from .saves import Saves
 from .session import SchedulerSession
+from .stats import Tally
 from .support import Geometry
 
 RESET_RETRY_NS = 5_000_000_000
@@ -42,6 +44,8 @@ class SessionSource(Protocol):
     @property
     def confirmed_reset(self) -> int: ...
     def detach(self, reason: str) -> None: ...
+    @property
+    def stored(self) -> deque[Stored]: ...
     def send_reset(self, generation: int, timeout_ms: int) -> bool: ...
     def request_reset(self, generation: int, timeout_ms: int) -> bool: ...
 
@@ -76,16 +80,20 @@ def _detaching(default: Any) -> Callable[[_F], _F]:
 
 class SchedulerSide:
     """One engine's scheduler. `local_tokens` says how many tokens of a request the engine's own prefix cache holds,
-    `local_cached_blocks` how many blocks that cache holds at all; `clock_ns` is CLOCK_MONOTONIC."""
+    `local_cached_blocks` how many blocks that cache holds at all, `still_cached` whether it has this block id under
+    this digest; `clock_ns` is CLOCK_MONOTONIC. With `publish`, `take_events` tells of saved blocks."""
 
     def __init__(
         self, config: ConnectorConfig, geometry: Geometry, link: SessionSource, *,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         local_tokens: Callable[[Any], int] = lambda request: 0,
         local_cached_blocks: Callable[[], int] = lambda: 0,
+        still_cached: Callable[[int, bytes], bool] = lambda block_id, digest: False,
+        publish: bool = False,
     ) -> None:  # fmt: skip
         self.counters: Counter[str] = Counter()
-        self.local_tokens, self.local_cached_blocks = local_tokens, local_cached_blocks
+        self.tally = Tally(self.counters)
+        self.local_tokens, self.local_cached_blocks, self.still_cached = local_tokens, local_cached_blocks, still_cached
         self._config, self._geometry, self._link, self._clock_ns = config, geometry, link, clock_ns
         self._saving = geometry.saves and config.mode == "on"
         self._session: SchedulerSession | None = None
@@ -94,7 +102,16 @@ class SchedulerSide:
         self._orders: list[LoadOrder] = []
         self._loads: dict[int, _Load] = {}
         self._next_load = 1
-        self._saves = Saves(geometry, decode=config.save_decode_cache, counters=self.counters)
+        self._last_load: _Load | None = None
+        self._events = (
+            SavedBlocks(geometry.block_tokens, geometry.hashes_per_block, geometry.group, self._take_stored)
+            if publish and self._saving
+            else None
+        )
+        self._saves = Saves(
+            geometry, decode=config.save_decode_cache, counters=self.counters, events=self._events,
+            still_cached=lambda block_id, digest: self.still_cached(block_id, digest),
+        )  # fmt: skip
         self._claims = Claims(config, geometry, self._saves if self._saving else None, self.counters, clock_ns)
         self._generation = 0
         self._reset_asked_ns = 0
@@ -146,6 +163,12 @@ class SchedulerSide:
         reply = self._claims.match(entry, session, start)
         if entry.answer is not None:
             self._answered.add(request.request_id)
+        if reply[0] is None:
+            entry.waiting_since_ns = entry.waiting_since_ns or self._clock_ns()
+        elif entry.waiting_since_ns:
+            self.counters["waits"] += 1
+            self.counters["wait_ns"] += self._clock_ns() - entry.waiting_since_ns
+            entry.waiting_since_ns = 0
         return reply
 
     # --- after allocation -------------------------------------------------------------------------------------------
@@ -177,12 +200,22 @@ class SchedulerSide:
                 list(block_ids[answer.start : stop]), answer.slots[:count],
             )
         )  # fmt: skip
-        self._loads[load_id] = _Load(entry.request.request_id, handle, count, self._geometry.world_size)
+        load = _Load(entry.request.request_id, handle, count, self._geometry.world_size)
+        self._loads[load_id] = self._last_load = load
         entry.answer, entry.handle, entry.settled = None, None, True
         self._answered.discard(entry.request.request_id)
         entry.progress.saved = max(entry.progress.saved, stop)
         self.counters["loads"] += 1
         self.counters["load_blocks"] += count
+
+    @_detaching(None)
+    def disk_tokens(self, request: Any) -> int | None:
+        """Of the load dispatched last, which is this request's, the tokens that came from disk; None: not known."""
+        load = self._last_load
+        if load is None or load.request_id != request.request_id or load.handle.session is not self._session:
+            return None
+        disk = load.handle.session.flags.disk(load.handle.flag)
+        return None if disk is None else min(disk, load.blocks) * self._geometry.block_tokens
 
     @_detaching(None)
     def _admitted_without_load(self, entry: Entry) -> None:
@@ -230,6 +263,8 @@ class SchedulerSide:
                 )
                 if order is not None:
                     meta.saves.append(order)
+            if (order := self._saves.plan_left(session)) is not None:
+                meta.saves.append(order)
         self._saves.flush()
 
     @_detaching(None)
@@ -260,22 +295,35 @@ class SchedulerSide:
                 hints.finish(load.handle, Outcome.LOADED, loaded_blocks=load.blocks, loaded_ns=now)
         self._saves.flush()
 
+    @_detaching(False)
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although it has no request: acknowledgements come with steps."""
         if self._loads or self._orders or self._saves.unacknowledged:
             return True
         session = self._session
-        return bool(self._saves.unpushed) and session is not None and session.alive(self._clock_ns())
+        if session is None or not session.alive(self._clock_ns()):
+            return False
+        return self._saves.unpushed > 0 or (self._saves.left > 0 and session.credits.available() > 0)
+
+    def take_events(self) -> Sequence[Any]:
+        """vLLM KV events of blocks that are in the store by now."""
+        return () if self._events is None else self._events.take()
+
+    def _take_stored(self) -> Iterator[Stored]:
+        stored = self._link.stored
+        while stored:
+            yield stored.popleft()
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
     @_detaching(None)
-    def finished(self, request: Any) -> None:
-        """The request has ended, for whatever reason; a dispatched load goes on."""
+    def finished(self, request: Any, block_ids: Sequence[int] = ()) -> None:
+        """The request has ended, for whatever reason, and gives these blocks back; a dispatched load goes on."""
         entry = self._entries.pop(request.request_id, None)
         if entry is None:
             return
-        self.counters["save_blocks_unsaved"] += entry.progress.deferred
+        if entry.preemptions == request.num_preemptions and not self._stale_local:
+            self._saves.leave(entry.progress, request, block_ids)
         self._answered.discard(request.request_id)
         self._claims.finish(entry, Outcome.ABORTED)
 

@@ -109,6 +109,12 @@ def keys_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tp_rank: in
     )
 
 
+def publishes_events(vllm_config: VllmConfig) -> bool:
+    """Whether this engine publishes KV events."""
+    events = vllm_config.kv_events_config
+    return events is not None and events.enable_kv_cache_events
+
+
 def incarnation(vllm_config: VllmConfig) -> str:
     """The same in all processes of one engine start, another at the next start.
 
@@ -125,6 +131,7 @@ def scheduler_hello(vllm_config: VllmConfig, shape: Geometry) -> Hello:
         max_hint_bytes=shape.max_blocks * MAX_HASH_BYTES + MAX_REQUEST_ID_BYTES + 64,
         loads=shape.loads,
         saves=shape.saves,
+        events=publishes_events(vllm_config),
     )
     return Hello(**_common(vllm_config, shape), role="scheduler", rank=0, scheduler=wants)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +12,7 @@ from .link import Link
 from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
 from .paged import PagedCache
 from .session import WorkerSession
+from .stats import Tally
 
 log = logging.getLogger("vllm.kvprefetch.worker")
 
@@ -35,6 +38,8 @@ class WorkerSide:
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._report = KVPrefetchWorkerMeta()
+        self._counters: Counter[str] = Counter()
+        self.tally = Tally(self._counters)
 
     def load(self, meta: KVPrefetchMetadata) -> None:
         """Do this step's loads: before the forward for synchronous ones, after its launch otherwise."""
@@ -43,12 +48,14 @@ class WorkerSide:
         if not orders:
             return
         batch = _Batch(None)
+        begun = time.perf_counter_ns()
         for order in orders:
             try:
                 session = self._link.mapped(order.epoch)
                 if session is None:
                     raise LookupError(f"epoch is not mapped: epoch={order.epoch}")
                 self._paged.load(session.rows, order.slots, order.block_ids)
+                self._counters["load_bytes"] += len(order.slots) * self._paged.block_bytes
             except Exception as error:
                 # The scheduler side answers only for mapped, verified blocks, so this is a bug or a broken machine.
                 log.error("kvprefetch: load failed: request=%s: %s", order.request_id, error)
@@ -57,6 +64,7 @@ class WorkerSide:
             batch.loads.append(order.load_id)
             if order.asynchronous:
                 batch.received.append(order.request_id)
+        self._counters["load_ns"] += time.perf_counter_ns() - begun
         batch.fence = self._paged.fence()
         self._running.append(batch)
 
@@ -66,6 +74,7 @@ class WorkerSide:
         if not orders:
             return
         batch = _Batch(None)
+        begun = time.perf_counter_ns()
         for order in orders:
             batch.saves.append(order.save_id)
             try:
@@ -74,10 +83,12 @@ class WorkerSide:
                     batch.failed_saves.append(order.save_id)
                     continue
                 self._paged.save(session.rows, order.slots, order.block_ids)
+                self._counters["save_bytes"] += len(order.slots) * self._paged.block_bytes
             except Exception as error:
                 # Reported, so that the bytes in the slots are never put.
                 log.error("kvprefetch: save failed: blocks=%d: %s", len(order.block_ids), error)
                 batch.failed_saves.append(order.save_id)
+        self._counters["save_ns"] += time.perf_counter_ns() - begun
         batch.fence = self._paged.fence()
         self._running.append(batch)
 

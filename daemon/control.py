@@ -33,6 +33,7 @@ from ..shmring.protocol import (
     StatQuery,
     Status,
     StatusQuery,
+    Stored,
 )
 from .config import ConfigError
 from .events import Ending
@@ -275,12 +276,21 @@ class Control:
             self._dissolve(group)
             return
         session = group.session = self._make_session(memory, *group.hellos())
+        assert group.scheduler is not None
+        assert group.scheduler.hello is not None
+        if group.scheduler.hello.scheduler is not None and group.scheduler.hello.scheduler.events:
+            session.saver.tell = partial(self._tell, group.scheduler)
         self._watch(session.doorbell.fd)
         try:
             self._hand_over(group, session)
         except OSError as error:  # one of them died just now
             self._log.debug("peer.lost", engine=session.engine_id, error=str(error))
             self._dissolve(group)
+
+    def _tell(self, scheduler: Peer, stored: Stored) -> None:
+        """Events are worth no waiting: they are lost for a scheduler that does not read, or is gone."""
+        with contextlib.suppress(OSError):
+            protocol.send_message(scheduler.sock, stored)
 
     def _hand_over(self, group: Group, session: EngineSession) -> None:
         for rank, worker in group.workers.items():

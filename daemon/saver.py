@@ -1,26 +1,29 @@
 """The saver of one engine: slots granted, copied blocks put into the store, slots granted again; and the reset barrier.
 
-One job at a time, on the pool's save thread.  A full store slows saving down through the credits and nothing else:
-the slots of what could not be put stay taken while it is tried again.  A reset waits for the put in flight, drops all
-that is of the old weights, and only then removes the keys, so that no put can bring one back.
+One job of bounded size at a time, on the pool's save thread, so that slots come back early and loads go first: while a
+fetch is in flight or wanted the next job waits, at most LOADS_FIRST_NS.  A full store slows saving down through the
+credits and nothing else: the slots of what could not be put stay taken while it is tried again.  A reset waits for the
+put in flight, drops all that is of the old weights, and only then removes the keys, so that no put can bring one back.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 from ..shmring.credits import CreditGranter
-from ..shmring.protocol import ProtocolError, Saved
+from ..shmring.protocol import ProtocolError, Saved, Stored
 from . import transfers
 from .logs import Log
 from .store import Store
 
 PAUSE_NS = (100_000_000, 2_000_000_000)
 TRIES = 8  # about ten seconds of a full store
+LOADS_FIRST_NS = 50_000_000
+MAX_JOB_BLOCKS = 4096  # the slots of one job fit a control message
 
 
 @dataclass
@@ -34,14 +37,17 @@ class SaveCounters:
 
 @dataclass
 class _Job:
-    """Blocks on their way into the store; `blocks` are those still to put."""
+    """Part of a save on its way into the store; `blocks` are those still to put."""
 
-    saved: Saved
+    save_id: int
+    slots: list[int]
     blocks: list[tuple[bytes, int]]
     stored: int = 0
     present: int = 0
     failed: int = 0
     tries: int = 0
+    memory: list[int] = field(default_factory=list)
+    disk: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -57,14 +63,21 @@ class RunJob(Protocol):
 
 
 class Saver:
-    """Owns the save slots [first_slot, last_slot) of one engine."""
+    """Owns the save slots [first_slot, last_slot) of one engine.
+
+    `loading` says whether a fetch is in flight or wanted.  `tell`, once set, hears what became of every save.
+    """
 
     def __init__(
         self, store: Store, shape: transfers.Shape, credits: CreditGranter, slots: range, run: RunJob, log: Log,
-        clock_ns: Callable[[], int],
+        clock_ns: Callable[[], int], *, job_blocks: int, loading: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._store, self._shape, self._credits, self._run = store, shape, credits, run
         self._log, self._clock_ns = log, clock_ns
+        self._job_blocks = max(1, min(job_blocks, MAX_JOB_BLOCKS))
+        self._loading = loading
+        self._yielded_ns = 0  # since when the next job has let loads go first
+        self.tell: Callable[[Stored], None] | None = None
         self.counters = SaveCounters()
         self.slot_count = len(slots)
         self.generation = 0
@@ -85,16 +98,27 @@ class Saver:
             self.counters.lost_saves += 0 if record.dropped else len(record.slots)
             self._grant(record.slots)
             return
-        self._jobs.append(_Job(record, list(zip(record.hashes, record.slots, strict=True))))
+        for start in range(0, len(record.slots), self._job_blocks):
+            slots = record.slots[start : start + self._job_blocks]
+            digests = record.hashes[start : start + self._job_blocks]
+            self._jobs.append(_Job(record.save_id, slots, list(zip(digests, slots, strict=True))))
         self.next()
 
     def next(self) -> None:
-        """Start the next job, unless one runs or a full store's pause is not over."""
-        if self._busy or not self._jobs or self._clock_ns() < self._not_before_ns:
+        """Start the next job, unless one runs, a full store's pause is not over, or loads go first."""
+        if self._busy or not self._jobs:
             return
+        now = self._clock_ns()
+        if now < self._not_before_ns:
+            return
+        if self._loading():
+            self._yielded_ns = self._yielded_ns or now
+            if now < self._yielded_ns + LOADS_FIRST_NS:
+                return
+        self._yielded_ns = 0
         self._busy = True
         job = self._jobs.popleft()
-        work = partial(transfers.save, self._store, self._shape, job.blocks)
+        work = partial(transfers.save, self._store, self._shape, job.blocks, locate=self.tell is not None)
         self._run(work, partial(self._stored, job), transfers.SaveResult(0, 0, len(job.blocks), []))
 
     def _stored(self, job: _Job, result: transfers.SaveResult) -> None:
@@ -103,14 +127,18 @@ class Saver:
         job.stored += result.stored
         job.present += result.present
         job.failed += result.failed
-        if result.again and job.tries < TRIES and not self._resets:
-            job.blocks = result.again
-            self._jobs.appendleft(job)
+        job.memory += result.memory
+        job.disk += result.disk
+        if result.again:
             self._not_before_ns = self._clock_ns() + self._pause_ns
             self._pause_ns = min(2 * self._pause_ns, PAUSE_NS[1])
         else:
-            job.failed += len(result.again)
             self._pause_ns = PAUSE_NS[0]
+        if result.again and job.tries < TRIES and not self._resets:
+            job.blocks = result.again
+            self._jobs.appendleft(job)
+        else:
+            job.failed += len(result.again)
             self._finished(job)
         if self._resets:
             self._remove()
@@ -121,10 +149,17 @@ class Saver:
         self.counters.present_blocks += job.present
         self.counters.lost_saves += job.failed
         self._log.info(
-            "save.done", save_id=job.saved.save_id, stored_blocks=job.stored, present_blocks=job.present,
+            "save.done", save_id=job.save_id, stored_blocks=job.stored, present_blocks=job.present,
             failed_blocks=job.failed, tries=job.tries,
         )  # fmt: skip
-        self._grant(job.saved.slots)
+        self._settle(job)
+
+    def _settle(self, job: _Job) -> None:
+        """Its slots may be used again, and the engine may know what became of their blocks."""
+        if self.tell is not None:
+            lost = [slot for slot in job.slots if slot not in {*job.memory, *job.disk}]
+            self.tell(Stored(save_id=job.save_id, memory=job.memory, disk=job.disk, lost=lost))
+        self._grant(job.slots)
 
     def reset(self, generation: int, timeout_s: float, reply: Callable[[bool], None]) -> None:
         """Drop saves of older generations, remove every key of the namespace, then reply whether that is confirmed."""
@@ -132,7 +167,7 @@ class Saver:
         while self._jobs:
             job = self._jobs.popleft()
             self.counters.lost_saves += len(job.blocks)
-            self._grant(job.saved.slots)
+            self._settle(job)
         self._resets.append(_Reset(timeout_s, reply))
         if not self._busy:
             self._remove()

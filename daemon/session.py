@@ -39,14 +39,16 @@ MAX_EXCHANGES = 16  # an honest engine makes two transitions of one use of a fla
 
 
 class _Flags:
-    """The planner's port to the completion flags."""
+    """The planner's port to the completion flags. `disk_blocks` says how many of a request's blocks came from disk."""
 
-    def __init__(self, table: FlagTable) -> None:
-        self._table = table
+    def __init__(self, table: FlagTable, disk_blocks: Callable[[Key], int | None]) -> None:
+        self._table, self._disk_blocks = table, disk_blocks
 
     def publish(self, key: Key, start: int, slots: Any, count: int, final: bool) -> bool:
         flag, generation = key
         self._table.write_slots(flag, start, slots)
+        if (disk := self._disk_blocks(key)) is not None:
+            self._table.set_disk(flag, disk)
         state = FlagState.READY if final else FlagState.HINTED
         return self._move(key, (FlagState.HINTED,), pack(generation, state, count))
 
@@ -91,19 +93,19 @@ class EngineSession:
         self.table = FlagTable(self.control.buffer, self.words, self.layout)
         self.liveness = Liveness(self.words, consumer=True)
         self.liveness.beat(clock_ns())
-        self._flags = _Flags(self.table)
+        self._flags = _Flags(self.table, self._disk_blocks)
         self._jobs = 0
         self._registered = False
         self.closing = False
         self.corrupt: str | None = None  # what was found wrong with the engine's memory; the owner ends the session
         self._timelines: dict[Key, Timeline] = {}
         self._given_up: set[Key] = set()  # by flags seen at the last scan whose DONE record may still come
-        self.planner = Planner(
-            memory.save_slots_from, self._flags, chunk_blocks=max(1, chunk_bytes // self.block_bytes)
-        )
+        chunk_blocks = max(1, chunk_bytes // self.block_bytes)
+        self.planner = Planner(memory.save_slots_from, self._flags, chunk_blocks=chunk_blocks)
         self.saver = Saver(
             store, self.shape, CreditGranter(self.control.buffer, self.words, self.layout),
             range(memory.save_slots_from, self.slot_count), partial(self._start, pools.save), self._log, clock_ns,
+            job_blocks=chunk_blocks, loading=lambda: pools.fetches_in_flight > 0 or self.planner.has_work,
         )  # fmt: skip
 
     def register_staging(self) -> None:
@@ -269,6 +271,12 @@ class EngineSession:
         self.totals.fetched_blocks += good
         self.totals.failed_blocks += len(results) - good
         self.planner.fetched(order.number, results, now)
+        self.saver.next()
+
+    def _disk_blocks(self, key: Key) -> int | None:
+        """For the engine's statistics; None where fetches do not ask the store."""
+        request = self.planner.requests.get(key) if self._tiers else None
+        return None if request is None else request.disk_blocks
 
     # --- reset ------------------------------------------------------------------------------------------------------
 

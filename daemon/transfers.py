@@ -7,11 +7,11 @@ part does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .planner import Fetched
 from .staging import HostStaging
-from .store import Store, StoreUnavailable
+from .store import Store, StoreUnavailable, Tier
 from .store_errors import ErrorClass
 
 
@@ -29,12 +29,17 @@ class Shape:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Blocks stored now, blocks that were there already, blocks lost, and those to try again: no space, or no store."""
+    """Blocks stored now, blocks that were there already, blocks lost, and those to try again: no space, or no store.
+
+    `memory` and `disk` are the slots of the blocks that are in the store now, by tier; only when `locate` asked for it.
+    """
 
     stored: int
     present: int
     failed: int
     again: list[tuple[bytes, int]]
+    memory: list[int] = field(default_factory=list)
+    disk: list[int] = field(default_factory=list)
 
 
 def look_up(store: Store, shape: Shape, digests: Sequence[bytes]) -> int | None:
@@ -67,8 +72,11 @@ def fetch(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, ti
     ]
 
 
-def save(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]]) -> SaveResult:
-    """Put (digest, slot) blocks that are not there yet; ranks that share a key put it once."""
+def save(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, locate: bool = False) -> SaveResult:
+    """Put (digest, slot) blocks that are not there yet; ranks that share a key put it once.
+
+    With `locate`, also ask in which tier they are now.
+    """
     ranks = len(shape.key_prefixes)
     keys, addresses = _targets(shape, blocks)
     targets: dict[str, tuple[int, int]] = {}
@@ -84,17 +92,30 @@ def save(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]]) -> Sav
     written = dict(zip(missing, outcome, strict=True))
     stored = present = failed = 0
     again: list[tuple[bytes, int]] = []
+    kept: list[tuple[str, int]] = []
     for i, block in enumerate(blocks):
         results = {written.get(key) for key in keys[i * ranks : (i + 1) * ranks]}  # None: it was there already
-        if results <= {None}:
-            present += 1
-        elif results <= {None, ErrorClass.OK}:
-            stored += 1
+        if results <= {None, ErrorClass.OK}:
+            stored += results != {None}
+            present += results == {None}
+            kept.append((keys[i * ranks], block[1]))
         elif results <= {None, ErrorClass.OK, ErrorClass.NO_SPACE, ErrorClass.RETRY, ErrorClass.TRANSIENT}:
             again.append(block)
         else:
             failed += 1
-    return SaveResult(stored, present, failed, again)
+    result = SaveResult(stored, present, failed, again)
+    if locate:
+        for (_, slot), tier in zip(kept, _tiers(store, [key for key, _ in kept]), strict=True):
+            (result.disk if tier == "disk" else result.memory).append(slot)
+    return result
+
+
+def _tiers(store: Store, keys: Sequence[str]) -> Sequence[Tier | None]:
+    """Where these values lie. What was just put lies in memory, if the store cannot say."""
+    try:
+        return store.tiers(keys)
+    except StoreUnavailable:
+        return [None] * len(keys)
 
 
 def remove_all(store: Store, shape: Shape, timeout_s: float) -> bool:

@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE_BYTES = 1 << 16
 MAX_REQUEST_ID_BYTES = 512
 
@@ -255,6 +255,8 @@ class SchedulerShape(_Message):
     max_hint_bytes: int = Field(ge=1, le=1 << 28)
     loads: bool
     saves: bool
+    # Wants to be told by Stored messages what became of its saves.
+    events: bool = False
 
 
 class Hello(_Message):
@@ -315,6 +317,19 @@ class ResetDone(_Message):
     ok: bool
 
 
+class Stored(_Message):
+    """What became of slots of a SAVED record: their blocks are in the store's memory, on its disk, or not in it.
+
+    Each slot of the record stands in exactly one message. Only for schedulers that asked for it.
+    """
+
+    type: Literal["stored"] = "stored"
+    save_id: int = Field(ge=0, le=(1 << 64) - 1)
+    memory: list[int] = []
+    disk: list[int] = []
+    lost: list[int] = []
+
+
 class StatusQuery(_Message):
     """Anyone who may attach asks what the daemon holds; needs no hello."""
 
@@ -344,7 +359,7 @@ class Status(_Message):
     engines: list[dict[str, int | str]]
 
 
-Message = Hello | Refused | Attached | Mapped | Reset | ResetDone | StatusQuery | Status | StatQuery | Segments
+Message = Hello | Refused | Attached | Mapped | Reset | ResetDone | Stored | StatusQuery | Status | StatQuery | Segments
 _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -136,6 +137,7 @@ class FakeLink:
     confirms: bool = True
     detached: list[str] = field(default_factory=list)
     resets: list[int] = field(default_factory=list)
+    stored: deque[protocol.Stored] = field(default_factory=deque)
 
     def detach(self, reason: str) -> None:
         self.detached.append(reason)
@@ -163,12 +165,18 @@ class Request:
         self.resumable = False
         self.skip_reading_prefix_cache = False
         self.priority = 0
+        self.lora_request: Any = None
+        self.session_id: str | None = None
         self._salt, self._ratio = salt or request_id, ratio
 
     @property
     def block_hashes(self) -> list[bytes]:
         unit = BLOCK // self._ratio
         return [f"{self._salt}-{i}".encode().ljust(32, b"\0") for i in range(self.num_tokens // unit)]
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return list(range(self.num_tokens))
 
     def digests(self, start: int, stop: int) -> list[bytes]:
         return self.block_hashes[self._ratio - 1 :: self._ratio][start:stop]
@@ -179,19 +187,21 @@ class Engine:
 
     def __init__(
         self, *, loads: bool = True, saves: bool = True, ranks: int = 1, ratio: int = 1, drop_last: bool = False,
-        flags: int = 16, slots: int = 64, ring: int = 1 << 16, **settings: Any,
+        flags: int = 16, slots: int = 64, ring: int = 1 << 16, publish: bool = False, **settings: Any,
     ) -> None:  # fmt: skip
         self.clock = Clock()
         self.daemon = FakeDaemon(self.clock, flags=flags, slots=slots, ring=ring)
         self.link = FakeLink(self.daemon.session())
         self.local: dict[str, int] = {}
         self.cached_blocks = 0
+        self.engine_cache: dict[int, bytes] = {}  # block id -> digest
         self.ranks = ranks
         geometry = Geometry(BLOCK, ratio, 0, ranks, BLOCK_BYTES, 64, loads, saves, drop_last)
         self.side = SchedulerSide(
             configuration.load({"socket": "/nowhere", **settings}), geometry, self.link, clock_ns=self.clock,
             local_tokens=lambda request: self.local.get(request.request_id, 0),
             local_cached_blocks=lambda: self.cached_blocks,
+            still_cached=lambda block_id, digest: self.engine_cache.get(block_id) == digest, publish=publish,
         )  # fmt: skip
 
     def add(self, request_id: str, tokens: int, *, local: int = 0, **fields: Any) -> Request:

@@ -53,6 +53,7 @@ def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute
             is_kv_consumer=role != "kv_producer", is_kv_producer=role != "kv_consumer",
         ),
         speculative_config=None,
+        kv_events_config=None,
         instance_id="123",
         **changes,
     )  # fmt: skip

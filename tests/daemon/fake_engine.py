@@ -43,10 +43,12 @@ class FakeEngine:
     def __init__(
         self, path: Path, *, engine_id: str = "engine", ranks: int = 1, block_bytes: int = BLOCK_BYTES,
         prefix: str = "model", incarnation: str | None = None, attach: bool = True, max_blocks: int = 512,
+        events: bool = False,
     ) -> None:  # fmt: skip
         self.path, self.ranks, self.block_bytes = path, ranks, block_bytes
         self.engine_id, self.incarnation = engine_id, incarnation or uuid.uuid4().hex
-        self.prefix, self.max_blocks = prefix, max_blocks
+        self.prefix, self.max_blocks, self.events = prefix, max_blocks, events
+        self.told_disk: int | None = None  # of the last load: blocks that came from disk
         FakeEngine.made.append(self)
         self.sockets: list[socket.socket] = []
         self.staging: list[Segment] = []
@@ -72,7 +74,11 @@ class FakeEngine:
             )
         else:
             fields["scheduler"] = SchedulerShape(
-                max_blocks=self.max_blocks, max_hint_bytes=64 * self.max_blocks, loads=True, saves=True
+                max_blocks=self.max_blocks,
+                max_hint_bytes=64 * self.max_blocks,
+                loads=True,
+                saves=True,
+                events=self.events,
             )
         return Hello.model_validate({**fields, **changes})
 
@@ -142,6 +148,7 @@ class FakeEngine:
         key = self.hint(digests, local=local, name=name)
         flag = self.settled(key)
         assert flag.state == FlagState.READY
+        self.told_disk = self.table.disk(key[0])
         if flag.count <= local:
             assert self.move(key, FlagState.CANCELLED)
             self.done(key, Outcome.MISS)

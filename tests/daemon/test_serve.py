@@ -66,6 +66,24 @@ def test_every_rank_gets_its_own_part(shared_daemon: Daemon) -> None:
     engine.close()
 
 
+def test_an_engine_with_kv_events_hears_what_became_of_its_saves(shared_daemon: Daemon) -> None:
+    """When the store has the blocks, and in which tier; an engine without them hears nothing."""
+    engine = FakeEngine(shared_daemon.socket, engine_id="events", prefix="events", events=True)
+    quiet = FakeEngine(shared_daemon.socket, engine_id="quiet", prefix="quiet")
+    values = blocks("events", 5)
+    quiet.save(values)
+    for save_id in (8, 9):  # the second time they are there already
+        engine.save(values, save_id=save_id)
+        received = protocol.receive_message(engine.scheduler)
+        assert received is not None
+        told = received[0]
+        assert isinstance(told, protocol.Stored)
+        assert (told.save_id, len(told.memory), told.disk, told.lost) == (save_id, 5, [], [])
+    quiet.scheduler.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        quiet.scheduler.recv(1)
+
+
 def test_a_request_done_line_tells_the_whole_story(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, prefix="story")
     values = blocks("story", 5)
@@ -212,7 +230,7 @@ def _engine(daemon: Daemon, engine_id: str) -> dict[str, int | str]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"protocol": 99}, "protocol differs: protocol=99 expected=1"),
+        ({"protocol": 99}, f"protocol differs: protocol=99 expected={protocol.PROTOCOL}"),
         ({"groups": 2}, "only one KV-cache group is served: groups=2 max=1"),
         ({"rank": 3}, "rank out of bounds: rank=3 world_size=1"),
     ],
@@ -319,6 +337,9 @@ def test_with_a_disk_tier_the_data_is_there_after_a_restart(serve: Serve, tmp_pa
     engine = FakeEngine(again.socket)
     found = wait_for(lambda: engine.load(list(values)), 30, "a hit after the restart")
     assert found == list(values.values())
+    assert engine.told_disk == 40
+    assert engine.load(list(values)) == list(values.values())
+    assert engine.told_disk == 0, "now they came from staging"
     line = wait_for(lambda: [e for e in again.records("request.done") if e["outcome"] == "loaded"])[-1]
     assert line["bytes_disk"] == 40 * BLOCK_BYTES
     engine.close()

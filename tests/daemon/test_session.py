@@ -11,7 +11,7 @@ from kvprefetch.daemon.events import Ending
 from kvprefetch.daemon.memory import EngineMemory
 from kvprefetch.daemon.session import EngineSession
 from kvprefetch.shmring.flags import FlagTable, pack
-from kvprefetch.shmring.protocol import FlagState, Hello, SchedulerShape, WorkerShape
+from kvprefetch.shmring.protocol import PROTOCOL, FlagState, Hello, SchedulerShape, WorkerShape
 
 
 class NoPools:
@@ -24,7 +24,7 @@ class NoPools:
 
 def make_session() -> EngineSession:
     common = {
-        "protocol": 1, "version": "t", "engine_id": "e", "incarnation": "0" * 32, "rank": 0, "world_size": 1,
+        "protocol": PROTOCOL, "version": "t", "engine_id": "e", "incarnation": "0" * 32, "rank": 0, "world_size": 1,
         "groups": 1, "block_tokens": 32,
     }  # fmt: skip
     worker = Hello(

@@ -1,0 +1,109 @@
+"""The connector's statistics as vLLM collects them: counts since the last step, summed over ranks and over time.
+
+The scheduler side reports what it decided, each worker what it copied.  vLLM adds the two up (`aggregate`), carries
+the sum to its logger (`to_dict`, `build_kv_connector_stats`), prints it (`reduce`), exports it (KVPrefetchPromMetrics).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Every name that may be reported, with its help text; all only grow, and none is a size of something.
+COUNTERS: Mapping[str, str] = {
+    "hints": "Hints sent to the daemon",
+    "late_hints": "Hints sent only when the scheduler asked for the request",
+    "hints_dropped": "Hints not sent because the ring or the flags were full",
+    "loads": "Loads dispatched to the workers",
+    "load_blocks": "Blocks of the dispatched loads",
+    "failed_loads": "Loads that failed on a worker; their blocks are recomputed",
+    "unknown_loads": "Acknowledgements of loads this engine does not know",
+    "misses": "Requests that the store had nothing for",
+    "late": "Requests whose first block was not there in time",
+    "waits": "Requests that the scheduler had to wait for",
+    "wait_seconds": "Time from the scheduler's first question for a request to its answer, where it had to wait",
+    "saves": "Saves dispatched to the workers",
+    "save_blocks": "Blocks of the dispatched saves",
+    "saves_dropped": "Blocks copied for a save and then not stored",
+    "save_blocks_unsaved": "Blocks that found no save slot as long as the engine held them",
+    "detached": "Sessions given up because the daemon's memory could not be true",
+    "shadow_ready": "Shadow mode: requests whose blocks had been ready",
+    "shadow_ready_blocks": "Shadow mode: blocks of those requests",
+    "shadow_pending": "Shadow mode: requests whose blocks had not all been ready",
+    "shadow_pending_blocks": "Shadow mode: blocks of those requests that were",
+    "load_bytes": "Bytes copied from staging to the KV cache, all ranks",
+    "load_seconds": "Time the workers' threads spent on these copies (CUDA: on queueing them), all ranks",
+    "save_bytes": "Bytes copied from the KV cache to staging, all ranks",
+    "save_seconds": "Time the workers' threads spent on these copies (CUDA: on queueing them), all ranks",
+}
+
+
+class KVPrefetchStats(KVConnectorStats):
+    """`data` maps names of COUNTERS to what was counted since the last report; absent means 0."""
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add `other`, of another rank or a later step, to this one, and return it."""
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {name: round(value, 6) for name, value in self.data.items() if value}
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+class Tally:
+    """Counts that only grow, and what of them was reported already. Times are counted in ns and reported in seconds."""
+
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self._counts = counts
+        self._reported: dict[str, int] = {}
+
+    def take(self) -> KVPrefetchStats | None:
+        """What was counted since the last call; None when nothing was."""
+        reported = self._reported
+        fresh: dict[str, float] = {}
+        for name, value in self._counts.items():
+            if value == (before := reported.get(name, 0)):
+                continue
+            reported[name] = value
+            if name.endswith("_ns"):
+                fresh[f"{name[:-3]}_seconds"] = (value - before) / 1e9
+            else:
+                fresh[name] = value - before
+        return KVPrefetchStats(fresh) if fresh else None
+
+
+class KVPrefetchPromMetrics(KVConnectorPromMetrics):
+    """One Prometheus counter `vllm:kvprefetch_<name>_total` for each name of COUNTERS and each engine."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, metric_types: dict[Any, Any], labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:  # fmt: skip
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        families = {
+            name: self._counter_cls(name=f"vllm:kvprefetch_{name}_total", documentation=text, labelnames=labelnames)
+            for name, text in COUNTERS.items()
+        }
+        self._counters = {
+            engine: {name: family.labels(*values) for name, family in families.items()}
+            for engine, values in per_engine_labelvalues.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one report. A name that is not known here is left out: an error would end vLLM's metrics for good."""
+        counters = self._counters[engine_idx]
+        for name, value in transfer_stats_data.items():
+            if name in counters:
+                counters[name].inc(value)

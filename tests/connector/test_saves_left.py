@@ -1,0 +1,103 @@
+"""Blocks that found no save slot while their request lived are saved later, as long as the engine's cache has them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvprefetch.connector import saves
+
+from .fakes import BLOCK, Engine, Request
+from .test_scheduler_saves import admit, saved_digests
+
+
+def finish(engine: Engine, request: Request, blocks: int, *, cached: bool = True) -> None:
+    """The request ends; its full blocks stay in the engine's prefix cache until they are needed."""
+    ids = [100 + number for number in range(blocks)]
+    if cached:
+        engine.engine_cache.update(zip(ids, request.digests(0, blocks), strict=True))
+    engine.side.finished(request, ids)
+
+
+def run_short(engine: Engine, name: str, blocks: int) -> Request:
+    request = engine.add(name, blocks * BLOCK)
+    admit(engine, request)
+    engine.acknowledge(engine.step([(request, blocks * BLOCK)]))
+    return request
+
+
+def test_a_finished_request_is_saved_on_when_slots_come_back() -> None:
+    engine = Engine()
+    engine.daemon.credits.grant([40, 41])
+    request = run_short(engine, "r", 5)
+    finish(engine, request, 5)
+    assert not engine.side.has_pending_work(), "without a slot there is nothing an idle engine could do"
+    engine.daemon.credits.grant([40, 41])
+    assert engine.side.has_pending_work()
+    meta = engine.step()
+    assert [save.block_ids for save in meta.saves] == [[102, 103]]
+    engine.acknowledge(meta)
+    engine.daemon.credits.grant([40, 41])
+    engine.acknowledge(engine.step())
+    assert saved_digests(engine) == request.digests(0, 5)
+    assert engine.side.counters["save_blocks_unsaved"] == 0
+    assert not engine.side.has_pending_work()
+
+
+def test_a_block_that_was_given_away_meanwhile_is_never_saved() -> None:
+    """Planted: a check that always says yes would store another request's bytes under the old digest."""
+    for honest in (True, False):
+        engine = Engine()
+        request = run_short(engine, "r", 3)
+        finish(engine, request, 3)
+        engine.engine_cache[101] = b"another"
+        if not honest:
+            engine.side.still_cached = lambda block_id, digest: True
+        engine.daemon.credits.grant([40, 41, 42])
+        (save,) = engine.step().saves
+        assert save.block_ids == ([100, 102] if honest else [100, 101, 102])
+        assert engine.side.counters["save_blocks_unsaved"] == int(honest)
+
+
+def test_what_is_left_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves, "MAX_LEFT", 4)
+    engine = Engine()
+    for name in ("a", "b"):
+        finish(engine, run_short(engine, name, 3), 3)
+    assert engine.side.counters["save_blocks_unsaved"] == 2
+
+
+@pytest.mark.parametrize("why", ["reset", "failed load", "preempted", "stale cache"])
+def test_what_cannot_be_trusted_is_not_left(why: str) -> None:
+    engine = Engine()
+    request = engine.add("r", 4 * BLOCK)
+    engine.daemon.stage("r", 1, found=1)
+    engine.match(request)
+    engine.allocate(request, BLOCK)
+    first = engine.step([(request, 3 * BLOCK)])
+    if why == "preempted":
+        engine.preempt(request)
+    if why == "stale cache":
+        engine.cached_blocks = 1
+        engine.side.reset()
+    finish(engine, request, 4)
+    if why == "reset":
+        engine.side.reset()
+    if why == "failed load":  # reported with the outputs of a step that was in flight when the request ended
+        engine.acknowledge(first, failed_loads=[first.loads[0].load_id])
+    engine.daemon.credits.grant(list(range(30, 40)))
+    assert engine.step().saves == []
+
+
+def test_a_block_stored_by_another_request_meanwhile_is_not_saved_again() -> None:
+    engine = Engine()
+    request = run_short(engine, "a", 3)
+    finish(engine, request, 3)
+    other = engine.add("b", 3 * BLOCK + 1, salt="a")
+    engine.daemon.stage("b", 3, found=3)
+    engine.match(other)
+    engine.allocate(other, 3 * BLOCK)
+    engine.daemon.credits.grant(list(range(30, 40)))
+    meta = engine.step([(other, 1)])
+    assert meta.saves == []
+    engine.acknowledge(meta)
+    assert not engine.side.has_pending_work()

@@ -1,0 +1,161 @@
+"""The connector's statistics, through vLLM's own aggregator, logger and Prometheus classes, alone and as a child."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from benchmarks.lab.connectors import multi, ours
+from kvprefetch.connector.connector import KVPrefetchConnector
+from kvprefetch.connector.stats import COUNTERS, KVPrefetchStats, Tally
+
+from .fakes import BLOCK, Engine
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def transfer(multiple: bool) -> KVTransferConfig:
+    mine = ours(Path("/nowhere"))
+    return KVTransferConfig(**(multi(mine, mine) if multiple else mine))
+
+
+def test_a_tally_reports_what_was_counted_since() -> None:
+    counts = {"loads": 2, "wait_ns": 1_500_000_000}
+    tally = Tally(counts)
+    assert (tally.take() or KVPrefetchStats()).data == {"loads": 2, "wait_seconds": 1.5}
+    assert tally.take() is None
+    counts["loads"] += 3
+    assert (tally.take() or KVPrefetchStats()).data == {"loads": 3}
+
+
+def test_two_ranks_and_the_scheduler_are_added_up_by_vllm() -> None:
+    """KVOutputAggregator over the ranks' outputs, then as Scheduler.update_from_output does."""
+    outputs: list[ModelRunnerOutput | None] = []
+    for rank in range(2):
+        output = ModelRunnerOutput(req_ids=[], req_id_to_index={})
+        stats = KVPrefetchStats({"load_bytes": 100 + rank})
+        output.kv_connector_output = KVConnectorOutput(kv_connector_stats=stats)
+        outputs.append(output)
+    combined = KVOutputAggregator(2).aggregate(outputs)
+    assert combined is not None
+    assert combined.kv_connector_output is not None
+    workers = combined.kv_connector_output.kv_connector_stats
+    assert workers is not None
+    total = workers.aggregate(KVPrefetchStats({"loads": 1}))
+    assert total.to_dict() == {"load_bytes": 201, "loads": 1}
+
+
+@pytest.mark.parametrize("multiple", [False, True])
+def test_vllms_logger_prints_them(multiple: bool) -> None:
+    """The stats arrive as plain dicts in another process; one line per interval, then they start over."""
+    logging = KVConnectorLogging(transfer(multiple))
+    for loads in (1, 2):
+        plain: dict[str, Any] = {"loads": loads, "wait_seconds": 0.25}
+        logging.observe({"KVPrefetchConnector": plain} if multiple else plain)
+    lines: list[str] = []
+    logging.log(lambda text, values: lines.append(text % values))
+    (line,) = lines
+    assert re.search(r"loads'?[=:] ?3\b", line)
+    assert re.search(r"wait_seconds'?[=:] ?0\.5\b", line)
+    logging.log(lambda text, values: lines.append(text % values))
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("multiple", [False, True])
+def test_vllms_prometheus_export_has_every_counter(multiple: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = CollectorRegistry()
+    for name, kind in (("_counter_cls", Counter), ("_gauge_cls", Gauge), ("_histogram_cls", Histogram)):
+        monkeypatch.setattr(KVConnectorProm, name, functools.partial(kind, registry=registry))
+    config: Any = SimpleNamespace(kv_transfer_config=transfer(multiple))
+    prom = KVConnectorProm(config, ["model_name", "engine"], {0: ["tiny", "0"], 1: ["tiny", "1"]})
+    plain = {**dict.fromkeys(COUNTERS, 2), "unheard_of": 1}
+    prom.observe({"KVPrefetchConnector": plain} if multiple else plain, 1)
+    text = generate_latest(registry).decode()
+    for name, help_text in COUNTERS.items():
+        assert f'vllm:kvprefetch_{name}_total{{engine="1",model_name="tiny"}} 2.0' in text
+        assert f'vllm:kvprefetch_{name}_total{{engine="0",model_name="tiny"}} 0.0' in text
+        assert help_text in text
+    assert "unheard_of" not in text
+
+
+def test_every_name_that_is_counted_is_in_the_catalogue_and_the_other_way_round() -> None:
+    counted: set[str] = set()
+    for path in (ROOT / "connector").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Subscript) and "counters" in ast.unparse(node.value):
+                names = [part.value for part in ast.walk(node.slice) if isinstance(part, ast.Constant)]
+                if isinstance(node.slice, ast.JoinedStr):
+                    suffix = names[1] if len(names) > 1 else ""
+                    counted |= {f"{names[0]}{state}{suffix}" for state in ("ready", "pending")}
+                else:
+                    counted |= {re.sub(r"_ns$", "_seconds", name) for name in names}
+    assert counted == set(COUNTERS)
+
+
+def test_the_documentation_names_every_counter() -> None:
+    text = (ROOT / "docs" / "STATISTICS.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(COUNTERS)
+
+
+def test_a_child_of_multi_connector_is_found_by_its_name_when_only_its_module_was_given() -> None:
+    """MultiConnector's logger asks the registry, whoever registered it: importing the class is enough."""
+    data = MultiConnector.build_kv_connector_stats({"KVPrefetchConnector": {"loads": 1}})
+    assert data is not None
+    assert isinstance(data.data["KVPrefetchConnector"], KVPrefetchStats)
+
+
+def test_waiting_is_counted_from_the_first_question_to_the_answer() -> None:
+    engine = Engine()
+    request = engine.add("r", 3 * BLOCK)
+    for _ in range(3):
+        assert engine.match(request)[0] is None
+        engine.clock.advance_ms(2)
+    engine.daemon.stage("r", 2)
+    assert engine.match(request) == (2 * BLOCK, False)
+    assert engine.side.counters["waits"] == 1
+    assert engine.side.counters["wait_ns"] == 6_000_000
+    engine.match(request)
+    assert engine.side.counters["waits"] == 1
+
+
+def test_the_worker_counts_bytes_and_time_and_reports_them_once() -> None:
+    from kvprefetch.connector.metadata import KVPrefetchMetadata, SaveOrder
+
+    from .test_worker import EPOCH, load, make
+
+    worker, _, _, _ = make()
+    worker.load(KVPrefetchMetadata(loads=[load()]))
+    worker.save(KVPrefetchMetadata(saves=[SaveOrder(1, EPOCH, [3], [1])]))
+    stats = worker.tally.take()
+    assert stats is not None
+    assert (stats.data["load_bytes"], stats.data["save_bytes"]) == (32, 16)
+    assert stats.data["load_seconds"] > 0
+    assert worker.tally.take() is None
+
+
+def test_each_role_reports_its_own_side_and_nothing_when_there_is_nothing() -> None:
+    connector = object.__new__(KVPrefetchConnector)
+    connector._scheduler, connector._worker = None, None
+    assert connector.get_kv_connector_stats() is None
+    engine = Engine()
+    connector._scheduler = engine.side
+    assert connector.get_kv_connector_stats() is None
+    engine.add("r", 3 * BLOCK)
+    stats = connector.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data == {"hints": 1}

@@ -1,0 +1,139 @@
+"""The saver: jobs of bounded size, loads first, pauses while the store is full, and what it tells the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import structlog
+
+from kvprefetch.daemon import saver as module
+from kvprefetch.daemon.saver import LOADS_FIRST_NS, PAUSE_NS, TRIES, Saver
+from kvprefetch.daemon.transfers import SaveResult
+from kvprefetch.shmring.protocol import Saved, Stored
+
+
+class Credits:
+    """Collects what is granted."""
+
+    def __init__(self) -> None:
+        self.granted: list[int] = []
+
+    def grant(self, slots: list[int]) -> None:
+        self.granted += slots
+
+
+class Setup:
+    """A saver of eight slots whose store jobs end when the test says so."""
+
+    def __init__(self, *, job_blocks: int = 3, slots: int = 8) -> None:
+        self.now = 1
+        self.loading = False
+        self.jobs: list[tuple[list[tuple[bytes, int]], Callable[[Any], None]]] = []
+        self.told: list[Stored] = []
+        self.credits = Credits()
+        nothing: Any = None
+        credits: Any = self.credits
+        self.saver = Saver(
+            nothing, nothing, credits, range(slots), self.run, structlog.get_logger(), lambda: self.now,
+            job_blocks=job_blocks, loading=lambda: self.loading,
+        )  # fmt: skip
+        self.credits.granted.clear()
+        self.saver.tell = self.told.append
+
+    def run(self, job: Any, done: Callable[[Any], None], failed: Any) -> None:
+        self.jobs.append((list(job.args[2]), done))
+
+    def save(self, count: int, save_id: int = 1) -> None:
+        hashes = [bytes([save_id, slot]) * 16 for slot in range(count)]
+        self.saver.saved(Saved(save_id, 0, False, list(range(count)), hashes))
+
+    def end(self, *, again: bool = False, disk: bool = False) -> list[int]:
+        """End the running job; the slots it had."""
+        blocks, done = self.jobs.pop()
+        slots = [slot for _, slot in blocks]
+        if again:
+            done(SaveResult(0, 0, 0, blocks))
+        else:
+            done(SaveResult(len(blocks), 0, 0, [], [] if disk else slots, slots if disk else []))
+        return slots
+
+
+def test_a_long_save_is_put_in_parts_and_each_part_gives_its_slots_back() -> None:
+    setup = Setup()
+    setup.save(8)
+    assert setup.end() == [0, 1, 2]
+    assert setup.credits.granted == [0, 1, 2]
+    assert setup.end(disk=True) == [3, 4, 5]
+    assert setup.end() == [6, 7]
+    assert setup.credits.granted == list(range(8))
+    assert [(told.memory, told.disk, told.lost) for told in setup.told] == [
+        ([0, 1, 2], [], []),
+        ([], [3, 4, 5], []),
+        ([6, 7], [], []),
+    ]
+
+
+def test_loads_go_first_but_not_for_ever() -> None:
+    setup = Setup()
+    setup.loading = True
+    setup.save(6)
+    assert setup.jobs == []
+    setup.now += LOADS_FIRST_NS - 1
+    setup.saver.next()
+    assert setup.jobs == []
+    setup.now += 1
+    setup.saver.next()
+    assert len(setup.jobs) == 1
+    setup.end()
+    assert setup.jobs == [], "the next part lets loads go first again"
+    setup.loading = False
+    setup.saver.next()
+    assert len(setup.jobs) == 1
+
+
+def test_a_full_store_is_asked_less_and_less_often_until_it_takes_something() -> None:
+    """Also across saves: giving one up does not start the pauses over."""
+    setup = Setup()
+    setup.save(3)
+    pauses = []
+    for _ in range(TRIES):
+        setup.end(again=True)
+        begun = setup.now
+        while not setup.jobs and setup.now < begun + 10 * PAUSE_NS[1]:
+            setup.now += 10_000_000
+            setup.saver.next()
+            if setup.credits.granted:
+                break
+        pauses.append(setup.now - begun)
+    assert pauses[:6] == [100_000_000, 200_000_000, 400_000_000, 800_000_000, 1_600_000_000, 2_000_000_000]
+    assert setup.credits.granted == [0, 1, 2], "the slots come back in the end"
+    assert setup.told[-1].lost == [0, 1, 2]
+    setup.save(3, save_id=2)
+    assert setup.jobs == [], "and the next save waits as well"
+    setup.now += PAUSE_NS[1]
+    setup.saver.next()
+    setup.end()
+    setup.save(3, save_id=3)
+    assert len(setup.jobs) == 1, "once it took something, saving is as before"
+
+
+def test_a_save_of_old_weights_is_told_as_lost() -> None:
+    setup = Setup(job_blocks=2)
+    setup.save(4)
+    setup.saver.reset(1, 1.0, lambda ok: None)
+    assert [told.lost for told in setup.told] == [[2, 3]], "the part in flight ends first"
+
+
+def test_without_kv_events_the_store_is_not_asked_for_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(module.transfers, "save", lambda *args, locate: asked.append(locate))
+    for tell in (None, lambda stored: None):
+        setup = Setup()
+        setup.saver.tell = tell
+        ran: list[Any] = []
+        monkeypatch.setattr(setup.saver, "_run", lambda job, done, failed, ran=ran: ran.append(job()))
+        setup.save(1)
+        assert len(ran) == 1
+    assert asked == [False, True]
