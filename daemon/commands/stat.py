@@ -1,0 +1,30 @@
+"""`kvprefetchd stat`: what the attached engines' control segments say, read here and not by the daemon."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+
+from ...shmring import protocol, view
+from ..client import ask
+from .common import Commands, add_socket, declare
+
+
+def add(commands: Commands) -> None:
+    text = "print what the shared memory of the attached engines says, read-only, as JSON"
+    add_socket(declare(commands, "stat", text, run))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    answer, fds = ask(arguments.socket, protocol.StatQuery())
+    names = {state.value: state.name.lower() for state in protocol.FlagState}
+    shown = []
+    for fd, engine in zip(fds, answer.engines if isinstance(answer, protocol.Segments) else [], strict=False):
+        try:
+            shown.append({"engine": engine, **view.read(fd, time.monotonic_ns(), names)})
+        finally:
+            os.close(fd)
+    print(json.dumps(shown, indent=2))
+    return 0
