@@ -8,7 +8,7 @@ LINTED := .
 LINKED := __init__.py py.typed daemon shmring connector
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint links format stress gpu demo bench-ttft bench-ring clean
+.PHONY: help setup test lint links format stress gpu demo bench-ttft bench-ring simulate clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ bench-ttft: setup ## time to first token against vLLM's own Mooncake connector
 
 bench-ring: setup ## cost of one push, one poll and one wake-up
 	@$(BIN)/python -m benchmarks.ring $(ARGS)
+
+simulate: setup ## planner and wait policies on 10^5 simulated requests per scenario (ARGS: --compare, --scenario)
+	@$(BIN)/python -m benchmarks.simulate $(ARGS)
 
 clean: ## remove what was built, the virtual environment excepted
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis shmring/*.so $(VENV)/.kvprefetch-setup

@@ -1,0 +1,172 @@
+"""The connector's place in the simulation: hints, asks, claims and gives back, as connector/claims.py does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.simulate.events import Loop
+from benchmarks.simulate.node import Node
+from benchmarks.simulate.waiting import Policy, Wait
+from benchmarks.simulate.workload import SimRequest
+from kvprefetch.shmring.protocol import FlagState
+
+MAX_LATE_HINTS = 3
+
+
+@dataclass(slots=True)
+class ClientCounters:
+    """What became of requests at the head of the queue."""
+
+    deadline_misses: int = 0
+    """Waits that ran to their end."""
+    partial: int = 0
+    """Requests that loaded fewer blocks than the store held."""
+    exposed_ns: int = 0
+    transfer_ns: int = 0
+    loads: int = 0
+    hidden_sum: float = 0.0
+
+
+class Client:
+    """`review(request, at_ns)` asks the engine to visit a pending request again at that time."""
+
+    def __init__(self, loop: Loop, policy: Policy, node: Node, review: Callable[[SimRequest, int], None]) -> None:
+        self._loop, self._policy, self._node, self._review = loop, policy, node, review
+        self.counters = ClientCounters()
+        self.hinted: dict[tuple[int, int], SimRequest] = {}
+
+    def arrived(self, request: SimRequest, local_blocks: int) -> None:
+        if self._policy.hints and self._policy.on_arrival:
+            self._hint(request, local_blocks)
+
+    def _hint(self, request: SimRequest, local_blocks: int) -> bool:
+        if local_blocks >= request.blocks:
+            return False
+        request.key = self._node.hint(request, local_blocks)
+        request.hinted_local, request.asked_ns = local_blocks, 0
+        self.hinted[request.key] = request
+        return True
+
+    def match(self, request: SimRequest, start: int) -> int | None:
+        """Blocks that can be loaded after `start` local ones; None: not known yet. Claims what it answers."""
+        if self._policy.direct:
+            return self._match_directly(request, start)
+        if self._policy.local or not self._policy.hints or request.settled or start >= request.blocks:
+            return 0
+        if request.key is None:
+            return self._late_hint(request, start)
+        flag = self._node.flag(request.key)
+        if flag.state is FlagState.EXPIRED or start < request.hinted_local:
+            self._give_up(request)
+            return self._late_hint(request, start)
+        late = False
+        if flag.state is FlagState.HINTED:
+            now = self._loop.now_ns
+            first = request.waiting_since_ns == 0
+            if first:
+                request.waiting_since_ns = now
+            until = self._policy.decide(Wait(now, request.waiting_since_ns, flag.count - start))
+            if until is not None:
+                if request.asked_ns == 0:
+                    request.asked_ns = now
+                    self._node.ask(request.key)
+                self._review(request, until)
+                return None
+            late = not first
+            self.counters.deadline_misses += late
+        if flag.count <= start:
+            self._give_up(request)
+            request.settled = True
+            return 0
+        request.claimed = flag.count - start
+        request.claimed_ns = self._loop.now_ns
+        self._node.claim(request.key)
+        return request.claimed
+
+    @property
+    def direct(self) -> bool:
+        """Loads come from the store itself, not from staging."""
+        return self._policy.direct
+
+    def _match_directly(self, request: SimRequest, start: int) -> int | None:
+        if request.looked_up_ns:
+            return max(0, request.claimed - start)
+        if request.asked_ns == 0:
+            request.asked_ns = self._loop.now_ns
+
+            def answered(found: bool) -> None:
+                request.looked_up_ns = self._loop.now_ns
+                request.claimed = request.found if found else 0
+                self._review(request, self._loop.now_ns)
+
+            self._node.look_up(answered)
+        return None
+
+    def _late_hint(self, request: SimRequest, start: int) -> int | None:
+        if request.late_hints >= MAX_LATE_HINTS or not self._hint(request, start):
+            request.settled = True
+            return 0
+        assert request.key is not None
+        request.late_hints += 1
+        request.waiting_since_ns = request.asked_ns = self._loop.now_ns
+        self._node.ask(request.key)
+        until = self._policy.decide(Wait(self._loop.now_ns, self._loop.now_ns, 0))
+        if until is None:
+            self._give_up(request)
+            request.settled = True
+            return 0
+        self._review(request, until)
+        return None
+
+    def withdraw(self, request: SimRequest) -> None:
+        """The answer was not used in this pass."""
+        if request.key is not None and request.claimed:
+            self._node.unclaim(request.key)
+            request.claimed = 0
+
+    def load_directly(self, request: SimRequest, start: int, count: int, done: Callable[[], None]) -> None:
+        """Load blocks [start, start + count) from the store; then `done`, with `request.loaded_blocks` set."""
+        began_ns = self._loop.now_ns
+
+        def complete(good: int) -> None:
+            request.loaded_blocks = good
+            self.counters.partial += start + good < request.found
+            self.counters.loads += 1
+            self.counters.exposed_ns += self._loop.now_ns - began_ns
+            self.counters.transfer_ns += self._loop.now_ns - began_ns
+            done()
+
+        self._node.load_directly([request.digest(block) for block in range(start, start + count)], complete)
+
+    def loaded(self, request: SimRequest, start: int) -> None:
+        """The claimed blocks are copied: account for them and give the hint back."""
+        assert request.key is not None
+        request.loaded_blocks = request.claimed
+        if start + request.claimed < request.found:
+            self.counters.partial += 1
+        self._node.loaded(request.key, start, start + request.claimed, request.hinted_local)
+        del self.hinted[request.key]
+        self._node.finish(request.key, lambda last_byte_ns: self._account(request, last_byte_ns))
+        request.key, request.settled = None, True
+
+    def _account(self, request: SimRequest, last_byte_ns: int) -> None:
+        """How much of look-up and transfer the queue hid, as the daemon's request.done line defines it."""
+        ready = last_byte_ns or request.looked_up_ns
+        exposed = max(0, request.claimed_ns - request.asked_ns) if request.asked_ns else 0
+        transfer = max(0, ready - request.seen_ns)
+        self.counters.loads += 1
+        self.counters.exposed_ns += exposed
+        self.counters.transfer_ns += transfer
+        self.counters.hidden_sum += 1.0 - min(1.0, exposed / transfer) if transfer else 1.0
+
+    def finished(self, request: SimRequest) -> None:
+        """The request ended, or was admitted without a load."""
+        request.settled = True
+        self._give_up(request)
+
+    def _give_up(self, request: SimRequest) -> None:
+        if request.key is not None:
+            key, request.key, request.claimed = request.key, None, 0
+            del self.hinted[key]
+            self._node.finish(key)

@@ -1,0 +1,297 @@
+"""The daemon's place in the simulation: the real planner, driven as daemon/session.py does, on simulated links.
+
+This is the only file that knows the planner's interface.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from benchmarks.simulate.events import Loop, ns
+from benchmarks.simulate.link import Link, TierModel
+from benchmarks.simulate.workload import HASH_BYTES, SimRequest, StoreContents
+from kvprefetch.daemon.planner import Fetched, Key, Order, Planner
+from kvprefetch.shmring.protocol import FlagState
+
+
+@dataclass(frozen=True, slots=True)
+class NodeModel:
+    """The daemon and the store: staging, threads, delays, tiers, and when the store stands still."""
+
+    staging_blocks: int
+    chunk_blocks: int
+    fetch_threads: int
+    memory: TierModel
+    disk: TierModel
+    look_up_s: float = 0.0005
+    """One look-up; there is one thread for them."""
+    message_s: float = 0.00005
+    """From a push into the hint ring until the daemon has handled it."""
+    rpc_timeout_s: float = 2.0
+    """A look-up of a frozen store gives up after this and counts as a miss."""
+    freezes_s: tuple[tuple[float, float], ...] = ()
+    """(start, length) of each time the store does nothing."""
+
+
+@dataclass(slots=True)
+class Flag:
+    """What the engine sees of one hint: as the completion flag and its slot table."""
+
+    state: FlagState = FlagState.HINTED
+    count: int = 0
+    slots: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class NodeCounters:
+    """Blocks by what became of them; every fetched block is loaded, wasted, or staged unloaded at the end."""
+
+    hints: int = 0
+    fetched: int = 0
+    failed: int = 0
+    loaded_first: int = 0
+    """Fetched blocks at their first load."""
+    wasted: int = 0
+    """Fetched blocks whose slot was reused before anyone loaded them."""
+    calls: int = 0
+    look_up_timeouts: int = 0
+    revoked: int = 0
+
+
+class _Port:
+    """The planner's port to the flags; tells the engine about what it can act on."""
+
+    def __init__(self, changed: Callable[[Key], None]) -> None:
+        self.flags: dict[Key, Flag] = {}
+        self._changed = changed
+
+    def publish(self, key: Key, start: int, slots: Sequence[int], count: int, final: bool) -> bool:
+        flag = self.flags[key]
+        if flag.state is not FlagState.HINTED:
+            return False
+        flag.slots.extend(slots)
+        flag.count = count
+        if final:
+            flag.state = FlagState.READY
+        self._changed(key)
+        return True
+
+    def expire(self, key: Key) -> bool:
+        flag = self.flags[key]
+        if flag.state not in (FlagState.HINTED, FlagState.READY):
+            return False
+        flag.state = FlagState.EXPIRED
+        self._changed(key)
+        return True
+
+
+class Node:
+    """One daemon serving one engine. `changed(key)` is called whenever that hint's flag moved."""
+
+    def __init__(
+        self, loop: Loop, model: NodeModel, contents: StoreContents, block_bytes: int, changed: Callable[[Key], None]
+    ) -> None:
+        self._loop, self._model, self._contents, self._block_bytes = loop, model, contents, block_bytes
+        self._memory, self._disk = Link(loop, model.memory), Link(loop, model.disk)
+        self._port = _Port(changed)
+        self._planner = Planner(model.staging_blocks, self._port, chunk_blocks=model.chunk_blocks)
+        self._message_ns, self._look_up_ns = ns(model.message_s), ns(model.look_up_s)
+        self._requests: dict[Key, SimRequest] = {}
+        self._look_ups: deque[Key] = deque()
+        self._looking_up = False
+        self._frozen_until_ns = 0
+        self._in_flight = 0
+        self._generation = 0
+        self._direct: deque[Callable[[], None]] = deque()
+        self._unloaded: set[int] = set()  # slots whose block was fetched and not loaded since
+        self.counters = NodeCounters()
+        for start_s, length_s in model.freezes_s:
+            loop.at(ns(start_s), partial(self._freeze, ns(start_s + length_s)))
+
+    # --- what the engine does ---------------------------------------------------------------------------------------
+
+    def hint(self, request: SimRequest, local_blocks: int) -> Key:
+        """Push a hint; the daemon sees it a moment later."""
+        self._generation += 1
+        key = (0, self._generation)
+        self._port.flags[key] = Flag()
+        self._loop.after(self._message_ns, partial(self._hinted, key, request, local_blocks))
+        return key
+
+    def ask(self, key: Key) -> None:
+        self._loop.after(self._message_ns, partial(self._asked, key))
+
+    def flag(self, key: Key) -> Flag:
+        return self._port.flags[key]
+
+    def claim(self, key: Key) -> None:
+        self._port.flags[key].state = FlagState.CLAIMED
+
+    def unclaim(self, key: Key) -> None:
+        self._port.flags[key].state = FlagState.READY
+
+    def loaded(self, key: Key, start: int, stop: int, local: int) -> None:
+        """The engine has copied blocks [start, stop) of this hint, whose slots begin at block `local`."""
+        for slot in self._port.flags[key].slots[start - local : stop - local]:
+            if slot in self._unloaded:
+                self._unloaded.remove(slot)
+                self.counters.loaded_first += 1
+
+    def finish(self, key: Key, report: Callable[[int], None] | None = None) -> None:
+        """Give the hint up, loaded or not; `report` hears when its last byte came (0: none was fetched for it)."""
+        flag = self._port.flags[key]
+        if flag.state is not FlagState.EXPIRED:
+            flag.state = FlagState.RELEASED if flag.state is FlagState.CLAIMED else FlagState.CANCELLED
+        self._loop.after(self._message_ns, partial(self._finished, key, report))
+
+    def look_up(self, done: Callable[[bool], None]) -> None:
+        """Without the daemon: ask the store; `done(False)` when it did not answer in time."""
+        stall_ns = max(0, self._frozen_until_ns - self._loop.now_ns)
+        timeout_ns = ns(self._model.rpc_timeout_s)
+        answered = stall_ns <= timeout_ns
+        self._loop.after(stall_ns + self._look_up_ns if answered else timeout_ns, partial(done, answered))
+
+    def load_directly(self, digests: Sequence[bytes], done: Callable[[int], None]) -> None:
+        """Without the daemon: bring blocks from the store into the engine; `done` hears how many leading ones came.
+
+        One after the other, as by the one thread that vLLM's own connector has for it.
+        """
+        self._direct.append(partial(self._load_directly, digests, done))
+        if len(self._direct) == 1:
+            self._direct[0]()
+
+    def _load_directly(self, digests: Sequence[bytes], done: Callable[[int], None]) -> None:
+        lost = (at for at, digest in enumerate(digests) if self._contents.lost(digest))
+        good = next(lost, len(digests))
+
+        def complete() -> None:
+            self._direct.popleft()
+            if self._direct:
+                self._direct[0]()
+            self.counters.fetched += len(digests)
+            self.counters.loaded_first += good
+            self.counters.wasted += len(digests) - good
+            done(good)
+
+        self._transfer([self._contents.on_disk(digest) for digest in digests], complete)
+
+    # --- what the daemon does ---------------------------------------------------------------------------------------
+
+    def _hinted(self, key: Key, request: SimRequest, local_blocks: int) -> None:
+        if self._port.flags[key].state is not FlagState.HINTED:
+            return
+        self.counters.hints += 1
+        request.seen_ns = self._loop.now_ns
+        self._requests[key] = request
+        self._planner.hint(key, request.hashes, HASH_BYTES, request.blocks, local_blocks, request.priority)
+        self._look_ups.append(key)
+        self._next_look_up()
+
+    def _next_look_up(self) -> None:
+        if self._looking_up or not self._look_ups:
+            return
+        self._looking_up = True
+        key = self._look_ups.popleft()
+        stall_ns = max(0, self._frozen_until_ns - self._loop.now_ns)
+        timeout_ns = ns(self._model.rpc_timeout_s)
+        if stall_ns > timeout_ns:
+            self.counters.look_up_timeouts += 1
+            self._loop.after(timeout_ns, partial(self._looked_up, key, False))
+        else:
+            self._loop.after(stall_ns + self._look_up_ns, partial(self._looked_up, key, True))
+
+    def _looked_up(self, key: Key, answered: bool) -> None:
+        self._looking_up = False
+        request = self._requests.get(key)
+        if request is not None:
+            request.looked_up_ns = self._loop.now_ns
+            planned = self._planner.requests.get(key)
+            if planned is not None:
+                self._planner.looked_up(key, max(planned.local, request.found if answered else 0))
+        self._next_look_up()
+        self._pump()
+
+    def _asked(self, key: Key) -> None:
+        self._planner.ask(key)
+        self._pump()
+
+    def _finished(self, key: Key, report: Callable[[int], None] | None) -> None:
+        request = self._planner.finish(key)
+        if report is not None:
+            report(request.last_byte_ns if request is not None else 0)
+        self._requests.pop(key, None)
+        del self._port.flags[key]
+        self._pump()
+
+    def _pump(self) -> None:
+        while self._in_flight < self._model.fetch_threads and self._planner.has_work:
+            order, revoked = self._planner.next_order()
+            self.counters.revoked += len(revoked)
+            if order is None:
+                return
+            self._fetch(order)
+
+    def _fetch(self, order: Order) -> None:
+        self.counters.calls += 1
+        self._in_flight += 1
+        disk = [self._contents.on_disk(block.digest) for block in order.blocks]
+        for block in order.blocks:
+            if block.slot in self._unloaded:  # the slot's last block was never loaded
+                self._unloaded.remove(block.slot)
+                self.counters.wasted += 1
+        self._transfer(disk, partial(self._fetched, order, disk))
+
+    def _transfer(self, disk: Sequence[bool], done: Callable[[], None]) -> None:
+        """One store call for blocks of which `disk` says where they lie: as long as its slower part."""
+        parts = [(self._disk, sum(disk)), (self._memory, len(disk) - sum(disk))]
+        left = sum(count > 0 for _, count in parts)
+
+        def part_done() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                done()
+
+        for link, count in parts:
+            if count:
+                link.transfer(count * self._block_bytes, part_done)
+
+    def _fetched(self, order: Order, disk: Sequence[bool]) -> None:
+        self._in_flight -= 1
+        results = [
+            Fetched(not self._contents.lost(block.digest), from_disk)
+            for block, from_disk in zip(order.blocks, disk, strict=True)
+        ]
+        for block, result in zip(order.blocks, results, strict=True):
+            if result.ok:
+                self.counters.fetched += 1
+                self._unloaded.add(block.slot)
+            else:
+                self.counters.failed += 1
+        self._planner.fetched(order.number, results, self._loop.now_ns)
+        self._pump()
+
+    def _freeze(self, until_ns: int) -> None:
+        self._frozen_until_ns = max(self._frozen_until_ns, until_ns)
+        for link in (self._memory, self._disk):
+            link.freeze(True)
+        self._loop.at(until_ns, self._thaw)
+
+    def _thaw(self) -> None:
+        if self._loop.now_ns >= self._frozen_until_ns:
+            for link in (self._memory, self._disk):
+                link.freeze(False)
+
+    # --- accounts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def staged_unloaded(self) -> int:
+        """Blocks in staging that were fetched and never loaded."""
+        return len(self._unloaded)
+
+    def gauges(self) -> dict[str, int]:
+        """The planner's own gauges."""
+        return self._planner.gauges()

@@ -1,0 +1,229 @@
+"""The simulation's promises: equal seeds, equal runs; nothing lost or counted twice; small cases come out exactly."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.simulate import report
+from benchmarks.simulate.__main__ import main
+from benchmarks.simulate.engine import Engine, EngineModel
+from benchmarks.simulate.events import NS, Loop, ns
+from benchmarks.simulate.link import Link, TierModel
+from benchmarks.simulate.node import NodeModel
+from benchmarks.simulate.plot import plot
+from benchmarks.simulate.run import Result, Scenario, simulate
+from benchmarks.simulate.scenarios import SCENARIOS, run_named
+from benchmarks.simulate.waiting import POLICIES
+from benchmarks.simulate.workload import Load, fixed
+
+MEGABYTE = 1_000_000
+ENGINE = EngineModel(
+    max_num_seqs=2, max_num_batched_tokens=1000, block_tokens=10, block_bytes=MEGABYTE, pool_blocks=1000,
+    prefill_tokens_per_s=1000.0, step_s=0.01, sequence_s=0.001, copy_bytes_per_s=1e9, sync_load_max_bytes=1 << 30,
+    idle_poll_s=0.001,
+)  # fmt: skip
+NODE = NodeModel(
+    staging_blocks=100, chunk_blocks=2, fetch_threads=1, memory=TierModel(bytes_per_s=100e6, latency_s=0.005),
+    disk=TierModel(bytes_per_s=10e6, latency_s=0.05), look_up_s=0.002, message_s=0.0001,
+)  # fmt: skip
+SMALL = Scenario("small", "exact", Load(), ENGINE, NODE)
+
+
+def run(policy: str, requests: list[tuple[int, int, int]], arrivals: list[float], scenario: Scenario = SMALL) -> Result:
+    """(prompt tokens, blocks in the store, output tokens) per request."""
+    return simulate(scenario, POLICIES[policy], requests=fixed(requests, arrivals, scenario.engine.block_tokens))
+
+
+def ttft(result: Result) -> list[float]:
+    return [each / NS for each in result.ttft_ns[0]]
+
+
+def outcome(result: Result) -> dict[str, object]:
+    """Everything but how long the simulation itself took."""
+    return {**report.figures(result), "wall_s": 0.0, "ttft": [list(part) for part in result.ttft_ns.values()]}
+
+
+# --- exact small cases ------------------------------------------------------------------------------------------------
+
+
+def test_one_recomputed_request_takes_one_step_and_its_prefill() -> None:
+    """100 tokens at 1,000 per second and a step of 10 ms; then 4 more steps of 11 ms."""
+    result = run("recompute", [(100, 9, 5)], [0.0])
+    assert ttft(result) == [pytest.approx(0.110)]
+    assert result.end_ns / NS == pytest.approx(0.110 + 4 * 0.011)
+
+
+def test_one_local_request_computes_only_its_tail() -> None:
+    """9 of 10 blocks are there: 10 tokens stay."""
+    assert ttft(run("local", [(100, 9, 1)], [0.0])) == [pytest.approx(0.020)]
+
+
+def test_one_loaded_request_takes_the_sum_of_its_parts() -> None:
+    """Hint, look-up, four calls of two blocks and one of one, the copy, and a step with 10 tokens."""
+    result = run("wait", [(100, 9, 1)], [0.0])
+    fetch = 5 * 0.005 + 9 * 0.01
+    assert ttft(result) == [pytest.approx(0.0001 + 0.002 + fetch + 0.009 + 0.010 + 0.010, abs=1e-6)]
+    assert (result.node.calls, result.node.fetched, result.node.loaded_first) == (5, 9, 9)
+    assert result.hidden_fraction == pytest.approx(0.0, abs=0.01)  # nothing to hide behind
+
+
+def test_a_direct_load_is_one_call_after_a_look_up() -> None:
+    result = run("no-prefetch", [(100, 9, 1)], [0.0])
+    assert ttft(result) == [pytest.approx(0.002 + 0.005 + 0.09 + 0.010 + 0.010, abs=1e-6)]
+
+
+def test_a_request_behind_a_full_engine_hides_its_fetch() -> None:
+    """Two requests hold both slots for longer than the third one's fetch takes."""
+    result = run("wait", [(100, 0, 100), (100, 0, 100), (100, 9, 1)], [0.0, 0.0, 0.3])
+    slot_free = (
+        0.0021 + 0.110 + 0.111 + 98 * 0.012
+    )  # look-up, two prefills (one slot decodes beside the second), decode
+    beside_one = 0.009 + 0.011 + 0.010
+    assert max(ttft(result)) == pytest.approx(slot_free + beside_one - 0.3, abs=1e-6)
+    assert result.hidden_fraction == 1.0
+
+
+def test_best_effort_takes_what_is_ready() -> None:
+    """Nothing is when the engine is idle: the request is recomputed, and what was being fetched is not loaded."""
+    result = run("best_effort", [(100, 9, 1)], [0.0])
+    assert ttft(result) == [pytest.approx(0.110)]
+    assert result.node.loaded_first == 0
+
+
+def test_a_wait_ends_at_its_deadline() -> None:
+    """A store that stands still is waited for as long as the policy says, then the prompt is computed."""
+    frozen = replace(SMALL, node=replace(NODE, freezes_s=((0.0, 60.0),), rpc_timeout_s=100.0))
+    result = run("timeout", [(100, 9, 1)], [0.0], frozen)
+    assert ttft(result) == [pytest.approx(1.0 + 0.110)]
+    assert result.client.deadline_misses == 1
+
+
+def test_a_look_up_of_a_frozen_store_is_a_miss_after_its_timeout() -> None:
+    frozen = replace(SMALL, node=replace(NODE, freezes_s=((0.0, 60.0),), rpc_timeout_s=0.5))
+    result = run("wait", [(100, 9, 1)], [0.0], frozen)
+    assert ttft(result) == [pytest.approx(0.0001 + 0.5 + 0.110)]
+    assert result.node.look_up_timeouts == 1
+
+
+def link_times(
+    model: TierModel, calls: list[tuple[float, int]], freeze: tuple[float, float] | None = None
+) -> list[float]:
+    loop, times = Loop(), [0.0] * len(calls)
+    link = Link(loop, model)
+
+    def start(index: int, size: int) -> None:
+        link.transfer(size, lambda: times.__setitem__(index, loop.now_ns / NS))
+
+    for index, (at, size) in enumerate(calls):
+        loop.at(ns(at), lambda index=index, size=size: start(index, size))  # type: ignore[misc]
+    if freeze is not None:
+        loop.at(ns(freeze[0]), lambda: link.freeze(True))
+        loop.at(ns(freeze[0] + freeze[1]), lambda: link.freeze(False))
+    loop.run()
+    return times
+
+
+def test_calls_share_a_link_equally() -> None:
+    """10 and 30 MB together on 100 MB/s: the first has half the link for 0.2 s, the second all of it afterwards."""
+    model = TierModel(bytes_per_s=100e6, latency_s=0.1)
+    assert link_times(model, [(0.0, 10 * MEGABYTE), (0.0, 30 * MEGABYTE)]) == pytest.approx([0.3, 0.5])
+
+
+def test_a_call_alone_reaches_its_own_limit_only() -> None:
+    model = TierModel(bytes_per_s=100e6, latency_s=0.0, call_bytes_per_s=20e6)
+    assert link_times(model, [(0.0, 10 * MEGABYTE)]) == pytest.approx([0.5])
+
+
+def test_calls_above_the_concurrency_wait() -> None:
+    model = TierModel(bytes_per_s=100e6, latency_s=0.1, concurrency=1)
+    assert link_times(model, [(0.0, 10 * MEGABYTE), (0.0, 10 * MEGABYTE)]) == pytest.approx([0.2, 0.4])
+
+
+def test_a_frozen_link_moves_nothing() -> None:
+    model = TierModel(bytes_per_s=100e6, latency_s=0.0)
+    assert link_times(model, [(0.0, 100 * MEGABYTE)], freeze=(0.25, 3.0)) == pytest.approx([4.0])
+
+
+# --- whole scenarios --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_request_ends_once_and_every_fetched_block_is_accounted_for(name: str, policy: str) -> None:
+    """Fetched is loaded, wasted or still staged; nothing is pinned, queued or in flight at the end."""
+    result = run_named(name, policy, 250, 1)
+    assert result.finished + result.aborted == result.arrived == 250
+    assert sum(len(part) for part in result.ttft_ns.values()) >= result.finished
+    counted = result.node.loaded_first + result.node.wasted + result.staged_unloaded
+    assert result.node.fetched == counted
+    left = {key: result.gauges[key] for key in ("blocks_pinned", "requests", "orders")}
+    assert left == {"blocks_pinned": 0, "requests": 0, "orders": 0}
+    assert math.isnan(result.hidden_fraction) or 0.0 <= result.hidden_fraction <= 1.0
+
+
+def test_equal_seeds_give_equal_runs_and_others_do_not() -> None:
+    first, again, other = (run_named("aborts", "wait", 300, seed) for seed in (7, 7, 8))
+    assert outcome(first) == outcome(again)
+    assert outcome(first) != outcome(other)
+
+
+@pytest.mark.parametrize("name", ["aborts", "tiers", "shared"])
+def test_running_equal_steps_as_one_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shortcut through steps that only decode gives the times of stepping one by one."""
+    quick = run_named(name, "wait", 300, 3)
+    monkeypatch.setattr(Engine, "_blocked", lambda self: False)
+    slow = run_named(name, "wait", 300, 3)
+    assert slow.events > quick.events
+    assert outcome(quick) | {"events": 0} == outcome(slow) | {"events": 0}
+
+
+def test_nothing_is_sooner_than_everything_local() -> None:
+    """In steady load without aborts, the ideal is one."""
+    ideal = run_named("poisson", "local", 500, 2)
+    for policy in ("no-prefetch", "on-demand", "wait", "recompute"):
+        assert run_named("poisson", policy, 500, 2).ttft_s(0.5) >= 0.999 * ideal.ttft_s(0.5)
+
+
+# --- what is printed and drawn ----------------------------------------------------------------------------------------
+
+
+def test_a_plot_is_made_and_equal_results_give_equal_bytes(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    results = [run_named("poisson", policy, 100, 0) for policy in ("local", "wait")]
+    for name in ("one.svg", "two.svg"):
+        plot(SCENARIOS["poisson"], results, tmp_path / name)
+    drawn = (tmp_path / "one.svg").read_bytes()
+    assert drawn == (tmp_path / "two.svg").read_bytes()
+    assert b"wait" in drawn
+    assert len(drawn) < 60_000
+
+
+def test_policies_are_printed_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = [
+        "--scenario",
+        "misses",
+        "--policy",
+        "wait",
+        "--requests",
+        "50",
+        "--jobs",
+        "1",
+        "--plots",
+        str(tmp_path),
+    ]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out.splitlines()
+    rows = [line.split()[0] for line in printed[printed.index(report._HEAD) + 1 :] if line.strip()]
+    assert rows[:3] == ["local", "no-prefetch", "wait"]
+    assert (tmp_path / "misses.svg").exists()
+
+
+def test_an_unknown_policy_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--policy", "hope"])
+    assert "unknown policies ['hope']: choose from local" in capsys.readouterr().err
