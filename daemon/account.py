@@ -56,6 +56,9 @@ class Account:
     fetched_blocks: int = 0
     failed_blocks: int = 0
     loaded_blocks: int = 0
+    saved_blocks: int = 0
+    present_blocks: int = 0
+    lost_saves: int = 0
     transfer_s: float = 0.0
     hidden_s: float = 0.0
     endings: Counter[str] = field(default_factory=Counter)

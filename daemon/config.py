@@ -55,6 +55,8 @@ class DaemonConfig(BaseModel):
     spin_us: int = Field(default=50, ge=0, le=10_000, description="how long the idle loop spins before it sleeps")
     hint_ring: Size = Field(default=4 << 20, ge=1 << 16, le=1 << 30, description="bytes of each engine's hint ring")
     rpc_timeout_ms: int = Field(default=2000, ge=10, le=60_000, description="one question to the master")
+    metrics_address: str = Field(default="127.0.0.1", min_length=1, description="address of /metrics and /healthz")
+    metrics_port: int = Field(default=9655, ge=0, le=65535, description="its TCP port; 0: no metrics")
     log_level: str = Field(
         default="info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,16 +29,26 @@ class Pools:
         self._saves = ThreadPoolExecutor(1, "save")
         self._attaches = ThreadPoolExecutor(1, "attach")
         self._finished: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+        self._running: dict[object, tuple[str, int]] = {}
+
+    def running(self) -> dict[str, int]:
+        """When the oldest call that runs now began, of each kind (CLOCK_MONOTONIC ns). From any thread."""
+        oldest: dict[str, int] = {}
+        with self._lock:
+            for kind, since in self._running.values():
+                oldest[kind] = min(since, oldest.get(kind, since))
+        return oldest
 
     def look_up(self, job: Callable[[], Any], done: Callable[[Future[Any]], None]) -> None:
-        self._submit(self._look_ups, job, done)
+        self._submit("look_up", self._look_ups, job, done)
 
     def attach(self, job: Callable[[], Any], done: Callable[[Future[Any]], None]) -> None:
         """For memory, not the store: it must not wait behind a store call that hangs."""
-        self._submit(self._attaches, job, done)
+        self._submit("attach", self._attaches, job, done)
 
     def save(self, job: Callable[[], Any], done: Callable[[Future[Any]], None]) -> None:
-        self._submit(self._saves, job, done)
+        self._submit("save", self._saves, job, done)
 
     def fetch(self, job: Callable[[], Any], done: Callable[[Future[Any]], None]) -> None:
         self.fetches_in_flight += 1
@@ -46,7 +57,7 @@ class Pools:
             self.fetches_in_flight -= 1
             done(future)
 
-        self._submit(self._fetches, job, finished)
+        self._submit("fetch", self._fetches, job, finished)
 
     @property
     def fetch_room(self) -> bool:
@@ -70,14 +81,26 @@ class Pools:
             pool.shutdown(wait=True, cancel_futures=True)
         os.close(self.fd)
 
-    def _submit(self, pool: ThreadPoolExecutor, job: Callable[[], Any], done: Callable[[Future[Any]], None]) -> None:
+    def _submit(
+        self, kind: str, pool: ThreadPoolExecutor, job: Callable[[], Any], done: Callable[[Future[Any]], None]
+    ) -> None:
+        def timed() -> Any:
+            call = object()
+            with self._lock:
+                self._running[call] = (kind, time.monotonic_ns())
+            try:
+                return job()
+            finally:
+                with self._lock:
+                    del self._running[call]
+
         def announce(future: Future[Any]) -> None:
             if future.cancelled():
                 return
             self._finished.append(lambda: done(future))
             os.eventfd_write(self.fd, 1)
 
-        pool.submit(job).add_done_callback(announce)
+        pool.submit(timed).add_done_callback(announce)
 
 
 def _give_way() -> None:

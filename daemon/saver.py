@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from ..shmring.credits import CreditGranter
 from ..shmring.protocol import ProtocolError, Saved, Stored
 from . import transfers
+from .account import Account
 from .logs import Log
 from .store import Store
 
@@ -24,15 +25,6 @@ PAUSE_NS = (100_000_000, 2_000_000_000)
 TRIES = 8  # about ten seconds of a full store
 LOADS_FIRST_NS = 50_000_000
 MAX_JOB_BLOCKS = 4096  # the slots of one job fit a control message
-
-
-@dataclass
-class SaveCounters:
-    """Blocks by what became of them."""
-
-    saved_blocks: int = 0
-    present_blocks: int = 0
-    lost_saves: int = 0
 
 
 @dataclass
@@ -70,7 +62,7 @@ class Saver:
 
     def __init__(
         self, store: Store, shape: transfers.Shape, credits: CreditGranter, slots: range, run: RunJob, log: Log,
-        clock_ns: Callable[[], int], *, job_blocks: int, loading: Callable[[], bool],
+        clock_ns: Callable[[], int], *, job_blocks: int, loading: Callable[[], bool], counters: Account,
     ) -> None:  # fmt: skip
         self._store, self._shape, self._credits, self._run = store, shape, credits, run
         self._log, self._clock_ns = log, clock_ns
@@ -78,7 +70,7 @@ class Saver:
         self._loading = loading
         self._yielded_ns = 0  # since when the next job has let loads go first
         self.tell: Callable[[Stored], None] | None = None
-        self.counters = SaveCounters()
+        self.counters = counters
         self.slot_count = len(slots)
         self.generation = 0
         self._granted: set[int] = set()

@@ -16,11 +16,13 @@ from types import FrameType
 
 from .. import __version__
 from ..shmring.protocol import Hello, Status
+from .board import Board
 from .config import DaemonConfig
 from .control import Control, listen
 from .embedded import DiskSpec, EmbeddedMaster
-from .logs import Log, flush_floods
+from .logs import Log, event_counts, flush_floods
 from .memory import EngineMemory
+from .metrics import MetricsServer
 from .pools import Pools
 from .session import EngineSession
 from .store import Store, StoreError, StoreUnavailable
@@ -46,6 +48,8 @@ class Daemon:
         self._store_opened = threading.Event()  # set by the thread that reopens, taken by the loop
         self._control: Control | None = None
         self._turn = 0
+        self._board = Board()
+        self._metrics: MetricsServer | None = None
 
     def run(self) -> None:
         """Serve until told to stop. Raises ConfigError and StoreError for what cannot start."""
@@ -58,8 +62,13 @@ class Daemon:
         self._epoll.register(wake_read, select.EPOLLIN)
         sock = listen(self._config.socket)
         pools = Pools(self._config.fetch_threads)
+        self._board.running = pools.running
         self._epoll.register(pools.fd, select.EPOLLIN)
         try:
+            if self._config.metrics_port:
+                self._metrics = MetricsServer(
+                    self._config.metrics_address, self._config.metrics_port, self._board, event_counts
+                )
             store = self._store = self._open_store()
             self._control = Control(
                 sock, partial(self._prepare, pools), partial(self._session, store, pools),
@@ -70,6 +79,7 @@ class Daemon:
             self._log.info(
                 "daemon.ready", socket=str(self._config.socket), pid=os.getpid(), staging=self._config.staging
             )
+            self._board.phase = "serving"
             self._loop(self._control, pools)
         finally:
             self._shut_down(pools)
@@ -134,8 +144,12 @@ class Daemon:
                 session.register_staging()
         for session in [ended for ended in control.ended if ended.idle]:
             control.ended.remove(session)
+            self._board.retire(session.totals)
             session.close()
         flush_floods()
+        if self._board.beat(now_ns):
+            accounts = [session.totals for session in (*sessions, *control.ended)]
+            self._board.publish(now_ns, self._engines(), accounts, self._store_is_open)
 
     def _event(self, control: Control, sessions: Sequence[EngineSession], pools: Pools, fd: int) -> None:
         if fd == pools.fd:
@@ -204,14 +218,15 @@ class Daemon:
         return session
 
     def _status(self) -> Status:
+        return Status(version=__version__, pid=os.getpid(), store_open=self._store_is_open, engines=self._engines())
+
+    def _engines(self) -> list[dict[str, int | str]]:
         sessions = self._control.sessions() if self._control is not None else []
-        engines: list[dict[str, int | str]] = [
-            {"engine": session.engine_id, "epoch": session.epoch, **session.account()} for session in sessions
-        ]
-        return Status(version=__version__, pid=os.getpid(), store_open=self._store_is_open, engines=engines)
+        return [{"engine": session.engine_id, "epoch": session.epoch, **session.account()} for session in sessions]
 
     def _shut_down(self, pools: Pools) -> None:
         """Engines first (they fall back at once), then calls in flight, then the store, then its master."""
+        self._board.phase = "stopping"
         if self._control is not None:
             self._control.close()
         pools.close()
@@ -226,6 +241,8 @@ class Daemon:
             self._store.close()
         if self._master is not None:
             self._master.stop()
+        if self._metrics is not None:
+            self._metrics.close()
         self._epoll.close()
 
     def _watch(self, fd: int) -> None:

@@ -106,6 +106,7 @@ class EngineSession:
             store, self.shape, CreditGranter(self.control.buffer, self.words, self.layout),
             range(memory.save_slots_from, self.slot_count), partial(self._start, pools.save), self._log, clock_ns,
             job_blocks=chunk_blocks, loading=lambda: pools.fetches_in_flight > 0 or self.planner.has_work,
+            counters=self.totals,
         )  # fmt: skip
 
     def register_staging(self) -> None:
@@ -316,9 +317,9 @@ class EngineSession:
         return {**self.planner.gauges(), **self.saver.gauges()}
 
     def account(self) -> dict[str, int]:
-        """Gauges and counters together, for the log and for whoever asks."""
+        """Gauges and counters together, for the log, the board and whoever asks."""
         self.totals.dropped_hints = max(self.totals.dropped_hints, self.words.load_acquire(Line.HINTS_DROPPED))
-        return {**self.gauges(), **self.totals.totals(), **vars(self.saver.counters)}
+        return {**self.gauges(), **self.totals.totals()}
 
     def end(self, ending: Ending) -> None:
         """No new work; the segments stay until idle. The engine reads CLOSING as gone.

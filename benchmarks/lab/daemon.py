@@ -51,6 +51,8 @@ class Daemon:
             self.argv += ["--memory", memory]
         if disk is not None:
             self.argv += ["--disk", disk]
+        if "--metrics-port" not in extra:
+            self.argv += ["--metrics-port", "0"]  # the default port is one per machine
         self.argv += extra
         self.start_timeout_s = start_timeout_s
         self._env = dict(env or {})

@@ -33,7 +33,7 @@ def kvprefetchd(*arguments: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_bad_configuration_is_one_line_and_78(tmp_path: Path, arguments: list[str], words: list[str]) -> None:
-    result = kvprefetchd("serve", "--socket", str(tmp_path / "s.sock"), *arguments)
+    result = kvprefetchd("serve", "--metrics-port", "0", "--socket", str(tmp_path / "s.sock"), *arguments)
     assert result.returncode == 78, result
     assert len(result.stderr.strip().splitlines()) == 1
     for word in words:
@@ -43,7 +43,9 @@ def test_bad_configuration_is_one_line_and_78(tmp_path: Path, arguments: list[st
 def test_a_mistyped_key_in_the_mooncake_config_is_named(tmp_path: Path) -> None:
     config = tmp_path / "mooncake.json"
     config.write_text(json.dumps({"metadata_server": "P2PHANDSHAKE", "master_server_adress": "127.0.0.1:1"}))
-    result = kvprefetchd("serve", "--socket", str(tmp_path / "s.sock"), "--mooncake-config", str(config))
+    result = kvprefetchd(
+        "serve", "--metrics-port", "0", "--socket", str(tmp_path / "s.sock"), "--mooncake-config", str(config)
+    )
     assert result.returncode == 78
     assert "master_server_adress" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
@@ -63,7 +65,9 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        result = kvprefetchd("serve", "--socket", str(tmp_path / "s.sock"), "--master-port", str(port))
+        result = kvprefetchd(
+            "serve", "--metrics-port", "0", "--socket", str(tmp_path / "s.sock"), "--master-port", str(port)
+        )
     assert result.returncode == 78
     assert str(port) in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1

@@ -9,6 +9,7 @@ import pytest
 import structlog
 
 from kvprefetch.daemon import saver as module
+from kvprefetch.daemon.account import Account
 from kvprefetch.daemon.saver import LOADS_FIRST_NS, PAUSE_NS, TRIES, Saver
 from kvprefetch.daemon.transfers import SaveResult
 from kvprefetch.shmring.protocol import Saved, Stored
@@ -37,7 +38,7 @@ class Setup:
         credits: Any = self.credits
         self.saver = Saver(
             nothing, nothing, credits, range(slots), self.run, structlog.get_logger(), lambda: self.now,
-            job_blocks=job_blocks, loading=lambda: self.loading,
+            job_blocks=job_blocks, loading=lambda: self.loading, counters=Account(),
         )  # fmt: skip
         self.credits.granted.clear()
         self.saver.tell = self.told.append

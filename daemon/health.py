@@ -1,0 +1,54 @@
+"""Whether the daemon is well, judged by the work it should be doing: the loop's heartbeat and the oldest store call.
+
+Ready: engines may count on it now.  Healthy: it may recover by itself; when it is not, only a restart helps.  A process
+that is there and does nothing is neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .board import Board
+
+LOOP_READY_S, LOOP_HEALTHY_S = 2.0, 10.0
+# Mooncake gives a transfer up by itself after 60 s when its peer died; a call that is older will not come back.
+CALL_READY_S, CALL_HEALTHY_S = 10.0, 90.0
+
+
+@dataclass(frozen=True)
+class Health:
+    """Ages in seconds; `problems` are lines that name what is too old, with its bound."""
+
+    phase: str
+    ready: bool
+    healthy: bool
+    loop_age_s: float
+    call_age_s: Mapping[str, float]
+    store_open: bool
+    problems: tuple[str, ...]
+
+
+def judge(board: Board) -> Health:
+    """From any thread, at any time."""
+    snapshot, now = board.snapshot, board.clock_ns()
+    loop_age_s = max(0, now - board.beat_ns) / 1e9
+    call_age_s = {kind: max(0, now - since) / 1e9 for kind, since in board.running().items()}
+    oldest_s = max(call_age_s.values(), default=0.0)
+    serving = board.phase == "serving"
+    problems = []
+    if not serving:
+        problems.append(board.phase)
+    elif loop_age_s > LOOP_READY_S:
+        problems.append(
+            f"the main loop hangs: loop_age_s={loop_age_s:.1f} ready<={LOOP_READY_S} alive<={LOOP_HEALTHY_S}"
+        )
+    problems += [
+        f"a store call does not come back: call={kind} age_s={age_s:.1f} ready<={CALL_READY_S} alive<={CALL_HEALTHY_S}"
+        for kind, age_s in call_age_s.items()
+        if age_s > CALL_READY_S
+    ]
+    if serving and not snapshot.store_open:
+        problems.append("the store is not open: everything is a miss")
+    healthy = oldest_s <= CALL_HEALTHY_S and (not serving or loop_age_s <= LOOP_HEALTHY_S)
+    return Health(board.phase, not problems, healthy, loop_age_s, call_age_s, snapshot.store_open, tuple(problems))

@@ -1,0 +1,256 @@
+"""Prometheus metrics and health over HTTP, from a thread of its own: /metrics, /healthz, /readyz.
+
+There is no second bookkeeping: each scrape renders the loop's last snapshot.  docs/METRICS.md, the dashboard and the
+alert rules are tested against the catalogue below; `python -m kvprefetch.daemon.metrics` prints its table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, ProcessCollector, exposition
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from .. import __version__
+from .account import Account, Histogram
+from .board import Board
+from .config import ConfigError
+from .events import Ending
+from .health import judge
+from .logs import EventCounts
+
+PREFIX = "kvprefetchd_"
+TIERS = ("memory", "disk")
+
+
+class Described(NamedTuple):
+    """One metric: `counter`, `gauge` or `histogram`. Counters are exported with `_total` at the end of their name."""
+
+    kind: str
+    meaning: str
+    labels: tuple[str, ...] = ()
+
+
+CATALOGUE: dict[str, Described] = {
+    "hints": Described("counter", "Hints read from the rings"),
+    "hints_dropped": Described("counter", "Hints that an engine could not push: its ring or its flags were full"),
+    "bad_records": Described("counter", "Hint-ring records that were skipped"),
+    "requests": Described("counter", "Hinted requests that ended, by outcome (docs/EVENTS.md)", ("outcome",)),
+    "hit_blocks": Described("counter", "Blocks beyond the local ones that the store had"),
+    "miss_blocks": Described("counter", "Blocks of looked-up requests that were neither local nor in the store"),
+    "loaded_blocks": Described("counter", "Blocks that engines copied out of staging"),
+    "failed_blocks": Described("counter", "Blocks that the store had and that could not be fetched"),
+    "fetched_bytes": Described("counter", "Bytes fetched for requests that ended, by tier", ("tier",)),
+    "wasted_bytes": Described("counter", "Of these, for requests that then did not load (a later one may)", ("tier",)),
+    "transfer_seconds": Described("counter", "Look-up and transfer of all requests that fetched, one beside the other"),
+    "hidden_seconds": Described("counter", "Of these, the part that made no scheduler wait"),
+    "saved_blocks": Described("counter", "Blocks put into the store"),
+    "present_blocks": Described("counter", "Blocks that were to be saved and were in the store already"),
+    "lost_saves": Described("counter", "Blocks that were to be saved and were not"),
+    "events": Described("counter", "Log events of level warning and error, those held back included", ("event",)),
+    "push_to_seen_seconds": Described("histogram", "From the engine's push of a hint until the daemon read it"),
+    "look_up_seconds": Described("histogram", "From the hint read until the store said what it has"),
+    "fetch_seconds": Described("histogram", "From a fetch order to its result"),
+    "exposed_wait_seconds": Described(
+        "histogram", "How long the scheduler waited at the head of the queue, of requests that were loaded or late"
+    ),
+    "ready_to_seen_seconds": Described(
+        "histogram", "From the last byte until the claim, of requests for which the scheduler was waiting"
+    ),
+    "engines": Described("gauge", "Attached engines"),
+    "staging_slots": Described(
+        "gauge", "Staging slots: free, idle (staged, held by nobody), pinned (held by requests)", ("engine", "use")
+    ),
+    "pending_requests": Described("gauge", "Hinted requests that have not ended", ("engine",)),
+    "fetch_orders": Described("gauge", "Fetches in flight or waiting for a thread", ("engine",)),
+    "save_slots": Described("gauge", "Staging slots kept for saves", ("engine",)),
+    "save_slots_busy": Described("gauge", "Of these, with the saver", ("engine",)),
+    "saves_queued": Described("gauge", "Saves running or waiting", ("engine",)),
+    "store_open": Described("gauge", "1 when the store can be used"),
+    "ready": Described("gauge", "1 when /readyz says so"),
+    "loop_age_seconds": Described("gauge", "Since the main loop's last heartbeat; a tenth when it is well"),
+    "call_age_seconds": Described("gauge", "Age of the oldest store call in flight; no series without one", ("call",)),
+    "info": Described("gauge", "Always 1", ("version",)),
+}
+
+
+def exported(name: str) -> list[str]:
+    """The names of the time series of one metric of the catalogue."""
+    kind = CATALOGUE[name].kind
+    if kind == "histogram":
+        return [PREFIX + name + end for end in ("_bucket", "_sum", "_count")]
+    return [PREFIX + name + ("_total" if kind == "counter" else "")]
+
+
+def document() -> str:
+    """The table of docs/METRICS.md."""
+    lines = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
+    for name, (kind, meaning, labels) in CATALOGUE.items():
+        shown = PREFIX + name + ("_total" if kind == "counter" else "")
+        lines.append(f"| `{shown}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+Sample = tuple[tuple[str, ...], float]
+
+
+class BoardCollector(Collector):
+    """Renders the board's snapshot; touches nothing that the loop writes to."""
+
+    def __init__(self, board: Board, events: EventCounts) -> None:
+        self._board, self._events = board, events
+
+    def collect(self) -> Iterator[Metric]:
+        snapshot = self._board.snapshot
+        totals = snapshot.totals
+        samples = {**self._counters(totals), **self._gauges()}
+        histograms = {
+            "push_to_seen_seconds": totals.push_to_seen, "look_up_seconds": totals.look_up,
+            "fetch_seconds": totals.fetch, "exposed_wait_seconds": totals.exposed,
+            "ready_to_seen_seconds": totals.ready_to_seen,
+        }  # fmt: skip
+        for name, (kind, meaning, labels) in CATALOGUE.items():
+            if kind == "histogram":
+                yield _histogram(name, meaning, histograms[name])
+                continue
+            family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(
+                PREFIX + name, meaning, labels=labels
+            )
+            for values, value in samples[name]:
+                family.add_metric(values, value)
+            yield family
+
+    def _counters(self, totals: Account) -> dict[str, Iterable[Sample]]:
+        plain = {
+            "hints": totals.hints, "hints_dropped": totals.dropped_hints, "bad_records": totals.bad_records,
+            "hit_blocks": totals.hit_blocks, "miss_blocks": totals.miss_blocks, "loaded_blocks": totals.loaded_blocks,
+            "failed_blocks": totals.failed_blocks, "transfer_seconds": totals.transfer_s,
+            "hidden_seconds": totals.hidden_s, "saved_blocks": totals.saved_blocks,
+            "present_blocks": totals.present_blocks, "lost_saves": totals.lost_saves,
+        }  # fmt: skip
+        return {
+            **{name: [((), value)] for name, value in plain.items()},
+            # Every value that can come is there from the start: a rate over the first one needs the zero before it.
+            "requests": [((ending.value,), totals.endings[ending.value]) for ending in Ending],
+            "fetched_bytes": [((tier,), totals.fetched_bytes[tier]) for tier in TIERS],
+            "wasted_bytes": [((tier,), totals.wasted_bytes[tier]) for tier in TIERS],
+            "events": [((event,), count) for event, count in self._events.counts.items()],
+        }
+
+    def _gauges(self) -> dict[str, Iterable[Sample]]:
+        snapshot, health = self._board.snapshot, judge(self._board)
+        engines: dict[str, Counter[str]] = {}
+        for engine in snapshot.engines:  # two may have one id: their numbers are added, as one series cannot come twice
+            numbers = {name: value for name, value in engine.items() if isinstance(value, int)}
+            engines.setdefault(str(engine["engine"]), Counter()).update(numbers)
+
+        def each(key: str) -> list[Sample]:
+            return [((engine,), numbers[key]) for engine, numbers in engines.items()]
+
+        uses = {"free": "slots_free", "idle": "slots_idle", "pinned": "blocks_pinned"}
+        return {
+            "engines": [((), len(snapshot.engines))],
+            "staging_slots": [
+                ((engine, use), numbers[key]) for engine, numbers in engines.items() for use, key in uses.items()
+            ],
+            "pending_requests": each("requests"),
+            "fetch_orders": each("orders"),
+            "save_slots": each("save_slots"),
+            "save_slots_busy": each("save_slots_busy"),
+            "saves_queued": each("saves_queued"),
+            "store_open": [((), snapshot.store_open)],
+            "ready": [((), health.ready)],
+            "loop_age_seconds": [((), health.loop_age_s)],
+            "call_age_seconds": [((call,), age_s) for call, age_s in health.call_age_s.items()],
+            "info": [((__version__,), 1)],
+        }
+
+
+def _histogram(name: str, meaning: str, values: Histogram) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(PREFIX + name, meaning, labels=())
+    buckets, count = [], 0
+    for bound, here in zip((*map(str, values.bounds_s), "+Inf"), values.counts, strict=True):
+        count += here
+        buckets.append((bound, count))
+    family.add_metric((), buckets, values.sum_s)
+    return family
+
+
+class MetricsServer:
+    """Serves the board on (address, port) until closed. Raises ConfigError when it cannot be bound."""
+
+    def __init__(self, address: str, port: int, board: Board, events: EventCounts) -> None:
+        registry = CollectorRegistry()
+        registry.register(BoardCollector(board, events))
+        ProcessCollector(registry=registry)
+
+        class Handler(_Handler):
+            pages = _Pages(board, registry)
+
+        class Server(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            daemon_threads = True
+            block_on_close = False
+
+        try:
+            self._server = Server((address, port), Handler)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"metrics_port: cannot be bound: {getattr(error, 'strerror', None) or error}: "
+                f"metrics_address={address!r} metrics_port={port}; 0 turns the metrics off"
+            ) from None
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5.0)
+
+
+class _Pages:
+    """What is served: (status, content type, body) of a path."""
+
+    def __init__(self, board: Board, registry: CollectorRegistry) -> None:
+        self._board, self._registry = board, registry
+
+    def get(self, path: str, accept: str) -> tuple[int, str, bytes]:
+        if path == "/metrics":
+            encode, content_type = exposition.choose_encoder(accept)
+            return 200, content_type, encode(self._registry)
+        health = judge(self._board)
+        body = json.dumps(dataclasses.asdict(health)).encode() + b"\n"
+        if path == "/healthz":
+            return 200 if health.healthy else 503, "application/json", body
+        if path == "/readyz":
+            return 200 if health.ready else 503, "application/json", body
+        return 404, "text/plain", b"/metrics /healthz /readyz\n"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    pages: _Pages
+    timeout = 5.0  # of a client that says nothing
+    server_version = "kvprefetchd"
+
+    def do_GET(self) -> None:
+        status, content_type, body = self.pages.get(self.path.partition("?")[0], self.headers.get("Accept", ""))
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: a scrape is no event."""
+
+
+if __name__ == "__main__":
+    print(document(), end="")

@@ -1,0 +1,312 @@
+"""Metrics and health of a real daemon over HTTP, and what is shown when its loop or its store hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.lab.daemon import Daemon
+from kvprefetch.daemon import metrics
+from kvprefetch.daemon.account import Account, Histogram
+from kvprefetch.daemon.board import Board
+from kvprefetch.daemon.events import Ending
+from kvprefetch.daemon.health import CALL_HEALTHY_S, LOOP_HEALTHY_S, judge
+from kvprefetch.daemon.logs import EventCounts
+from kvprefetch.daemon.metrics import CATALOGUE, BoardCollector
+from kvprefetch.shmring.protocol import FlagState, Outcome
+from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
+from tests.daemon.test_serve import blocks
+
+ROOT = Path(__file__).resolve().parents[2]
+Serve = Callable[..., Daemon]
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def get(port: int, path: str, timeout_s: float = 10.0) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=timeout_s) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def scrape(port: int) -> Samples:
+    status, text = get(port, "/metrics")
+    assert status == 200
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[metrics.PREFIX + name, tuple(sorted(labels.items()))]
+
+
+def test_totals_follow_the_requests_and_never_fall_when_engines_leave(serve: Serve) -> None:
+    port = free_port()
+    daemon = serve(extra=("--metrics-port", str(port)))
+    engine = FakeEngine(daemon.socket, engine_id="first", prefix="metrics")
+    values = blocks("metrics", 6)
+    assert engine.load(list(values)) is None
+    engine.save(values)
+    wait_for(lambda: engine.credits.available() == 64, what="the save")
+    assert engine.load(list(values)) == list(values.values())
+    assert engine.load(list(values), local=2) == list(values.values())[2:]
+    wasted = engine.hint(list(values), name="wasted")
+    engine.settled(wasted)
+    assert engine.move(wasted, FlagState.CANCELLED)
+    engine.done(wasted, Outcome.ABORTED)
+    held = engine.hint(list(values), name="held")
+    engine.settled(held)
+
+    def seen(**expected: float) -> Samples | None:
+        samples = scrape(port)
+        return samples if all(value(samples, name) == count for name, count in expected.items()) else None
+
+    samples = wait_for(lambda: seen(hints_total=5, saved_blocks_total=6), what="the next snapshot")
+    assert value(samples, "requests_total", outcome="miss") == 1
+    assert value(samples, "requests_total", outcome="loaded") == 2
+    assert value(samples, "requests_total", outcome="aborted") == 1
+    assert value(samples, "miss_blocks_total") == 6
+    assert value(samples, "hit_blocks_total") == 6 + 4 + 6 + 6
+    assert value(samples, "loaded_blocks_total") == 10
+    assert value(samples, "fetched_bytes_total", tier="memory") == 6 * BLOCK_BYTES, "fetched once, shared by all"
+    assert value(samples, "engines") == 1
+    assert value(samples, "pending_requests", engine="first") == 1
+    assert value(samples, "staging_slots", engine="first", use="pinned") == 6
+    assert value(samples, "push_to_seen_seconds_count") == 5
+    assert value(samples, "look_up_seconds_count") == 4
+    assert value(samples, "exposed_wait_seconds_count") == 2
+    assert value(samples, "store_open") == value(samples, "ready") == 1
+    engine.close()
+    after = wait_for(lambda: seen(engines=0), what="the engine's end")
+    assert value(after, "requests_total", outcome="engine_gone") == 1
+    assert not [name for name, labels in after if ("engine", "first") in labels]
+    again = FakeEngine(daemon.socket, engine_id="second", prefix="metrics")
+    assert again.load(list(values)) == list(values.values())
+    last = wait_for(lambda: seen(hints_total=6, engines=1), what="the second engine")
+    for earlier, later in ((samples, after), (after, last)):
+        for (name, labels), count in earlier.items():
+            if name.startswith(metrics.PREFIX) and name.endswith(("_total", "_count", "_bucket", "_sum")):
+                assert later[name, labels] >= count, f"{name} {labels} fell"
+    assert value(last, "fetched_bytes_total", tier="memory") == 12 * BLOCK_BYTES
+    again.close()
+
+
+def test_a_flood_is_counted_in_full(serve: Serve) -> None:
+    port = free_port()
+    daemon = serve(extra=("--metrics-port", str(port)))
+    engine = FakeEngine(daemon.socket)
+    for _ in range(500):
+        assert engine.producer.push(77, b"what is this")
+    wait_for(lambda: value(scrape(port), "bad_records_total") == 500, what="the flood")
+    assert value(scrape(port), "events_total", event="record.bad") == 500
+    wait_for(lambda: sum(1 + line.get("suppressed", 0) for line in daemon.records("record.bad")) == 500, what="the sum")
+    assert len(daemon.records("record.bad")) <= 4
+    engine.close()
+
+
+def test_readiness_and_health_of_a_daemon_that_is_well(serve: Serve) -> None:
+    port = free_port()
+    daemon = serve(extra=("--metrics-port", str(port)))
+    wait_for(lambda: get(port, "/readyz")[0] == 200, what="readiness")
+    status, body = get(port, "/healthz")
+    assert status == 200
+    assert json.loads(body)["problems"] == []
+    assert get(port, "/other")[0] == 404
+    assert daemon.sigterm(30) == 0
+    with pytest.raises(OSError, match="refused"):
+        get(port, "/healthz")
+
+
+# A signal handler of Python runs on the main thread, which is the loop: it plants a loop that hangs, nothing else.
+STALLING = """
+import signal, sys, time
+from kvprefetch.daemon.cli import main
+signal.signal(signal.SIGUSR2, lambda *_: time.sleep(600))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_hung_loop_is_seen_although_the_process_is_there(tmp_path: Path) -> None:
+    port = free_port()
+    arguments = ["serve", "--socket", str(tmp_path / "s"), "--memory", "64MiB", "--metrics-port", str(port)]
+    daemon = subprocess.Popen([sys.executable, "-c", STALLING, *arguments], stdout=subprocess.DEVNULL)
+    try:
+
+        def state(path: str) -> int:
+            try:
+                return get(port, path)[0]
+            except OSError:
+                return 0  # not started yet
+
+        wait_for(lambda: state("/readyz") == 200, 60, "readiness")
+        daemon.send_signal(signal.SIGUSR2)
+        wait_for(lambda: state("/readyz") == 503, 30, "what a hung loop looks like")
+        assert any("main loop hangs" in line for line in json.loads(get(port, "/readyz")[1])["problems"])
+        assert value(scrape(port), "loop_age_seconds") > 1
+        wait_for(lambda: state("/healthz") == 503, 60, "the restart that is due")
+        assert daemon.poll() is None
+    finally:
+        daemon.kill()
+        daemon.wait()
+
+
+def test_a_store_call_that_does_not_come_back_is_seen(serve: Serve) -> None:
+    """The master is stopped, not gone: connections stay, and answers do not come."""
+    port = free_port()
+    daemon = serve(extra=("--metrics-port", str(port), "--rpc-timeout-ms", "60000"))
+    engine = FakeEngine(daemon.socket)
+    master = int(daemon.records("master.started")[0]["pid"])
+    wait_for(lambda: get(port, "/readyz")[0] == 200, what="readiness")
+    os.kill(master, signal.SIGSTOP)
+    try:
+        engine.hint(list(blocks("stuck", 2)), name="stuck")
+        wait_for(lambda: get(port, "/readyz")[0] == 503, 40, "the call that hangs")
+        _, body = get(port, "/readyz")
+        assert any("call=look_up" in line for line in json.loads(body)["problems"]), body
+        assert value(scrape(port), "call_age_seconds", call="look_up") > 5
+        assert get(port, "/healthz")[0] == 200, "it may still come back"
+    finally:
+        os.kill(master, signal.SIGCONT)
+    wait_for(lambda: get(port, "/readyz")[0] == 200, 30, "recovery")
+    engine.close()
+
+
+def test_a_port_in_use_is_one_line_and_78(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = subprocess.run(
+            [sys.executable, "-m", "kvprefetch.daemon", "serve", "--socket", str(tmp_path / "s"), "--metrics-port",
+             str(port)], capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert result.returncode == 78
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert f"metrics_address='127.0.0.1' metrics_port={port}" in result.stderr
+
+
+# --- without a daemon ---------------------------------------------------------------------------------------------
+
+
+def board_at(now_s: float, *, beat_s: float, running: dict[str, float] | None = None, phase: str = "serving") -> Board:
+    board = Board(lambda: int(now_s * 1e9))
+    board.phase, board.beat_ns = phase, int(beat_s * 1e9)
+    board.publish(0, [], [], store_open=True)
+    board.running = lambda: {call: int(since * 1e9) for call, since in (running or {}).items()}
+    return board
+
+
+@pytest.mark.parametrize(
+    ("board", "ready", "healthy"),
+    [
+        (board_at(100, beat_s=99.9), True, True),
+        (board_at(100, beat_s=95), False, True),
+        (board_at(100, beat_s=99 - LOOP_HEALTHY_S), False, False),
+        (board_at(100, beat_s=100, running={"fetch": 99}), True, True),
+        (board_at(100, beat_s=100, running={"fetch": 80, "save": 99}), False, True),
+        (board_at(200, beat_s=200, running={"save": 199 - CALL_HEALTHY_S}), False, False),
+        (board_at(100, beat_s=0, phase="starting"), False, True),
+        (board_at(100, beat_s=0, phase="stopping"), False, True),
+    ],
+)
+def test_health_is_judged_by_ages(board: Board, ready: bool, healthy: bool) -> None:
+    health = judge(board)
+    assert (health.ready, health.healthy) == (ready, healthy)
+    assert bool(health.problems) == (not ready)
+
+
+def test_a_closed_store_is_not_ready_but_healthy() -> None:
+    board = board_at(1, beat_s=1)
+    board.publish(0, [], [], store_open=False)
+    assert (judge(board).ready, judge(board).healthy) == (False, True)
+
+
+def test_two_engines_of_one_name_make_one_series() -> None:
+    board = board_at(1, beat_s=1)
+    engine: dict[str, Any] = dict.fromkeys(
+        ("slots_free", "slots_idle", "blocks_pinned", "requests", "orders", "save_slots", "save_slots_busy",
+         "saves_queued"), 3,
+    )  # fmt: skip
+    board.publish(0, [{"engine": "e", **engine}, {"engine": "e", **engine}], [], store_open=True)
+    families = {family.name: family for family in BoardCollector(board, EventCounts()).collect()}
+    assert [(s.labels, s.value) for s in families["kvprefetchd_pending_requests"].samples] == [({"engine": "e"}, 6)]
+
+
+def test_a_histogram_counts_each_value_under_its_bound() -> None:
+    histogram, other = Histogram((0.1, 1.0)), Histogram((0.1, 1.0))
+    for seconds in (0.05, 0.1, 0.5, 7.0):
+        histogram.observe(seconds)
+    other.observe(0.2)
+    histogram.add(other)
+    assert histogram.counts == [2, 2, 1]
+    assert histogram.sum_s == pytest.approx(7.85)
+
+
+def story(**changes: Any) -> dict[str, Any]:
+    return {
+        "outcome": "loaded", "hint_blocks": 10, "local_blocks": 1, "found_blocks": 8, "loaded_blocks": 7,
+        "bytes_memory": 500, "bytes_disk": 200, "hint_seen_ms": 1.0, "looked_up_ms": 3.0, "last_byte_ms": 21.0,
+        "asked_ms": 11.0, "claimed_ms": 22.0, "exposed_ms": 11.0, "hidden_fraction": 0.45, **changes,
+    }  # fmt: skip
+
+
+def test_an_account_takes_a_request_in() -> None:
+    account = Account()
+    account.request_done(story())
+    account.request_done(story(outcome="aborted", asked_ms=None, claimed_ms=None, loaded_blocks=0, exposed_ms=0.0))
+    total = Account()
+    for _ in range(2):
+        total.add(account)
+    assert total.endings == {Ending.LOADED.value: 2, Ending.ABORTED.value: 2}
+    assert total.wasted_bytes == {"memory": 1000, "disk": 400}
+    assert total.fetched_bytes == {"memory": 2000, "disk": 800}
+    assert total.miss_blocks == 8
+    assert total.transfer_s == pytest.approx(4 * 0.02)
+    assert total.hidden_s == pytest.approx(4 * 0.02 * 0.45)
+    assert sum(total.exposed.counts) == 2, "of loaded and late ones"
+    assert sum(total.ready_to_seen.counts) == 2
+    assert total.ready_to_seen.sum_s == pytest.approx(0.002)
+    assert account.totals()["loaded_blocks"] == 7, "what was added stays as it was"
+
+
+def test_every_metric_of_the_catalogue_is_exported_and_nothing_else() -> None:
+    families = list(BoardCollector(board_at(1, beat_s=1), EventCounts()).collect())
+    assert [family.name for family in families] == [metrics.PREFIX + name for name in CATALOGUE]
+
+
+def test_the_document_is_the_catalogue() -> None:
+    text = (ROOT / "docs/METRICS.md").read_text()
+    assert metrics.document() in text, "run: python -m kvprefetch.daemon.metrics"
+
+
+def test_a_frozen_client_does_not_keep_others_from_their_scrape(serve: Serve) -> None:
+    port = free_port()
+    serve(extra=("--metrics-port", str(port)))
+    with socket.create_connection(("127.0.0.1", port)):
+        start = time.monotonic()
+        assert get(port, "/metrics")[0] == 200
+        assert time.monotonic() - start < 5
