@@ -139,6 +139,8 @@ class FakeLink:
     resets: list[int] = field(default_factory=list)
     stored: deque[protocol.Stored] = field(default_factory=deque)
 
+    def start(self) -> None: ...
+    def close(self) -> None: ...
     def detach(self, reason: str) -> None:
         self.detached.append(reason)
         self.session = None

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+
+pytest.importorskip("vllm")
 
 from kvprefetch.connector import saves
 
 from .fakes import BLOCK, Engine, Request
+from .real import RealEngine
 from .test_scheduler_saves import admit, saved_digests
 
 
@@ -101,3 +106,25 @@ def test_a_block_stored_by_another_request_meanwhile_is_not_saved_again() -> Non
     assert meta.saves == []
     engine.acknowledge(meta)
     assert not engine.side.has_pending_work()
+
+
+def test_vllms_own_pool_says_whether_a_block_is_still_there(make: Callable[..., RealEngine]) -> None:
+    """With the real scheduler: an idle engine saves what a short request left, unless the blocks went to another."""
+    for reused in (False, True):
+        engine = make(blocks=8)
+        engine.add("short", 4 * BLOCK, out=1)
+        engine.daemon.stage("short", 0, found=0)
+        engine.run()
+        assert engine.orders("saves") == []
+        left = engine.side._saves.left
+        assert left == 4
+        if reused:
+            engine.add("next", 6 * BLOCK, out=1)
+            engine.daemon.stage("next", 0, found=0)
+            engine.run()
+        engine.daemon.credits.grant(list(range(40, 60)))
+        assert engine.scheduler.has_requests(), "stepped for what is left"
+        engine.run(limit=5)
+        digests = {digest for saved in engine.daemon.saved for digest in saved.hashes}
+        assert len(digests) == (1 + 6 if reused else 4), "seven blocks: one of the first request is left beside six"
+        assert engine.left() == []

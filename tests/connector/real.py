@@ -1,0 +1,315 @@
+"""vLLM's real scheduler, aggregator and worker-side calling order around our real connector; the test plays the daemon.
+
+The daemon is tests/connector/fakes.py on real shared memory, so that a test decides what is staged, and when.  Random
+schedules against a real daemon are in tests/scheduler.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import vllm.distributed
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
+
+from benchmarks.lab.checkpoint import TINY, make_checkpoint
+from kvprefetch.connector import connector as module
+from kvprefetch.connector.connector import KVPrefetchConnector
+from kvprefetch.connector.metadata import KVPrefetchMetadata
+from kvprefetch.connector.scheduler import SchedulerSide
+from kvprefetch.connector.session import WorkerSession
+from kvprefetch.shmring.protocol import Attached
+from kvprefetch.shmring.segment import Segment
+
+from .fakes import BLOCK, BLOCK_BYTES, Clock, FakeDaemon, FakeLink
+
+LAYERS = 2
+MAX_MODEL_LEN = 512
+STOP_TOKEN = 2
+
+
+class OtherConnector(KVConnectorBase_V1, SupportsHMA):
+    """Another child of MultiConnector: answers `tokens` for every request that has as many left, and loads nothing."""
+
+    tokens: int | None = 0
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.tokens, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None: ...
+    def build_connector_meta(self, scheduler_output: Any) -> KVPrefetchMetadata:
+        return KVPrefetchMetadata()
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        return False, None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None: ...
+    def wait_for_save(self) -> None: ...
+
+
+class _WorkerLink:
+    """A worker's link that has every epoch mapped."""
+
+    def __init__(self, session: WorkerSession) -> None:
+        self._session = session
+
+    def start(self) -> None: ...
+    def close(self) -> None: ...
+    def keep(self, live_epochs: Sequence[int]) -> None: ...
+    def mapped(self, epoch: int) -> WorkerSession | None:
+        return self._session if epoch == self._session.epoch else None
+
+
+@functools.cache
+def _base_config(folder: Path) -> Any:
+    init_none_hash(sha256)
+    return EngineArgs(
+        model=str(make_checkpoint(folder, TINY)), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=4, max_num_batched_tokens=MAX_MODEL_LEN, block_size=32,
+    ).create_engine_config()  # fmt: skip
+
+
+class RealEngine:
+    """One engine core without a model. `in_flight` steps are scheduled before the oldest one's output is processed."""
+
+    def __init__(
+        self, folder: Path, *, ranks: int = 1, in_flight: int = 1, blocks: int = 64, seqs: int = 4, budget: int = 256,
+        multi: bool = False, second_runner: bool = False, role: str = "kv_both", policy: str = "recompute",
+        **settings: Any,
+    ) -> None:  # fmt: skip
+        self.clock = Clock()
+        self.daemon = FakeDaemon(self.clock)
+        self.link = FakeLink(self.daemon.session())
+        self.in_flight = in_flight
+        self.flight: deque[tuple[Any, list[Any], dict[str, list[int]]]] = deque()
+        self.tokens: dict[str, list[int]] = {}
+        self.metas: list[KVPrefetchMetadata] = []
+        config = self._config(folder, ranks, blocks, seqs, budget, multi, role, policy, settings)
+        cache = _cache_config(blocks)
+        self.workers = [self._worker(config, cache, rank) for rank in range(ranks)]
+        side = functools.partial(SchedulerSide, clock_ns=self.clock)
+        with (
+            mock.patch.object(module, "Link", return_value=self.link),
+            mock.patch.object(module, "SchedulerSide", side),
+        ):
+            self.scheduler = (Scheduler if in_flight == 1 else AsyncScheduler)(
+                config, cache, StructuredOutputManager(config), block_size=BLOCK, log_stats=True
+            )
+        self.scheduler.use_v2_model_runner = second_runner
+        self.connector = self._ours(self.scheduler.connector)
+        assert self.connector._scheduler is not None
+        self.side = self.connector._scheduler
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self._aggregator = KVOutputAggregator(ranks)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+
+    # --- what a client does -------------------------------------------------------------------------------------------
+
+    def add(self, name: str, prompt: Sequence[int] | int, out: int = 3, **options: Any) -> Request:
+        """A new request; a number is a prompt of so many tokens of its own."""
+        tokens = (
+            [(zlib.crc32(name.encode()) + i) % 1000 + 10 for i in range(prompt)]
+            if isinstance(prompt, int)
+            else list(prompt)
+        )
+        params = SamplingParams(max_tokens=out, ignore_eos=True, **options.pop("sampling", {}))
+        params.update_from_generation_config({}, STOP_TOKEN)
+        request = Request(
+            request_id=name, prompt_token_ids=tokens, sampling_params=params, pooling_params=None,
+            block_hasher=self._hasher, **options,
+        )  # fmt: skip
+        self.tokens.setdefault(name, [])
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Any:
+        """Schedule a step and run it on every rank; its output is processed later."""
+        self.clock.advance_ms(1)
+        self.daemon.beat()
+        output = self.scheduler.schedule()
+        meta = output.kv_connector_metadata
+        self.metas.append(getattr(meta, "metadata", [meta])[-1])
+        sampled = {name: [3] if self._samples(name) else [] for name in output.num_scheduled_tokens}
+        sent = pickle.dumps(output)
+        reports = [self.run_rank(worker, pickle.loads(sent)) for worker in self.workers]
+        self.flight.append((output, reports, sampled))
+        return output
+
+    def process(self) -> Any:
+        """Give the oldest step's output to the scheduler; what KVOutputAggregator made of the ranks' reports."""
+        output, reports, sampled = self.flight.popleft()
+        names = list(output.num_scheduled_tokens)
+        outputs: list[ModelRunnerOutput | None] = [
+            ModelRunnerOutput(
+                req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)},
+                sampled_token_ids=[list(sampled[name]) for name in names], kv_connector_output=report,
+            )
+            for report in reports
+        ]  # fmt: skip
+        combined = self._aggregator.aggregate(outputs)
+        assert combined is not None
+        for result in self.scheduler.update_from_output(output, combined).values():
+            for one in result.outputs:
+                self.tokens[one.request_id] += one.new_token_ids
+        return combined.kv_connector_output
+
+    def step(self) -> Any:
+        """One turn of the engine's loop."""
+        output = self.schedule()
+        while len(self.flight) >= self.in_flight:
+            self.process()
+        return output
+
+    def run(self, limit: int = 200) -> None:
+        """Until nothing is left to do; what takes more steps than that is an AssertionError."""
+        for _ in range(limit):
+            self.daemon.drain()
+            self.daemon.free()
+            if not self.scheduler.has_requests():
+                if not self.flight:
+                    return
+                self.process()
+            else:
+                self.step()
+        raise AssertionError(f"the engine does not come to rest: requests={list(self.scheduler.requests)}")
+
+    def run_rank(self, worker: Any, output: Any) -> Any:
+        """One step on one rank, in the order of vLLM's model runner."""
+        with (
+            mock.patch.object(mixin, "get_kv_transfer_group", return_value=worker),
+            mock.patch.object(mixin, "get_forward_context", return_value=None),
+            mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(output) as report,
+        ):
+            self.forward(worker, output)
+        return report
+
+    def forward(self, worker: Any, output: Any) -> None:
+        """Where a model would compute; for tests that want to look."""
+
+    # --- what must hold at rest ---------------------------------------------------------------------------------------
+
+    def left(self) -> list[str]:
+        """Everything that is still held although nothing goes on."""
+        found = []
+        self.daemon.drain()
+        if flags := self.daemon.unreturned():
+            found.append(f"flags not returned: {flags}")
+        if self.side._entries:
+            found.append(f"requests remembered: {list(self.side._entries)}")
+        if self.side._loads or self.side._saves.unacknowledged:
+            found.append("loads or saves never acknowledged")
+        if self.scheduler.requests:
+            found.append(f"requests in the scheduler: {list(self.scheduler.requests)}")
+        if (free := self.pool.get_num_free_blocks()) != self.pool.num_gpu_blocks - 1:
+            found.append(f"blocks pinned: {self.pool.num_gpu_blocks - 1 - free}")
+        return found
+
+    def orders(self, kind: str = "loads") -> list[Any]:
+        """All load or save orders so far; what workers took from the metadata is in their copy only."""
+        return [order for meta in self.metas for order in getattr(meta, kind)]
+
+    def table(self, name: str) -> list[int]:
+        """The request's block ids."""
+        ids: list[int] = self.scheduler.kv_cache_manager.get_block_ids(name)[0]
+        return list(ids)
+
+    # --- construction -------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _config(
+        folder: Path, ranks: int, blocks: int, seqs: int, budget: int, multi: bool, role: str, policy: str,
+        settings: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        config = copy.copy(_base_config(folder))
+        for part in ("scheduler_config", "cache_config", "parallel_config"):
+            setattr(config, part, copy.copy(getattr(config, part)))
+        config.scheduler_config.max_num_seqs = seqs
+        config.scheduler_config.max_num_batched_tokens = budget
+        config.cache_config.block_size = BLOCK
+        config.cache_config.num_gpu_blocks = blocks
+        config.cache_config.enable_prefix_caching = True
+        config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
+        mine: dict[str, Any] = {
+            "kv_connector": "KVPrefetchConnector", "kv_connector_module_path": "kvprefetch.connector", "kv_role": role,
+            "kv_load_failure_policy": policy, "kv_connector_extra_config": {"socket": "/nowhere", **settings},
+        }  # fmt: skip
+        if multi:
+            other = {"kv_connector": "OtherConnector", "kv_connector_module_path": __name__, "kv_role": "kv_both"}
+            mine = {
+                "kv_connector": "MultiConnector", "kv_role": role, "kv_load_failure_policy": policy,
+                "kv_connector_extra_config": {"connectors": [other, mine]},
+            }  # fmt: skip
+        config.kv_transfer_config = KVTransferConfig(**mine)
+        return config
+
+    def _worker(self, config: Any, cache: KVCacheConfig, rank: int) -> Any:
+        slots = self.daemon.layout.slot_count
+        segment = Segment.create(slots * BLOCK_BYTES)
+        attached = Attached(
+            epoch=self.daemon.layout.epoch, segment_bytes=segment.size_bytes, slot_count=slots, slot_bytes=BLOCK_BYTES
+        )
+        link = _WorkerLink(WorkerSession(attached, segment))
+        blocks = cache.num_blocks
+        memory = torch.zeros(LAYERS, blocks, BLOCK, 1, BLOCK_BYTES // LAYERS // BLOCK, dtype=torch.uint8)
+        tensors = {f"layer{i}": memory[i].permute(0, 2, 1, 3) for i in range(LAYERS)}
+        with (
+            mock.patch.object(module, "Link", return_value=link),
+            mock.patch.object(vllm.distributed, "get_tensor_model_parallel_rank", return_value=rank),
+        ):
+            worker = KVConnectorFactory.get_connector_class(config.kv_transfer_config)(
+                config, KVConnectorRole.WORKER, cache
+            )
+            worker.register_kv_caches(tensors)
+        return worker
+
+    @staticmethod
+    def _ours(connector: Any) -> KVPrefetchConnector:
+        children: Iterator[Any] = iter(getattr(connector, "_connectors", [connector]))
+        return next(child for child in children if isinstance(child, KVPrefetchConnector))
+
+    def _samples(self, name: str) -> bool:
+        """Whether the step just scheduled reaches the request's last token."""
+        request = self.scheduler.requests[name]
+        done: bool = request.num_computed_tokens >= request.num_tokens + max(0, request.num_output_placeholders - 1)
+        return done
+
+
+def _cache_config(blocks: int) -> KVCacheConfig:
+    names = [f"layer{i}" for i in range(LAYERS)]
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.uint8)
+    assert spec.page_size_bytes * LAYERS == BLOCK_BYTES
+    page = spec.page_size_bytes
+    tensor = KVCacheTensor(size=blocks * BLOCK_BYTES, layers=names, layer_stride=blocks * page, block_stride=page)
+    return KVCacheConfig(
+        num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=[KVCacheGroupSpec(names, spec)],
+        kv_cache_layout="LBNHC", hash_block_size=BLOCK,
+    )  # fmt: skip

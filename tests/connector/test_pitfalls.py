@@ -1,0 +1,176 @@
+"""Pitfalls of loading and configuration, and that docs/PITFALLS.md accounts for all 28 (docs/PITFALLS.md)."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import structlog
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+from kvprefetch.connector import support
+from kvprefetch.connector.connector import KVPrefetchConnector
+from kvprefetch.connector.paged import PagedCache
+from kvprefetch.daemon import transfers
+from kvprefetch.daemon.planner import Fetched
+from kvprefetch.daemon.store import Store
+from kvprefetch.daemon.store_errors import classify
+
+from . import test_connector
+from .test_stats import transfer
+
+ROOT = Path(__file__).resolve().parents[2]
+COUNT = 28
+Patch = pytest.MonkeyPatch
+
+
+def test_p19_as_a_child_the_statistics_need_a_name_and_metrics(monkeypatch: Patch) -> None:
+    """MultiConnector looks the class up by its name, and asserts that whoever reports has Prometheus metrics."""
+
+    def check() -> None:
+        assert MultiConnector.build_kv_connector_stats({"KVPrefetchConnector": {"loads": 1}}) is not None
+        made: list[Any] = []
+
+        def kind(**options: Any) -> Any:
+            made.append(options)
+            return SimpleNamespace(labels=lambda *values: SimpleNamespace(inc=lambda value: None))
+
+        config: Any = SimpleNamespace(kv_transfer_config=transfer(True))
+        types: Any = dict.fromkeys((Counter, Gauge, Histogram), kind)
+        metrics = MultiConnector.build_prom_metrics(config, types, ["engine"], {0: ["0"]})
+        metrics.observe({"KVPrefetchConnector": {"loads": 1}}, 0)
+        assert made
+
+    check()
+    with monkeypatch.context() as patch:
+        patch.delitem(KVConnectorFactory._registry, "KVPrefetchConnector")
+        with pytest.raises(ValueError, match="KVPrefetchConnector"):
+            check()
+    monkeypatch.setattr(KVPrefetchConnector, "build_prom_metrics", classmethod(lambda cls, *args: None))
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_apart(monkeypatch: Patch) -> None:
+    """Keys name neither ranks nor dtype nor weights: engines that differ meet the same key."""
+
+    def fetched(size: int) -> list[Fetched]:
+        """What becomes of a block of 64 bytes whose key holds a value of `size` bytes."""
+        settings: Any = SimpleNamespace(enable_ssd_offload=False)
+        store = Store(settings, structlog.get_logger())
+        store._client = SimpleNamespace(batch_get_into=lambda *_: [size], get_size=lambda key: size)
+        store._open = True
+        staging: Any = SimpleNamespace(block_bytes=[64], addresses=lambda slot: [0])
+        return transfers.fetch(store, transfers.Shape(("model@",), staging), [(b"digest", 0)], tiers=False)
+
+    def check() -> None:
+        assert [result.ok for result in fetched(64)] == [True]
+        assert [result.ok for result in fetched(128)] == [False]
+        assert [result.ok for result in fetched(32)] == [False]
+
+    check()
+    mine, theirs = (
+        support.keys_of(test_connector.vllm_config(ROOT), test_connector.kv_cache_config(), 0, prefix).prefix
+        for prefix in ("bf16", "fp8")
+    )
+    assert mine != theirs
+    monkeypatch.setattr(Store, "_sized", lambda self, client, keys, sizes, codes: [classify(code) for code in codes])
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_p23_what_cannot_be_served_is_refused_at_start(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Groups, specs, context parallelism, encoder-decoders, the one layout whose values overlap, another vLLM."""
+
+    def check() -> None:
+        for reason, changes, cache in test_connector.refusals():
+            with pytest.raises(ValueError, match=reason):
+                KVPrefetchConnector(test_connector.vllm_config(tmp_path / "s", **changes), test_connector.WORKER, cache)
+
+    check()
+    for reason, kv_caches in refused_layouts():
+        with pytest.raises(ValueError, match=reason):
+            PagedCache(kv_caches, ["layer"], 4)
+    monkeypatch.setattr(support, "check", lambda *args: None)
+    monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_rank", lambda: 0)
+    with pytest.raises(pytest.fail.Exception):
+        check()
+
+
+def refused_layouts() -> list[tuple[str, Any]]:
+    """BHLNC: the layers of a block interleaved inside each head."""
+    import torch
+
+    blocks, heads, layers, tokens, width = 4, 2, 3, 8, 16
+    memory = torch.zeros(blocks, heads, layers, tokens, width)
+    return [("layout is not served|overlap", {"layer": memory[:, :, 0]})]
+
+
+def test_p28_importing_opens_nothing() -> None:
+    """vLLM imports the class in its API server and logger processes as well. In a process of its own."""
+    code = """
+import os, sys, threading
+import vllm.distributed.kv_transfer.kv_connector.v1.base
+
+def held():
+    paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    names = [os.readlink(path) for path in paths if os.path.exists(path)]
+    return sorted(names), sorted(thread.name for thread in threading.enumerate())
+
+before = held()
+import kvprefetch.connector.connector
+assert "kvprefetch.connector.scheduler" in sys.modules
+print("same" if held() == before else (before, held()))
+os.memfd_create("planted")
+print("same" if held() == before else "planted")
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split()[-2:] == ["same", "planted"]
+
+
+# --- docs/PITFALLS.md -----------------------------------------------------------------------------------------------
+
+
+def rows(text: str) -> dict[int, tuple[str, str]]:
+    """Number -> (the pitfall, what stands against it)."""
+    found = re.findall(r"^\| (\d+) \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
+    assert len({number for number, _, _ in found}) == len(found), "a number stands twice"
+    return {int(number): (pitfall.strip(), answer.strip()) for number, pitfall, answer in found}
+
+
+def test_all_28_pitfalls_are_accounted_for() -> None:
+    """Each by tests that exist, at least one of them named after it."""
+    table = rows((ROOT / "docs" / "PITFALLS.md").read_text())
+    assert set(table) == set(range(1, COUNT + 1))
+    for number, (pitfall, answer) in table.items():
+        tests = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", answer)
+        assert pitfall
+        assert tests, f"pitfall {number} has no test"
+        for path, name in tests:
+            assert name in functions(ROOT / path), f"{path}::{name} does not exist"
+        own = [name for _, name in tests if re.match(r"test_p\d\d_", name)]
+        assert own
+        assert all(name.startswith(f"test_p{number:02}_") for name in own)
+
+
+def test_every_pitfall_test_here_stands_in_the_table() -> None:
+    text = (ROOT / "docs" / "PITFALLS.md").read_text()
+    for path in sorted(Path(__file__).parent.glob("test_pitfalls*.py")):
+        for name in functions(path):
+            if re.match(r"test_p\d\d_", name):
+                assert f"`tests/connector/{path.name}::{name}`" in text
+
+
+def functions(path: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}

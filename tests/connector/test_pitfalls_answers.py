@@ -1,0 +1,322 @@
+"""Pitfalls of answering vLLM's scheduler (docs/PITFALLS.md): each check fails once its guard is taken away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvprefetch.connector import claims, scheduler
+from kvprefetch.connector.claims import Claims
+from kvprefetch.connector.connector import KVPrefetchConnector
+from kvprefetch.connector.scheduler import SchedulerSide
+from kvprefetch.shmring.protocol import FlagState
+
+from .fakes import BLOCK
+from .fakes import Engine as FakeEngine
+from .real import OtherConnector, RealEngine
+
+Make = Callable[..., RealEngine]
+Patch = pytest.MonkeyPatch
+
+
+def staged(engine: RealEngine, name: str, blocks: int | None = None) -> None:
+    """Everything of the request's hint, or its first blocks, is there."""
+    engine.daemon.stage(name, engine.daemon.hint(name).blocks if blocks is None else blocks)
+
+
+def test_p01_a_full_prompt_hit_leaves_a_token_to_compute(make: Make, monkeypatch: Patch) -> None:
+    def check() -> None:
+        engine = make(load_mode="sync")
+        engine.add("r", 4 * BLOCK)
+        engine.step()
+        staged(engine, "r")
+        engine.run()
+        assert [len(order.slots) for order in engine.orders()] == [3]
+        assert engine.left() == []
+
+    check()
+    monkeypatch.setattr(Claims, "usable_blocks", lambda self, request: request.num_tokens // BLOCK)
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_p01_nothing_is_never_asynchronous(make: Make, monkeypatch: Patch) -> None:
+    def check() -> None:
+        engine = make(load_mode="async")
+        engine.add("r", 4 * BLOCK)
+        engine.step()
+        staged(engine, "r", 0)
+        engine.run()
+        assert engine.tokens["r"] == [3, 3, 3]
+
+    check()
+    monkeypatch.setattr(claims, "NOTHING", (0, True))
+    with pytest.raises(AssertionError):
+        check()
+
+
+def grown_local_hit(make: Make) -> RealEngine:
+    """Two blocks of b become local after its hint; then its six staged blocks are asked for."""
+    engine = make(seqs=1)
+    prompt = list(range(100, 100 + 6 * BLOCK + 5))
+    engine.add("a", prompt[: 2 * BLOCK + 1], out=1)
+    engine.add("b", prompt)
+    staged(engine, "a", 0)
+    staged(engine, "b")
+    while not engine.orders():
+        engine.step()
+    return engine
+
+
+def test_p02_the_answer_is_relative_to_what_is_local_now(make: Make, monkeypatch: Patch) -> None:
+    def check() -> None:
+        engine = grown_local_hit(make)
+        assert [order.slots for order in engine.orders()] == [[2, 3, 4, 5]]
+        engine.run()
+        assert engine.left() == []
+
+    check()
+    original = Claims.match
+    monkeypatch.setattr(
+        Claims, "match", lambda self, entry, session, start, *rest: original(self, entry, session, 0, *rest)
+    )
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_p03_an_answer_may_be_asked_for_again_and_is_given_up_when_not_used(make: Make, monkeypatch: Patch) -> None:
+    """Asked any number of times; an allocation that fails after the answer tells the connector nothing."""
+
+    def check() -> None:
+        engine = make(load_mode="sync")
+        request = engine.add("r", 4 * BLOCK)
+        engine.step()
+        staged(engine, "r")
+        manager = engine.scheduler.kv_cache_manager
+        allocate = manager.allocate_slots
+        manager.allocate_slots = lambda *args, **kwargs: None
+        engine.step()
+        assert engine.daemon.flag("r").state == FlagState.READY, "the daemon may revoke it between passes"
+        manager.allocate_slots = allocate
+        answers = {engine.connector.get_num_new_matched_tokens(request, 0) for _ in range(3)}
+        assert answers == {(3 * BLOCK, False)}
+        engine.run()
+        assert len(engine.orders()) == 1
+        assert engine.left() == []
+
+    check()
+    monkeypatch.setattr(Claims, "withdraw", lambda self, entry: None)
+    with pytest.raises(AssertionError, match="revoke"):
+        check()
+
+
+def test_p04_waiting_ends_without_vllms_help(make: Make) -> None:
+    """vLLM asks for ever. The guard is the deadline: with one that never comes the request never runs."""
+
+    def check(wait_timeout_ms: int) -> None:
+        engine = make(wait_timeout_ms=wait_timeout_ms)
+        engine.add("r", 4 * BLOCK)
+        for _ in range(5):
+            engine.step()
+        engine.clock.advance_ms(1000)
+        for _ in range(5):
+            engine.step()
+        assert engine.tokens["r"], "still waiting"
+
+    check(500)
+    with pytest.raises(AssertionError, match="still waiting"):
+        check(3_600_000)
+
+
+def test_p05_a_request_that_skips_reading_is_left_alone(make: Make, monkeypatch: Patch) -> None:
+    """vLLM asks for it all the same and ignores the answer; were it claimed, the later call with 0 gives it back."""
+
+    def check() -> RealEngine:
+        engine = make()
+        engine.add("r", 4 * BLOCK, sampling={"prompt_logprobs": 1})
+        engine.daemon.drain()
+        if engine.daemon.hints:
+            staged(engine, "r")
+        engine.run()
+        assert engine.left() == []
+        assert engine.orders() == []
+        return engine
+
+    assert check().daemon.hints == []
+    entry = scheduler.Entry
+    monkeypatch.setattr(scheduler, "Entry", lambda request, loadable, preemptions: entry(request, True, preemptions))
+    assert len(check().daemon.hints) == 1, "without the guard a hint for nothing; still nothing leaks"
+
+
+def test_p06_only_what_was_allocated_for_us_is_loaded(make: Make, monkeypatch: Patch) -> None:
+    """The second call after an asynchronous load, and another child's request with real blocks, both say 0."""
+
+    def check() -> None:
+        engine = make(load_mode="async")
+        engine.add("r", 4 * BLOCK)
+        engine.step()
+        staged(engine, "r")
+        engine.run()
+        assert len(engine.orders()) == 1
+        engine = make(multi=True, load_mode="sync")
+        engine.add("r", 4 * BLOCK)
+        engine.step()
+        staged(engine, "r")
+        monkeypatch.setattr(OtherConnector, "tokens", 2 * BLOCK)
+        engine.step()
+        assert engine.orders() == [], "the other child loads this request"
+        monkeypatch.setattr(OtherConnector, "tokens", 0)
+        engine.run()
+        assert engine.left() == []
+
+    check()
+    original = SchedulerSide.allocated
+
+    def careless(self: SchedulerSide, request: Any, block_ids: Any, tokens: int) -> None:
+        entry = self._entries[request.request_id]
+        if entry.answer is not None:
+            tokens = entry.answer.count * BLOCK
+        original(self, request, block_ids, tokens)
+
+    monkeypatch.setattr(SchedulerSide, "allocated", careless)
+    with pytest.raises(AssertionError, match="other child"):
+        check()
+
+
+def test_p07_loads_write_only_behind_the_local_blocks(make: Make, monkeypatch: Patch) -> None:
+    """The leading blocks are shared: other requests read them."""
+
+    def check() -> None:
+        engine = grown_local_hit(make)
+        (order,) = engine.orders()
+        assert order.block_ids == engine.table("b")[2:6]
+
+    check()
+    original = SchedulerSide._dispatch
+
+    def from_the_first(self: SchedulerSide, entry: Any, answer: Any, *rest: Any) -> None:
+        answer.start = 0
+        original(self, entry, answer, *rest)
+
+    monkeypatch.setattr(SchedulerSide, "_dispatch", from_the_first)
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_p11_a_request_whose_load_failed_is_not_loaded_again(make: Make, monkeypatch: Patch) -> None:
+    """With no good token it is matched again, and a connector that answers the same again does so for ever."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("planted")
+
+    def check() -> None:
+        engine = make(load_mode="async")
+        engine.add("r", 4 * BLOCK)
+        engine.step()
+        staged(engine, "r")
+        engine.workers[0]._worker._paged.load = fail
+        engine.step()
+        engine.run()
+        assert engine.tokens["r"] == [3, 3, 3]
+        assert engine.side.counters["hints"] == engine.side.counters["failed_loads"] == 1
+
+    check()
+    original = SchedulerSide._dispatch
+
+    def forgetful(self: SchedulerSide, entry: Any, *rest: Any) -> None:
+        original(self, entry, *rest)
+        entry.settled = False
+
+    monkeypatch.setattr(SchedulerSide, "_dispatch", forgetful)
+    monkeypatch.setattr(SchedulerSide, "_admitted_without_load", lambda self, entry: None)
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_p10_a_policy_that_fails_requests_is_warned_about(make: Make, monkeypatch: Patch, caplog: Any) -> None:
+    def check() -> None:
+        caplog.clear()
+        make(policy="fail")
+        assert "kv_load_failure_policy" in caplog.text
+        caplog.clear()
+        make(policy="recompute")
+        assert "kv_load_failure_policy" not in caplog.text
+
+    check()
+    from kvprefetch.connector import connector
+
+    monkeypatch.setattr(connector.log, "warning", lambda *args: None)
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_p24_a_drafter_costs_the_last_matched_block_once(monkeypatch: Patch) -> None:
+    """Its draft KV depends on the token after it, which no hash covers; and a saved block's may not be written yet."""
+
+    def check(drop_last: bool) -> None:
+        engine = FakeEngine(drop_last=drop_last, save_decode_cache=True)
+        engine.daemon.credits.grant(list(range(40, 60)))
+        request = engine.add("r", 5 * BLOCK)
+        engine.daemon.stage("r", 4)
+        assert engine.match(request) == (3 * BLOCK, False)
+        engine.allocate(request, 3 * BLOCK)
+        engine.step([(request, 2 * BLOCK)])
+        request.num_tokens += BLOCK
+        assert engine.step([(request, BLOCK)]).saves == []
+
+    check(True)
+    with pytest.raises(AssertionError):
+        check(False)
+
+
+def test_p27_a_full_ring_drops_the_hint_and_never_blocks(monkeypatch: Patch) -> None:
+    """on_new_request runs on the engine's main thread; the late hint makes up for a dropped one."""
+
+    def check() -> None:
+        engine = FakeEngine(ring=4096, flags=64)
+        requests = [engine.add(f"r{i}", 20 * BLOCK) for i in range(20)]
+        assert engine.side.counters["hints_dropped"] > 0
+        engine.daemon.drain()
+        engine.daemon.free()
+        assert engine.match(requests[-1]) == (None, False)
+        assert engine.daemon.hint("r19").blocks == 19
+
+    check()
+
+    from kvprefetch.shmring.ring import Producer
+
+    original = Producer.push
+
+    def insists(self: Producer, *record: Any) -> bool:
+        if not original(self, *record):
+            raise BufferError("a push that does not take no for an answer")
+        return True
+
+    monkeypatch.setattr(Producer, "push", insists)
+    with pytest.raises(BufferError):
+        check()
+
+
+def test_p25_both_roles_answer_what_vllm_asks_of_both(make: Make, monkeypatch: Patch) -> None:
+    """Statistics are asked of both in every step (the real scheduler does), shutdown and reset_cache as well."""
+
+    def check() -> None:
+        engine = make(ranks=2)
+        engine.daemon.credits.grant([40, 41])
+        engine.add("r", 3 * BLOCK)
+        engine.step()
+        staged(engine, "r", 1)
+        engine.run()
+        for connector, result in ((engine.connector, True), *((worker, None) for worker in engine.workers)):
+            assert connector.reset_cache() is result
+            connector.get_kv_connector_stats()
+            connector.shutdown()
+
+    check()
+    monkeypatch.setattr(KVPrefetchConnector, "reset_cache", lambda self: self._scheduler.reset())
+    with pytest.raises(AttributeError):
+        check()

@@ -1,0 +1,268 @@
+"""Pitfalls of what must end, come back, or be told once (docs/PITFALLS.md): each check fails without its guard."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.request import RequestStatus
+
+from kvprefetch.connector.connector import KVPrefetchConnector
+from kvprefetch.connector.scheduler import SchedulerSide
+from kvprefetch.connector.worker import WorkerSide
+
+from .fakes import BLOCK
+from .real import RealEngine
+from .test_pitfalls_answers import staged
+
+Make = Callable[..., RealEngine]
+Patch = pytest.MonkeyPatch
+
+
+def loading(engine: RealEngine, name: str = "r") -> Any:
+    """A request whose load is dispatched in the step that is in flight."""
+    request = engine.add(name, 4 * BLOCK)
+    engine.daemon.drain()
+    staged(engine, name)
+    engine.schedule()
+    assert len(engine.orders()) == 1
+    return request
+
+
+def test_p08_an_asynchronous_load_is_reported_once_also_after_an_abort(make: Make, monkeypatch: Patch) -> None:
+    def check() -> None:
+        engine = make(ranks=2, in_flight=2, load_mode="async")
+        request = loading(engine)
+        assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        engine.abort("r")
+        told: Counter[str] = Counter()
+        process = engine.process
+
+        def counting() -> Any:
+            output = process()
+            told.update(output.finished_recving or ())
+            return output
+
+        engine.process = counting  # type: ignore[method-assign]
+        engine.run()
+        assert told == {"r": 1}
+        assert engine.left() == []
+
+    check()
+    monkeypatch.setattr(WorkerSide, "received", lambda self: set())
+    with pytest.raises(AssertionError, match="does not come to rest"):
+        check()
+
+
+def test_p08_a_synchronous_load_is_never_reported(make: Make, monkeypatch: Patch) -> None:
+    def check() -> None:
+        engine = make(load_mode="sync")
+        loading(engine)
+        engine.run()
+        assert engine.left() == []
+
+    check()
+    original = WorkerSide.load
+
+    def talkative(self: WorkerSide, meta: Any) -> None:
+        self._received.update(order.request_id for order in meta.loads)
+        original(self, meta)
+
+    monkeypatch.setattr(WorkerSide, "load", talkative)
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_p09_failed_blocks_are_told_with_the_end_of_the_load(make: Make, monkeypatch: Patch) -> None:
+    """Told later, the engine would go on with blocks that nobody filled."""
+
+    def check() -> None:
+        engine = make(ranks=2, load_mode="async")
+        engine.add("r", 4 * BLOCK, out=1)
+        engine.step()
+        staged(engine, "r")
+        load = engine.workers[1]._worker._paged.load
+
+        def fail(*_: Any) -> None:
+            raise OSError("planted")
+
+        engine.workers[1]._worker._paged.load = fail
+        engine.schedule()
+        report = engine.flight[-1][1][1]
+        assert report.finished_recving == {"r"}
+        assert report.invalid_block_ids == set(engine.orders()[0].block_ids)
+        engine.workers[1]._worker._paged.load = load
+        engine.process()
+        computed = 0
+        while engine.scheduler.has_requests():
+            computed += engine.step().num_scheduled_tokens.get("r", 0)
+        assert computed == 4 * BLOCK, "all of it is recomputed"
+
+    check()
+    monkeypatch.setattr(WorkerSide, "failed_blocks", lambda self: set())
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_p12_request_finished_never_keeps_blocks(make: Make, monkeypatch: Patch) -> None:
+    """Least of all for a request that still receives: freed for both reasons, it would end the engine."""
+
+    def check() -> None:
+        engine = make(in_flight=2, load_mode="async", seqs=2)
+        engine.daemon.credits.grant(list(range(40, 50)))
+        loading(engine)
+        engine.abort("r")
+        engine.add("runs", 3 * BLOCK)
+        engine.add("never scheduled", 3 * BLOCK)
+        engine.abort("never scheduled")
+        engine.daemon.drain()
+        staged(engine, "runs", 0)
+        engine.run()
+        assert engine.left() == []
+
+    check()
+
+    def keeps(self: KVPrefetchConnector, request: Any, block_ids: Any) -> tuple[bool, None]:
+        assert self._scheduler is not None
+        self._scheduler.finished(request, block_ids[0])
+        return True, None
+
+    monkeypatch.setattr(KVPrefetchConnector, "request_finished_all_groups", keeps)
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_p13_request_finished_cleans_up_also_what_was_never_scheduled(make: Make, monkeypatch: Patch) -> None:
+    def check() -> None:
+        engine = make(seqs=1)
+        engine.add("runs", 3 * BLOCK)
+        staged(engine, "runs", 0)
+        engine.step()
+        engine.add("waits", 3 * BLOCK)
+        staged(engine, "waits")
+        engine.abort("waits")
+        engine.run()
+        assert engine.left() == []
+
+    check()
+    monkeypatch.setattr(SchedulerSide, "finished", lambda self, request, block_ids: None)
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_p18_a_preempted_requests_tokens_are_not_thrown_away(make: Make, monkeypatch: Patch) -> None:
+    def check() -> None:
+        engine = make(in_flight=2)
+        assert engine.connector.requires_kv_delivery is False
+        assert engine.scheduler.requires_kv_delivery is False
+
+    check()
+    monkeypatch.setattr(KVPrefetchConnector, "requires_kv_delivery", KVConnectorBase_V1.requires_kv_delivery)
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_p20_metadata_is_small_plain_and_there_in_every_step(make: Make, monkeypatch: Patch) -> None:
+    """It is pickled to every worker, and the scheduler's block state must not outlive the call that shows it."""
+
+    def check() -> None:
+        engine = make(load_mode="async")
+        engine.daemon.credits.grant(list(range(32, 64)))
+        engine.add("r", 9 * BLOCK)
+        engine.step()
+        staged(engine, "r", 4)
+        while engine.scheduler.has_requests():
+            output = engine.step()
+            assert output.kv_connector_block_state is None
+            meta = engine.metas[-1]
+            assert meta.live_epochs == (1,), "also in a step without a forward"
+            data = pickle.dumps(meta)
+            assert b"vllm" not in data, "a reference into the scheduler"
+            assert len(data) < 2000
+            assert pickle.loads(data) == meta
+
+    check()
+    original = SchedulerSide.plan_step
+
+    def keeps(self: SchedulerSide, output: Any, meta: Any) -> None:
+        original(self, output, meta)
+        meta.state = next(iter(output.num_scheduled_tokens), None) and self._entries["r"].request.status
+
+    monkeypatch.setattr(SchedulerSide, "plan_step", keeps)
+    with pytest.raises(AssertionError, match="a reference"):
+        check()
+
+
+@pytest.mark.parametrize("load_mode", ["sync", "async"])
+def test_p21_loads_are_done_where_vllm_starts_them(make: Make, monkeypatch: Patch, load_mode: str) -> None:
+    """By vLLM's own order around a forward: before it for a synchronous load, after it for an asynchronous one."""
+
+    def check() -> None:
+        engine = make(load_mode=load_mode)
+        engine.add("r", 4 * BLOCK)
+        engine.step()
+        staged(engine, "r")
+        done_at_forward = []
+
+        def forward(worker: Any, output: Any) -> None:
+            if engine.orders():
+                done_at_forward.append(worker._worker._counters["load_bytes"] > 0)
+
+        engine.forward = forward  # type: ignore[method-assign]
+        engine.run()
+        assert done_at_forward[:2] == [load_mode == "sync", True]
+        assert engine.left() == []
+
+    check()
+    monkeypatch.setattr(KVPrefetchConnector, "start_load_kv", lambda self, context, **_: None)
+
+    def late(self: KVPrefetchConnector) -> None:
+        assert self._worker is not None
+        self._worker.load(self._metadata())
+
+    monkeypatch.setattr(KVPrefetchConnector, "wait_for_save", late)
+    if load_mode == "sync":
+        with pytest.raises(AssertionError):
+            check()
+    else:
+        check()  # after the forward is where it belongs
+
+
+def test_p26_a_streaming_session_is_left_alone(make: Make, monkeypatch: Patch) -> None:
+    """Its later chunks reuse the id, are never matched, and may cut tokens back that were counted as saved."""
+
+    def check() -> None:
+        engine = make()
+        engine.daemon.credits.grant(list(range(32, 64)))
+        engine.add("s", 3 * BLOCK, out=2, resumable=True)
+        for chunk in range(2):
+            for _ in range(6):
+                engine.step()
+                engine.daemon.drain()
+            if chunk == 0:
+                engine.add("s", [50 + i for i in range(2 * BLOCK)], out=2, resumable=True)
+        assert len(engine.tokens["s"]) == 4
+        assert engine.daemon.hints == []
+        assert engine.orders("saves") == []
+        engine.abort("s")
+        engine.run()
+        assert engine.left() == []
+
+    check()
+    original = SchedulerSide.arrived
+
+    def taken_for_a_request(self: SchedulerSide, request: Any) -> None:
+        request.resumable = False
+        original(self, request)
+        request.resumable = True
+
+    monkeypatch.setattr(SchedulerSide, "arrived", taken_for_a_request)
+    with pytest.raises(AssertionError):
+        check()

@@ -1,0 +1,189 @@
+"""Pitfalls of saving (docs/PITFALLS.md): each check fails once its guard is taken away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvprefetch.connector.claims import Entry
+from kvprefetch.connector.connector import KVPrefetchConnector
+from kvprefetch.connector.saves import Saves
+from kvprefetch.connector.scheduler import SchedulerSide
+from kvprefetch.connector.worker import WorkerSide
+
+from .fakes import BLOCK
+from .real import RealEngine
+from .test_pitfalls_answers import staged
+
+Make = Callable[..., RealEngine]
+Patch = pytest.MonkeyPatch
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_p14_only_known_and_computed_tokens_are_saved(make: Make, monkeypatch: Patch, in_flight: int) -> None:
+    """Chunked prefill and decoding, also with placeholders for tokens in flight. Random schedules: tests/scheduler."""
+
+    def check() -> None:
+        engine = make(in_flight=in_flight, budget=BLOCK + 7, save_decode_cache=True)
+        engine.daemon.credits.grant(list(range(32, 64)))
+        request = engine.add("r", 3 * BLOCK + 5, out=3 * BLOCK)
+        staged(engine, "r", 0)
+        saved = 0
+        while not request.is_finished():
+            engine.schedule()
+            for order in engine.metas[-1].saves:
+                saved = (max(map(engine.table("r").index, order.block_ids)) + 1) * BLOCK
+                assert saved <= min(request.num_tokens, request.num_computed_tokens)
+            while len(engine.flight) >= engine.in_flight:
+                engine.process()
+        assert saved == request.num_tokens // BLOCK * BLOCK, "the last token's KV is never computed"
+        engine.run()
+        assert engine.left() == []
+
+    check()
+    original = Saves.storable_blocks
+
+    def longer(self: Saves, request: Any, *rest: Any) -> int:
+        return min(original(self, request, *rest) + 1, len(request.block_hashes))
+
+    monkeypatch.setattr(Saves, "storable_blocks", longer)
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_p15_a_save_is_reported_only_when_its_copies_are_done(monkeypatch: Patch) -> None:
+    """They are queued behind the forward on the current stream; the event recorded after them says so."""
+    from kvprefetch.connector.metadata import KVPrefetchMetadata, SaveOrder
+
+    from .test_worker import EPOCH, Fence, make
+
+    def check() -> None:
+        worker, _, _, paged = make()
+        fence = Fence()
+        monkeypatch.setattr(paged, "fence", lambda: fence)
+        worker.save(KVPrefetchMetadata(saves=[SaveOrder(1, EPOCH, [3], [1])]))
+        assert worker.report() is None, "not copied yet"
+        fence.done = True
+        report = worker.report()
+        assert report is not None
+        assert report.saves == {1: 1}
+
+    check()
+    original = WorkerSide._collect
+
+    def hasty(self: WorkerSide) -> None:
+        for batch in self._running:
+            batch.fence = None
+        original(self)
+
+    monkeypatch.setattr(WorkerSide, "_collect", hasty)
+    with pytest.raises(AssertionError, match="not copied yet"):
+        check()
+
+
+def late_reports(engine: RealEngine) -> None:
+    """Workers report two steps later: model runner V1 does so one step later with speculation, a slow copy any."""
+    for worker in engine.workers:
+        side, held = worker._worker, [None, None]
+
+        def late(side: Any = side, report: Any = side.report, held: list[Any] = held) -> Any:
+            held.append(report())
+            return held.pop(0)
+
+        side.report = late
+
+
+def saving_after_the_last_request(make: Make) -> RealEngine:
+    engine = make()
+    late_reports(engine)
+    engine.daemon.credits.grant(list(range(32, 64)))
+    engine.add("r", 3 * BLOCK, out=1)
+    staged(engine, "r", 0)
+    engine.step()
+    while engine.scheduler.requests:
+        engine.step()
+    engine.step()  # tells the workers that it has finished
+    return engine
+
+
+def test_p16_a_save_in_flight_pins_nothing_and_keeps_the_engine_stepping(make: Make, monkeypatch: Patch) -> None:
+    def check() -> None:
+        engine = saving_after_the_last_request(make)
+        assert engine.side._saves.unacknowledged == 1
+        assert engine.scheduler.has_requests(), "its acknowledgement comes with a step"
+        assert engine.scheduler.reset_prefix_cache(), "a pinned block makes this fail"
+        engine.run(limit=3)
+        assert not engine.connector.has_pending_push_work()
+        engine.daemon.drain()
+        assert len(engine.daemon.saved) == 1
+        assert engine.left() == []
+
+    check()
+    with monkeypatch.context() as patch:
+        patch.setattr(SchedulerSide, "has_pending_work", lambda self: False)
+        with pytest.raises(AssertionError, match="acknowledgement"):
+            check()
+    with monkeypatch.context() as patch:
+        patch.setattr(Saves, "acknowledge", lambda *args: None)
+        with pytest.raises(AssertionError, match="does not come to rest"):
+            check()
+    original = KVPrefetchConnector.build_connector_meta
+
+    def pinning(self: KVPrefetchConnector, output: Any) -> Any:
+        meta = original(self, output)
+        assert self._kv_cache_manager is not None
+        pool = self._kv_cache_manager.block_pool
+        for order in meta.saves:
+            pool.touch([pool.blocks[block_id] for block_id in order.block_ids])
+        return meta
+
+    monkeypatch.setattr(KVPrefetchConnector, "build_connector_meta", pinning)
+    with pytest.raises(AssertionError, match="pinned"):
+        check()
+
+
+@pytest.mark.parametrize("second_runner", [False, True])
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_p17_a_preempted_request_starts_over(
+    make: Make, monkeypatch: Patch, second_runner: bool, in_flight: int
+) -> None:
+    """Resumed in either runner's form: matched again, and saved from its new blocks."""
+
+    def check() -> None:
+        engine = make(
+            in_flight=in_flight, second_runner=second_runner, blocks=12, seqs=2, save_decode_cache=True,
+            wait_timeout_ms=0,
+        )  # fmt: skip
+        engine.daemon.credits.grant(list(range(64)))
+        for name in ("a", "b"):
+            engine.add(name, 3 * BLOCK + 12, out=5 * BLOCK)
+        preempted = 0
+        for _ in range(600):
+            if not engine.scheduler.has_requests():
+                break
+            preempted += len(engine.schedule().preempted_req_ids or ())
+            waiting = engine.side._saves._waiting
+            for order in engine.metas[-1].saves:
+                save = waiting[order.save_id]
+                for name in save.request_ids & set(engine.scheduler.requests):
+                    hashes = engine.scheduler.requests[name].block_hashes
+                    table = engine.table(name)
+                    assert [hashes[table.index(block)] for block in order.block_ids] == save.digests
+            while len(engine.flight) >= engine.in_flight:
+                engine.process()
+            engine.daemon.drain()
+            engine.daemon.free()
+        assert preempted > 0
+        assert engine.side.counters["hints"] > 2, "asked for again after the preemption"
+        engine.run()
+        assert {name: len(tokens) for name, tokens in engine.tokens.items()} == {"a": 5 * BLOCK, "b": 5 * BLOCK}
+        assert engine.left() == []
+
+    check()
+    monkeypatch.setattr(Entry, "restart", lambda self: setattr(self, "preemptions", self.request.num_preemptions))
+    with pytest.raises(AssertionError, match="after the preemption"):
+        check()
