@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .client import Unavailable
-from .commands import serve, stat, status
+from .commands import explain, serve, stat, status, tail
 from .config import ConfigError
 
 EX_UNAVAILABLE = 69
 EX_CONFIG = 78
 
-COMMANDS = (serve, status, stat)
+COMMANDS = (serve, status, stat, tail, explain)
 
 
 class _Parser(argparse.ArgumentParser):

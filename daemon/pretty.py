@@ -28,9 +28,8 @@ def _fields(record: Mapping[str, Any]) -> str:
 def _request(record: Mapping[str, Any]) -> str:
     get = record.get
     parts = [
-        str(get("request_id", "")),
-        str(get("outcome", "")),
-        f"loaded {get('loaded_blocks', 0)} of {get('hint_blocks', 0)} blocks",
+        f"{get('request_id', '')} {get('outcome', '')}:",
+        f"{get('loaded_blocks', 0)} of {get('hint_blocks', 0)} blocks",
     ]
     if get("local_blocks"):
         parts.append(f"({get('local_blocks')} local)")

@@ -1,0 +1,56 @@
+"""`kvprefetchd explain`: one request's timeline in the terminal, and where its time went."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+
+from ..client import Unavailable
+from ..pretty import printable
+from ..reader import Record, records
+from ..story import explain
+from .common import Commands, declare
+from .source import add_source, lines
+from .tail import ends_quietly
+
+
+def add(commands: Commands) -> None:
+    parser = declare(
+        commands, "explain", "draw one request's timeline from the log, and say where its time went", run,
+        details="A request that was hinted more than once is shown as often. `kvprefetchd tail --slow MS` finds some.",
+    )  # fmt: skip
+    parser.add_argument("request", metavar="REQUEST_ID", help="its id, or a part of it that no other request has")
+    add_source(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    with ends_quietly(), lines(arguments) as source:
+        for record in find(records(source), arguments.request):
+            print(explain(record), end="\n\n")
+    return 0
+
+
+def find(log: Iterable[Record], wanted: str) -> list[Record]:
+    """The request.done lines of one request, oldest first. Raises Unavailable when there is none, or more than one."""
+    exact: list[Record] = []
+    partly: dict[str, list[Record]] = {}
+    for record in log:
+        name = str(record.get("request_id", ""))
+        if record["event"] != "request.done":
+            continue
+        if name == wanted:
+            exact.append(record)
+        elif wanted in name:
+            partly.setdefault(name, []).append(record)
+    if exact:
+        return exact
+    if len(partly) == 1:
+        return next(iter(partly.values()))
+    if partly:
+        some = printable(", ".join(list(partly)[:5]))
+        raise Unavailable(
+            f"{len(partly)} requests have {wanted!r} in their id: {some}{', …' if len(partly) > 5 else ''}"
+        )
+    raise Unavailable(
+        f"no request.done line has {wanted!r} in its id: it has not ended, was not hinted, or the log begins later"
+    )

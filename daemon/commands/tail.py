@@ -1,0 +1,97 @@
+"""`kvprefetchd tail`: the log for human eyes, filtered, from a file, a stream or the journal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from .. import pretty
+from ..events import LEVELS
+from ..reader import Record, parse
+from .common import Commands, declare
+from .source import add_source, lines
+
+
+def add(commands: Commands) -> None:
+    parser = declare(
+        commands, "tail", "print the log as readable lines", run,
+        details="Lines that are not the daemon's are passed on as they are, unless a filter or --json is given.",
+    )  # fmt: skip
+    add_source(parser)
+    parser.add_argument("-f", "--follow", action="store_true", help="go on with what comes, across rotation")
+    parser.add_argument(
+        "-n", "--lines", metavar="COUNT", type=_count, help="begin with the last COUNT lines (default: all; 10 with -f)"
+    )
+    parser.add_argument(
+        "--event", metavar="NAME", action="append", help="only this event; * as in request.*; repeatable"
+    )
+    parser.add_argument("--request", metavar="ID", help="only this request: its id or the start of it")
+    parser.add_argument("--engine", metavar="ID", help="only this engine: its id or the start of it")
+    parser.add_argument("--level", choices=LEVELS, help="only this level and above")
+    parser.add_argument(
+        "--slow", metavar="MS", type=float, help="only requests for which the scheduler waited at least MS milliseconds"
+    )
+    parser.add_argument("--json", action="store_true", help="print the lines as JSON, as they were written")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    wanted = predicate(arguments)
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    with ends_quietly(), lines(arguments, following=arguments.follow, last=arguments.lines) as source:
+        for line in source:
+            record = parse(line)
+            if record is None:
+                if wanted is None and not arguments.json:
+                    text = line.decode(errors="replace").rstrip("\r\n").expandtabs()
+                    print(pretty.printable(text), flush=arguments.follow)
+            elif wanted is None or wanted(record):
+                text = json.dumps(record) if arguments.json else pretty.line(record, colour=colour)
+                print(text, flush=arguments.follow)
+        sys.stdout.flush()
+    return 0
+
+
+def predicate(arguments: argparse.Namespace) -> Callable[[Record], bool] | None:
+    """Whether a record is wanted; None when every line is."""
+    tests: list[Callable[[Record], Any]] = []
+    if arguments.event:
+        tests.append(lambda record: any(fnmatchcase(record["event"], name) for name in arguments.event))
+    if arguments.request is not None:
+        tests.append(lambda record: str(record.get("request_id", "")).startswith(arguments.request))
+    if arguments.engine is not None:
+        tests.append(lambda record: str(record.get("engine", "")).startswith(arguments.engine))
+    if arguments.level is not None:
+        levels = LEVELS[LEVELS.index(arguments.level) :]
+        tests.append(lambda record: record.get("level") in levels)
+    if arguments.slow is not None:
+        tests.append(lambda record: record["event"] == "request.done" and _waited_ms(record) >= arguments.slow)
+    return (lambda record: all(test(record) for test in tests)) if tests else None
+
+
+def _waited_ms(record: Record) -> float:
+    value = record.get("exposed_ms")
+    return value if isinstance(value, (int, float)) else 0.0
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"should be a number of lines, 0 or more: {text!r}")
+    return int(text)
+
+
+@contextlib.contextmanager
+def ends_quietly() -> Iterator[None]:
+    """Ctrl-C, and a reader of our output that left, are ordinary ends."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        pass
+    except BrokenPipeError:
+        # Python flushes standard output once more at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

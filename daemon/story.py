@@ -1,0 +1,167 @@
+"""One request's story as a picture and a sentence: where its time went. Pure: a `request.done` record in, text out."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .events import Ending
+from .pretty import number, printable, size
+from .reader import Record
+
+WIDTH = 56
+_SHOWN = 0.05  # a part of a wait below this share is not mentioned
+
+
+class Span(NamedTuple):
+    """Part of the story, in milliseconds since the request arrived."""
+
+    name: str
+    start_ms: float
+    end_ms: float
+
+
+def explain(record: Record) -> str:
+    """The whole explanation, several lines."""
+    return "\n".join([*headline(record), "", *picture(record), "", sentence(record)])
+
+
+def headline(record: Record) -> list[str]:
+    hinted, local, found = (_count(record, f"{name}_blocks") for name in ("hint", "local", "found"))
+    lines = [
+        printable(f"request {record.get('request_id')} of engine {record.get('engine', '?')}: {record.get('outcome')}"),
+        f"{hinted} blocks ({_count(record, 'prompt_tokens')} tokens): {local} local, {found - local} more in the store,"
+        f" {hinted - found} nowhere; {_count(record, 'loaded_blocks')} loaded",
+    ]
+    if record.get("bytes"):
+        lines.append(
+            f"{size(_count(record, 'bytes'))} fetched: {size(_count(record, 'bytes_memory'))} from memory, "
+            f"{size(_count(record, 'bytes_disk'))} from disk"
+        )
+    return lines
+
+
+def spans(record: Record) -> list[Span]:
+    """The parts that this request went through, in the order of their starts."""
+    seen, looked_up, first, last, asked, claimed, loaded, ended = (
+        _ms(record, name)
+        for name in ("hint_seen", "looked_up", "first_byte", "last_byte", "asked", "claimed", "loaded", "ended")
+    )
+    turn = asked if asked is not None else claimed if claimed is not None else ended
+    ready = last if last is not None else looked_up
+    end = claimed if claimed is not None else ended
+    if record.get("outcome") == Ending.LATE.value:
+        after = ("fetch not over", ready, end)
+    else:
+        after = ("staged, not yet taken", ready, end)
+    found = [
+        ("in the engine's queue", 0.0, turn),
+        ("hint to daemon", 0.0, seen),
+        ("look-up", seen, looked_up),
+        ("until the first byte", looked_up, first),
+        ("transfer", first, last),
+        after,
+        ("scheduler waits", asked, end),
+        ("copy to the GPU's blocks", claimed, loaded),
+    ]
+    return [
+        Span(name, start, max(start, end)) for name, start, end in found if start is not None and end is not None
+    ]  # fmt: skip
+
+
+def picture(record: Record) -> list[str]:
+    """A bar for each part, on one scale."""
+    parts = spans(record)
+    end = max((part.end_ms for part in parts), default=0.0) or 1.0
+    left = max((len(part.name) for part in parts), default=0)
+    scale = f"{'':{left}}  {'':>9}  0{f'{number(end)} ms':>{WIDTH - 1}}"
+    lines = [scale]
+    for part in parts:
+        start, stop = (round(WIDTH * max(0.0, at) / end) for at in (part.start_ms, part.end_ms))
+        start = min(start, WIDTH - 1)
+        bar = " " * start + ("█" * (stop - start) or "▏")
+        lines.append(f"{part.name:{left}}  {number(part.end_ms - part.start_ms):>6} ms  {bar}")
+    return lines
+
+
+def sentence(record: Record) -> str:
+    """What the picture says, in words."""
+    outcome = str(record.get("outcome"))
+    waited = _number(record, "exposed_ms")
+    told = {
+        Ending.LOADED.value: _loaded,
+        Ending.MISS.value: _miss,
+        Ending.LATE.value: _late,
+    }.get(outcome)
+    if told is not None:
+        return told(record, waited)
+    meaning = next((ending.meaning for ending in Ending if ending.value == outcome), "an outcome unknown here")
+    return f"It did not load, because {meaning}. {_wait(record, waited)}"
+
+
+def _loaded(record: Record, waited: float) -> str:
+    fetched = bool(record.get("bytes"))
+    seen, looked_up, last = (_ms(record, name) for name in ("hint_seen", "looked_up", "last_byte"))
+    ready = last if last is not None else looked_up
+    work = f"{'look-up and transfer' if fetched else 'the look-up (its blocks were staged already)'}"
+    took = f"{number((ready or 0.0) - (seen or 0.0))} ms"
+    if waited < 0.05:
+        queue = next((part.end_ms for part in spans(record) if part.name == "in the engine's queue"), 0.0)
+        return f"The scheduler did not wait: {work} took {took} of the {number(queue)} ms that it queued in the engine."
+    hidden = _number(record, "hidden_fraction")
+    return f"Of {work}, which took {took}, the queue hid {100 * hidden:.0f} %. {_wait(record, waited)}"
+
+
+def _miss(record: Record, waited: float) -> str:
+    if record.get("store_unavailable"):
+        reason = "The store could not be asked, so it counts as a miss and was recomputed."
+    elif _count(record, "found_blocks") > _count(record, "local_blocks"):
+        reason = "What the store had could not be fetched, and it was recomputed."
+    else:
+        reason = "The store had nothing beyond what the engine held itself, and it was recomputed."
+    return f"{reason} {_wait(record, waited)}"
+
+
+def _late(record: Record, waited: float) -> str:
+    return f"It was not there when the engine's patience was over, and it was recomputed. {_wait(record, waited)}"
+
+
+def _wait(record: Record, waited: float) -> str:
+    """How the time at the head of the queue divides among what the daemon did meanwhile."""
+    asked = _ms(record, "asked")
+    if asked is None or waited < 0.05:
+        return "The scheduler did not wait for it."
+    until = asked + waited
+    during = []
+    for part in spans(record):
+        if part.name in ("in the engine's queue", "scheduler waits", "copy to the GPU's blocks"):
+            continue
+        overlap = min(until, part.end_ms) - max(asked, part.start_ms)
+        if overlap >= _SHOWN * waited:
+            during.append((overlap, part.name))
+    parts = ", ".join(f"{number(overlap)} ms {_during(name)}" for overlap, name in sorted(during, reverse=True))
+    return f"The scheduler waited {number(waited)} ms for it{f': {parts}' if parts else ''}."
+
+
+def _during(name: str) -> str:
+    return {
+        "hint to daemon": "until the daemon read the hint",
+        "look-up": "for the look-up",
+        "until the first byte": "until its first fetch came back",
+        "transfer": "for the rest of the transfer",
+        "fetch not over": "for a fetch that was not over",
+        "staged, not yet taken": "after it was staged, until the scheduler looked again",
+    }[name]
+
+
+def _ms(record: Record, name: str) -> float | None:
+    value: Any = record.get(f"{name}_ms")
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _number(record: Record, name: str) -> float:
+    value: Any = record.get(name)
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _count(record: Record, name: str) -> int:
+    return int(_number(record, name))

@@ -1,0 +1,139 @@
+"""`kvprefetchd explain`: one request's timeline, and a sentence that says where its time went."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.lab.daemon import Daemon
+from kvprefetch.daemon import events, story
+from kvprefetch.daemon.events import Ending
+from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.test_serve import blocks
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+LINE: dict[str, Any] = {
+    "ts": "2026-11-21T07:30:00.000000Z", "level": "info", "event": "request.done", "run_id": "5d1c0a7be2f4",
+    "engine": "3f2a91c04d11", "epoch": 5, "request_id": "cmpl-7", "outcome": "loaded", "prompt_tokens": 2081,
+    "hint_blocks": 65, "local_blocks": 2, "found_blocks": 64, "loaded_blocks": 62, "bytes": 8126464, "bytes_disk": 0,
+    "bytes_memory": 8126464, "store_unavailable": False, "arrived_ms": 0.0, "hint_seen_ms": 0.21, "looked_up_ms": 1.32,
+    "first_byte_ms": 14.1, "last_byte_ms": 96.4, "asked_ms": 71.0, "claimed_ms": 97.2, "loaded_ms": 99.9,
+    "ended_ms": 100.4, "exposed_ms": 26.2, "hidden_fraction": 0.7276,
+}  # fmt: skip
+
+
+def explain(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvprefetch.daemon", "explain", *arguments],
+        input=given, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
+    assert events.problems(LINE) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {},
+            "Of look-up and transfer, which took 96.2 ms, the queue hid 73 %. The scheduler waited 26.2 ms for it: "
+            "25.4 ms for the rest of the transfer.",
+        ),
+        (
+            {"asked_ms": None, "claimed_ms": 250.0, "loaded_ms": 253.0, "exposed_ms": 0.0, "hidden_fraction": 1.0},
+            "The scheduler did not wait: look-up and transfer took 96.2 ms of the 250 ms that it queued in the engine.",
+        ),
+        (
+            {"asked_ms": 0.5, "exposed_ms": 96.7, "hidden_fraction": 0.0},
+            "Of look-up and transfer, which took 96.2 ms, the queue hid 0 %. The scheduler waited 96.7 ms for it: "
+            "82.3 ms for the rest of the transfer, 12.8 ms until its first fetch came back.",
+        ),
+        (
+            {"bytes": 0, "first_byte_ms": None, "last_byte_ms": None, "asked_ms": None, "claimed_ms": 30.0,
+             "loaded_ms": 31.0, "exposed_ms": 0.0, "hidden_fraction": 1.0},
+            "The scheduler did not wait: the look-up (its blocks were staged already) took 1.11 ms of the 30.0 ms that "
+            "it queued in the engine.",
+        ),
+        (
+            {"outcome": "miss", "found_blocks": 2, "loaded_blocks": 0, "bytes": 0, "first_byte_ms": None,
+             "last_byte_ms": None, "asked_ms": None, "claimed_ms": None, "loaded_ms": None, "exposed_ms": 0.0},
+            "The store had nothing beyond what the engine held itself, and it was recomputed. The scheduler did not "
+            "wait for it.",
+        ),
+        (
+            {"outcome": "miss", "found_blocks": 2, "store_unavailable": True, "bytes": 0, "looked_up_ms": 2000.0,
+             "first_byte_ms": None, "last_byte_ms": None, "asked_ms": 1.0, "claimed_ms": None, "loaded_ms": None,
+             "ended_ms": 2001.0, "exposed_ms": 2000.0},
+            "The store could not be asked, so it counts as a miss and was recomputed. The scheduler waited 2000 ms for "
+            "it: 1999 ms for the look-up.",
+        ),
+        (
+            {"outcome": "late", "claimed_ms": None, "loaded_ms": None, "last_byte_ms": None, "first_byte_ms": None,
+             "bytes": 0, "asked_ms": 5.0, "ended_ms": 5005.0, "exposed_ms": 5000.0},
+            "It was not there when the engine's patience was over, and it was recomputed. The scheduler waited 5000 ms "
+            "for it: 5000 ms for a fetch that was not over.",
+        ),
+    ],
+)  # fmt: skip
+def test_the_sentence_says_where_the_time_went(changes: dict[str, Any], expected: str) -> None:
+    assert story.sentence({**LINE, **changes}) == expected
+
+
+@pytest.mark.parametrize("ending", Ending)
+def test_every_outcome_has_a_sentence_and_nothing_breaks_it(ending: Ending) -> None:
+    bare = {"event": "request.done", "ts": "x", "outcome": ending.value}
+    for record in ({**LINE, "outcome": ending.value}, bare, {**bare, "exposed_ms": "?", "asked_ms": [1]}):
+        assert story.explain(record).rstrip().endswith(".")
+
+
+def test_bars_lie_on_one_scale_and_keep_to_their_width() -> None:
+    lines = story.picture({**LINE, "loaded_ms": None})
+    bars = {line[: line.index("  ")]: line[line.index(" ms  ") + 5 :] for line in lines[1:]}
+    assert len(bars["transfer"]) <= story.WIDTH
+    assert bars["scheduler waits"].endswith("█")
+    assert len(bars["scheduler waits"]) == story.WIDTH, "the last part ends the scale"
+    assert len(bars["in the engine's queue"]) == len(bars["scheduler waits"].rstrip("█")), "one begins where one ends"
+
+
+def test_a_request_is_found_by_its_id_or_a_part_of_it(tmp_path: Path) -> None:
+    names = ["cmpl-1", "cmpl-12", "chat-9"]
+    log = tmp_path / "log"
+    log.write_text("noise\n" + "".join(json.dumps({**LINE, "request_id": name}) + "\n" for name in names))
+    assert "request cmpl-1 of" in explain("cmpl-1", str(log)).stdout, "the whole id wins over a part of another"
+    assert "request chat-9 of" in explain("chat", str(log)).stdout
+    several = explain("cmpl", str(log))
+    assert several.returncode == 69
+    assert "2 requests have 'cmpl' in their id: cmpl-1, cmpl-12" in several.stderr
+    none = explain("nobody", given=log.read_text())
+    assert none.returncode == 69
+    assert "'nobody'" in none.stderr
+
+
+def test_a_request_hinted_twice_is_shown_twice() -> None:
+    lines = [{**LINE, "outcome": "evicted", "loaded_blocks": 0}, LINE]
+    shown = explain("cmpl-7", given="".join(json.dumps(line) + "\n" for line in lines)).stdout
+    assert re.findall(r"d11: (\w+)", shown) == ["evicted", "loaded"]
+
+
+def test_a_request_of_a_real_daemon_is_explained(shared_daemon: Daemon) -> None:
+    engine = FakeEngine(shared_daemon.socket, prefix="explained")
+    values = blocks("explained", 12)
+    engine.save(values)
+    wait_for(lambda: engine.load(list(values), name="first"), what="a hit")
+    engine.load(list(values) + list(blocks("absent", 2)), local=1, name="to-explain")
+    wait_for(lambda: [e for e in shared_daemon.records("request.done") if e["request_id"] == "to-explain"])
+    result = explain("to-explain", given="\n".join(shared_daemon.lines))
+    assert result.returncode == 0, result
+    assert "14 blocks (449 tokens): 1 local, 11 more in the store, 2 nowhere; 11 loaded" in result.stdout
+    assert "its blocks were staged already" in result.stdout
+    engine.close()
