@@ -5,6 +5,8 @@ export VENV PYTHON
 
 BIN    := $(VENV)/bin
 LINTED := .
+# Test processes at a time; a test keeps about one core and 3 GB busy.
+JOBS   ?= 2
 LINKED := __init__.py py.typed daemon shmring connector
 
 .DEFAULT_GOAL := help
@@ -17,7 +19,7 @@ setup: ## build the virtual environment (VENV=.venv; PYTHON=python3.12 to choose
 	@.ci/setup
 
 test: setup lint ## set up, check, and run the default tests, those against real vLLM and Mooncake included
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lint: setup links ## ruff (rules and format) and mypy
 	@$(BIN)/python -m ruff check --quiet $(LINTED)

@@ -92,7 +92,7 @@ class Claims:
             priority=request.priority, prompt_tokens=request.num_prompt_tokens, now_ns=self._clock_ns(),
         )  # fmt: skip
         if entry.handle is None:
-            session.count_dropped_hint()
+            session.producer.count_dropped()
             self._counters["hints_dropped"] += 1
             return False
         self._counters["hints"] += 1

@@ -17,7 +17,7 @@ from ..shmring.credits import CreditTaker
 from ..shmring.doorbell import Doorbell
 from ..shmring.errors import SegmentCorrupt, SegmentError
 from ..shmring.flags import FlagAllocator, FlagTable
-from ..shmring.layout import Layout, Line
+from ..shmring.layout import Layout
 from ..shmring.liveness import Liveness, PeerState, PeerStatus
 from ..shmring.protocol import Attached
 from ..shmring.ring import Producer
@@ -47,7 +47,6 @@ class SchedulerSession:
         self.producer = Producer(segment.buffer, self.words, layout, doorbell.ring)
         self.liveness = Liveness(self.words, consumer=False)
         self.liveness.set_state(PeerState.ACTIVE)
-        self._dropped = 0
         # The views above keep the memory mapped; only the descriptor goes.
         segment.close()
 
@@ -69,10 +68,6 @@ class SchedulerSession:
     def alive(self, now_ns: int) -> bool:
         """Whether the daemon serves this session now."""
         return self.liveness.peer(now_ns) is PeerStatus.ALIVE
-
-    def count_dropped_hint(self) -> None:
-        self._dropped += 1
-        self.words.store_release(Line.HINTS_DROPPED, self._dropped)
 
     def beat(self, now_ns: int) -> None:
         self.liveness.beat(now_ns)

@@ -17,7 +17,6 @@ from ..shmring.credits import CreditGranter
 from ..shmring.doorbell import Doorbell
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.flags import FlagTable, pack, unpack
-from ..shmring.layout import Line
 from ..shmring.liveness import Liveness, PeerState
 from ..shmring.protocol import FlagState, Hello, ProtocolError, RecordKind
 from ..shmring.ring import Consumer, Record
@@ -318,7 +317,7 @@ class EngineSession:
 
     def account(self) -> dict[str, int]:
         """Gauges and counters together, for the log, the board and whoever asks."""
-        self.totals.dropped_hints = max(self.totals.dropped_hints, self.words.load_acquire(Line.HINTS_DROPPED))
+        self.totals.dropped_hints = max(self.totals.dropped_hints, self.ring.dropped)
         return {**self.gauges(), **self.totals.totals()}
 
     def end(self, ending: Ending) -> None:

@@ -53,6 +53,8 @@ class Producer:
 
     def __init__(self, buffer: memoryview, words: Words, layout: Layout, ring_bell: Callable[[], None]) -> None:
         """Take up the ring where its words say it stands. SegmentCorrupt when it cannot stand there."""
+        self._words = words
+        self._dropped = 0
         self._ring = buffer[layout.ring_offset : layout.ring_offset + layout.ring_bytes]
         self._publish = words.publish
         self._load_acquire = words.load_acquire
@@ -61,6 +63,12 @@ class Producer:
         self._ring_bell = ring_bell
         self._tail, self._head = _position(words, layout)
         self.max_payload_bytes = max_payload_bytes(layout)
+
+    def count_dropped(self) -> None:
+        """Say that a record could not be pushed, for whoever looks at the segment."""
+        self._dropped += 1
+        # SYNC dropped: read as it is, orders nothing
+        self._words.store_release(Line.HINTS_DROPPED, self._dropped)
 
     def push(self, kind: int, *parts: Payload) -> bool:
         """Append one record made of `parts` (of bytes: other item sizes are refused).
@@ -123,6 +131,12 @@ class Consumer:
         self._max_payload = max_payload_bytes(layout)
         _, self._head = _position(words, layout)
         self._next = self._head
+
+    @property
+    def dropped(self) -> int:
+        """Hints that the producer says it could not push; the producer's own word, of use to nobody but a reader."""
+        # SYNC dropped: read as it is, orders nothing
+        return self._load_acquire(Line.HINTS_DROPPED)
 
     def peek(self) -> Record | None:
         """The oldest record, or None. Raises SegmentCorrupt when what stands there cannot be a record.

@@ -89,6 +89,7 @@ def pushes(control: Segment, bell: Doorbell, count: int, largest: int, seed: int
     words, layout = Words(control.buffer), Layout.read(control.buffer)
     producer = Producer(control.buffer, words, layout, bell.ring)
     data = bytes(largest)
+    producer.push(1, data)  # what only the first push needs, such as memory of the interpreter's, comes before the mark
     os.getppid()
     for _ in range(count):
         if not producer.push(1, data):
@@ -104,6 +105,8 @@ def polls(control: Segment, bell: Doorbell, count: int, largest: int, seed: int)
 
     words, layout = Words(control.buffer), Layout.read(control.buffer)
     table, liveness = FlagTable(control.buffer, words, layout), Liveness(words, consumer=False)
+    table.load(0)
+    liveness.peer(0)
     os.getppid()
     for _ in range(count):
         table.load(0)

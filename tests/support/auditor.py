@@ -18,7 +18,8 @@ from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.protocol import FlagState
 
 # In the environment of this process, and so of everything it starts: how a leaked process is told from a stranger.
-os.environ.setdefault("KVPREFETCH_TEST_RUN", uuid.uuid4().hex)
+# Several test processes run at once (pytest-xdist), each started by one that has a mark already: theirs is their own.
+os.environ["KVPREFETCH_TEST_RUN"] = uuid.uuid4().hex
 MARK = f"KVPREFETCH_TEST_RUN={os.environ['KVPREFETCH_TEST_RUN']}".encode()
 
 
