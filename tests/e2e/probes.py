@@ -140,3 +140,40 @@ def add_and_poll(engine: Any, prompts: list[list[int]], polls: int, *, plant: bo
     _mark(END)
     engine.abort_request([f"poll-{index}" for index in range(len(prompts))])
     return pending
+
+
+_EVENTS: list[Any] = []
+_SOURCES: dict[str, int] = {}
+
+
+def record_events_and_sources(engine: Any) -> None:
+    """From now on keep the KV events that are published and the tiers that hits are attributed to."""
+    scheduler = _scheduler(engine)
+    publish = scheduler.kv_event_publisher.publish
+    sources = scheduler.connector.get_external_cache_hit_sources
+
+    def publishing(batch: Any) -> None:
+        _EVENTS.extend(batch.events)
+        publish(batch)
+
+    def attributing(request: Any, tokens: int) -> Any:
+        found = sources(request, tokens)
+        for source, count in found.items():
+            _SOURCES[source.value] = _SOURCES.get(source.value, 0) + count
+        return found
+
+    scheduler.kv_event_publisher.publish = publishing
+    scheduler.connector.get_external_cache_hit_sources = attributing
+
+
+def stored_events(_engine: Any) -> list[tuple[str, list[int]]]:
+    """(medium, token ids) of each BlockStored so far that is not of the engine's own cache."""
+    events = [event for event in _EVENTS if type(event).__name__ == "BlockStored" and event.medium != "GPU"]
+    return [(event.medium, list(event.token_ids)) for event in events]
+
+
+def sources(_engine: Any) -> dict[str, int]:
+    """Tokens by tier since the last call."""
+    found = dict(_SOURCES)
+    _SOURCES.clear()
+    return found

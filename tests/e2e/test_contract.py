@@ -1,4 +1,4 @@
-"""The scheduler's contract with a real engine: failed allocations, preemption, evictions, long queues, resets."""
+"""The scheduler's contract with a real engine: failed allocations, evictions, long queues, resets."""
 
 from __future__ import annotations
 
@@ -56,26 +56,6 @@ def test_a_local_prefix_evicted_after_the_hint_is_fetched_again(
     assert second.cached_tokens == HITS
     site.assert_idle()
     filled.stop()
-
-
-@pytest.mark.parametrize("load_mode", ["sync", "async"])
-def test_preempted_requests_start_over_with_right_tokens(
-    site: Site, plain: Engine, engines: Callable[..., Engine], load_mode: str
-) -> None:
-    """A pool too small for four long outputs: requests are preempted, resumed, and loaded again."""
-    prompts = make_prompts(6, 200, seed=43)
-    right = plain.run(prompts, max_tokens=150).tokens
-    spec = site.spec(
-        extra={"load_mode": load_mode, "cache_prefix": f"preempt-{load_mode}"}, num_gpu_blocks=30, max_model_len=512
-    )
-    engine = site.engine(spec)
-    engine.call("tests.e2e.probes:count_preemptions")
-    for _ in range(2):
-        assert engine.run(prompts, max_tokens=150).tokens == right
-        site.fresh(engine)
-    assert engine.call("tests.e2e.probes:preemptions") > 0
-    assert engine.call("tests.e2e.probes:counters")["loads"] > 0
-    engine.stop()
 
 
 def test_a_queue_longer_than_the_staging_area_is_served_in_full(

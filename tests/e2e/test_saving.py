@@ -1,0 +1,103 @@
+"""What is saved by a real engine: right under preemption, announced when it is stored, and attributed to its tier."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lab.connectors import multi, ours
+from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.engine import Engine, EngineSpec
+from benchmarks.lab.prompts import make_prompts
+from tests.e2e.conftest import BLOCK, Site, wait_attached, whole_blocks
+from tests.support.auditor import Auditor
+
+LONG = 160
+
+
+@pytest.mark.parametrize(("decode", "load_mode"), [(False, "sync"), (True, "async")])
+def test_preempted_requests_are_saved_and_loaded_right(site: Site, plain: Engine, decode: bool, load_mode: str) -> None:
+    """A KV pool for one and a half of four long outputs; then everything that was saved is loaded and continued."""
+    prompts = make_prompts(5, 200, seed=61)
+    right = plain.run(prompts, max_tokens=LONG).tokens
+    continued = [prompt + tokens for prompt, tokens in zip(prompts, right, strict=True)]
+    right_on = plain.run(continued, max_tokens=8).tokens
+    engine = site.engine(
+        site.spec(
+            extra={"save_decode_cache": decode, "load_mode": load_mode, "cache_prefix": f"saving-{load_mode}"},
+            num_gpu_blocks=26,
+            max_model_len=512,
+        )
+    )
+    engine.call("tests.e2e.probes:count_preemptions")
+    assert engine.run(prompts, max_tokens=LONG).tokens == right
+    assert engine.call("tests.e2e.probes:preemptions") > 0
+    site.fresh(engine)
+    second = engine.run(prompts, max_tokens=LONG)
+    assert second.tokens == right
+    assert second.cached_tokens == [whole_blocks(prompt) for prompt in prompts]
+    site.fresh(engine)
+    third = engine.run(continued, max_tokens=8)
+    assert third.tokens == right_on
+    for prompt, whole, hit in zip(prompts, continued, third.cached_tokens, strict=True):
+        if decode:  # all but the last token's KV was computed
+            assert hit == whole_blocks(whole)
+        else:  # what a preempted request had generated is prompt to its second prefill
+            assert whole_blocks(prompt) <= hit <= whole_blocks(whole)
+    site.assert_idle()
+    engine.stop()
+
+
+def test_stored_blocks_are_announced_and_hits_told_apart_by_tier(
+    model: Path, engines: Callable[..., Engine], module_auditor: Auditor, tmp_path: Path
+) -> None:
+    """As a child of MultiConnector: from memory while the daemon lives, from its disk after a restart."""
+    prompts = make_prompts(4, 200, seed=62)
+    hits = sum(whole_blocks(prompt) for prompt in prompts)
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "example")},
+    }
+    with Daemon(memory="64MiB", staging="16MiB", disk=f"{tmp_path / 'disk'}:256MiB") as daemon:
+        engine = engines(
+            EngineSpec(
+                model=model,
+                kv_transfer=multi(ours(daemon.socket), example),
+                extra={
+                    "disable_log_stats": False,
+                    "kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"},
+                },
+            )
+        )
+        engine.call("tests.e2e.probes:record_events_and_sources")
+        engine.run(prompts, max_tokens=2)
+        stored = wanted = {tuple(p[at : at + BLOCK]) for p in prompts for at in range(0, whole_blocks(p), BLOCK)}
+        deadline = time.monotonic() + 20
+        while True:
+            engine.run([[5, 6, 7]], max_tokens=1)  # events are taken with steps
+            events = engine.call("tests.e2e.probes:stored_events")
+            stored = {tuple(tokens) for _, tokens in events}
+            if stored == wanted or time.monotonic() > deadline:
+                break
+        assert stored == wanted
+        assert {medium for medium, _ in events} == {"cpu"}
+        assert len(events) == len(wanted), "each once"
+
+        module_auditor.assert_idle(daemon.pid, daemon.socket)
+        assert engine.reset_prefix_cache()
+        engine.call("tests.e2e.probes:sources")
+        assert sum(engine.run(prompts, max_tokens=2).cached_tokens) == hits
+        assert engine.call("tests.e2e.probes:sources") == {"host": hits}
+
+        assert daemon.sigterm(60) == 0
+        daemon.start()
+        wait_attached(engine)
+        assert engine.reset_prefix_cache()
+        assert sum(engine.run(prompts, max_tokens=2).cached_tokens) == hits
+        assert engine.call("tests.e2e.probes:sources") == {"disk": hits}
+        module_auditor.assert_idle(daemon.pid, daemon.socket)
+        engine.stop()
