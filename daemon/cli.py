@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .client import Unavailable
-from .commands import explain, serve, stat, status, tail
+from .commands import explain, serve, stat, status, tail, top
 from .config import ConfigError
 
 EX_UNAVAILABLE = 69
 EX_CONFIG = 78
 
-COMMANDS = (serve, status, stat, tail, explain)
+COMMANDS = (serve, status, top, stat, tail, explain)
 
 
 class _Parser(argparse.ArgumentParser):

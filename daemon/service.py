@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from functools import partial
 from types import FrameType
 
-from .. import __version__
 from ..shmring.protocol import Hello, Status
+from . import report
 from .board import Board
 from .config import DaemonConfig
 from .control import Control, listen
@@ -149,7 +149,8 @@ class Daemon:
         flush_floods()
         if self._board.beat(now_ns):
             accounts = [session.totals for session in (*sessions, *control.ended)]
-            self._board.publish(now_ns, self._engines(), accounts, self._store_is_open)
+            engines = [report.numbers(session) for session in control.sessions()]
+            self._board.publish(now_ns, engines, accounts, self._store_is_open)
 
     def _event(self, control: Control, sessions: Sequence[EngineSession], pools: Pools, fd: int) -> None:
         if fd == pools.fd:
@@ -218,11 +219,8 @@ class Daemon:
         return session
 
     def _status(self) -> Status:
-        return Status(version=__version__, pid=os.getpid(), store_open=self._store_is_open, engines=self._engines())
-
-    def _engines(self) -> list[dict[str, int | str]]:
         sessions = self._control.sessions() if self._control is not None else []
-        return [{"engine": session.engine_id, "epoch": session.epoch, **session.account()} for session in sessions]
+        return report.status(sessions, self._board, self._store_is_open)
 
     def _shut_down(self, pools: Pools) -> None:
         """Engines first (they fall back at once), then calls in flight, then the store, then its master."""

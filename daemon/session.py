@@ -6,6 +6,7 @@ corrupt segment ends this session and no other.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -34,6 +35,7 @@ from .timeline import Timeline
 _T = TypeVar("_T")
 
 LAST_RECORDS = 4096  # read at the end of a session: all that an honest engine can have on the way, and no flood
+RECENT = 256
 MAX_EXCHANGES = 16  # an honest engine makes two transitions of one use of a flag at most
 
 
@@ -98,6 +100,7 @@ class EngineSession:
         self.closing = False
         self.corrupt: str | None = None  # what was found wrong with the engine's memory; the owner ends the session
         self._timelines: dict[Key, Timeline] = {}
+        self.recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=RECENT)  # (when, request.done), for `top`
         self._given_up: set[Key] = set()  # by flags seen at the last scan whose DONE record may still come
         chunk_blocks = max(1, chunk_bytes // self.block_bytes)
         self.planner = Planner(memory.save_slots_from, self._flags, chunk_blocks=chunk_blocks)
@@ -221,8 +224,10 @@ class EngineSession:
         timeline = self._timelines.pop(request.key, None)
         if timeline is None:
             return
-        story = timeline.fields(request, ending, done, self.block_bytes, self._clock_ns())
+        now = self._clock_ns()
+        story = timeline.fields(request, ending, done, self.block_bytes, now)
         self.totals.request_done(story)
+        self.recent.append((now, story))
         self._log.info("request.done", **story)
 
     def scan(self) -> None:

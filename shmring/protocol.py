@@ -349,14 +349,36 @@ class Segments(_Message):
     engines: list[str]
 
 
+class SlowRequest(_Message):
+    """One of the requests that ended lately and for which the scheduler waited longest."""
+
+    request_id: str
+    engine: str
+    outcome: str
+    exposed_ms: float
+    fetched_bytes: int
+    ago_s: float
+
+
 class Status(_Message):
-    """The daemon's engines, each with its gauges (slots, pins, requests, credits) and counters."""
+    """The daemon's engines (the first 32 of `engine_count`), each with its gauges and counters.
+
+    Only the command line asks for it, never an engine, so it is no reason for another `PROTOCOL`: what one release does
+    not know of another's is left out or has its default. `calls` has the age in seconds of the oldest store call that
+    runs, by kind.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
     type: Literal["status"] = "status"
     version: str
     pid: int
     store_open: bool
     engines: list[dict[str, int | str]]
+    engine_count: int = 0
+    uptime_s: float = 0.0
+    calls: dict[str, float] = Field(default_factory=dict)
+    slowest: list[SlowRequest] = Field(default_factory=list)
 
 
 Message = Hello | Refused | Attached | Mapped | Reset | ResetDone | Stored | StatusQuery | Status | StatQuery | Segments

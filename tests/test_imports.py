@@ -19,7 +19,7 @@ PACKAGE = "kvprefetch"
 FOLDERS: dict[str, tuple[set[str], set[str]]] = {
     "shmring": (set(), {"posix_ipc", "numpy"}),
     "connector": ({"shmring"}, {"vllm", "torch", "cupy", "numpy", "pydantic"}),
-    "daemon": ({"shmring"}, {"mooncake", "structlog", "cupy", "prometheus_client", "numpy", "pydantic"}),
+    "daemon": ({"shmring"}, {"mooncake", "structlog", "cupy", "prometheus_client", "rich", "numpy", "pydantic"}),
 }
 # The types that travel between the two sides: they build on shmring, and nothing in shmring knows them.
 PROTOCOL = "shmring/protocol.py"
@@ -27,6 +27,7 @@ ALSO = {PROTOCOL: {"pydantic"}}
 # Packages with a border of their own: only these files may import them, whatever the folder allows.
 BORDERS: dict[str, tuple[str, ...]] = {
     "mooncake": ("daemon/store.py",),
+    "rich": ("daemon/screen.py",),
     "cupy": ("daemon/staging.py", "connector/worker*.py"),
 }
 # Not even from the standard library: memory order has one home, the C extension, and ctypes has none at all.

@@ -1,4 +1,4 @@
-"""`kvprefetchd status`: the daemon's own account of what it holds."""
+"""`kvprefetchd status`: the daemon's own account of what it holds, for people or as JSON."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import argparse
 
 from ...shmring import protocol
 from ..client import ask
+from ..overview import describe
 from .common import Commands, add_socket, declare
 
 
 def add(commands: Commands) -> None:
-    add_socket(declare(commands, "status", "print what the daemon says it holds, as JSON", run))
+    parser = declare(commands, "status", "print what the daemon says it holds", run)
+    parser.add_argument("--json", action="store_true", help="all of it, as JSON")
+    add_socket(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     answer, _ = ask(arguments.socket, protocol.StatusQuery())
-    print(answer.model_dump_json(indent=2))
+    if arguments.json or not isinstance(answer, protocol.Status):
+        print(answer.model_dump_json(indent=2))
+    else:
+        print("\n".join(describe(answer)))
     return 0

@@ -1,0 +1,37 @@
+"""`kvprefetchd top`: engines, queues, staging, link rate, hidden fraction and the slowest requests, live."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .common import Commands, add_socket, declare
+from .tail import ends_quietly
+
+
+def add(commands: Commands) -> None:
+    parser = declare(commands, "top", "show what the daemon does, live", run, details="Ctrl-C ends it.")
+    add_socket(parser)
+    parser.add_argument("--interval", metavar="S", type=_seconds, default=1.0, help="seconds between looks")
+    parser.add_argument("--once", action="store_true", help="look twice, an interval apart, print that, and end")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from .. import screen  # rich is slow to import, and only this command needs it
+
+    with ends_quietly():
+        if arguments.once or not sys.stdout.isatty():
+            screen.once(arguments.socket, arguments.interval)
+        else:
+            screen.live(arguments.socket, arguments.interval)
+    return 0
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"should be seconds from 0.1 to 3600: {text!r}")
+    return value

@@ -1,0 +1,129 @@
+"""What a daemon's Status says, in rows: the numbers that `status` and `top` show. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..shmring.protocol import Status
+from .pretty import number, printable, size
+
+Numbers = Mapping[str, int | str]
+COLUMNS = (
+    "ENGINE",
+    "PENDING",
+    "FETCHES",
+    "PINNED",
+    "IDLE",
+    "FREE",
+    "SAVES",
+    "HINTS",
+    "HIT",
+    "HIDDEN",
+    "DROPPED",
+    "BAD",
+)
+
+
+class Rates(NamedTuple):
+    """What happened between two answers of one daemon, per second; `hidden` is None when nothing was fetched."""
+
+    hints: float
+    fetched_bytes: float
+    hidden: float | None
+
+
+def rates(before: Status | None, now: Status, seconds: float) -> Rates:
+    """Sums over the engines that both answers name (by epoch), and all of those that only the new one does."""
+    older = {engine["epoch"]: engine for engine in (before.engines if before is not None else [])}
+    if before is None or before.pid != now.pid or seconds <= 0:
+        return Rates(0.0, 0.0, hidden_fraction(now.engines))
+    hints = fetched = 0
+    grown: list[Numbers] = []
+    for engine in now.engines:
+        old = older.get(engine["epoch"], {})
+
+        def grew(name: str, engine: Numbers = engine, old: Numbers = old) -> int:
+            return max(0, _int(engine, name) - _int(old, name))
+
+        hints += grew("hints")
+        fetched += grew("fetched_blocks") * _int(engine, "block_bytes")
+        grown.append({"transfer_ms": grew("transfer_ms"), "hidden_ms": grew("hidden_ms")})
+    return Rates(hints / seconds, fetched / seconds, hidden_fraction(grown))
+
+
+def hidden_fraction(engines: list[Numbers] | list[dict[str, int | str]]) -> float | None:
+    """Share of look-up and transfer that made no scheduler wait."""
+    transfer = sum(_int(engine, "transfer_ms") for engine in engines)
+    return sum(_int(engine, "hidden_ms") for engine in engines) / transfer if transfer else None
+
+
+def row(engine: Numbers) -> list[str]:
+    """One engine, in the order of COLUMNS."""
+    hit, miss = _int(engine, "hit_blocks"), _int(engine, "miss_blocks")
+    counts = ("requests", "orders", "blocks_pinned", "slots_idle", "slots_free", "saves_queued", "hints")
+    return [
+        printable(str(engine.get("engine", "?")))[:24],
+        *(str(_int(engine, name)) for name in counts),
+        percent(hit / (hit + miss) if hit + miss else None),
+        percent(hidden_fraction([engine])),
+        str(_int(engine, "dropped_hints")),
+        str(_int(engine, "bad_records")),
+    ]
+
+
+def headline(status: Status) -> str:
+    """The daemon itself, in one line."""
+    store = "open" if status.store_open else "NOT open: everything is a miss"
+    calls = ", ".join(f"{kind} {number(age_s)} s" for kind, age_s in sorted(status.calls.items()))
+    return (
+        f"kvprefetchd {status.version}, pid {status.pid}, up {duration(status.uptime_s)}; store {store}; "
+        f"store calls in flight: {calls or 'none'}"
+    )
+
+
+def slowest(status: Status) -> list[list[str]]:
+    """The requests that waited longest of late: waited, outcome, bytes, how long ago, engine, id."""
+    return [
+        [
+            f"{number(each.exposed_ms)} ms", each.outcome, size(each.fetched_bytes), f"{duration(each.ago_s)} ago",
+            printable(each.engine)[:24], printable(each.request_id),
+        ]
+        for each in status.slowest
+    ]  # fmt: skip
+
+
+def describe(status: Status) -> list[str]:
+    """The whole answer as lines of text."""
+    lines = [headline(status)]
+    if status.engines:
+        lines += ["", *aligned([list(COLUMNS), *map(row, status.engines)])]
+    else:
+        lines.append("no engine is attached")
+    if status.engine_count > len(status.engines):
+        lines.append(f"and {status.engine_count - len(status.engines)} engines more")
+    if status.slowest:
+        lines += ["", "waited longest in the last five minutes:", *aligned(slowest(status))]
+    return lines
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows]
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.0f} %"
+
+
+def duration(seconds: float) -> str:
+    """42 s, 7 min, 3.2 h, 12 d."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _int(numbers: Numbers, name: str) -> int:
+    value = numbers.get(name, 0)
+    return value if isinstance(value, int) else 0

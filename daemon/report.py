@@ -1,0 +1,58 @@
+"""The answer to a status query, from what the sessions and the board know. Runs on the main loop."""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections.abc import Sequence
+
+from .. import __version__
+from ..shmring.protocol import SlowRequest, Status
+from .board import Board
+from .session import EngineSession
+
+MAX_ENGINES = 32  # in one answer, which must fit a control message
+SLOWEST = 10
+SLOWEST_NS = 300_000_000_000
+
+
+def numbers(session: EngineSession) -> dict[str, int | str]:
+    """One engine's gauges and counters by name; `transfer_ms` and `hidden_ms` make its hidden fraction."""
+    return {
+        "engine": session.engine_id,
+        "epoch": session.epoch,
+        "block_bytes": session.block_bytes,
+        "transfer_ms": int(session.totals.transfer_s * 1e3),
+        "hidden_ms": int(session.totals.hidden_s * 1e3),
+        **session.account(),
+    }
+
+
+def status(sessions: Sequence[EngineSession], board: Board, store_open: bool) -> Status:
+    now = board.clock_ns()
+    return Status(
+        version=__version__,
+        pid=os.getpid(),
+        store_open=store_open,
+        engines=[numbers(session) for session in sessions[:MAX_ENGINES]],
+        engine_count=len(sessions),
+        uptime_s=(now - board.started_ns) / 1e9,
+        calls={kind: (now - since) / 1e9 for kind, since in board.running().items()},
+        slowest=_slowest(sessions, now),
+    )
+
+
+def _slowest(sessions: Sequence[EngineSession], now_ns: int) -> list[SlowRequest]:
+    waited = (
+        (story["exposed_ms"], -at_ns, session.engine_id, story)
+        for session in sessions
+        for at_ns, story in session.recent
+        if story["exposed_ms"] > 0 and now_ns - at_ns < SLOWEST_NS
+    )
+    return [
+        SlowRequest(
+            request_id=story["request_id"], engine=engine, outcome=story["outcome"], exposed_ms=exposed_ms,
+            fetched_bytes=story["bytes"], ago_s=(now_ns + negative_ns) / 1e9,
+        )
+        for exposed_ms, negative_ns, engine, story in heapq.nlargest(SLOWEST, waited, key=lambda each: each[:2])
+    ]  # fmt: skip

@@ -1,0 +1,77 @@
+"""The screen of `kvprefetchd top`: one frame from two answers of the daemon. The only importer of rich."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ..shmring.protocol import Status, StatusQuery
+from . import overview
+from .client import Unavailable, ask
+from .pretty import number, size
+
+
+def once(socket: Path, interval_s: float) -> None:
+    """Look twice and print. Raises Unavailable."""
+    before, since = look(socket), time.monotonic()
+    time.sleep(interval_s)
+    now = look(socket)
+    Console().print(frame(now, overview.rates(before, now, time.monotonic() - since)))
+
+
+def live(socket: Path, interval_s: float) -> NoReturn:
+    """Until Ctrl-C. Raises Unavailable when no daemon answers at the start; later it may be restarting."""
+    before, since = look(socket), time.monotonic()
+    with Live(frame(before, overview.rates(None, before, 0)), screen=True, auto_refresh=False) as shown:
+        while True:
+            time.sleep(interval_s)
+            try:
+                now, at = look(socket), time.monotonic()
+            except Unavailable as error:
+                shown.update(Text(str(error), style="red"), refresh=True)
+                continue
+            shown.update(frame(now, overview.rates(before, now, at - since)), refresh=True)
+            before, since = now, at
+
+
+def look(socket: Path) -> Status:
+    """Ask the daemon. Raises Unavailable."""
+    answer, _ = ask(socket, StatusQuery())
+    if not isinstance(answer, Status):
+        raise Unavailable(f"the daemon answered with something else: type={answer.type}")
+    return answer
+
+
+def frame(status: Status, rates: overview.Rates) -> RenderableType:
+    """Headline, rates, a table of engines, a table of the slowest requests."""
+    parts: list[RenderableType] = [
+        Text(overview.headline(status), style="" if status.store_open else "red"),
+        Text(
+            f"now: {number(rates.hints)} hints/s, fetching {size(rates.fetched_bytes)}/s, "
+            f"hidden {overview.percent(rates.hidden)}"
+        ),
+        Text(),
+    ]
+    if status.engines:
+        engines = Table(expand=True, box=None)
+        for i, name in enumerate(overview.COLUMNS):
+            engines.add_column(name.lower(), justify="left" if i == 0 else "right", no_wrap=True)
+        for engine in status.engines:
+            engines.add_row(*map(Text, overview.row(engine)))
+        parts.append(engines)
+    else:
+        parts.append(Text("no engine is attached", style="dim"))
+    if status.slowest:
+        table = Table(expand=True, box=None, title="waited longest in the last five minutes", title_justify="left")
+        for name in ("waited", "outcome", "fetched", "ended", "engine", "request"):
+            table.add_column(name, no_wrap=True)
+        for cells in overview.slowest(status):
+            table.add_row(*map(Text, cells))
+        parts += [Text(), table]
+    return Group(*parts)
