@@ -116,6 +116,7 @@ FIELDS: dict[str, Field] = {
     "slots": Field("integer", "staging slots, those for saves not counted in `status` and `engine.detached`"),
     "slots_free": Field("integer", "empty slots"),
     "slots_idle": Field("integer", "slots with a staged block that no request holds"),
+    "slots_stuck": Field("integer", "slots that a store call past its deadline may still write to"),
     "blocks_pinned": Field("integer", "blocks that requests hold"),
     "requests": Field("integer", "hinted requests that have not ended"),
     "orders": Field("integer", "fetches in flight or waiting for a thread"),
@@ -156,9 +157,9 @@ FIELDS: dict[str, Field] = {
 }
 
 _ACCOUNT = (
-    "slots", "slots_free", "slots_idle", "blocks_pinned", "requests", "orders", "save_slots", "save_slots_busy",
-    "saves_queued", "hints", "dropped_hints", "bad_records", "hit_blocks", "miss_blocks", "fetched_blocks",
-    "failed_blocks", "loaded_blocks", "saved_blocks", "present_blocks", "lost_saves",
+    "slots", "slots_free", "slots_idle", "slots_stuck", "blocks_pinned", "requests", "orders", "save_slots",
+    "save_slots_busy", "saves_queued", "hints", "dropped_hints", "bad_records", "hit_blocks", "miss_blocks",
+    "fetched_blocks", "failed_blocks", "loaded_blocks", "saved_blocks", "present_blocks", "lost_saves",
 )  # fmt: skip
 
 EVENTS: dict[str, Event] = {

@@ -1,332 +1,367 @@
 """The planner: which blocks to fetch into which slots, for which request first. Pure: events in, fetch orders out.
 
-It owns the block index of one engine (digest -> slot, state, pins).  A block that several requests want is fetched
-once and pinned once per request; consumed blocks stay as an LRU until their room is needed.  Work goes out by
-urgency: asked for at the queue head, then scheduler priority, then arrival.  A request without room may revoke the
-least urgent one, if that is less urgent than itself and not claimed.  Time is handed in; flags are reached through a
-port.
+A block that several requests want is fetched once and pinned once per request (blocks.py).  Work goes out by urgency:
+asked for at the queue head, then scheduler priority, then arrival; blocks in the store's memory and blocks on its disks
+in lanes of their own.  A request without room may revoke the least urgent one, if that is less urgent than itself and
+not claimed.  Time is handed in; flags are reached through a port.
+
+What an event costs does not depend on how many requests wait: queues are heaps whose outdated entries are dropped when
+they come up, and a lane that found no room is not tried again before something changed.
 """
 
 from __future__ import annotations
 
 import enum
 import heapq
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
 
-Key = tuple[int, int]  # (flag, generation)
-Urgency = tuple[int, int, int]
+from .blocks import Block, Blocks, BlockState, Lane
+from .requests import Fetched, FlagPort, Key, Order, Request, Urgency
 
+__all__ = ["Fetched", "FlagPort", "Key", "Lane", "Order", "Planner", "Request"]
 
-class FlagPort(Protocol):
-    """How the planner reaches completion flags. Both calls are compare-and-swaps and may lose to the engine."""
-
-    def publish(self, key: Key, start: int, slots: Sequence[int], count: int, final: bool) -> bool:
-        """Enter slots from block `start` on and publish `count`; False when the flag is the engine's already."""
-        ...
-
-    def expire(self, key: Key) -> bool:
-        """Take an unclaimed flag back; False when the engine claimed or dropped it first."""
-        ...
+DISK_SHARE = 0.75  # of the slots, at most, for blocks from disk that are wanted now
+MAX_TRIES = 64  # requests looked at for one revocation
 
 
-class BlockState(enum.Enum):
-    LOADING = "loading"
-    STAGED = "staged"
-    FAILED = "failed"
+class _Stop(enum.Enum):
+    """Why no more of a request's blocks were issued."""
 
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """One block in one slot. `detached`: no longer in the index, the slot is freed with the last pin."""
-
-    digest: bytes
-    slot: int
-    state: BlockState = BlockState.LOADING
-    pins: int = 0
-    detached: bool = False
-    waiters: list[tuple[Request, int]] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One hinted request. Blocks [local, ready) are published, [local, issued) pinned, [local, limit) in the store."""
-
-    key: Key
-    hashes: bytes
-    hash_bytes: int
-    blocks: int
-    local: int
-    priority: int
-    sequence: int
-    limit: int = -1  # -1 until looked up
-    ready: int = 0
-    issued: int = 0
-    asked: bool = False
-    final: bool = False
-    held: list[Block] = field(default_factory=list)
-    fetched_blocks: int = 0
-    disk_blocks: int = 0
-    first_byte_ns: int = 0
-    last_byte_ns: int = 0
-
-    def digest(self, block: int) -> bytes:
-        start = block * self.hash_bytes
-        return self.hashes[start : start + self.hash_bytes]
-
-    @property
-    def urgency(self) -> Urgency:
-        return (0 if self.asked else 1, self.priority, self.sequence)
-
-    @property
-    def wants_work(self) -> bool:
-        return not self.final and self.issued < self.limit
-
-
-class Order(NamedTuple):
-    """Blocks to fetch in one store call."""
-
-    number: int
-    blocks: list[Block]
-
-
-class Fetched(NamedTuple):
-    """What became of one block of an order."""
-
-    ok: bool
-    from_disk: bool = False
+    FULL = "the order is full, or the request has no more blocks"
+    LANE = "its next block belongs to the other lane"
+    NO_ROOM = "no slot"
+    NO_BUDGET = "its lane holds as many slots as it may"
 
 
 class Planner:
     """Plans one engine's staging slots [0, slot_count)."""
 
-    def __init__(self, slot_count: int, flags: FlagPort, *, chunk_blocks: int) -> None:
+    def __init__(
+        self, slot_count: int, flags: FlagPort, *, chunk_blocks: int, disk_chunk_blocks: int | None = None,
+        disk_share: float = DISK_SHARE,
+    ) -> None:  # fmt: skip
         self._flags = flags
-        self._chunk_blocks = max(1, chunk_blocks)
-        self._slot_count = slot_count
-        self._free = list(range(slot_count - 1, -1, -1))
-        self._index: dict[bytes, Block] = {}
-        self._idle: OrderedDict[bytes, Block] = OrderedDict()  # staged, unpinned: least recently used first
+        self._chunk_blocks = (max(1, chunk_blocks), max(1, disk_chunk_blocks or chunk_blocks))
+        self._blocks = Blocks(slot_count, max(1, int(slot_count * disk_share)))
         self._requests: dict[Key, Request] = {}
-        self._holders: dict[Key, Request] = {}  # the requests that pin something
-        self._queue: list[tuple[Urgency, Request]] = []
+        self._numbers: dict[int, Request] = {}
+        self._queues: tuple[list[Urgency], list[Urgency]] = ([], [])
+        self._stopped: list[_Stop | None] = [None, None]  # why a lane with work gave none, until something changes
+        self._victims: list[Urgency] = []  # negated urgency of requests that alone hold a block: least urgent first
         self._orders: dict[int, Order] = {}
+        self._overdue: dict[int, Order] = {}
         self._sequence = 0
 
     # --- events -----------------------------------------------------------------------------------------------------
 
     def hint(self, key: Key, hashes: bytes, hash_bytes: int, blocks: int, local: int, priority: int) -> Request:
-        """A request arrived; the caller looks its digests [local, blocks) up and then calls looked_up()."""
+        """A request arrived. Its blocks [local, issued) are in staging or on their way already, and pinned now.
+
+        The caller looks the digests [issued, blocks) up and then calls looked_up().
+        """
         self._sequence += 1
         request = Request(key, hashes, hash_bytes, blocks, local, priority, self._sequence, ready=local, issued=local)
-        self._requests[key] = request
+        self._requests[key] = self._numbers[request.sequence] = request
+        self._pin_known(request, blocks)
         return request
 
-    def looked_up(self, key: Key, found: int) -> None:
-        """The store holds blocks up to `found` (absolute, at least `local`)."""
+    def looked_up(self, key: Key, found: int, on_disk: bytes = b"") -> None:
+        """The store holds blocks up to `found` (absolute, at least `local`).
+
+        `on_disk` has a byte for each block from `local` on: 1 for one that lies only on disk.  May be called again for
+        a request that waited long; then it can only get shorter.
+        """
         request = self._requests.get(key)
-        if request is None:
+        if request is None or request.final:
             return
-        request.limit = max(request.local, min(found, request.blocks))
+        limit = max(request.local, min(found, request.blocks))
+        request.on_disk = on_disk if any(on_disk) else b""
+        if request.limit < 0:
+            self._shorten(request, limit)
+            self._pin_known(request, limit)
+        else:
+            request.limit = max(request.issued, min(limit, request.limit))
         self._advance(request)
         if request.wants_work:
-            heapq.heappush(self._queue, (request.urgency, request))
+            self._queue(request)
 
     def ask(self, key: Key) -> None:
         """The scheduler reached this request and found it pending."""
         request = self._requests.get(key)
-        if request is not None and not request.asked:
-            request.asked = True
-            if request.wants_work:
-                heapq.heappush(self._queue, (request.urgency, request))
+        if request is None or request.asked:
+            return
+        request.asked = True
+        if request.sequence in self._blocks.sole:
+            self._blocks.exposed.add(request.sequence)
+        if request.wants_work:
+            self._queue(request)
 
     def finish(self, key: Key) -> Request | None:
         """The engine released or cancelled it: nothing stays pinned."""
-        request = self._requests.pop(key, None)
+        request = self._requests.get(key)
         if request is not None:
             self._drop(request)
         return request
 
     def fetched(self, number: int, results: Sequence[Fetched], now_ns: int) -> None:
         """An order came back. The first failed block of a request ends its usable prefix."""
+        if (overdue := self._overdue.pop(number, None)) is not None:
+            for block in overdue.blocks:
+                self._blocks.returned(block)
+            self._changed()
+            return
         order = self._orders.pop(number)
-        touched: dict[Key, Request] = {}
         for block, result in zip(order.blocks, results, strict=True):
-            waiters, block.waiters = block.waiters, []
             block.state = BlockState.STAGED if result.ok else BlockState.FAILED
-            if not result.ok and not block.detached:
-                block.detached = True
-                del self._index[block.digest]
-            for position, (request, at) in enumerate(waiters):
-                touched[request.key] = request
-                if result.ok:
-                    request.first_byte_ns = request.first_byte_ns or now_ns
-                    request.last_byte_ns = now_ns
-                    if position == 0:
-                        request.fetched_blocks += 1
-                        request.disk_blocks += result.from_disk
-                elif at < request.limit:
-                    self._shorten(request, at)
-            if block.pins == 0:
-                self._settle(block)
-        for request in touched.values():
-            self._advance(request)
+            if result.ok:
+                block.owner.fetched_blocks += 1
+                block.owner.disk_blocks += result.from_disk
+            else:
+                self._blocks.detach(block)
+            block.owner = None
+            self._blocks.returned(block)
+        self._wake(order, now_ns)
+
+    def overdue(self, number: int, now_ns: int) -> None:
+        """An order did not come back in time: its requests go on without it, its slots wait for fetched()."""
+        order = self._overdue[number] = self._orders.pop(number)
+        for block in order.blocks:
+            block.state = BlockState.FAILED
+            self._blocks.detach(block)
+            block.owner = None
+        self._wake(order, now_ns)
+
+    def _wake(self, order: Order, now_ns: int) -> None:
+        for block in order.blocks:
+            waiters, block.waiters = block.waiters, []
+            for request in waiters:
+                if request.waits is block:
+                    request.waits = None
+                    self._advance(request, now_ns)
+        self._changed()
+
+    def tick(self) -> None:
+        """Called now and then: flags change hands unseen, so lanes that found no room look again."""
+        self._changed()
 
     def reset(self) -> list[Request]:
         """The KV of every block is void: revoke what is unclaimed, forget the index. Returns the revoked requests."""
         revoked = [request for request in self._requests.values() if self._flags.expire(request.key)]
         for request in revoked:
-            del self._requests[request.key]
             self._drop(request)
-        for block in self._index.values():
-            block.detached = True
-            if block.pins == 0:
-                self._settle(block)
-        self._index.clear()
-        self._idle.clear()
+        self._blocks.detach_all()
         return revoked
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
-    def next_order(self) -> tuple[Order | None, list[Request]]:
-        """The most urgent blocks that fit one store call, and the requests revoked to make room for them."""
+    def next_order(self, lane: Lane = Lane.MEMORY) -> tuple[Order | None, list[Request]]:
+        """The lane's most urgent blocks that fit one store call, and the requests revoked to make room for them."""
         blocks: list[Block] = []
         revoked: list[Request] = []
-        while len(blocks) < self._chunk_blocks and self._queue:
-            urgency, request = self._queue[0]
-            if self._requests.get(request.key) is not request or request.urgency != urgency or not request.wants_work:
-                heapq.heappop(self._queue)  # an older entry of a request that moved, ended or was published in full
-                continue
-            room = self._issue(request, blocks, revoked)
-            self._advance(request)
-            if not room:
-                # Nobody less urgent may take room before this request; it goes on when a slot comes back.
-                self._give_up_growth(request, blocks)
+        chunk = self._chunk_blocks[lane]
+        while self.wants(lane) and len(blocks) < chunk:
+            request = self._head(lane)
+            if request is None or self._must_yield(lane, request.urgency):
                 break
-            if 2 * len(blocks) >= self._chunk_blocks:
+            stop = self._issue(request, lane, blocks, revoked)
+            self._advance(request)
+            if stop is _Stop.LANE:
+                self._queue(request)
+            elif stop is not _Stop.FULL:
+                if not blocks and self._give_up_growth(request, lane):
+                    continue
+                # Nobody less urgent may take room before this request; it goes on when a slot comes back.
+                self._stopped[lane] = stop
+                break
+            elif 2 * len(blocks) >= chunk:
                 # Filling up with the next request's blocks would make this one wait for them.
                 break
         if not blocks:
             return None, revoked
         self._sequence += 1
-        order = Order(self._sequence, blocks)
+        order = Order(self._sequence, blocks, lane)
         self._orders[order.number] = order
         return order, revoked
 
-    def _issue(self, request: Request, blocks: list[Block], revoked: list[Request]) -> bool:
-        """Pin this request's next blocks and order the missing ones. False when there is no room for the next one."""
-        while request.wants_work and len(blocks) < self._chunk_blocks:
-            digest = request.digest(request.issued)
-            block = self._index.get(digest)
-            if block is None:
-                slot = self._take_slot(request, revoked)
-                if slot is None:
-                    return False
-                block = self._index[digest] = Block(digest, slot)
-                blocks.append(block)
-            elif block.pins == 0:
-                self._idle.pop(digest, None)
-            block.pins += 1
-            request.held.append(block)
-            self._holders[request.key] = request
-            if block.state is BlockState.LOADING:
-                block.waiters.append((request, request.issued))
-            request.issued += 1
-        return True
+    def wants(self, lane: Lane) -> bool:
+        """Whether next_order(lane) is worth a call."""
+        return self._stopped[lane] is None and bool(self._queues[lane])
 
-    def _take_slot(self, request: Request, revoked: list[Request]) -> int | None:
-        while not self._free:
-            if self._idle:
-                _, block = self._idle.popitem(last=False)
-                del self._index[block.digest]
-                return block.slot
-            victim = self._victim(request.urgency)
-            if victim is None:
-                return None
-            del self._requests[victim.key]
-            self._drop(victim)
-            revoked.append(victim)
-        return self._free.pop()
-
-    def _victim(self, urgency: Urgency) -> Request | None:
-        """The least urgent request that gives slots back at once, is less urgent than `urgency`, and is not claimed."""
-        candidates = (
-            request
-            for request in self._holders.values()
-            if request.urgency > urgency
-            and any(block.state is BlockState.STAGED and block.pins == 1 for block in request.held)
-        )
-        for request in sorted(candidates, key=lambda request: request.urgency, reverse=True):
-            if self._flags.expire(request.key):
+    def _head(self, lane: Lane) -> Request | None:
+        """The most urgent request that wants work of this lane; entries of requests that moved or ended are dropped."""
+        queue = self._queues[lane]
+        while queue:
+            request = self._numbers.get(queue[0][2])
+            if request is not None and request.lane is lane and request.wants_work and request.urgency == queue[0]:
                 return request
+            heapq.heappop(queue)
         return None
 
-    def _give_up_growth(self, request: Request, blocks: list[Block]) -> None:
-        """A request that holds every slot there is can only be served in part: its prefix so far is all of it."""
-        if not blocks and not self._orders and len({block.slot for block in request.held}) >= self._slot_count:
-            request.limit = request.issued
-            self._advance(request)
+    def _must_yield(self, lane: Lane, urgency: Urgency) -> bool:
+        """Whether a more urgent request of the other lane waits for the next slot that comes back."""
+        other = Lane(1 - lane)
+        if self._stopped[other] is not _Stop.NO_ROOM:
+            return False
+        head = self._head(other)
+        return head is not None and head.urgency < urgency
+
+    def _issue(self, request: Request, lane: Lane, blocks: list[Block], revoked: list[Request]) -> _Stop:
+        """Pin this request's next blocks and order the missing ones."""
+        while request.wants_work and len(blocks) < self._chunk_blocks[lane]:
+            self._pin_known(request, request.limit)
+            if request.issued >= request.limit:
+                break
+            request.lane = request.lane_of(request.issued)
+            if request.lane is not lane:
+                return _Stop.LANE
+            budget = self._blocks.budget_left(lane) or self._revoke(request.urgency, lane, revoked)
+            if not budget:
+                return _Stop.NO_BUDGET
+            while (slot := self._blocks.take_slot()) is None:
+                if not self._revoke(request.urgency, None, revoked):
+                    return _Stop.NO_ROOM
+            digest = request.digest(request.issued)
+            blocks.append(self._blocks.add(digest, slot, lane, request))
+            self._blocks.pin_run((digest,), request.sequence)
+            request.held.append(slot)
+            request.issued += 1
+        return _Stop.FULL
+
+    def _pin_known(self, request: Request, stop: int) -> None:
+        """Pin the next blocks as far as they are in staging or on their way."""
+        step = 8  # most hints find nothing: their digests are not all cut out for that
+        while request.issued < stop:
+            digests = request.digests(request.issued, min(request.issued + step, stop))
+            slots = self._blocks.pin_run(digests, request.sequence)
+            request.held.extend(slots)
+            request.issued += len(slots)
+            if len(slots) < len(digests):
+                break
+            step = 256
+
+    def _revoke(self, urgency: Urgency, lane: Lane | None, revoked: list[Request]) -> bool:
+        """Revoke the least urgent request that gives back a slot (of this lane) at once and is not claimed."""
+        while self._blocks.exposed:
+            if (request := self._numbers.get(self._blocks.exposed.pop())) is not None:
+                asked, priority, sequence = request.urgency
+                self._push(self._victims, (-asked, -priority, -sequence))
+        aside: list[Urgency] = []
+        found = False
+        while self._victims and not found and len(aside) < MAX_TRIES:
+            asked, priority, sequence = self._victims[0]
+            victim = self._numbers.get(-sequence)
+            if (
+                victim is None
+                or victim.urgency != (-asked, -priority, -sequence)
+                or victim.sequence not in self._blocks.sole
+            ):
+                heapq.heappop(self._victims)
+                continue
+            if victim.urgency <= urgency:
+                break
+            entry = heapq.heappop(self._victims)
+            found = self._gives_back(victim, lane) and self._flags.expire(victim.key)
+            if found:
+                self._drop(victim)
+                revoked.append(victim)
+            else:
+                aside.append(entry)
+        for entry in aside:
+            heapq.heappush(self._victims, entry)
+        return found
+
+    def _gives_back(self, request: Request, lane: Lane | None) -> bool:
+        blocks = map(self._blocks.at, request.held)
+        return any(
+            block.pins == 1 and block.state is BlockState.STAGED and (lane is None or block.lane is lane)
+            for block in blocks
+        )
+
+    def _give_up_growth(self, request: Request, lane: Lane) -> bool:
+        """A request that holds every slot it may can only be served in part: its prefix so far is all of it."""
+        if self._orders:
+            return False
+        held = {slot: self._blocks.at(slot).lane for slot in request.held}
+        stuck = [block.lane for order in self._overdue.values() for block in order.blocks]
+        all_of_them = len(held) >= self._blocks.slot_count - len(stuck)
+        of_lane = sum(held.values()) >= self._blocks.disk_slots - sum(stuck)
+        if not (all_of_them or (lane is Lane.DISK and of_lane)):
+            return False
+        request.limit = request.issued
+        self._advance(request)
+        return True
 
     # --- state ------------------------------------------------------------------------------------------------------
 
-    def _advance(self, request: Request) -> None:
-        """Publish what became contiguous; READY once nothing more will come."""
+    def _queue(self, request: Request) -> None:
+        """Enter it where its next block belongs; a lane that found no room looks again when it is the new head."""
+        request.lane = request.lane_of(request.issued)
+        queue = self._queues[request.lane]
+        entry = request.urgency
+        self._push(queue, entry)
+        if queue[0] == entry:
+            self._stopped[request.lane] = None
+
+    def _push(self, heap: list[Urgency], entry: Urgency) -> None:
+        heapq.heappush(heap, entry)
+        if len(heap) > 4 * len(self._requests) + 64:  # mostly outdated: of requests that ended or moved
+            live = {each for each in heap if abs(each[2]) in self._numbers}
+            heap[:] = sorted(live)
+
+    def _changed(self) -> None:
+        self._stopped = [None, None]
+
+    def _advance(self, request: Request, now_ns: int = 0) -> None:
+        """Publish what became contiguous; READY once nothing more will come. `now_ns`: bytes arrived."""
         if request.final or request.limit < 0:
             return
-        start = request.ready
-        while request.ready < request.issued and request.held[request.ready - request.local].state is BlockState.STAGED:
-            request.ready += 1
-        final = request.ready >= request.limit
-        if request.ready == start and not final:
+        local, held, start = request.local, request.held, request.ready
+        ready = request.ready = start + self._blocks.run_of_staged(held[start - local :])
+        if ready < request.issued:
+            block = self._blocks.at(held[ready - local])
+            if block.state is BlockState.FAILED:
+                self._shorten(request, ready)
+            elif request.waits is not block:
+                block.waiters.append(request)
+                request.waits = block
+        if now_ns and ready > start:
+            request.first_byte_ns = request.first_byte_ns or now_ns
+            request.last_byte_ns = now_ns
+        final = ready >= request.limit
+        if ready == start and not final:
             return
-        slots = [block.slot for block in request.held[start - request.local : request.ready - request.local]]
-        published = self._flags.publish(request.key, start, slots, request.ready, final)
+        published = self._flags.publish(request.key, start, held[start - local : ready - local], ready, final)
         request.final = final or not published
 
     def _shorten(self, request: Request, limit: int) -> None:
+        """Blocks from `limit` on are no use to it."""
         request.limit = limit
-        dropped = request.held[limit - request.local :]
-        del request.held[limit - request.local :]
+        self._unpin(request, limit - request.local)
         request.issued = min(request.issued, limit)
-        self._unpin(request, dropped)
 
     def _drop(self, request: Request) -> None:
+        del self._requests[request.key], self._numbers[request.sequence]
         request.final = True
-        self._holders.pop(request.key, None)
-        held, request.held = request.held, []
-        self._unpin(request, held)
+        request.waits = None
+        self._unpin(request, 0)
 
-    def _unpin(self, request: Request, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            block.pins -= 1
-            if block.waiters:
-                block.waiters = [entry for entry in block.waiters if entry[0] is not request]
-            if block.pins == 0:
-                self._settle(block)
-
-    def _settle(self, block: Block) -> None:
-        """An unpinned block: staged ones become idle, void ones give their slot back, loading ones wait."""
-        if block.state is BlockState.LOADING or block.slot < 0:
-            return
-        if block.detached:
-            self._free.append(block.slot)
-            block.slot = -1  # a second settle frees nothing twice
-        else:
-            self._idle[block.digest] = block
-            self._idle.move_to_end(block.digest)
+    def _unpin(self, request: Request, start: int) -> None:
+        dropped = request.held[start:]
+        del request.held[start:]
+        if dropped:
+            self._blocks.unpin_run(dropped, request.sequence)
+            self._changed()
 
     # --- what an auditor sees ---------------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, int]:
-        """Slots by use, requests and orders; pinned is zero when no request is left."""
-        pinned = sum(1 for block in self._index.values() if block.pins)
+        """Slots by use, requests and orders; pinned is zero when no request is left.
+
+        `slots_stuck` wait for a store call that everyone gave up.
+        """
         return {
-            "slots": self._slot_count,
-            "slots_free": len(self._free),
-            "slots_idle": len(self._idle),
-            "blocks_pinned": pinned,
+            **self._blocks.gauges(),
+            "slots_stuck": sum(len(order.blocks) for order in self._overdue.values()),
             "requests": len(self._requests),
             "orders": len(self._orders),
         }
@@ -337,4 +372,4 @@ class Planner:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queue)
+        return any(self.wants(lane) for lane in Lane)

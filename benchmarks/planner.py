@@ -1,0 +1,157 @@
+"""What the planner costs: time per event and memory per waiting request, with few and with many requests waiting.
+
+    python -m benchmarks.planner [--waiting 100 10000] [--blocks 256] [--rounds 2000]
+
+One engine's planner with room for four requests. `waiting` requests fill the queue behind it (found in the store, no
+room for them); then `rounds` requests more arrive, one at a time, each of `blocks` blocks. A hint's work is all that
+its life costs the planner: arrival, the look-up's answer, being asked for, the try to order its blocks, its end. The
+times of flags, rings and store calls are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import platform
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+
+from kvprefetch.daemon.planner import Fetched, Key, Lane, Planner
+
+HASH_BYTES = 32
+SHARED = 0.9
+
+
+class Flags:
+    """Flags of an engine that never claims."""
+
+    def publish(self, key: Key, start: int, slots: Sequence[int], count: int, final: bool) -> bool:
+        return True
+
+    def expire(self, key: Key) -> bool:
+        return True
+
+
+def chain(name: str, blocks: int) -> bytes:
+    """`blocks` digests that no other name has."""
+    return b"".join(hashlib.sha256(f"{name}/{i}".encode()).digest() for i in range(blocks))
+
+
+def filled(waiting: int, blocks: int, *, shared: bool) -> Planner:
+    """A planner with room for four requests, which it has staged, and `waiting` more behind them."""
+    planner = Planner(4 * blocks, Flags(), chunk_blocks=64)
+    for number in range(4):
+        planner.hint((number, 1), chain(f"staged-{number}", blocks), HASH_BYTES, blocks, 0, 0)
+        planner.looked_up((number, 1), blocks)
+    drain(planner)
+    common = chain("staged-0", blocks)[: int(blocks * SHARED) * HASH_BYTES] if shared else b""
+    own = blocks - len(common) // HASH_BYTES
+    for number in range(4, 4 + waiting):
+        planner.hint((number, 1), common + chain(f"waiting-{number}", own), HASH_BYTES, blocks, 0, 0)
+        planner.looked_up((number, 1), blocks, b"\1" * blocks if number % 2 else b"")
+        drain(planner)
+    return planner
+
+
+def drain(planner: Planner) -> int:
+    """Carry out every order there is; how many blocks they had."""
+    blocks = 0
+    for lane in Lane:
+        while (order := planner.next_order(lane)[0]) is not None:
+            planner.fetched(order.number, [Fetched(True)] * len(order.blocks), 1)
+            blocks += len(order.blocks)
+    return blocks
+
+
+def miss(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
+    planner.hint(key, hashes, HASH_BYTES, blocks, 0, 0)
+    planner.looked_up(key, 0)
+    planner.next_order()
+    planner.finish(key)
+
+
+def wait(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
+    planner.hint(key, hashes, HASH_BYTES, blocks, 0, 0)
+    planner.looked_up(key, blocks)
+    planner.next_order()
+    planner.ask(key)
+    planner.finish(key)
+
+
+def staged(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
+    planner.hint(key, hashes, HASH_BYTES, blocks, 0, 0)
+    planner.looked_up(key, blocks)
+    planner.next_order()
+    planner.finish(key)
+
+
+def fetch(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
+    planner.hint(key, hashes, HASH_BYTES, blocks, 0, 0)
+    planner.looked_up(key, blocks)
+    planner.ask(key)  # makes it the most urgent one, so that it revokes others
+    drain(planner)
+    planner.finish(key)
+
+
+def measure(
+    run: Callable[[Planner, Key, bytes, int], None], planner: Planner, hashes: Sequence[bytes], blocks: int
+) -> list[float]:
+    """Microseconds of each round."""
+    times = []
+    gc.collect()
+    gc.disable()
+    for number, each in enumerate(hashes):
+        started = time.perf_counter_ns()
+        run(planner, (1_000_000 + number, 1), each, blocks)
+        times.append((time.perf_counter_ns() - started) / 1e3)
+    gc.enable()
+    return sorted(times)
+
+
+def memory(waiting: int, blocks: int, *, shared: bool) -> float:
+    """Bytes per waiting request beyond its hashes."""
+    few = filled(1, blocks, shared=shared)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    many = filled(waiting, blocks, shared=shared)
+    after = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    base = 4 * blocks * 300  # staged blocks, not waiting requests; about 300 bytes each
+    del few, many
+    return (after - before - base) / waiting - blocks * HASH_BYTES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--waiting", type=int, nargs="+", default=[100, 10_000])
+    parser.add_argument("--blocks", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=2000)
+    arguments = parser.parse_args()
+    blocks, rounds = arguments.blocks, arguments.rounds
+    print(f"{platform.machine()}, Python {platform.python_version()}; hints of {blocks} blocks, {rounds} rounds each")
+    fresh = [chain(f"fresh-{number}", blocks) for number in range(rounds)]
+    there = [chain("staged-0", blocks)] * rounds
+    cases: list[tuple[str, Callable[[Planner, Key, bytes, int], None], list[bytes]]] = [
+        ("miss: nothing in the store", miss, fresh),
+        ("waits: in the store, no room", wait, fresh),
+        ("staged: every block shared", staged, there),
+        ("fetched: every block ordered and staged", fetch, fresh[: rounds // 4]),
+    ]
+    print(f"{'microseconds per hint':42} {'waiting':>8} {'median':>8} {'p99':>8}")
+    for name, run, hashes in cases:
+        for waiting in arguments.waiting:
+            times = measure(run, filled(waiting, blocks, shared=False), hashes, blocks)
+            p99 = times[int(len(times) * 0.99)]
+            print(f"{name:42} {waiting:8} {statistics.median(times):8.1f} {p99:8.1f}")
+    print(f"{'bytes per waiting request beyond its hashes':42} {'waiting':>8} {'bytes':>8}")
+    for shared in (False, True):
+        name = "90 % of its blocks staged" if shared else "none of its blocks staged"
+        waiting = max(arguments.waiting)
+        print(f"{name:42} {waiting:8} {memory(waiting, blocks, shared=shared):8.0f}")
+
+
+if __name__ == "__main__":
+    main()

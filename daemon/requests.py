@@ -1,0 +1,86 @@
+"""A hinted request, an order and its outcome, as the planner and those around it know them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from .blocks import Block, Lane
+
+Key = tuple[int, int]  # (flag, generation)
+Urgency = tuple[int, int, int]  # (asked for or not, priority, number of the request): the smallest goes first
+
+
+class FlagPort(Protocol):
+    """How the planner reaches completion flags. Both calls are compare-and-swaps and may lose to the engine."""
+
+    def publish(self, key: Key, start: int, slots: Sequence[int], count: int, final: bool) -> bool:
+        """Enter slots from block `start` on and publish `count`; False when the flag is the engine's already."""
+        ...
+
+    def expire(self, key: Key) -> bool:
+        """Take an unclaimed flag back; False when the engine claimed or dropped it first."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One hinted request. Blocks [local, ready) are published, [local, issued) pinned, [local, limit) in the store."""
+
+    key: Key
+    hashes: bytes
+    hash_bytes: int
+    blocks: int
+    local: int
+    priority: int
+    sequence: int
+    limit: int = -1  # -1 until looked up
+    ready: int = 0
+    issued: int = 0
+    asked: bool = False
+    final: bool = False
+    lane: Lane = Lane.MEMORY  # of the next block to order
+    on_disk: bytes = b""  # 1 for each block from `local` on that lies only on disk; what is beyond lies in memory
+    held: array[int] = field(default_factory=lambda: array("I"))  # slots of [local, issued)
+    waits: Block | None = None  # the block that `ready` stands at, while it loads
+    fetched_blocks: int = 0
+    disk_blocks: int = 0
+    first_byte_ns: int = 0
+    last_byte_ns: int = 0
+
+    def digest(self, block: int) -> bytes:
+        start = block * self.hash_bytes
+        return self.hashes[start : start + self.hash_bytes]
+
+    def digests(self, start: int, stop: int) -> list[bytes]:
+        size = self.hash_bytes
+        return [self.hashes[at : at + size] for at in range(start * size, stop * size, size)]
+
+    def lane_of(self, block: int) -> Lane:
+        at = block - self.local
+        return Lane.DISK if at < len(self.on_disk) and self.on_disk[at] else Lane.MEMORY
+
+    @property
+    def urgency(self) -> Urgency:
+        return (0 if self.asked else 1, self.priority, self.sequence)
+
+    @property
+    def wants_work(self) -> bool:
+        return not self.final and self.issued < self.limit
+
+
+class Order(NamedTuple):
+    """Blocks to fetch in one store call."""
+
+    number: int
+    blocks: list[Block]
+    lane: Lane = Lane.MEMORY
+
+
+class Fetched(NamedTuple):
+    """What became of one block of an order."""
+
+    ok: bool
+    from_disk: bool = False
