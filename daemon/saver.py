@@ -22,7 +22,7 @@ from .logs import Log
 from .store import Store
 
 PAUSE_NS = (100_000_000, 2_000_000_000)
-TRIES = 8  # about ten seconds of a full store
+TRIES = 8  # in a row without a block getting in: about ten seconds of a full store
 LOADS_FIRST_NS = 50_000_000
 MAX_JOB_BLOCKS = 4096  # the slots of one job fit a control message
 
@@ -79,6 +79,7 @@ class Saver:
         self._busy = False
         self._not_before_ns = 0
         self._pause_ns = PAUSE_NS[0]
+        self._fruitless = 0  # tries in a row in which no block got in
         self._grant(list(slots))
 
     def saved(self, record: Saved) -> None:
@@ -116,6 +117,7 @@ class Saver:
     def _stored(self, job: _Job, result: transfers.SaveResult) -> None:
         self._busy = False
         job.tries += 1
+        self._fruitless = 0 if result.stored or result.present or not result.again else self._fruitless + 1
         job.stored += result.stored
         job.present += result.present
         job.failed += result.failed
@@ -126,15 +128,24 @@ class Saver:
             self._pause_ns = min(2 * self._pause_ns, PAUSE_NS[1])
         else:
             self._pause_ns = PAUSE_NS[0]
-        if result.again and job.tries < TRIES and not self._resets:
+        if result.again and self._fruitless < TRIES and not self._resets:
             job.blocks = result.again
             self._jobs.appendleft(job)
         else:
             job.failed += len(result.again)
             self._finished(job)
+            if self._fruitless >= TRIES:
+                self._give_up_queue()
         if self._resets:
             self._remove()
         self.next()
+
+    def _give_up_queue(self) -> None:
+        """What waited behind all these tries has waited as long: a store that is gone keeps no slots."""
+        while self._jobs:
+            job = self._jobs.popleft()
+            job.failed += len(job.blocks)
+            self._finished(job)
 
     def _finished(self, job: _Job) -> None:
         self.counters.saved_blocks += job.stored

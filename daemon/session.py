@@ -6,6 +6,7 @@ corrupt segment ends this session and no other.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -29,7 +30,7 @@ from .memory import EngineMemory
 from .planner import Fetched, Key, Order, Planner, Request
 from .pools import Pools
 from .saver import Saver
-from .store import Store
+from .store import Store, StoreError, StoreUnavailable
 from .timeline import Timeline
 
 _T = TypeVar("_T")
@@ -341,7 +342,9 @@ class EngineSession:
         """Free everything; only when idle and after the last process of the engine is gone."""
         if self._registered:
             for address, _ in self.staging.areas():
-                self._store.unregister(address)
+                # A store that forgot the memory, or is closed, must not keep it, nor end the others' sessions.
+                with contextlib.suppress(StoreError, StoreUnavailable):
+                    self._store.unregister(address)
         self._log.info("engine.detached", **self.account())
         # Their views would keep the control segment mapped.
         del self.ring, self.table, self._flags, self.liveness, self.planner, self.saver

@@ -137,26 +137,36 @@ class Store:
             self._log.info("store.closed", in_flight=self._in_flight)
 
     @contextlib.contextmanager
-    def _call(self) -> Iterator[Any]:
-        """The client, for one call. Raises StoreUnavailable when there is none or the breaker is open."""
+    def _local(self) -> Iterator[Any]:
+        """The client, for one call that needs no other process. Raises StoreUnavailable when there is none."""
         with self._state:
             if not self._open:
                 raise StoreUnavailable("the store is not open")
-            probe = self._pause_s > 0
-            if probe and (self._probing or self._clock() < self._retry_at):
-                raise StoreUnavailable(
-                    f"the store failed; next try in {max(0.0, self._retry_at - self._clock()):.1f} s"
-                )
-            self._probing = self._probing or probe
             self._in_flight += 1
         try:
             yield self._client
         finally:
             with self._state:
                 self._in_flight -= 1
-                if probe:
-                    self._probing = False
                 self._state.notify_all()
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[Any]:
+        """The client, for one call. Raises StoreUnavailable when there is none or the breaker is open."""
+        with self._state:
+            probe = self._open and self._pause_s > 0
+            if probe and (self._probing or self._clock() < self._retry_at):
+                raise StoreUnavailable(
+                    f"the store failed; next try in {max(0.0, self._retry_at - self._clock()):.1f} s"
+                )
+            self._probing = self._probing or probe
+        try:
+            with self._local() as client:
+                yield client
+        finally:
+            if probe:
+                with self._state:
+                    self._probing = False
 
     def _verdict(self, failed: bool, what: str, code: int = 0) -> None:
         """Close the breaker after a call that worked; open it, wider each time, and raise after one that did not."""
@@ -183,14 +193,14 @@ class Store:
 
     def register(self, address: int, length: int) -> None:
         """Make `length` bytes at `address` usable in transfers. Raises StoreError, StoreUnavailable."""
-        with self._call() as client:
+        with self._local() as client:
             code = client.register_buffer(address, length)
         if code != 0:
             raise StoreError(f"registering {length} bytes at {address:#x} failed with code {code}")
 
     def unregister(self, address: int) -> None:
         """Undo `register`. Raises StoreError, StoreUnavailable."""
-        with self._call() as client:
+        with self._local() as client:
             code = client.unregister_buffer(address)
         if code != 0:
             raise StoreError(f"unregistering {address:#x} failed with code {code}")

@@ -120,6 +120,20 @@ def test_a_full_store_is_asked_less_and_less_often_until_it_takes_something() ->
     assert len(setup.jobs) == 1, "once it took something, saving is as before"
 
 
+def test_what_waited_behind_a_save_that_got_nothing_in_is_given_up_with_it() -> None:
+    """Else a store that is gone keeps the slots of a long queue for minutes: each job would try anew."""
+    setup = Setup()
+    setup.save(8)
+    for _ in range(TRIES):
+        setup.end(again=True)
+        setup.now += PAUSE_NS[1]
+        setup.saver.next()
+    assert setup.jobs == []
+    assert sorted(setup.credits.granted) == list(range(8))
+    assert setup.saver.counters.lost_saves == 8
+    assert [told.lost for told in setup.told] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
 def test_a_save_of_old_weights_is_told_as_lost() -> None:
     setup = Setup(job_blocks=2)
     setup.save(4)

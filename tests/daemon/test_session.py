@@ -10,6 +10,7 @@ from kvprefetch.daemon.config import load
 from kvprefetch.daemon.events import Ending
 from kvprefetch.daemon.memory import EngineMemory
 from kvprefetch.daemon.session import EngineSession
+from kvprefetch.daemon.store import StoreError
 from kvprefetch.shmring.flags import FlagTable, pack
 from kvprefetch.shmring.protocol import PROTOCOL, FlagState, Hello, SchedulerShape, WorkerShape
 
@@ -22,7 +23,7 @@ class NoPools:
     def save(self, *_: Any) -> None: ...
 
 
-def make_session() -> EngineSession:
+def make_session(store: Any = None) -> EngineSession:
     common = {
         "protocol": PROTOCOL, "version": "t", "engine_id": "e", "incarnation": "0" * 32, "rank": 0, "world_size": 1,
         "groups": 1, "block_tokens": 32,
@@ -36,7 +37,7 @@ def make_session() -> EngineSession:
     memory = EngineMemory.create(load({"staging": "64KiB"}), 7, scheduler, [worker])
     nothing: Any = NoPools()
     return EngineSession(
-        memory, scheduler, [worker], nothing, nothing, structlog.get_logger(), lambda: 1, chunk_bytes=4096, tiers=False
+        memory, scheduler, [worker], store, nothing, structlog.get_logger(), lambda: 1, chunk_bytes=4096, tiers=False
     )
 
 
@@ -58,6 +59,20 @@ def test_a_flag_that_does_not_stand_still_ends_the_session_and_raises_nothing() 
     assert "does not stand still" in session.corrupt
     assert session.drain(10) == 0
     assert not session.pump()
+    session.end(Ending.ENGINE_GONE)
+    session.close()
+
+
+def test_a_store_that_does_not_let_go_of_the_memory_keeps_no_session_open() -> None:
+    """The engine may leave while the store is away: that must not end the loop, nor keep the memory."""
+
+    class Stubborn:
+        def register(self, *_: Any) -> None: ...
+        def unregister(self, *_: Any) -> None:
+            raise StoreError("unregistering failed with code -1")
+
+    session = make_session(Stubborn())
+    session.register_staging()
     session.end(Ending.ENGINE_GONE)
     session.close()
 

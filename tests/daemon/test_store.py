@@ -31,6 +31,7 @@ class FakeClient:
         self.size = -704
         self.calls = 0
         self.closed = 0
+        self.registered: list[int] = []
         self.hold: threading.Event | None = None
         self.entered = threading.Event()
 
@@ -43,6 +44,14 @@ class FakeClient:
         return self.codes
 
     batch_is_exist = batch_get_into = batch_put_from = _answer
+
+    def register_buffer(self, address: int, _: int) -> int:
+        self.registered.append(address)
+        return 0
+
+    def unregister_buffer(self, address: int) -> int:
+        self.registered.remove(address)
+        return 0
 
     def get_size(self, _: str) -> int:
         return self.size
@@ -142,6 +151,19 @@ def test_should_fail_fast_for_growing_intervals_and_let_one_probe_through() -> N
     client.codes = [1]
     assert store.exist(["k"]) == [True]
     assert store.exist(["k"]) == [True]
+
+
+def test_should_register_memory_while_the_breaker_is_open() -> None:
+    """Engines come and go while the store is away."""
+    store, client = opened()
+    client.codes = [-900]
+    with pytest.raises(StoreUnavailable):
+        store.exist(["k"])
+    store.register(4096, 1)
+    store.unregister(4096)
+    assert client.registered == []
+    with pytest.raises(StoreUnavailable):
+        store.exist(["k"])
 
 
 def test_should_not_open_the_breaker_for_a_foreign_or_partly_failed_batch() -> None:
