@@ -125,6 +125,19 @@ def test_a_request_hinted_twice_is_shown_twice() -> None:
     assert re.findall(r"d11: (\w+)", shown) == ["evicted", "loaded"]
 
 
+def test_the_readme_s_example_is_what_the_commands_print(tmp_path: Path) -> None:
+    section = README.split("## Three ways to use it\n")[1].split("\n## ")[0]
+    commands = re.findall(r"^\$ kvprefetchd (.*)\n((?:(?!\$ |```).*\n)*)", section, re.MULTILINE)
+    assert [command.split()[0] for command, _ in commands] == ["tail", "explain"]
+    (tmp_path / "kvprefetchd.log").write_text(json.dumps(LINE) + "\n")
+    for command, expected in commands:
+        result = subprocess.run(
+            [sys.executable, "-m", "kvprefetch.daemon", *command.split()],
+            cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        assert result.stdout.strip() == expected.strip(), f"what `kvprefetchd {command}` prints has changed"
+
+
 def test_a_request_of_a_real_daemon_is_explained(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, prefix="explained")
     values = blocks("explained", 12)
