@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .client import Unavailable
-from .commands import explain, serve, stat, status, tail, top
+from .commands import check_config, explain, mode, serve, stat, status, tail, top
 from .config import ConfigError
+from .sources import nearest
 
 EX_UNAVAILABLE = 69
 EX_CONFIG = 78
 
-COMMANDS = (serve, status, top, stat, tail, explain)
+COMMANDS = (serve, check_config, status, top, stat, tail, explain, mode)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -25,7 +26,11 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is its own, 69 (store or daemon not available) or 78 (bad configuration)."""
     try:
-        parsed = build_parser().parse_args(arguments)
+        parsed, unknown = build_parser().parse_known_args(arguments)
+        if unknown:
+            known = [option for action in parsed.parser._actions for option in action.option_strings]
+            word = unknown[0].partition("=")[0]
+            raise ConfigError(f"command line: unrecognized arguments: {' '.join(unknown)}{nearest(word, known)}")
         status: int = parsed.run(parsed)
         return status
     except ConfigError as error:

@@ -6,11 +6,14 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..shmring.protocol import default_socket, first_error
+from .host import usable_cores
+
+MAX_SOCKET_PATH_BYTES = 107  # sun_path has 108, one of them the final zero
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30,
           "ti": 1 << 40}  # fmt: skip
@@ -31,7 +34,20 @@ def parse_size(text: object) -> int:
     return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
 
 
+def _parse_uids(value: object) -> object:
+    """A list, or text such as 1000,1001."""
+    return [part for part in value.replace(",", " ").split() if part] if isinstance(value, str) else value
+
+
+def _bindable(path: Path) -> Path:
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise ValueError(f"a Unix socket's path has at most {MAX_SOCKET_PATH_BYTES} bytes")
+    return path
+
+
 Size = Annotated[int, BeforeValidator(parse_size)]
+Uid = Annotated[int, Field(ge=0, le=(1 << 32) - 2)]
+Mode = Literal["on", "shadow", "off"]
 
 
 class DaemonConfig(BaseModel):
@@ -39,7 +55,21 @@ class DaemonConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    socket: Path = Field(default_factory=lambda: Path(default_socket()), description="control socket")
+    socket: Annotated[Path, AfterValidator(_bindable)] = Field(
+        default_factory=lambda: Path(default_socket()), description="control socket"
+    )
+    socket_mode: str = Field(
+        default="0660", pattern="^0?[0-7]{3}$", description="file mode of the control socket, octal"
+    )
+    socket_group: str | None = Field(
+        default=None, min_length=1, description="name or number of the group that owns the control socket"
+    )
+    allow_uids: Annotated[tuple[Uid, ...], BeforeValidator(_parse_uids)] = Field(
+        default_factory=tuple, max_length=256, description="users who may attach, beside root, our own and the group"
+    )
+    mode: Mode = Field(
+        default="on", description="shadow: look up and count, never load or save; off: answer every request with a miss"
+    )
     staging: Size = Field(default=1 << 30, ge=4096, le=1 << 42, description="staging bytes of each engine, all ranks")
     save_share: float = Field(default=0.25, ge=0.0, le=0.9, description="share of the staging slots kept for saves")
     max_engines: int = Field(default=8, ge=1, le=256, description="engines attached at a time")
@@ -49,7 +79,7 @@ class DaemonConfig(BaseModel):
     master_port: int | None = Field(default=None, ge=1, le=65535, description="port of the embedded master")
     chunk: Size = Field(default=4 << 20, ge=4096, le=1 << 30, description="bytes of one store call")
     fetch_threads: int = Field(
-        default_factory=lambda: max(1, min(4, (os.cpu_count() or 1) // 2)), ge=1, le=64,
+        default_factory=lambda: max(1, min(4, usable_cores() // 2)), ge=1, le=64,
         description="concurrent fetches; each one in flight keeps a core busy",
     )  # fmt: skip
     spin_us: int = Field(default=50, ge=0, le=10_000, description="how long the idle loop spins before it sleeps")
@@ -60,6 +90,12 @@ class DaemonConfig(BaseModel):
     log_level: str = Field(
         default="info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error"
     )
+
+
+# What SIGHUP changes at once. The sizes of `NEXT_ATTACH` hold for engines that attach from then on; anything else needs
+# a restart.
+NEXT_ATTACH = frozenset({"staging", "save_share", "hint_ring", "chunk"})
+RELOADABLE = frozenset({"allow_uids", "log_level", "max_engines", "mode", "spin_us"}) | NEXT_ATTACH
 
 
 def load(values: Mapping[str, Any]) -> DaemonConfig:

@@ -11,13 +11,9 @@ import contextlib
 import os
 import secrets
 import socket
-import stat
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 
 from ..shmring import protocol
 from ..shmring.protocol import (
@@ -26,32 +22,25 @@ from ..shmring.protocol import (
     Mapped,
     Message,
     ProtocolError,
+    Purge,
     Refused,
     Reset,
     ResetDone,
     Segments,
+    SetMode,
     StatQuery,
     Status,
     StatusQuery,
     Stored,
 )
-from .config import ConfigError
+from .access import Access, Credentials, credentials_of
 from .events import Ending
 from .logs import Log
 from .memory import EngineMemory
 from .session import EngineSession
 
-SOCKET_MODE = 0o660
+MAX_STRANGERS = 64  # connections of users who may not attach, until they spoke and were told
 MAX_STAT = 64  # descriptors in one message; the kernel takes 253
-_CREDENTIALS = struct.Struct("3i")
-
-
-class Credentials(NamedTuple):
-    """SO_PEERCRED of a connection."""
-
-    pid: int
-    uid: int
-    gid: int
 
 
 @dataclass(eq=False)
@@ -60,6 +49,7 @@ class Peer:
 
     sock: socket.socket
     credentials: Credentials
+    allowed: bool
     hello: Hello | None = None
     group: Group | None = None
     mapped: bool = False
@@ -93,36 +83,10 @@ class Group:
         return self.scheduler.hello, [hello for hello in workers if hello is not None]
 
 
-def listen(path: Path) -> socket.socket:
-    """Bind the control socket, replacing a dead one. Raises ConfigError when the path is taken or not usable."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
-            raise ConfigError(f"socket: the path exists and is not a socket: socket={str(path)!r}")
-        if path.exists():
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-                try:
-                    probe.connect(str(path))
-                except ConnectionRefusedError:
-                    path.unlink()
-                else:
-                    raise ConfigError(f"socket: another daemon is serving: socket={str(path)!r}")
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        try:
-            sock.bind(str(path))
-            os.chmod(path, SOCKET_MODE)
-            sock.listen(64)
-            sock.setblocking(False)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-    except OSError as error:
-        raise ConfigError(f"socket: cannot be bound: {error.strerror or error}: socket={str(path)!r}") from None
-
-
 # Reserve the memory of (epoch, scheduler, workers) and call back, on the main loop, with it or with what went wrong.
 Prepare = Callable[[int, Hello, Sequence[Hello], Callable[["EngineMemory | Exception"], None]], None]
+# Do what an operator asked (SetMode, Purge), and call back, now or later, with the answer.
+Steer = Callable[[Message, Callable[[Message], None]], None]
 MakeSession = Callable[[EngineMemory, Hello, Sequence[Hello]], EngineSession]
 
 
@@ -134,13 +98,14 @@ class Control:
 
     def __init__(
         self, sock: socket.socket, prepare: Prepare, make_session: MakeSession, log: Log,
-        *, status: Callable[[], Status], max_engines: int, watch: Callable[[int], None], unwatch: Callable[[int], None],
+        *, access: Access, status: Callable[[], Status], steer: Steer, max_engines: int, watch: Callable[[int], None],
+        unwatch: Callable[[int], None],
     ) -> None:  # fmt: skip
         self.sock = sock
+        self.access, self.max_engines = access, max_engines  # a reload may change both
         self._prepare, self._make_session = prepare, make_session
         self._log = log
-        self._status = status
-        self._max_engines = max_engines
+        self._status, self._steer = status, steer
         self._watch, self._unwatch = watch, unwatch
         self._peers: dict[int, Peer] = {}
         self._groups: dict[tuple[str, str], Group] = {}
@@ -189,25 +154,17 @@ class Control:
         except OSError:
             return
         sock.setblocking(False)
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        peer = Peer(sock, Credentials(*_CREDENTIALS.unpack(raw)))
-        if not self._may_attach(peer.credentials):
-            self._refuse(peer, f"uid is not allowed to attach: uid={peer.credentials.uid}", final=True)
+        credentials = credentials_of(sock)
+        peer = Peer(sock, credentials, self.access.may_attach(credentials))
+        if not peer.allowed and sum(not other.allowed for other in self._peers.values()) >= MAX_STRANGERS:
             sock.close()
             return
         self._peers[sock.fileno()] = peer
         self._watch(sock.fileno())
 
-    def _may_attach(self, credentials: Credentials) -> bool:
-        """Our own user, root, or a process whose group owns the socket file."""
-        path = self.sock.getsockname()
-        try:
-            group = os.stat(path).st_gid
-        except OSError:
-            group = -1
-        return credentials.uid in (0, os.geteuid()) or credentials.gid == group
-
     def _handle(self, peer: Peer, message: Message) -> None:
+        if not peer.allowed:  # said only now: closing with its message unread would lose ours
+            raise ProtocolError(f"uid is not allowed to attach: uid={peer.credentials.uid}")
         if isinstance(message, Hello):
             self._hello(peer, message)
         elif isinstance(message, Mapped):
@@ -216,10 +173,22 @@ class Control:
             protocol.send_message(peer.sock, self._status())
         elif isinstance(message, StatQuery):
             self._show_segments(peer)
+        elif isinstance(message, (SetMode, Purge)):
+            self._steered(peer, message)
         elif isinstance(message, Reset) and peer.group is not None and peer.group.scheduler is peer:
             self._reset(peer, message)
         else:
             raise ProtocolError(f"message is not expected here: type={message.type}")
+
+    def _steered(self, peer: Peer, message: Message) -> None:
+        if not self.access.may_steer(peer.credentials):
+            raise ProtocolError(f"only root and the daemon's own user may do this: uid={peer.credentials.uid}")
+
+        def reply(answer: Message) -> None:
+            with contextlib.suppress(OSError):  # nobody waits any more
+                protocol.send_message(peer.sock, answer)
+
+        self._steer(message, reply)
 
     def _hello(self, peer: Peer, hello: Hello) -> None:
         if peer.hello is not None:
@@ -233,8 +202,8 @@ class Control:
         key = (hello.engine_id, hello.incarnation)
         group = self._groups.get(key)
         if group is None:
-            if len(self._groups) >= self._max_engines:
-                self._turn_away(peer, f"too many engines: max_engines={self._max_engines}")
+            if len(self._groups) >= self.max_engines:
+                self._turn_away(peer, f"too many engines: max_engines={self.max_engines}")
                 return
             group = self._groups[key] = Group(key, hello.world_size, peer.credentials.uid)
         taken = group.scheduler is not None if hello.role == "scheduler" else hello.rank in group.workers

@@ -84,6 +84,22 @@ class EventCounts:
         return line
 
 
+class Threshold:
+    """Drops lines below a level that may change while the daemon runs. A structlog processor."""
+
+    def __init__(self) -> None:
+        self._least = logging.INFO
+
+    def set(self, level: str) -> None:
+        self._least = getattr(logging, level.upper())
+
+    def __call__(self, _logger: Any, method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        if getattr(logging, method.upper()) < self._least:
+            raise structlog.DropEvent
+        return line
+
+
+threshold = Threshold()
 floods = Floods()
 event_counts = EventCounts()
 
@@ -102,8 +118,10 @@ def configure(level: str = "info", stream: TextIO | None = None, environ: Mappin
         text = json.dumps(ordered, default=str)
         return f"<{PRIORITIES[ordered['level']]}>{text}" if prefix else text
 
+    threshold.set(level)
     structlog.configure(
         processors=[
+            threshold,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),
             event_counts,
@@ -111,7 +129,7 @@ def configure(level: str = "info", stream: TextIO | None = None, environ: Mappin
             structlog.processors.format_exc_info,
             render,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),  # `threshold` decides
         logger_factory=structlog.WriteLoggerFactory(file=out),
         cache_logger_on_first_use=True,
     )

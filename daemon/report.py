@@ -28,11 +28,12 @@ def numbers(session: EngineSession) -> dict[str, int | str]:
     }
 
 
-def status(sessions: Sequence[EngineSession], board: Board, store_open: bool) -> Status:
+def status(sessions: Sequence[EngineSession], board: Board, store_open: bool, mode: str) -> Status:
     now = board.clock_ns()
     return Status(
         version=__version__,
         pid=os.getpid(),
+        mode=mode,
         store_open=store_open,
         engines=[numbers(session) for session in sessions[:MAX_ENGINES]],
         engine_count=len(sessions),

@@ -74,6 +74,8 @@ class Saver:
         self.slot_count = len(slots)
         self.generation = 0
         self._granted: set[int] = set()
+        self._withheld: list[int] = []  # slots that came back while saving was switched off
+        self._saving = True
         self._jobs: deque[_Job] = deque()
         self._resets: deque[_Reset] = deque()
         self._busy = False
@@ -87,7 +89,7 @@ class Saver:
         if len(set(record.slots)) != len(record.slots) or not self._granted.issuperset(record.slots):
             raise ProtocolError(f"slots were not granted: slots={record.slots[:8]}")
         self._granted.difference_update(record.slots)
-        if record.dropped or record.reset_generation < self.generation:
+        if record.dropped or record.reset_generation < self.generation or not self._saving:
             self.counters.lost_saves += 0 if record.dropped else len(record.slots)
             self._grant(record.slots)
             return
@@ -96,6 +98,13 @@ class Saver:
             digests = record.hashes[start : start + self._job_blocks]
             self._jobs.append(_Job(record.save_id, slots, list(zip(digests, slots, strict=True))))
         self.next()
+
+    def switch(self, saving: bool) -> None:
+        """Without saving, slots that come back stay here: the engine soon has none left and then copies nothing."""
+        self._saving = saving
+        if saving and self._withheld:
+            slots, self._withheld = self._withheld, []
+            self._grant(slots)
 
     def next(self) -> None:
         """Start the next job, unless one runs, a full store's pause is not over, or loads go first."""
@@ -194,6 +203,9 @@ class Saver:
         self.next()
 
     def _grant(self, slots: list[int]) -> None:
+        if not self._saving:
+            self._withheld += slots
+            return
         self._granted.update(slots)
         self._credits.grant(slots)
 

@@ -14,16 +14,20 @@ from concurrent.futures import Future
 from functools import partial
 from types import FrameType
 
-from ..shmring.protocol import Hello, Status
+from ..shmring.protocol import Hello, Message, Purge, Report, SetMode, Status
 from . import report
+from .access import access_of, listen
 from .board import Board
-from .config import DaemonConfig
-from .control import Control, listen
+from .config import ConfigError, DaemonConfig, Mode
+from .control import Control
 from .embedded import DiskSpec, EmbeddedMaster
-from .logs import Log, event_counts, flush_floods
+from .host import MIN_CORES, quota_cores, usable_cores
+from .logs import Log, event_counts, flush_floods, threshold
 from .memory import EngineMemory
 from .metrics import MetricsServer
+from .notify import Notifier, inherited_socket
 from .pools import Pools
+from .reload import reloaded
 from .session import EngineSession
 from .store import Store, StoreError, StoreUnavailable
 from .store_settings import MooncakeSettings
@@ -35,12 +39,16 @@ FLUSH_S = 20.0
 
 
 class Daemon:
-    """One prefetch daemon. run() returns after SIGTERM or SIGINT."""
+    """One prefetch daemon. run() returns after SIGTERM or SIGINT; SIGHUP makes it `reread` its configuration."""
 
-    def __init__(self, config: DaemonConfig, log: Log) -> None:
+    def __init__(self, config: DaemonConfig, log: Log, reread: Callable[[], DaemonConfig]) -> None:
         self._config = config
+        self._reread = reread
         self._log = log
+        self._mode: Mode = config.mode
         self._stopping = False
+        self._reload_wanted = False
+        self._notify = Notifier()
         self._epoll = select.epoll()
         self._master: EmbeddedMaster | None = None
         self._store: Store | None = None
@@ -53,14 +61,18 @@ class Daemon:
 
     def run(self) -> None:
         """Serve until told to stop. Raises ConfigError and StoreError for what cannot start."""
+        self._check_cores()
         # Store threads return from C with little Python to do: let them have the GIL soon.
         sys.setswitchinterval(0.0005)
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        self._wake_fd = wake_read
         self._epoll.register(wake_read, select.EPOLLIN)
-        sock = listen(self._config.socket)
+        inherited = inherited_socket()
+        sock = inherited if inherited is not None else listen(self._config)
+        path = sock.getsockname()
         pools = Pools(self._config.fetch_threads)
         self._board.running = pools.running
         self._epoll.register(pools.fd, select.EPOLLIN)
@@ -72,27 +84,27 @@ class Daemon:
             store = self._store = self._open_store()
             self._control = Control(
                 sock, partial(self._prepare, pools), partial(self._session, store, pools),
-                self._log, status=self._status, max_engines=self._config.max_engines, watch=self._watch,
-                unwatch=self._unwatch,
+                self._log, access=access_of(sock, self._config), status=self._status, steer=partial(self._steer, pools),
+                max_engines=self._config.max_engines, watch=self._watch, unwatch=self._unwatch,
             )  # fmt: skip
             self._watch(sock.fileno())
-            self._log.info(
-                "daemon.ready", socket=str(self._config.socket), pid=os.getpid(), staging=self._config.staging
-            )
+            self._log.info("daemon.ready", socket=path, pid=os.getpid(), staging=self._config.staging)
             self._board.phase = "serving"
+            self._notify.ready(self._summary())
             self._loop(self._control, pools)
         finally:
             self._shut_down(pools)
-            with contextlib.suppress(FileNotFoundError):
-                self._config.socket.unlink()
+            if inherited is None:  # else it is the socket unit's
+                with contextlib.suppress(FileNotFoundError):
+                    self._config.socket.unlink()
             sock.close()
             flush_floods(all_of_them=True)
             self._log.info("daemon.stopped")
+            self._notify.close()
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def _loop(self, control: Control, pools: Pools) -> None:
-        spin_ns = self._config.spin_us * 1000
         last_work = last_tick = last_poll = 0
         while not self._stopping:
             now = time.monotonic_ns()
@@ -108,7 +120,7 @@ class Daemon:
             sessions = control.sessions()  # some may have ended, and been closed
             if work:
                 last_work = now
-            busy = now - last_work < spin_ns
+            busy = now - last_work < self._config.spin_us * 1000
             if busy and now - last_poll < 1_000_000:
                 continue
             last_poll = now
@@ -147,7 +159,11 @@ class Daemon:
             self._board.retire(session.totals)
             session.close()
         flush_floods()
+        if self._reload_wanted:
+            self._reload(control)
+        self._notify.beat(now_ns)
         if self._board.beat(now_ns):
+            self._notify.status(self._summary())
             accounts = [session.totals for session in (*sessions, *control.ended)]
             engines = [report.numbers(session) for session in control.sessions()]
             self._board.publish(now_ns, engines, accounts, self._store_is_open)
@@ -155,6 +171,10 @@ class Daemon:
     def _event(self, control: Control, sessions: Sequence[EngineSession], pools: Pools, fd: int) -> None:
         if fd == pools.fd:
             pools.clear_bell()
+            return
+        if fd == self._wake_fd:
+            with contextlib.suppress(BlockingIOError):
+                os.read(fd, 512)
             return
         for session in sessions:
             if not session.closing and fd == session.doorbell.fd:
@@ -213,6 +233,7 @@ class Daemon:
             memory, scheduler, workers, store, pools, self._log, time.monotonic_ns, chunk_bytes=self._config.chunk,
             tiers=self._config.disk is not None,
         )  # fmt: skip
+        session.switch(self._mode)
         if self._store_is_open:
             with contextlib.suppress(StoreUnavailable):
                 session.register_staging()
@@ -220,10 +241,63 @@ class Daemon:
 
     def _status(self) -> Status:
         sessions = self._control.sessions() if self._control is not None else []
-        return report.status(sessions, self._board, self._store_is_open)
+        return report.status(sessions, self._board, self._store_is_open, self._mode)
+
+    def _summary(self) -> str:
+        """One line for `systemctl status`."""
+        engines = len(self._control.sessions()) if self._control is not None else 0
+        store = "store open" if self._store_is_open else "store not there yet: everything is a miss"
+        return f"engines: {engines}; {store}; mode: {self._mode}"
+
+    # --- orders from outside ----------------------------------------------------------------------------------------
+
+    def _check_cores(self) -> None:
+        """With one core Mooncake's spinning calls starve its own transport: every get would fail after 60 s."""
+        cores, quota = usable_cores(), quota_cores()
+        if cores < MIN_CORES:
+            raise ConfigError(f"too few cores, transfers would starve (CPU affinity): cores={cores} min={MIN_CORES}")
+        if quota is not None and quota < MIN_CORES:
+            self._log.warning("cores.few", cores=quota, min_cores=MIN_CORES)
+
+    def _reload(self, control: Control) -> None:
+        self._reload_wanted = False
+        self._notify.reloading()
+        before = self._config.mode
+        self._config = reloaded(self._config, self._reread, self._log)
+        threshold.set(self._config.log_level)
+        control.access = access_of(control.sock, self._config)
+        control.max_engines = self._config.max_engines
+        if self._config.mode != before:
+            self._switch(self._config.mode)
+        self._notify.ready(self._summary())
+
+    def _switch(self, mode: Mode) -> None:
+        self._log.info("mode.switched", before=self._mode, after=mode)
+        self._mode = mode
+        for session in self._control.sessions() if self._control is not None else []:
+            session.switch(mode)
+
+    def _steer(self, pools: Pools, message: Message, reply: Callable[[Message], None]) -> None:
+        """An operator's order; see the messages for what each does."""
+        if isinstance(message, SetMode):
+            before = self._mode
+            self._switch(message.mode)
+            reply(Report(ok=True, text=f"mode: {message.mode} (was {before})"))
+        elif isinstance(message, Purge) and self._store is not None:
+            job = partial(self._store.remove_matching, message.prefixes, message.timeout_ms / 1e3)
+
+            def purged(future: Future[bool]) -> None:
+                gone = future.exception() is None and future.result()
+                text = "every key is gone" if gone else "not confirmed: time was up, or the store did not answer"
+                reply(Report(ok=gone, text=f"{text}: prefixes={len(message.prefixes)}"))
+
+            pools.save(job, purged)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
 
     def _shut_down(self, pools: Pools) -> None:
         """Engines first (they fall back at once), then calls in flight, then the store, then its master."""
+        self._notify.stopping("draining store calls, then writing what is not on disk yet")
         self._board.phase = "stopping"
         if self._control is not None:
             self._control.close()
@@ -251,5 +325,8 @@ class Daemon:
             self._epoll.unregister(fd)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            self._reload_wanted = True
+            return
         self._stopping = True
         self._log.info("daemon.stopping", signal=signal.Signals(number).name)

@@ -24,6 +24,7 @@ from ..shmring.protocol import FlagState, Hello, ProtocolError, RecordKind
 from ..shmring.ring import Consumer, Record
 from . import transfers
 from .account import Account
+from .config import Mode
 from .events import Ending
 from .logs import Log
 from .memory import EngineMemory
@@ -96,6 +97,7 @@ class EngineSession:
         self.liveness = Liveness(self.words, consumer=True)
         self.liveness.beat(clock_ns())
         self._flags = _Flags(self.table, self._disk_blocks)
+        self._mode: Mode = "on"
         self._jobs = 0
         self._registered = False
         self.closing = False
@@ -183,8 +185,9 @@ class EngineSession:
         )
         self._timelines[key] = Timeline(hint, now)
         self.totals.push_to_seen.observe(max(0, now - hint.arrival_ns) / 1e9)
-        # Cancelled before we looked, read after the end, or keys of old weights may still be there: nothing to look up.
-        if seen.state != FlagState.HINTED or self.closing or self.saver.resetting:
+        # Cancelled before we looked, read after the end, keys of old weights may still be there, or switched
+        # off: nothing to look up.
+        if seen.state != FlagState.HINTED or self.closing or self.saver.resetting or self._mode == "off":
             self.planner.looked_up(key, request.local)
             return
         digests = [request.digest(block) for block in range(request.local, request.blocks)]
@@ -204,7 +207,7 @@ class EngineSession:
         timeline.found_blocks = found
         self.totals.hit_blocks += run or 0
         self.table.set_found(key[0], found)
-        self.planner.looked_up(key, found)
+        self.planner.looked_up(key, found if self._mode == "on" else request.local)
 
     def _done(self, done: protocol.Done) -> None:
         key = (done.flag, done.generation)
@@ -230,6 +233,11 @@ class EngineSession:
         self.totals.request_done(story)
         self.recent.append((now, story))
         self._log.info("request.done", **story)
+
+    def switch(self, mode: Mode) -> None:
+        """What becomes of hints from now on, and of blocks to save; requests already planned go on."""
+        self._mode = mode
+        self.saver.switch(mode == "on")
 
     def scan(self) -> None:
         """Find what a full ring did not say: flags given up without a nudge. Called a few times a second."""

@@ -373,6 +373,7 @@ class Status(_Message):
     type: Literal["status"] = "status"
     version: str
     pid: int
+    mode: str = "on"
     store_open: bool
     engines: list[dict[str, int | str]]
     engine_count: int = 0
@@ -381,7 +382,33 @@ class Status(_Message):
     slowest: list[SlowRequest] = Field(default_factory=list)
 
 
-Message = Hello | Refused | Attached | Mapped | Reset | ResetDone | Stored | StatusQuery | Status | StatQuery | Segments
+class SetMode(_Message):
+    """An operator (root or the daemon's user) switches what the daemon does for every engine; answered by Report."""
+
+    type: Literal["set_mode"] = "set_mode"
+    mode: Literal["on", "shadow", "off"]
+
+
+class Purge(_Message):
+    """An operator removes every value whose key begins with one of these prefixes; answered by Report."""
+
+    type: Literal["purge"] = "purge"
+    prefixes: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(min_length=1, max_length=64)
+    timeout_ms: int = Field(ge=1, le=600_000)
+
+
+class Report(_Message):
+    """What became of an operator's order: whether it was done, and one line that says so."""
+
+    type: Literal["report"] = "report"
+    ok: bool
+    text: str
+
+
+Message = (
+    Hello | Refused | Attached | Mapped | Reset | ResetDone | Stored | StatusQuery | Status | StatQuery | Segments
+    | SetMode | Purge | Report
+)  # fmt: skip
 _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
 
 

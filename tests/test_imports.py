@@ -19,7 +19,10 @@ PACKAGE = "kvprefetch"
 FOLDERS: dict[str, tuple[set[str], set[str]]] = {
     "shmring": (set(), {"posix_ipc", "numpy"}),
     "connector": ({"shmring"}, {"vllm", "torch", "cupy", "numpy", "pydantic"}),
-    "daemon": ({"shmring"}, {"mooncake", "structlog", "cupy", "prometheus_client", "rich", "numpy", "pydantic"}),
+    "daemon": (
+        {"shmring"},
+        {"mooncake", "structlog", "cupy", "prometheus_client", "rich", "numpy", "pydantic", "tomli"},
+    ),
 }
 # The types that travel between the two sides: they build on shmring, and nothing in shmring knows them.
 PROTOCOL = "shmring/protocol.py"

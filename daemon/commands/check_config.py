@@ -1,0 +1,58 @@
+"""`kvprefetchd check-config`: the effective configuration as TOML, each value with where it came from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from ..config import NEXT_ATTACH, RELOADABLE, ConfigError, DaemonConfig
+from ..embedded import DiskSpec
+from ..sources import Effective, resolve
+from ..store_settings import MooncakeSettings, SettingsError
+from .common import Commands, add_configuration, configuration_sources, declare
+
+
+def add(commands: Commands) -> None:
+    text = "check a configuration and print it as TOML, each value with its source"
+    add_configuration(declare(commands, "check-config", text, run, details="Takes the options of serve."))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    effective = resolve(configuration_sources(arguments))
+    check_files(effective.config)
+    print("\n".join(shown(effective)))
+    return 0
+
+
+def check_files(config: DaemonConfig) -> None:
+    """What serve would refuse although each value is valid by itself. Raises ConfigError."""
+    try:
+        if config.mooncake_config is not None:
+            MooncakeSettings.from_file(config.mooncake_config)
+        elif config.disk is not None:
+            DiskSpec.parse(config.disk)
+    except SettingsError as error:
+        raise ConfigError(str(error)) from None
+
+
+def shown(effective: Effective) -> list[str]:
+    """Lines of a TOML file that says the same."""
+    return [
+        line_of(name, getattr(effective.config, name), effective.origin[name], reload_of(name))
+        for name in DaemonConfig.model_fields
+    ]
+
+
+def reload_of(name: str) -> str:
+    if name in NEXT_ATTACH:
+        return "reload: for engines that attach from then on"
+    return "reload: at once" if name in RELOADABLE else "needs a restart"
+
+
+def line_of(name: str, value: Any, origin: str, reload: str) -> str:
+    """One line of TOML; JSON writes strings, numbers and lists as TOML does."""
+    text = str(value) if isinstance(value, Path) else value
+    said = f"{name} = {json.dumps(text)}" if text is not None else f"# {name} is not set"
+    return f"{said:<48} # {origin}; {reload}"

@@ -1,0 +1,29 @@
+"""What SIGHUP does to the configuration: takes over what may change while running, and says what became of each key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .config import NEXT_ATTACH, RELOADABLE, ConfigError, DaemonConfig
+from .logs import Log
+
+
+def reloaded(config: DaemonConfig, reread: Callable[[], DaemonConfig], log: Log) -> DaemonConfig:
+    """The configuration to go on with; one log line for each key that differs, or one that says why none was taken."""
+    try:
+        wanted = reread()
+    except ConfigError as error:
+        log.error("config.invalid", error=str(error))
+        return config
+    taken: dict[str, object] = {}
+    for key in DaemonConfig.model_fields:
+        before, after = getattr(config, key), getattr(wanted, key)
+        if before == after:
+            continue
+        if key not in RELOADABLE:
+            log.warning("config.kept", key=key, before=str(before), after=str(after))
+            continue
+        taken[key] = after
+        when = "for engines that attach from now on" if key in NEXT_ATTACH else "at once"
+        log.info("config.changed", key=key, before=str(before), after=str(after), takes_effect=when)
+    return config.model_copy(update=taken)

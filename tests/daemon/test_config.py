@@ -1,0 +1,148 @@
+"""Configuration: where each value comes from, what is refused, and what a reload takes over."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvprefetch.daemon.config import RELOADABLE, ConfigError, DaemonConfig
+from kvprefetch.daemon.host import quota_cores
+from kvprefetch.daemon.reload import reloaded
+from kvprefetch.daemon.sources import PREFIX, Sources, resolve
+
+
+def sources(tmp_path: Path, text: str, flags: dict[str, str] | None = None, **environ: str) -> Sources:
+    file = tmp_path / "kvprefetchd.toml"
+    file.write_text(text)
+    return Sources.of(flags or {}, file, {PREFIX + name: value for name, value in environ.items()})
+
+
+def test_flags_win_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    text = 'staging = "1GiB"\nchunk = "1MiB"\nmax_engines = 3\nallow_uids = [7, 8]\n'
+    effective = resolve(sources(tmp_path, text, {"staging": "3GiB"}, STAGING="2GiB", CHUNK="2MiB"))
+    config, origin = effective.config, effective.origin
+    assert (config.staging, config.chunk, config.max_engines, config.spin_us) == (3 << 30, 2 << 20, 3, 50)
+    assert config.allow_uids == (7, 8)
+    assert [origin[key] for key in ("staging", "chunk", "max_engines", "spin_us")] == [
+        "--staging", "$KVPREFETCHD_CHUNK", str(tmp_path / "kvprefetchd.toml"), "default",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "words"),
+    [
+        ("stagin = 1", {}, ["kvprefetchd.toml", "unknown key stagin", "did you mean staging?"]),
+        ("", {"FETCH_THREAD": "2"}, ["KVPREFETCHD_FETCH_THREAD", "did you mean KVPREFETCHD_FETCH_THREADS?"]),
+        ("zzz = 1", {}, ["unknown key zzz"]),
+        ("max_engines = 0", {}, ["max_engines", "greater than or equal to 1", "max_engines=0", "kvprefetchd.toml"]),
+        ("", {"STAGING": "lots"}, ["staging", "'lots'", "512MiB", "$KVPREFETCHD_STAGING"]),
+        ("staging = ", {}, ["not TOML", "kvprefetchd.toml"]),
+        ("[daemon]\nstaging = 1", {}, ["unknown key daemon"]),
+        ("socket_mode = '999'", {}, ["socket_mode", "'999'"]),
+        ("mode = 'maybe'", {}, ["mode", "'maybe'", "'shadow'"]),
+        ("socket = '/" + "x" * 107 + "'", {}, ["socket", "107"]),
+    ],
+)
+def test_bad_input_names_key_value_bound_and_place(
+    tmp_path: Path, text: str, environ: dict[str, str], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(sources(tmp_path, text, **environ))
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        resolve(Sources.of({}, tmp_path / "none.toml", {}))
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("spin_us = 7")
+    assert resolve(Sources.of({}, None, {"KVPREFETCHD_CONFIG": str(tmp_path / "a.toml")})).config.spin_us == 7
+
+
+def check_config(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvprefetch.daemon", "check-config", *arguments],
+        capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environ},
+    )  # fmt: skip
+
+
+def test_check_config_prints_what_it_reads_back_as_the_same(tmp_path: Path) -> None:
+    """Its output, used as a file, is the same configuration."""
+    first = check_config("--disk", "/var/x:20GiB", "--socket-group", "0", KVPREFETCHD_MAX_ENGINES="3")
+    assert first.returncode == 0, first.stderr
+    assert "max_engines = 3" in first.stdout
+    assert "$KVPREFETCHD_MAX_ENGINES; reload: at once" in first.stdout
+    (tmp_path / "again.toml").write_text(first.stdout)
+    again = check_config("--config", str(tmp_path / "again.toml"))
+    assert again.returncode == 0, again.stderr
+
+    def said(text: str) -> list[str]:
+        return [line.partition(" # ")[0].rstrip() for line in text.splitlines()]
+
+    assert said(again.stdout) == said(first.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [(["--disk", "relative"], "relative"), (["--mooncake-config", "/nonexistent.json"], "/nonexistent.json"),
+     (["--stagging", "1GiB"], "did you mean --staging?")],
+)  # fmt: skip
+def test_check_config_refuses_what_serve_would(arguments: list[str], word: str) -> None:
+    result = check_config(*arguments)
+    assert result.returncode == 78
+    assert word in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+class Lines:
+    """Collects log calls."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, str, str]] = []
+
+    def __getattr__(self, level: str) -> object:
+        return lambda event, **fields: self.said.append((level, event, str(fields.get("key") or fields.get("error"))))
+
+
+def test_a_reload_takes_over_what_it_may_and_names_the_rest() -> None:
+    lines, before = Lines(), DaemonConfig()
+    wanted = before.model_copy(update={"log_level": "debug", "chunk": 8192, "disk": "/var/x", "memory": 32 << 20})
+    after = reloaded(before, lambda: wanted, lines)
+    assert (after.log_level, after.chunk, after.disk, after.memory) == ("debug", 8192, None, before.memory)
+    assert sorted(lines.said) == [
+        ("info", "config.changed", "chunk"), ("info", "config.changed", "log_level"),
+        ("warning", "config.kept", "disk"), ("warning", "config.kept", "memory"),
+    ]  # fmt: skip
+
+
+def test_a_reload_of_a_bad_file_keeps_everything() -> None:
+    def bad() -> DaemonConfig:
+        raise ConfigError("staging: no")
+
+    lines, before = Lines(), DaemonConfig()
+    assert reloaded(before, bad, lines) is before
+    assert lines.said == [("error", "config.invalid", "staging: no")]
+
+
+def test_reloadable_keys_exist() -> None:
+    assert set(DaemonConfig.model_fields) >= RELOADABLE
+
+
+def test_the_least_quota_of_the_groups_above_counts(tmp_path: Path) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/cpu.max").write_text("150000 100000\n")
+    (tmp_path / "a/b/cpu.max").write_text("max 100000\n")
+    own = tmp_path / "own"
+    own.write_text("0::/a/b\n")
+    assert quota_cores(tmp_path, own) == 1.5
+    (tmp_path / "a/cpu.max").write_text("max 100000\n")
+    assert quota_cores(tmp_path, own) is None
+    assert quota_cores(tmp_path, tmp_path / "absent") is None
