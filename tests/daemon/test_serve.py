@@ -340,7 +340,7 @@ def test_with_a_disk_tier_the_data_is_there_after_a_restart(serve: Serve, tmp_pa
     assert engine.told_disk == 40
     assert engine.load(list(values)) == list(values.values())
     assert engine.told_disk == 0, "now they came from staging"
-    line = wait_for(lambda: [e for e in again.records("request.done") if e["outcome"] == "loaded"])[-1]
+    line = wait_for(lambda: [e for e in again.records("request.done") if e["outcome"] == "loaded"])[0]
     assert line["bytes_disk"] == 40 * BLOCK_BYTES
     engine.close()
 
