@@ -1,0 +1,192 @@
+"""Whether a request at the head of the queue waits for its missing blocks or takes what is ready. Pure: clock given.
+
+`best_effort` never waits; `timeout` waits until its bound; `wait` until the fetch has ended, under a bound that only a
+broken daemon reaches.  `adaptive` compares two times, both measured:
+
+* recomputing the missing blocks: their tokens, at what a prefill token adds to a step (steps.py);
+* waiting for them: the time to the first block that the engine's other requests saw lately, then the pace at which this
+  request's own blocks come (before it is known, the others'), rounded up to visits: nobody looks in between.
+
+It starts to wait when waiting is expected to take no longer than recomputing, and stops when it is expected to take
+LEAVE_FACTOR times as long, so that noise does not cut a wait short.  Rates are no promise.  Whatever the blocks do, it
+stops when nothing came for RISK of what recomputing the missing ones takes, or when the wait has cost that much more
+than its blocks have saved: a request is never later than (1 + RISK) times recomputing at once, plus one visit.  The
+same bounds serve while no rate is known.  What is not worth one visit (a short prompt, a few blocks) is not waited for.
+
+Stopping is final: what is ready is claimed, and the daemon drops the rest.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from .steps import StepTimes
+
+Policy = Literal["best_effort", "wait", "timeout", "adaptive"]
+
+RISK = 0.5
+LEAVE_FACTOR = 1.25
+# `wait` ends here at the latest; a daemon that died or hangs ends it at once.
+WAIT_BOUND_NS = 300 * 10**9
+# Between two visits of an idle engine: vLLM sleeps 1 ms when a step executed nothing.
+IDLE_VISIT_NS = 1_250_000.0
+# What is known of fetches fades with the time waited since, and is nothing after so long without a wait: what was true
+# then may not be any more, so the next request finds out.
+_MEMORY_NS = 0.5e9
+_FORGET_NS = 10 * 10**9
+
+
+class Verdict(enum.Enum):
+    """WAIT for the next visit; TAKE what is ready, as recomputing the rest is sooner; LATE: the bound is reached."""
+
+    WAIT = "wait"
+    TAKE = "take"
+    LATE = "late"
+
+
+@dataclass(slots=True)
+class Wait:
+    """One admission's wait at the head of the queue, from its first visit on. Block counts are absolute."""
+
+    policy: Policy
+    began_ns: int
+    bound_ns: int
+    began_ready: int
+    ready: int
+    progress_ns: int
+    # The first progress: (when, blocks ready). The pace is what came after it.
+    first: tuple[int, int] | None = None
+    visits: int = 0
+
+    @classmethod
+    def begin(cls, policy: Policy, timeout_ms: int, now_ns: int, ready: int) -> Wait:
+        bound = WAIT_BOUND_NS if policy == "wait" else timeout_ms * 1_000_000
+        return cls(policy, now_ns, now_ns + bound, ready, ready, now_ns)
+
+    def rehinted(self, ready: int) -> None:
+        """The fetch begins anew with so many blocks; clock and bounds go on."""
+        self.began_ready = self.ready = ready
+        self.first = None
+
+
+class Fetches:
+    """How blocks came, lately, to requests that waited for them: how long until the first ones, how fast then."""
+
+    def __init__(self) -> None:
+        self._latency_ns = self._firsts = self._first_blocks = 0.0
+        self._pace_ns = self._blocks = 0.0
+        self._seen_ns = -_FORGET_NS
+
+    def saw(self, wait: Wait, ready: int, now_ns: int) -> None:
+        """A request that waits has so many blocks now."""
+        passed, blocks = now_ns - wait.progress_ns, ready - wait.ready
+        if blocks <= 0 or passed <= 0:
+            return
+        if wait.first is None:
+            wait.first = (now_ns, ready)
+            self._first(passed, blocks, now_ns)
+        else:
+            self._next(passed, blocks, now_ns)
+        wait.ready, wait.progress_ns = ready, now_ns
+
+    def gave_up(self, wait: Wait, now_ns: int) -> None:
+        """A wait ended in silence: that it takes at least so long is news when less was expected."""
+        passed = now_ns - wait.progress_ns
+        if wait.first is None and passed > self.latency_ns(now_ns):
+            self._first(passed, 0, now_ns)
+        elif wait.first is not None and passed > self.remaining_ns(1, now_ns):
+            self._next(passed, 1, now_ns)
+
+    def latency_ns(self, now_ns: int) -> float:
+        """From the first visit to the first blocks; 0 when not known."""
+        return self._latency_ns / self._firsts if self._firsts and self._known(now_ns) else 0.0
+
+    def remaining_ns(self, blocks: int, now_ns: int) -> float:
+        """So many blocks after the first ones; 0 when not known.
+
+        Visits are far apart: what came after the first ones may be the little that missed a visit.  So it is the
+        shorter one of the times with and without the first ones.
+        """
+        if not self._blocks or not self._known(now_ns):
+            return 0.0
+        overall = (self._latency_ns + self._pace_ns) / (self._first_blocks + self._blocks)
+        return blocks * min(overall, self._pace_ns / self._blocks)
+
+    def _known(self, now_ns: int) -> bool:
+        return now_ns - self._seen_ns < _FORGET_NS
+
+    def _first(self, passed_ns: int, blocks: int, now_ns: int) -> None:
+        self._fade(passed_ns, now_ns)
+        self._latency_ns += passed_ns
+        self._firsts += 1
+        self._first_blocks += blocks
+
+    def _next(self, passed_ns: int, blocks: int, now_ns: int) -> None:
+        self._fade(passed_ns, now_ns)
+        self._pace_ns += passed_ns
+        self._blocks += blocks
+
+    def _fade(self, passed_ns: int, now_ns: int) -> None:
+        keep = 0.5 ** (passed_ns / _MEMORY_NS) if self._known(now_ns) else 0.0
+        self._latency_ns, self._firsts, self._first_blocks = (
+            keep * self._latency_ns, keep * self._firsts, keep * self._first_blocks
+        )  # fmt: skip
+        self._pace_ns, self._blocks = keep * self._pace_ns, keep * self._blocks
+        self._seen_ns = now_ns
+
+
+class WaitPolicy:
+    """The verdicts for one engine, from its steps and what it saw of fetches."""
+
+    def __init__(self, steps: StepTimes, block_tokens: int) -> None:
+        self.fetches = Fetches()
+        self._steps, self._block_tokens = steps, block_tokens
+
+    def recompute_ns(self, blocks: int) -> float:
+        """What waiting for so many blocks can save."""
+        return self._steps.prefill_ns(blocks * self._block_tokens)
+
+    def verdict(self, wait: Wait, ready: int, limit: int, now_ns: int, *, idle: bool) -> Verdict:
+        """One visit: blocks [0, ready) are ready and no more than [0, limit) will come.
+
+        `idle`: the engine has nothing else to do, and looks again after IDLE_VISIT_NS.
+        """
+        self.fetches.saw(wait, ready, now_ns)
+        wait.visits += 1
+        verdict = self._judge(wait, max(0, limit - ready), now_ns, idle)
+        if verdict is not Verdict.WAIT and wait.visits > 1:
+            self.fetches.gave_up(wait, now_ns)
+        return verdict
+
+    def _judge(self, wait: Wait, missing: int, now_ns: int, idle: bool) -> Verdict:
+        if wait.policy == "best_effort":
+            return Verdict.TAKE
+        if now_ns >= wait.bound_ns:
+            return Verdict.LATE
+        if wait.policy != "adaptive":
+            return Verdict.WAIT
+        saved = self.recompute_ns(missing)
+        if now_ns - wait.progress_ns > RISK * saved:
+            return Verdict.TAKE
+        gained = wait.ready - wait.began_ready
+        if now_ns - wait.began_ns - self.recompute_ns(gained) > RISK * self.recompute_ns(gained + missing):
+            return Verdict.TAKE
+        if wait.visits == 1 and self.fetches.latency_ns(now_ns) > RISK * saved:
+            return Verdict.TAKE
+        visit = IDLE_VISIT_NS if idle else max(self._steps.step_ns, 1.0)
+        seen = visit * max(1, math.ceil(self._expected_ns(wait, missing, now_ns) / visit))
+        return Verdict.WAIT if seen <= (1.0 if wait.visits == 1 else LEAVE_FACTOR) * saved else Verdict.TAKE
+
+    def _expected_ns(self, wait: Wait, missing: int, now_ns: int) -> float:
+        """How long the missing blocks still take; 0 when nothing is known."""
+        if wait.first is None:
+            first = max(0.0, self.fetches.latency_ns(now_ns) - (now_ns - wait.progress_ns))
+            return first + self.fetches.remaining_ns(missing, now_ns)
+        first_ns, first_ready = wait.first
+        if wait.ready == first_ready:
+            return self.fetches.remaining_ns(missing, now_ns)
+        pace = (now_ns - first_ns) / (wait.ready - first_ready)
+        return missing * min(pace, (now_ns - wait.began_ns) / (wait.ready - wait.began_ready))

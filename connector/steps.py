@@ -1,0 +1,70 @@
+"""How long the engine's steps take and what a prefill token adds to one: measured from outside, step by step. Pure.
+
+A step's duration is the time from its start, or from the end of the step before if that came later, to its end; so it
+is also right when steps overlap (async scheduling, pipeline stages).  What a token adds is fitted by least squares
+through the time of a step without prefill: short prefills, whose fixed cost says little about tokens, weigh little.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+# Assumed until a prefill was measured: 10,000 tokens per second.
+UNMEASURED_PREFILL_NS = 100_000.0
+# Weight of the newest step in the moving averages of durations.
+_NEWEST = 0.1
+# The fit forgets: half of it is younger than about this many prefill tokens in one go, squared.
+_MEMORY_TOKENS2 = 8192.0**2
+# No engine has so many steps in flight: ends are not reported, and what stands here is void.
+_MAX_IN_FLIGHT = 64
+
+
+class _Step(NamedTuple):
+    began_ns: int
+    prefill_tokens: int
+    executed: bool
+    typical: bool
+
+
+class StepTimes:
+    """One engine's steps. `step_ns` is the average duration of a step that executed something, 0 before the first."""
+
+    def __init__(self) -> None:
+        self.step_ns = 0.0
+        self._decode_ns = 0.0
+        self._flying: deque[_Step] = deque()
+        self._ended_ns = 0
+        self._xy = self._xx = 0.0
+
+    def began(self, now_ns: int, prefill_tokens: int, *, executed: bool, typical: bool = True) -> None:
+        """A step was scheduled. `typical` is False when it also does what must not count as prefill (a load)."""
+        if len(self._flying) >= _MAX_IN_FLIGHT:
+            self._flying.clear()
+        self._flying.append(_Step(now_ns, prefill_tokens, executed, typical))
+
+    def ended(self, now_ns: int) -> None:
+        """The output of the oldest step that has not ended is there."""
+        if not self._flying:
+            return
+        step = self._flying.popleft()
+        duration = float(now_ns - max(step.began_ns, self._ended_ns))
+        self._ended_ns = now_ns
+        if not step.executed or not step.typical:
+            return
+        self.step_ns = _average(self.step_ns, duration)
+        if step.prefill_tokens == 0:
+            self._decode_ns = _average(self._decode_ns, duration)
+            return
+        tokens = float(step.prefill_tokens)
+        keep = 0.5 ** (tokens * tokens / _MEMORY_TOKENS2)
+        self._xy = keep * self._xy + tokens * max(0.0, duration - self._decode_ns)
+        self._xx = keep * self._xx + tokens * tokens
+
+    def prefill_ns(self, tokens: int) -> float:
+        """What computing so many tokens more adds to the engine's time, with the batch as it has been lately."""
+        return tokens * (self._xy / self._xx if self._xx else UNMEASURED_PREFILL_NS)
+
+
+def _average(old: float, new: float) -> float:
+    return new if old == 0.0 else old + _NEWEST * (new - old)
