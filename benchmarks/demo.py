@@ -85,8 +85,10 @@ class Demo:
             )
             # A pool for four requests: with more, KV could be loaded ahead into free blocks, which load does not leave.
             tight = plain.but(num_gpu_blocks=4 * (PROMPT_TOKENS + OUTPUT_TOKENS + BLOCK) // BLOCK + 8)
-            prefetch = self._engine(stack, "prefetch", tight.but(kv_transfer=connectors.ours(daemon.socket)))
-            late = connectors.ours(daemon.socket, hint_on_arrival=False)
+            prefetch = self._engine(
+                stack, "prefetch", tight.but(kv_transfer=connectors.ours(daemon.socket, wait_policy="adaptive"))
+            )
+            late = connectors.ours(daemon.socket, wait_policy="adaptive", hint_on_arrival=False)
             demand = self._engine(stack, "on demand", tight.but(kv_transfer=late))
             bare = self._engine(stack, "without connector", plain)
 

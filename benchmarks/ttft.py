@@ -104,7 +104,7 @@ class Bench:
         transfer = {
             "upstream-sync": connectors.upstream(),
             "upstream-async": connectors.upstream(lookup_async=True),
-            "ours": connectors.ours(socket) if socket is not None else None,
+            "ours": connectors.ours(socket, wait_policy="adaptive") if socket is not None else None,
         }.get(variant)
         return EngineSpec(
             model=self.model,

@@ -15,8 +15,9 @@ from typing import Any
 from ..shmring.flags import Flag
 from ..shmring.protocol import FlagState, Outcome
 from . import hints
-from .config import ConnectorConfig
+from .config import ConnectorConfig, override
 from .hints import Handle
+from .policy import Verdict, Wait, WaitPolicy
 from .saves import Progress, Saves
 from .session import SchedulerSession
 from .support import Geometry
@@ -27,6 +28,10 @@ MAX_LATE_HINTS = 3
 Reply = tuple[int | None, bool]
 NOTHING: Reply = (0, False)
 PENDING: Reply = (None, False)
+# What a request may say in its kv_transfer_params: {"kvprefetch": {"wait_policy": ..., "wait_timeout_ms": ...}}.
+OVERRIDE_KEY = "kvprefetch"
+
+_WARN_EVERY_NS = 1_000_000_000
 
 log = logging.getLogger("vllm.kvprefetch.scheduler")
 
@@ -52,14 +57,14 @@ class Entry:
     answer: Answer | None = None
     settled: bool = False
     late_hints: int = 0
-    unhinted_since_ns: int = 0
     waiting_since_ns: int = 0
+    wait: Wait | None = None
     progress: Progress = field(default_factory=Progress)
 
     def restart(self) -> None:
         """Preempted: its blocks are gone, and everything is to be done again for all of its tokens."""
         self.preemptions = self.request.num_preemptions
-        self.settled, self.late_hints, self.unhinted_since_ns, self.waiting_since_ns = False, 0, 0, 0
+        self.settled, self.late_hints, self.wait, self.waiting_since_ns = False, 0, None, 0
         self.progress = Progress()
 
 
@@ -67,13 +72,14 @@ class Claims:
     """The rules of hinting, waiting and claiming. Every method may raise SegmentCorrupt."""
 
     def __init__(
-        self, config: ConnectorConfig, geometry: Geometry, saves: Saves | None, counters: Counter[str],
-        clock_ns: Callable[[], int],
+        self, config: ConnectorConfig, geometry: Geometry, policy: WaitPolicy, saves: Saves | None,
+        counters: Counter[str], clock_ns: Callable[[], int],
     ) -> None:  # fmt: skip
         self._config, self._geometry, self._saves, self._counters = config, geometry, saves, counters
-        self._clock_ns = clock_ns
-        self._wait_ns = config.wait_timeout_ms * 1_000_000
+        self._policy, self._clock_ns = policy, clock_ns
         self._shadow = config.mode == "shadow"
+        self._spin_left_ns = self._spin_ns = config.idle_spin_us * 1000
+        self._warned_ns = -_WARN_EVERY_NS
 
     def usable_blocks(self, request: Any) -> int:
         """Full blocks that leave at least one token to compute."""
@@ -98,67 +104,117 @@ class Claims:
         self._counters["hints"] += 1
         return True
 
-    def match(self, entry: Entry, session: SchedulerSession, start: int) -> Reply:
-        """The reply for a request of which blocks [0, start) are local; entry.answer is set when it is a claim."""
+    def new_pass(self) -> None:
+        """The scheduler begins another pass over its queue."""
+        self._spin_left_ns = self._spin_ns
+
+    def match(self, entry: Entry, session: SchedulerSession, start: int, *, idle: bool) -> Reply:
+        """The reply for a request of which blocks [0, start) are local; entry.answer is set when it is a claim.
+
+        `idle`: nothing else is scheduled, so that a pending answer costs the engine's sleep.
+        """
         usable = self.usable_blocks(entry.request)
         if start >= usable:
             return NOTHING
         now = self._clock_ns()
-        handle = entry.handle
-        if handle is None:
-            return self._late_hint(entry, session, start, now)
-        flag = hints.look(handle)
-        if self._shadow:
-            return NOTHING
-        if flag.state == FlagState.EXPIRED:
-            self.finish(entry, Outcome.LOST)
-            return self._late_hint(entry, session, start, now)
-        if start < handle.local_blocks:
-            # Blocks that were local when we hinted were evicted since: what is staged does not follow on them.
-            self.finish(entry, Outcome.EVICTED)
-            return self._late_hint(entry, session, start, now)
-        outcome = Outcome.MISS
-        if flag.state == FlagState.HINTED:
-            if not session.alive(now):
-                return NOTHING
-            if handle.deadline_ns == 0:
-                handle.deadline_ns = now + self._wait_ns
-            if now < handle.deadline_ns:
-                hints.ask(handle, now)
-                return PENDING
-            outcome = Outcome.LATE
-        return self._take(entry, handle, flag, start, usable, outcome, now)
-
-    def _late_hint(self, entry: Entry, session: SchedulerSession, start: int, now: int) -> Reply:
-        """The scheduler is at a request without a hint: push one, and wait for it under a deadline of its own."""
-        if entry.late_hints >= MAX_LATE_HINTS:
-            entry.settled = True
-            return NOTHING
+        if entry.handle is not None and not self._shadow:
+            flag = hints.look(entry.handle)
+            if flag.state == FlagState.EXPIRED:
+                self.finish(entry, Outcome.LOST)
+            elif start < entry.handle.local_blocks:
+                # Blocks that were local when we hinted were evicted since: what is staged does not follow on them.
+                self.finish(entry, Outcome.EVICTED)
+            elif flag.state != FlagState.HINTED:
+                return self._take(entry, entry.handle, flag, start, usable, Outcome.MISS, now)
         if not session.alive(now):
             return NOTHING
-        if not self.hint(entry, session, start):
-            if self._shadow:
-                return NOTHING
-            entry.unhinted_since_ns = entry.unhinted_since_ns or now
-            return PENDING if now < entry.unhinted_since_ns + self._wait_ns else NOTHING
-        entry.late_hints += 1
-        self._counters["late_hints"] += 1
-        assert entry.handle is not None
-        entry.handle.deadline_ns = now + self._wait_ns
-        hints.ask(entry.handle, self._clock_ns())
-        return NOTHING if self._shadow else PENDING
+        if self._shadow:
+            if entry.handle is None:
+                self._late_hint(entry, session, start)
+            return NOTHING
+        return self._pending(entry, session, start, usable, now, idle)
+
+    def _pending(self, entry: Entry, session: SchedulerSession, start: int, usable: int, now: int, idle: bool) -> Reply:
+        """No hint yet, or one whose fetch goes on: wait for it, or make do with what is ready."""
+        handle = entry.handle
+        flag = Flag(0, FlagState.HINTED, 0) if handle is None else hints.look(handle)
+        first_visit = entry.wait is None
+        wait = entry.wait = entry.wait or self._begin(entry, max(start, flag.count), now)
+        if first_visit and idle and handle is not None and wait.policy != "best_effort":
+            hints.ask(handle, now)
+            flag = self._spin(handle, flag, usable)
+            now = self._clock_ns()
+        if handle is not None and flag.state != FlagState.HINTED:
+            if flag.state != FlagState.EXPIRED:
+                return self._take(entry, handle, flag, start, usable, Outcome.MISS, now)
+            return PENDING  # revoked while we spun: the next visit hints again
+        limit = usable
+        if handle is not None and (found := handle.session.flags.found(handle.flag)):
+            limit = min(found, usable)
+        verdict = self._policy.verdict(wait, max(start, flag.count), limit, now, idle=idle)
+        if verdict is Verdict.WAIT:
+            if handle is not None:
+                hints.ask(handle, now)
+            elif not self._late_hint(entry, session, start):
+                verdict = Verdict.LATE
+        if verdict is Verdict.WAIT:
+            return PENDING
+        outcome = Outcome.LATE if verdict is Verdict.LATE else Outcome.RECOMPUTED
+        if handle is None:
+            return self._recompute(entry, outcome)
+        return self._take(entry, handle, flag, start, usable, outcome, now)
+
+    def _begin(self, entry: Entry, ready: int, now: int) -> Wait:
+        """The first visit that finds the request pending; its own wishes are read now."""
+        config = self._config
+        params = getattr(entry.request, "kv_transfer_params", None)
+        if params and (wishes := params.get(OVERRIDE_KEY)) is not None:
+            try:
+                config = override(config, wishes)
+            except ValueError as error:
+                self._counters["bad_overrides"] += 1
+                if now - self._warned_ns >= _WARN_EVERY_NS:
+                    self._warned_ns = now
+                    log.warning("kvprefetch: request %s: %s; the default is used", entry.request.request_id, error)
+        return Wait.begin(config.wait_policy, config.wait_timeout_ms, now, ready)
+
+    def _spin(self, handle: Handle, flag: Flag, usable: int) -> Flag:
+        """Look for a moment at a flag that may be about to change: loads and a clock in memory, no system call."""
+        if self._policy.recompute_ns(usable - flag.count) < self._spin_left_ns:
+            return flag  # what could come is not worth it
+        began = now = self._clock_ns()
+        while flag.state == FlagState.HINTED and now - began < self._spin_left_ns:
+            flag, now = hints.look(handle), self._clock_ns()
+        self._spin_left_ns = max(0, self._spin_left_ns - (now - began))
+        return flag
+
+    def _late_hint(self, entry: Entry, session: SchedulerSession, start: int) -> bool:
+        """The scheduler is at a request without a hint: push one. False when it had enough of them.
+
+        Where there is no room for it, the next visit tries again.
+        """
+        if entry.late_hints >= MAX_LATE_HINTS:
+            return False
+        if self.hint(entry, session, start):
+            entry.late_hints += 1
+            self._counters["late_hints"] += 1
+            assert entry.handle is not None
+            if entry.wait is not None:
+                entry.wait.rehinted(start)
+            hints.ask(entry.handle, self._clock_ns())
+        return True
 
     def _take(
         self, entry: Entry, handle: Handle, flag: Flag, start: int, usable: int, outcome: Outcome, now: int
     ) -> Reply:
         """Claim what is there and answer it, or settle on recomputing."""
+        if entry.wait is not None:
+            self._policy.fetches.saw(entry.wait, max(start, flag.count), now)
         stop = min(flag.count - self._geometry.drop_last, usable)
         if stop <= start:
             self._note_found(entry, handle, flag)
             self.finish(entry, outcome)
-            entry.settled = True
-            self._counters["misses" if outcome == Outcome.MISS else "late"] += 1
-            return NOTHING
+            return self._recompute(entry, outcome)
         slots = handle.session.flags.read_slots(handle.flag, start, stop)
         if not hints.claim(handle, flag, stop, now):
             return PENDING  # the daemon moved the flag in between; the next visit sees where
@@ -167,8 +223,19 @@ class Claims:
         mode = self._config.load_mode
         asynchronous = mode == "async" or (mode == "auto" and size > self._config.sync_load_max_bytes)
         self._note_found(entry, handle, flag)
+        if flag.state == FlagState.HINTED:
+            self._counters["cut_short"] += 1
         entry.answer = Answer(start, count, asynchronous, slots)
         return count * self._geometry.block_tokens, asynchronous
+
+    def _recompute(self, entry: Entry, outcome: Outcome) -> Reply:
+        """There is nothing to take, and there will be nothing."""
+        entry.settled = True
+        if outcome == Outcome.MISS:
+            self._counters["misses"] += 1
+        else:
+            self._counters["late" if outcome == Outcome.LATE else "recomputed"] += 1
+        return NOTHING
 
     def _note_found(self, entry: Entry, handle: Handle, flag: Flag) -> None:
         """Learn from a finished lookup which blocks need no save."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..shmring.protocol import default_socket, first_error
+from .policy import Policy
 
 # sun_path of a Unix socket address has 108 bytes, one of them the final zero.
 MAX_SOCKET_PATH_BYTES = 107
@@ -29,16 +30,38 @@ class ConnectorConfig(BaseModel):
     sync_load_max_bytes: int = Field(
         default=32 << 20, ge=0, le=1 << 50, description="largest load of one request and rank done before the forward"
     )
+    wait_policy: Policy = Field(
+        default="adaptive", description="what a request at the head of the queue does when its blocks are late"
+    )
     wait_timeout_ms: int = Field(
-        default=5000, ge=0, le=3_600_000,
-        description="how long a scheduled request may wait for its blocks before the ready prefix is taken",
-    )  # fmt: skip
+        default=5000, ge=0, le=3_600_000, description="longest wait of a request with timeout and adaptive"
+    )
+    idle_spin_us: int = Field(
+        default=250, ge=0, le=10_000, description="how long an idle engine looks at a pending flag; 0: not at all"
+    )
     hint_on_arrival: bool = Field(default=True, description="false: hint only when the scheduler first asks")
     save_decode_cache: bool = Field(default=False, description="also save blocks filled while decoding")
     cache_prefix: str = Field(default="", max_length=256, description="put before every key, as upstream's connector")
     reset_timeout_ms: int = Field(
         default=5000, ge=1, le=600_000, description="how long reset_cache waits for the daemon"
     )
+
+
+# What a single request may set for itself.
+OVERRIDABLE = ("wait_policy", "wait_timeout_ms")
+
+
+def override(config: ConnectorConfig, wishes: Any) -> ConnectorConfig:
+    """The configuration with a request's own wishes. ValueError in one line naming the first bad key, value, bound."""
+    if not isinstance(wishes, Mapping):
+        raise ValueError(f"kv_transfer_params: kvprefetch: must be an object: kvprefetch={wishes!r}")
+    for key, value in wishes.items():
+        if key not in OVERRIDABLE:
+            raise ValueError(f"kv_transfer_params: {key}: is not one of {', '.join(OVERRIDABLE)}: {key}={value!r}")
+    try:
+        return ConnectorConfig.model_validate({**config.model_dump(), **wishes})
+    except ValidationError as error:
+        raise ValueError(f"kv_transfer_params: {first_error(error)}") from None
 
 
 def load(values: Mapping[str, Any]) -> ConnectorConfig:

@@ -192,6 +192,9 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(None)
     def get_kv_connector_stats(self) -> KVPrefetchStats | None:
+        """What was counted since the last call. The scheduler side is asked once per step, when that has ended."""
+        if self._scheduler is not None:
+            self._scheduler.step_ended()
         side = self._scheduler or self._worker
         return None if side is None else side.tally.take()
 

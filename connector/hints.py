@@ -40,7 +40,6 @@ class Handle:
     generation: int
     blocks: int
     local_blocks: int
-    deadline_ns: int = 0
     asked_ns: int = 0
     claimed_ns: int = 0
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -28,9 +28,11 @@ from .config import ConnectorConfig
 from .events import SavedBlocks
 from .hints import Handle
 from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder
+from .policy import WaitPolicy
 from .saves import Saves
 from .session import SchedulerSession
 from .stats import Tally
+from .steps import StepTimes
 from .support import Geometry
 
 RESET_RETRY_NS = 5_000_000_000
@@ -112,7 +114,15 @@ class SchedulerSide:
             geometry, decode=config.save_decode_cache, counters=self.counters, events=self._events,
             still_cached=lambda block_id, digest: self.still_cached(block_id, digest),
         )  # fmt: skip
-        self._claims = Claims(config, geometry, self._saves if self._saving else None, self.counters, clock_ns)
+        self._steps = StepTimes()
+        self._claims = Claims(
+            config, geometry, WaitPolicy(self._steps, geometry.block_tokens),
+            self._saves if self._saving else None, self.counters, clock_ns,
+        )  # fmt: skip
+        # What the step before scheduled, whether this pass admitted something, and sessions, which have no entry.
+        self._scheduled: Iterable[str] = ()
+        self._admitted = False
+        self._resumable: set[str] = set()
         self._generation = 0
         self._reset_asked_ns = 0
         self._stale_local = False
@@ -123,6 +133,7 @@ class SchedulerSide:
     def arrived(self, request: Any) -> None:
         """A new request: one hint, unless there is nothing to gain."""
         if request.resumable:
+            self._resumable.add(request.request_id)
             return  # a session's later chunks are never asked about, and its tokens may be cut back
         loadable = self._geometry.loads and not request.skip_reading_prefix_cache
         entry = Entry(request, loadable, request.num_preemptions)
@@ -160,7 +171,7 @@ class SchedulerSide:
         session = self._usable_session()
         if session is None:
             return NOTHING
-        reply = self._claims.match(entry, session, start)
+        reply = self._claims.match(entry, session, start, idle=self._idle())
         if entry.answer is not None:
             self._answered.add(request.request_id)
         if reply[0] is None:
@@ -171,10 +182,17 @@ class SchedulerSide:
             entry.waiting_since_ns = 0
         return reply
 
+    def _idle(self) -> bool:
+        """Whether this step will be empty as far as one can see from here: nothing runs, nothing was admitted."""
+        if self._admitted:
+            return False
+        return not any(name in self._entries or name in self._resumable for name in self._scheduled)
+
     # --- after allocation -------------------------------------------------------------------------------------------
 
     def allocated(self, request: Any, block_ids: Callable[[], Any], num_external_tokens: int) -> None:
         """vLLM's update_state_after_alloc; `block_ids()` gives the request's block ids per group."""
+        self._admitted = True
         entry = self._entries.get(request.request_id)
         if num_external_tokens > 0:
             answer = entry.answer if entry is not None else None
@@ -239,6 +257,7 @@ class SchedulerSide:
     @_detaching(None)
     def plan_step(self, output: Any, meta: KVPrefetchMetadata) -> None:
         """The rest of build_connector_meta: answers not used are given up, saves are planned, SAVED records pushed."""
+        self._step_begins(output, loading=bool(meta.loads))
         session = self._usable_session()
         while self._answered:
             self._claims.withdraw(self._entries[self._answered.pop()])
@@ -266,6 +285,24 @@ class SchedulerSide:
             if (order := self._saves.plan_left(session)) is not None:
                 meta.saves.append(order)
         self._saves.flush()
+
+    def _step_begins(self, output: Any, *, loading: bool) -> None:
+        scheduled = output.num_scheduled_tokens
+        prefill_tokens = 0
+        if output.total_num_scheduled_tokens != len(scheduled):  # otherwise every request has one token: decodes
+            for request_id, tokens in scheduled.items():
+                if tokens > 1 and (entry := self._entries.get(request_id)) is not None:
+                    # More than one token not computed yet: not drafts. vLLM advances num_computed_tokens afterwards.
+                    left = entry.request.num_tokens - entry.request.num_computed_tokens
+                    prefill_tokens += min(tokens, left) if left > 1 else 0
+        executed = output.total_num_scheduled_tokens > 0
+        self._steps.began(self._clock_ns(), prefill_tokens, executed=executed, typical=not loading)
+        self._scheduled, self._admitted = scheduled, False
+        self._claims.new_pass()
+
+    def step_ended(self) -> None:
+        """The output of the oldest step in flight was processed: called exactly once per step, empty ones included."""
+        self._steps.ended(self._clock_ns())
 
     @_detaching(None)
     def outputs(self, worker_meta: Any) -> None:
@@ -321,6 +358,7 @@ class SchedulerSide:
         """The request has ended, for whatever reason, and gives these blocks back; a dispatched load goes on."""
         entry = self._entries.pop(request.request_id, None)
         if entry is None:
+            self._resumable.discard(request.request_id)
             return
         if entry.preemptions == request.num_preemptions and not self._stale_local:
             self._saves.leave(entry.progress, request, block_ids)
@@ -345,7 +383,7 @@ class SchedulerSide:
         self._answered.clear()
         self._stale_local = self.local_cached_blocks() > 0
         for entry in self._entries.values():
-            entry.settled, entry.late_hints = False, 0
+            entry.settled, entry.late_hints, entry.wait = False, 0, None
             if entry.request.num_computed_tokens > 0:
                 entry.progress.tainted = True
                 # It goes on filling the engine's own prefix cache from where it stands.

@@ -28,6 +28,10 @@ class Ending(enum.Enum):
     LOADED = "loaded", "the engine copied blocks out of staging"
     MISS = "miss", "the store had nothing beyond what the engine held itself"
     LATE = "late", "the engine waited as long as it may and had nothing to take yet; it recomputed"
+    RECOMPUTED = (
+        "recomputed",
+        "the engine had nothing to take yet, and recomputing was expected to be sooner than waiting",
+    )
     ABORTED = "aborted", "the request ended in the engine before it was admitted"
     UNUSED = "unused", "admitted without these blocks: all were local by then, or another connector answered"
     EVICTED = "evicted", "the engine lost local blocks that the hint had counted on; it hinted again"

@@ -69,7 +69,10 @@ class RecordKind(enum.IntEnum):
 
 
 class Outcome(enum.IntEnum):
-    """How a hinted request ended for the engine (DONE records, `request.done` log lines)."""
+    """How a hinted request ended for the engine (DONE records, `request.done` log lines).
+
+    LATE: nothing was ready at the bound of its wait; RECOMPUTED: nothing was ready, and recomputing was sooner.
+    """
 
     LOADED = 0
     MISS = 1
@@ -78,6 +81,7 @@ class Outcome(enum.IntEnum):
     UNUSED = 4
     EVICTED = 5
     LOST = 6
+    RECOMPUTED = 7
 
 
 # version, groups, hash bytes, request-id bytes, flag, blocks, local blocks, priority, prompt tokens, generation,

@@ -17,13 +17,17 @@ def upstream(*, lookup_async: bool = False, role: str = "kv_both", **extra: Any)
 
 
 def ours(socket: Path, *, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
-    """kvprefetch's connector, talking to the daemon at ``socket``."""
+    """kvprefetch's connector, talking to the daemon at ``socket``.
+
+    It waits for every block that the store holds, so that hits can be counted, not for as long as that is sooner than
+    recomputing: the connector's default is ``wait_policy="adaptive"``.
+    """
     return {
         "kv_connector": "KVPrefetchConnector",
         "kv_connector_module_path": "kvprefetch.connector",
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"socket": str(socket), **extra},
+        "kv_connector_extra_config": {"socket": str(socket), "wait_policy": "timeout", **extra},
     }
 
 

@@ -169,6 +169,7 @@ class Request:
         self.priority = 0
         self.lora_request: Any = None
         self.session_id: str | None = None
+        self.kv_transfer_params: object = None
         self._salt, self._ratio = salt or request_id, ratio
 
     @property
@@ -198,9 +199,11 @@ class Engine:
         self.cached_blocks = 0
         self.engine_cache: dict[int, bytes] = {}  # block id -> digest
         self.ranks = ranks
+        # A bound alone says when a wait ends, whatever the clock's steps are taken for.
+        settings = {"socket": "/nowhere", "wait_policy": "timeout", "idle_spin_us": 0, **settings}
         geometry = Geometry(BLOCK, ratio, 0, ranks, BLOCK_BYTES, 64, loads, saves, drop_last)
         self.side = SchedulerSide(
-            configuration.load({"socket": "/nowhere", **settings}), geometry, self.link, clock_ns=self.clock,
+            configuration.load(settings), geometry, self.link, clock_ns=self.clock,
             local_tokens=lambda request: self.local.get(request.request_id, 0),
             local_cached_blocks=lambda: self.cached_blocks,
             still_cached=lambda block_id, digest: self.engine_cache.get(block_id) == digest, publish=publish,
@@ -224,18 +227,21 @@ class Engine:
         request.num_computed_tokens = (self.local[request.request_id] if local is None else local) + tokens
         return ids
 
-    def step(self, scheduled: Iterable[tuple[Request, int]] = ()) -> KVPrefetchMetadata:
-        """build_connector_meta, then what vLLM does after it."""
+    def step(self, scheduled: Iterable[tuple[Request, int]] = (), *, step_ms: float = 0.0) -> KVPrefetchMetadata:
+        """build_connector_meta, then what vLLM does after it; the step takes `step_ms`."""
         pairs = list(scheduled)
         tables = {r.request_id: ([100 + i for i in range((r.num_tokens + BLOCK - 1) // BLOCK)],) for r, _ in pairs}
         output = SimpleNamespace(
             num_scheduled_tokens={r.request_id: n for r, n in pairs},
+            total_num_scheduled_tokens=sum(n for _, n in pairs),
             kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
         )
         meta = self.side.take_loads()
         self.side.plan_step(output, meta)
+        self.clock.advance_ms(step_ms)
         for request, tokens in pairs:
             request.num_computed_tokens += tokens
+        self.side.step_ended()
         return meta
 
     def acknowledge(

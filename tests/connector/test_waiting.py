@@ -1,0 +1,284 @@
+"""What a request at the head of the queue does while its blocks are not there, against a fake daemon."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from kvprefetch.connector.policy import WAIT_BOUND_NS
+from kvprefetch.shmring.protocol import FlagState, Outcome
+
+from .fakes import BLOCK, MS, Engine, FakeDaemon, Request
+
+NOTHING, PENDING = (0, False), (None, False)
+TOKEN_MS = 0.1
+
+
+def measured(**settings: Any) -> Engine:
+    """An engine that knows its prefill: 0.1 ms a token beside steps of 5 ms, and has one request running."""
+    engine = Engine(**{"wait_policy": "adaptive", **settings})
+    running = engine.add("running", 2000)
+    engine.allocate(running, 0)
+    for tokens in (1000, 999):
+        engine.step([(running, tokens)], step_ms=5 + tokens * TOKEN_MS)
+        for _ in range(30):
+            engine.step([(running, 1)], step_ms=5)
+    engine.running = running  # type: ignore[attr-defined]
+    return engine
+
+
+def step(engine: Engine) -> None:
+    engine.daemon.beat()
+    engine.step([(engine.running, 1)], step_ms=5)  # type: ignore[attr-defined]
+
+
+def visits_until_decided(engine: Engine, request: Request, most: int = 1000) -> tuple[tuple[int | None, bool], int]:
+    """The first answer that is not pending, and how many visits were."""
+    for visit in range(most):
+        reply = engine.match(request)
+        if reply != PENDING:
+            return reply, visit
+        step(engine)
+    raise AssertionError(f"pending {most} times")
+
+
+def test_a_fetch_that_does_not_come_is_given_up_and_cancelled() -> None:
+    """40 blocks recompute in 64 ms: nothing for half of that, and the request goes on without."""
+    engine = measured()
+    request = engine.add("r", 40 * BLOCK + 1)
+    reply, visits = visits_until_decided(engine, request)
+    assert reply == NOTHING
+    assert 6 <= visits <= 9
+    engine.daemon.drain()
+    assert engine.daemon.flag("r").state == FlagState.CANCELLED
+    assert [done.outcome for done in engine.daemon.dones][-1] == Outcome.RECOMPUTED
+    assert engine.side.counters["recomputed"] == 1
+
+
+def test_a_fetch_that_stops_half_way_gives_what_it_brought() -> None:
+    engine = measured()
+    request = engine.add("r", 40 * BLOCK + 1)
+    assert engine.match(request) == PENDING
+    step(engine)
+    engine.daemon.stage("r", 20, ready=False, found=40)
+    assert engine.match(request) == PENDING
+    reply, visits = visits_until_decided(engine, request)
+    assert reply == (20 * BLOCK, False)
+    assert visits <= 5
+    assert engine.daemon.flag("r") == (1, FlagState.CLAIMED, 20)
+    assert engine.side.counters["cut_short"] == 1
+    engine.allocate(request, 20 * BLOCK)
+    assert len(engine.step([(request, 20 * BLOCK + 1)]).loads[0].slots) == 20
+
+
+def test_a_fetch_that_goes_on_is_waited_for() -> None:
+    engine = measured()
+    request = engine.add("r", 40 * BLOCK + 1)
+    for count in range(0, 40, 8):
+        engine.daemon.stage("r", count, ready=False, found=40)
+        assert engine.match(request) == PENDING
+        step(engine)
+    engine.daemon.stage("r", 40)
+    assert engine.match(request) == (40 * BLOCK, False)
+    assert engine.side.counters["cut_short"] == 0
+
+
+def test_what_the_store_holds_is_known_before_it_has_come() -> None:
+    """Two blocks of forty are in the store: not worth a visit, although the prompt is long."""
+    engine = measured()
+    request, other = engine.add("r", 40 * BLOCK + 1), engine.add("other", 40 * BLOCK + 1)
+    engine.daemon.flags.set_found(engine.daemon.hint("r").flag, 2)
+    assert engine.match(request) == NOTHING
+    assert engine.match(other) == PENDING, "not looked up yet: it may hold all"
+
+
+@pytest.mark.parametrize("hint_on_arrival", [True, False])
+def test_a_short_prompt_never_waits(hint_on_arrival: bool) -> None:
+    """Two blocks recompute in 3 ms, a visit is 5 ms away; a hint that would come too late is not pushed."""
+    engine = measured(hint_on_arrival=hint_on_arrival)
+    request = engine.add("r", 2 * BLOCK + 1)
+    assert engine.match(request) == NOTHING
+    engine.allocate(request, 0)
+    engine.daemon.drain()
+    assert len([hint for hint in engine.daemon.hints if hint.request_id == "r"]) == hint_on_arrival
+
+
+def test_best_effort_takes_what_is_there() -> None:
+    engine = measured(wait_policy="best_effort")
+    some, none = engine.add("some", 40 * BLOCK), engine.add("none", 40 * BLOCK)
+    engine.daemon.stage("some", 5, ready=False, found=30)
+    assert engine.match(some) == (5 * BLOCK, False)
+    assert engine.match(none) == NOTHING
+    assert engine.daemon.flag("none").state == FlagState.CANCELLED
+
+
+def test_wait_waits_for_a_daemon_that_lives_but_not_for_ever() -> None:
+    engine = Engine(wait_policy="wait", wait_timeout_ms=10)
+    ended, stuck = engine.add("ended", 3 * BLOCK), engine.add("stuck", 3 * BLOCK)
+    began = engine.clock()
+    while engine.clock() + 1000 * MS < began + WAIT_BOUND_NS:
+        assert engine.match(stuck) == PENDING
+        assert engine.match(ended) == PENDING
+        engine.clock.advance_ms(1000)
+        engine.daemon.beat()
+    engine.clock.advance_ms(1000)
+    assert engine.match(stuck) == NOTHING
+    assert engine.match(ended) == NOTHING
+
+    engine = Engine(wait_policy="wait")
+    request = engine.add("r", 3 * BLOCK)
+    assert engine.match(request) == PENDING
+    engine.link.session.ended()  # type: ignore[union-attr]
+    assert engine.match(request) == NOTHING
+
+
+def test_new_hints_do_not_move_the_bound() -> None:
+    """A daemon that restarts or revokes again and again holds a request no longer than one that is slow."""
+    engine = Engine(wait_timeout_ms=100)
+    request = engine.add("r", 3 * BLOCK)
+    assert engine.match(request) == PENDING
+    engine.clock.advance_ms(60)
+    engine.daemon.move(engine.daemon.hint("r").flag, FlagState.EXPIRED, 0)
+    assert engine.match(request) == PENDING
+    engine.clock.advance_ms(39)
+    engine.link.session = FakeDaemon(engine.clock, epoch=2).session()
+    assert engine.match(request) == PENDING
+    engine.clock.advance_ms(1)
+    assert engine.match(request) == NOTHING
+
+
+def test_a_hint_lost_to_a_full_ring_is_sent_again_at_the_first_visit() -> None:
+    engine = Engine(ring=4096)
+    fill = [engine.add(f"fill{i}", 40 * BLOCK) for i in range(3)]
+    lost = engine.add("lost", 40 * BLOCK)
+    assert engine.side.counters["hints_dropped"] == 1
+    engine.daemon.drain()  # the daemon caught up before the scheduler got there
+    assert "lost" not in [hint.request_id for hint in engine.daemon.hints]
+    assert engine.match(lost) == PENDING
+    assert engine.daemon.hint("lost").blocks == 39
+    assert engine.side.counters["late_hints"] == 1
+    engine.daemon.stage("lost", 39)
+    assert engine.match(lost) == (39 * BLOCK, False)
+    for request in (*fill, lost):
+        engine.side.finished(request)
+
+
+# --- what a single request may ask for ---------------------------------------------------------------------------
+
+
+def test_a_request_may_choose_its_own_policy_and_bound() -> None:
+    engine = Engine(wait_policy="timeout", wait_timeout_ms=100)
+    eager = engine.add("eager", 3 * BLOCK, kv_transfer_params={"kvprefetch": {"wait_policy": "best_effort"}})
+    patient = engine.add("patient", 3 * BLOCK, kv_transfer_params={"kvprefetch": {"wait_timeout_ms": 200}})
+    others = engine.add("others", 3 * BLOCK, kv_transfer_params={"do_remote_prefill": False})
+    assert engine.match(eager) == NOTHING
+    assert engine.match(patient) == engine.match(others) == PENDING
+    engine.clock.advance_ms(150)
+    assert engine.match(others) == NOTHING
+    assert engine.match(patient) == PENDING
+    engine.clock.advance_ms(50)
+    assert engine.match(patient) == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("wishes", "names"),
+    [
+        ({"wait_policy": "never"}, ["wait_policy", "'never'", "'adaptive'"]),
+        ({"wait_timeout_ms": -1}, ["wait_timeout_ms", "-1", "greater than or equal to 0"]),
+        ({"wait_timeout_ms": "10"}, ["wait_timeout_ms", "'10'", "integer"]),
+        ({"wait_policy": "best_effort", "mode": "off"}, ["mode", "'off'", "wait_policy, wait_timeout_ms"]),
+        ("best_effort", ["kvprefetch", "'best_effort'", "object"]),
+    ],
+)
+def test_a_bad_wish_is_one_warning_and_the_default(
+    caplog: pytest.LogCaptureFixture, wishes: object, names: list[str]
+) -> None:
+    engine = Engine(wait_policy="timeout", wait_timeout_ms=100)
+    request = engine.add("r-bad", 3 * BLOCK, kv_transfer_params={"kvprefetch": wishes})
+    again = engine.add("again", 3 * BLOCK, kv_transfer_params={"kvprefetch": wishes})
+    with caplog.at_level(logging.WARNING, logger="vllm.kvprefetch"):
+        assert engine.match(request) == engine.match(request) == engine.match(again) == PENDING
+    (record,) = caplog.records
+    for name in ["r-bad", *names]:
+        assert name in record.getMessage()
+    assert engine.side.counters["bad_overrides"] == 2
+    engine.clock.advance_ms(100)
+    assert engine.match(request) == NOTHING
+
+
+# --- an idle engine looks a moment longer ------------------------------------------------------------------------
+
+
+class Turning:
+    """A clock that moves by a microsecond whenever it is read, and makes blocks arrive at a given time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.at_ns, self.request = engine, 0, ""
+
+    @property
+    def ns(self) -> int:
+        return self.engine.clock.ns
+
+    def arrive(self, request: str, after_us: int) -> None:
+        self.request, self.at_ns = request, self.ns + after_us * 1000
+
+    def __call__(self) -> int:
+        self.engine.clock.ns += 1000
+        if self.request and self.ns >= self.at_ns:
+            request, self.request = self.request, ""
+            self.engine.daemon.stage(request, 20)
+        return self.ns
+
+
+def turning(**settings: Any) -> tuple[Engine, Turning]:
+    engine = Engine(idle_spin_us=250, **settings)
+    clock = Turning(engine)
+    engine.side._clock_ns = engine.side._claims._clock_ns = clock
+    return engine, clock
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "timeout", "wait"])
+def test_an_idle_engine_sees_what_comes_within_the_spin(policy: str) -> None:
+    engine, clock = turning(wait_policy=policy)
+    soon, late = engine.add("soon", 20 * BLOCK + 1), engine.add("late", 20 * BLOCK + 1)
+    clock.arrive("soon", 100)
+    assert engine.match(soon) == (20 * BLOCK, False)
+    began = clock.ns
+    clock.arrive("late", 500)
+    assert engine.match(late) == PENDING
+    assert clock.ns - began < 250_000, "one pass spins no longer than this, however many requests it meets"
+    engine.step()
+    began = clock.ns
+    assert engine.match(late) == PENDING
+    assert clock.ns - began < 50_000, "only the first visit spins"
+
+
+def test_no_spin_where_something_else_runs_or_nothing_is_to_be_gained() -> None:
+    for case in ("running", "admitted", "short", "best_effort"):
+        engine, clock = turning(wait_policy="best_effort" if case == "best_effort" else "adaptive")
+        if case in ("running", "admitted"):
+            other = engine.add("other", 40)
+            engine.daemon.stage("other", 0)
+            assert engine.match(other) == NOTHING
+            engine.allocate(other, 0)
+            if case == "running":
+                engine.step([(other, 40)])
+        request = engine.add("r", (1 if case == "short" else 20) * BLOCK + 1)
+        engine.side._claims._policy._steps._xx, engine.side._claims._policy._steps._xy = 1.0, 10_000.0
+        began = clock.ns
+        engine.match(request)
+        assert clock.ns - began < 50_000, case
+
+
+def test_an_engine_whose_last_request_has_ended_is_idle() -> None:
+    engine, clock = turning()
+    last = engine.add("last", 40)
+    engine.match(last)
+    engine.allocate(last, 0)
+    engine.step([(last, 40)], step_ms=4)
+    engine.side.finished(last)
+    request = engine.add("r", 20 * BLOCK + 1)
+    clock.arrive("r", 100)
+    assert engine.match(request) == (20 * BLOCK, False)
