@@ -260,7 +260,11 @@ class RealEngine:
         config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
         mine: dict[str, Any] = {
             "kv_connector": "KVPrefetchConnector", "kv_connector_module_path": "kvprefetch.connector", "kv_role": role,
-            "kv_load_failure_policy": policy, "kv_connector_extra_config": {"socket": "/nowhere", **settings},
+            "kv_load_failure_policy": policy,
+            # A clock that stands still must neither be spun on nor measured with.
+            "kv_connector_extra_config": {
+                "socket": "/nowhere", "wait_policy": "timeout", "idle_spin_us": 0, **settings
+            },
         }  # fmt: skip
         if multi:
             other = {"kv_connector": "OtherConnector", "kv_connector_module_path": __name__, "kv_role": "kv_both"}

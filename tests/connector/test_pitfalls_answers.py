@@ -82,7 +82,7 @@ def test_p02_the_answer_is_relative_to_what_is_local_now(make: Make, monkeypatch
     check()
     original = Claims.match
     monkeypatch.setattr(
-        Claims, "match", lambda self, entry, session, start, *rest: original(self, entry, session, 0, *rest)
+        Claims, "match", lambda self, entry, session, start, **rest: original(self, entry, session, 0, **rest)
     )
     with pytest.raises(AssertionError):
         check()
