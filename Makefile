@@ -10,7 +10,7 @@ JOBS   ?= 2
 LINKED := __init__.py py.typed daemon shmring connector
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint links format stress gpu demo bench-ttft bench-ring simulate clean
+.PHONY: help setup test lint links format stress gpu demo bench-ttft bench-ring bench-save simulate clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ demo: setup ## a daemon with a disk tier and a real engine: recomputed, on deman
 
 bench-ttft: setup ## time to first token against vLLM's own Mooncake connector
 	@$(BIN)/python -m benchmarks.ttft $(ARGS)
+
+bench-save: setup ## time of a step with saving on against off
+	@$(BIN)/python -m benchmarks.save $(ARGS)
 
 bench-ring: setup ## cost of one push, one poll and one wake-up
 	@$(BIN)/python -m benchmarks.ring $(ARGS)
