@@ -95,6 +95,37 @@ def preemptions(_engine: Any) -> int:
     return len(_PREEMPTED)
 
 
+_WAITING: dict[str, float] = {}
+_LONGEST = [0.0]
+
+
+def watch_waits(engine: Any) -> None:
+    """From now on note how long requests are held at the queue head; longest_wait_s() tells. Starts anew each time."""
+    _WAITING.clear()
+    _LONGEST[0] = 0.0
+    connector = _scheduler(engine).connector
+    match = connector.get_num_new_matched_tokens
+    if getattr(match, "watched", False):
+        return
+
+    def watching(request: Any, num_computed_tokens: int) -> Any:
+        answer = match(request, num_computed_tokens)
+        if answer[0] is not None:
+            _WAITING.pop(request.request_id, None)
+            return answer
+        now = time.monotonic()
+        _LONGEST[0] = max(_LONGEST[0], now - _WAITING.setdefault(request.request_id, now))
+        return answer
+
+    watching.watched = True  # type: ignore[attr-defined]
+    connector.get_num_new_matched_tokens = watching
+
+
+def longest_wait_s(_engine: Any) -> float:
+    """The longest time from a request's first "not yet" to its last one, over all admissions since watch_waits()."""
+    return _LONGEST[0]
+
+
 BEGIN, END = "/kvprefetch-trace-begin", "/kvprefetch-trace-end"
 
 

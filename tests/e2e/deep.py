@@ -1,0 +1,110 @@
+"""What the tests of deep queues share: an engine beside its daemon, watched from outside, and a store filled for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.lab import control
+from benchmarks.lab.connectors import ours
+from benchmarks.lab.daemon import Daemon, Record
+from benchmarks.lab.engine import Engine
+from benchmarks.lab.passes import Pass
+from benchmarks.lab.store import Store
+from tests.support.auditor import Auditor, ask_daemon
+
+Prompts = Sequence[Sequence[int]]
+
+# A "not yet" later than the deadline is a fault on any machine; the slack is for a thread that lost its core.
+SLACK_S = 3.0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An engine, the daemon it is attached to, and how long a request may wait there."""
+
+    engine: Engine
+    daemon: Daemon
+    auditor: Auditor
+    wait_s: float
+
+    def run(self, prompts: Prompts, *, idle_timeout_s: float = 20.0, **options: Any) -> Pass:
+        """One pass with an empty prefix cache: nobody waits past the deadline, and afterwards nothing is held."""
+        self.begin(prompts, **options)
+        return self.finish(idle_timeout_s=idle_timeout_s)
+
+    def begin(self, prompts: Prompts, **options: Any) -> None:
+        """As :meth:`run`, for a caller who disturbs the pass."""
+        self.assert_idle()
+        assert self.engine.reset_prefix_cache()
+        self.engine.call("tests.e2e.probes:watch_waits")
+        self.engine.begin(prompts, **options)
+
+    def finish(self, *, idle_timeout_s: float = 20.0) -> Pass:
+        """The pass that :meth:`begin` started, with the same demands as :meth:`run`."""
+        result = self.collect()
+        self.assert_idle(idle_timeout_s)
+        return result
+
+    def collect(self) -> Pass:
+        """As :meth:`finish`, while something still holds the daemon's calls."""
+        result = self.engine.finish()
+        longest = self.engine.call("tests.e2e.probes:longest_wait_s")
+        assert longest <= self.wait_s + SLACK_S, f"a request waited {longest:.1f} s of {self.wait_s} s"
+        return result
+
+    def assert_idle(self, timeout_s: float = 20.0) -> None:
+        self.auditor.assert_idle(self.daemon.pid, self.daemon.socket, timeout_s)
+
+    def wait_requests(self, count: int, timeout_s: float = 60.0) -> None:
+        """Wait until the daemon knows exactly so many unfinished requests."""
+        deadline = time.monotonic() + timeout_s
+        while (there := self.account()["requests"]) != count:
+            assert time.monotonic() < deadline, f"{there} requests, expected {count}"
+            time.sleep(0.02)
+
+    def account(self) -> dict[str, int]:
+        """What the daemon says of this engine, the only one attached to it."""
+        [engine] = ask_daemon(self.daemon.socket).engines
+        return {name: value for name, value in engine.items() if isinstance(value, int)}
+
+
+def fill(pair: Pair, cluster: Store, *sets: Prompts) -> None:
+    """Let the engine compute and save all blocks of these prompts; returns when the store holds each of them."""
+    prompts = [prompt for each in sets for prompt in each]
+    names = {key for prompt in prompts for key in control.block_keys(pair.engine.spec.model, list(prompt))}
+    wanted = cluster.keys + len(names)
+    for _ in range(4):  # a pass saves what it has credits for
+        pair.run(prompts, max_tokens=1)
+        if cluster.keys >= wanted:
+            break
+    assert cluster.keys == wanted
+
+
+def patient(daemon: Daemon, wait_s: float) -> dict[str, Any]:
+    """A connector whose requests wait up to `wait_s` for their blocks, however soon they could be recomputed."""
+    return ours(daemon.socket, wait_timeout_ms=int(wait_s * 1000))
+
+
+def waiting_at_most(seconds: float) -> dict[str, Any]:
+    """Sampling parameters of requests that bound their own wait."""
+    wishes = {"wait_policy": "timeout", "wait_timeout_ms": int(seconds * 1000)}
+    return {"extra_args": {"kv_transfer_params": {"kvprefetch": wishes}}}
+
+
+def finished(result: Pass) -> bool:
+    """Every request ran to its length."""
+    return all(request.finish_reason == "length" for request in result.requests)
+
+
+def stories(daemon: Daemon, result: Pass, indices: Sequence[int], timeout_s: float = 10.0) -> list[Record]:
+    """The ``request.done`` lines of some requests of the last pass, in the order in which they were logged."""
+    wanted = {result.requests[index].request_id for index in indices}
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = [line for line in daemon.records("request.done") if line["request_id"].rpartition("-")[0] in wanted]
+        if len({line["request_id"] for line in found}) == len(wanted) or time.monotonic() > deadline:
+            return found
+        time.sleep(0.05)

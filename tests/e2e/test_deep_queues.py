@@ -1,0 +1,179 @@
+"""Long queues before a small staging area: shared prefixes, aborts, priorities, requests that do not fit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.engine import Engine, EngineSpec
+from benchmarks.lab.passes import Abort
+from benchmarks.lab.process import frozen
+from benchmarks.lab.prompts import make_prompts
+from benchmarks.lab.store import Store
+from tests.e2e.conftest import whole_blocks
+from tests.e2e.deep import Pair, Prompts, fill, finished, patient
+from tests.support.auditor import Auditor
+
+QUEUE = make_prompts(200, 300, seed=61)  # 9 blocks each
+LARGE = make_prompts(3, 1000, seed=62)  # 31 blocks each
+[PREFIX] = make_prompts(1, 540, seed=63)
+SHARED = [PREFIX + own for own in make_prompts(40, 60, seed=64)]  # 90 % in common: 16 of 18 blocks
+SHARED_BLOCKS = 16 + 40 * 2
+STAGED_BLOCKS = 18  # what the narrow daemon can fetch into: two prompts of the queue, or one with the shared prefix
+WAIT_S = 30.0
+STORMS = 40  # of 175 aborts each
+
+
+@dataclass(frozen=True)
+class Right:
+    """What the plain engine says."""
+
+    queue: list[list[int]]
+    large: list[list[int]]
+    shared: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def right(plain: Engine) -> Right:
+    return Right(*(plain.run(prompts, max_tokens=8).tokens for prompts in (QUEUE, LARGE, SHARED)))
+
+
+@pytest.fixture(scope="module")
+def cluster(module_auditor: Auditor) -> Iterator[Store]:
+    with Store(memory="512 MB") as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def wide(model: Path, cluster: Store, engines: Callable[..., Engine], module_auditor: Auditor) -> Iterator[Pair]:
+    """Staging for everything at once, and everything in the store."""
+    with Daemon(mooncake_config=cluster.config, staging="256MiB", extra=("--save-share", "0.75")) as daemon:
+        engine = engines(EngineSpec(model=model, kv_transfer=patient(daemon, WAIT_S)))
+        pair = Pair(engine, daemon, module_auditor, WAIT_S)
+        fill(pair, cluster, QUEUE, LARGE, SHARED)
+        yield pair
+        engine.stop()
+        assert daemon.sigterm(60) == 0
+
+
+@pytest.fixture(scope="module")
+def narrow(
+    model: Path, cluster: Store, wide: Pair, engines: Callable[..., Engine], module_auditor: Auditor
+) -> Iterator[Pair]:
+    """Staging for two prompts of the queue, the scheduler that knows priorities, and a KV pool for six prompts."""
+    slots = STAGED_BLOCKS * 4 // 3  # a quarter is for saves
+    with Daemon(mooncake_config=cluster.config, staging=f"{slots * 64}KiB") as daemon:
+        engine = engines(
+            EngineSpec(
+                model=model, kv_transfer=patient(daemon, WAIT_S),
+                scheduling_policy="priority", max_model_len=1100, num_gpu_blocks=64,
+            )
+        )  # fmt: skip
+        pair = Pair(engine, daemon, module_auditor, WAIT_S)
+        yield pair
+        engine.stop()
+        assert daemon.sigterm(60) == 0
+
+
+def hits(prompts: Prompts) -> list[int]:
+    return [whole_blocks(list(prompt)) for prompt in prompts]
+
+
+def test_staging_for_two_with_two_hundred_waiting(cluster: Store, narrow: Pair, right: Right) -> None:
+    """All two hundred wait at once (the store stands still until they do); then each gets all of its blocks."""
+    before = narrow.account()
+    assert before["slots"] == STAGED_BLOCKS
+    with frozen(cluster.owner_pid):
+        narrow.begin(QUEUE, max_tokens=8)
+        narrow.wait_requests(len(QUEUE))
+    result = narrow.finish()
+    assert finished(result)
+    assert result.tokens == right.queue
+    assert result.cached_tokens == hits(QUEUE)
+    fetched = narrow.account()["fetched_blocks"] - before["fetched_blocks"]
+    assert 9 * len(QUEUE) <= fetched <= 9 * len(QUEUE) * 5 // 4, "hardly a block is fetched twice"
+
+
+def test_a_prefix_shared_by_ninety_percent_is_fetched_once(wide: Pair, right: Right) -> None:
+    before = wide.account()["fetched_blocks"]
+    result = wide.run(SHARED, max_tokens=8)
+    assert result.tokens == right.shared
+    assert result.cached_tokens == hits(SHARED)
+    assert wide.account()["fetched_blocks"] - before == SHARED_BLOCKS
+
+
+def test_a_prefix_shared_by_ninety_percent_through_staging_for_one(cluster: Store, narrow: Pair, right: Right) -> None:
+    """Room for one request of forty: the blocks they share stay, those of their own come and go."""
+    before = narrow.account()["fetched_blocks"]
+    with frozen(cluster.owner_pid):
+        narrow.begin(SHARED, max_tokens=8)
+        narrow.wait_requests(len(SHARED))
+    result = narrow.finish()
+    assert finished(result)
+    assert result.tokens == right.shared
+    assert result.cached_tokens == hits(SHARED)
+    assert narrow.account()["fetched_blocks"] - before <= 2 * SHARED_BLOCKS, "the shared blocks are fetched once"
+
+
+def test_a_request_larger_than_staging_gets_what_fits(narrow: Pair, right: Right) -> None:
+    result = narrow.run(LARGE, max_tokens=8)
+    assert finished(result)
+    assert result.tokens == right.large
+    assert min(result.cached_tokens) > 0
+
+
+def test_urgent_requests_overtake_a_full_queue(cluster: Store, narrow: Pair, right: Right) -> None:
+    """Urgent requests arrive last, when fetches for others are under way: they are served next, data included."""
+    count, urgent = 60, range(50, 60)
+    priorities = [0 if index in urgent else 10 for index in range(count)]
+    arrivals = [0.2 if index in urgent else 0.0 for index in range(count)]
+    with frozen(cluster.owner_pid):
+        narrow.begin(QUEUE[:count], max_tokens=8, priorities=priorities, arrivals_s=arrivals)
+        narrow.wait_requests(count)
+    result = narrow.finish()
+    assert finished(result)
+    assert result.tokens == right.queue[:count]
+    assert result.cached_tokens == hits(QUEUE[:count])
+    last = max(result.requests[index].first_token_s or 0.0 for index in urgent)
+    before = [index for index in range(50) if (result.requests[index].first_token_s or 0.0) < last]
+    assert len(before) <= 8, "only what was under way when they arrived, and what runs beside them"
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["served", "held"])
+def test_an_abort_storm_leaves_the_others_right_and_nothing_held(
+    cluster: Store, narrow: Pair, right: Right, held: bool
+) -> None:
+    storm(cluster, narrow, right.queue, 0, held=held)
+
+
+@pytest.mark.stress
+def test_many_abort_storms(cluster: Store, narrow: Pair, right: Right) -> None:
+    for turn in range(STORMS):
+        storm(cluster, narrow, right.queue, turn, held=turn % 2 == 1)
+
+
+def storm(cluster: Store, pair: Pair, right: list[list[int]], turn: int, *, held: bool) -> None:
+    """All but every eighth request are aborted: on arrival, while fetched, loaded, or decoding.
+
+    With `held` the store stands still until only the others are left: no fetch ends before the aborts.
+    """
+    survivors = range(turn % 8, len(QUEUE), 8)
+    aborts = [
+        Abort(index, after_steps=(index * 7 + turn) % 40) for index in range(len(QUEUE)) if index not in survivors
+    ]
+    with frozen(cluster.owner_pid) if held else contextlib.nullcontext():
+        pair.begin(QUEUE, max_tokens=8, aborts=aborts)
+        if held:
+            for _ in aborts:
+                pair.engine.wait_event("finished")
+    result = pair.finish()
+    if held:
+        assert sum(request.finish_reason == "abort" for request in result.requests) == len(aborts)
+    for index in survivors:
+        assert result.requests[index].finish_reason == "length"
+        assert result.tokens[index] == right[index]

@@ -1,0 +1,172 @@
+"""Queues before a store that stands still, comes back, holds somebody else's objects, or dies."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lab import control
+from benchmarks.lab.checkpoint import TINY_TP2, make_checkpoint
+from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.engine import Engine, EngineSpec
+from benchmarks.lab.passes import Abort
+from benchmarks.lab.process import frozen
+from benchmarks.lab.prompts import make_prompts
+from benchmarks.lab.store import Store
+from tests.e2e.conftest import whole_blocks
+from tests.e2e.deep import Pair, fill, finished, patient
+from tests.support.auditor import Auditor
+
+PROMPTS = make_prompts(24, 300, seed=71)
+HITS = [whole_blocks(prompt) for prompt in PROMPTS]
+FOREIGN = make_prompts(8, 300, seed=72)
+WAIT_S = 1.0
+# A transfer whose peer is gone waits inside Mooncake for up to 60 s; its slots come back with it.
+DEAD_PEER_S = 75.0
+
+
+@pytest.fixture(scope="module")
+def right(plain: Engine) -> list[list[int]]:
+    return plain.run(PROMPTS, max_tokens=8).tokens
+
+
+@pytest.fixture(scope="module")
+def cluster(module_auditor: Auditor) -> Iterator[Store]:
+    with Store(memory="256 MB") as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def daemon(cluster: Store) -> Iterator[Daemon]:
+    # 128 slots to fetch into, 216 blocks in the prompts: what was staged before does not serve the next pass.
+    with Daemon(mooncake_config=cluster.config, staging="16MiB", extra=("--save-share", "0.5")) as daemon:
+        yield daemon
+        assert daemon.sigterm(DEAD_PEER_S) == 0
+
+
+@pytest.fixture(scope="module")
+def pair(
+    model: Path, cluster: Store, daemon: Daemon, engines: Callable[..., Engine], module_auditor: Auditor
+) -> Iterator[Pair]:
+    """An engine whose prompts are in the store and whose requests wait for a second at most."""
+    engine = engines(EngineSpec(model=model, kv_transfer=patient(daemon, WAIT_S)))
+    pair = Pair(engine, daemon, module_auditor, WAIT_S)
+    fill(pair, cluster, PROMPTS)
+    yield pair
+    engine.stop()
+
+
+def test_foreign_sized_objects_are_misses_for_one_and_nothing_for_another(
+    cluster: Store, pair: Pair, right: list[list[int]], engines: Callable[..., Engine]
+) -> None:
+    """An engine in bfloat16 looks for the same keys; what the other one stored there has twice its size."""
+    daemon = pair.daemon
+    half = Pair(engines(pair.engine.spec.but(dtype="bfloat16")), daemon, pair.auditor, WAIT_S)
+    recomputed = half.run(FOREIGN, max_tokens=8)
+    assert recomputed.cached_tokens == [0] * len(FOREIGN)
+    control.remove(
+        cluster.config, [key for prompt in FOREIGN for key in control.block_keys(half.engine.spec.model, prompt)]
+    )
+    fill(pair, cluster, FOREIGN)
+    for _ in range(2):
+        half.begin(FOREIGN, max_tokens=8)
+        mine = pair.run(PROMPTS, max_tokens=8)
+        theirs = half.finish()
+        assert theirs.tokens == recomputed.tokens
+        assert theirs.cached_tokens == [0] * len(FOREIGN)
+        assert mine.tokens == right
+        assert mine.cached_tokens == HITS
+    assert daemon.records("store.failed") == []
+    half.engine.stop()
+
+
+@pytest.mark.parametrize("victim", ["owner", "master"])
+def test_a_frozen_store_holds_nobody_past_the_deadline(
+    cluster: Store, pair: Pair, right: list[list[int]], victim: str
+) -> None:
+    with frozen(cluster.owner_pid if victim == "owner" else cluster.master_pid):
+        pair.begin(PROMPTS, max_tokens=8)
+        during = pair.collect()
+    assert finished(during)
+    assert during.tokens == right
+    assert sum(during.cached_tokens) < sum(HITS), "the store was needed"
+    thawed = time.monotonic()
+    while (after := pair.run(PROMPTS, max_tokens=8)).cached_tokens != HITS:
+        assert after.tokens == right
+        assert time.monotonic() < thawed + 30, "what is in the store is served again"
+    assert after.tokens == right
+
+
+@pytest.mark.stress
+def test_a_store_that_stumbles_again_and_again(cluster: Store, pair: Pair, right: list[list[int]]) -> None:
+    """Owner and master stand still at random, up to twice as long as a request may wait, while requests come and go."""
+    source = random.Random(73)
+    over = threading.Event()
+
+    def stumble() -> None:
+        while not over.wait(source.uniform(0.0, 0.5)):
+            with frozen(source.choice([cluster.owner_pid, cluster.master_pid])):
+                over.wait(source.uniform(0.0, 2 * WAIT_S))
+
+    stumbling = threading.Thread(target=stumble)
+    stumbling.start()
+    cached = []
+    try:
+        for turn in range(60):
+            aborts = [Abort(index, after_steps=source.randrange(200)) for index in range(turn % 4, len(PROMPTS), 4)]
+            pair.begin(PROMPTS, max_tokens=8, aborts=aborts)
+            result = pair.collect()
+            cached.append(sum(result.cached_tokens))
+            for request in result.requests:
+                assert request.tokens == right[request.index] or request.finish_reason == "abort"
+    finally:
+        over.set()
+        stumbling.join()
+    assert 0 < sum(cached) < len(cached) * sum(HITS), "some passes were served, some were not"
+    pair.assert_idle(DEAD_PEER_S)
+
+
+@pytest.mark.stress
+def test_objects_of_another_tensor_parallel_size_are_misses(
+    daemon: Daemon, cluster: Store, engines: Callable[..., Engine], module_auditor: Auditor, tmp_path: Path
+) -> None:
+    """Two ranks store halves; one rank finds the first halves under its own keys."""
+    spec = EngineSpec(model=make_checkpoint(tmp_path, TINY_TP2), kv_transfer=patient(daemon, 60.0))
+    plain = engines(spec.but(kv_transfer=None))
+    right = plain.run(FOREIGN, max_tokens=8).tokens
+    plain.stop()
+    two = Pair(engines(spec.but(tensor_parallel_size=2)), daemon, module_auditor, 60.0)
+    one = Pair(engines(spec), daemon, module_auditor, 60.0)
+    for _ in range(3):
+        two.run(FOREIGN, max_tokens=8)
+        result = one.run(FOREIGN, max_tokens=8)
+        assert result.tokens == right
+        assert result.cached_tokens == [0] * len(FOREIGN)
+    assert two.run(FOREIGN, max_tokens=8).cached_tokens == [whole_blocks(prompt) for prompt in FOREIGN]
+    assert daemon.records("store.failed") == []
+    for each in (one, two):
+        each.engine.stop()
+
+
+@pytest.mark.parametrize("victim", ["owner", "master"])  # this comes last: it is not brought back
+def test_a_killed_store_holds_nobody_past_the_deadline(
+    cluster: Store, pair: Pair, right: list[list[int]], victim: str
+) -> None:
+    pair.begin(PROMPTS, max_tokens=8)
+    pair.engine.wait_event("first_token")
+    os.kill(cluster.owner_pid if victim == "owner" else cluster.master_pid, signal.SIGKILL)
+    during = pair.collect()
+    assert finished(during)
+    assert during.tokens == right
+    pair.assert_idle(DEAD_PEER_S)
+    after = pair.run(PROMPTS, max_tokens=8, idle_timeout_s=DEAD_PEER_S)
+    assert finished(after)
+    assert after.tokens == right
+    assert sum(after.cached_tokens) < sum(HITS), "the store was needed"
