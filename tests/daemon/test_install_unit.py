@@ -1,0 +1,116 @@
+"""`install-unit`: units that systemd's own tools accept, hardened, for the environment that wrote them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvprefetch.daemon.commands import install_unit
+
+needs_analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+
+
+def install(root: Path, *arguments: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-m", "kvprefetch.daemon", "install-unit", "--root", str(root), *arguments],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def analyze(*arguments: str | Path) -> str:
+    result = subprocess.run(
+        ["systemd-analyze", "--no-pager", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stderr.strip() == ""
+    return result.stdout
+
+
+def exposure(unit: Path) -> float:
+    found = re.search(r"exposure level for \S+: ([\d.]+)", analyze("security", "--offline=true", unit))
+    assert found is not None
+    return float(found[1])
+
+
+@needs_analyze
+@pytest.mark.parametrize("drop_ins", [(), ("--gpu",), ("--rdma",), ("--gpu", "--rdma", "--cluster", "--activation")])
+def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, drop_ins: tuple[str, ...]) -> None:
+    install(tmp_path, *drop_ins)
+    units = sorted((tmp_path / "etc/systemd/system").glob("kvprefetchd.*"))
+    analyze("verify", *[unit for unit in units if unit.is_file()])
+
+
+@needs_analyze
+@pytest.mark.parametrize(("drop_in", "most"), [(None, 1.5), ("--gpu", 2.0)])
+def test_the_service_is_hardened(tmp_path: Path, drop_in: str | None, most: float) -> None:
+    install(tmp_path, *([drop_in] if drop_in is not None else []))
+    assert exposure(tmp_path / "etc/systemd/system/kvprefetchd.service") <= most
+
+
+@needs_analyze
+def test_the_user_s_unit_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/config")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    said = install(tmp_path, "--user")
+    unit = tmp_path / "config/systemd/user/kvprefetchd.service"
+    analyze("--user", "verify", unit)
+    assert "systemctl --user enable --now kvprefetchd" in said
+    assert "/config/kvprefetch/kvprefetchd.toml" in unit.read_text()
+
+
+def test_what_is_written_starts_this_environment(tmp_path: Path) -> None:
+    """The program of ExecStart runs, and accepts the configuration that was written beside it."""
+    install(tmp_path)
+    unit = (tmp_path / "etc/systemd/system/kvprefetchd.service").read_text()
+    assert not re.search(r"@[A-Z_]+@", unit)
+    command = re.search(r"^ExecStart=(.*) serve --config (\S+)$", unit, re.MULTILINE)
+    assert command is not None
+    config = tmp_path / command[2].lstrip("/")
+    result = subprocess.run(
+        [*command[1].split(), "check-config", "--config", str(config)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_configuration_that_is_there_is_kept(tmp_path: Path) -> None:
+    install(tmp_path)
+    config = tmp_path / "etc/kvprefetch/kvprefetchd.toml"
+    config.write_text("spin_us = 3\n")
+    assert "kept" in install(tmp_path)
+    assert config.read_text() == "spin_us = 3\n"
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    said = install(tmp_path, "--dry-run", "--activation")
+    assert "ListenSequentialPacket=" in said
+    assert "WatchdogSec=30" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_s_path_survives_the_unit_file() -> None:
+    assert install_unit.quoted("/opt/a/bin/kvprefetchd") == "/opt/a/bin/kvprefetchd"
+    assert install_unit.quoted("/opt/50%/my env/x") == '"/opt/50%%/my env/x"'
+    files = install_unit.system_files([], ["/home/x/venv/bin/kvprefetchd"])
+    assert "ProtectHome=read-only" in files[Path("/etc/systemd/system/kvprefetchd.service")]
+
+
+def test_the_stop_waits_longer_than_the_drain() -> None:
+    """60 s for store calls in flight, FLUSH_S for the disk tier, and some for closing."""
+    from kvprefetch.daemon.service import FLUSH_S
+
+    for name in ("kvprefetchd.service", "kvprefetchd-user.service"):
+        text = install_unit.template(name)
+        assert int(re.search(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)[1]) > 60 + FLUSH_S + 10  # type: ignore[index]
+        assert "RestartPreventExitStatus=78" in text
