@@ -97,8 +97,10 @@ FIELDS: dict[str, Field] = {
     "claimed_ms": Field("number?", "the scheduler took what was staged"),
     "loaded_ms": Field("number?", "every rank had copied it"),
     "ended_ms": Field("number", "the daemon learned of the end, or made it"),
-    "exposed_ms": Field("number", "how long the scheduler waited for it at the head of the queue"),
-    "hidden_fraction": Field("number", "share of look-up and transfer that did not make the scheduler wait, 0 to 1"),
+    "exposed_ms": Field(
+        "number", "how long the scheduler waited for it at the queue's head, steps in between included"
+    ),
+    "hidden_fraction": Field("number", "share of look-up and transfer that was over when the scheduler asked, 0 to 1"),
     # fetches and saves
     "blocks": Field("integer", "blocks of one store call"),
     "good_blocks": Field("integer", "of these, fetched and of the right size"),

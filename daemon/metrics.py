@@ -67,7 +67,9 @@ CATALOGUE: dict[str, Described] = {
     ),
     "engines": Described("gauge", "Attached engines"),
     "staging_slots": Described(
-        "gauge", "Staging slots: free, idle (staged, held by nobody), pinned (held by requests)", ("engine", "use")
+        "gauge",
+        "Staging slots: free, idle (staged, held by nobody), pinned (by requests), stuck (a call may still write)",
+        ("engine", "use"),
     ),
     "pending_requests": Described("gauge", "Hinted requests that have not ended", ("engine",)),
     "fetch_orders": Described("gauge", "Fetches in flight or waiting for a thread", ("engine",)),
@@ -155,7 +157,7 @@ class BoardCollector(Collector):
         def each(key: str) -> list[Sample]:
             return [((engine,), numbers[key]) for engine, numbers in engines.items()]
 
-        uses = {"free": "slots_free", "idle": "slots_idle", "pinned": "blocks_pinned"}
+        uses = {"free": "slots_free", "idle": "slots_idle", "pinned": "blocks_pinned", "stuck": "slots_stuck"}
         return {
             "engines": [((), len(snapshot.engines))],
             "staging_slots": [

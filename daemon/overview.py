@@ -9,20 +9,7 @@ from ..shmring.protocol import Status
 from .pretty import number, printable, size
 
 Numbers = Mapping[str, int | str]
-COLUMNS = (
-    "ENGINE",
-    "PENDING",
-    "FETCHES",
-    "PINNED",
-    "IDLE",
-    "FREE",
-    "SAVES",
-    "HINTS",
-    "HIT",
-    "HIDDEN",
-    "DROPPED",
-    "BAD",
-)
+COLUMNS = ("ENGINE", "PEND", "FETCH", "PINNED", "IDLE", "FREE", "SAVES", "HINTS", "HIT", "HIDDEN", "DROP", "BAD")
 
 
 class Rates(NamedTuple):

@@ -59,9 +59,13 @@ def frame(status: Status, rates: overview.Rates) -> RenderableType:
         Text(),
     ]
     if status.engines:
-        engines = Table(expand=True, box=None)
+        engines = Table(expand=True, box=None, padding=(0, 1, 0, 0))
         for i, name in enumerate(overview.COLUMNS):
-            engines.add_column(name.lower(), justify="left" if i == 0 else "right", no_wrap=True)
+            if i == 0:  # the one that may be cut short on a narrow terminal
+                engines.add_column(name.lower(), no_wrap=True, ratio=1, min_width=8)
+            else:
+                wide = max(len(name), *(len(overview.row(engine)[i]) for engine in status.engines))
+                engines.add_column(name.lower(), justify="right", no_wrap=True, min_width=wide)
         for engine in status.engines:
             engines.add_row(*map(Text, overview.row(engine)))
         parts.append(engines)
@@ -70,7 +74,7 @@ def frame(status: Status, rates: overview.Rates) -> RenderableType:
     if status.slowest:
         table = Table(expand=True, box=None, title="waited longest in the last five minutes", title_justify="left")
         for name in ("waited", "outcome", "fetched", "ended", "engine", "request"):
-            table.add_column(name, no_wrap=True)
+            table.add_column(name, no_wrap=True, ratio=1 if name == "request" else None)
         for cells in overview.slowest(status):
             table.add_row(*map(Text, cells))
         parts += [Text(), table]

@@ -57,8 +57,8 @@ def spans(record: Record) -> list[Span]:
         ("in the engine's queue", 0.0, turn),
         ("hint to daemon", 0.0, seen),
         ("look-up", seen, looked_up),
-        ("until the first byte", looked_up, first),
-        ("transfer", first, last),
+        ("first fetch", looked_up, first),
+        ("the other fetches", first, last if last != first else None),
         after,
         ("scheduler waits", asked, end),
         ("copy to the GPU's blocks", claimed, loaded),
@@ -146,8 +146,8 @@ def _during(name: str) -> str:
     return {
         "hint to daemon": "until the daemon read the hint",
         "look-up": "for the look-up",
-        "until the first byte": "until its first fetch came back",
-        "transfer": "for the rest of the transfer",
+        "first fetch": "for its first fetch",
+        "the other fetches": "for the other fetches",
         "fetch not over": "for a fetch that was not over",
         "staged, not yet taken": "after it was staged, until the scheduler looked again",
     }[name]

@@ -28,15 +28,18 @@ class Timeline:
         """The log line's fields: `*_ms` are milliseconds since the request arrived in the engine.
 
         `exposed_ms` is how long the scheduler had the request at its queue head and waited for us, until it claimed or
-        gave up; `hidden_fraction` is the share of look-up and transfer that did not make it wait.
+        gave up, its own steps in between included; `hidden_fraction` is the share of look-up and transfer that was
+        over before it asked.
         """
         asked = done.asked_ns if done is not None and done.asked_ns else self.asked_ns
         claimed = done.claimed_ns if done is not None else 0
         loaded = done.loaded_ns if done is not None else 0
         ready = request.last_byte_ns or self.looked_up_ns
-        exposed_ns = max(0, (claimed or now_ns) - asked) if asked else 0
+        until = claimed or now_ns
+        exposed_ns = max(0, until - asked) if asked else 0
         transfer_ns = max(0, ready - self.hint_seen_ns)
-        hidden = 1.0 - min(1.0, exposed_ns / transfer_ns) if transfer_ns else 1.0
+        late_ns = max(0, min(ready, until) - max(asked, self.hint_seen_ns)) if asked else 0
+        hidden = 1.0 - min(1.0, late_ns / transfer_ns) if transfer_ns else 1.0
         memory_blocks = request.fetched_blocks - request.disk_blocks
         return {
             "request_id": self.request_id,

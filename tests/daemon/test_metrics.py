@@ -244,8 +244,8 @@ def test_a_closed_store_is_not_ready_but_healthy() -> None:
 def test_two_engines_of_one_name_make_one_series() -> None:
     board = board_at(1, beat_s=1)
     engine: dict[str, Any] = dict.fromkeys(
-        ("slots_free", "slots_idle", "blocks_pinned", "requests", "orders", "save_slots", "save_slots_busy",
-         "saves_queued"), 3,
+        ("slots_free", "slots_idle", "slots_stuck", "blocks_pinned", "requests", "orders", "save_slots",
+         "save_slots_busy", "saves_queued"), 3,
     )  # fmt: skip
     board.publish(0, [{"engine": "e", **engine}, {"engine": "e", **engine}], [], store_open=True)
     families = {family.name: family for family in BoardCollector(board, EventCounts()).collect()}

@@ -26,7 +26,7 @@ LINE: dict[str, Any] = {
     "hint_blocks": 65, "local_blocks": 2, "found_blocks": 64, "loaded_blocks": 62, "bytes": 8126464, "bytes_disk": 0,
     "bytes_memory": 8126464, "store_unavailable": False, "arrived_ms": 0.0, "hint_seen_ms": 0.21, "looked_up_ms": 1.32,
     "first_byte_ms": 14.1, "last_byte_ms": 96.4, "asked_ms": 71.0, "claimed_ms": 97.2, "loaded_ms": 99.9,
-    "ended_ms": 100.4, "exposed_ms": 26.2, "hidden_fraction": 0.7276,
+    "ended_ms": 100.4, "exposed_ms": 26.2, "hidden_fraction": 0.7359,
 }  # fmt: skip
 
 
@@ -46,8 +46,8 @@ def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
     [
         (
             {},
-            "Of look-up and transfer, which took 96.2 ms, the queue hid 73 %. The scheduler waited 26.2 ms for it: "
-            "25.4 ms for the rest of the transfer.",
+            "Of look-up and transfer, which took 96.2 ms, the queue hid 74 %. The scheduler waited 26.2 ms for it: "
+            "25.4 ms for the other fetches.",
         ),
         (
             {"asked_ms": None, "claimed_ms": 250.0, "loaded_ms": 253.0, "exposed_ms": 0.0, "hidden_fraction": 1.0},
@@ -56,7 +56,7 @@ def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
         (
             {"asked_ms": 0.5, "exposed_ms": 96.7, "hidden_fraction": 0.0},
             "Of look-up and transfer, which took 96.2 ms, the queue hid 0 %. The scheduler waited 96.7 ms for it: "
-            "82.3 ms for the rest of the transfer, 12.8 ms until its first fetch came back.",
+            "82.3 ms for the other fetches, 12.8 ms for its first fetch.",
         ),
         (
             {"bytes": 0, "first_byte_ms": None, "last_byte_ms": None, "asked_ms": None, "claimed_ms": 30.0,
@@ -99,7 +99,7 @@ def test_every_outcome_has_a_sentence_and_nothing_breaks_it(ending: Ending) -> N
 def test_bars_lie_on_one_scale_and_keep_to_their_width() -> None:
     lines = story.picture({**LINE, "loaded_ms": None})
     bars = {line[: line.index("  ")]: line[line.index(" ms  ") + 5 :] for line in lines[1:]}
-    assert len(bars["transfer"]) <= story.WIDTH
+    assert len(bars["the other fetches"]) <= story.WIDTH
     assert bars["scheduler waits"].endswith("█")
     assert len(bars["scheduler waits"]) == story.WIDTH, "the last part ends the scale"
     assert len(bars["in the engine's queue"]) == len(bars["scheduler waits"].rstrip("█")), "one begins where one ends"

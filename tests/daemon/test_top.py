@@ -66,8 +66,8 @@ def test_another_daemon_and_a_first_look_have_no_rates() -> None:
 def test_a_row_has_a_cell_for_each_column() -> None:
     cells = dict(zip(overview.COLUMNS, overview.row(engine()), strict=True))
     assert cells == {
-        "ENGINE": "e", "PENDING": "3", "FETCHES": "1", "PINNED": "4", "IDLE": "5", "FREE": "6", "SAVES": "2",
-        "HINTS": "10", "HIT": "75 %", "HIDDEN": "75 %", "DROPPED": "8", "BAD": "9",
+        "ENGINE": "e", "PEND": "3", "FETCH": "1", "PINNED": "4", "IDLE": "5", "FREE": "6", "SAVES": "2",
+        "HINTS": "10", "HIT": "75 %", "HIDDEN": "75 %", "DROP": "8", "BAD": "9",
     }  # fmt: skip
     assert overview.row({"engine": "x\x1b[2J"})[0] == "x\N{REPLACEMENT CHARACTER}[2J"
 
@@ -92,6 +92,15 @@ def test_a_frame_shows_engines_and_slow_requests() -> None:
     assert "12.0 hints/s, fetching 3.0 MB/s, hidden 50 %" in text
     line = next(line for line in text.splitlines() if "cmpl-" in line)
     assert line.split() == ["250", "ms", "late", "10.0", "MB", "42", "s", "ago", "e", "cmpl-[red]9"]
+
+
+def test_a_narrow_terminal_cuts_names_short_and_no_number() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    now = status(engine(engine="4f1c" * 8, hints=1234567, slots_idle=76800))
+    console.print(screen.frame(now, overview.Rates(0.0, 0.0, None)))
+    assert isinstance(console.file, io.StringIO)
+    line = next(line for line in console.file.getvalue().splitlines() if line.startswith("4f1c"))
+    assert line.split()[1:] == ["3", "1", "4", "76800", "6", "2", "1234567", "75", "%", "75", "%", "8", "9"]
 
 
 def test_status_of_another_release_is_understood() -> None:

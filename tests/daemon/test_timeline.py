@@ -1,0 +1,36 @@
+"""What a request.done line counts as waited for and as hidden."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvprefetch.daemon.events import Ending
+from kvprefetch.daemon.planner import Request
+from kvprefetch.daemon.timeline import Timeline
+from kvprefetch.shmring.protocol import Done, Hint, Outcome
+
+MS = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("asked", "claimed", "ended", "exposed", "hidden"),
+    [
+        (0, 300, 310, 0.0, 1.0),  # never asked: the queue hid all of it
+        (60, 110, 115, 50.0, 0.5),  # asked in the middle of a transfer from 20 to 100
+        (100, 140, 145, 40.0, 1.0),  # asked when all was there, and looked again late
+        (10, 110, 115, 100.0, 0.0),  # asked before the hint was seen
+        (60, 0, 80, 20.0, 0.75),  # gave up before the end: only what it waited for counts
+    ],
+)
+def test_the_wait_and_what_was_hidden(asked: int, claimed: int, ended: int, exposed: float, hidden: float) -> None:
+    hint = Hint(0, 1, "r", 4, 0, 0, 129, 1 * MS, 32, memoryview(b""))
+    timeline = Timeline(hint, 21 * MS)
+    timeline.looked_up_ns = 26 * MS
+    request = Request((0, 1), b"", 32, 4, 0, 0, 1)
+    request.first_byte_ns, request.last_byte_ns, request.fetched_blocks = 41 * MS, 101 * MS, 4
+    times = [(at + 1) * MS if at else 0 for at in (asked, claimed)]
+    done = Done(0, 1, Outcome.LOADED, 4, times[0], times[1], 0)
+    story = timeline.fields(request, Ending.LOADED, done, 1000, (ended + 1) * MS)
+    assert (story["exposed_ms"], story["hidden_fraction"]) == (exposed, hidden)
+    assert (story["hint_seen_ms"], story["last_byte_ms"], story["ended_ms"]) == (20.0, 100.0, ended)
+    assert story["asked_ms"] == (asked or None)
