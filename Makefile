@@ -10,7 +10,7 @@ JOBS   ?= 2
 LINKED := __init__.py py.typed daemon shmring connector
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint links format stress gpu demo bench-ttft bench-ring bench-save simulate clean
+.PHONY: help setup test lint links format stress gpu demo bench-ttft bench-ring bench-save simulate simulate-compare clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ bench-ring: setup ## cost of one push, one poll and one wake-up
 
 simulate: setup ## planner and wait policies on 10^5 simulated requests per scenario (ARGS: --compare, --scenario)
 	@$(BIN)/python -m benchmarks.simulate $(ARGS)
+
+simulate-compare: setup ## the simulation's prediction against a real engine, daemon and store under the same load
+	@$(BIN)/python -m benchmarks.simulate.real $(ARGS)
 
 clean: ## remove what was built, the virtual environment excepted
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis shmring/*.so $(VENV)/.kvprefetch-setup

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ from benchmarks.simulate.plot import plot
 from benchmarks.simulate.scenarios import SCENARIOS, run_named
 from benchmarks.simulate.waiting import POLICIES
 
-DEFAULT = ("local", "no-prefetch", "on-demand", "best_effort", "timeout", "wait")
+DEFAULT = ("local", "no-prefetch", "recompute", "on-demand", "best_effort", "timeout", "wait", "adaptive")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,8 +54,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"  {policy:12} {POLICIES[policy].says}")
     tasks = [(name, policy, options.requests, options.seed) for name in names for policy in policies]
     written: list[dict[str, object]] = []
-    with ProcessPoolExecutor(min(options.jobs, len(tasks)), multiprocessing.get_context("spawn")) as pool:
-        results = pool.map(run_named, *zip(*tasks, strict=True))
+    with contextlib.ExitStack() as stack:
+        each = map
+        if options.jobs > 1:
+            context = multiprocessing.get_context("spawn")
+            each = stack.enter_context(ProcessPoolExecutor(min(options.jobs, len(tasks)), context)).map
+        results = each(run_named, *zip(*tasks, strict=True))
         for name in names:
             scenario = SCENARIOS[name]
             mine = [next(results) for _ in policies]

@@ -6,12 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.simulate.events import Loop
-from benchmarks.simulate.node import Node
-from benchmarks.simulate.waiting import Policy, Wait
+from benchmarks.simulate.node import Flag, Node
+from benchmarks.simulate.waiting import Policy
 from benchmarks.simulate.workload import SimRequest
+from kvprefetch.connector.policy import Verdict, Wait, WaitPolicy
+from kvprefetch.connector.steps import StepTimes
 from kvprefetch.shmring.protocol import FlagState
 
-MAX_LATE_HINTS = 3
+MAX_LATE_HINTS = 3  # connector/claims.py, which would bring vLLM with it
+# A pending request is visited again after this for each that is pending.
+REVIEW_NS = 500_000
+# Of a run of equal steps so many are shown to the averages, which have forgotten everything else by then.
+STEPS_SEEN = 30
 
 
 @dataclass(slots=True)
@@ -19,7 +25,9 @@ class ClientCounters:
     """What became of requests at the head of the queue."""
 
     deadline_misses: int = 0
-    """Waits that ran to their end."""
+    """Waits that ran to their bound."""
+    given_up: int = 0
+    """Verdicts to take what is ready although more was coming."""
     partial: int = 0
     """Requests that loaded fewer blocks than the store held."""
     exposed_ns: int = 0
@@ -31,8 +39,13 @@ class ClientCounters:
 class Client:
     """`review(request, at_ns)` asks the engine to visit a pending request again at that time."""
 
-    def __init__(self, loop: Loop, policy: Policy, node: Node, review: Callable[[SimRequest, int], None]) -> None:
+    def __init__(
+        self, loop: Loop, policy: Policy, node: Node, block_tokens: int, review: Callable[[SimRequest, int], None]
+    ) -> None:
         self._loop, self._policy, self._node, self._review = loop, policy, node, review
+        self._steps = StepTimes()
+        self._waits = WaitPolicy(self._steps, block_tokens)
+        self._pending_count = 0
         self.counters = ClientCounters()
         self.hinted: dict[tuple[int, int], SimRequest] = {}
 
@@ -48,41 +61,80 @@ class Client:
         self.hinted[request.key] = request
         return True
 
-    def match(self, request: SimRequest, start: int) -> int | None:
-        """Blocks that can be loaded after `start` local ones; None: not known yet. Claims what it answers."""
+    def match(self, request: SimRequest, start: int, *, idle: bool) -> int | None:
+        """Blocks that can be loaded after `start` local ones; None: not known yet. Claims what it answers.
+
+        `idle`: nothing else is scheduled.
+        """
         if self._policy.direct:
             return self._match_directly(request, start)
         if self._policy.local or not self._policy.hints or request.settled or start >= request.blocks:
             return 0
+        if request.key is not None:
+            flag = self._node.flag(request.key)
+            if flag.state is FlagState.EXPIRED or start < request.hinted_local:
+                self._give_up(request)
+            elif flag.state is not FlagState.HINTED:
+                return self._take(request, flag, start)
+        return self._pending(request, start, idle)
+
+    def _pending(self, request: SimRequest, start: int, idle: bool) -> int | None:
+        now = self._loop.now_ns
+        flag = self._node.flag(request.key) if request.key is not None else Flag()
+        ready = max(start, flag.count)
+        if request.wait is None:
+            request.wait = Wait.begin(self._policy.wait, self._policy.timeout_ms, now, ready)
+        wait = request.wait
+        limit = min(flag.found, request.blocks) if flag.found else request.blocks
+        verdict = self._waits.verdict(wait, ready, limit, now, idle=idle)
+        if verdict is Verdict.WAIT and request.key is None and not self._late_hint(request, start):
+            verdict = Verdict.LATE
+        if verdict is Verdict.WAIT:
+            assert request.key is not None
+            if request.asked_ns == 0:
+                request.asked_ns = now
+                self._node.ask(request.key)
+            self._pending_count += not request.pending
+            request.pending = True
+            # Time alone changes an adaptive verdict: it is asked for again, less often the more requests are pending.
+            adaptive = self._policy.wait == "adaptive"
+            self._review(request, now + REVIEW_NS * self._pending_count if adaptive else wait.bound_ns)
+            return None
+        self.counters.deadline_misses += verdict is Verdict.LATE
+        self.counters.given_up += verdict is Verdict.TAKE
         if request.key is None:
-            return self._late_hint(request, start)
-        flag = self._node.flag(request.key)
-        if flag.state is FlagState.EXPIRED or start < request.hinted_local:
-            self._give_up(request)
-            return self._late_hint(request, start)
-        late = False
-        if flag.state is FlagState.HINTED:
-            now = self._loop.now_ns
-            first = request.waiting_since_ns == 0
-            if first:
-                request.waiting_since_ns = now
-            until = self._policy.decide(Wait(now, request.waiting_since_ns, flag.count - start))
-            if until is not None:
-                if request.asked_ns == 0:
-                    request.asked_ns = now
-                    self._node.ask(request.key)
-                self._review(request, until)
-                return None
-            late = not first
-            self.counters.deadline_misses += late
-        if flag.count <= start:
-            self._give_up(request)
             request.settled = True
             return 0
+        return self._take(request, flag, start)
+
+    def _take(self, request: SimRequest, flag: Flag, start: int) -> int:
+        """Claim what is there, or settle on recomputing."""
+        if request.wait is not None:
+            self._waits.fetches.saw(request.wait, max(start, flag.count), self._loop.now_ns)
+        if flag.count <= start:
+            self.finished(request)
+            return 0
+        assert request.key is not None
         request.claimed = flag.count - start
         request.claimed_ns = self._loop.now_ns
         self._node.claim(request.key)
         return request.claimed
+
+    def _late_hint(self, request: SimRequest, start: int) -> bool:
+        """Push a hint at a visit. False when it had enough of them."""
+        if request.late_hints >= MAX_LATE_HINTS or not self._hint(request, start):
+            return False
+        request.late_hints += 1
+        assert request.wait is not None
+        request.wait.rehinted(start)
+        return True
+
+    def step_ran(self, step_ns: int, count: int, prefill_tokens: int, loading: bool) -> None:
+        """`count` equal steps ended now: what the policy's measurement of the engine sees."""
+        for number in range(min(count, STEPS_SEEN), 0, -1):
+            end_ns = self._loop.now_ns - (number - 1) * step_ns
+            self._steps.began(end_ns - step_ns, prefill_tokens, executed=True, typical=not loading)
+            self._steps.ended(end_ns)
 
     @property
     def direct(self) -> bool:
@@ -101,22 +153,6 @@ class Client:
                 self._review(request, self._loop.now_ns)
 
             self._node.look_up(answered)
-        return None
-
-    def _late_hint(self, request: SimRequest, start: int) -> int | None:
-        if request.late_hints >= MAX_LATE_HINTS or not self._hint(request, start):
-            request.settled = True
-            return 0
-        assert request.key is not None
-        request.late_hints += 1
-        request.waiting_since_ns = request.asked_ns = self._loop.now_ns
-        self._node.ask(request.key)
-        until = self._policy.decide(Wait(self._loop.now_ns, self._loop.now_ns, 0))
-        if until is None:
-            self._give_up(request)
-            request.settled = True
-            return 0
-        self._review(request, until)
         return None
 
     def withdraw(self, request: SimRequest) -> None:
@@ -148,7 +184,8 @@ class Client:
         self._node.loaded(request.key, start, start + request.claimed, request.hinted_local)
         del self.hinted[request.key]
         self._node.finish(request.key, lambda last_byte_ns: self._account(request, last_byte_ns))
-        request.key, request.settled = None, True
+        request.key = None
+        self._settle(request)
 
     def _account(self, request: SimRequest, last_byte_ns: int) -> None:
         """How much of look-up and transfer the queue hid, as the daemon's request.done line defines it."""
@@ -162,8 +199,13 @@ class Client:
 
     def finished(self, request: SimRequest) -> None:
         """The request ended, or was admitted without a load."""
-        request.settled = True
+        self._settle(request)
         self._give_up(request)
+
+    def _settle(self, request: SimRequest) -> None:
+        request.settled = True
+        self._pending_count -= request.pending
+        request.pending = False
 
     def _give_up(self, request: SimRequest) -> None:
         if request.key is not None:

@@ -32,6 +32,8 @@ class EngineModel:
     prefill_tokens_per_s: float = 25_000.0
     step_s: float = 0.008
     sequence_s: float = 0.00005
+    admit_s: float = 0.0
+    """What a step takes longer for each request that it starts."""
     copy_bytes_per_s: float = 20e9
     """From staging into the KV pool."""
     sync_load_max_bytes: int = 32 << 20
@@ -55,13 +57,15 @@ class Engine:
         self._aborting: list[SimRequest] = []
         self._steps = 0
         self._step: Event | None = None
-        self._step_start_ns = self._step_ns = self._step_count = 0
+        self._step_start_ns = self._step_ns = self._step_count = self._step_prefill = 0
         self._prefilled: list[SimRequest] = []
         self._copied: list[tuple[SimRequest, int]] = []
         self._copying_until_ns = 0
+        self._admit_ns = ns(model.admit_s)
         self._idle = True
         self._full = False  # the last pass ended for want of KV blocks
-        self._last_pass_ns = -ns(model.idle_poll_s)
+        self._unfinished = 0
+        self._next_pass_ns = 0  # of an idle engine that has requests
 
     # --- from outside -----------------------------------------------------------------------------------------------
 
@@ -70,6 +74,7 @@ class Engine:
         total = self._total_blocks(request)
         if total > self.pool.capacity and not self._roomy:
             raise ValueError(f"request larger than the KV pool: blocks={total} pool_blocks={self.pool.capacity}")
+        self._unfinished += 1
         self.client.arrived(request, self._local(request))
         self._make_visible(request)
         if request.abort_ns:
@@ -106,9 +111,7 @@ class Engine:
         """There is something to schedule: at once when idle, after the present step when a slot is free."""
         if self._idle:
             self._idle = False
-            poll_ns = ns(self._model.idle_poll_s)
-            at = max(self._loop.now_ns, self._last_pass_ns + poll_ns)
-            self._loop.at(at, self._pass)
+            self._loop.at(max(self._loop.now_ns, self._next_pass_ns), self._pass)
         elif self._running < self._model.max_num_seqs:
             self._cut()
 
@@ -125,14 +128,13 @@ class Engine:
 
     def _pass(self) -> None:
         """One scheduling pass and the step it leads to."""
-        self._last_pass_ns = self._loop.now_ns
         for request in self._aborting:
             if request.state != "ended":
                 self._end(request, "aborted")
         self._aborting.clear()
         model = self._model
         budget = model.max_num_batched_tokens - self._decoding_count
-        copy_ns = 0
+        extra_ns = 0
         for request in self._prefilling:
             budget -= self._prefill(request, budget)
         while budget > 0 and self._running < model.max_num_seqs:
@@ -147,20 +149,24 @@ class Engine:
                 request, load_ns = admitted
                 if load_ns is None:
                     continue  # loads beside the steps
-                copy_ns += load_ns
+                extra_ns += load_ns
+            extra_ns += self._admit_ns
             request.state = "prefilling"
             self._prefilling.append(request)
             budget -= self._prefill(request, budget)
         prefill_tokens = model.max_num_batched_tokens - self._decoding_count - budget
         if not self._running:
             self._idle = True
+            if self._unfinished:  # the engine sleeps a moment after a step that executed nothing
+                self._next_pass_ns = self._loop.now_ns + ns(model.idle_poll_s)
             return
         once_ns = ns(model.step_s + self._decoding_count * model.sequence_s)
-        once_ns += copy_ns + round(prefill_tokens / model.prefill_tokens_per_s * NS)
+        once_ns += extra_ns + round(prefill_tokens / model.prefill_tokens_per_s * NS)
         count = 1
         if not self._prefilling and not self._loaded and self._blocked():
             count = self._first_finish() - self._steps
         self._step_start_ns, self._step_ns, self._step_count = self._loop.now_ns, max(1, once_ns), count
+        self._step_prefill = prefill_tokens
         self._step = self._loop.after(self._step_ns * count, self._step_end)
 
     def _blocked(self) -> bool:
@@ -188,7 +194,7 @@ class Engine:
                 heapq.heappop(self._visits)
                 continue
             local = self._local(request)
-            loadable = self.client.match(request, local)
+            loadable = self.client.match(request, local, idle=self._running == 0)
             if loadable is None:
                 heapq.heappop(self._visits)
                 request.visible = False
@@ -240,6 +246,7 @@ class Engine:
         self._step = None
         now = self._loop.now_ns
         self._steps += self._step_count
+        self.client.step_ran(self._step_ns, self._step_count, self._step_prefill, bool(self._copied))
         for request, local in self._copied:
             self.client.loaded(request, local)
         self._copied.clear()
@@ -274,6 +281,7 @@ class Engine:
             self.pool.release(request)
         request.state, request.outcome, request.ended_ns = "ended", outcome, self._loop.now_ns
         self._full = False
+        self._unfinished -= 1
         self._ended(request)
 
     def _local(self, request: SimRequest) -> int:

@@ -43,6 +43,8 @@ class Flag:
     state: FlagState = FlagState.HINTED
     count: int = 0
     slots: list[int] = field(default_factory=list)
+    found: int = 0
+    """Leading blocks that the store holds, once looked up."""
 
 
 @dataclass(slots=True)
@@ -210,7 +212,9 @@ class Node:
             request.looked_up_ns = self._loop.now_ns
             planned = self._planner.requests.get(key)
             if planned is not None:
-                self._planner.looked_up(key, max(planned.local, request.found if answered else 0))
+                found = max(planned.local, request.found if answered else 0)
+                self._port.flags[key].found = found
+                self._planner.looked_up(key, found)
         self._next_look_up()
         self._pump()
 

@@ -10,7 +10,7 @@ from benchmarks.simulate.run import Result
 
 IDEAL, BASELINE = "local", "no-prefetch"
 _HEAD = (
-    f"{'':12}{'hidden':>7}{'wasted':>16}{'deadline':>9}{'partial':>8}{'TTFT p50':>10}{'/local':>7}{'/none':>7}"
+    f"{'':12}{'hidden':>7}{'wasted':>16}{'deadline':>9}{'given up':>9}{'TTFT p50':>10}{'/local':>7}{'/none':>7}"
     f"{'TTFT p99':>10}{'/local':>7}{'/none':>7}{'served':>8}{'aborted':>8}{'took':>7}"
 )
 
@@ -24,7 +24,7 @@ def table(results: Sequence[Result]) -> list[str]:
         line = f"{result.policy:12}{_number(result.hidden_fraction, '.3f'):>7}"
         wasted_gb = result.node.wasted * result.block_bytes / 1e9
         line += f"{f'{wasted_gb:,.1f} GB {result.wasted_share:4.1%}':>16}"
-        line += f"{result.client.deadline_misses:>9}{result.client.partial:>8}"
+        line += f"{result.client.deadline_misses:>9}{result.client.given_up:>9}"
         for fraction in (0.5, 0.99):
             value = result.ttft_s(fraction)
             line += f"{f'{value:.3f} s':>10}{_ratio(value, ideal, fraction):>7}{_ratio(value, baseline, fraction):>7}"
@@ -49,6 +49,7 @@ def figures(result: Result) -> dict[str, object]:
         "fetched_bytes": result.node.fetched * result.block_bytes,
         "wasted_bytes": result.node.wasted * result.block_bytes,
         "deadline_misses": result.client.deadline_misses,
+        "given_up": result.client.given_up,
         "partial_loads": result.client.partial,
         "look_up_timeouts": result.node.look_up_timeouts,
         "revoked": result.node.revoked,

@@ -112,7 +112,7 @@ def simulate(
         loop, scenario.node, contents, scenario.engine.block_bytes,
         lambda key: engine.changed(client.hinted[key]) if key in client.hinted else None,
     )  # fmt: skip
-    client = engine.client = Client(loop, policy, node, engine.review)
+    client = engine.client = Client(loop, policy, node, scenario.engine.block_tokens, engine.review)
     if outstanding is None:
         expect()
     else:

@@ -19,7 +19,7 @@ NODE = NodeModel(
     memory=TierModel(bytes_per_s=10e9, latency_s=0.0003, call_bytes_per_s=5e9),
     disk=TierModel(bytes_per_s=1.5e9, latency_s=0.003, call_bytes_per_s=0.8e9),
 )
-LOAD = Load()
+LOAD = Load(rate_per_s=16.0)
 # 90 % of a prompt's blocks lie in the upper two levels of the tree; the KV pool is too small to keep them all.
 TREE = replace(LOAD, shared_blocks=(16, 38), fan_out=(8, 40), own_blocks=(4, 8))
 SMALL_STAGING = replace(NODE, staging_blocks=160)  # two requests of 64 blocks and a half
@@ -30,18 +30,18 @@ SCENARIOS = {
     for scenario in (
         Scenario("poisson", "steady load at about four fifths of what the engine can serve", LOAD, ENGINE, NODE),
         Scenario("bursty", "bursts of 200: the queue is long, and the link has to keep up",
-                 replace(LOAD, burst=200, rate_per_s=16), ENGINE, NODE),
+                 replace(LOAD, burst=200), ENGINE, NODE),
         Scenario("shared", "prefix tree, 90 % of every prompt shared, in bursts",
-                 replace(TREE, burst=200, rate_per_s=16), ENGINE, NODE),
+                 replace(TREE, burst=200), ENGINE, NODE),
         Scenario("aborts", "bursts, and 40 % of the requests aborted after 3 s on average",
                  replace(LOAD, burst=200, abort_share=0.4, abort_after_s=3.0), ENGINE, NODE),
         Scenario("tiers", "half of the store's values on a slow disk",
                  replace(LOAD, burst=50, rate_per_s=8, disk_share=0.5), ENGINE, NODE),
         Scenario("priorities", "bursts, one request in ten is urgent",
-                 replace(LOAD, burst=200, rate_per_s=16, urgent_share=0.1), ENGINE, NODE),
+                 replace(LOAD, burst=200, urgent_share=0.1), ENGINE, NODE),
         Scenario("small-staging", "bursts of 200 and staging for two requests",
-                 replace(LOAD, burst=200, rate_per_s=16), ENGINE, SMALL_STAGING),
-        Scenario("freeze", "a store that does nothing for 5 s in every 100 s", replace(LOAD, rate_per_s=15), ENGINE,
+                 replace(LOAD, burst=200), ENGINE, SMALL_STAGING),
+        Scenario("freeze", "a store that does nothing for 5 s in every 100 s", LOAD, ENGINE,
                  replace(NODE, freezes_s=tuple((50.0 + 100.0 * i, 5.0) for i in range(67)))),
         Scenario("misses", "nothing in the store: what does asking cost?",
                  replace(LOAD, rate_per_s=4, miss_share=1.0), ENGINE, NODE),

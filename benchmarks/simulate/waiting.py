@@ -1,46 +1,21 @@
-"""How long the scheduler waits at the head of the queue: the policies a simulation can choose from."""
+"""What a simulation can compare: the connector's wait policies, hints that come late or not at all, and the ideal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from benchmarks.simulate.events import ns
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """What a policy may know at one visit of a request whose flag is still HINTED."""
-
-    now_ns: int
-    asked_ns: int
-    ready_blocks: int
-    """Blocks that could be loaded now, beyond the engine's own."""
-
-
-# True: wait on, and look again when the flag moved or at the returned time.
-Decide = Callable[[Wait], int | None]
-
-
-def _best_effort(wait: Wait) -> int | None:
-    return None
-
-
-def _timeout(limit_s: float) -> Decide:
-    def decide(wait: Wait) -> int | None:
-        deadline = wait.asked_ns + ns(limit_s)
-        return deadline if wait.now_ns < deadline else None
-
-    return decide
+from kvprefetch.connector.policy import Policy as WaitName
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """One way to serve a load. `decide` returns until when to wait, or None to take what is ready."""
+    """One way to serve a load. `wait` is the connector's; the flags choose what else is different."""
 
     name: str
     says: str
-    decide: Decide = _best_effort
+    wait: WaitName = "adaptive"
+    timeout_ms: int = 5000
     hints: bool = True
     """Whether a connector asks the daemon at all."""
     on_arrival: bool = True
@@ -58,10 +33,10 @@ POLICIES: Mapping[str, Policy] = {
         Policy("recompute", "no connector", hints=False),
         Policy("no-prefetch", "as vLLM's own connector: looks up at the first visit, loads into allocated KV blocks",
                hints=False, direct=True),
-        Policy("on-demand", "hint at the first scheduling visit instead of at arrival; waits up to 5 s", _timeout(5.0),
-               on_arrival=False),
-        Policy("best_effort", "prefetch; takes what is ready at the first visit"),
-        Policy("timeout", "prefetch; waits up to 1 s", _timeout(1.0)),
-        Policy("wait", "prefetch; waits up to 5 s", _timeout(5.0)),
+        Policy("on-demand", "adaptive, but the hint is sent at the first scheduling visit", on_arrival=False),
+        Policy("best_effort", "takes what is ready at the first visit", "best_effort"),
+        Policy("timeout", "waits up to 5 s", "timeout"),
+        Policy("wait", "waits for the fetch to end", "wait"),
+        Policy("adaptive", "weighs the blocks' pace against recomputing them (the default)"),
     )
 }  # fmt: skip

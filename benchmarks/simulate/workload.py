@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.simulate.events import ns
+from kvprefetch.connector.policy import Wait
 
 HASH_BYTES = 8
 _DIGEST = struct.Struct(">II")  # node of the prefix tree, block in it
@@ -63,7 +64,8 @@ class SimRequest:
     hinted_local: int = 0
     late_hints: int = 0
     asked_ns: int = 0
-    waiting_since_ns: int = 0
+    wait: Wait | None = None
+    pending: bool = False
     claimed: int = 0
     settled: bool = False
     # The engine's state.

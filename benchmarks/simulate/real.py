@@ -1,0 +1,276 @@
+"""`make simulate-compare`: one load on the real engine, daemon and store, and what the simulation predicts for it.
+
+The simulation's parameters are measured in passes before, one request at a time where nothing else is said; none of
+them is taken from the compared passes.  Loads: a closed loop behind a full queue, and Poisson arrivals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lab import connectors
+from benchmarks.lab.checkpoint import PEERS, make_checkpoint
+from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.engine import Engine, EngineSpec
+from benchmarks.lab.link import LimitedLink, available
+from benchmarks.lab.passes import Pass
+from benchmarks.lab.process import REPO, exit_on_sigterm
+from benchmarks.lab.prompts import make_prompts
+from benchmarks.lab.store import Store
+from benchmarks.simulate.engine import EngineModel
+from benchmarks.simulate.link import TierModel
+from benchmarks.simulate.node import NodeModel
+from benchmarks.simulate.run import Result, Scenario, simulate
+from benchmarks.simulate.waiting import POLICIES
+from benchmarks.simulate.workload import Load, fixed
+from benchmarks.ttft import machine
+
+BLOCK_TOKENS, SLOTS, POOL_BLOCKS, BATCHED_TOKENS = 32, 4, 200, 2048
+PROMPT_TOKENS, SHORT_TOKENS, OUTPUT_TOKENS = 1500, 600, 32
+BLOCK_BYTES = PEERS.kv_bytes_per_token * BLOCK_TOKENS
+CHUNK_BYTES = 4 << 20
+STAGING_BYTES, SAVE_SHARE = 128_000_000, 0.25
+FETCH_THREADS = 1
+LINK_MBIT = 1000.0
+REPEATS = 5
+
+
+def hit_blocks(tokens: int) -> int:
+    return (tokens - 1) // BLOCK_TOKENS
+
+
+@dataclass(slots=True)
+class Measured:
+    """Figures of the compared passes, one per round; seconds, and a fraction."""
+
+    ttft_p50: list[float] = field(default_factory=list)
+    ttft_p99: list[float] = field(default_factory=list)
+    total: list[float] = field(default_factory=list)
+    hidden: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What the simulation is told of this machine. Seconds, bytes and tokens per second."""
+
+    prefill_tokens_per_s: float
+    step_s: float
+    sequence_s: float
+    admit_s: float
+    message_s: float
+    look_up_s: float
+    call_latency_s: float
+    link_bytes_per_s: float
+    copy_bytes_per_s: float
+
+
+class Bench:
+    """The running parts and the prompts that the store holds."""
+
+    def __init__(self, engine: Engine, daemon: Daemon, prompts: list[list[int]]) -> None:
+        self.engine, self.daemon, self.prompts = engine, daemon, prompts
+        self._fresh = random.Random(99)
+
+    def one_by_one(self, prompts: Sequence[list[int]], *, local: bool = False, outputs: int = 1) -> list[Pass]:
+        """Each prompt alone; `local` leaves the engine's own prefix cache as it is."""
+        passes = []
+        for prompt in prompts:
+            if not local:
+                self.engine.reset_prefix_cache()
+            passes.append(self.engine.run([prompt], max_tokens=outputs))
+        return passes
+
+    def fresh(self, tokens: int) -> list[int]:
+        """A prompt that nobody has seen."""
+        return [self._fresh.randrange(16, PEERS.vocab) for _ in range(tokens)]
+
+    def log(self, event: str, since: int) -> list[dict[str, Any]]:
+        return self.daemon.records(event)[since:]
+
+    def count(self, event: str) -> int:
+        return len(self.daemon.records(event))
+
+    def calibrate(self) -> Calibration:
+        """Measure the parameters, each as the median of a few passes."""
+        for prompt in (self.fresh(PROMPT_TOKENS), self.fresh(SHORT_TOKENS)):
+            self.one_by_one([prompt])  # warms up
+        long = self._alone([self.fresh(PROMPT_TOKENS) for _ in range(REPEATS)])
+        short = self._alone([self.fresh(SHORT_TOKENS) for _ in range(REPEATS)])
+        prefill = (PROMPT_TOKENS - SHORT_TOKENS) / (long - short)
+        tail_s = (PROMPT_TOKENS - hit_blocks(PROMPT_TOKENS) * BLOCK_TOKENS) / prefill
+        self.one_by_one(self.prompts[:1])
+        local = self._alone(self.prompts[:1] * REPEATS, local=True)
+        alone, four = self._decode_step(1), self._decode_step(SLOTS)
+        sequence = max(0.0, (four - alone) / (SLOTS - 1))
+        # Fetches of two sizes, nothing else running: latency and rate by least squares.
+        fetches, requests = self.count("fetch.done"), self.count("request.done")
+        # Of prompts that are not in staging yet: the first one is.
+        long_hits, short_hits = self.prompts[1 : REPEATS + 1], self.prompts[REPEATS + 1 : 2 * REPEATS + 1]
+        hits = self.one_by_one([*long_hits, *(prompt[:SHORT_TOKENS] for prompt in short_hits)])
+        self.daemon.wait_record("request.done", count=requests + len(hits))
+        done = self.log("request.done", requests)
+        calls = [(each["bytes"], each["duration_ms"] / 1e3) for each in self.log("fetch.done", fetches)]
+        rate, latency = _line(calls)
+        look_up = statistics.median((each["looked_up_ms"] - each["hint_seen_ms"]) / 1e3 for each in done)
+        message = statistics.median(each["hint_seen_ms"] for each in done) / 1e3
+        copy = statistics.median(
+            hit.ttft_s(0.5) - each["claimed_ms"] / 1e3 - local
+            for each, hit in zip(done, hits, strict=True) if each["loaded_blocks"] == hit_blocks(PROMPT_TOKENS)
+        )  # fmt: skip
+        return Calibration(
+            prefill_tokens_per_s=prefill, step_s=alone - sequence, sequence_s=sequence,
+            admit_s=max(0.0, local - tail_s - alone), message_s=message, look_up_s=look_up,
+            call_latency_s=max(0.0, latency), link_bytes_per_s=rate,
+            copy_bytes_per_s=hit_blocks(PROMPT_TOKENS) * BLOCK_BYTES / max(copy, 1e-4),
+        )  # fmt: skip
+
+    def _alone(self, prompts: Sequence[list[int]], *, local: bool = False) -> float:
+        """Median time to first token of requests alone."""
+        return statistics.median(each.ttft_s(0.5) for each in self.one_by_one(prompts, local=local))
+
+    def _decode_step(self, sequences: int) -> float:
+        """Seconds of a step that only decodes so many."""
+        prompts = [self.fresh(BLOCK_TOKENS) for _ in range(sequences)]
+        result = self.engine.run(prompts, max_tokens=2 * OUTPUT_TOKENS)
+        spans = [(each.finished_s or 0.0) - (each.first_token_s or 0.0) for each in result.requests]
+        return statistics.median(spans) / (2 * OUTPUT_TOKENS - 1)
+
+    def measure(self, into: Measured, **load: Any) -> None:
+        """One compared pass: every prompt once, nothing local."""
+        self.engine.reset_prefix_cache()
+        before = self.count("request.done")
+        result = self.engine.run(self.prompts, max_tokens=OUTPUT_TOKENS, timeout_s=180, **load)
+        self.daemon.wait_record("request.done", count=before + len(self.prompts))
+        loaded = [each for each in self.log("request.done", before) if each["loaded_blocks"]]
+        fetched = sum(each["bytes"] for each in loaded) // BLOCK_BYTES
+        if fetched != (expected := len(self.prompts) * hit_blocks(PROMPT_TOKENS)):
+            print(f"WARNING: {fetched} of {expected} blocks were fetched for the {len(loaded)} requests that loaded")
+        into.ttft_p50.append(result.ttft_s(0.5))
+        into.ttft_p99.append(result.ttft_s(0.99))
+        into.total.append(result.total_s)
+        into.hidden.append(statistics.fmean(each["hidden_fraction"] for each in loaded) if loaded else float("nan"))
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(bytes per second, seconds at zero bytes) of the least-squares line through (bytes, seconds)."""
+    mean_x, mean_y = (statistics.fmean(values) for values in zip(*points, strict=True))
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    return 1.0 / slope, mean_y - slope * mean_x
+
+
+def scenario(calibration: Calibration) -> Scenario:
+    """The real set-up, as the simulation sees it."""
+    tier = TierModel(calibration.link_bytes_per_s, calibration.call_latency_s)
+    engine = EngineModel(
+        max_num_seqs=SLOTS, max_num_batched_tokens=BATCHED_TOKENS, block_tokens=BLOCK_TOKENS, block_bytes=BLOCK_BYTES,
+        pool_blocks=POOL_BLOCKS, prefill_tokens_per_s=calibration.prefill_tokens_per_s, step_s=calibration.step_s,
+        sequence_s=calibration.sequence_s, admit_s=calibration.admit_s, copy_bytes_per_s=calibration.copy_bytes_per_s,
+    )  # fmt: skip
+    node = NodeModel(
+        staging_blocks=int(STAGING_BYTES * (1 - SAVE_SHARE)) // BLOCK_BYTES, chunk_blocks=CHUNK_BYTES // BLOCK_BYTES,
+        fetch_threads=FETCH_THREADS, memory=tier, disk=tier, look_up_s=calibration.look_up_s,
+        message_s=calibration.message_s,
+    )  # fmt: skip
+    return Scenario("real", "the load of the compared passes", Load(), engine, node)
+
+
+def predict(
+    calibration: Calibration, policy: str, count: int, arrivals: Sequence[float] | None, outstanding: int
+) -> Result:
+    """The simulation of one compared pass."""
+    lengths = [(PROMPT_TOKENS, hit_blocks(PROMPT_TOKENS), OUTPUT_TOKENS)] * count
+    requests = fixed(lengths, arrivals or [0.0] * count, BLOCK_TOKENS)
+    return simulate(
+        scenario(calibration), POLICIES[policy], requests=requests, outstanding=None if arrivals else outstanding
+    )
+
+
+def compared(name: str, predicted: Result, measured: Measured) -> list[str]:
+    """Lines: predicted, measured (median, range), and their ratio."""
+    rows = (
+        ("hidden fraction", predicted.hidden_fraction, measured.hidden),
+        ("TTFT p50, s", predicted.ttft_s(0.5), measured.ttft_p50),
+        ("TTFT p99, s", predicted.ttft_s(0.99), measured.ttft_p99),
+        ("total, s", predicted.end_ns / 1e9, measured.total),
+    )
+    lines = [f"{name:18}{'predicted':>10}{'measured (min-max)':>26}{'predicted/measured':>20}"]
+    for label, value, values in rows:
+        middle = statistics.median(values)
+        spread = f"{middle:.3f} ({min(values):.3f}-{max(values):.3f})"
+        lines.append(f"  {label:16}{value:>10.3f}{spread:>26}{value / middle if middle else float('nan'):>20.2f}")
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulate.real", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=4, help="compared passes of each load (default %(default)s)")
+    parser.add_argument("--prompts", type=int, default=48, help="requests of a pass (default %(default)s)")
+    parser.add_argument("--outstanding", type=int, default=16, help="of the closed loop (default %(default)s)")
+    parser.add_argument("--rate", type=float, default=6.0, help="Poisson arrivals per second (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write everything to this file")
+    parser.add_argument("--work", type=Path, default=REPO / "build", help="where the checkpoint is kept")
+    options = parser.parse_args(argv)
+    exit_on_sigterm()
+    print(f"machine: {json.dumps(machine())}", flush=True)
+    clock = random.Random(5)
+    arrivals = [0.0]
+    while len(arrivals) < options.prompts:
+        arrivals.append(arrivals[-1] + clock.expovariate(options.rate))
+    measured = {"closed loop": Measured(), "poisson": Measured()}
+    with contextlib.ExitStack() as stack:
+        link = None
+        if (why_not := available()) is None:
+            link = stack.enter_context(LimitedLink(rate_mbit=LINK_MBIT))
+        else:
+            print(f"WARNING: no limited link ({why_not}): the store is on loopback")
+        store = stack.enter_context(Store(link=link))
+        extra = ("--log-level", "debug", "--chunk", str(CHUNK_BYTES), "--fetch-threads", str(FETCH_THREADS),
+                 "--save-share", str(SAVE_SHARE))  # fmt: skip
+        daemon = stack.enter_context(Daemon(mooncake_config=store.config, staging=str(STAGING_BYTES), extra=extra))
+        spec = EngineSpec(
+            model=make_checkpoint(options.work / "checkpoints", PEERS), dtype=PEERS.dtype, block_size=BLOCK_TOKENS,
+            max_num_seqs=SLOTS, max_num_batched_tokens=BATCHED_TOKENS, num_gpu_blocks=POOL_BLOCKS,
+            kv_transfer=connectors.ours(daemon.socket), host_ip=store.host_ip,
+        )  # fmt: skip
+        engine = stack.enter_context(Engine(spec))
+        prompts = make_prompts(options.prompts, PROMPT_TOKENS, vocab=PEERS.vocab)
+        bench = Bench(engine, daemon, prompts)
+        print("filling the store", flush=True)
+        engine.run(prompts, max_tokens=1, concurrency=SLOTS, timeout_s=180)
+        expected = options.prompts * hit_blocks(PROMPT_TOKENS)
+        if (stored := store.wait_keys(expected)) < expected:
+            print(f"WARNING: the store holds {stored} blocks instead of {expected}")
+        calibration = bench.calibrate()
+        print(f"calibration: {json.dumps({key: round(value, 6) for key, value in asdict(calibration).items()})}")
+        for number in range(options.rounds + 1):
+            for name, load in (
+                ("closed loop", {"concurrency": options.outstanding}), ("poisson", {"arrivals_s": arrivals})
+            ):  # fmt: skip
+                into = Measured() if number == 0 else measured[name]  # the first round warms up
+                bench.measure(into, **load)
+                print(f"round {number}: {name:12} p50 {into.ttft_p50[-1]:.3f}  p99 {into.ttft_p99[-1]:.3f}  "
+                      f"total {into.total[-1]:.2f} s  hidden {into.hidden[-1]:.3f}", flush=True)  # fmt: skip
+    predicted = {
+        "closed loop": predict(calibration, "adaptive", options.prompts, None, options.outstanding),
+        "poisson": predict(calibration, "adaptive", options.prompts, arrivals, options.outstanding),
+    }
+    for name, result in predicted.items():
+        print("\n" + "\n".join(compared(name, result, measured[name])))
+    if options.json is not None:
+        report = {"machine": machine(), "calibration": asdict(calibration), "measured": {
+            name: asdict(each) for name, each in measured.items()}}  # fmt: skip
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
