@@ -20,7 +20,7 @@ from benchmarks.simulate.plot import plot
 from benchmarks.simulate.scenarios import SCENARIOS, run_named
 from benchmarks.simulate.waiting import POLICIES
 
-DEFAULT = ("local", "no-prefetch", "recompute", "on-demand", "best_effort", "timeout", "wait", "adaptive")
+DEFAULT = ("local", "no-prefetch", "recompute", "wait", "adaptive")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,8 +13,10 @@ from functools import partial
 from benchmarks.simulate.events import Loop, ns
 from benchmarks.simulate.link import Link, TierModel
 from benchmarks.simulate.workload import HASH_BYTES, SimRequest, StoreContents
-from kvprefetch.daemon.planner import Fetched, Key, Order, Planner
+from kvprefetch.daemon.planner import Fetched, Key, Lane, Order, Planner
 from kvprefetch.shmring.protocol import FlagState
+
+TICK_NS = 100_000_000  # daemon/service.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +26,11 @@ class NodeModel:
     staging_blocks: int
     chunk_blocks: int
     fetch_threads: int
+    """Calls under way for blocks in the store's memory."""
     memory: TierModel
     disk: TierModel
+    disk_threads: int = 1
+    """Calls under way for blocks on the store's disks, a lane of their own. 0: where a block lies is not known."""
     look_up_s: float = 0.0005
     """One look-up; there is one thread for them."""
     message_s: float = 0.00005
@@ -105,7 +110,8 @@ class Node:
         self._look_ups: deque[Key] = deque()
         self._looking_up = False
         self._frozen_until_ns = 0
-        self._in_flight = 0
+        self._in_flight = {Lane.MEMORY: 0, Lane.DISK: 0}
+        self._ticking = False
         self._generation = 0
         self._direct: deque[Callable[[], None]] = deque()
         self._unloaded: set[int] = set()  # slots whose block was fetched and not loaded since
@@ -214,7 +220,8 @@ class Node:
             if planned is not None:
                 found = max(planned.local, request.found if answered else 0)
                 self._port.flags[key].found = found
-                self._planner.looked_up(key, found)
+                lies = (self._contents.on_disk(request.digest(block)) for block in range(planned.local, found))
+                self._planner.looked_up(key, found, bytes(lies) if self._model.disk_threads else b"")
         self._next_look_up()
         self._pump()
 
@@ -231,16 +238,26 @@ class Node:
         self._pump()
 
     def _pump(self) -> None:
-        while self._in_flight < self._model.fetch_threads and self._planner.has_work:
-            order, revoked = self._planner.next_order()
-            self.counters.revoked += len(revoked)
-            if order is None:
-                return
-            self._fetch(order)
+        """Start what there are threads for, and look again a little later as long as requests are left."""
+        for lane, threads in ((Lane.MEMORY, self._model.fetch_threads), (Lane.DISK, self._model.disk_threads)):
+            while self._in_flight[lane] < threads and self._planner.wants(lane):
+                order, revoked = self._planner.next_order(lane)
+                self.counters.revoked += len(revoked)
+                if order is None:
+                    break
+                self._fetch(order)
+        if not self._ticking and self._planner.requests:
+            self._ticking = True
+            self._loop.after(TICK_NS, self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = False
+        self._planner.tick()
+        self._pump()
 
     def _fetch(self, order: Order) -> None:
         self.counters.calls += 1
-        self._in_flight += 1
+        self._in_flight[order.lane] += 1
         disk = [self._contents.on_disk(block.digest) for block in order.blocks]
         for block in order.blocks:
             if block.slot in self._unloaded:  # the slot's last block was never loaded
@@ -264,7 +281,7 @@ class Node:
                 link.transfer(count * self._block_bytes, part_done)
 
     def _fetched(self, order: Order, disk: Sequence[bool]) -> None:
-        self._in_flight -= 1
+        self._in_flight[order.lane] -= 1
         results = [
             Fetched(not self._contents.lost(block.digest), from_disk)
             for block, from_disk in zip(order.blocks, disk, strict=True)

@@ -203,7 +203,7 @@ def scenario(calibration: Calibration) -> Scenario:
     )  # fmt: skip
     node = NodeModel(
         staging_blocks=int(STAGING_BYTES * (1 - SAVE_SHARE)) // BLOCK_BYTES, chunk_blocks=CHUNK_BYTES // BLOCK_BYTES,
-        fetch_threads=FETCH_THREADS, memory=tier, disk=tier, look_up_s=calibration.look_up_s,
+        fetch_threads=FETCH_THREADS, disk_threads=0, memory=tier, disk=tier, look_up_s=calibration.look_up_s,
         message_s=calibration.message_s,
     )  # fmt: skip
     return Scenario("real", "the load of the compared passes", Load(), engine, node)

@@ -16,6 +16,7 @@ NODE = NodeModel(
     staging_blocks=4096,  # 16 GiB
     chunk_blocks=8,
     fetch_threads=4,
+    disk_threads=2,
     memory=TierModel(bytes_per_s=10e9, latency_s=0.0003, call_bytes_per_s=5e9),
     disk=TierModel(bytes_per_s=1.5e9, latency_s=0.003, call_bytes_per_s=0.8e9),
 )
