@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from benchmarks.simulate.events import Loop, ns
+from benchmarks.simulate.events import Event, Loop, ns
 from benchmarks.simulate.link import Link, TierModel
 from benchmarks.simulate.workload import HASH_BYTES, SimRequest, StoreContents
 from kvprefetch.daemon.planner import Fetched, Key, Lane, Order, Planner
 from kvprefetch.shmring.protocol import FlagState
 
+MAX_STUCK = 4  # calls past their deadline, with which no other is started
 TICK_NS = 100_000_000  # daemon/service.py
 
 
@@ -37,6 +38,8 @@ class NodeModel:
     """From a push into the hint ring until the daemon has handled it."""
     rpc_timeout_s: float = 2.0
     """A look-up of a frozen store gives up after this and counts as a miss."""
+    call_deadline_s: float = 0.0
+    """A fetch that takes longer is given up: its requests go on without it, another call takes its place. 0: never."""
     freezes_s: tuple[tuple[float, float], ...] = ()
     """(start, length) of each time the store does nothing."""
 
@@ -64,6 +67,8 @@ class NodeCounters:
     wasted: int = 0
     """Fetched blocks whose slot was reused before anyone loaded them."""
     calls: int = 0
+    overdue: int = 0
+    """Calls that did not come back before their deadline."""
     look_up_timeouts: int = 0
     revoked: int = 0
 
@@ -112,6 +117,7 @@ class Node:
         self._frozen_until_ns = 0
         self._in_flight = {Lane.MEMORY: 0, Lane.DISK: 0}
         self._ticking = False
+        self._stuck: set[int] = set()
         self._generation = 0
         self._direct: deque[Callable[[], None]] = deque()
         self._unloaded: set[int] = set()  # slots whose block was fetched and not loaded since
@@ -240,7 +246,7 @@ class Node:
     def _pump(self) -> None:
         """Start what there are threads for, and look again a little later as long as requests are left."""
         for lane, threads in ((Lane.MEMORY, self._model.fetch_threads), (Lane.DISK, self._model.disk_threads)):
-            while self._in_flight[lane] < threads and self._planner.wants(lane):
+            while self._in_flight[lane] < threads and len(self._stuck) < MAX_STUCK and self._planner.wants(lane):
                 order, revoked = self._planner.next_order(lane)
                 self.counters.revoked += len(revoked)
                 if order is None:
@@ -263,7 +269,17 @@ class Node:
             if block.slot in self._unloaded:  # the slot's last block was never loaded
                 self._unloaded.remove(block.slot)
                 self.counters.wasted += 1
-        self._transfer(disk, partial(self._fetched, order, disk))
+        deadline = None
+        if self._model.call_deadline_s:
+            deadline = self._loop.after(ns(self._model.call_deadline_s), partial(self._overdue, order))
+        self._transfer(disk, partial(self._fetched, order, disk, deadline))
+
+    def _overdue(self, order: Order) -> None:
+        self.counters.overdue += 1
+        self._stuck.add(order.number)
+        self._in_flight[order.lane] -= 1
+        self._planner.overdue(order.number, self._loop.now_ns)
+        self._pump()
 
     def _transfer(self, disk: Sequence[bool], done: Callable[[], None]) -> None:
         """One store call for blocks of which `disk` says where they lie: as long as its slower part."""
@@ -280,8 +296,13 @@ class Node:
             if count:
                 link.transfer(count * self._block_bytes, part_done)
 
-    def _fetched(self, order: Order, disk: Sequence[bool]) -> None:
-        self._in_flight[order.lane] -= 1
+    def _fetched(self, order: Order, disk: Sequence[bool], deadline: Event | None) -> None:
+        overdue = order.number in self._stuck
+        self._stuck.discard(order.number)
+        if not overdue:
+            self._in_flight[order.lane] -= 1
+        if deadline is not None:
+            deadline.cancel()
         results = [
             Fetched(not self._contents.lost(block.digest), from_disk)
             for block, from_disk in zip(order.blocks, disk, strict=True)
@@ -289,7 +310,10 @@ class Node:
         for block, result in zip(order.blocks, results, strict=True):
             if result.ok:
                 self.counters.fetched += 1
-                self._unloaded.add(block.slot)
+                if overdue:
+                    self.counters.wasted += 1
+                else:
+                    self._unloaded.add(block.slot)
             else:
                 self.counters.failed += 1
         self._planner.fetched(order.number, results, self._loop.now_ns)
