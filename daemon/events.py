@@ -165,6 +165,7 @@ FIELDS: dict[str, Field] = {
     "port": Field("integer", "TCP port"),
     "memory_bytes": Field("integer", "DRAM segment of the embedded store"),
     "attempt": Field("integer", "which attempt, from 0"),
+    "lost_lines": Field("integer", "how many"),
     "line": Field("string", "what the embedded master wrote; may name keys", key_material=True),
 }
 
@@ -186,6 +187,8 @@ EVENTS: dict[str, Event] = {
     "mode.switched": Event("info", "What the daemon does for every engine changed.", ("before", "after")),
     "cores.few": Event("warning", "The CPU quota is below two cores: transfers may be slow or fail.",
                        ("cores", "min_cores")),
+    "log.lost": Event("warning", "Lines could not be written: nobody read them, or a full disk.",
+                      ("lost_lines",)),
     "peer.hello": Event("info", "A process of an engine came.", ("role", "rank", "pid", "version")),
     "peer.refused": Event("warning", "A process was refused, or turned away for now.",
                           ("pid", "uid", "error", "final"), floods=True),

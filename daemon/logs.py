@@ -19,10 +19,12 @@ import structlog
 
 from . import pretty
 from .events import COMMON, EVENTS
+from .log_writer import LogWriter
 
 Log = Any  # a structlog bound logger; its class is made at run time
 
 FLOOD_NS = 1_000_000_000
+LAST_S = 2.0
 PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3}  # syslog's, as journald reads them: <N> before a line
 _ORDER = tuple(name.rstrip("?") for name in COMMON)
 
@@ -99,14 +101,43 @@ class Threshold:
         return line
 
 
+class Sink:
+    """Where the lines go, and what the main loop has to do about them."""
+
+    def __init__(self, fd: int) -> None:
+        self.log: Log = structlog.get_logger()
+        self._writer = LogWriter(fd)
+
+    def msg(self, line: str) -> None:
+        self._writer.write(line)
+
+    debug = info = warning = error = msg  # structlog calls the one of the line's level
+
+    def tend(self, all_of_them: bool) -> None:
+        self._writer.pump()
+        for line in floods.due(all_of_them=all_of_them):
+            level, event = line.pop("level"), line.pop("event")
+            line.pop("ts", None)
+            getattr(self.log, level)(event, **line)
+        if lost := self._writer.take_lost():
+            self.log.warning("log.lost", lost_lines=lost)
+
+    def finish(self) -> None:
+        self._writer.drain(LAST_S)
+
+
 threshold = Threshold()
 floods = Floods()
 event_counts = EventCounts()
+_sink: Sink | None = None
 
 
 def configure(level: str = "info", stream: TextIO | None = None, environ: Mapping[str, str] = os.environ) -> Log:
     """The daemon's logger, writing to `stream` (standard output by default): ts, level, event, run_id, …"""
+    global _sink
     out = stream if stream is not None else sys.stdout
+    out.flush()
+    sink = _sink = Sink(out.fileno())
     terminal = out.isatty()
     prefix = not terminal and goes_to_journald(out, environ)
     colour = terminal and "NO_COLOR" not in environ
@@ -130,18 +161,23 @@ def configure(level: str = "info", stream: TextIO | None = None, environ: Mappin
             render,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),  # `threshold` decides
-        logger_factory=structlog.WriteLoggerFactory(file=out),
+        logger_factory=lambda: sink,
         cache_logger_on_first_use=True,
     )
-    return structlog.get_logger().bind(run_id=uuid.uuid4().hex[:12])
+    sink.log = structlog.get_logger().bind(run_id=uuid.uuid4().hex[:12])
+    return sink.log
 
 
-def flush_floods(*, all_of_them: bool = False) -> None:
-    """Write what was held back a second ago, or at the end all of it. Called by the main loop."""
-    for line in floods.due(all_of_them=all_of_them):
-        level, event = line.pop("level"), line.pop("event")
-        line.pop("ts", None)
-        getattr(structlog.get_logger(), level)(event, **line)
+def tend(*, all_of_them: bool = False) -> None:
+    """What the main loop does for the log a few times a second: write what was held back, say what was lost."""
+    if _sink is not None:
+        _sink.tend(all_of_them)
+
+
+def finish() -> None:
+    """Write all that waits, if it is read within two seconds. Called last."""
+    if _sink is not None:
+        _sink.finish()
 
 
 def goes_to_journald(stream: TextIO, environ: Mapping[str, str]) -> bool:

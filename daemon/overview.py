@@ -64,8 +64,8 @@ def headline(status: Status) -> str:
     store = "open" if status.store_open else "NOT open: everything is a miss"
     calls = ", ".join(f"{kind} {number(age_s)} s" for kind, age_s in sorted(status.calls.items()))
     return (
-        f"kvprefetchd {status.version}, pid {status.pid}, up {duration(status.uptime_s)}; store {store}; "
-        f"store calls in flight: {calls or 'none'}"
+        f"kvprefetchd {status.version}, pid {status.pid}, up {duration(status.uptime_s)}; mode {status.mode}; "
+        f"store {store}; store calls in flight: {calls or 'none'}"
     )
 
 

@@ -22,7 +22,7 @@ from .config import ConfigError, DaemonConfig, Mode
 from .control import Control
 from .embedded import DiskSpec, EmbeddedMaster
 from .host import MIN_CORES, quota_cores, usable_cores
-from .logs import Log, event_counts, flush_floods, threshold
+from .logs import Log, event_counts, finish, tend, threshold
 from .memory import EngineMemory
 from .metrics import MetricsServer
 from .notify import Notifier, inherited_socket
@@ -98,8 +98,9 @@ class Daemon:
                 with contextlib.suppress(FileNotFoundError):
                     self._config.socket.unlink()
             sock.close()
-            flush_floods(all_of_them=True)
+            tend(all_of_them=True)
             self._log.info("daemon.stopped")
+            finish()
             self._notify.close()
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -158,13 +159,13 @@ class Daemon:
             control.ended.remove(session)
             self._board.retire(session.totals)
             session.close()
-        flush_floods()
+        tend()
         if self._reload_wanted:
             self._reload(control)
         self._notify.beat(now_ns)
         if self._board.beat(now_ns):
             self._notify.status(self._summary())
-            accounts = [session.totals for session in (*sessions, *control.ended)]
+            accounts = [session.totals for session in (*control.sessions(), *control.ended)]
             engines = [report.numbers(session) for session in control.sessions()]
             self._board.publish(now_ns, engines, accounts, self._store_is_open)
 

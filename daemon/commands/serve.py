@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from ..client import Unavailable
 from ..config import ConfigError
@@ -29,7 +28,6 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         Daemon(config, configure(config.log_level), lambda: resolve(sources).config).run()
         # Everything is closed. With a disk tier Mooncake's destructors would now wait about ten seconds for a thread.
-        sys.stdout.flush()
         os._exit(0)
     except SettingsError as error:
         raise ConfigError(str(error)) from None

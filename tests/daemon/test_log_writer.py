@@ -1,0 +1,154 @@
+"""The log stops nobody: a reader that stalls, one that left, a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvprefetch.daemon.log_writer import LogWriter
+from kvprefetch.shmring.protocol import RecordKind
+from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.test_serve import blocks
+from tests.support.auditor import ask_daemon
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    read, write = os.pipe()
+    yield read, write
+    for fd in (read, write):
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def lines_in(fd: int) -> list[str]:
+    """What a pipe holds now."""
+    os.set_blocking(fd, False)
+    data = b""
+    with contextlib.suppress(BlockingIOError):
+        while piece := os.read(fd, 1 << 20):
+            data += piece
+    assert data == b"" or data.endswith(b"\n")
+    return data.decode().splitlines()
+
+
+def test_lines_wait_for_a_stalled_reader_and_keep_their_order(pipe: tuple[int, int]) -> None:
+    writer = LogWriter(pipe[1])
+    sent = [f"{i} " + "x" * (i % 9000) for i in range(200)]  # more than a pipe holds, and lines above PIPE_BUF
+    for line in sent:
+        writer.write(line)
+    received: list[str] = []
+
+    def collect_all() -> None:
+        with open(pipe[0], closefd=False) as file:
+            received.extend(file.read().splitlines())
+
+    collect = threading.Thread(target=collect_all)
+    collect.start()
+    writer.drain(30)
+    os.close(pipe[1])
+    collect.join()
+    assert received == sent
+    assert writer.take_lost() == 0
+
+
+def test_beyond_the_bound_lines_are_lost_and_counted_once_others_get_through(pipe: tuple[int, int]) -> None:
+    writer = LogWriter(pipe[1], limit_bytes=100_000)
+    for i in range(3000):
+        writer.write(f"{i:04} " + "x" * 94)  # 300 kB; the pipe takes 64 KiB, the memory 100 kB
+    assert writer.take_lost() == 0, "nobody reads yet"
+    received = []
+    while more := lines_in(pipe[0]):
+        received += more
+        writer.pump()
+    assert [int(line[:4]) for line in received] == list(range(len(received)))
+    assert 1500 <= len(received) < 1800
+    assert writer.take_lost() == 3000 - len(received)
+    assert writer.take_lost() == 0
+    writer.write("again")
+    assert lines_in(pipe[0]) == ["again"]
+
+
+def test_a_reader_that_left_costs_nothing(pipe: tuple[int, int]) -> None:
+    writer = LogWriter(pipe[1])
+    os.close(pipe[0])
+    for _ in range(1000):
+        writer.write("nobody reads this")
+    writer.drain(5)
+    assert writer.take_lost() == 0
+
+
+def test_a_full_disk_loses_lines_and_says_how_many_when_there_is_room(tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full, (tmp_path / "log").open("wb") as room:
+        target = os.dup(full.fileno())
+        writer = LogWriter(target)
+        for _ in range(3):
+            writer.write("no room")
+        assert writer.take_lost() == 0
+        os.dup2(room.fileno(), target)
+        writer.write("room")
+        os.close(target)
+    assert (tmp_path / "log").read_text() == "room\n"
+    assert writer.take_lost() == 3
+
+
+def serve(tmp_path: Path, stdout: int) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable,
+        "-m",
+        "kvprefetch.daemon",
+        "serve",
+        "--socket",
+        str(tmp_path / "s"),
+        "--metrics-port",
+        "0",
+    ]
+    process = subprocess.Popen([*command, "--memory", "64MiB", "--staging", "1MiB"], stdout=stdout)
+    wait_for((tmp_path / "s").exists, 60, "the socket")
+    return process
+
+
+def test_a_daemon_whose_log_nobody_reads_serves_on_and_tells_it_all_later(tmp_path: Path) -> None:
+    process = serve(tmp_path, subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        engine = FakeEngine(tmp_path / "s")
+        for i in range(300):  # about 700 bytes each, 64 KiB fit the pipe
+            assert engine.load(list(blocks("stalled", 1)), name=f"r{i}") is None
+        assert engine.producer.push(RecordKind.HINT, b"short")
+        assert ask_daemon(tmp_path / "s").engines
+        engine.close()
+        process.terminate()
+        records = [json.loads(line) for line in process.stdout if line.startswith(b"{")]
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert [each["request_id"] for each in records if each["event"] == "request.done"] == [f"r{i}" for i in range(300)]
+    assert records[-1]["event"] == "daemon.stopped"
+
+
+def test_a_daemon_outlives_the_reader_of_its_log(tmp_path: Path) -> None:
+    process = serve(tmp_path, subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.close()
+        engine = FakeEngine(tmp_path / "s")
+        for i in range(3):
+            assert engine.load(list(blocks("left", 1)), name=f"r{i}") is None
+        engine.close()
+        assert process.poll() is None
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
