@@ -87,9 +87,24 @@ class DaemonConfig(BaseModel):
     rpc_timeout_ms: int = Field(default=2000, ge=10, le=60_000, description="one question to the master")
     metrics_address: str = Field(default="127.0.0.1", min_length=1, description="address of /metrics and /healthz")
     metrics_port: int = Field(default=9655, ge=0, le=65535, description="its TCP port; 0: no metrics")
+    call_timeout_ms: int = Field(
+        default=4000, ge=100, le=600_000, description="one look-up, fetch or save; then the requests go on without it"
+    )
+    lease_ms: int | None = Field(
+        default=None,
+        ge=100,
+        le=3_600_000,
+        description="how long the store keeps what was looked up, as its master is set",
+    )
     log_level: str = Field(
         default="info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error"
     )
+
+    @property
+    def lease_ns(self) -> int:
+        """How long the store keeps what was looked up: what was told, or what its master does by default."""
+        default_ms = 2000 if self.disk is not None and self.mooncake_config is None else 10_000
+        return (self.lease_ms or default_ms) * 1_000_000
 
 
 # What SIGHUP changes at once. The sizes of `NEXT_ATTACH` hold for engines that attach from then on; anything else needs

@@ -32,6 +32,8 @@ from typing import IO, Any
 from .store_settings import MooncakeSettings, SettingsError
 
 MIN_MEMORY_BYTES = 16 << 20  # one allocation unit of Mooncake's segment; 8 MiB is refused at set-up
+DISK_BUFFER_BYTES = 256 << 20  # of the disk tier: all that is read from it at a time goes through
+DISK_LEASE_MS = 2000
 _START_TIMEOUT_S = 10.0
 _ATTEMPTS = 5
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -155,7 +157,7 @@ class EmbeddedMaster:
             "BUCKET_KEYS_LIMIT": "1",
             "BUCKET_EVICTION_POLICY": "lru",
             "HEARTBEAT_INTERVAL_SECONDS": "1",
-            "LOCAL_BUFFER_SIZE_BYTES": str(256 << 20),
+            "LOCAL_BUFFER_SIZE_BYTES": str(DISK_BUFFER_BYTES),
         }
         if self._disk.size_bytes:
             # MAX_TOTAL_SIZE counts values and makes the tier evict from 90 % down to 80 %; MAX_PHYSICAL_BYTES counts
@@ -173,7 +175,7 @@ class EmbeddedMaster:
         if self._disk:
             # Writing a value to disk takes a lease on it, and memory under lease cannot be reused: the default of 10 s
             # would let the segment turn over only once in 11 s.
-            command += ["--enable_offload=true", "--default_kv_lease_ttl=2000"]
+            command += ["--enable_offload=true", f"--default_kv_lease_ttl={DISK_LEASE_MS}"]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -134,7 +134,7 @@ FIELDS: dict[str, Field] = {
     # the store
     "master": Field("string", "address of the Mooncake master"),
     "protocol": Field("string", "Mooncake's transport"),
-    "call": Field("string", "`exist`, `get`, `put` or `remove`"),
+    "call": Field("string", "`exist`, `get`, `put` or `remove`; past its deadline: `look_up`, `fetch` or `save`"),
     "code": Field("integer?", "Mooncake's result code; of a process, its exit status"),
     "pause_s": Field("number", "how long the store is not asked now"),
     "retry_s": Field("number", "when it is tried again"),
@@ -205,6 +205,8 @@ EVENTS: dict[str, Event] = {
     "fetch.done": Event("debug", "A fetch came back.", ("blocks", "good_blocks", "bytes", "duration_ms")),
     "save.done": Event("info", "A save ended.",
                        ("save_id", "stored_blocks", "present_blocks", "failed_blocks", "tries")),
+    "call.overdue": Event("warning", "A store call is past its deadline: the requests go on without it.",
+                          ("call", "blocks"), floods=True),
     "job.failed": Event("error", "A store job raised what it should not; its blocks count as failed.",
                         ("error",), floods=True),
     "store.opened": Event("info", "The store can be used.", ("master", "protocol")),

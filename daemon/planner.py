@@ -152,6 +152,13 @@ class Planner:
         self._blocks.detach_all()
         return revoked
 
+    def give_up(self, lane: Lane) -> None:
+        """Nothing can be fetched in this lane: those that wait for it go on with what they have."""
+        while (request := self._head(lane)) is not None:
+            request.limit = request.issued
+            self._advance(request)
+        self._changed()
+
     # --- orders -----------------------------------------------------------------------------------------------------
 
     def next_order(self, lane: Lane = Lane.MEMORY) -> tuple[Order | None, list[Request]]:

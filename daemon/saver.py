@@ -23,6 +23,7 @@ from .store import Store
 
 PAUSE_NS = (100_000_000, 2_000_000_000)
 TRIES = 8  # in a row without a block getting in: about ten seconds of a full store
+RESET_SLACK_S = 1.0  # beyond its own time, before a reset is answered without its removal
 LOADS_FIRST_NS = 50_000_000
 MAX_JOB_BLOCKS = 4096  # the slots of one job fit a control message
 
@@ -42,16 +43,32 @@ class _Job:
     disk: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Reset:
     timeout_s: float
     reply: Callable[[bool], None]
+    deadline_ns: int
+    answered: bool = False
+
+    def answer(self, ok: bool) -> None:
+        if not self.answered:
+            self.answered = True
+            self.reply(ok)
 
 
 class RunJob(Protocol):
-    """Runs a blocking store job on the save thread, then `done` with its result (or `failed`) on the main loop."""
+    """Runs a blocking store job on the save thread, then `done` with its result (or `failed`) on the main loop.
 
-    def __call__(self, job: Callable[[], Any], done: Callable[[Any], None], failed: Any) -> None: ...
+    Before it `overdue`, once, when the job is past its deadline.
+    """
+
+    def __call__(
+        self,
+        job: Callable[[], Any],
+        done: Callable[[Any], None],
+        failed: Any,
+        overdue: Callable[[], None] | None = None,
+    ) -> None: ...
 
 
 class Saver:
@@ -70,6 +87,7 @@ class Saver:
         self._loading = loading
         self._yielded_ns = 0  # since when the next job has let loads go first
         self.tell: Callable[[Stored], None] | None = None
+        self.stored: Callable[[list[bytes]], None] | None = None  # hears the digests that are in the store now
         self.counters = counters
         self.slot_count = len(slots)
         self.generation = 0
@@ -108,6 +126,9 @@ class Saver:
 
     def next(self) -> None:
         """Start the next job, unless one runs, a full store's pause is not over, or loads go first."""
+        for reset in self._resets:
+            if self._clock_ns() >= reset.deadline_ns:  # a put that hangs is in its way, or it hangs itself
+                reset.answer(False)
         if self._busy or not self._jobs:
             return
         now = self._clock_ns()
@@ -121,10 +142,18 @@ class Saver:
         self._busy = True
         job = self._jobs.popleft()
         work = partial(transfers.save, self._store, self._shape, job.blocks, locate=self.tell is not None)
-        self._run(work, partial(self._stored, job), transfers.SaveResult(0, 0, len(job.blocks), []))
+        failed = transfers.SaveResult(0, 0, len(job.blocks), [])
+        self._run(work, partial(self._stored, job), failed, partial(self._overdue, job))
+
+    def _overdue(self, job: _Job) -> None:
+        """Its slots stay out until the put returns; nothing is put before, so that no old value follows a reset."""
+        self._log.warning("call.overdue", call="save", blocks=len(job.blocks))
 
     def _stored(self, job: _Job, result: transfers.SaveResult) -> None:
         self._busy = False
+        if self.stored is not None:
+            left = {digest for digest, _ in result.again}
+            self.stored([digest for digest, _ in job.blocks if digest not in left])
         job.tries += 1
         self._fruitless = 0 if result.stored or result.present or not result.again else self._fruitless + 1
         job.stored += result.stored
@@ -180,7 +209,8 @@ class Saver:
             job = self._jobs.popleft()
             self.counters.lost_saves += len(job.blocks)
             self._settle(job)
-        self._resets.append(_Reset(timeout_s, reply))
+        deadline_ns = self._clock_ns() + int((timeout_s + RESET_SLACK_S) * 1e9)
+        self._resets.append(_Reset(timeout_s, reply, deadline_ns))
         if not self._busy:
             self._remove()
 
@@ -197,7 +227,7 @@ class Saver:
     def _removed(self, ok: bool) -> None:
         self._busy = False
         self._log.info("store.reset", confirmed=ok, reset_generation=self.generation)
-        self._resets.popleft().reply(ok)
+        self._resets.popleft().answer(ok)
         if self._resets:
             self._remove()
         self.next()

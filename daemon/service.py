@@ -20,12 +20,13 @@ from .access import access_of, listen
 from .board import Board
 from .config import ConfigError, DaemonConfig, Mode
 from .control import Control
-from .embedded import DiskSpec, EmbeddedMaster
+from .embedded import DISK_BUFFER_BYTES, DiskSpec, EmbeddedMaster
 from .host import MIN_CORES, quota_cores, usable_cores
 from .logs import Log, event_counts, finish, tend, threshold
 from .memory import EngineMemory
 from .metrics import MetricsServer
 from .notify import Notifier, inherited_socket
+from .planner import Lane
 from .pools import Pools
 from .reload import reloaded
 from .session import EngineSession
@@ -73,7 +74,7 @@ class Daemon:
         inherited = inherited_socket()
         sock = inherited if inherited is not None else listen(self._config)
         path = sock.getsockname()
-        pools = Pools(self._config.fetch_threads)
+        pools = Pools(self._config.fetch_threads, timeout_ns=self._config.call_timeout_ms * 1_000_000)
         self._board.running = pools.running
         self._epoll.register(pools.fd, select.EPOLLIN)
         try:
@@ -116,7 +117,7 @@ class Daemon:
             self._pump(sessions, pools)
             if now - last_tick >= TICK_NS:
                 last_tick = now
-                self._tick(control, sessions, now)
+                self._tick(control, sessions, pools, now)
             self._end_corrupt(control, sessions)
             sessions = control.sessions()  # some may have ended, and been closed
             if work:
@@ -140,13 +141,17 @@ class Daemon:
                 control.end(session)
 
     def _pump(self, sessions: Sequence[EngineSession], pools: Pools) -> None:
-        """Hand out fetches, one engine after the other, while there is a free thread."""
-        idle = 0
-        while pools.fetch_room and idle < len(sessions):
-            self._turn += 1
-            idle = 0 if sessions[self._turn % len(sessions)].pump() else idle + 1
+        """Hand out fetches of each lane, one engine after the other, while there is room in it."""
+        for lane in Lane:
+            idle = 0
+            while pools.fetch_room(lane) and idle < len(sessions):
+                self._turn += 1
+                idle = 0 if sessions[self._turn % len(sessions)].pump(lane) else idle + 1
 
-    def _tick(self, control: Control, sessions: Sequence[EngineSession], now_ns: int) -> None:
+    def _tick(self, control: Control, sessions: Sequence[EngineSession], pools: Pools, now_ns: int) -> None:
+        pools.check(now_ns)
+        if self._store is not None and self._store.due_for_probe:
+            pools.look_up(self._store.probe, lambda _: None, lambda: None)
         for session in sessions:
             session.liveness.beat(now_ns)
             session.scan()
@@ -232,7 +237,8 @@ class Daemon:
     ) -> EngineSession:
         session = EngineSession(
             memory, scheduler, workers, store, pools, self._log, time.monotonic_ns, chunk_bytes=self._config.chunk,
-            tiers=self._config.disk is not None,
+            tiers=self._config.disk is not None or self._config.mooncake_config is not None,
+            disk_call_bytes=DISK_BUFFER_BYTES // self._config.fetch_threads, lease_ns=self._config.lease_ns,
         )  # fmt: skip
         session.switch(self._mode)
         if self._store_is_open:
@@ -302,16 +308,18 @@ class Daemon:
         self._board.phase = "stopping"
         if self._control is not None:
             self._control.close()
-        pools.close()
+        quiet = pools.close()
         if self._control is not None:
             pools.run_finished()
             for session in self._control.ended:
-                session.close()
+                if session.idle:
+                    session.close()
         if self._store is not None:
             with contextlib.suppress(StoreUnavailable):
-                if not self._store.flush(FLUSH_S):
+                if not quiet or not self._store.flush(FLUSH_S):
                     self._log.warning("store.unflushed", waited_s=FLUSH_S)
-            self._store.close()
+            if quiet:  # else the memory and the client of a call that hangs stay for the end of the process
+                self._store.close()
         if self._master is not None:
             self._master.stop()
         if self._metrics is not None:

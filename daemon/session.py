@@ -27,14 +27,20 @@ from .account import Account
 from .config import Mode
 from .events import Ending
 from .logs import Log
+from .lookups import LookUps, Question
 from .memory import EngineMemory
-from .planner import Fetched, Key, Order, Planner, Request
+from .negative import NegativeCache
+from .planner import Fetched, Key, Lane, Order, Planner, Request
 from .pools import Pools
 from .saver import Saver
 from .store import Store, StoreError, StoreUnavailable
+from .store_errors import ErrorClass
 from .timeline import Timeline
 
 _T = TypeVar("_T")
+
+DISK_BUFFER_BYTES = 256 << 20
+SCANNED_PER_TICK = 256
 
 LAST_RECORDS = 4096  # read at the end of a session: all that an honest engine can have on the way, and no flood
 RECENT = 256
@@ -74,12 +80,27 @@ class _Flags:
         raise SegmentCorrupt(f"flag does not stand still: flag={flag} word={self._table.load(flag):#x}")
 
 
+class _Answers:
+    """What a session does for its look-ups."""
+
+    def __init__(self, session: EngineSession) -> None:
+        self._session = session
+        self.ask_store, self.found = session._ask_store, session._found
+
+    def answering(self) -> bool:
+        return self._session._store.answering
+
+    def renewed(self, request: Request, blocks: int, on_disk: bytes) -> None:
+        self._session.planner.looked_up(request.key, blocks, on_disk)
+
+
 class EngineSession:
     """One epoch of one engine incarnation, from the moment all its processes said hello until the last one is gone."""
 
     def __init__(
         self, memory: EngineMemory, scheduler: Hello, workers: Sequence[Hello], store: Store, pools: Pools, log: Log,
-        clock_ns: Callable[[], int], *, chunk_bytes: int, tiers: bool,
+        clock_ns: Callable[[], int], *, chunk_bytes: int, tiers: bool, disk_call_bytes: int = DISK_BUFFER_BYTES,
+        lease_ns: int = 10_000_000_000,
     ) -> None:  # fmt: skip
         shapes = [worker.worker for worker in workers if worker.worker is not None]
         self.engine_id = scheduler.engine_id
@@ -106,13 +127,23 @@ class EngineSession:
         self.recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=RECENT)  # (when, request.done), for `top`
         self._given_up: set[Key] = set()  # by flags seen at the last scan whose DONE record may still come
         chunk_blocks = max(1, chunk_bytes // self.block_bytes)
-        self.planner = Planner(memory.save_slots_from, self._flags, chunk_blocks=chunk_blocks)
+        part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in self.staging.block_bytes)  # as a disk tier counts
+        self.planner = Planner(
+            memory.save_slots_from, self._flags, chunk_blocks=chunk_blocks,
+            disk_chunk_blocks=min(chunk_blocks, disk_call_bytes // part_bytes),
+        )  # fmt: skip
+        self._negative = NegativeCache()
+        self.look_ups = LookUps(
+            _Answers(self), self.planner.requests, self._negative, timeout_ns=pools.timeout_ns, lease_ns=lease_ns
+        )
+        self._to_scan: deque[Key] = deque()
         self.saver = Saver(
             store, self.shape, CreditGranter(self.control.buffer, self.words, self.layout),
             range(memory.save_slots_from, self.slot_count), partial(self._start, pools.save), self._log, clock_ns,
             job_blocks=chunk_blocks, loading=lambda: pools.fetches_in_flight > 0 or self.planner.has_work,
             counters=self.totals,
         )  # fmt: skip
+        self.saver.stored = self._negative.stored
 
     def register_staging(self) -> None:
         """Make the staging known to an open store (RDMA needs it; once per opened store)."""
@@ -139,26 +170,30 @@ class EngineSession:
             return default
 
     def _drain(self, limit: int) -> int:
-        for count in range(limit):
-            record = self.ring.peek()
-            if record is None:
-                return count
+        count = 0
+        while count < limit and (record := self.ring.peek()) is not None:
+            count += 1
             try:
                 self._handle(record)
             except ProtocolError as error:
                 self.totals.bad_records += 1
                 self._log.warning("record.bad", error=str(error), count=self.totals.bad_records)
             self.ring.advance()
-        return limit
+        if not self.closing:
+            self.look_ups.next(self._clock_ns())
+        return count
 
     def _handle(self, record: Record) -> None:
         if record.kind == RecordKind.HINT:
             self._hint(protocol.decode_hint(record.payload))
         elif record.kind == RecordKind.ASK:
             ask = protocol.decode_ask(record.payload)
-            if (timeline := self._timelines.get((ask.flag, ask.generation))) is not None:
+            key = (ask.flag, ask.generation)
+            if (timeline := self._timelines.get(key)) is not None:
                 timeline.asked_ns = ask.asked_ns
-            self.planner.ask((ask.flag, ask.generation))
+            self.planner.ask(key)
+            if (request := self.planner.requests.get(key)) is not None:
+                self.look_ups.asked(request)
         elif record.kind == RecordKind.DONE:
             self._done(protocol.decode_done(record.payload))
         elif record.kind == RecordKind.SAVED:
@@ -190,24 +225,34 @@ class EngineSession:
         if seen.state != FlagState.HINTED or self.closing or self.saver.resetting or self._mode == "off":
             self.planner.looked_up(key, request.local)
             return
-        digests = [request.digest(block) for block in range(request.local, request.blocks)]
-        job = partial(transfers.look_up, self._store, self.shape, digests)
-        self._start(self._pools.look_up, job, partial(self._looked_up, key, self.saver.generation), None)
+        self.look_ups.add(request, now)
 
-    def _looked_up(self, key: Key, reset_generation: int, run: int | None) -> None:
-        request = self.planner.requests.get(key)
-        if request is None:
-            return
-        if reset_generation != self.saver.generation:
-            run = 0
-        found = request.local + (run or 0)
-        timeline = self._timelines[key]
+    def _ask_store(self, number: int, questions: Sequence[Question]) -> None:
+        job = partial(
+            transfers.look_up, self._store, self.shape, [question.digests for question in questions], tiers=self._tiers
+        )
+        generation = self.saver.generation
+
+        def done(answers: list[transfers.Found] | None) -> None:
+            # Keys of the old weights were asked for: a miss.
+            void = generation != self.saver.generation
+            self.look_ups.answered(number, [(0, b"")] * len(questions) if void else answers, self._clock_ns())
+
+        def overdue() -> None:
+            self._log.warning("call.overdue", call="look_up", blocks=sum(len(each.digests) for each in questions))
+            self._store.suspect("look_up")
+            self.look_ups.overdue(number, self._clock_ns())
+
+        self._start(self._pools.look_up, job, done, None, overdue)
+
+    def _found(self, request: Request, blocks: int, on_disk: bytes, *, unavailable: bool) -> None:
+        timeline = self._timelines[request.key]
         timeline.looked_up_ns = self._clock_ns()
-        timeline.store_unavailable = run is None
-        timeline.found_blocks = found
-        self.totals.hit_blocks += run or 0
-        self.table.set_found(key[0], found)
-        self.planner.looked_up(key, found if self._mode == "on" else request.local)
+        timeline.store_unavailable = unavailable
+        timeline.found_blocks = blocks
+        self.totals.hit_blocks += blocks - request.local
+        self.table.set_found(request.key[0], blocks)
+        self.planner.looked_up(request.key, blocks if self._mode == "on" else request.local, on_disk)
 
     def _done(self, done: protocol.Done) -> None:
         key = (done.flag, done.generation)
@@ -244,48 +289,76 @@ class EngineSession:
         self._contain(self._scan, None)
 
     def _scan(self) -> None:
-        given_up = set()
-        for key in list(self.planner.requests):
+        now = self._clock_ns()
+        if not self._to_scan:
+            self._to_scan.extend(self.planner.requests)
+        for _ in range(min(SCANNED_PER_TICK, len(self._to_scan))):
+            key = self._to_scan.popleft()
+            if key not in self.planner.requests:
+                self._given_up.discard(key)
+                continue
             flag = unpack(self.table.load(key[0]))
-            if flag.generation != key[1] or flag.state in (FlagState.RELEASED, FlagState.CANCELLED, FlagState.FREE):
-                given_up.add(key)
-        for key in given_up & self._given_up:
-            self._finish(key, Ending.UNTOLD)
-        self._given_up = given_up
+            if flag.generation == key[1] and flag.state not in (
+                FlagState.RELEASED, FlagState.CANCELLED, FlagState.FREE,
+            ):  # fmt: skip
+                self._given_up.discard(key)
+            elif key in self._given_up:
+                self._given_up.discard(key)
+                self._finish(key, Ending.UNTOLD)
+            else:
+                self._given_up.add(key)
+        self.look_ups.tick(now)
+        self.planner.tick()
+        for lane in Lane:
+            if self._pools.exhausted(lane):
+                self.planner.give_up(lane)
         self.saver.next()
 
     # --- fetching ---------------------------------------------------------------------------------------------------
 
-    def pump(self) -> bool:
-        """Start one fetch if there is one to start; False when there is none."""
-        return self._contain(self._pump, False)
+    def pump(self, lane: Lane) -> bool:
+        """Start one fetch of this lane if there is one to start; False when there is none."""
+        return self._contain(partial(self._pump, lane), False)
 
-    def _pump(self) -> bool:
-        if self.closing or not self.planner.has_work:
+    def _pump(self, lane: Lane) -> bool:
+        if self.closing or not self.planner.wants(lane):
             return False
-        order, revoked = self.planner.next_order()
+        order, revoked = self.planner.next_order(lane)
         for request in revoked:
             self._tell(request, Ending.REVOKED)
         if order is None:
             return False
-        blocks = [(block.digest, block.slot) for block in order.blocks]
-        job = partial(transfers.fetch, self._store, self.shape, blocks, tiers=self._tiers)
-        done = partial(self._fetched, order, self._clock_ns())
-        self._start(self._pools.fetch, job, done, [Fetched(False)] * len(blocks))
+        job = partial(transfers.fetch, self._store, self.shape, [(block.digest, block.slot) for block in order.blocks])
+        done, overdue = partial(self._fetched, order, self._clock_ns()), partial(self._overdue, order)
+        failed = [ErrorClass.BUG] * len(order.blocks)
+        self._start(partial(self._pools.fetch, lane), job, done, failed, overdue)
         return True
 
-    def _fetched(self, order: Order, started_ns: int, results: list[Fetched]) -> None:
-        good = sum(result.ok for result in results)
+    def _fetched(self, order: Order, started_ns: int, outcome: list[ErrorClass]) -> None:
+        good = outcome.count(ErrorClass.OK)
         now = self._clock_ns()
         self._log.debug(
-            "fetch.done", blocks=len(results), good_blocks=good, bytes=good * self.block_bytes,
+            "fetch.done", blocks=len(outcome), good_blocks=good, bytes=good * self.block_bytes,
             duration_ms=round((now - started_ns) / 1e6, 3),
         )  # fmt: skip
         self.totals.fetch.observe((now - started_ns) / 1e9)
         self.totals.fetched_blocks += good
-        self.totals.failed_blocks += len(results) - good
-        self.planner.fetched(order.number, results, now)
+        self.totals.failed_blocks += len(outcome) - good
+        for block, each in zip(order.blocks, outcome, strict=True):
+            if each not in (ErrorClass.OK, ErrorClass.TRANSIENT):
+                self._negative.add(block.digest, now, lasting=each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT))
+        disk = order.lane is Lane.DISK
+        self.planner.fetched(order.number, [Fetched(each is ErrorClass.OK, disk) for each in outcome], now)
+        waiting = self.planner.wants(order.lane)
+        self._pools.widths[order.lane].completed(good * self.block_bytes, now, waiting=waiting)
         self.saver.next()
+
+    def _overdue(self, order: Order) -> None:
+        now = self._clock_ns()
+        self._log.warning("call.overdue", call="fetch", blocks=len(order.blocks))
+        for block in order.blocks:
+            self._negative.add(block.digest, now, lasting=True)
+        self.planner.overdue(order.number, now)
 
     def _disk_blocks(self, key: Key) -> int | None:
         """For the engine's statistics; None where fetches do not ask the store."""
@@ -297,17 +370,20 @@ class EngineSession:
     def reset(self, generation: int, timeout_s: float, reply: Callable[[bool], None]) -> None:
         """Void everything staged, hinted or being saved before this generation, remove the keys, then reply."""
         self.saver.reset(generation, timeout_s, reply)
+        self._negative.clear()
         for request in self.planner.reset():
             self._tell(request, Ending.RESET)
 
     # --- life -------------------------------------------------------------------------------------------------------
 
     def _start(
-        self, submit: Callable[..., None], job: Callable[[], Any], done: Callable[[Any], None], failed: Any
-    ) -> None:
-        """Run a store job; while any is running the staging stays mapped and registered.
+        self, submit: Callable[..., None], job: Callable[[], Any], done: Callable[[Any], None], failed: Any,
+        overdue: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Run a store job; until it returns, past its deadline too, the staging stays mapped and registered.
 
         `failed` stands for the result when the job raised: one faulty call must not take other requests with it.
+        `overdue` comes first, and once, when the call is past its deadline.
         """
         self._jobs += 1
 
@@ -318,7 +394,11 @@ class EngineSession:
             if not self.closing:
                 self._contain(partial(done, failed if error is not None else future.result()), None)
 
-        submit(job, finished)
+        def late() -> None:
+            if not self.closing and overdue is not None:
+                self._contain(overdue, None)
+
+        submit(job, finished, late if overdue is not None else None)
 
     @property
     def idle(self) -> bool:
@@ -355,7 +435,7 @@ class EngineSession:
                     self._store.unregister(address)
         self._log.info("engine.detached", **self.account())
         # Their views would keep the control segment mapped.
-        del self.ring, self.table, self._flags, self.liveness, self.planner, self.saver
+        del self.ring, self.table, self._flags, self.liveness, self.planner, self.saver, self.look_ups
         self.words.release()
         self.memory.close()
         self.doorbell.close()

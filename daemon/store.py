@@ -183,6 +183,26 @@ class Store:
         if was:
             self._log.info("store.recovered", call=what)
 
+    @property
+    def answering(self) -> bool:
+        """Whether a call is worth making: the store is open, and its last call did not fail as a whole."""
+        return self._open and self._pause_s == 0
+
+    @property
+    def due_for_probe(self) -> bool:
+        """Whether it is time to ask a store that failed whether it is back."""
+        return self._open and self._pause_s > 0 and not self._probing and self._clock() >= self._retry_at
+
+    def probe(self) -> None:
+        """Ask the master anything, so that no request has to find out whether it is back."""
+        with contextlib.suppress(StoreUnavailable):
+            self.exist(["kvprefetch.probe"])
+
+    def suspect(self, what: str) -> None:
+        """A question to the master is past its deadline: opens the breaker as a failed one does."""
+        with contextlib.suppress(StoreUnavailable):
+            self._verdict(True, what)
+
     def _remember(self, keys: Iterable[str], into: OrderedDict[str, None]) -> None:
         with self._state:
             for key in keys:
@@ -241,8 +261,10 @@ class Store:
                 actual = client.get_size(key) if ask else -1
                 # A master that is away answers each question after its timeout: one such answer is enough.
                 ask = ask and classify(actual) is not ErrorClass.TRANSIENT
-                result = ErrorClass.FOREIGN if actual >= 0 and actual != size else ErrorClass.TRANSIENT
-                result = ErrorClass.MISS if classify(actual) is ErrorClass.MISS else result
+                if actual >= 0:
+                    result = ErrorClass.TRANSFER if actual == size else ErrorClass.FOREIGN
+                else:
+                    result = ErrorClass.MISS if classify(actual) is ErrorClass.MISS else ErrorClass.TRANSIENT
             results.append(result)
         return results
 

@@ -13,6 +13,7 @@ class ErrorClass(enum.Enum):
     RETRY = "retry"
     LOOKUP_AGAIN = "lookup_again"
     TRANSIENT = "transient"
+    TRANSFER = "transfer"  # the owner of these bytes does not deliver; says nothing of other owners, or of the master
     CORRUPT = "corrupt"
     BUG = "bug"
     NO_SPACE = "no_space"
@@ -26,7 +27,8 @@ _CLASSES: dict[int, ErrorClass] = {
         ErrorClass.MISS: (-704, -712),
         ErrorClass.RETRY: (-703, -714),
         ErrorClass.LOOKUP_AGAIN: (-707, -710),
-        ErrorClass.TRANSIENT: (-800, -900, -901, -101, -1010, -1600, -1601),
+        ErrorClass.TRANSFER: (-800,),
+        ErrorClass.TRANSIENT: (-900, -901, -101, -1010, -1600, -1601),
         ErrorClass.CORRUPT: (-801,),
         ErrorClass.BUG: (-10, -400, -600, -601, -702),
         ErrorClass.NO_SPACE: (-200,),

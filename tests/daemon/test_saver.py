@@ -43,7 +43,7 @@ class Setup:
         self.credits.granted.clear()
         self.saver.tell = self.told.append
 
-    def run(self, job: Any, done: Callable[[Any], None], failed: Any) -> None:
+    def run(self, job: Any, done: Callable[[Any], None], failed: Any, overdue: Any = None) -> None:
         self.jobs.append((list(job.args[2]), done))
 
     def save(self, count: int, save_id: int = 1) -> None:
@@ -148,7 +148,7 @@ def test_without_kv_events_the_store_is_not_asked_for_tiers(monkeypatch: pytest.
         setup = Setup()
         setup.saver.tell = tell
         ran: list[Any] = []
-        monkeypatch.setattr(setup.saver, "_run", lambda job, done, failed, ran=ran: ran.append(job()))
+        monkeypatch.setattr(setup.saver, "_run", lambda job, *_, ran=ran: ran.append(job()))
         setup.save(1)
         assert len(ran) == 1
     assert asked == [False, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import structlog
@@ -9,6 +10,7 @@ import structlog
 from kvprefetch.daemon.config import load
 from kvprefetch.daemon.events import Ending
 from kvprefetch.daemon.memory import EngineMemory
+from kvprefetch.daemon.planner import Lane
 from kvprefetch.daemon.session import EngineSession
 from kvprefetch.daemon.store import StoreError
 from kvprefetch.shmring.flags import FlagTable, pack
@@ -18,9 +20,21 @@ from kvprefetch.shmring.protocol import PROTOCOL, FlagState, Hello, SchedulerSha
 class NoPools:
     """Takes jobs and never runs them."""
 
+    timeout_ns = 1_000_000_000
+    fetches_in_flight = 0
+
+    def exhausted(self, _: Any) -> bool:
+        return False
+
     def look_up(self, *_: Any) -> None: ...
     def fetch(self, *_: Any) -> None: ...
     def save(self, *_: Any) -> None: ...
+
+
+class Answering:
+    """A store that would answer."""
+
+    answering = True
 
 
 def make_session(store: Any = None) -> EngineSession:
@@ -37,7 +51,15 @@ def make_session(store: Any = None) -> EngineSession:
     memory = EngineMemory.create(load({"staging": "64KiB"}), 7, scheduler, [worker])
     nothing: Any = NoPools()
     return EngineSession(
-        memory, scheduler, [worker], store, nothing, structlog.get_logger(), lambda: 1, chunk_bytes=4096, tiers=False
+        memory,
+        scheduler,
+        [worker],
+        store or Answering(),
+        nothing,
+        structlog.get_logger(),
+        lambda: 1,
+        chunk_bytes=4096,
+        tiers=False,
     )
 
 
@@ -54,11 +76,12 @@ def test_a_flag_that_does_not_stand_still_ends_the_session_and_raises_nothing() 
     session.table.__class__ = Restless
     session.scan()
     assert session.corrupt is None, "nothing to do yet"
-    session._start(lambda job, done: done(_Done()), lambda: None, lambda _: session.planner.looked_up((0, 1), 0), None)
+    answer = partial(session.planner.looked_up, (0, 1), 0)
+    session._start(lambda job, done, overdue: done(_Done()), lambda: None, lambda _: answer(), None)
     assert session.corrupt is not None
     assert "does not stand still" in session.corrupt
     assert session.drain(10) == 0
-    assert not session.pump()
+    assert not session.pump(Lane.MEMORY)
     session.end(Ending.ENGINE_GONE)
     session.close()
 

@@ -175,8 +175,27 @@ def test_should_not_open_the_breaker_for_a_foreign_or_partly_failed_batch() -> N
     client.codes = [4]
     assert store.get_into(["k"], [0], [8]) == [ErrorClass.FOREIGN]
     client.codes, client.size = [-800], 8
-    with pytest.raises(StoreUnavailable):
-        store.get_into(["k"], [0], [8])
+    assert store.get_into(["k"], [0], [8]) == [ErrorClass.TRANSFER], "one owner that does not deliver is not the store"
+    assert store.answering
+
+
+def test_a_store_that_failed_is_asked_by_a_probe_and_by_no_request() -> None:
+    clock = Clock()
+    store, client = opened(clock)
+    assert store.answering
+    store.suspect("look_up")
+    assert not store.answering
+    assert not store.due_for_probe
+    clock.now += 0.6
+    assert store.due_for_probe
+    client.codes = [-900]
+    store.probe()
+    assert not store.answering
+    assert not store.due_for_probe, "a longer pause"
+    clock.now += 1.1
+    client.codes = [0]
+    store.probe()
+    assert store.answering
 
 
 def test_should_open_with_one_line_when_no_master_listens() -> None:

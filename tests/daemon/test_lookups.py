@@ -1,0 +1,226 @@
+"""Look-ups: batches, what needs no question, deadlines, the negative cache and leases, with a clock that is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvprefetch.daemon.lookups import BATCH_DIGESTS, LookUps, Question
+from kvprefetch.daemon.negative import LASTING_NS, MAX_ENTRIES, MISS_NS, NegativeCache
+from kvprefetch.daemon.planner import Key, Planner, Request
+
+SECOND = 1_000_000_000
+
+
+class Flags:
+    def publish(self, *_: object) -> bool:
+        return True
+
+    def expire(self, _: Key) -> bool:
+        return True
+
+
+class Setup:
+    """Look-ups before a planner without room, so that hits wait; `stored` is what the store has."""
+
+    def __init__(self) -> None:
+        self.up = True
+        self.sent: list[tuple[int, list[Question]]] = []
+        self.answers: dict[Key, tuple[int, bool]] = {}
+        self.renewals: dict[Key, int] = {}
+        self.stored: set[bytes] = set()
+        self.planner = Planner(1, Flags(), chunk_blocks=1)
+        self.negative = NegativeCache()
+        self.look_ups = LookUps(self, self.planner.requests, self.negative, timeout_ns=4 * SECOND, lease_ns=10 * SECOND)
+
+    def answering(self) -> bool:
+        return self.up
+
+    def ask_store(self, number: int, questions: Sequence[Question]) -> None:
+        self.sent.append((number, list(questions)))
+
+    def found(self, request: Request, blocks: int, on_disk: bytes, *, unavailable: bool) -> None:
+        assert request.key not in self.answers, "a request is answered once"
+        self.answers[request.key] = (blocks, unavailable)
+        self.planner.looked_up(request.key, blocks, on_disk)
+
+    def renewed(self, request: Request, blocks: int, on_disk: bytes) -> None:
+        self.renewals[request.key] = blocks
+        self.planner.looked_up(request.key, blocks, on_disk)
+
+    def hint(self, number: int, *names: str, priority: int = 0, now: int = 0) -> Key:
+        hashes = b"".join(name.encode().ljust(8, b".") for name in names)
+        request = self.planner.hint((number, 1), hashes, 8, len(names), 0, priority)
+        self.look_ups.add(request, now)
+        return request.key
+
+    def store(self, *names: str) -> None:
+        self.stored.update(name.encode().ljust(8, b".") for name in names)
+
+    def answer(self, now: int = 0) -> None:
+        number, questions = self.sent[-1]
+        runs = []
+        for question in questions:
+            run = next((i for i, d in enumerate(question.digests) if d not in self.stored), len(question.digests))
+            runs.append((run, bytes(run)))
+        self.look_ups.answered(number, runs, now)
+
+
+def test_hints_that_come_while_a_question_is_out_are_one_question_more_the_asked_for_first() -> None:
+    setup = Setup()
+    first = setup.hint(1, "a")
+    setup.look_ups.next(0)
+    later = [setup.hint(number, f"b{number}") for number in range(2, 50)]
+    setup.planner.ask(later[30])
+    setup.look_ups.asked(setup.planner.requests[later[30]])
+    setup.look_ups.next(0)
+    assert len(setup.sent) == 1
+    setup.answer()
+    assert setup.answers == {first: (0, False)}
+    assert len(setup.sent) == 2
+    assert setup.sent[1][1][0].key == later[30]
+    assert len(setup.sent[1][1]) == 48
+    setup.answer()
+    assert len(setup.answers) == 49
+    assert len(setup.look_ups) == 0
+
+
+def test_a_question_is_bounded() -> None:
+    setup = Setup()
+    for number in range(40):
+        setup.hint(number, *[f"{number}-{i}" for i in range(256)])
+    setup.look_ups.next(0)
+    assert sum(len(question.digests) for question in setup.sent[0][1]) == BATCH_DIGESTS
+
+
+def test_a_store_that_stops_answering_makes_all_who_wait_misses_at_once() -> None:
+    setup = Setup()
+    setup.hint(0, "a")
+    setup.look_ups.next(0)
+    keys = [setup.hint(number, f"b{number}") for number in range(1, 1001)]
+    setup.up = False
+    setup.look_ups.overdue(setup.sent[0][0], 4 * SECOND)
+    assert len(setup.answers) == 1001
+    assert all(setup.answers[key] == (0, True) for key in keys)
+    assert len(setup.sent) == 1
+    late = setup.hint(2000, "c")
+    assert setup.answers[late] == (0, True)
+    setup.answer()  # the call returns at last: nobody listens
+    setup.up = True
+    setup.hint(2001, "d")
+    setup.look_ups.next(5 * SECOND)
+    assert len(setup.sent) == 2
+
+
+def test_no_request_waits_for_its_turn_past_the_deadline() -> None:
+    setup = Setup()
+    for number in range(9):
+        setup.hint(number, *[f"{number}-{i}" for i in range(256)])
+    setup.look_ups.next(0)
+    setup.look_ups.tick(4 * SECOND - 1)
+    assert not setup.answers
+    setup.look_ups.tick(4 * SECOND)
+    assert len(setup.answers) == 5, "all but those of the question that is out"
+
+
+def test_a_known_miss_is_not_asked_for_again_until_it_is_old_or_we_store_it() -> None:
+    setup = Setup()
+    setup.store("a")
+    setup.hint(1, "a", "b", "c")
+    setup.look_ups.next(0)
+    setup.answer()
+    again = setup.hint(2, "b", "c")
+    assert setup.answers[again] == (0, False), "answered without a question"
+    setup.hint(3, "a", "b", "c")
+    setup.look_ups.next(0)
+    assert [len(question.digests) for question in setup.sent[-1][1]] == [1], "asked up to the known miss"
+    setup.answer()
+    setup.negative.stored([b"b".ljust(8, b".")])
+    setup.hint(4, "b")
+    setup.look_ups.next(0)
+    assert len(setup.sent) == 3
+    setup.answer()
+    setup.hint(5, "b", now=MISS_NS)
+    setup.look_ups.next(MISS_NS)
+    assert len(setup.sent) == 4
+
+
+def test_what_is_staged_needs_no_question() -> None:
+    setup = Setup()
+    setup.store("a")
+    setup.hint(1, "a")
+    setup.look_ups.next(0)
+    setup.answer()
+    assert setup.planner.next_order()[0] is not None
+    setup.up = False
+    shared = setup.hint(2, "a", "b")
+    assert setup.answers[shared] == (1, True)
+    assert setup.answers[setup.hint(3, "a")] == (1, False)
+
+
+def test_hits_that_wait_longer_than_half_their_lease_are_asked_for_again() -> None:
+    setup = Setup()
+    setup.store("x", "a", "b", "c")
+    setup.hint(1, "x")
+    waiting = setup.hint(2, "a", "b", "c")
+    setup.look_ups.next(0)
+    setup.answer()
+    setup.planner.next_order()
+    setup.planner.next_order()
+    setup.look_ups.tick(5 * SECOND - 1)
+    assert len(setup.sent) == 1
+    setup.look_ups.tick(5 * SECOND)
+    assert [(q.key, q.renewal) for q in setup.sent[1][1]] == [(waiting, True)]
+    setup.stored.discard(b"c".ljust(8, b"."))
+    setup.answer(5 * SECOND)
+    assert setup.renewals == {waiting: 2}
+    assert setup.planner.requests[waiting].limit == 2, "shorter, not failed"
+    setup.look_ups.tick(10 * SECOND)
+    assert len(setup.sent) == 3, "and again half a lease later"
+
+
+def test_a_renewal_that_fails_takes_nothing_away() -> None:
+    setup = Setup()
+    setup.store("x", "a")
+    setup.hint(1, "x")
+    waiting = setup.hint(2, "a")
+    setup.look_ups.next(0)
+    setup.answer()
+    setup.planner.next_order()
+    setup.look_ups.tick(5 * SECOND)
+    setup.look_ups.answered(setup.sent[-1][0], None, 5 * SECOND)
+    assert setup.planner.requests[waiting].limit == 1
+
+
+def test_a_foreign_object_stays_known_after_we_stored_the_key() -> None:
+    cache = NegativeCache()
+    cache.add(b"foreign", 0, lasting=True)
+    cache.add(b"miss", 0)
+    cache.stored([b"foreign", b"miss"])
+    assert cache.first([b"miss", b"foreign"], 1) == 1
+    assert cache.first([b"foreign"], LASTING_NS) == 1
+    cache.add(b"foreign", 0, lasting=True)
+    cache.clear()
+    assert cache.first([b"foreign"], 1) == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3 * MISS_NS), st.booleans())), st.integers(0, 3 * MISS_NS))
+def test_the_cache_knows_exactly_what_is_young(entries: list[tuple[int, int, bool]], now: int) -> None:
+    cache = NegativeCache()
+    until = dict.fromkeys(range(10), -1)
+    lasting: set[int] = set()
+    for digest, at, long in sorted(entries, key=lambda entry: entry[1]):
+        lasting |= {digest} if long else set()
+        cache.add(bytes([digest]), at, lasting=long)
+        until[digest] = at + (LASTING_NS if digest in lasting else MISS_NS)
+    known = [digest for digest in range(10) if until[digest] > now]
+    assert cache.first([bytes([digest]) for digest in range(10)], now) == min(known, default=10)
+
+
+def test_the_cache_is_bounded() -> None:
+    cache = NegativeCache()
+    for number in range(MAX_ENTRIES + 10):
+        cache.add(number.to_bytes(4, "big"), 0)
+    assert len(cache) == MAX_ENTRIES

@@ -1,0 +1,96 @@
+"""Threads with deadlines: a call that hangs is given up, replaced, and heard of when it returns."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import pytest
+
+from kvprefetch.daemon.planner import Lane
+from kvprefetch.daemon.pools import MAX_STUCK, Pools
+
+TIMEOUT_NS = 200_000_000
+
+
+class Calls:
+    """Calls that hang until `release`, and what became of each."""
+
+    def __init__(self, pools: Pools) -> None:
+        self.pools = pools
+        self.release = threading.Event()
+        self.results: dict[str, Any] = {}
+        self.overdue: list[str] = []
+
+    def start(self, name: str, submit: Callable[..., None], *, hang: bool = False) -> None:
+        work = partial(self.release.wait, 30) if hang else (lambda: True)
+        submit(work, partial(self._done, name), partial(self.overdue.append, name))
+
+    def _done(self, name: str, future: Future[Any]) -> None:
+        self.results[name] = future.exception() or future.result()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, (self.results, self.overdue)
+            self.pools.run_finished()
+            self.pools.check(time.monotonic_ns())
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def calls() -> Iterator[Calls]:
+    pools = Pools(2, timeout_ns=TIMEOUT_NS)
+    calls = Calls(pools)
+    yield calls
+    calls.release.set()
+    calls.until(lambda: pools.stuck == 0)
+    assert pools.close()
+
+
+def test_a_call_that_hangs_is_given_up_once_and_the_next_one_runs_meanwhile(calls: Calls) -> None:
+    calls.start("hung", calls.pools.save, hang=True)
+    calls.start("next", calls.pools.save)
+    calls.until(lambda: "next" in calls.results)
+    assert calls.overdue == ["hung"]
+    assert calls.pools.stuck == 1
+    calls.release.set()
+    calls.until(lambda: "hung" in calls.results)
+    assert calls.pools.stuck == 0
+    assert calls.overdue == ["hung"]
+    calls.start("after", calls.pools.save)
+    calls.until(lambda: "after" in calls.results)
+
+
+def test_a_lane_that_hangs_leaves_the_other_alone_and_has_room_again_when_its_calls_return(calls: Calls) -> None:
+    slow, fast = partial(calls.pools.fetch, Lane.DISK), partial(calls.pools.fetch, Lane.MEMORY)
+    for number in range(MAX_STUCK):
+        assert calls.pools.fetch_room(Lane.DISK)
+        calls.start(f"hung-{number}", slow, hang=True)
+        calls.until(lambda number=number: f"hung-{number}" in calls.overdue)  # type: ignore[misc]
+    assert calls.pools.exhausted(Lane.DISK)
+    assert not calls.pools.fetch_room(Lane.DISK)
+    assert calls.pools.fetch_room(Lane.MEMORY)
+    calls.start("fast", fast)
+    calls.until(lambda: "fast" in calls.results)
+    calls.start("no-thread", slow)
+    calls.until(lambda: "no-thread" in calls.results)
+    assert isinstance(calls.results["no-thread"], TimeoutError)
+    calls.release.set()
+    calls.until(lambda: calls.pools.fetch_room(Lane.DISK))
+    calls.start("again", slow)
+    calls.until(lambda: calls.results.get("again") is True)
+
+
+def test_closing_does_not_wait_for_a_call_that_hangs() -> None:
+    pools = Pools(1, timeout_ns=TIMEOUT_NS)
+    calls = Calls(pools)
+    calls.start("hung", pools.look_up, hang=True)
+    started = time.monotonic()
+    assert not pools.close()
+    assert time.monotonic() - started < 10
+    calls.release.set()
