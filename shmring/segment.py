@@ -79,8 +79,10 @@ class Segment:
             self.buffer.release()
             self._map.close()
         except BufferError:
-            # A numpy or torch view still stands on this memory; the mapping goes when the last view does.
-            pass
+            # A numpy or torch view still stands on this memory; the mapping goes when the last view does, and must
+            # not wait for whoever still holds this object.
+            self.buffer = memoryview(b"")
+            del self._map
 
 
 def _memfd() -> int:

@@ -72,6 +72,17 @@ def test_a_view_that_is_still_in_use_outlives_the_close() -> None:
     assert bytes(view) == b"\1" + bytes(7)
 
 
+def test_the_mapping_goes_with_the_last_view_although_the_segment_is_still_held() -> None:
+    maps = Path("/proc/self/maps").read_text().count("kvprefetch")
+    segment = Segment.create(4096)
+    view = segment.buffer[:8]
+    segment.close()
+    assert Path("/proc/self/maps").read_text().count("kvprefetch") == maps + 1
+    del view
+    assert Path("/proc/self/maps").read_text().count("kvprefetch") == maps
+    segment.close()
+
+
 def test_nobody_can_truncate_a_segment_under_the_other_side() -> None:
     segment = Segment.create(8192)
     for size in (0, 4096, 16384):
