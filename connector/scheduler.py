@@ -378,6 +378,7 @@ class SchedulerSide:
         until it is confirmed this engine neither loads nor saves.
         """
         self._generation += 1
+        self._reset_asked_ns = self._clock_ns()  # asked for below, so not here as one that is owed
         self._usable_session()
         self._give_up_handles()
         self._answered.clear()
@@ -389,7 +390,6 @@ class SchedulerSide:
                 # It goes on filling the engine's own prefix cache from where it stands.
                 self._stale_local = True
         self._saves.reset(self._generation)
-        self._reset_asked_ns = self._clock_ns()
         return self._link.request_reset(self._generation, self._config.reset_timeout_ms)
 
     def _usable_session(self) -> SchedulerSession | None:

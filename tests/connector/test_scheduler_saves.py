@@ -196,6 +196,14 @@ def test_a_reset_voids_everything_older() -> None:
     assert len(engine.step([(running, 3 * BLOCK)]).saves) == 1
 
 
+def test_a_reset_is_asked_for_once_however_long_ago_the_last_one_was() -> None:
+    engine = Engine()
+    engine.clock.advance_ms(60_000)
+    engine.daemon.beat()
+    assert engine.side.reset()
+    assert engine.link.resets == [1]
+
+
 @pytest.mark.parametrize("how", ["cached", "running"])
 def test_a_local_prefix_that_outlived_the_reset_is_never_saved_on(how: str) -> None:
     """vLLM could not empty its own prefix cache, or a running request goes on filling it."""
