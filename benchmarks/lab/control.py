@@ -12,13 +12,17 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.lab.process import PARENT_VARIABLE, REPO, die_with_parent
 
 # vllm/v1/core/kv_cache_utils.py: the seed of the hash chain where PYTHONHASHSEED is not set.
 _SEED = "vllm-none-hash"
+_ANSWER = "answer: "
 
 
 class ControlError(RuntimeError):
@@ -64,34 +68,70 @@ def remove(config: Path, keys: Sequence[str], *, host_ip: str = "127.0.0.1") -> 
     _ask({"op": "remove", "keys": list(keys)}, config, host_ip)
 
 
+class Reader:
+    """A client of the store that ``config`` names, in a process of its own, for many questions; a context manager."""
+
+    def __init__(self, config: Path, *, host_ip: str = "127.0.0.1") -> None:
+        self._config, self._host_ip = config, host_ip
+
+    def __enter__(self) -> Reader:
+        self._errors = tempfile.TemporaryFile()
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.lab.control", str(self._config), self._host_ip],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            cwd=REPO,
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+        )
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._child.kill()
+        self._child.communicate()
+        self._errors.close()
+
+    def digests(self, keys: Sequence[str]) -> list[str | None]:
+        """sha256 of each key's value, None where the store has none."""
+        return self.ask({"op": "digests", "keys": list(keys)})
+
+    def ask(self, command: dict[str, object]) -> list[str | None]:
+        """One command, one answer. Raises ControlError when the store refused or does not answer for 90 seconds."""
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        late = threading.Timer(90.0, self._child.kill)
+        late.start()
+        try:
+            self._child.stdin.write(json.dumps(command) + "\n")
+            self._child.stdin.flush()
+            # Mooncake prints on both outputs: the answer is the line that says so.
+            for line in self._child.stdout:
+                if line.startswith(_ANSWER):
+                    answer: list[str | None] = json.loads(line[len(_ANSWER) :])
+                    return answer
+        except OSError:
+            pass  # it ended; why stands in what it printed
+        finally:
+            late.cancel()
+        self._errors.seek(0)
+        text = self._errors.read().decode(errors="replace")
+        raise ControlError(f"exit code {self._child.wait()}: {text[-2000:]}")
+
+
 def _ask(command: dict[str, object], config: Path, host_ip: str) -> list[str | None]:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.lab.control"],
-        input=json.dumps({**command, "config": str(config), "host_ip": host_ip}),
-        capture_output=True,
-        text=True,
-        cwd=REPO,
-        env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
-        timeout=90,
-        check=False,
-    )
-    # Mooncake prints on both outputs: the answer is the last line.
-    lines = done.stdout.splitlines()
-    if done.returncode != 0 or not lines:
-        raise ControlError(f"exit code {done.returncode}: {done.stderr[-2000:]}")
-    answer: list[str | None] = json.loads(lines[-1])
-    return answer
+    with Reader(config, host_ip=host_ip) as reader:
+        return reader.ask(command)
 
 
 def _main() -> None:
     die_with_parent()
-    command = json.load(sys.stdin)
-    settings = json.loads(Path(command["config"]).read_text())
+    settings = json.loads(Path(sys.argv[1]).read_text())
     from mooncake.store import MooncakeDistributedStore
 
     store = MooncakeDistributedStore()
     code = store.setup(
-        command["host_ip"],
+        sys.argv[2],
         settings["metadata_server"],
         0,
         64 << 20,
@@ -101,11 +141,19 @@ def _main() -> None:
     )
     if code != 0:
         raise ControlError(f"no connection to {settings['master_server_address']}: {code}")
+    for line in sys.stdin:
+        print(f"\n{_ANSWER}{json.dumps(_do(store, json.loads(line)))}", flush=True)
+    # No close(): it takes two seconds, and the process ends anyway.
+    os._exit(0)
+
+
+def _do(store: Any, command: dict[str, Any]) -> list[str | None]:
     keys: list[str] = command["keys"]
+    if not keys:
+        return []
     # Each get is its own allocation in the client's buffer: batches would need room for all values at once.
     found = store.batch_is_exist(keys)
     values: list[bytes | None] = [store.get(key) if code == 1 else None for key, code in zip(keys, found, strict=True)]
-    answer: list[str | None] = [None if value is None else hashlib.sha256(value).hexdigest() for value in values]
     if command["op"] == "swap":
         missing = [key for key, value in zip(keys, values, strict=True) if not value]
         if missing:
@@ -121,10 +169,7 @@ def _main() -> None:
         for key in keys:
             if (code := store.remove(key, force=True)) != 0:
                 raise ControlError(f"remove {key}: {code}")
-    print()
-    print(json.dumps(answer), flush=True)
-    # No close(): it takes two seconds, and the process ends anyway.
-    os._exit(0)
+    return [None if value is None else hashlib.sha256(value).hexdigest() for value in values]
 
 
 if __name__ == "__main__":

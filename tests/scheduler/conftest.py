@@ -1,0 +1,37 @@
+"""Fixtures of the scheduler tests: one real store and one real daemon for all schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from benchmarks.lab.checkpoint import TINY_TP2, make_checkpoint
+from benchmarks.lab.control import Reader
+from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.store import Store
+from kvprefetch.connector import link, scheduler
+from tests.scheduler.model import BLOCK_BYTES
+from tests.scheduler.shape import Site, use_model
+from tests.support.auditor import Auditor
+
+
+@pytest.fixture(scope="package")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Staging for 32 blocks of one rank or 16 of two, 8 or 4 of them for saves: loads and saves compete for it."""
+    auditor = Auditor()
+    use_model(make_checkpoint(tmp_path_factory.mktemp("models"), TINY_TP2))
+    with (
+        Store(memory="64 MB", local_buffer="32MB", lease_ms=2000) as store,
+        Reader(store.config) as reader,
+        Daemon(mooncake_config=store.config, staging=f"{32 * BLOCK_BYTES}") as daemon,
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            # A lost daemon is looked for at once, and an unconfirmed reset repeated.
+            patch.setattr(link, "RETRY_S", 0.02)
+            patch.setattr(scheduler, "RESET_RETRY_NS", 50_000_000)
+            yield Site(daemon, reader, auditor)
+        assert daemon.sigterm() == 0
+    auditor.assert_nothing_left()

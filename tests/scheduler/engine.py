@@ -1,0 +1,419 @@
+"""An engine core without a model: vLLM's real schedulers, our real connector, a real daemon and store.
+
+What EngineCore does around a scheduler is done here in its order (vllm/v1/engine/core.py: step, step_with_batch_queue),
+in this process, so that a test decides when each rank gets on.  `Engine.finish` says everything that is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import random
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvprefetch.connector import hints
+from kvprefetch.connector.connector import KVPrefetchConnector
+from kvprefetch.shmring.protocol import FlagState
+from tests.scheduler.model import BLOCK, Truth
+from tests.scheduler.oracle import ON_PURPOSE, Oracle
+from tests.scheduler.shape import (
+    DRAFTS,
+    MAX_MODEL_LEN,
+    Shape,
+    Site,
+    cache_config,
+    make_request,
+    tensor_parallel_rank,
+    vllm_config,
+)
+from tests.scheduler.workers import Workers
+
+FITS = MAX_MODEL_LEN - 4
+SETTLE_S = 0.05
+DRAIN_S = 30.0
+
+_numbers = itertools.count()
+
+
+@dataclass
+class Sent:
+    """A request as its client sees it: the chunks sent, the tokens received."""
+
+    name: str
+    chunks: list[list[int]]
+    out: int
+    session: bool
+    weights: int
+    comparable: bool
+    received: list[int] = field(default_factory=list)
+    ended: bool = False
+    aborted: bool = False
+
+
+class Engine:
+    """One engine beside `site`'s daemon; without a site a plain one, with no connector at all."""
+
+    def __init__(self, shape: Shape, site: Site | None, truth: Truth, *, weights: int = 0, prefix: str = "") -> None:
+        self.shape, self.site, self.truth = shape, site, truth
+        self.prefix = prefix or f"e{next(_numbers)}"
+        self.requests: dict[str, Sent] = {}
+        self.counts: Counter[str] = Counter()
+        self.jitter = random.Random(0)
+        self._stale = False  # the engine's own prefix cache may hold KV of other weights
+        self._late_aborts: list[str] = []
+        self._batches: deque[Any] = deque()
+        self._names = itertools.count()
+        self._logged = _Errors()
+        config = vllm_config(shape, self.prefix, None if site is None else site.daemon.socket)
+        cache = cache_config(shape.blocks)
+        self.workers = Workers(
+            shape.ranks, shape.blocks, truth, drafts=DRAFTS if shape.drafts else 0,
+            report_before_save=shape.report_before_save,
+        )  # fmt: skip
+        self.workers.weights = weights
+        if site is not None:
+            logging.getLogger("vllm.kvprefetch").addHandler(self._logged)
+            for rank in self.workers.ranks:
+                with tensor_parallel_rank(rank.number):
+                    rank.connector = KVPrefetchConnector(config, KVConnectorRole.WORKER, cache)
+                    rank.connector.register_kv_caches(rank.tensors)
+        scheduler_class = Scheduler if shape.queue == 1 else AsyncScheduler
+        self.scheduler = scheduler_class(
+            config, cache, StructuredOutputManager(config), block_size=BLOCK, log_stats=False
+        )
+        self.scheduler.use_v2_model_runner = shape.second_runner
+        self._aggregator = KVOutputAggregator(shape.ranks)
+        self.oracle: Oracle | None = None
+        if site is not None:
+            assert isinstance(self.scheduler.connector, KVPrefetchConnector)
+            self.side: Any = self.scheduler.connector._scheduler
+            self.link: Any = self.scheduler.connector._link
+            _eventually(self._attached, 20.0, "the engine is not attached")
+            self.save_slots = self.link.session.credits.available()
+            self.oracle = Oracle(self.scheduler, self.side, self.workers, truth, lambda: self.jitter.randrange(4))
+
+    # --- what a client may do ---------------------------------------------------------------------------------------
+
+    def add(
+        self, tokens: list[int], out: int, *, session: bool = False, skip_reading: bool = False, priority: int = 0
+    ) -> str:
+        name = f"r{next(self._names)}"
+        # Accepted drafts past a chunk's end stay in its session: vLLM's own tokens depend on them.
+        comparable = not self._stale and not (session and self.shape.drafts)
+        self.requests[name] = Sent(name, [tokens], out, session, self.workers.weights, comparable)
+        self.scheduler.add_request(
+            make_request(
+                name,
+                tokens,
+                out,
+                session=session,
+                skip_reading=skip_reading,
+                priority=priority,
+                arrival=float(len(self.requests)),
+            )
+        )
+        self.counts["requests"] += 1
+        return name
+
+    def feed(self, name: str, tokens: list[int] | None) -> None:
+        """The next chunk of a session, or its end."""
+        sent = self.requests[name]
+        if sent.ended or name not in self.scheduler.requests:
+            return
+        if tokens is not None and sum(map(len, sent.chunks)) + len(tokens) + (len(sent.chunks) + 1) * sent.out > FITS:
+            tokens = None  # vLLM's front end lets no request in that is longer than the model can take
+        if tokens is not None:
+            sent.chunks.append(tokens)
+        self.scheduler.add_request(
+            make_request(
+                name, tokens or [1], sent.out, session=tokens is not None, skip_reading=False, priority=0, arrival=0.0
+            )
+        )
+        self.counts["chunks"] += 1
+        sent.ended = tokens is None
+
+    def abort(self, name: str, *, late: bool = False) -> None:
+        """Now, or while the next step's output is on its way."""
+        if late:
+            self._late_aborts.append(name)
+            return
+        request = self.scheduler.requests.get(name)
+        if request is None or request.is_finished():
+            return
+        loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        self.counts["aborts_while_loading" if loading else "aborts"] += 1
+        self.requests[name].aborted = self.requests[name].ended = True
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def pause(self, state: PauseState) -> None:
+        self.scheduler.set_pause_state(state)
+
+    def forget(self, *, running: bool, connector: bool = False) -> bool:
+        """Reset the engine's own prefix cache, with the running requests preempted where vLLM can do that."""
+        if self.site is not None and self.shape.settled:
+            self.settle()
+        if running:
+            self._process_all()
+            held = {request.request_id for request in self.scheduler.running}
+            running = all(
+                self.scheduler.kv_cache_manager.get_block_ids(name)[0] == []
+                for name in self.scheduler.requests
+                if name not in held
+            )
+        local = []
+        manager = self.scheduler.kv_cache_manager
+        original = manager.reset_prefix_cache
+
+        def note() -> bool:
+            local.append(original())
+            return local[-1]
+
+        manager.reset_prefix_cache = note
+        try:
+            ok: bool = self.scheduler.reset_prefix_cache(running, reset_connector=connector)
+        finally:
+            del manager.reset_prefix_cache
+        self.counts["forgets"] += local[0]
+        if local[0]:
+            self._stale = False
+        return ok
+
+    def new_weights(self, *, running: bool) -> None:
+        """As a trainer does it: what is queued is executed, the weights change, the caches are reset."""
+        self.workers.settle()
+        if self.oracle is not None:
+            self.oracle.land()
+        if running:
+            self._process_all()
+        self.workers.weights += 1
+        self._stale = True
+        for sent in self.requests.values():
+            sent.comparable = sent.comparable and sent.ended
+        self.forget(running=running, connector=True)
+        self.counts["resets"] += 1
+
+    def fail_load(self, rank: int) -> None:
+        """The next asynchronous load fails on this rank, after some of its bytes were written."""
+        if self.oracle is not None:
+            self.oracle.fail_next.add(rank % self.shape.ranks)
+
+    def detach(self) -> None:
+        """The connection ends; what was dispatched goes on in the old epoch's memory, and a new epoch follows."""
+        if self.link.session is not None:
+            self.link.detach(ON_PURPOSE)
+            self.counts["detaches"] += 1
+
+    # --- the engine's loop ------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One turn of the engine's loop; False when it has nothing to do."""
+        if not (self.scheduler.has_requests() or self._batches):
+            return False
+        if self.site is not None and self.shape.settled:
+            self.settle()
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            if self.oracle is not None:
+                self.oracle.scheduled(output)
+            self.counts["steps"] += 1
+            self.counts["preemptions"] += len(output.preempted_req_ids)
+            self.counts["drafts"] += sum(map(len, output.scheduled_spec_decode_tokens.values()))
+            self.workers.execute(output)
+            for _ in range(self.jitter.randrange(8)):
+                self.workers.move(self.jitter.randrange(self.shape.ranks))
+            self._batches.append(output)
+            if len(self._batches) < self.shape.queue and (
+                output.total_num_scheduled_tokens > 0 or self.scheduler.has_requests()
+            ):
+                return True
+        self._process()
+        return True
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            if not self.step():
+                return
+
+    def _process(self) -> None:
+        """Wait for the oldest step and give its output to the scheduler."""
+        expected = self._batches.popleft()
+        output, reports = self.workers.finish()
+        assert output is expected
+        report = self._aggregator.aggregate(reports)
+        assert report is not None
+        if self.oracle is not None:
+            self.oracle.reported(report.kv_connector_output)
+        while self._late_aborts:
+            self.abort(self._late_aborts.pop())
+        for result in self.scheduler.update_from_output(output, report).values():
+            for one in result.outputs:
+                sent = self.requests[one.request_id]
+                sent.received += one.new_token_ids
+                if one.finish_reason is not None and not sent.session:
+                    sent.ended = True
+        if self.shape.drafts and self.shape.queue == 1:
+            drafts = self.workers.drafts
+            self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), [list(d) for d in drafts.values()]))
+
+    def _process_all(self) -> None:
+        while self._batches:
+            self._process()
+
+    def settle(self) -> None:
+        """Give the daemon the time it needs, so that a schedule means the same whenever it runs."""
+        deadline = time.monotonic() + SETTLE_S
+        while not self._quiet() and time.monotonic() < deadline:
+            time.sleep(0.0005)
+
+    def _quiet(self) -> bool:
+        session = self.link.session
+        if session is None:
+            return False
+        out = sum(len(save.slots) for save in self.side._saves._waiting.values())
+        handles = [entry.handle for entry in self.side._entries.values() if entry.handle is not None]
+        return bool(session.credits.available() + out >= self.save_slots) and all(
+            hints.look(handle).state != FlagState.HINTED for handle in handles
+        )
+
+    def drain(self) -> None:
+        """Let everything end."""
+        self.pause(PauseState.UNPAUSED)
+        deadline = time.monotonic() + DRAIN_S
+        while True:
+            for sent in self.requests.values():
+                if sent.session and not sent.ended:
+                    self.feed(sent.name, None)
+            if not self.step():
+                return
+            assert time.monotonic() < deadline, f"the engine does not come to rest: {self.scheduler.requests.keys()}"
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Drain, and check all that must hold. Raises AssertionError."""
+        try:
+            self.drain()
+            self._await_reset()
+            self._check()
+        finally:
+            self.close()
+
+    def _await_reset(self) -> None:
+        """A reset that no daemon was there to confirm is repeated, while there are requests."""
+        deadline = time.monotonic() + DRAIN_S
+        while self.site is not None and self.link.confirmed_reset < self.side._generation:
+            assert time.monotonic() < deadline, "a reset is not confirmed"
+            time.sleep(0.02)
+            self.add([1] * BLOCK, 1)
+            self.drain()
+
+    def close(self) -> None:
+        if self.site is None:
+            return
+        self.scheduler.shutdown()
+        for rank in self.workers.ranks:
+            rank.connector.shutdown()
+        logging.getLogger("vllm.kvprefetch").removeHandler(self._logged)
+
+    def _check(self) -> None:
+        wrong: list[str] = []
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        if free != self.shape.blocks - 1:  # block 0 is vLLM's null block
+            wrong.append(f"blocks stay in use: {self.shape.blocks - 1 - free}")
+        if self.scheduler.requests:
+            wrong.append(f"requests stay: {list(self.scheduler.requests)}")
+        wrong += self._wrong_tokens()
+        if self.site is not None and self.oracle is not None:
+            wrong += self.oracle.wrong + self._logged.texts
+            wrong += self.oracle.left_behind()
+            self.site.auditor.assert_idle(self.site.daemon.pid, self.site.daemon.socket)
+            self.counts.update(self.side.counters)
+            wrong += self._wrong_values()
+        assert not wrong, "\n".join([f"{self.shape}", *wrong])
+
+    def _wrong_values(self) -> list[str]:
+        """Each stored block against a plain computation of the same tokens with the current weights."""
+        assert self.site is not None
+        assert self.oracle is not None
+        wrong = []
+        known = list(self.oracle.tokens.items())
+        for rank in self.workers.ranks:
+            keys = [rank.connector._keys.prefix + digest.hex() for digest, _ in known]
+            for (_, tokens), found in zip(known, self.site.reader.digests(keys), strict=True):
+                if found is None:
+                    continue
+                self.counts["stored"] += 1
+                if found != self.oracle.value_digest(self.workers.weights, tokens, rank.number):
+                    wrong.append(f"stored value is wrong: rank={rank.number} block={len(tokens) // BLOCK - 1}")
+        return wrong
+
+    def _wrong_tokens(self) -> list[str]:
+        """Each request's tokens against those of vLLM's plain scheduler without a connector."""
+        if self.site is None:
+            return []
+        wrong = []
+        for sent in self.requests.values():
+            if not sent.comparable:
+                continue
+            right = plain_tokens(self.truth, sent.weights, sent.chunks, sent.out, session=sent.session)
+            if not sent.aborted and not sent.session:
+                equal = sent.received == right
+            else:
+                equal = sent.received == right[: len(sent.received)]
+            self.counts["compared"] += 1
+            if not equal:
+                wrong.append(f"tokens differ: {sent.name}: {sent.received} instead of {right}")
+        return wrong
+
+    def _attached(self) -> bool:
+        session = self.link.session
+        return session is not None and session.alive(time.monotonic_ns())
+
+
+class _Errors(logging.Handler):
+    """What the connector logs as an error; an injected load failure is expected to be one."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            self.texts.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
+        elif ON_PURPOSE not in record.getMessage():
+            self.texts.append(record.getMessage())
+
+
+@functools.lru_cache(maxsize=512)
+def _plain(truth: Truth, weights: int, chunks: tuple[tuple[int, ...], ...], out: int, session: bool) -> tuple[int, ...]:
+    engine = Engine(Shape(ranks=truth.ranks, blocks=64), None, truth, weights=weights)
+    name = engine.add(list(chunks[0]), out, session=session)
+    for chunk in chunks[1:]:
+        engine.feed(name, list(chunk))
+    engine.drain()
+    return tuple(engine.requests[name].received)
+
+
+def plain_tokens(truth: Truth, weights: int, chunks: list[list[int]], out: int, *, session: bool = False) -> list[int]:
+    """What vLLM's plain scheduler, alone with one request and without a connector, emits."""
+    return list(_plain(truth, weights, tuple(tuple(chunk) for chunk in chunks), out, session))
+
+
+def _eventually(condition: Any, timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.001)

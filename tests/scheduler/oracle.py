@@ -1,0 +1,253 @@
+"""Watches one engine from outside and writes down whatever breaks a promise.
+
+It follows each load and save from the step that orders it to the copies on every rank and the report to the scheduler.
+Copies are watched between the worker side and its paged cache, which is also where load failures are planted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.v1.request import RequestStatus
+
+from kvprefetch.connector import hints
+from kvprefetch.shmring.errors import SegmentCorrupt
+from kvprefetch.shmring.protocol import FlagState
+from tests.scheduler.model import BLOCK, Truth
+from tests.scheduler.workers import Workers
+
+ON_PURPOSE = "told to fail"  # in the text of errors that are no findings
+
+
+@dataclass
+class Load:
+    """A dispatched load: what its slots must hold, and which ranks have not copied it yet."""
+
+    order: Any
+    handle: Any
+    tokens: list[tuple[int, ...]]
+    ranks_left: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Save:
+    order: Any
+    tokens: list[tuple[int, ...]]
+    ranks_left: set[int] = field(default_factory=set)
+
+
+class Oracle:
+    """`tokens` maps each block hash that ever existed to the tokens it stands for; `wrong` are findings."""
+
+    def __init__(self, scheduler: Any, side: Any, workers: Workers, truth: Truth, lag: Callable[[], int]) -> None:
+        self.wrong: list[str] = []
+        self.tokens: dict[bytes, tuple[int, ...]] = {}
+        self.fail_next: set[int] = set()
+        self.fail_synchronous = False
+        self.lag = lag
+        self.fences: list[_Fence] = []
+        self.counts: Counter[str] = Counter()
+        self._scheduler, self._side, self._workers, self._truth = scheduler, side, workers, truth
+        self._loads: dict[int, Load] = {}
+        self._saves: dict[int, Save] = {}
+        self._receiving: Counter[str] = Counter()
+        for rank in workers.ranks:
+            worker = rank.connector._worker
+            worker._paged = _Watched(worker._paged, rank.number, self)
+
+    # --- the scheduler's side ---------------------------------------------------------------------------------------
+
+    def scheduled(self, output: Any) -> None:
+        """A step was scheduled: learn which tokens exist, and what is to be loaded and saved."""
+        for request in self._scheduler.requests.values():
+            tokens = tuple(request.all_token_ids)
+            for i, digest in enumerate(request.block_hashes):
+                self.tokens.setdefault(bytes(digest), tokens[: (i + 1) * BLOCK])
+        everyone = {rank.number for rank in self._workers.ranks}
+        for order in output.kv_connector_metadata.loads:
+            request = self._scheduler.requests[order.request_id]
+            tokens = self._tokens_of(request, order.block_ids, f"load {order.load_id}")
+            handle = self._side._loads[order.load_id].handle
+            self._loads[order.load_id] = Load(order, handle, tokens, set(everyone))
+            if order.asynchronous:
+                self._receiving[order.request_id] += 1
+                if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
+                    self.wrong.append(f"asynchronous load of a request that does not wait: {request.status.name}")
+            elif not output.has_sync_kv_loads or order.request_id not in output.num_scheduled_tokens:
+                self.wrong.append(f"synchronous load outside its step: {order.request_id}")
+        for order in output.kv_connector_metadata.saves:
+            save = self._side._saves._waiting[order.save_id]
+            self._saves[order.save_id] = Save(order, self._tokens_to_save(order, save.digests), set(everyone))
+
+    def _tokens_to_save(self, order: Any, digests: Sequence[bytes]) -> list[tuple[int, ...]]:
+        """What the saved blocks stand for by their hashes, which must be hashes of tokens that exist."""
+        found = []
+        for block_id, digest in zip(order.block_ids, digests, strict=True):
+            tokens = self.tokens.get(digest, ())
+            if not tokens:
+                self.wrong.append(f"save {order.save_id}: block {block_id} before its tokens exist")
+            found.append(tokens)
+        return found
+
+    def _tokens_of(self, request: Any, block_ids: Sequence[int], what: str) -> list[tuple[int, ...]]:
+        """What the blocks will stand for; every one of them must be full of tokens that exist now."""
+        table = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+        existing = tuple(request.all_token_ids)
+        found = []
+        for block_id in block_ids:
+            stop = (table.index(block_id) + 1) * BLOCK
+            if stop > len(existing):
+                self.wrong.append(f"{what}: block before its tokens exist: {stop} of {len(existing)}")
+            found.append(existing[:stop])
+        return found
+
+    def reported(self, output: Any) -> None:
+        """What all ranks together report, before the scheduler sees it."""
+        for request_id in output.finished_recving or ():
+            self._receiving[request_id] -= 1
+            if self._receiving[request_id] < 0:
+                self.wrong.append(f"finished_recving without an asynchronous load, or twice: {request_id}")
+            request = self._scheduler.requests.get(request_id)
+            if request is None or not (request.status == RequestStatus.WAITING_FOR_REMOTE_KVS or request.is_finished()):
+                self.wrong.append(f"finished_recving of a request that does not wait: {request_id}")
+        if output.finished_sending:
+            self.wrong.append(f"finished_sending: {output.finished_sending}")
+
+    # --- the ranks' side --------------------------------------------------------------------------------------------
+
+    def loading(self, rank: int, slots: Sequence[int], block_ids: Sequence[int]) -> Load | None:
+        """A rank was told to copy slots into blocks."""
+        load: Load | None = self._find(self._loads, rank, slots, block_ids)
+        if load is None:
+            self.wrong.append(f"rank {rank}: load that was not ordered: slots={slots}")
+            return None
+        load.ranks_left.discard(rank)
+        return load
+
+    def copied(self, load: Load, rank: int, rows: Any) -> None:
+        """The copy happens now: the slots must still be held, and hold what a plain run computes."""
+        what = f"rank {rank}: load {load.order.load_id}"
+        try:
+            held = hints.look(load.handle).state == FlagState.CLAIMED
+        except SegmentCorrupt:
+            held = False
+        if not held:
+            self.wrong.append(f"{what}: slots given back before they were copied")
+        for slot, tokens in zip(load.order.slots, load.tokens, strict=True):
+            if rows[slot].tobytes() != self._truth.block(self._workers.weights, tokens, rank):
+                self.wrong.append(f"{what}: slot {slot} holds other bytes")
+
+    def fails(self, load: Load, rank: int) -> bool:
+        """Whether this load was chosen to fail on this rank."""
+        if rank not in self.fail_next or not (load.order.asynchronous or self.fail_synchronous):
+            return False
+        self.fail_next.discard(rank)
+        self.counts["failed_ranks"] += 1
+        return True
+
+    def saving(self, rank: int, values: Any, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        """A rank took the bytes of blocks for its slots: they must be what a plain run computes for their tokens."""
+        save = self._find(self._saves, rank, slots, block_ids)
+        if save is None:
+            self.wrong.append(f"rank {rank}: save that was not ordered: slots={slots}")
+            return
+        save.ranks_left.discard(rank)
+        for value, tokens in zip(values, save.tokens, strict=True):
+            if tokens and value.tobytes() != self._truth.block(self._workers.weights, tokens, rank):
+                block = len(tokens) // BLOCK - 1
+                self.wrong.append(f"rank {rank}: save {save.order.save_id}: block {block} is not as computed")
+
+    def land(self) -> None:
+        """All copies queued so far are done, whether their fences were asked or not."""
+        for fence in self.fences:
+            fence.land()
+        self.fences.clear()
+
+    @staticmethod
+    def _find(orders: dict[int, Any], rank: int, slots: Sequence[int], block_ids: Sequence[int]) -> Any:
+        for known in orders.values():
+            if rank in known.ranks_left and known.order.slots == slots and known.order.block_ids == block_ids:
+                return known
+        return None
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def left_behind(self) -> list[str]:
+        """With no request left."""
+        wrong = [f"never reported as received: {name}" for name, count in self._receiving.items() if count]
+        for what, orders in (("load", self._loads), ("save", self._saves)):
+            wrong += [f"{what} {number}: not done by every rank" for number, one in orders.items() if one.ranks_left]  # type: ignore[attr-defined]
+        if self._side._entries or self._side._loads or self._side._orders or self._side._saves.unacknowledged:
+            wrong.append("the scheduler side still holds requests, loads or saves")
+        return wrong
+
+    def value_digest(self, weights: int, tokens: tuple[int, ...], rank: int) -> str:
+        return hashlib.sha256(self._truth.block(weights, tokens, rank)).hexdigest()
+
+
+class _Fence:
+    """A device's event: says "not yet" a few times; what was queued before it lands when it first says "done"."""
+
+    def __init__(self, waits: int, copies: list[Callable[[], None]]) -> None:
+        self._waits, self._copies = waits, copies
+
+    def query(self) -> bool:
+        self._waits -= 1
+        if self._waits >= 0:
+            return False
+        self.land()
+        return True
+
+    def land(self) -> None:
+        while self._copies:
+            self._copies.pop(0)()
+
+
+class _Watched:
+    """A rank's PagedCache with the oracle in front of it, as late as a device's.
+
+    A synchronous load is there before the forward, as the stream orders it.  An asynchronous one, and the bytes of a
+    save taken behind the forward, land when the fence of their batch is done.
+    """
+
+    def __init__(self, paged: Any, rank: int, oracle: Oracle) -> None:
+        self._paged, self._rank, self._oracle = paged, rank, oracle
+        self._queued: list[Callable[[], None]] = []
+
+    def load(self, rows: Any, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        load = self._oracle.loading(self._rank, slots, block_ids)
+        if load is None:
+            return
+
+        def copy() -> None:
+            self._oracle.copied(load, self._rank, rows)
+            self._paged.load(rows, slots, block_ids)
+
+        if self._oracle.fails(load, self._rank):
+            copy()
+            # The last block got something else.
+            self._paged.load(rows[::-1], slots[-1:], block_ids[-1:])
+            raise OSError(ON_PURPOSE)
+        if load.order.asynchronous:
+            self._queued.append(copy)
+        else:
+            copy()
+
+    def save(self, rows: Any, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        bytes_ = np.zeros((len(slots), rows.shape[1]), dtype=rows.dtype)
+        self._paged.save(bytes_, range(len(slots)), block_ids)
+        self._oracle.saving(self._rank, bytes_, slots, block_ids)
+        self._queued.append(lambda: rows.__setitem__(list(slots), bytes_))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._paged, name)
+
+    def fence(self) -> _Fence:
+        queued, self._queued = self._queued, []
+        self._oracle.fences.append(fence := _Fence(self._oracle.lag(), queued))
+        return fence

@@ -1,0 +1,225 @@
+"""Random schedules: what clients and operators may do to an engine, as data that hypothesis can draw and shrink."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+from vllm.v1.core.sched.interface import PauseState
+
+from tests.scheduler.engine import Engine
+from tests.scheduler.model import VOCAB, Truth
+from tests.scheduler.shape import Shape, Site
+
+FAMILIES = [[random.Random(family).randrange(VOCAB) for _ in range(36)] for family in range(2)]
+MAX_STEPS_BETWEEN = 8
+
+
+@dataclass(frozen=True)
+class Add:
+    """A prompt of `shared` tokens of a family and `own` tokens of its own; prompts come back."""
+
+    family: int
+    shared: int
+    own: int
+    out: int
+    kind: str = "plain"
+    priority: int = 0
+
+    def tokens(self) -> list[int]:
+        tail = random.Random(100 * self.family + self.own)
+        return FAMILIES[self.family][: self.shared] + [tail.randrange(VOCAB) for _ in range(self.own)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Some turns of the engine's loop; `seed` decides how far the ranks lag behind."""
+
+    steps: int
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Abort:
+    which: int
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class Feed:
+    """A session's next chunk, or its end."""
+
+    which: int
+    own: int
+
+
+@dataclass(frozen=True)
+class FailLoad:
+    rank: int
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Reset the engine's own prefix cache; `running` preempts what runs."""
+
+    running: bool
+
+
+@dataclass(frozen=True)
+class NewWeights:
+    running: bool
+
+
+@dataclass(frozen=True)
+class Detach:
+    """The connection to the daemon ends; a new epoch follows."""
+
+
+@dataclass(frozen=True)
+class Pause:
+    state: PauseState
+
+
+Schedule = list[Any]
+
+_adds = st.builds(
+    Add,
+    family=st.integers(0, len(FAMILIES) - 1),
+    shared=st.sampled_from([0, 7, 16, 24, 36]),
+    own=st.integers(1, 9),
+    out=st.integers(1, 12),
+    kind=st.sampled_from(["plain"] * 8 + ["session", "skip"]),
+    priority=st.integers(0, 2),
+)
+_runs = st.builds(Run, steps=st.integers(1, MAX_STEPS_BETWEEN), seed=st.integers(0, 99))
+_aborts = st.builds(Abort, which=st.integers(0, 9), late=st.booleans())
+_failures = st.builds(FailLoad, rank=st.integers(0, 1))
+_rest = st.one_of(
+    st.builds(Feed, which=st.integers(0, 9), own=st.integers(0, 6)),
+    st.builds(Forget, running=st.booleans()),
+    st.builds(NewWeights, running=st.booleans()),
+    st.builds(Pause, state=st.sampled_from(list(PauseState))),
+    st.builds(Detach),
+)
+# Without the engine forgetting now and then nothing would be loaded. one_of() would choose evenly among all of these.
+_again = st.builds(Forget, running=st.just(True))
+_operations = st.sampled_from([_adds] * 8 + [_again] * 3 + [_failures] * 2 + [_aborts] * 2 + [_rest] * 4).flatmap(
+    lambda chosen: chosen
+)
+schedules: st.SearchStrategy[Schedule] = st.lists(st.tuples(_operations, _runs), min_size=10, max_size=24).map(
+    lambda turns: [operation for turn in turns for operation in turn]
+)
+
+# Always played first: what must not be left to chance.
+CORNERS: list[Schedule] = [
+    [Add(0, 0, 30, 12), Run(40, 1)],  # a new prompt in several chunks
+    *([Add(0, 0, 30, 12), Run(steps, steps), NewWeights(running=False), Run(30, steps)] for steps in range(1, 6)),
+    [FailLoad(0), FailLoad(1), Add(0, 36, 1, 6), Run(20, 2)],
+    [Add(0, 36, 1, 6), Run(1, 3), Abort(0), Run(20, 3)],
+    [Add(1, 16, 2, 4, "session"), Run(8, 4), Feed(0, 6), Run(8, 4), Feed(0, 0)],
+    [Add(family, 16, own, 12) for family in (0, 1) for own in (3, 4)] + [Run(60, 5)],  # more than the pool holds
+]
+
+shapes: st.SearchStrategy[Shape] = st.builds(
+    Shape,
+    ranks=st.integers(1, 2),
+    second_runner=st.booleans(),
+    load_mode=st.sampled_from(["sync", "async", "auto"]),
+    early=st.booleans(),
+    decode=st.booleans(),
+    drafts=st.booleans(),
+    report_before_save=st.booleans(),
+    priorities=st.booleans(),
+    blocks=st.sampled_from([18, 24, 40]),  # 17 hold the longest request
+    seqs=st.integers(2, 4),
+    budget=st.sampled_from([8, 16, 64]),
+)
+
+CORNER_SHAPE = Shape(ranks=2, load_mode="async", decode=True, blocks=18, budget=8)
+
+TRUTHS = {ranks: Truth(ranks) for ranks in (1, 2)}
+
+
+def play(engine: Engine, schedule: Schedule) -> None:
+    for operation in schedule:
+        _do(engine, operation)
+
+
+def _do(engine: Engine, operation: Any) -> None:
+    names = list(engine.requests)
+    if isinstance(operation, Add):
+        engine.add(
+            operation.tokens(), operation.out, session=operation.kind == "session",
+            skip_reading=operation.kind == "skip", priority=operation.priority,
+        )  # fmt: skip
+    elif isinstance(operation, Run):
+        engine.jitter = random.Random(operation.seed)
+        engine.run(operation.steps)
+    elif isinstance(operation, Abort):
+        if live := [name for name in names if name in engine.scheduler.requests]:
+            engine.abort(live[-1 - operation.which % len(live)], late=operation.late)
+    elif isinstance(operation, Feed):
+        if sessions := [name for name in names if engine.requests[name].session]:
+            chunk = [random.Random(operation.own).randrange(VOCAB) for _ in range(operation.own)]
+            engine.feed(sessions[operation.which % len(sessions)], chunk or None)
+    elif isinstance(operation, FailLoad):
+        engine.fail_load(operation.rank)
+    elif isinstance(operation, Forget):
+        engine.forget(running=operation.running)
+    elif isinstance(operation, NewWeights):
+        engine.new_weights(running=operation.running)
+    elif isinstance(operation, Detach):
+        engine.detach()
+    elif isinstance(operation, Pause):
+        engine.pause(operation.state)
+
+
+def check(
+    site: Site, shape: Shape, schedule: Schedule, prepare: Callable[[Engine], None] | None = None
+) -> Counter[str]:
+    """Play a schedule and check everything; what happened, counted."""
+    engine = Engine(shape, site, TRUTHS[shape.ranks])
+    try:
+        if prepare is not None:
+            prepare(engine)
+        # What a first engine left in the store, for loads from the start.
+        play(engine, [Add(family, 36, 1, 1) for family in range(len(FAMILIES))] + [Run(20), Forget(running=True)])
+        play(engine, schedule)
+    except BaseException:
+        engine.close()
+        raise
+    engine.finish()
+    assert engine.oracle is not None
+    return engine.counts + engine.oracle.counts
+
+
+def explore(
+    site: Site, examples: int, *, seeded: bool = True, shrink: bool = False,
+    prepare: Callable[[Engine], None] | None = None, **changes: Any,
+) -> Counter[str]:  # fmt: skip
+    """Check random schedules on shapes with `changes`, the same ones every time when `seeded`; what happened, counted.
+
+    `prepare` may change each engine before it starts.
+    """
+    total: Counter[str] = Counter()
+
+    @settings(
+        max_examples=examples, deadline=None, derandomize=seeded, database=None, print_blob=True,
+        report_multiple_bugs=False,
+        phases=[Phase.explicit, Phase.generate] + [Phase.shrink] * shrink,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )  # fmt: skip
+    @given(shape=shapes, schedule=schedules)
+    def promises_hold(shape: Shape, schedule: Schedule) -> None:
+        total["examples"] += 1
+        total.update(check(site, replace(shape, **changes), schedule, prepare))
+
+    for corner in CORNERS:
+        promises_hold = example(shape=CORNER_SHAPE, schedule=corner)(promises_hold)
+    promises_hold()
+    return total

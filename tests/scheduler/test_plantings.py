@@ -1,0 +1,187 @@
+"""Defects planted on purpose: each must be found, or the random schedules prove nothing."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from typing import Any
+
+import pytest
+from hypothesis.errors import FlakyFailure
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+
+from kvprefetch.connector import hints, saves, scheduler
+from kvprefetch.connector.worker import WorkerSide
+from kvprefetch.shmring.protocol import Outcome
+from tests.scheduler.engine import Engine
+from tests.scheduler.model import BLOCK
+from tests.scheduler.schedules import explore
+from tests.scheduler.shape import Site
+
+EXAMPLES = 100
+
+
+def finds(site: Site, finding: str, **options: Any) -> None:
+    """The random schedules fail, and for the reason planted."""
+    with pytest.raises((AssertionError, FlakyFailure)) as caught:
+        explore(site, EXAMPLES, **options)
+    # vLLM's own assertions say something in their source line only.
+    assert re.search(finding, "".join(traceback.format_exception(caught.value)))
+
+
+@pytest.mark.parametrize("queue", [1, 2, 3])
+def test_a_saved_range_too_long_by_one_block_is_found(site: Site, monkeypatch: pytest.MonkeyPatch, queue: int) -> None:
+    original = saves.Saves.storable_blocks
+
+    def longer(self: saves.Saves, request: Any, *args: Any) -> int:
+        return min(original(self, request, *args) + 1, len(request.block_hashes))
+
+    monkeypatch.setattr(saves.Saves, "storable_blocks", longer)
+    finds(site, "is not as computed", queue=queue)
+
+
+@pytest.mark.parametrize("queue", [2, 3])
+def test_counting_a_step_ahead_is_found(site: Site, monkeypatch: pytest.MonkeyPatch, queue: int) -> None:
+    """num_computed_tokens taken as if this step were already behind it."""
+    original = saves.Saves.storable_blocks
+
+    def ahead(self: saves.Saves, request: Any, scheduled_tokens: int, *args: Any) -> int:
+        return original(self, request, 2 * scheduled_tokens, *args)
+
+    monkeypatch.setattr(saves.Saves, "storable_blocks", ahead)
+    finds(site, "is not as computed", queue=queue)
+
+
+class _WithPlaceholders:
+    """A request that takes placeholders for tokens."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+        self.all_token_ids = [*request.all_token_ids, *[0] * request.num_output_placeholders]
+        self.num_tokens = len(self.all_token_ids)
+        self.block_hashes = list(request.block_hashes)
+        self.block_hashes += get_request_block_hasher(BLOCK, sha256)(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+@pytest.mark.parametrize("queue", [2, 3])
+def test_placeholders_counted_as_tokens_are_found(site: Site, monkeypatch: pytest.MonkeyPatch, queue: int) -> None:
+    """As vLLM's pull request 27644 shows it: under async scheduling the counts run ahead of the tokens."""
+    for name in ("storable_blocks", "plan"):
+        original = getattr(saves.Saves, name)
+
+        def counting(self: saves.Saves, *args: Any, original: Any = original) -> Any:
+            return original(self, *(_WithPlaceholders(a) if hasattr(a, "block_hashes") else a for a in args))
+
+        monkeypatch.setattr(saves.Saves, name, counting)
+    finds(site, "before its tokens exist", queue=queue, decode=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_slots_released_before_every_rank_copied_are_found(
+    site: Site, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """Two steps in flight: the step after the dispatch says nothing about the copies of the dispatched one."""
+    original = scheduler.SchedulerSide.plan_step
+    dispatched: list[Any] = []
+
+    def early(self: scheduler.SchedulerSide, *args: Any) -> None:
+        while dispatched:
+            hints.finish(dispatched.pop(), Outcome.LOADED)
+        dispatched.extend(load.handle for load in self._loads.values() if load.ranks_left)
+        for load in self._loads.values():
+            load.ranks_left = 0
+        original(self, *args)
+
+    monkeypatch.setattr(scheduler.SchedulerSide, "plan_step", early)
+    monkeypatch.setattr(scheduler.hints, "finish", _finish_once(scheduler.hints.finish))
+    finds(site, "given back before they were copied", queue=3, ranks=ranks, load_mode="async")
+
+
+def _finish_once(original: Any) -> Any:
+    finished: list[Any] = []
+
+    def finish(handle: Any, *args: Any, **kwargs: Any) -> None:
+        if not any(handle is one for one in finished):
+            finished.append(handle)
+            original(handle, *args, **kwargs)
+
+    return finish
+
+
+def test_slots_released_when_one_of_two_ranks_copied_are_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = scheduler._Load
+
+    def hasty(request_id: str, handle: Any, blocks: int, ranks_left: int) -> Any:
+        return original(request_id, handle, blocks, 1)
+
+    monkeypatch.setattr(scheduler, "_Load", hasty)
+    finds(site, "given back before they were copied", queue=3, ranks=2, load_mode="async")
+
+
+def test_a_load_that_fails_after_the_answer_is_found(site: Site) -> None:
+    """A synchronous load cannot be taken back once steps are in flight: the token computed on it is delivered."""
+
+    def prepare(engine: Engine) -> None:
+        assert engine.oracle is not None
+        engine.oracle.fail_synchronous = True
+        engine.oracle.fail_next = set(range(engine.shape.ranks))
+
+    finds(site, "tokens differ|is not as computed", queue=3, load_mode="sync", drafts=False, prepare=prepare)
+
+
+def test_a_save_put_before_its_copy_is_done_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = WorkerSide.save
+
+    def hasty(self: WorkerSide, meta: Any) -> None:
+        original(self, meta)
+        if self._running and self._running[-1].saves:
+            self._running[-1].saves, saves_ = [], self._running[-1].saves
+            self._report.saves.update(dict.fromkeys(saves_, 1))
+
+    monkeypatch.setattr(WorkerSide, "save", hasty)
+    finds(site, "stored value is wrong", queue=2)
+
+
+def test_a_synchronous_load_reported_as_received_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = WorkerSide.load
+
+    def talkative(self: WorkerSide, meta: Any) -> None:
+        names = [order.request_id for order in meta.loads]
+        original(self, meta)
+        self._received.update(names)
+
+    monkeypatch.setattr(WorkerSide, "load", talkative)
+    finds(site, "finished_recving|is_finished|does not wait", queue=2, load_mode="sync")
+
+
+def test_an_aborted_load_that_is_never_reported_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerSide, "received", lambda self: self._collect())
+    monkeypatch.setattr("tests.scheduler.engine.DRAIN_S", 1.0)
+    finds(site, "does not come to rest", queue=2, load_mode="async")
+
+
+def test_old_weights_stored_after_a_reset_are_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves that were copied before the reset and acknowledged after it must be dropped."""
+    original = saves.Saves.reset
+
+    def lenient(self: saves.Saves, generation: int) -> None:
+        original(self, generation)
+        self._generation = 0
+
+    monkeypatch.setattr(saves.Saves, "reset", lenient)
+    monkeypatch.setattr("kvprefetch.connector.saves.encode_saved", _of_generation(1 << 20))
+    finds(site, "stored value is wrong", queue=3)
+
+
+def _of_generation(generation: int) -> Any:
+    original = saves.encode_saved
+    return lambda saved: original(saved._replace(reset_generation=generation))
+
+
+def test_requests_that_outlive_a_reset_and_are_saved_are_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves.Progress, "tainted", property(lambda self: False, lambda self, value: None))
+    finds(site, "is not as computed", queue=2)

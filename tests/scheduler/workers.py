@@ -1,0 +1,241 @@
+"""The workers of the harness: real worker-side connectors over paged CPU caches, a model, and a program per step.
+
+Each rank runs its own queue of steps and may lag behind the others; only the forward needs all of them, as the model's
+all-reduce does.  The order inside a step is vLLM's (kv_connector_model_runner_mixin.py): loads before the forward when
+one of them is synchronous and after its launch otherwise, then saves, then what is reported to the scheduler.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from tests.scheduler.model import BLOCK, LAYERS, WIDTH, Truth, attention, forward, sample
+
+
+@dataclass
+class Running:
+    """A request as a model runner knows it: `computed` positions of `tokens` have their KV in `blocks`."""
+
+    tokens: list[int]
+    blocks: list[int]
+    computed: int
+    drafts: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Step:
+    """A scheduled step on its way through the ranks."""
+
+    output: Any
+    sampled: dict[str, list[int]] = field(default_factory=dict)
+    arrived: set[int] = field(default_factory=set)
+    computed: bool = False
+    reports: dict[int, KVConnectorOutput] = field(default_factory=dict)
+
+
+class Rank:
+    """One worker: its paged cache as [layer][block][position][byte], its connector, its program."""
+
+    def __init__(self, number: int, blocks: int) -> None:
+        self.number = number
+        memory = torch.zeros(LAYERS, blocks, BLOCK, 1, WIDTH, dtype=torch.uint8)
+        self.kv = memory.numpy()[:, :, :, 0, :]
+        # LBNHC: logically [block, head, position, byte].
+        self.tensors = {f"layer{i}": memory[i].permute(0, 2, 1, 3) for i in range(LAYERS)}
+        self.connector: Any = None
+        self.queue: deque[Step] = deque()
+        self.program: Iterator[None] | None = None
+
+    def read(self, layer: int, blocks: Sequence[int], positions: int) -> bytes:
+        used = blocks[: (positions + BLOCK - 1) // BLOCK]
+        data: bytes = self.kv[layer][used].tobytes()
+        return data[: positions * WIDTH]
+
+    def write(self, layer: int, blocks: Sequence[int], position: int, value: bytes) -> None:
+        self.kv[layer, blocks[position // BLOCK], position % BLOCK] = bytearray(value)
+
+
+class Workers:
+    """All ranks of one engine. `report_before_save` is the order of model runner V1 with speculative decoding."""
+
+    def __init__(self, ranks: int, blocks: int, truth: Truth, *, drafts: int, report_before_save: bool = False) -> None:
+        self.ranks = [Rank(number, blocks) for number in range(ranks)]
+        self.weights = 0
+        self.sequences: dict[str, Running] = {}
+        self.steps: deque[Step] = deque()
+        self.drafts: dict[str, list[int]] = {}
+        self._truth, self._draft_count = truth, drafts
+        self._report_before_save = report_before_save
+
+    def execute(self, output: Any) -> None:
+        """Queue a step; its work happens when ranks are moved."""
+        step = Step(output)
+        self.steps.append(step)
+        for rank in self.ranks:
+            rank.queue.append(step)
+
+    def move(self, number: int) -> bool:
+        """Let one rank go one stage further; False when it has nothing to do."""
+        rank = self.ranks[number]
+        if rank.program is None:
+            if not rank.queue:
+                return False
+            rank.program = self._program(rank, rank.queue[0])
+        before = rank.queue[0]
+        try:
+            next(rank.program)
+        except StopIteration:
+            rank.program = None
+            assert rank.queue.popleft() is before
+        return True
+
+    def finish(self) -> tuple[Any, list[ModelRunnerOutput]]:
+        """Run the oldest step to its end; its scheduler output and each rank's output."""
+        step = self.steps.popleft()
+        while len(step.reports) < len(self.ranks):
+            for rank in range(len(self.ranks)):
+                if rank not in step.reports:
+                    self.move(rank)
+        names = list(step.output.num_scheduled_tokens)
+        outputs = []
+        for rank in range(len(self.ranks)):
+            outputs.append(
+                ModelRunnerOutput(
+                    req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)},
+                    sampled_token_ids=[list(step.sampled[name]) for name in names],
+                    kv_connector_output=step.reports[rank],
+                )
+            )  # fmt: skip
+        return step.output, outputs
+
+    def settle(self) -> None:
+        """Everything queued is executed: what a collective call such as a weight update waits for."""
+        while any(rank.queue for rank in self.ranks):
+            for rank in range(len(self.ranks)):
+                self.move(rank)
+
+    # --- one step on one rank ---------------------------------------------------------------------------------------
+
+    def _program(self, rank: Rank, step: Step) -> Iterator[None]:
+        connector = rank.connector
+        if connector is not None:
+            connector.bind_connector_metadata(pickle.loads(pickle.dumps(step.output.kv_connector_metadata)))
+        first = step.output.has_sync_kv_loads
+        if first and connector is not None:
+            connector.start_load_kv(None)
+        step.arrived.add(rank.number)
+        yield
+        while not step.computed:
+            if len(step.arrived) == len(self.ranks):
+                self._forward(step)
+            else:
+                yield
+        report = KVConnectorOutput()
+        if connector is not None:
+            if not first:
+                connector.start_load_kv(None)
+                yield
+            if self._report_before_save:
+                report = self._report(connector, step)
+                connector.wait_for_save()
+            else:
+                connector.wait_for_save()
+                yield
+                report = self._report(connector, step)
+            connector.clear_connector_metadata()
+        step.reports[rank.number] = report
+
+    def _report(self, connector: Any, step: Step) -> KVConnectorOutput:
+        report = KVConnectorOutput()
+        results = connector.get_transfer_results(step.output.finished_req_ids)
+        report.finished_sending, report.finished_recving = results.finished_sending, results.finished_recving
+        report.failed_recving = results.failed_recving
+        report.invalid_block_ids = connector.get_block_ids_with_load_errors()
+        report.kv_connector_stats = connector.get_kv_connector_stats()
+        report.kv_connector_worker_meta = connector.build_connector_worker_meta()
+        return report
+
+    # --- the model runner -------------------------------------------------------------------------------------------
+
+    def _forward(self, step: Step) -> None:
+        self._update(step.output)
+        for name, count in step.output.num_scheduled_tokens.items():
+            drafts = step.output.scheduled_spec_decode_tokens.get(name)
+            step.sampled[name] = self._run(self.sequences[name], count, drafts)
+        self.drafts = {name: self.sequences[name].drafts for name in step.output.num_scheduled_tokens}
+        step.computed = True
+
+    def _update(self, output: Any) -> None:
+        """What a model runner does with a scheduler output, in both runners' forms."""
+        for name in output.finished_req_ids:
+            self.sequences.pop(name, None)
+        for new in output.scheduled_new_reqs:
+            tokens = new.prefill_token_ids if new.prefill_token_ids is not None else new.prompt_token_ids
+            self.sequences[new.req_id] = Running(list(tokens), list(new.block_ids[0]), new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for i, name in enumerate(cached.req_ids):
+            computed = cached.num_computed_tokens[i]
+            blocks = cached.new_block_ids[i]
+            if name in cached.resumed_req_ids:
+                self.sequences[name] = Running(list(cached.all_token_ids[name]), list(blocks[0]), computed)
+                continue
+            sequence = self.sequences[name]
+            if blocks is not None:
+                sequence.blocks += blocks[0]
+            # Less than we have: a failed load is computed again. More: drafts counted that were rejected since.
+            sequence.computed = min(sequence.computed, computed)
+
+    def _run(self, sequence: Running, count: int, drafts: list[int] | None) -> list[int]:
+        """Compute `count` positions, the last of them drafts; the tokens sampled, none inside a prompt."""
+        known = count - len(drafts or ())
+        start, stop = sequence.computed, sequence.computed + known
+        assert stop <= len(sequence.tokens), "the scheduler counts on tokens that nobody has"
+        tail: list[int] = []
+        if drafts:
+            # Under async scheduling the scheduler has only placeholders: the drafts are here.
+            tail = [
+                sequence.drafts[i] if token == -1 and i < len(sequence.drafts) else token
+                for i, token in enumerate(drafts)
+            ]
+        newest = self._compute(sequence.blocks, start, sequence.tokens[start:stop] + tail)
+        sequence.computed = stop
+        if stop < len(sequence.tokens):
+            sequence.drafts = []
+            return []
+        sampled = [newest(known - 1)]
+        for i, token in enumerate(tail):
+            if token != sampled[-1]:
+                break
+            sampled.append(newest(known + i))
+        sequence.computed = stop + len(sampled) - 1
+        sequence.tokens += sampled
+        sequence.drafts = self._propose(sequence.tokens)
+        return sampled
+
+    def _compute(self, blocks: Sequence[int], start: int, tokens: Sequence[int]) -> Callable[[int], int]:
+        """Write the KV of `tokens` from position `start`; the function samples after the i-th of them."""
+        rows: list[list[bytes]] = []
+        for rank in self.ranks:
+            for layer in range(LAYERS):
+                state = attention(self.weights, rank.number, layer, rank.read(layer, blocks, start))
+                row = []
+                for i, token in enumerate(tokens):
+                    row.append(forward(state, token))
+                    rank.write(layer, blocks, start + i, row[-1])
+                rows.append(row)
+        return lambda i: sample([row[i] for row in rows])
+
+    def _propose(self, tokens: list[int]) -> list[int]:
+        """Drafts of which some are right, by what the tokens are."""
+        drafts: list[int] = []
+        for _ in range(self._draft_count):
+            right = self._truth.next_token(self.weights, tokens + drafts)
+            drafts.append(right if (len(tokens) + right) % 3 else (right + 1) % 50)
+        return drafts
