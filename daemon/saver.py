@@ -108,7 +108,10 @@ class Saver:
             raise ProtocolError(f"slots were not granted: slots={record.slots[:8]}")
         self._granted.difference_update(record.slots)
         if record.dropped or record.reset_generation < self.generation or not self._saving:
-            self.counters.lost_saves += 0 if record.dropped else len(record.slots)
+            if not record.dropped:
+                self.counters.lost_saves += len(record.slots)
+                if self.tell is not None:
+                    self.tell(Stored(save_id=record.save_id, lost=record.slots))
             self._grant(record.slots)
             return
         for start in range(0, len(record.slots), self._job_blocks):
