@@ -44,6 +44,7 @@ SCANNED_PER_TICK = 256
 
 LAST_RECORDS = 4096  # read at the end of a session: all that an honest engine can have on the way, and no flood
 RECENT = 256
+PUTS_PER_CHUNK = 4  # a load that comes while a put is in flight waits for a quarter of a chunk at most
 MAX_EXCHANGES = 16  # an honest engine makes two transitions of one use of a flag at most
 
 
@@ -140,8 +141,8 @@ class EngineSession:
         self.saver = Saver(
             store, self.shape, CreditGranter(self.control.buffer, self.words, self.layout),
             range(memory.save_slots_from, self.slot_count), partial(self._start, pools.save), self._log, clock_ns,
-            job_blocks=chunk_blocks, loading=lambda: pools.fetches_in_flight > 0 or self.planner.has_work,
-            counters=self.totals,
+            job_blocks=chunk_blocks // PUTS_PER_CHUNK, counters=self.totals,
+            loading=lambda: pools.fetches_in_flight > 0 or self.planner.has_work,
         )  # fmt: skip
         self.saver.stored = self._negative.stored
 
