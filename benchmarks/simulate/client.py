@@ -30,8 +30,6 @@ class ClientCounters:
     """Verdicts to take what is ready although more was coming."""
     partial: int = 0
     """Requests that loaded fewer blocks than the store held."""
-    exposed_ns: int = 0
-    transfer_ns: int = 0
     loads: int = 0
     hidden_sum: float = 0.0
 
@@ -163,14 +161,11 @@ class Client:
 
     def load_directly(self, request: SimRequest, start: int, count: int, done: Callable[[], None]) -> None:
         """Load blocks [start, start + count) from the store; then `done`, with `request.loaded_blocks` set."""
-        began_ns = self._loop.now_ns
 
         def complete(good: int) -> None:
             request.loaded_blocks = good
             self.counters.partial += start + good < request.found
             self.counters.loads += 1
-            self.counters.exposed_ns += self._loop.now_ns - began_ns
-            self.counters.transfer_ns += self._loop.now_ns - began_ns
             done()
 
         self._node.load_directly([request.digest(block) for block in range(start, start + count)], complete)
@@ -190,12 +185,11 @@ class Client:
     def _account(self, request: SimRequest, last_byte_ns: int) -> None:
         """How much of look-up and transfer the queue hid, as the daemon's request.done line defines it."""
         ready = last_byte_ns or request.looked_up_ns
-        exposed = max(0, request.claimed_ns - request.asked_ns) if request.asked_ns else 0
+        asked = max(request.asked_ns, request.seen_ns) if request.asked_ns else ready
+        late = max(0, min(ready, request.claimed_ns) - asked)
         transfer = max(0, ready - request.seen_ns)
         self.counters.loads += 1
-        self.counters.exposed_ns += exposed
-        self.counters.transfer_ns += transfer
-        self.counters.hidden_sum += 1.0 - min(1.0, exposed / transfer) if transfer else 1.0
+        self.counters.hidden_sum += 1.0 - min(1.0, late / transfer) if transfer else 1.0
 
     def finished(self, request: SimRequest) -> None:
         """The request ended, or was admitted without a load."""

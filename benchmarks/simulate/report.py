@@ -10,8 +10,8 @@ from benchmarks.simulate.run import Result
 
 IDEAL, BASELINE = "local", "no-prefetch"
 _HEAD = (
-    f"{'':12}{'hidden':>7}{'wasted':>16}{'deadline':>9}{'given up':>9}{'TTFT p50':>10}{'/local':>7}{'/none':>7}"
-    f"{'TTFT p99':>10}{'/local':>7}{'/none':>7}{'served':>8}{'aborted':>8}{'took':>7}"
+    f"{'':12}{'hidden':>7}{'wasted':>18}{'deadline':>9}{'given up':>9}{'TTFT p50':>12}{'/local':>9}{'/none':>8}"
+    f"{'TTFT p99':>12}{'/local':>9}{'/none':>8}{'served':>8}{'aborted':>8}{'CPU':>7}"
 )
 
 
@@ -23,12 +23,12 @@ def table(results: Sequence[Result]) -> list[str]:
     for result in results:
         line = f"{result.policy:12}{_number(result.hidden_fraction, '.3f'):>7}"
         wasted_gb = result.node.wasted * result.block_bytes / 1e9
-        line += f"{f'{wasted_gb:,.1f} GB {result.wasted_share:4.1%}':>16}"
+        line += f"{f'{wasted_gb:,.1f} GB {result.wasted_share:4.1%}':>18}"
         line += f"{result.client.deadline_misses:>9}{result.client.given_up:>9}"
         for fraction in (0.5, 0.99):
             value = result.ttft_s(fraction)
-            line += f"{f'{value:.3f} s':>10}{_ratio(value, ideal, fraction):>7}{_ratio(value, baseline, fraction):>7}"
-        line += f"{result.finished:>8}{result.aborted:>8}{f'{result.wall_s:.0f} s':>7}"
+            line += f"{f'{value:.3f} s':>12}{_ratio(value, ideal, fraction):>9}{_ratio(value, baseline, fraction):>8}"
+        line += f"{result.finished:>8}{result.aborted:>8}{f'{result.cpu_s:.0f} s':>7}"
         lines.append(line)
         if len(result.ttft_ns) > 1:
             for priority in sorted(result.ttft_ns):
@@ -57,7 +57,7 @@ def figures(result: Result) -> dict[str, object]:
         "ttft_p99_s": _finite(result.ttft_s(0.99)),
         "simulated_s": result.end_ns / NS,
         "events": result.events,
-        "wall_s": result.wall_s,
+        "cpu_s": result.cpu_s,
     }
 
 

@@ -46,7 +46,7 @@ def ttft(result: Result) -> list[float]:
 
 def outcome(result: Result) -> dict[str, object]:
     """Everything but how long the simulation itself took."""
-    return {**report.figures(result), "wall_s": 0.0, "ttft": [list(part) for part in result.ttft_ns.values()]}
+    return {**report.figures(result), "cpu_s": 0.0, "ttft": [list(part) for part in result.ttft_ns.values()]}
 
 
 # --- exact small cases ------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_a_frozen_link_moves_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("policy", ["no-prefetch", "on-demand", "wait", "adaptive"])
+@pytest.mark.parametrize("policy", ["no-prefetch", "adaptive"])
 def test_every_request_ends_once_and_every_fetched_block_is_accounted_for(name: str, policy: str) -> None:
     """Fetched is loaded, wasted or still staged; nothing is pinned, queued or in flight at the end."""
     result = run_named(name, policy, 80, 1)
@@ -176,17 +176,17 @@ def test_every_request_ends_once_and_every_fetched_block_is_accounted_for(name: 
 
 
 def test_equal_seeds_give_equal_runs_and_others_do_not() -> None:
-    first, again, other = (run_named("aborts", "adaptive", 120, seed) for seed in (7, 7, 8))
+    first, again, other = (run_named("aborts", "wait", 80, seed) for seed in (7, 7, 8))
     assert outcome(first) == outcome(again)
     assert outcome(first) != outcome(other)
 
 
-@pytest.mark.parametrize("name", ["aborts", "tiers", "shared"])
+@pytest.mark.parametrize("name", ["aborts", "shared"])
 def test_running_equal_steps_as_one_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shortcut through steps that only decode gives the times of stepping one by one."""
-    quick = run_named(name, "wait", 150, 3)
+    quick = run_named(name, "wait", 100, 3)
     monkeypatch.setattr(Engine, "_blocked", lambda self: False)
-    slow = run_named(name, "wait", 150, 3)
+    slow = run_named(name, "wait", 100, 3)
     assert slow.events > quick.events
     assert outcome(quick) | {"events": 0} == outcome(slow) | {"events": 0}
 
@@ -194,7 +194,7 @@ def test_running_equal_steps_as_one_changes_nothing(name: str, monkeypatch: pyte
 def test_nothing_is_sooner_than_everything_local() -> None:
     """In steady load without aborts, the ideal is one."""
     ideal = run_named("poisson", "local", 200, 2)
-    for policy in ("no-prefetch", "on-demand", "wait", "recompute"):
+    for policy in ("no-prefetch", "on-demand", "wait"):
         assert run_named("poisson", policy, 200, 2).ttft_s(0.5) >= 0.999 * ideal.ttft_s(0.5)
 
 
