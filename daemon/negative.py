@@ -43,6 +43,10 @@ class NegativeCache:
             if (known := self._until.get(digest)) is not None and not known[1]:
                 del self._until[digest]
 
+    def forget(self, digest: bytes) -> None:
+        """It arrived after all."""
+        self._until.pop(digest, None)
+
     def clear(self) -> None:
         """Every key was removed."""
         self._until.clear()

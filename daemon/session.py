@@ -346,7 +346,9 @@ class EngineSession:
         self.totals.fetched_blocks += good
         self.totals.failed_blocks += len(outcome) - good
         for block, each in zip(order.blocks, outcome, strict=True):
-            if each not in (ErrorClass.OK, ErrorClass.TRANSIENT):
+            if each is ErrorClass.OK:
+                self._negative.forget(block.digest)
+            elif each is not ErrorClass.TRANSIENT:
                 self._negative.add(block.digest, now, lasting=each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT))
         disk = order.lane is Lane.DISK
         self.planner.fetched(order.number, [Fetched(each is ErrorClass.OK, disk) for each in outcome], now)

@@ -1,0 +1,119 @@
+"""Store calls that hang: a real cluster whose owner or master is stopped with SIGSTOP, and thawed again."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.store import Store
+from kvprefetch.shmring.protocol import FlagState, Outcome
+from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
+from tests.support.auditor import Auditor, ask_daemon
+
+ANSWER_S = 15.0  # the calls' deadline is one second; the rest is for a busy machine, and far below Mooncake's 60 s
+
+
+@pytest.fixture
+def cluster() -> Iterator[Store]:
+    with Store(memory="64 MB") as store:
+        yield store
+
+
+def blocks(name: str, count: int) -> dict[bytes, bytes]:
+    digests = [hashlib.sha256(f"{name}-{i}".encode()).digest() for i in range(count)]
+    return {digest: digest * (BLOCK_BYTES // 32) for digest in digests}
+
+
+def end(engine: FakeEngine, key: tuple[int, int]) -> None:
+    assert engine.move(key, FlagState.CANCELLED)
+    engine.done(key, Outcome.ABORTED)
+
+
+def stuck(daemon: Daemon) -> int:
+    return int(ask_daemon(daemon.socket).engines[0]["slots_stuck"])
+
+
+def test_an_owner_that_is_frozen_costs_its_requests_the_deadline_and_no_one_else_anything(
+    serve: Callable[..., Daemon], cluster: Store, auditor: Auditor
+) -> None:
+    daemon = serve(memory=None, mooncake_config=cluster.config, extra=("--call-timeout-ms", "1000"))
+    engine = FakeEngine(daemon.socket)
+    staged, hung, other = blocks("staged", 3), blocks("hung", 5), blocks("other", 4)
+    engine.save({**staged, **hung, **other})
+    wait_for(lambda: engine.load(list(staged)), what="a hit")
+    wait_for(lambda: sum(line["stored_blocks"] for line in daemon.records("save.done")) >= 12, what="the saves")
+    os.kill(cluster.owner_pid, signal.SIGSTOP)
+    try:
+        key = engine.hint([*staged, *hung])
+        at_once = engine.hint(list(staged))
+        assert engine.settled(at_once, ANSWER_S).count == 3, "what is staged waits for nothing"
+        assert engine.settled(engine.hint(list(blocks("absent", 2))), ANSWER_S).count == 0
+        assert engine.settled(key, ANSWER_S).count == 3, "the prefix that is ready"
+        assert stuck(daemon) == 5
+        assert daemon.wait_record("call.overdue") is not None
+        again = engine.hint([*staged, *hung])
+        assert engine.settled(again, ANSWER_S).count == 3
+        assert stuck(daemon) == 5
+        assert len(daemon.records("call.overdue")) == 1, "known to hang: not asked for again"
+    finally:
+        os.kill(cluster.owner_pid, signal.SIGCONT)
+    wait_for(lambda: stuck(daemon) == 0, 60, "the slots")
+    assert wait_for(lambda: engine.load(list(other)), 30, "a hit") == list(other.values())
+    assert engine.load([*staged, *hung]) == [*staged.values(), *hung.values()], "it arrived, so it is asked for again"
+    for index in range(engine.layout.flag_count):
+        flag = engine.flag((index, 0))
+        if flag.state == FlagState.READY:
+            end(engine, (index, flag.generation))
+    auditor.assert_idle(daemon.pid, daemon.socket)
+    engine.close()
+
+
+def test_a_master_that_is_frozen_makes_hundreds_of_hints_misses_together_and_is_found_again(
+    serve: Callable[..., Daemon], cluster: Store, auditor: Auditor
+) -> None:
+    daemon = serve(memory=None, mooncake_config=cluster.config, extra=("--call-timeout-ms", "1000"))
+    engine = FakeEngine(daemon.socket)
+    values = blocks("there", 4)
+    engine.save(values)
+    wait_for(lambda: engine.load(list(values)), what="a hit")
+    os.kill(cluster.master_pid, signal.SIGSTOP)
+    try:
+        keys = [engine.hint(list(blocks(f"master-{number}", 2))) for number in range(300)]
+        started = time.monotonic()
+        for key in keys:
+            assert engine.settled(key, ANSWER_S).count == 0
+        assert time.monotonic() - started < ANSWER_S, "one question's deadline for all, not one for each"
+        for key in keys:
+            end(engine, key)
+        late = engine.hint(list(blocks("late", 2)))
+        assert engine.settled(late, ANSWER_S).count == 0
+        end(engine, late)
+    finally:
+        os.kill(cluster.master_pid, signal.SIGCONT)
+    wait_for(lambda: daemon.records("store.recovered"), 30, "the probe's answer")
+    other = blocks("after", 2)
+    engine.save(other)
+    assert wait_for(lambda: engine.load(list(other)), 30, "a hit") == list(other.values())
+    auditor.assert_idle(daemon.pid, daemon.socket)
+    engine.close()
+
+
+def test_sigterm_does_not_wait_for_a_call_that_hangs(serve: Callable[..., Daemon], cluster: Store) -> None:
+    daemon = serve(memory=None, mooncake_config=cluster.config, extra=("--call-timeout-ms", "1000"))
+    engine = FakeEngine(daemon.socket)
+    values = blocks("term", 3)
+    engine.save(values)
+    wait_for(lambda: sum(line["stored_blocks"] for line in daemon.records("save.done")) >= 3, what="the save")
+    os.kill(cluster.owner_pid, signal.SIGSTOP)
+    try:
+        assert engine.settled(engine.hint(list(values)), ANSWER_S).count == 0
+        assert daemon.sigterm(25) == 0
+    finally:
+        os.kill(cluster.owner_pid, signal.SIGCONT)
+    engine.close()
