@@ -88,9 +88,8 @@ def patient(daemon: Daemon, wait_s: float) -> dict[str, Any]:
     return ours(daemon.socket, wait_timeout_ms=int(wait_s * 1000))
 
 
-def waiting_at_most(seconds: float) -> dict[str, Any]:
-    """Sampling parameters of requests that bound their own wait."""
-    wishes = {"wait_policy": "timeout", "wait_timeout_ms": int(seconds * 1000)}
+def wishing(**wishes: Any) -> dict[str, Any]:
+    """Sampling parameters of requests with a wait policy, or a longest wait, of their own."""
     return {"extra_args": {"kv_transfer_params": {"kvprefetch": wishes}}}
 
 

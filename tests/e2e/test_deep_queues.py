@@ -16,7 +16,7 @@ from benchmarks.lab.process import frozen
 from benchmarks.lab.prompts import make_prompts
 from benchmarks.lab.store import Store
 from tests.e2e.conftest import whole_blocks
-from tests.e2e.deep import Pair, Prompts, fill, finished, patient
+from tests.e2e.deep import Pair, Prompts, fill, finished, patient, wishing
 from tests.support.auditor import Auditor
 
 QUEUE = make_prompts(200, 300, seed=61)  # 9 blocks each
@@ -99,6 +99,16 @@ def test_staging_for_two_with_two_hundred_waiting(cluster: Store, narrow: Pair, 
     assert 9 * len(QUEUE) <= fetched <= 9 * len(QUEUE) * 5 // 4, "hardly a block is fetched twice"
 
 
+def test_two_hundred_waiting_that_take_what_pays(cluster: Store, narrow: Pair, right: Right) -> None:
+    """The same queue under the default policy: how many recompute is the machine's affair, the tokens are not."""
+    with frozen(cluster.owner_pid):
+        narrow.begin(QUEUE, max_tokens=8, sampling=wishing(wait_policy="adaptive"))
+        narrow.engine.wait_event("first_token")
+    result = narrow.finish()
+    assert finished(result)
+    assert result.tokens == right.queue
+
+
 def test_a_prefix_shared_by_ninety_percent_is_fetched_once(wide: Pair, right: Right) -> None:
     before = wide.account()["fetched_blocks"]
     result = wide.run(SHARED, max_tokens=8)
@@ -172,8 +182,10 @@ def storm(cluster: Store, pair: Pair, right: list[list[int]], turn: int, *, held
             for _ in aborts:
                 pair.engine.wait_event("finished")
     result = pair.finish()
+    aborted = [request.index for request in result.requests if request.finish_reason == "abort"]
     if held:
-        assert sum(request.finish_reason == "abort" for request in result.requests) == len(aborts)
-    for index in survivors:
+        assert len(aborted) >= len(aborts) - 2, "all but those that an earlier pass left in staging, two at most"
+    assert not set(aborted) & set(survivors)
+    for index in set(range(len(QUEUE))) - set(aborted):
         assert result.requests[index].finish_reason == "length"
         assert result.tokens[index] == right[index]
