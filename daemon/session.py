@@ -18,7 +18,7 @@ from ..shmring._atomics import Words
 from ..shmring.credits import CreditGranter
 from ..shmring.doorbell import Doorbell
 from ..shmring.errors import SegmentCorrupt
-from ..shmring.flags import FlagTable, pack, unpack
+from ..shmring.flags import FlagTable, unpack
 from ..shmring.liveness import Liveness, PeerState
 from ..shmring.protocol import FlagState, Hello, ProtocolError, RecordKind
 from ..shmring.ring import Consumer, Record
@@ -26,6 +26,7 @@ from . import transfers
 from .account import Account
 from .config import Mode
 from .events import Ending
+from .flags import SessionFlags
 from .logs import Log
 from .lookups import LookUps, Question
 from .memory import EngineMemory
@@ -45,40 +46,6 @@ SCANNED_PER_TICK = 256
 LAST_RECORDS = 4096  # read at the end of a session: all that an honest engine can have on the way, and no flood
 RECENT = 256
 PUTS_PER_CHUNK = 4  # a load that comes while a put is in flight waits for a quarter of a chunk at most
-MAX_EXCHANGES = 16  # an honest engine makes two transitions of one use of a flag at most
-
-
-class _Flags:
-    """The planner's port to the completion flags. `disk_blocks` says how many of a request's blocks came from disk."""
-
-    def __init__(self, table: FlagTable, disk_blocks: Callable[[Key], int | None]) -> None:
-        self._table, self._disk_blocks = table, disk_blocks
-
-    def publish(self, key: Key, start: int, slots: Any, count: int, final: bool) -> bool:
-        flag, generation = key
-        self._table.write_slots(flag, start, slots)
-        if (disk := self._disk_blocks(key)) is not None:
-            self._table.set_disk(flag, disk)
-        state = FlagState.READY if final else FlagState.HINTED
-        return self._move(key, (FlagState.HINTED,), pack(generation, state, count))
-
-    def expire(self, key: Key) -> bool:
-        return self._move(key, (FlagState.HINTED, FlagState.READY), pack(key[1], FlagState.EXPIRED, 0))
-
-    def free(self, key: Key) -> bool:
-        """RELEASED or CANCELLED -> FREE: nothing of it is pinned any more."""
-        return self._move(key, (FlagState.RELEASED, FlagState.CANCELLED), pack(key[1], FlagState.FREE, 0))
-
-    def _move(self, key: Key, states: tuple[FlagState, ...], desired: int) -> bool:
-        flag, generation = key
-        for _ in range(MAX_EXCHANGES):
-            word = self._table.load(flag)
-            seen = unpack(word)
-            if seen.generation != generation or seen.state not in states:
-                return False
-            if self._table.exchange(flag, word, desired):
-                return True
-        raise SegmentCorrupt(f"flag does not stand still: flag={flag} word={self._table.load(flag):#x}")
 
 
 class _Answers:
@@ -118,7 +85,7 @@ class EngineSession:
         self.table = FlagTable(self.control.buffer, self.words, self.layout)
         self.liveness = Liveness(self.words, consumer=True)
         self.liveness.beat(clock_ns())
-        self._flags = _Flags(self.table, self._disk_blocks)
+        self._flags = SessionFlags(self.table, self._disk_blocks)
         self._mode: Mode = "on"
         self._jobs = 0
         self._registered = False

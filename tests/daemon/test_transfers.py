@@ -1,0 +1,52 @@
+"""Store work of one engine on a store that answers what it is told: batches, tiers, ranks, one retry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvprefetch.daemon import transfers
+from kvprefetch.daemon.staging import HostStaging
+from kvprefetch.daemon.store_errors import ErrorClass
+from kvprefetch.daemon.transfers import Found, Shape
+
+
+class Told:
+    """A store with the keys `there`; `gets` are the answers to get_into, one after the other."""
+
+    def __init__(self, there: set[str], gets: list[list[ErrorClass]] | None = None) -> None:
+        self.there, self.gets = there, gets or []
+        self.asked: list[Any] = []
+
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        return [key in self.there for key in keys]
+
+    def tiers(self, keys: Sequence[str]) -> list[str]:
+        self.asked.append(list(keys))
+        return ["disk" if "dd" in key else "memory" for key in keys]
+
+    def get_into(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[ErrorClass]:
+        self.asked.append(list(keys))
+        return self.gets.pop(0)
+
+
+def test_several_questions_are_one_and_only_hits_are_asked_for_their_tier() -> None:
+    staging = HostStaging(1, [64, 64])
+    shape = Shape(("r0@", "r1@"), staging)
+    store: Any = Told({"r0@aa", "r1@aa", "r0@dd", "r1@dd", "r0@cc"})
+    questions = [[b"\xaa", b"\xdd", b"\xcc"], [b"\xcc"], [b"\xdd"]]
+    answers = transfers.look_up(store, shape, questions, tiers=True)
+    assert answers == [Found(2, b"\0\1"), Found(0, b""), Found(1, b"\1")]
+    assert store.asked == [["r0@aa", "r0@dd"], ["r0@dd"]], "one rank's keys, and none for a miss"
+    staging.close()
+
+
+def test_what_may_be_there_soon_is_tried_once_more_and_nothing_else() -> None:
+    staging = HostStaging(4, [64])
+    shape = Shape(("r0@",), staging)
+    first = [ErrorClass.OK, ErrorClass.RETRY, ErrorClass.FOREIGN, ErrorClass.LOOKUP_AGAIN]
+    store: Any = Told(set(), [first, [ErrorClass.OK, ErrorClass.LOOKUP_AGAIN]])
+    outcome = transfers.fetch(store, shape, [(bytes([i]), i) for i in range(4)])
+    assert outcome == [ErrorClass.OK, ErrorClass.OK, ErrorClass.FOREIGN, ErrorClass.LOOKUP_AGAIN]
+    assert store.asked[1] == ["r0@01", "r0@03"]
+    staging.close()
