@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .client import Unavailable
-from .commands import check_config, explain, install_unit, mode, serve, stat, status, tail, top
+from .commands import check_config, doctor, explain, install_unit, mode, serve, stat, status, store, tail, top
 from .config import ConfigError
 from .sources import nearest
 
 EX_UNAVAILABLE = 69
 EX_CONFIG = 78
 
-COMMANDS = (serve, check_config, status, top, stat, tail, explain, mode, install_unit)
+COMMANDS = (serve, check_config, status, top, stat, tail, explain, mode, install_unit, doctor, store)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -93,6 +93,7 @@ class EmbeddedMaster:
         self._port = master_port
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
+        self.http = ""  # host:port of its HTTP interface, once it was started
         self._last: collections.deque[str] = collections.deque(maxlen=20)
 
     @property
@@ -171,7 +172,9 @@ class EmbeddedMaster:
     def _spawn(self, binary: str, port: int) -> None:
         command = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), binary]
         command += ["--rpc_address=127.0.0.1", f"--rpc_port={port}", "--rpc_thread_num=4"]
-        command += ["--metrics_host=127.0.0.1", f"--metrics_port={_free_port()}", "--logtostderr"]
+        metrics_port = _free_port()
+        self.http = f"127.0.0.1:{metrics_port}"
+        command += ["--metrics_host=127.0.0.1", f"--metrics_port={metrics_port}", "--logtostderr"]
         if self._disk:
             # Writing a value to disk takes a lease on it, and memory under lease cannot be reused: the default of 10 s
             # would let the segment turn over only once in 11 s.

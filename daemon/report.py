@@ -28,12 +28,13 @@ def numbers(session: EngineSession) -> dict[str, int | str]:
     }
 
 
-def status(sessions: Sequence[EngineSession], board: Board, store_open: bool, mode: str) -> Status:
+def status(sessions: Sequence[EngineSession], board: Board, store_open: bool, mode: str, master_http: str) -> Status:
     now = board.clock_ns()
     return Status(
         version=__version__,
         pid=os.getpid(),
         mode=mode,
+        master_http=master_http,
         store_open=store_open,
         engines=[numbers(session) for session in sessions[:MAX_ENGINES]],
         engine_count=len(sessions),

@@ -248,7 +248,8 @@ class Daemon:
 
     def _status(self) -> Status:
         sessions = self._control.sessions() if self._control is not None else []
-        return report.status(sessions, self._board, self._store_is_open, self._mode)
+        http = self._master.http if self._master is not None else ""
+        return report.status(sessions, self._board, self._store_is_open, self._mode, http)
 
     def _summary(self) -> str:
         """One line for `systemctl status`."""
@@ -290,14 +291,19 @@ class Daemon:
             before = self._mode
             self._switch(message.mode)
             reply(Report(ok=True, text=f"mode: {message.mode} (was {before})"))
-        elif isinstance(message, Purge) and self._store is not None:
-            job = partial(self._store.remove_matching, message.prefixes, message.timeout_ms / 1e3)
+        elif isinstance(message, Purge) and self._store is not None and self._control is not None:
+            named = [session for session in self._control.sessions() if session.engine_id == message.engine]
+            prefixes = {*message.prefixes, *(prefix for session in named for prefix in session.shape.key_prefixes)}
+            if message.engine and not named:
+                reply(Report(ok=False, text=f"no such engine is attached: engine={message.engine!r}"))
+                return
 
             def purged(future: Future[bool]) -> None:
                 gone = future.exception() is None and future.result()
-                text = "every key is gone" if gone else "not confirmed: time was up, or the store did not answer"
-                reply(Report(ok=gone, text=f"{text}: prefixes={len(message.prefixes)}"))
+                said = "every key is gone" if gone else "not confirmed: time was up, or the store did not answer"
+                reply(Report(ok=gone, text=f"{said}: {', '.join(sorted(prefixes))}"))
 
+            job = partial(self._store.remove_matching, sorted(prefixes), message.timeout_ms / 1e3)
             pools.save(job, purged)
 
     # --- the end ----------------------------------------------------------------------------------------------------

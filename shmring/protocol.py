@@ -378,6 +378,7 @@ class Status(_Message):
     version: str
     pid: int
     mode: str = "on"
+    master_http: str = ""  # host:port of the embedded master's HTTP interface
     store_open: bool
     engines: list[dict[str, int | str]]
     engine_count: int = 0
@@ -394,10 +395,14 @@ class SetMode(_Message):
 
 
 class Purge(_Message):
-    """An operator removes every value whose key begins with one of these prefixes; answered by Report."""
+    """An operator removes every stored value of these namespaces; answered by Report.
+
+    A namespace is what stands before a block's hash in its keys: `prefixes`, or those of an attached engine's ranks.
+    """
 
     type: Literal["purge"] = "purge"
-    prefixes: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(min_length=1, max_length=64)
+    engine: str = Field(default="", max_length=256)
+    prefixes: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(default_factory=list, max_length=64)
     timeout_ms: int = Field(ge=1, le=600_000)
 
 

@@ -1,0 +1,90 @@
+"""`kvprefetchd store ls|stat|purge`: what the store holds by namespace, and removing a namespace."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import re
+import sys
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+
+from ...shmring import protocol
+from ..client import Unavailable, ask
+from ..config import ConfigError
+from .common import Commands, add_socket, declare, report
+
+DETAILS = (
+    "A namespace is what stands before the hash in a block's key: model, parallel layout and rank, with `cache_prefix` "
+    "first. ls and stat ask the Mooncake master's HTTP interface: the embedded store's, or --master-http. purge goes "
+    "through the daemon, reaches the embedded disk tier too, and leaves attached engines running: what is staged "
+    "stays valid, and what is saved afterwards is stored again."
+)
+_HASH = re.compile(r"[0-9a-fA-F]{16,128}$")
+PURGE_TIMEOUT_S = 60
+
+
+def add(commands: Commands) -> None:
+    parser = declare(commands, "store", "list, count or remove what the store holds", run, details=DETAILS)
+    parser.add_argument("action", choices=("ls", "stat", "purge"))
+    parser.add_argument("--prefix", metavar="TEXT", help="only keys that begin so; for purge, a whole namespace")
+    parser.add_argument("--engine", metavar="ID", help="purge: the namespaces of this attached engine, all ranks")
+    parser.add_argument("--yes", action="store_true", help="purge: do it")
+    parser.add_argument("--master-http", metavar="HOST:PORT", help="ls, stat: a cluster's master (its --metrics_port)")
+    add_socket(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.action == "purge":
+        return purge(arguments)
+    keys = listed(master_of(arguments), arguments.prefix or "")
+    if arguments.action == "ls":
+        for key in keys:
+            sys.stdout.write(key + "\n")
+        return 0
+    counts = collections.Counter(namespace(key) for key in keys)
+    for name, count in sorted(counts.items()):
+        print(f"{count:>10}  {name}")
+    print(f"{counts.total():>10}  in all" if counts else "nothing is stored")
+    return 0
+
+
+def purge(arguments: argparse.Namespace) -> int:
+    if bool(arguments.prefix) == bool(arguments.engine):
+        raise ConfigError("store purge: one of --prefix and --engine is wanted")
+    if not arguments.yes:
+        raise ConfigError("store purge: removes stored KV for every engine of the namespace; say --yes to do it")
+    order = protocol.Purge(
+        engine=arguments.engine or "", prefixes=[arguments.prefix] if arguments.prefix else [],
+        timeout_ms=PURGE_TIMEOUT_S * 1000,
+    )  # fmt: skip
+    return report(ask(arguments.socket, order, PURGE_TIMEOUT_S + 10))
+
+
+def namespace(key: str) -> str:
+    """A key without its hash."""
+    return _HASH.sub("", key)
+
+
+def master_of(arguments: argparse.Namespace) -> str:
+    """host:port of the master's HTTP interface. Raises Unavailable when nobody knows it."""
+    if arguments.master_http:
+        return str(arguments.master_http)
+    answer, _ = ask(arguments.socket, protocol.StatusQuery())
+    if isinstance(answer, protocol.Status) and answer.master_http:
+        return answer.master_http
+    raise Unavailable("the daemon joined a cluster: name its master's HTTP interface with --master-http HOST:PORT")
+
+
+def listed(master: str, prefix: str) -> Iterator[str]:
+    """Keys of the store, as the master streams them. Raises Unavailable."""
+    url = f"http://{urllib.parse.quote(master, safe=':[]')}/get_all_keys"
+    try:
+        with urllib.request.urlopen(url, timeout=30) as page:
+            for line in page:
+                key = line.decode(errors="replace").rstrip("\n")
+                if key.startswith(prefix) and key:
+                    yield key
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"the master does not answer: {url}: {error}") from None

