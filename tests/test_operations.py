@@ -1,0 +1,73 @@
+"""The commands of docs/OPERATIONS.md and docs/TUNING.md that are marked for it run as they stand there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomllib
+
+from benchmarks.lab.daemon import Daemon
+from kvprefetch.daemon.config import NEXT_ATTACH, RELOADABLE, DaemonConfig, load
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = {name: (ROOT / "docs" / name).read_text() for name in ("OPERATIONS.md", "TUNING.md")}
+
+
+def commands(mark: str) -> list[str]:
+    """Lines of all fenced blocks whose opening has exactly this mark."""
+    blocks = [block for text in DOCS.values() for block in re.findall(rf"```{mark}\n(.*?)```", text, re.DOTALL)]
+    return [line for block in blocks for line in block.splitlines() if line]
+
+
+def run(command: str, folder: Path, **environ: str) -> None:
+    """With the `kvprefetchd` of these sources first on the path."""
+    program = folder / "kvprefetchd"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvprefetch.daemon "$@"\n')
+    program.chmod(0o755)
+    result = subprocess.run(
+        ["sh", "-ec", command], cwd=folder, capture_output=True, text=True, timeout=150, check=False,
+        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **environ},
+    )  # fmt: skip
+    assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
+
+
+def test_the_documents_have_commands_to_run() -> None:
+    assert len(commands("sh test")) >= 4
+    assert len(commands("sh test serving")) >= 6
+
+
+@pytest.mark.parametrize("command", commands("sh test"))
+def test_a_command_runs(command: str, tmp_path: Path) -> None:
+    run(command, tmp_path)
+
+
+def test_the_commands_for_a_running_daemon_run(tmp_path: Path) -> None:
+    with Daemon(memory="64MiB", staging="1MiB") as daemon:
+        for command in commands("sh test serving"):
+            run(command, tmp_path, KVPREFETCHD_SOCKET=str(daemon.socket))
+
+
+def test_the_configuration_shown_is_valid() -> None:
+    for block in re.findall(r"```toml\n(.*?)```", DOCS["OPERATIONS.md"], re.DOTALL):
+        load(tomllib.loads(block))
+
+
+def test_what_a_reload_takes_over_is_said() -> None:
+    said = DOCS["OPERATIONS.md"].split("`systemctl reload kvprefetchd`")[1].split("The log has")[0]
+    assert set(re.findall(r"`(\w+)`", said)) == RELOADABLE
+    assert set(re.findall(r"`(\w+)`", said.split("at once,")[1])) == NEXT_ATTACH
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_keys_and_links_exist(name: str) -> None:
+    text = DOCS[name]
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (ROOT / "docs" / link).exists(), link
+    if name == "TUNING.md":
+        for key in re.findall(r"^\* \*\*`(\w+)`", text, re.MULTILINE):
+            assert key in DaemonConfig.model_fields, key
