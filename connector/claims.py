@@ -28,6 +28,8 @@ MAX_LATE_HINTS = 3
 Reply = tuple[int | None, bool]
 NOTHING: Reply = (0, False)
 PENDING: Reply = (None, False)
+# Where no flag is: nothing is ready, and nothing has ended.
+UNHINTED = Flag(0, FlagState.HINTED, 0)
 # What a request may say in its kv_transfer_params: {"kvprefetch": {"wait_policy": ..., "wait_timeout_ms": ...}}.
 OVERRIDE_KEY = "kvprefetch"
 
@@ -117,6 +119,7 @@ class Claims:
         if start >= usable:
             return NOTHING
         now = self._clock_ns()
+        flag = UNHINTED
         if entry.handle is not None and not self._shadow:
             flag = hints.look(entry.handle)
             if flag.state == FlagState.EXPIRED:
@@ -132,12 +135,13 @@ class Claims:
             if entry.handle is None:
                 self._late_hint(entry, session, start)
             return NOTHING
-        return self._pending(entry, session, start, usable, now, idle)
+        return self._pending(entry, session, UNHINTED if entry.handle is None else flag, start, usable, now, idle)
 
-    def _pending(self, entry: Entry, session: SchedulerSession, start: int, usable: int, now: int, idle: bool) -> Reply:
+    def _pending(
+        self, entry: Entry, session: SchedulerSession, flag: Flag, start: int, usable: int, now: int, idle: bool
+    ) -> Reply:
         """No hint yet, or one whose fetch goes on: wait for it, or make do with what is ready."""
         handle = entry.handle
-        flag = Flag(0, FlagState.HINTED, 0) if handle is None else hints.look(handle)
         first_visit = entry.wait is None
         wait = entry.wait = entry.wait or self._begin(entry, max(start, flag.count), now)
         if first_visit and idle and handle is not None and wait.policy != "best_effort":
@@ -149,7 +153,7 @@ class Claims:
                 return self._take(entry, handle, flag, start, usable, Outcome.MISS, now)
             return PENDING  # revoked while we spun: the next visit hints again
         limit = usable
-        if handle is not None and (found := handle.session.flags.found(handle.flag)):
+        if handle is not None and wait.policy == "adaptive" and (found := handle.session.flags.found(handle.flag)):
             limit = min(found, usable)
         verdict = self._policy.verdict(wait, max(start, flag.count), limit, now, idle=idle)
         if verdict is Verdict.WAIT:
