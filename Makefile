@@ -10,7 +10,7 @@ JOBS   ?= 2
 LINKED := __init__.py py.typed daemon shmring connector
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint links format stress gpu demo bench-ttft bench-ring bench-save simulate simulate-compare clean
+.PHONY: help setup test lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save simulate simulate-compare clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ bench-ttft: setup ## time to first token against vLLM's own Mooncake connector
 
 bench-save: setup ## time of a step with saving on against off
 	@$(BIN)/python -m benchmarks.save $(ARGS)
+
+bench-miss: setup ## what a miss costs: under load and on an idle engine, with and without the connector
+	@$(BIN)/python -m benchmarks.miss $(ARGS)
 
 bench-ring: setup ## cost of one push, one poll and one wake-up
 	@$(BIN)/python -m benchmarks.ring $(ARGS)
