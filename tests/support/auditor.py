@@ -55,6 +55,8 @@ def control_segments(pid: int) -> list[dict[str, Any]]:
         except OSError:
             continue
         try:
+            if os.fstat(fd).st_size == 0:  # just being made
+                continue
             seen = view.read(fd, time.monotonic_ns(), names)
             views[seen["epoch"]] = seen
         except SegmentCorrupt:
