@@ -82,6 +82,7 @@ class Claims:
         self._shadow = config.mode == "shadow"
         self._spin_left_ns = self._spin_ns = config.idle_spin_us * 1000
         self._warned_ns = -_WARN_EVERY_NS
+        self._pending_ahead = False  # whether a request visited before in this pass waits
 
     def usable_blocks(self, request: Any) -> int:
         """Full blocks that leave at least one token to compute."""
@@ -109,11 +110,13 @@ class Claims:
     def new_pass(self) -> None:
         """The scheduler begins another pass over its queue."""
         self._spin_left_ns = self._spin_ns
+        self._pending_ahead = False
 
-    def match(self, entry: Entry, session: SchedulerSession, start: int, *, idle: bool) -> Reply:
+    def match(self, entry: Entry, session: SchedulerSession, start: int, *, occupied: float) -> Reply:
         """The reply for a request of which blocks [0, start) are local; entry.answer is set when it is a claim.
 
-        `idle`: nothing else is scheduled, so that a pending answer costs the engine's sleep.
+        `occupied`: the share of the engine's seats that are taken; where it is 0, a pending answer costs the engine's
+        sleep.
         """
         usable = self.usable_blocks(entry.request)
         if start >= usable:
@@ -135,16 +138,16 @@ class Claims:
             if entry.handle is None:
                 self._late_hint(entry, session, start)
             return NOTHING
-        return self._pending(entry, session, UNHINTED if entry.handle is None else flag, start, usable, now, idle)
+        return self._pending(entry, session, UNHINTED if entry.handle is None else flag, start, usable, now, occupied)
 
     def _pending(
-        self, entry: Entry, session: SchedulerSession, flag: Flag, start: int, usable: int, now: int, idle: bool
+        self, entry: Entry, session: SchedulerSession, flag: Flag, start: int, usable: int, now: int, occupied: float
     ) -> Reply:
         """No hint yet, or one whose fetch goes on: wait for it, or make do with what is ready."""
         handle = entry.handle
         first_visit = entry.wait is None
         wait = entry.wait = entry.wait or self._begin(entry, max(start, flag.count), now)
-        if first_visit and idle and handle is not None and wait.policy != "best_effort":
+        if first_visit and occupied == 0.0 and handle is not None and wait.policy != "best_effort":
             hints.ask(handle, now)
             flag = self._spin(handle, flag, usable)
             now = self._clock_ns()
@@ -155,13 +158,16 @@ class Claims:
         limit = usable
         if handle is not None and wait.policy == "adaptive" and (found := handle.session.flags.found(handle.flag)):
             limit = min(found, usable)
-        verdict = self._policy.verdict(wait, max(start, flag.count), limit, now, idle=idle)
+        verdict = self._policy.verdict(
+            wait, max(start, flag.count), limit, now, occupied=occupied, first=not self._pending_ahead
+        )
         if verdict is Verdict.WAIT:
             if handle is not None:
                 hints.ask(handle, now)
             elif not self._late_hint(entry, session, start):
                 verdict = Verdict.LATE
         if verdict is Verdict.WAIT:
+            self._pending_ahead = True
             return PENDING
         outcome = Outcome.LATE if verdict is Verdict.LATE else Outcome.RECOMPUTED
         if handle is None:

@@ -10,8 +10,16 @@ broken daemon reaches.  `adaptive` compares two times, both measured:
 It starts to wait when waiting is expected to take no longer than recomputing, and stops when it is expected to take
 LEAVE_FACTOR times as long, so that noise does not cut a wait short.  Rates are no promise.  Whatever the blocks do, it
 stops when nothing came for RISK of what recomputing the missing ones takes, or when the wait has cost that much more
-than its blocks have saved: a request is never later than (1 + RISK) times recomputing at once, plus one visit.  The
+than its blocks have saved: on an empty engine a request is never later than (1 + RISK) times recomputing at once, plus
+one visit.  The
 same bounds serve while no rate is known.  What is not worth one visit (a short prompt, a few blocks) is not waited for.
+
+Recomputing keeps a seat and lengthens everybody's steps: the fewer seats are free, the more requests wait behind it.
+So it counts 1 / (1 - occupied) times, as the time in a queue grows with the load of what serves it.
+
+Only the first of the requests that wait is judged so, and its clock starts when it gets there.  Behind it nobody is
+late: what the engine could do now is the first one's to decide, and store and staging serve the queue in order.  Judged
+one by one, a queue that waits for its turn would be recomputed as a whole.
 
 Stopping is final: what is ready is claimed, and the daemon drops the rest.
 """
@@ -49,7 +57,10 @@ class Verdict(enum.Enum):
 
 @dataclass(slots=True)
 class Wait:
-    """One admission's wait at the head of the queue, from its first visit on. Block counts are absolute."""
+    """One admission's wait, from its first visit on; an adaptive one's counts once it is the first of those that wait.
+
+    Block counts are absolute.
+    """
 
     policy: Policy
     began_ns: int
@@ -60,11 +71,19 @@ class Wait:
     # The first progress: (when, blocks ready). The pace is what came after it.
     first: tuple[int, int] | None = None
     visits: int = 0
+    counts: bool = True
 
     @classmethod
     def begin(cls, policy: Policy, timeout_ms: int, now_ns: int, ready: int) -> Wait:
         bound = WAIT_BOUND_NS if policy == "wait" else timeout_ms * 1_000_000
-        return cls(policy, now_ns, now_ns + bound, ready, ready, now_ns)
+        return cls(policy, now_ns, now_ns + bound, ready, ready, now_ns, counts=policy != "adaptive")
+
+    def first_in_line(self, ready: int, now_ns: int) -> None:
+        """Nobody before it waits any more: from now on it is judged."""
+        if not self.counts:
+            self.counts = True
+            self.began_ns, self.bound_ns, self.progress_ns = now_ns, self.bound_ns - self.began_ns + now_ns, now_ns
+            self.began_ready = self.ready = ready
 
     def rehinted(self, ready: int) -> None:
         """The fetch begins anew with so many blocks; clock and bounds go on."""
@@ -149,34 +168,43 @@ class WaitPolicy:
         """What waiting for so many blocks can save."""
         return self._steps.prefill_ns(blocks * self._block_tokens)
 
-    def verdict(self, wait: Wait, ready: int, limit: int, now_ns: int, *, idle: bool) -> Verdict:
+    def verdict(
+        self, wait: Wait, ready: int, limit: int, now_ns: int, *, occupied: float, first: bool = True
+    ) -> Verdict:  # fmt: skip
         """One visit: blocks [0, ready) are ready and no more than [0, limit) will come.
 
-        `idle`: the engine has nothing else to do, and looks again after IDLE_VISIT_NS.
+        `occupied`: the share of the engine's seats that are taken, below 1; an engine where it is 0 looks again after
+        IDLE_VISIT_NS.  `first`: nobody before it in the queue waits.
         """
+        if first:
+            wait.first_in_line(ready, now_ns)
+        elif not wait.counts:
+            return Verdict.WAIT
         self.fetches.saw(wait, ready, now_ns)
         wait.visits += 1
-        verdict = self._judge(wait, max(0, limit - ready), now_ns, idle)
+        verdict = self._judge(wait, max(0, limit - ready), now_ns, occupied)
         if verdict is not Verdict.WAIT and wait.visits > 1:
             self.fetches.gave_up(wait, now_ns)
         return verdict
 
-    def _judge(self, wait: Wait, missing: int, now_ns: int, idle: bool) -> Verdict:
+    def _judge(self, wait: Wait, missing: int, now_ns: int, occupied: float) -> Verdict:
         if wait.policy == "best_effort":
             return Verdict.TAKE
         if now_ns >= wait.bound_ns:
             return Verdict.LATE
         if wait.policy != "adaptive":
             return Verdict.WAIT
-        saved = self.recompute_ns(missing)
+        price = 1.0 / (1.0 - occupied)
+        saved = price * self.recompute_ns(missing)
         if now_ns - wait.progress_ns > RISK * saved:
             return Verdict.TAKE
         gained = wait.ready - wait.began_ready
-        if now_ns - wait.began_ns - self.recompute_ns(gained) > RISK * self.recompute_ns(gained + missing):
+        lost = now_ns - wait.began_ns - price * self.recompute_ns(gained)
+        if lost > RISK * price * self.recompute_ns(gained + missing):
             return Verdict.TAKE
         if wait.visits == 1 and self.fetches.latency_ns(now_ns) > RISK * saved:
             return Verdict.TAKE
-        visit = IDLE_VISIT_NS if idle else max(self._steps.step_ns, 1.0)
+        visit = IDLE_VISIT_NS if occupied == 0.0 else max(self._steps.step_ns, 1.0)
         seen = visit * max(1, math.ceil(self._expected_ns(wait, missing, now_ns) / visit))
         return Verdict.WAIT if seen <= (1.0 if wait.visits == 1 else LEAVE_FACTOR) * saved else Verdict.TAKE
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -119,10 +119,9 @@ class SchedulerSide:
             config, geometry, WaitPolicy(self._steps, geometry.block_tokens),
             self._saves if self._saving else None, self.counters, clock_ns,
         )  # fmt: skip
-        # What the step before scheduled, whether this pass admitted something, and sessions, which have no entry.
-        self._scheduled: Iterable[str] = ()
-        self._admitted = False
-        self._resumable: set[str] = set()
+        # What the step before scheduled and has not finished since, and how many requests this pass admitted.
+        self._running: set[str] = set()
+        self._admitted = 0
         self._generation = 0
         self._reset_asked_ns = 0
         self._stale_local = False
@@ -133,7 +132,6 @@ class SchedulerSide:
     def arrived(self, request: Any) -> None:
         """A new request: one hint, unless there is nothing to gain."""
         if request.resumable:
-            self._resumable.add(request.request_id)
             return  # a session's later chunks are never asked about, and its tokens may be cut back
         loadable = self._geometry.loads and not request.skip_reading_prefix_cache
         entry = Entry(request, loadable, request.num_preemptions)
@@ -171,7 +169,7 @@ class SchedulerSide:
         session = self._usable_session()
         if session is None:
             return NOTHING
-        reply = self._claims.match(entry, session, start, idle=self._idle())
+        reply = self._claims.match(entry, session, start, occupied=self._occupied())
         if entry.answer is not None:
             self._answered.add(request.request_id)
         if reply[0] is None:
@@ -182,17 +180,16 @@ class SchedulerSide:
             entry.waiting_since_ns = 0
         return reply
 
-    def _idle(self) -> bool:
-        """Whether this step will be empty as far as one can see from here: nothing runs, nothing was admitted."""
-        if self._admitted:
-            return False
-        return not any(name in self._entries or name in self._resumable for name in self._scheduled)
+    def _occupied(self) -> float:
+        """The share of the engine's seats that are taken, as far as one can see from here; who is asked has one."""
+        seats = self._geometry.seats
+        return min(len(self._running) + self._admitted, seats - 1) / seats
 
     # --- after allocation -------------------------------------------------------------------------------------------
 
     def allocated(self, request: Any, block_ids: Callable[[], Any], num_external_tokens: int) -> None:
         """vLLM's update_state_after_alloc; `block_ids()` gives the request's block ids per group."""
-        self._admitted = True
+        self._admitted += 1
         entry = self._entries.get(request.request_id)
         if num_external_tokens > 0:
             answer = entry.answer if entry is not None else None
@@ -297,7 +294,7 @@ class SchedulerSide:
                     prefill_tokens += min(tokens, left) if left > 1 else 0
         executed = output.total_num_scheduled_tokens > 0
         self._steps.began(self._clock_ns(), prefill_tokens, executed=executed, typical=not loading)
-        self._scheduled, self._admitted = scheduled, False
+        self._running, self._admitted = set(scheduled), 0
         self._claims.new_pass()
 
     def step_ended(self) -> None:
@@ -356,9 +353,9 @@ class SchedulerSide:
     @_detaching(None)
     def finished(self, request: Any, block_ids: Sequence[int] = ()) -> None:
         """The request has ended, for whatever reason, and gives these blocks back; a dispatched load goes on."""
+        self._running.discard(request.request_id)
         entry = self._entries.pop(request.request_id, None)
         if entry is None:
-            self._resumable.discard(request.request_id)
             return
         if entry.preemptions == request.num_preemptions and not self._stale_local:
             self._saves.leave(entry.progress, request, block_ids)

@@ -22,7 +22,10 @@ _NAMESPACE = uuid.UUID("8f5a6b0e-6a5c-5f0e-9d9b-2f3f1d6c9a41")
 
 @dataclass(frozen=True)
 class Geometry:
-    """Numbers of one engine. Sizes in tokens or bytes; `block_bytes` is one rank's share of a block."""
+    """Numbers of one engine. Sizes in tokens or bytes; `block_bytes` is one rank's share of a block.
+
+    `seats`: requests that run at a time.
+    """
 
     block_tokens: int
     hashes_per_block: int
@@ -30,6 +33,7 @@ class Geometry:
     world_size: int
     block_bytes: int
     max_blocks: int
+    seats: int
     loads: bool
     saves: bool
     # EAGLE-like drafters: the last matched block's draft KV depends on the token after it, which no hash covers.
@@ -79,6 +83,7 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometr
         # All layers of all blocks lie in one allocation, whose size each of its tensors names.
         block_bytes=kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks,
         max_blocks=max(1, vllm_config.model_config.max_model_len // block_tokens),
+        seats=vllm_config.scheduler_config.max_num_seqs,
         loads=transfer.is_kv_consumer,
         saves=transfer.is_kv_producer,
         drop_last=speculative is not None and speculative.use_eagle_block_drop(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,6 +45,7 @@ class Client:
         self._steps = StepTimes()
         self._waits = WaitPolicy(self._steps, block_tokens)
         self._pending_count = 0
+        self._line: list[tuple[int, int, SimRequest]] = []  # those that wait, in the queue's order; some have left it
         self.counters = ClientCounters()
         self.hinted: dict[tuple[int, int], SimRequest] = {}
 
@@ -59,10 +61,10 @@ class Client:
         self.hinted[request.key] = request
         return True
 
-    def match(self, request: SimRequest, start: int, *, idle: bool) -> int | None:
+    def match(self, request: SimRequest, start: int, *, occupied: float) -> int | None:
         """Blocks that can be loaded after `start` local ones; None: not known yet. Claims what it answers.
 
-        `idle`: nothing else is scheduled.
+        `occupied`: the share of the engine's seats that are taken.
         """
         if self._policy.direct:
             return self._match_directly(request, start)
@@ -74,9 +76,9 @@ class Client:
                 self._give_up(request)
             elif flag.state is not FlagState.HINTED:
                 return self._take(request, flag, start)
-        return self._pending(request, start, idle)
+        return self._pending(request, start, occupied)
 
-    def _pending(self, request: SimRequest, start: int, idle: bool) -> int | None:
+    def _pending(self, request: SimRequest, start: int, occupied: float) -> int | None:
         now = self._loop.now_ns
         flag = self._node.flag(request.key) if request.key is not None else Flag()
         ready = max(start, flag.count)
@@ -84,7 +86,9 @@ class Client:
             request.wait = Wait.begin(self._policy.wait, self._policy.timeout_ms, now, ready)
         wait = request.wait
         limit = min(flag.found, request.blocks) if flag.found else request.blocks
-        verdict = self._waits.verdict(wait, ready, limit, now, idle=idle)
+        first = self._first()
+        ahead = first is not None and (first.priority, first.index) < (request.priority, request.index)
+        verdict = self._waits.verdict(wait, ready, limit, now, occupied=occupied, first=not ahead)
         if verdict is Verdict.WAIT and request.key is None and not self._late_hint(request, start):
             verdict = Verdict.LATE
         if verdict is Verdict.WAIT:
@@ -92,8 +96,10 @@ class Client:
             if request.asked_ns == 0:
                 request.asked_ns = now
                 self._node.ask(request.key)
-            self._pending_count += not request.pending
-            request.pending = True
+            if not request.pending:
+                request.pending = True
+                self._pending_count += 1
+                heapq.heappush(self._line, (request.priority, request.index, request))
             # Time alone changes an adaptive verdict: it is asked for again, less often the more requests are pending.
             adaptive = self._policy.wait == "adaptive"
             self._review(request, now + REVIEW_NS * self._pending_count if adaptive else wait.bound_ns)
@@ -104,6 +110,12 @@ class Client:
             request.settled = True
             return 0
         return self._take(request, flag, start)
+
+    def _first(self) -> SimRequest | None:
+        """The first in the queue of the requests that wait."""
+        while self._line and not self._line[0][2].pending:
+            heapq.heappop(self._line)
+        return self._line[0][2] if self._line else None
 
     def _take(self, request: SimRequest, flag: Flag, start: int) -> int:
         """Claim what is there, or settle on recomputing."""
@@ -198,8 +210,11 @@ class Client:
 
     def _settle(self, request: SimRequest) -> None:
         request.settled = True
-        self._pending_count -= request.pending
-        request.pending = False
+        if request.pending:
+            request.pending = False
+            self._pending_count -= 1
+            if (first := self._first()) is not None:  # judged from now on
+                self._review(first, self._loop.now_ns)
 
     def _give_up(self, request: SimRequest) -> None:
         if request.key is not None:

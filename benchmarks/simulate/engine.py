@@ -194,7 +194,7 @@ class Engine:
                 heapq.heappop(self._visits)
                 continue
             local = self._local(request)
-            loadable = self.client.match(request, local, idle=self._running == 0)
+            loadable = self.client.match(request, local, occupied=self._running / self._model.max_num_seqs)
             if loadable is None:
                 heapq.heappop(self._visits)
                 request.visible = False

@@ -201,7 +201,7 @@ class Engine:
         self.ranks = ranks
         # A bound alone says when a wait ends, whatever the clock's steps are taken for.
         settings = {"socket": "/nowhere", "wait_policy": "timeout", "idle_spin_us": 0, **settings}
-        geometry = Geometry(BLOCK, ratio, 0, ranks, BLOCK_BYTES, 64, loads, saves, drop_last)
+        geometry = Geometry(BLOCK, ratio, 0, ranks, BLOCK_BYTES, 64, 16, loads, saves, drop_last)
         self.side = SchedulerSide(
             configuration.load(settings), geometry, self.link, clock_ns=self.clock,
             local_tokens=lambda request: self.local.get(request.request_id, 0),

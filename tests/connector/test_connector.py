@@ -47,6 +47,7 @@ def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute
     return SimpleNamespace(
         model_config=SimpleNamespace(**model, get_total_num_kv_heads=lambda: 1),
         parallel_config=SimpleNamespace(**parallel),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
         cache_config=SimpleNamespace(block_size=32, prefix_match_unit=None, enable_prefix_caching=True),
         kv_transfer_config=SimpleNamespace(
             engine_id="engine", kv_connector_extra_config=extra, kv_load_failure_policy=policy,

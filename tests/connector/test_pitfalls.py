@@ -25,9 +25,8 @@ from kvprefetch.connector import support
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.paged import PagedCache
 from kvprefetch.daemon import transfers
-from kvprefetch.daemon.planner import Fetched
 from kvprefetch.daemon.store import Store
-from kvprefetch.daemon.store_errors import classify
+from kvprefetch.daemon.store_errors import ErrorClass, classify
 
 from . import test_connector
 from .test_stats import transfer
@@ -67,19 +66,19 @@ def test_p19_as_a_child_the_statistics_need_a_name_and_metrics(monkeypatch: Patc
 def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_apart(monkeypatch: Patch) -> None:
     """Keys name neither ranks nor dtype nor weights: engines that differ meet the same key."""
 
-    def fetched(size: int) -> list[Fetched]:
+    def fetched(size: int) -> list[ErrorClass]:
         """What becomes of a block of 64 bytes whose key holds a value of `size` bytes."""
         settings: Any = SimpleNamespace(enable_ssd_offload=False)
         store = Store(settings, structlog.get_logger())
         store._client = SimpleNamespace(batch_get_into=lambda *_: [size], get_size=lambda key: size)
         store._open = True
         staging: Any = SimpleNamespace(block_bytes=[64], addresses=lambda slot: [0])
-        return transfers.fetch(store, transfers.Shape(("model@",), staging), [(b"digest", 0)], tiers=False)
+        return transfers.fetch(store, transfers.Shape(("model@",), staging), [(b"digest", 0)])
 
     def check() -> None:
-        assert [result.ok for result in fetched(64)] == [True]
-        assert [result.ok for result in fetched(128)] == [False]
-        assert [result.ok for result in fetched(32)] == [False]
+        assert fetched(64) == [ErrorClass.OK]
+        assert fetched(128) == [ErrorClass.FOREIGN]
+        assert fetched(32) == [ErrorClass.FOREIGN]
 
     check()
     mine, theirs = (

@@ -17,6 +17,8 @@ MS = 1_000_000
 SEC = 1000 * MS
 # Rounding of times to whole nanoseconds.
 EPSILON = 1000
+# Half of a busy engine's seats are taken, so recomputing counts double there.
+BUSY, PRICE = 0.5, 2
 
 
 @dataclass
@@ -69,7 +71,7 @@ def serve(world: World, policy: WaitPolicy, begun: int, *, busy: bool, wait_poli
         over = world.found is not None and ready >= world.found  # READY: nothing is left to decide
         if over:
             policy.fetches.saw(wait, ready, begun + at)
-        if over or policy.verdict(wait, ready, limit, begun + at, idle=not busy) is not Verdict.WAIT:
+        if over or policy.verdict(wait, ready, limit, begun + at, occupied=BUSY if busy else 0.0) is not Verdict.WAIT:
             return at + round(world.recompute(world.blocks - ready))
         at += world.visit_ns
 
@@ -102,7 +104,7 @@ def steady_worlds(draw: st.DrawFn, *, busy: bool) -> World:
 @simulated
 @given(st.data(), busyness)
 def test_it_is_never_much_later_than_recomputing_whatever_the_blocks_do(data: st.DataObject, busy: bool) -> None:
-    """Any arrivals, also none; any history of other requests: at most (1 + RISK) times recomputing and one visit."""
+    """Any arrivals, also none; any history of other requests: at most (1 + RISK) times the price and one visit."""
     blocks = data.draw(st.integers(1, 300))
     gaps = data.draw(st.lists(st.tuples(st.integers(0, 2 * SEC), st.integers(1, 60)), max_size=30))
     at = ready = 0
@@ -119,7 +121,7 @@ def test_it_is_never_much_later_than_recomputing_whatever_the_blocks_do(data: st
         begun += serve(earlier, policy, begun, busy=busy)
     assert (
         serve(world, policy, begun, busy=busy)
-        <= (1 + RISK) * world.recompute(blocks - world.ready(0)) + world.visit_ns + EPSILON
+        <= (1 + RISK) * (PRICE if busy else 1) * world.recompute(blocks - world.ready(0)) + world.visit_ns + EPSILON
     )
 
 
@@ -145,9 +147,9 @@ def test_where_waiting_pays_it_waits(data: st.DataObject, busy: bool, known: boo
 @simulated
 @given(st.data(), busyness)
 def test_a_fetch_known_to_be_slow_costs_nothing(data: st.DataObject, busy: bool) -> None:
-    """Slower than recomputing by half, and one request found out: the next one does not wait at all."""
+    """Slower by half than recomputing is worth, and one request found out: the next one does not wait at all."""
     price, visit = data.draw(token_prices), data.draw(visits) if busy else int(IDLE_VISIT_NS)
-    blocks, block = data.draw(st.integers(2, 200)), BLOCK_TOKENS * price
+    blocks, block = data.draw(st.integers(2, 200)), BLOCK_TOKENS * price * (PRICE if busy else 1)
     block_ns = data.draw(st.floats(1.5 * block, 8 * block))
     world = steady(price, visit, blocks, 0, block_ns, data.draw(st.integers(1, 128)), blocks)
     policy = policy_for(world, busy=busy)
@@ -161,7 +163,7 @@ def test_a_stalled_store_is_tried_again_after_a_while() -> None:
     fast = steady(100_000, 5 * MS, 100, 0, 100_000, 10, 100)
     policy = policy_for(stalled, busy=True)
     begun, recompute = 100 * SEC, stalled.recompute(100)
-    assert recompute < serve(stalled, policy, begun, busy=True) <= (1 + RISK) * recompute + stalled.visit_ns
+    assert recompute < serve(stalled, policy, begun, busy=True) <= (1 + PRICE * RISK) * recompute + stalled.visit_ns
     assert serve(stalled, policy, begun + SEC, busy=True) == recompute, "once burnt"
     assert serve(fast, policy, begun + 2 * SEC, busy=True) == recompute, "the price of it"
     assert serve(fast, policy, begun + 15 * SEC, busy=True) < recompute / 5
@@ -172,13 +174,26 @@ def test_a_short_prompt_is_not_waited_for_on_an_idle_engine() -> None:
     policy = policy_for(World(30_000, 0, 2, []), busy=False)
     for blocks, expected in ((2, Verdict.TAKE), (10, Verdict.WAIT)):
         wait = Wait.begin("adaptive", 5000, 100 * SEC, 0)
-        assert policy.verdict(wait, 0, blocks, 100 * SEC, idle=True) is expected
+        assert policy.verdict(wait, 0, blocks, 100 * SEC, occupied=0.0) is expected
 
 
 def test_a_pause_between_chunks_does_not_end_a_wait_that_pays() -> None:
     """Hysteresis: chunks that come unevenly, on average five times as fast as recomputing."""
     world = World(100_000, 2 * MS, 100, [(10 * MS, 20), (15 * MS, 30), (50 * MS, 50), (55 * MS, 100)], 100)
     assert serve(world, policy_for(world, busy=True), 100 * SEC, busy=True) < 60 * MS
+
+
+def test_behind_another_that_waits_nobody_is_late() -> None:
+    """Its turn comes with the first of those that wait; only then does its clock start."""
+    policy = policy_for(World(100_000, 5 * MS, 100, []), busy=True)
+    wait = Wait.begin("adaptive", 5000, 100 * SEC, 0)
+    for second in range(100, 200, 10):
+        assert policy.verdict(wait, 0, 100, second * SEC, occupied=BUSY, first=False) is Verdict.WAIT
+    assert policy.verdict(wait, 0, 100, 200 * SEC, occupied=BUSY) is Verdict.WAIT
+    late = policy.verdict(wait, 0, 100, 200 * SEC + 6 * SEC, occupied=BUSY, first=False)
+    assert late is not Verdict.WAIT, "once it was first, it is judged"
+    patient = Wait.begin("timeout", 5000, 100 * SEC, 0)
+    assert policy.verdict(patient, 0, 100, 105 * SEC, occupied=BUSY, first=False) is Verdict.LATE
 
 
 def test_the_other_policies_ask_no_rates() -> None:
