@@ -239,7 +239,8 @@ class Store:
     def get_into(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[ErrorClass]:
         """Read each value to its address; OK only if exactly its `size` bytes arrived. Raises StoreUnavailable.
 
-        Mooncake answers a wrong size with -600 or -800, which also mean other things; one `get_size` tells them apart.
+        Mooncake answers a wrong size with -600 or -800, and a disk tier that hangs with -901, all of which also mean
+        other things; one `get_size` tells them apart.
         """
         if not keys:
             return []
@@ -257,7 +258,7 @@ class Store:
             result = classify(code)
             if code >= 0 and code != size:
                 result = ErrorClass.FOREIGN
-            elif code in (-600, -800):
+            elif code in (-600, -800, -900, -901):  # the last two come from the owner of a disk tier as well
                 actual = client.get_size(key) if ask else -1
                 # A master that is away answers each question after its timeout: one such answer is enough.
                 ask = ask and classify(actual) is not ErrorClass.TRANSIENT

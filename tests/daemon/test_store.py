@@ -153,6 +153,19 @@ def test_should_fail_fast_for_growing_intervals_and_let_one_probe_through() -> N
     assert store.exist(["k"]) == [True]
 
 
+@pytest.mark.parametrize("code", [-800, -900, -901])
+def test_should_not_blame_the_master_for_an_owner_or_a_disk_that_does_not_answer(code: int) -> None:
+    """A disk that hangs ends a get with -901, as a master that is away does; the master is asked which it was."""
+    store, client = opened()
+    client.codes, client.size = [code], 8
+    assert store.get_into(["k"], [0], [8]) == [ErrorClass.TRANSFER]
+    client.codes = [1]
+    assert store.exist(["k"]) == [True], "the breaker is closed"
+    client.codes, client.size = [code], -900
+    with pytest.raises(StoreUnavailable):
+        store.get_into(["k"], [0], [8])
+
+
 def test_should_register_memory_while_the_breaker_is_open() -> None:
     """Engines come and go while the store is away."""
     store, client = opened()
@@ -170,7 +183,7 @@ def test_should_not_open_the_breaker_for_a_foreign_or_partly_failed_batch() -> N
     store, client = opened()
     client.codes, client.size = [-800], 7
     assert store.get_into(["k"], [0], [8]) == [ErrorClass.FOREIGN]
-    client.codes = [-900, 8]
+    client.codes, client.size = [-900, 8], -900
     assert store.get_into(["a", "b"], [0, 8], [8, 8]) == [ErrorClass.TRANSIENT, ErrorClass.OK]
     client.codes = [4]
     assert store.get_into(["k"], [0], [8]) == [ErrorClass.FOREIGN]
