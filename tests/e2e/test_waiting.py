@@ -47,6 +47,7 @@ def fill(engine: Engine, daemon: Daemon, cluster: Store, auditor: Auditor) -> No
     assert engine.reset_prefix_cache()
 
 
+@pytest.mark.stress  # whether the daemon is back before the last one's turn comes is a race on a busy machine
 def test_a_daemon_that_restarts_under_a_queue_is_hinted_again(
     model: Path, cluster: Store, right: list[list[int]], engines: Callable[..., Engine], module_auditor: Auditor
 ) -> None:
