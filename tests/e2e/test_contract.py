@@ -11,7 +11,7 @@ from benchmarks.lab.connectors import ours
 from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.engine import Engine, EngineError, EngineSpec
 from benchmarks.lab.prompts import make_prompts
-from tests.e2e.conftest import Site, whole_blocks
+from tests.e2e.conftest import PATIENT, Site, whole_blocks
 from tests.support.auditor import Auditor, ask_daemon
 
 PROMPTS = make_prompts(6, 300, seed=41)
@@ -64,7 +64,7 @@ def test_a_queue_longer_than_the_staging_area_is_served_in_full(
     """Staging for about two requests, forty waiting."""
     prompts = make_prompts(40, 300, seed=44)
     right = plain.run(prompts, max_tokens=8).tokens
-    with Daemon(memory="128MiB", staging="2MiB") as daemon:  # 32 slots of 64 KiB; a prompt has 9 blocks
+    with Daemon(memory="128MiB", staging="2MiB", extra=PATIENT) as daemon:  # 32 slots of 64 KiB; a prompt has 9 blocks
         engine = engines(EngineSpec(model=model, kv_transfer=ours(daemon.socket)))
         passes = 0
         while sum(line["stored_blocks"] for line in daemon.records("save.done")) < 40 * 9:
@@ -86,7 +86,9 @@ def test_a_request_larger_than_the_staging_area_is_served_in_part(
 ) -> None:
     prompts = make_prompts(2, 1000, seed=45)
     right = plain.run(prompts, max_tokens=8).tokens
-    with Daemon(memory="128MiB", staging="1MiB") as daemon:  # 12 slots to fetch into; a prompt has 31 blocks
+    with Daemon(
+        memory="128MiB", staging="1MiB", extra=PATIENT
+    ) as daemon:  # 12 slots to fetch into; a prompt has 31 blocks
         engine = engines(EngineSpec(model=model, kv_transfer=ours(daemon.socket)))
         for _ in range(12):
             assert engine.run(prompts, max_tokens=8).tokens == right

@@ -15,7 +15,7 @@ from benchmarks.lab.passes import Abort
 from benchmarks.lab.process import frozen
 from benchmarks.lab.prompts import make_prompts
 from benchmarks.lab.store import Store
-from tests.e2e.conftest import whole_blocks
+from tests.e2e.conftest import PATIENT, whole_blocks
 from tests.e2e.deep import Pair, Prompts, fill, finished, patient, wishing
 from tests.support.auditor import Auditor
 
@@ -52,7 +52,7 @@ def cluster(module_auditor: Auditor) -> Iterator[Store]:
 @pytest.fixture(scope="module")
 def wide(model: Path, cluster: Store, engines: Callable[..., Engine], module_auditor: Auditor) -> Iterator[Pair]:
     """Staging for everything at once, and everything in the store."""
-    with Daemon(mooncake_config=cluster.config, staging="256MiB", extra=("--save-share", "0.75")) as daemon:
+    with Daemon(mooncake_config=cluster.config, staging="256MiB", extra=("--save-share", "0.75", *PATIENT)) as daemon:
         engine = engines(EngineSpec(model=model, kv_transfer=patient(daemon, WAIT_S)))
         pair = Pair(engine, daemon, module_auditor, WAIT_S)
         fill(pair, cluster, QUEUE, LARGE, SHARED)
@@ -67,7 +67,7 @@ def narrow(
 ) -> Iterator[Pair]:
     """Staging for two prompts of the queue, the scheduler that knows priorities, and a KV pool for six prompts."""
     slots = STAGED_BLOCKS * 4 // 3  # a quarter is for saves
-    with Daemon(mooncake_config=cluster.config, staging=f"{slots * 64}KiB") as daemon:
+    with Daemon(mooncake_config=cluster.config, staging=f"{slots * 64}KiB", extra=PATIENT) as daemon:
         engine = engines(
             EngineSpec(
                 model=model, kv_transfer=patient(daemon, WAIT_S),

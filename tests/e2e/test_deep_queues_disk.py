@@ -19,7 +19,7 @@ from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.engine import Engine, EngineSpec
 from benchmarks.lab.prompts import make_prompts
 from benchmarks.lab.slow_disk import SlowDisk, available
-from tests.e2e.conftest import wait_attached, whole_blocks
+from tests.e2e.conftest import PATIENT, wait_attached, whole_blocks
 from tests.e2e.deep import Pair, finished, patient, stories, wishing
 from tests.support.auditor import Auditor
 
@@ -33,7 +33,7 @@ DISK = range(16)
 OPEN_S = 0.06  # 144 blocks: more than eight seconds for all
 WAIT_S = 60.0
 # Four blocks per call: far below the two seconds after which Mooncake gives up one reading of its disk tier.
-EXTRA = ("--save-share", "0.5", "--chunk", "256KiB")
+EXTRA = ("--save-share", "0.5", "--chunk", "256KiB", *PATIENT)
 
 
 Right = Callable[[list[list[int]]], list[list[int]]]

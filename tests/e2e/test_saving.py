@@ -12,7 +12,7 @@ from benchmarks.lab.connectors import multi, ours
 from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.engine import Engine, EngineSpec
 from benchmarks.lab.prompts import make_prompts
-from tests.e2e.conftest import BLOCK, Site, wait_attached, whole_blocks
+from tests.e2e.conftest import BLOCK, PATIENT, Site, wait_attached, whole_blocks
 from tests.support.auditor import Auditor
 
 LONG = 160
@@ -62,7 +62,7 @@ def test_stored_blocks_are_announced_and_hits_told_apart_by_tier(
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "example")},
     }
-    with Daemon(memory="64MiB", staging="16MiB", disk=f"{tmp_path / 'disk'}:256MiB") as daemon:
+    with Daemon(memory="64MiB", staging="16MiB", disk=f"{tmp_path / 'disk'}:256MiB", extra=PATIENT) as daemon:
         engine = engines(
             EngineSpec(
                 model=model,

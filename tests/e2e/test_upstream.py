@@ -13,7 +13,7 @@ from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.engine import Engine, EngineSpec
 from benchmarks.lab.prompts import make_prompts
 from benchmarks.lab.store import Store
-from tests.e2e.conftest import whole_blocks
+from tests.e2e.conftest import PATIENT, whole_blocks
 from tests.support.auditor import Auditor
 
 OURS_FIRST = make_prompts(4, 300, seed=21)
@@ -28,7 +28,7 @@ def cluster() -> Iterator[Store]:
 
 @pytest.fixture(scope="module")
 def daemon(cluster: Store, module_auditor: Auditor) -> Iterator[Daemon]:
-    with Daemon(mooncake_config=cluster.config, staging="64MiB") as daemon:
+    with Daemon(mooncake_config=cluster.config, staging="64MiB", extra=PATIENT) as daemon:
         yield daemon
         assert daemon.sigterm(30) == 0
 
