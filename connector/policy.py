@@ -11,8 +11,8 @@ It starts to wait when waiting is expected to take no longer than recomputing, a
 LEAVE_FACTOR times as long, so that noise does not cut a wait short.  Rates are no promise.  Whatever the blocks do, it
 stops when nothing came for RISK of what recomputing the missing ones takes, or when the wait has cost that much more
 than its blocks have saved: on an empty engine a request is never later than (1 + RISK) times recomputing at once, plus
-one visit.  The
-same bounds serve while no rate is known.  What is not worth one visit (a short prompt, a few blocks) is not waited for.
+one visit.  The same bounds serve while no rate is known.  What is not worth one visit (a short prompt, a few blocks) is
+not waited for.
 
 Recomputing keeps a seat and lengthens everybody's steps: the fewer seats are free, the more requests wait behind it.
 So it counts 1 / (1 - occupied) times, as the time in a queue grows with the load of what serves it.
@@ -100,7 +100,9 @@ class Fetches:
         self._seen_ns = -_FORGET_NS
 
     def saw(self, wait: Wait, ready: int, now_ns: int) -> None:
-        """A request that waits has so many blocks now."""
+        """A request that waits has so many blocks now. While it is behind others, time says nothing of the fetch."""
+        if not wait.counts:
+            return
         passed, blocks = now_ns - wait.progress_ns, ready - wait.ready
         if blocks <= 0 or passed <= 0:
             return

@@ -189,6 +189,8 @@ def test_behind_another_that_waits_nobody_is_late() -> None:
     wait = Wait.begin("adaptive", 5000, 100 * SEC, 0)
     for second in range(100, 200, 10):
         assert policy.verdict(wait, 0, 100, second * SEC, occupied=BUSY, first=False) is Verdict.WAIT
+    policy.fetches.saw(Wait.begin("adaptive", 5000, 100 * SEC, 0), 50, 199 * SEC)
+    assert policy.fetches.latency_ns(199 * SEC) == 0.0, "the time behind others is not the fetch's"
     assert policy.verdict(wait, 0, 100, 200 * SEC, occupied=BUSY) is Verdict.WAIT
     late = policy.verdict(wait, 0, 100, 200 * SEC + 6 * SEC, occupied=BUSY, first=False)
     assert late is not Verdict.WAIT, "once it was first, it is judged"
