@@ -17,12 +17,9 @@ PACKAGE = "kvprefetch"
 
 # folder -> (folders of ours it may import, third parties it may import)
 FOLDERS: dict[str, tuple[set[str], set[str]]] = {
-    "shmring": (set(), {"posix_ipc", "numpy"}),
-    "connector": ({"shmring"}, {"vllm", "torch", "cupy", "numpy", "pydantic"}),
-    "daemon": (
-        {"shmring"},
-        {"mooncake", "structlog", "cupy", "prometheus_client", "rich", "numpy", "pydantic", "tomli"},
-    ),
+    "shmring": (set(), {"posix_ipc", "numpy", "cupy"}),
+    "connector": ({"shmring"}, {"vllm", "torch", "numpy", "pydantic"}),
+    "daemon": ({"shmring"}, {"mooncake", "structlog", "prometheus_client", "rich", "numpy", "pydantic", "tomli"}),
 }
 # The types that travel between the two sides: they build on shmring, and nothing in shmring knows them.
 PROTOCOL = "shmring/protocol.py"
@@ -31,7 +28,7 @@ ALSO = {PROTOCOL: {"pydantic"}}
 BORDERS: dict[str, tuple[str, ...]] = {
     "mooncake": ("daemon/store.py",),
     "rich": ("daemon/screen.py",),
-    "cupy": ("daemon/staging.py", "connector/worker*.py"),
+    "cupy": ("shmring/cuda.py",),
 }
 # Not even from the standard library: memory order has one home, the C extension, and ctypes has none at all.
 FORBIDDEN = {"shmring": {"ctypes"}}
@@ -137,7 +134,8 @@ DOC = '"""Says what it is for."""\n'
         ("connector/worker.py", "from .. import daemon", "connector may not import daemon"),
         ("connector/worker.py", "import kvprefetch.shmring.ring", "inside the package imports are relative"),
         ("connector/worker.py", "import structlog", "connector may not import structlog"),
-        ("connector/scheduler.py", "import cupy", "may import cupy"),
+        ("connector/scheduler.py", "import cupy", "may not import cupy"),
+        ("shmring/ring.py", "import cupy", "only shmring/cuda.py may import cupy"),
         ("daemon/planner.py", "from ..connector.keys import key", "daemon may not import connector"),
         ("daemon/planner.py", "from mooncake.store import Store", "only daemon/store.py may import mooncake"),
         ("daemon/planner.py", "import importlib\nimportlib.import_module('mooncake.store')", "may import mooncake"),
@@ -171,7 +169,8 @@ def test_what_the_rules_allow_is_not_reported(tmp_path: Path) -> None:
         "__init__.py": "import os",
         "shmring/ring.py": "import struct, posix_ipc, numpy\nfrom ._atomics import fence\nfrom . import layout",
         "shmring/protocol.py": "import pydantic\nfrom .layout import WORD_BYTES",
-        "connector/worker.py": "import torch, vllm, cupy\nfrom ..shmring import protocol\nfrom .. import __version__",
+        "shmring/cuda.py": "def f():\n    import cupy",
+        "connector/worker.py": "import torch, vllm\nfrom ..shmring import protocol\nfrom .. import __version__",
         "daemon/store.py": "from mooncake.store import MooncakeDistributedStore\nfrom ..shmring.ring import Ring",
         "tests/test_ring.py": "from kvprefetch.shmring.ring import Ring\nfrom benchmarks.lab import engine",
     }

@@ -1,0 +1,343 @@
+"""GPU memory for both sides: find a device by UUID, allocate, export, import, register host memory, copy, launch.
+
+cupy is imported at the first question about a CUDA device, never before, and no CUDA context exists before the first
+method of a Device is called.  Only raw runtime calls are used: cupy's memory pools would hold what others map, and
+memory of the asynchronous allocator has no IPC handle.
+
+What CUDA's documentation says and the code rests on: `cudaSetDevice` is per thread, so each call that depends on it is
+preceded by it; an IPC handle names a whole allocation, and `cudaMalloc` may cut small ones from a larger one, so an
+exported allocation is a multiple of 2 MiB and must begin at one; a handle cannot be opened by the process that made it;
+with unified addressing, registered host memory has the same address on the device.
+
+Tests put a provider of host memory in the place of `devices`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+HANDLE_BYTES = 64
+# Exported allocations are multiples of this: less could share its handle with another allocation.
+GRAIN_BYTES = 2 << 20
+# Registered host memory goes in whole pages.
+PAGE_BYTES = 4096
+
+_NOT_READY = 600  # cudaErrorNotReady, for which cupy has no name
+
+Params = npt.NDArray[np.uint64]
+
+
+class DeviceError(Exception):
+    """What CUDA or cupy said, in one line."""
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def query(self) -> bool:
+        """Whether everything before it is done. Raises DeviceError when some of it failed."""
+
+    def wait(self) -> None:
+        """Wait, without spinning, until it is. Raises DeviceError."""
+
+
+class Stream(Protocol):
+    """Work in order, beside all other work. Not for two threads at a time."""
+
+    @property
+    def pointer(self) -> int:
+        """The cudaStream_t."""
+
+    def copy(self, target: int, source: int, size_bytes: int) -> None:
+        """Queue a copy between two addresses, each of device memory or of registered host memory. Raises DeviceError.
+
+        Unregistered host memory may be named too; the call then returns only when it has been read.
+        """
+
+    def record(self) -> Event:
+        """The point behind everything queued so far. Raises DeviceError."""
+
+    def close(self) -> None:
+        """Destroy it and its events, once what is queued is done."""
+
+
+class Memory(Protocol):
+    """Device memory: allocated here, or another process's mapped here."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+
+    def handle(self) -> bytes:
+        """HANDLE_BYTES bytes by which another process opens it. Raises DeviceError, also for opened memory."""
+
+    def close(self) -> None:
+        """Free or unmap it; a second call does nothing. Nothing may use the address any more. Raises DeviceError."""
+
+
+class Kernel(Protocol):
+    """A compiled kernel whose parameters are all 64 bits wide."""
+
+    def launch(self, grid: int, threads: int, params: Params, stream: int) -> None:
+        """Queue `grid` blocks of `threads` on the stream. `params` may be changed when this returns. DeviceError."""
+
+
+class Device(Protocol):
+    """One GPU. Any thread may call it; each call makes it the thread's current device."""
+
+    @property
+    def uuid(self) -> str: ...
+    @property
+    def processors(self) -> int:
+        """Multiprocessors."""
+
+    def free_bytes(self) -> int:
+        """Unused memory of the device, whoever asks. Raises DeviceError, as all of these do."""
+
+    def allocate(self, size_bytes: int) -> Memory:
+        """`cudaMalloc`; to be exported, a multiple of GRAIN_BYTES."""
+
+    def open(self, handle: bytes, size_bytes: int) -> Memory:
+        """Map what another process exported."""
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Pin whole pages of host memory and give the device access at the same address; blocks until that is done."""
+
+    def unregister(self, address: int) -> None:
+        """Undo `register` of exactly this address; waits for the device's work on it."""
+
+    def stream(self) -> Stream: ...
+
+    def kernel(self, source: str, name: str) -> Kernel:
+        """Compile `source` for this device, or find it compiled, and load it; `name` is extern "C"."""
+
+
+class Devices(Protocol):
+    """Where devices come from."""
+
+    def open(self, uuid: str) -> Device:
+        """The device with this UUID. Raises DeviceError where it cannot be used."""
+
+    def uuid_of(self, kind: str, index: int) -> str:
+        """UUID of torch's device `kind:index`; "" for a kind without device memory of its own. Raises DeviceError."""
+
+
+def exported_bytes(size_bytes: int) -> int:
+    """`size_bytes` rounded up to what may be exported."""
+    return -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
+
+
+# --- CUDA through cupy ------------------------------------------------------------------------------------------------
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except Exception as error:  # it loads CUDA's libraries, so more than an ImportError may come of it
+        raise DeviceError(f"cupy cannot be imported: {_line(error)}") from error
+    return cupy
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".split("\n", 1)[0]
+
+
+def _said(what: str, function: Callable[..., Any], *values: Any) -> Any:
+    try:
+        return function(*values)
+    except Exception as error:
+        raise DeviceError(f"{what}: {_line(error)}") from error
+
+
+def _uuid(runtime: Any, index: int) -> str:
+    # cupy reads the 16 bytes as a C string: those after a zero are missing (in every process alike).
+    raw = bytes(_said("cudaGetDeviceProperties", runtime.getDeviceProperties, index)["uuid"])
+    return str(uuid.UUID(bytes=raw[:16].ljust(16, b"\0")))
+
+
+class CudaDevices:
+    """The devices that this process may see. Asking for UUIDs makes no CUDA context."""
+
+    def open(self, uuid: str) -> Device:
+        runtime = _cupy().cuda.runtime
+        count = _said("cudaGetDeviceCount", runtime.getDeviceCount)
+        found = [index for index in range(count) if _uuid(runtime, index) == uuid]
+        if len(found) != 1:
+            raise DeviceError(f"not exactly one device has this UUID: uuid={uuid} found={len(found)} devices={count}")
+        return CudaDevice(found[0], uuid)
+
+    def uuid_of(self, kind: str, index: int) -> str:
+        return _uuid(_cupy().cuda.runtime, index) if kind == "cuda" else ""
+
+
+class CudaDevice:
+    """A device by its index in this process."""
+
+    def __init__(self, index: int, uuid: str) -> None:
+        self.index, self.uuid = index, uuid
+        self.cupy = _cupy()
+        self.runtime = self.cupy.cuda.runtime
+        properties = _said("cudaGetDeviceProperties", self.runtime.getDeviceProperties, index)
+        self.processors = int(properties["multiProcessorCount"])
+
+    def call(self, what: str, *values: Any) -> Any:
+        """runtime.`what`(*values) with this device current. Raises DeviceError."""
+        _said("cudaSetDevice", self.runtime.setDevice, self.index)
+        return _said(what, getattr(self.runtime, what), *values)
+
+    def free_bytes(self) -> int:
+        return int(self.call("memGetInfo")[0])
+
+    def allocate(self, size_bytes: int) -> Memory:
+        return CudaMemory(self, int(self.call("malloc", size_bytes)), size_bytes, "free")
+
+    def open(self, handle: bytes, size_bytes: int) -> Memory:
+        if len(handle) != HANDLE_BYTES:
+            raise DeviceError(f"handle has another size: bytes={len(handle)} expected={HANDLE_BYTES}")
+        address = int(self.call("ipcOpenMemHandle", handle, self.runtime.cudaIpcMemLazyEnablePeerAccess))
+        return CudaMemory(self, address, size_bytes, "ipcCloseMemHandle")
+
+    def register(self, address: int, size_bytes: int) -> None:
+        portable, mapped = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped: cupy has no names for them
+        self.call("hostRegister", address, size_bytes, portable | mapped)
+
+    def unregister(self, address: int) -> None:
+        self.call("hostUnregister", address)
+
+    def stream(self) -> Stream:
+        return CudaStream(self)
+
+    def kernel(self, source: str, name: str) -> Kernel:
+        _said("cudaSetDevice", self.runtime.setDevice, self.index)
+
+        def load() -> Any:
+            # RawModule compiles and loads for the current device; its Function keeps the module loaded.
+            return self.cupy.RawModule(code=source, options=("-std=c++17",)).get_function(name).kernel
+
+        return CudaKernel(self, _said(f"kernel {name}", load))
+
+
+class CudaMemory:
+    """An allocation or a mapping; `undo` names the call that ends it."""
+
+    def __init__(self, device: CudaDevice, address: int, size_bytes: int, undo: str) -> None:
+        self._device, self._undo = device, undo
+        self.address, self.size_bytes = address, size_bytes
+
+    def handle(self) -> bytes:
+        if self._undo != "free" or self.size_bytes % GRAIN_BYTES or self.address % GRAIN_BYTES:
+            raise DeviceError(
+                f"only whole allocations can be exported: address={self.address:#x} bytes={self.size_bytes} "
+                f"both multiples of {GRAIN_BYTES}"
+            )
+        return bytes(self._device.call("ipcGetMemHandle", self.address))
+
+    def close(self) -> None:
+        undo, self._undo = self._undo, ""
+        if undo:
+            self._device.call(undo, self.address)
+
+
+class CudaStream:
+    """A stream that does not synchronise with the default stream."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self.pointer = int(device.call("streamCreateWithFlags", device.runtime.streamNonBlocking))
+        self._default_kind = device.runtime.memcpyDefault
+        self._events: set[CudaEvent] = set()
+
+    def copy(self, target: int, source: int, size_bytes: int) -> None:
+        self._device.call("memcpyAsync", target, source, size_bytes, self._default_kind, self.pointer)
+
+    def record(self) -> Event:
+        event = CudaEvent(self._device, self._events)
+        self._device.call("eventRecord", event.pointer, self.pointer)
+        return event
+
+    def close(self) -> None:
+        pointer, self.pointer = self.pointer, 0
+        if not pointer:
+            return
+        try:
+            self._device.call("streamSynchronize", pointer)
+        finally:
+            for event in list(self._events):
+                event.destroy()
+            self._device.call("streamDestroy", pointer)
+
+
+class CudaEvent:
+    """Destroyed as soon as it was seen done, or with its stream."""
+
+    def __init__(self, device: CudaDevice, alive: set[CudaEvent]) -> None:
+        runtime = device.runtime
+        flags = runtime.eventDisableTiming | runtime.eventBlockingSync
+        self._device, self._alive = device, alive
+        self.pointer = int(device.call("eventCreateWithFlags", flags))
+        alive.add(self)
+
+    def query(self) -> bool:
+        if self.pointer:
+            status = int(self._device.call("eventQuery", self.pointer))  # cupy returns the status of this one
+            if status == _NOT_READY:
+                return False
+            self.destroy()
+            if status:
+                raise DeviceError(f"eventQuery: status={status}")
+        return True
+
+    def wait(self) -> None:
+        if self.pointer:
+            try:
+                self._device.call("eventSynchronize", self.pointer)
+            finally:
+                self.destroy()
+
+    def destroy(self) -> None:
+        pointer, self.pointer = self.pointer, 0
+        self._alive.discard(self)
+        if pointer:
+            self._device.call("eventDestroy", pointer)
+
+
+class CudaKernel:
+    """A function of a loaded module, launched through the driver: no argument is packed anew at each launch."""
+
+    def __init__(self, device: CudaDevice, function: Any) -> None:
+        self._device, self._function = device, function
+        self._launch, self._set_device = device.cupy.cuda.driver.launchKernel, device.runtime.setDevice
+        self._params: Params | None = None
+        self._pointers = np.empty(0, np.uint64)
+        self._array = 0
+
+    def launch(self, grid: int, threads: int, params: Params, stream: int) -> None:
+        if params is not self._params:
+            # The driver takes an array of pointers to the parameters, and has copied those when it returns.
+            self._pointers = params.ctypes.data + np.arange(len(params), dtype=np.uint64) * np.uint64(8)
+            self._params, self._array = params, self._pointers.ctypes.data
+        try:
+            self._set_device(self._device.index)
+            self._launch(self._function.ptr, grid, 1, 1, threads, 1, 1, 0, stream, self._array, 0)
+        except Exception as error:
+            raise DeviceError(f"cuLaunchKernel: {_line(error)}") from error
+
+
+# The provider in use. Tests replace it.
+devices: Devices = CudaDevices()
+
+
+def open_device(uuid: str) -> Device:
+    """The device with this UUID. Raises DeviceError."""
+    return devices.open(uuid)
+
+
+def uuid_of(kind: str, index: int) -> str:
+    """UUID of torch's device `kind:index`; "" where it has no device memory of its own. Raises DeviceError."""
+    return devices.uuid_of(kind, index)

@@ -1,0 +1,174 @@
+"""Device memory: the host-memory provider keeps CUDA's rules across processes. No GPU is one clear error."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvprefetch.shmring import cuda
+from kvprefetch.shmring.cuda import GRAIN_BYTES, CudaDevices, CudaMemory, DeviceError
+from tests.support import host_device
+
+ROOT = Path(__file__).resolve().parents[2]
+PEER = """
+import ctypes, sys
+from kvprefetch.shmring import cuda
+from tests.support import host_device
+host_device.install()
+device = cuda.open_device(host_device.UUID)
+if sys.argv[1] == "export":
+    memory = device.allocate(cuda.GRAIN_BYTES)
+    ctypes.memmove(memory.address, b"exported", 8)
+    print(memory.handle().hex(), flush=True)
+else:
+    memory = device.open(bytes.fromhex(sys.argv[2]), cuda.GRAIN_BYTES)
+    ctypes.memmove(memory.address + 8, b"imported", 8)
+    print(ctypes.string_at(memory.address, 8).decode(), flush=True)
+sys.stdin.read()
+memory.close()
+"""
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[host_device.HostDevice]:
+    devices = host_device.HostDevices(8 * GRAIN_BYTES)
+    monkeypatch.setattr(cuda, "devices", devices)
+    yield devices.device
+    assert devices.device.live == {"allocated": 0, "opened": 0, "registered": 0, "streams": 0}
+
+
+def peer(*arguments: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", PEER, *arguments], stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_another_process_reads_and_writes_what_is_exported(device: host_device.HostDevice) -> None:
+    memory = device.allocate(GRAIN_BYTES)
+    ctypes.memmove(memory.address, b"01234567", 8)
+    importer = peer("import", memory.handle().hex())
+    assert line(importer) == "01234567"
+    assert ctypes.string_at(memory.address + 8, 8) == b"imported"
+    importer.send_signal(signal.SIGKILL)
+    importer.communicate()
+    assert ctypes.string_at(memory.address, 16) == b"01234567imported"
+    memory.close()
+    memory.close()
+    assert device.free_bytes() == device.total_bytes
+
+
+def test_what_is_mapped_outlives_its_exporter_and_its_handle_does_not(device: host_device.HostDevice) -> None:
+    exporter = peer("export")
+    handle = bytes.fromhex(line(exporter))
+    memory = device.open(handle, GRAIN_BYTES)
+    exporter.send_signal(signal.SIGKILL)
+    exporter.communicate()
+    assert ctypes.string_at(memory.address, 8) == b"exported"
+    with pytest.raises(DeviceError, match="InvalidResourceHandle"):
+        device.open(handle, GRAIN_BYTES)
+    with pytest.raises(DeviceError, match="only whole allocations"):
+        memory.handle()
+    memory.close()
+
+
+def test_a_process_cannot_open_its_own_handle(device: host_device.HostDevice) -> None:
+    memory = device.allocate(GRAIN_BYTES)
+    for handle in (memory.handle(), b"\0" * 64, b"short"):
+        with pytest.raises(DeviceError):
+            device.open(handle, GRAIN_BYTES)
+    memory.close()
+
+
+def test_there_is_only_so_much_memory(device: host_device.HostDevice) -> None:
+    memory = device.allocate(7 * GRAIN_BYTES)
+    with pytest.raises(DeviceError, match="MemoryAllocation"):
+        device.allocate(2 * GRAIN_BYTES)
+    memory.close()
+
+
+def test_an_event_is_done_after_the_copies_before_it(device: host_device.HostDevice) -> None:
+    memory = device.allocate(GRAIN_BYTES)
+    stream = device.stream()
+    device.hold = True
+    stream.copy(memory.address, ctypes.addressof(ctypes.create_string_buffer(b"held", 4)), 4)
+    event = stream.record()
+    assert not event.query()
+    device.run()
+    event.wait()
+    assert event.query()
+    assert device.copied_bytes == 4
+    stream.close()
+    memory.close()
+
+
+def test_pages_are_registered_once(device: host_device.HostDevice) -> None:
+    device.register(1 << 20, 8192)
+    with pytest.raises(AssertionError):
+        device.register((1 << 20) + 4096, 4096)
+    device.unregister(1 << 20)
+    with pytest.raises(AssertionError):
+        device.unregister(1 << 20)
+
+
+def test_exported_sizes_are_whole_grains() -> None:
+    assert [cuda.exported_bytes(n) for n in (1, GRAIN_BYTES, GRAIN_BYTES + 1)] == [
+        GRAIN_BYTES, GRAIN_BYTES, 2 * GRAIN_BYTES,
+    ]  # fmt: skip
+
+
+class Runtime:
+    """Records what is called; stands in for cupy.cuda.runtime."""
+
+    cudaIpcMemLazyEnablePeerAccess = 1
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *values: self.calls.append((name, *values))
+
+
+def cuda_memory(undo: str, address: int = GRAIN_BYTES, size_bytes: int = GRAIN_BYTES) -> tuple[CudaMemory, Runtime]:
+    device = cuda.CudaDevice.__new__(cuda.CudaDevice)
+    device.index, device.runtime = 3, Runtime()
+    return CudaMemory(device, address, size_bytes, undo), device.runtime
+
+
+@pytest.mark.parametrize("undo", ["free", "ipcCloseMemHandle"])
+def test_memory_is_given_back_once_on_its_device(undo: str) -> None:
+    memory, runtime = cuda_memory(undo)
+    memory.close()
+    memory.close()
+    assert runtime.calls == [("setDevice", 3), (undo, GRAIN_BYTES)]
+
+
+@pytest.mark.parametrize("wrong", [{"undo": "ipcCloseMemHandle"}, {"address": 512}, {"size_bytes": 4096}])
+def test_only_whole_allocations_are_exported(wrong: dict[str, Any]) -> None:
+    memory, runtime = cuda_memory(**{"undo": "free", **wrong})
+    with pytest.raises(DeviceError, match="only whole allocations"):
+        memory.handle()
+    assert runtime.calls == []
+
+
+def test_without_a_device_there_is_one_error_in_one_line() -> None:
+    """No cupy, or no driver: which of the two depends on the environment."""
+    devices = CudaDevices()
+    assert devices.uuid_of("cpu", 0) == ""
+    if os.path.exists("/dev/nvidiactl"):
+        pytest.skip("there is a CUDA device")
+    for ask in (lambda: devices.open(host_device.UUID), lambda: devices.uuid_of("cuda", 0)):
+        with pytest.raises(DeviceError) as caught:
+            ask()
+        assert "\n" not in str(caught.value)

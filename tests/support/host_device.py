@@ -1,0 +1,226 @@
+"""A GPU of host memory, for tests without one: put in the place of `shmring.cuda.devices`, it lets the whole path run.
+
+Its device memory is a memfd.  The handle names process, descriptor and file, so that another process opens it through
+/proc, a handle whose exporter is dead cannot be opened, and what is mapped stays when its exporter dies.  What CUDA
+would not forgive is an AssertionError: registering a page twice, or not whole pages; unregistering what is not
+registered; a copy that touches no device memory mapped here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+import threading
+import uuid as uuids
+from collections.abc import Callable
+
+from kvprefetch.shmring import cuda
+from kvprefetch.shmring.cuda import GRAIN_BYTES, HANDLE_BYTES, PAGE_BYTES, DeviceError
+
+UUID = str(uuids.UUID(int=0x6B76_7072_6566_6574_6368))
+_HANDLE = struct.Struct("<8sIIQQ")
+_MAGIC = b"hostdev1"
+
+
+def install(total_bytes: int = 64 << 20, uuid: str = UUID) -> HostDevices:
+    """Put a device of `total_bytes` in the place of CUDA's for this process; torch's "cpu" lies on it."""
+    devices = HostDevices(total_bytes, uuid)
+    cuda.devices = devices
+    return devices
+
+
+class HostDevices:
+    """One device. `fail` names methods that raise DeviceError; with `hold`, copies are done at `run` only."""
+
+    def __init__(self, total_bytes: int, uuid: str = UUID) -> None:
+        self.device = HostDevice(total_bytes, uuid)
+
+    def open(self, uuid: str) -> HostDevice:
+        self.device.check("open_device")
+        if uuid != self.device.uuid:
+            raise DeviceError(f"not exactly one device has this UUID: uuid={uuid} found=0 devices=1")
+        return self.device
+
+    def uuid_of(self, kind: str, index: int) -> str:
+        self.device.check("uuid_of")
+        return self.device.uuid if kind == "cpu" else ""
+
+
+class HostDevice:
+    """What it did is counted in `live`: allocations, mappings of others' memory, registrations and streams."""
+
+    processors = 2
+
+    def __init__(self, total_bytes: int, uuid: str) -> None:
+        self.uuid, self.total_bytes = uuid, total_bytes
+        self.fail: set[str] = set()
+        self.hold = False
+        self.allocated: set[HostMemory] = set()
+        self.opened: set[HostMemory] = set()
+        self.registered: dict[int, int] = {}
+        self.streams: set[HostStream] = set()
+        self.copied_bytes = 0
+        self.lock = threading.Lock()
+
+    @property
+    def live(self) -> dict[str, int]:
+        return {
+            "allocated": len(self.allocated), "opened": len(self.opened),
+            "registered": len(self.registered), "streams": len(self.streams),
+        }  # fmt: skip
+
+    def check(self, name: str) -> None:
+        if name in self.fail:
+            raise DeviceError(f"{name}: told to fail")
+
+    def free_bytes(self) -> int:
+        """Only what this process allocated counts as used."""
+        self.check("free_bytes")
+        return self.total_bytes - sum(memory.size_bytes for memory in self.allocated)
+
+    def allocate(self, size_bytes: int) -> HostMemory:
+        self.check("allocate")
+        if size_bytes > self.free_bytes():
+            raise DeviceError(f"malloc: cudaErrorMemoryAllocation: bytes={size_bytes} free={self.free_bytes()}")
+        fd = os.memfd_create("kvprefetch-device", os.MFD_CLOEXEC)
+        os.ftruncate(fd, size_bytes)
+        return HostMemory(self, fd, size_bytes, self.allocated)
+
+    def open(self, handle: bytes, size_bytes: int) -> HostMemory:
+        self.check("open")
+        if len(handle) != HANDLE_BYTES:
+            raise DeviceError(f"handle has another size: bytes={len(handle)} expected={HANDLE_BYTES}")
+        magic, pid, number, whole, file = _HANDLE.unpack_from(handle)
+        if magic != _MAGIC or pid == os.getpid() or size_bytes > whole:
+            raise DeviceError("ipcOpenMemHandle: cudaErrorInvalidResourceHandle")
+        try:
+            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise DeviceError(f"ipcOpenMemHandle: cudaErrorInvalidResourceHandle: {error.strerror}") from error
+        if os.fstat(fd).st_ino != file:
+            os.close(fd)
+            raise DeviceError("ipcOpenMemHandle: cudaErrorInvalidResourceHandle: not this memory any more")
+        return HostMemory(self, fd, size_bytes, self.opened)
+
+    def register(self, address: int, size_bytes: int) -> None:
+        self.check("register")
+        assert address % PAGE_BYTES == 0
+        assert size_bytes > 0
+        end = address + -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        with self.lock:
+            for start, size in self.registered.items():
+                assert end <= start or start + size <= address, "pages are registered twice"
+            self.registered[address] = end - address
+
+    def unregister(self, address: int) -> None:
+        with self.lock:
+            assert address in self.registered, "not registered"
+            del self.registered[address]
+
+    def stream(self) -> HostStream:
+        self.check("stream")
+        return HostStream(self)
+
+    def kernel(self, source: str, name: str) -> cuda.Kernel:
+        raise DeviceError("kernel: there is no compiler for this device")
+
+    def run(self) -> None:
+        """Do the copies that were held back."""
+        for stream in list(self.streams):
+            stream.run()
+
+    def is_mapped(self, address: int, size_bytes: int) -> bool:
+        return any(
+            memory.address <= address and address + size_bytes <= memory.address + memory.size_bytes
+            for memory in self.allocated | self.opened
+        )
+
+
+class HostMemory:
+    """A mapped memfd."""
+
+    def __init__(self, device: HostDevice, fd: int, size_bytes: int, alive: set[HostMemory]) -> None:
+        self._device, self._fd, self._alive = device, fd, alive
+        self._map = mmap.mmap(fd, size_bytes)
+        self.size_bytes = size_bytes
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        alive.add(self)
+
+    def handle(self) -> bytes:
+        self._device.check("handle")
+        if self._alive is not self._device.allocated or self.size_bytes % GRAIN_BYTES:
+            raise DeviceError(f"only whole allocations can be exported: bytes={self.size_bytes} of {GRAIN_BYTES}")
+        file = os.fstat(self._fd).st_ino
+        return _HANDLE.pack(_MAGIC, os.getpid(), self._fd, self.size_bytes, file).ljust(HANDLE_BYTES, b"\0")
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        self._alive.discard(self)
+        os.close(fd)
+        try:
+            self._map.close()
+        except BufferError:  # someone's array still lies on it; it goes with that
+            del self._map
+
+
+class HostStream:
+    """Copies at once, or when told."""
+
+    pointer = 1
+
+    def __init__(self, device: HostDevice) -> None:
+        self._device = device
+        self._queue: list[Callable[[], None]] = []
+        device.streams.add(self)
+
+    def copy(self, target: int, source: int, size_bytes: int) -> None:
+        self._device.check("copy")
+        assert self._device.is_mapped(target, size_bytes) or self._device.is_mapped(source, size_bytes)
+
+        def move() -> None:
+            ctypes.memmove(target, source, size_bytes)
+            self._device.copied_bytes += size_bytes
+
+        self._queue.append(move)
+        if not self._device.hold:
+            self.run()
+
+    def record(self) -> HostEvent:
+        self._device.check("record")
+        event = HostEvent(self)
+        self._queue.append(event.happen)
+        if not self._device.hold:
+            self.run()
+        return event
+
+    def run(self) -> None:
+        queue, self._queue = self._queue, []
+        for job in queue:
+            job()
+
+    def close(self) -> None:
+        self.run()
+        self._device.streams.discard(self)
+
+
+class HostEvent:
+    """Done when its stream came to it."""
+
+    def __init__(self, stream: HostStream) -> None:
+        self._stream = stream
+        self._done = threading.Event()
+
+    def happen(self) -> None:
+        self._done.set()
+
+    def query(self) -> bool:
+        self._stream._device.check("query")
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        self._stream._device.check("wait")
+        assert self._done.wait(30), "nobody runs the copies that are held back"
