@@ -28,7 +28,8 @@ from kvprefetch.shmring.doorbell import Doorbell
 from kvprefetch.shmring.flags import FlagTable, pack
 from kvprefetch.shmring.layout import Layout
 from kvprefetch.shmring.liveness import Liveness
-from kvprefetch.shmring.protocol import Attached, FlagState, Outcome
+from kvprefetch.shmring.messages import Attached
+from kvprefetch.shmring.protocol import FlagState, Outcome
 from kvprefetch.shmring.ring import Consumer
 from kvprefetch.shmring.segment import Segment
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..shmring.protocol import default_socket, first_error
+from ..shmring.messages import default_socket, first_error
 from .policy import Policy
 
 # sun_path of a Unix socket address has 108 bytes, one of them the final zero.

@@ -12,7 +12,7 @@ from typing import Any
 from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from ..shmring.protocol import Stored
+from ..shmring.messages import Stored
 
 # Upstream's Mooncake connector calls the store's memory so; MEDIUM_CPU is the engine's own offloading.
 MEDIUM_MEMORY = "cpu"

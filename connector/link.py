@@ -14,9 +14,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from ..shmring import protocol
+from ..shmring import messages
 from ..shmring.errors import SegmentCorrupt
-from ..shmring.protocol import Attached, Hello, Mapped, ProtocolError, Refused, Reset, ResetDone, Stored
+from ..shmring.messages import Attached, Hello, Mapped, Refused, Reset, ResetDone, Stored
+from ..shmring.protocol import ProtocolError
 
 RETRY_S = 0.5
 FINAL_RETRY_S = 10.0
@@ -111,7 +112,7 @@ class Link(Generic[S]):
         if sock is None or self.session is None:
             return False
         try:
-            protocol.send_message(sock, Reset(reset_generation=generation, timeout_ms=timeout_ms))
+            messages.send_message(sock, Reset(reset_generation=generation, timeout_ms=timeout_ms))
         except OSError:
             return False
         return True
@@ -158,7 +159,7 @@ class Link(Generic[S]):
                     self._path, error.strerror or error,
                 )  # fmt: skip
                 return RETRY_S
-            protocol.send_message(sock, self._hello)
+            messages.send_message(sock, self._hello)
             self._sock = sock
             return self._watch(sock)
         finally:
@@ -168,7 +169,7 @@ class Link(Generic[S]):
     def _watch(self, sock: socket.socket) -> float:
         while not self._stop.is_set():
             try:
-                received = protocol.receive_message(sock, max_fds=2)
+                received = messages.receive_message(sock, max_fds=2)
             except TimeoutError:
                 if self.session is not None:
                     self.session.beat(time.monotonic_ns())
@@ -202,7 +203,7 @@ class Link(Generic[S]):
         with self._lock:
             self._mapped[session.epoch] = session
         self.session = session
-        protocol.send_message(sock, Mapped(epoch=session.epoch))
+        messages.send_message(sock, Mapped(epoch=session.epoch))
         self._said.clear()
         log.info("kvprefetch: attached to the daemon: epoch=%d slots=%d", message.epoch, message.slot_count)
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from ..shmring.errors import SegmentCorrupt
-from ..shmring.protocol import Outcome, Stored
+from ..shmring.messages import Stored
+from ..shmring.protocol import Outcome
 from . import hints
 from .claims import NOTHING, Answer, Claims, Entry, Reply
 from .config import ConnectorConfig

@@ -19,7 +19,7 @@ from ..shmring.errors import SegmentCorrupt, SegmentError
 from ..shmring.flags import FlagAllocator, FlagTable
 from ..shmring.layout import Layout
 from ..shmring.liveness import Liveness, PeerState, PeerStatus
-from ..shmring.protocol import Attached
+from ..shmring.messages import Attached
 from ..shmring.ring import Producer
 from ..shmring.segment import Segment
 from .paged import Rows
@@ -33,10 +33,11 @@ class SchedulerSession:
         # The doorbell may be rung as long as anyone holds this session; its number must not be another file's by then.
         weakref.finalize(self, doorbell.close)
         layout = Layout.read(segment.buffer)
-        if (layout.epoch, layout.slot_count) != (attached.epoch, attached.slot_count):
+        found = (layout.epoch, layout.slot_count, layout.device_slots)
+        expected = (attached.epoch, attached.slot_count, attached.device_slots)
+        if found != expected:
             raise SegmentCorrupt(
-                f"segment is of another epoch: epoch={layout.epoch} expected={attached.epoch} "
-                f"slot_count={layout.slot_count} expected={attached.slot_count}"
+                f"segment is of another epoch: epoch, slot_count, device_slots={found} expected={expected}"
             )
         self.epoch = layout.epoch
         self.layout = layout

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..shmring.protocol import MAX_REQUEST_ID_BYTES, PROTOCOL, Hello, SchedulerShape, WorkerShape
+from ..shmring.messages import Hello, SchedulerShape, WorkerShape
+from ..shmring.protocol import MAX_REQUEST_ID_BYTES, PROTOCOL
 from .keys import RankKeys, rank_keys
 
 if TYPE_CHECKING:

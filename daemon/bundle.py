@@ -13,7 +13,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from ..shmring.protocol import StatusQuery
+from ..shmring.messages import StatusQuery
 from .client import Unavailable, ask
 from .config import DaemonConfig
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ..shmring.protocol import default_socket, first_error
+from ..shmring.messages import default_socket, first_error
 from .host import usable_cores
 
 MAX_SOCKET_PATH_BYTES = 107  # sun_path has 108, one of them the final zero

@@ -15,13 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..shmring import protocol
-from ..shmring.protocol import (
+from ..shmring import messages
+from ..shmring.messages import (
     Attached,
     Hello,
     Mapped,
     Message,
-    ProtocolError,
     Purge,
     Refused,
     Reset,
@@ -33,6 +32,7 @@ from ..shmring.protocol import (
     StatusQuery,
     Stored,
 )
+from ..shmring.protocol import ProtocolError
 from .access import Access, Credentials, credentials_of
 from .events import Ending
 from .logs import Log
@@ -120,7 +120,7 @@ class Control:
             self._accept()
         elif (peer := self._peers.get(fd)) is not None:
             try:
-                received = protocol.receive_message(peer.sock, max_fds=0)
+                received = messages.receive_message(peer.sock, max_fds=0)
                 if received is not None:
                     self._handle(peer, received[0])
                     return
@@ -170,7 +170,7 @@ class Control:
         elif isinstance(message, Mapped):
             self._mapped(peer, message)
         elif isinstance(message, StatusQuery):
-            protocol.send_message(peer.sock, self._status())
+            messages.send_message(peer.sock, self._status())
         elif isinstance(message, StatQuery):
             self._show_segments(peer)
         elif isinstance(message, (SetMode, Purge)):
@@ -186,7 +186,7 @@ class Control:
 
         def reply(answer: Message) -> None:
             with contextlib.suppress(OSError):  # nobody waits any more
-                protocol.send_message(peer.sock, answer)
+                messages.send_message(peer.sock, answer)
 
         self._steer(message, reply)
 
@@ -259,7 +259,7 @@ class Control:
     def _tell(self, scheduler: Peer, stored: Stored) -> None:
         """Events are worth no waiting: they are lost for a scheduler that does not read, or is gone."""
         with contextlib.suppress(OSError):
-            protocol.send_message(scheduler.sock, stored)
+            messages.send_message(scheduler.sock, stored)
 
     def _hand_over(self, group: Group, session: EngineSession) -> None:
         for rank, worker in group.workers.items():
@@ -268,12 +268,12 @@ class Control:
                 epoch=session.epoch, segment_bytes=segment.size_bytes, slot_count=session.slot_count,
                 slot_bytes=session.staging.block_bytes[rank],
             )  # fmt: skip
-            protocol.send_message(worker.sock, attached, [segment.fd])
+            messages.send_message(worker.sock, attached, [segment.fd])
         assert group.scheduler is not None
         attached = Attached(
             epoch=session.epoch, segment_bytes=session.layout.total_bytes, slot_count=session.slot_count, slot_bytes=0
         )
-        protocol.send_message(group.scheduler.sock, attached, [session.control.fd, session.doorbell.fd])
+        messages.send_message(group.scheduler.sock, attached, [session.control.fd, session.doorbell.fd])
 
     def _mapped(self, peer: Peer, message: Mapped) -> None:
         session = peer.group.session if peer.group is not None else None
@@ -294,7 +294,7 @@ class Control:
 
         def reply(ok: bool) -> None:
             with contextlib.suppress(OSError):  # the engine is gone; its end of file says so
-                protocol.send_message(peer.sock, ResetDone(reset_generation=message.reset_generation, ok=ok))
+                messages.send_message(peer.sock, ResetDone(reset_generation=message.reset_generation, ok=ok))
 
         session.reset(message.reset_generation, message.timeout_ms / 1e3, reply)
 
@@ -303,7 +303,7 @@ class Control:
         fds: list[int] = []
         try:
             fds += [session.control.read_only_fd() for session in sessions]
-            protocol.send_message(peer.sock, Segments(engines=[session.engine_id for session in sessions]), fds)
+            messages.send_message(peer.sock, Segments(engines=[session.engine_id for session in sessions]), fds)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -318,7 +318,7 @@ class Control:
         pid, uid, _ = peer.credentials
         self._log.warning("peer.refused", pid=pid, uid=uid, error=error, final=final)
         with contextlib.suppress(OSError):
-            protocol.send_message(peer.sock, Refused(error=error, final=final))
+            messages.send_message(peer.sock, Refused(error=error, final=final))
 
     def _drop(self, peer: Peer) -> None:
         group = peer.group

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from .. import __version__
 from ..shmring.errors import SegmentError
-from ..shmring.protocol import Status, StatusQuery
+from ..shmring.messages import Status, StatusQuery
 from ..shmring.segment import Segment
 from .client import Unavailable, ask
 from .config import DaemonConfig

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..shmring.layout import Layout, power_of_two_at_least
-from ..shmring.protocol import Hello
+from ..shmring.messages import Hello
 from ..shmring.segment import Segment
 from .config import DaemonConfig
 from .staging import HostStaging, slots_for

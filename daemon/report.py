@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from .. import __version__
-from ..shmring.protocol import SlowRequest, Status
+from ..shmring.messages import SlowRequest, Status
 from .board import Board
 from .session import EngineSession
 

@@ -15,7 +15,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from ..shmring.credits import CreditGranter
-from ..shmring.protocol import ProtocolError, Saved, Stored
+from ..shmring.messages import Stored
+from ..shmring.protocol import ProtocolError, Saved
 from . import transfers
 from .account import Account
 from .logs import Log

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..shmring.protocol import Status, StatusQuery
+from ..shmring.messages import Status, StatusQuery
 from . import overview
 from .client import Unavailable, ask
 from .pretty import number, size

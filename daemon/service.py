@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from functools import partial
 from types import FrameType
 
-from ..shmring.protocol import Hello, Message, Purge, Report, SetMode, Status
+from ..shmring.messages import Hello, Message, Purge, Report, SetMode, Status
 from . import report
 from .access import access_of, listen
 from .board import Board

@@ -20,7 +20,8 @@ from ..shmring.doorbell import Doorbell
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.flags import FlagTable, unpack
 from ..shmring.liveness import Liveness, PeerState
-from ..shmring.protocol import FlagState, Hello, ProtocolError, RecordKind
+from ..shmring.messages import Hello
+from ..shmring.protocol import FlagState, ProtocolError, RecordKind
 from ..shmring.ring import Consumer, Record
 from . import transfers
 from .account import Account

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..shmring.protocol import first_error
+from ..shmring.messages import first_error
 from .config import ConfigError, DaemonConfig
 
 if sys.version_info >= (3, 11):

@@ -69,7 +69,7 @@ class FlagTable:
     def __init__(self, buffer: memoryview, words: Words, layout: Layout) -> None:
         self.flag_count = layout.flag_count
         self.table_entries = layout.table_entries
-        self._slot_count = layout.slot_count
+        self._slot_bound = layout.slot_bound
         # The flag lines and nothing else: an index that is too large or negative is an IndexError, never another word.
         self._words = Words(buffer[layout.flags_offset : layout.table_offset], writable=words.writable)
         self._load_acquire = self._words.load_acquire
@@ -137,8 +137,8 @@ class FlagTable:
                 f"block range outside the slot table: start={start} stop={stop} max={self.table_entries}"
             )
         slots: list[int] = self._table[index, start:stop].tolist()
-        if slots and max(slots) >= self._slot_count:
-            raise SegmentCorrupt(f"slot number out of bounds: slot={max(slots)} bound={self._slot_count}")
+        if slots and max(slots) >= self._slot_bound:
+            raise SegmentCorrupt(f"slot number out of bounds: slot={max(slots)} bound={self._slot_bound}")
         return slots
 
 

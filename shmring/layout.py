@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from .errors import SegmentCorrupt
 
 MAGIC = int.from_bytes(b"KVPRING1", "little")
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 LINE_BYTES = 64
 HEADER_BYTES = 4096
 HOT_OFFSET = 512
@@ -60,7 +60,7 @@ class Layout:
     """Sizes of one control segment and the offsets that follow from them.
 
     `ring_bytes` and `credit_entries` are powers of two; `table_entries` is the most blocks one request can have staged;
-    `slot_count` bounds every slot number.
+    slots [0, slot_count) lie in host memory, [slot_count, slot_bound) on devices, and no slot number is beyond.
     """
 
     ring_bytes: int
@@ -69,6 +69,7 @@ class Layout:
     credit_entries: int
     slot_count: int
     epoch: int
+    device_slots: int = 0
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
@@ -77,6 +78,7 @@ class Layout:
             ("table_entries", self.table_entries, 1, (1 << 20) - 1),
             ("credit_entries", self.credit_entries, 1, 1 << 24),
             ("slot_count", self.slot_count, 1, (1 << 32) - 1),
+            ("device_slots", self.device_slots, 0, (1 << 32) - 1 - self.slot_count),
             ("epoch", self.epoch, 1, (1 << 63) - 1),
         ):
             if not low <= value <= high:
@@ -86,6 +88,10 @@ class Layout:
                 raise ValueError(f"{name} must be a power of 2: {name}={value}")
         if self.total_bytes > MAX_TOTAL_BYTES:
             raise ValueError(f"the segment must not exceed {MAX_TOTAL_BYTES} bytes: total_bytes={self.total_bytes}")
+
+    @property
+    def slot_bound(self) -> int:
+        return self.slot_count + self.device_slots
 
     @property
     def ring_offset(self) -> int:
@@ -111,7 +117,7 @@ class Layout:
         """Write magic and geometry into the header of a segment nobody else can see yet."""
         _GEOMETRY.pack_into(
             buffer, 0, MAGIC, LAYOUT_VERSION, self.total_bytes, self.epoch, self.ring_bytes, self.flag_count,
-            self.table_entries, self.credit_entries, self.slot_count, 0, 0,
+            self.table_entries, self.credit_entries, self.slot_count, self.device_slots, 0,
         )  # fmt: skip
 
     @classmethod
@@ -120,13 +126,13 @@ class Layout:
         if len(buffer) < HEADER_BYTES:
             raise SegmentCorrupt(f"segment is shorter than its header: bytes={len(buffer)} header={HEADER_BYTES}")
         geometry = _GEOMETRY.unpack_from(buffer, 0)
-        magic, version, total, epoch, ring, flags, entries, credit_entries, slots, _, _ = geometry
+        magic, version, total, epoch, ring, flags, entries, credit_entries, slots, device_slots, _ = geometry
         if magic != MAGIC:
             raise SegmentCorrupt(f"not a kvprefetch segment: magic={magic:#x} expected={MAGIC:#x}")
         if version != LAYOUT_VERSION:
             raise SegmentCorrupt(f"layout version differs: version={version} expected={LAYOUT_VERSION}")
         try:
-            layout = cls(ring, flags, entries, credit_entries, slots, epoch)
+            layout = cls(ring, flags, entries, credit_entries, slots, epoch, device_slots)
         except ValueError as error:
             raise SegmentCorrupt(f"geometry out of bounds: {error}") from None
         if total != layout.total_bytes or total > len(buffer):

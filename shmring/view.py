@@ -68,6 +68,7 @@ def _describe(
         "epoch": layout.epoch,
         "total_bytes": layout.total_bytes,
         "slot_count": layout.slot_count,
+        "device_slots": layout.device_slots,
         "ring": {
             "capacity_bytes": layout.ring_bytes,
             # Head was loaded first and both only grow, so what is in use is never under-reported by the race.

@@ -21,9 +21,9 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
     "connector": ({"shmring"}, {"vllm", "torch", "numpy", "pydantic"}),
     "daemon": ({"shmring"}, {"mooncake", "structlog", "prometheus_client", "rich", "numpy", "pydantic", "tomli"}),
 }
-# The types that travel between the two sides: they build on shmring, and nothing in shmring knows them.
-PROTOCOL = "shmring/protocol.py"
-ALSO = {PROTOCOL: {"pydantic"}}
+# What travels between the two sides: it builds on shmring, and nothing else in shmring knows it.
+SPOKEN = ("shmring/protocol.py", "shmring/messages.py")
+ALSO = {"shmring/messages.py": {"pydantic"}}
 # Packages with a border of their own: only these files may import them, whatever the folder allows.
 BORDERS: dict[str, tuple[str, ...]] = {
     "mooncake": ("daemon/store.py",),
@@ -74,8 +74,9 @@ def file_violations(root: Path, path: Path) -> Iterator[str]:
             other = target[1] if len(target) > 1 and target[1] in FOLDERS else ""
             if other and other != folder and other not in ours:
                 yield f"{where}: {folder or 'the root'} may not import {other}"
-            if other == folder == "shmring" and target[2:3] == ["protocol"] and name != PROTOCOL:
-                yield f"{where}: {name} may not import {PROTOCOL}"
+            spoken = f"shmring/{target[2]}.py" if len(target) > 2 else ""
+            if other == folder == "shmring" and spoken in SPOKEN and name not in SPOKEN:
+                yield f"{where}: {name} may not import {spoken}"
         elif top in FORBIDDEN.get(folder, set()):
             yield f"{where}: {folder} may not import {top}"
         elif top in sys.stdlib_module_names or relative:
@@ -127,7 +128,9 @@ DOC = '"""Says what it is for."""\n'
         ("shmring/ring.py", "from ..daemon import store", "shmring may not import daemon"),
         ("shmring/ring.py", "from .protocol import Hint", "shmring/ring.py may not import shmring/protocol.py"),
         ("shmring/ring.py", "from . import protocol", "shmring/ring.py may not import shmring/protocol.py"),
+        ("shmring/ring.py", "from .messages import Hello", "shmring/ring.py may not import shmring/messages.py"),
         ("shmring/ring.py", "import pydantic", "shmring may not import pydantic"),
+        ("shmring/protocol.py", "import pydantic", "shmring may not import pydantic"),
         ("shmring/ring.py", "import ctypes", "shmring may not import ctypes"),
         ("shmring/ring.py", "def f():\n    import torch", "shmring may not import torch"),
         ("connector/worker.py", "from ..daemon.store import Store", "connector may not import daemon"),
@@ -168,7 +171,8 @@ def test_what_the_rules_allow_is_not_reported(tmp_path: Path) -> None:
     allowed = {
         "__init__.py": "import os",
         "shmring/ring.py": "import struct, posix_ipc, numpy\nfrom ._atomics import fence\nfrom . import layout",
-        "shmring/protocol.py": "import pydantic\nfrom .layout import WORD_BYTES",
+        "shmring/protocol.py": "import struct\nfrom .layout import WORD_BYTES",
+        "shmring/messages.py": "import pydantic\nfrom .protocol import PROTOCOL",
         "shmring/cuda.py": "def f():\n    import cupy",
         "connector/worker.py": "import torch, vllm\nfrom ..shmring import protocol\nfrom .. import __version__",
         "daemon/store.py": "from mooncake.store import MooncakeDistributedStore\nfrom ..shmring.ring import Ring",

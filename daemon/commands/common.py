@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ...shmring import protocol
-from ...shmring.protocol import default_socket
+from ...shmring import messages
+from ...shmring.messages import default_socket
 from ..client import Unavailable
 from ..config import DaemonConfig
 from ..sources import FILE_VARIABLE, PREFIX, Sources
@@ -61,10 +61,10 @@ def configuration_sources(arguments: argparse.Namespace) -> Sources:
     return Sources.of({name: getattr(arguments, name) for name in DaemonConfig.model_fields}, arguments.config)
 
 
-def report(received: tuple[protocol.Message, list[int]]) -> int:
+def report(received: tuple[messages.Message, list[int]]) -> int:
     """Print a running daemon's answer to an order; the exit status is 0 when it was carried out, else 1."""
     answer, _ = received
-    if not isinstance(answer, protocol.Report):
+    if not isinstance(answer, messages.Report):
         raise Unavailable(f"the daemon answered with something else: type={answer.type}")
     print(answer.text)
     return 0 if answer.ok else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from ...shmring import protocol
+from ...shmring import messages
 from ..client import ask
 from ..config import Mode
 from .common import Commands, add_socket, declare, report
@@ -24,4 +24,4 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return report(ask(arguments.socket, protocol.SetMode(mode=arguments.mode)))
+    return report(ask(arguments.socket, messages.SetMode(mode=arguments.mode)))

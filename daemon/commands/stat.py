@@ -7,7 +7,7 @@ import json
 import os
 import time
 
-from ...shmring import protocol, view
+from ...shmring import messages, protocol, view
 from ..client import ask
 from .common import Commands, add_socket, declare
 
@@ -18,10 +18,10 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    answer, fds = ask(arguments.socket, protocol.StatQuery())
+    answer, fds = ask(arguments.socket, messages.StatQuery())
     names = {state.value: state.name.lower() for state in protocol.FlagState}
     shown = []
-    for fd, engine in zip(fds, answer.engines if isinstance(answer, protocol.Segments) else [], strict=False):
+    for fd, engine in zip(fds, answer.engines if isinstance(answer, messages.Segments) else [], strict=False):
         try:
             shown.append({"engine": engine, **view.read(fd, time.monotonic_ns(), names)})
         finally:

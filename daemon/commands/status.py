@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ...shmring import protocol
+from ...shmring import messages
 from ..client import ask
 from ..overview import describe
 from .common import Commands, add_socket, declare
@@ -17,8 +17,8 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    answer, _ = ask(arguments.socket, protocol.StatusQuery())
-    if arguments.json or not isinstance(answer, protocol.Status):
+    answer, _ = ask(arguments.socket, messages.StatusQuery())
+    if arguments.json or not isinstance(answer, messages.Status):
         print(answer.model_dump_json(indent=2))
     else:
         print("\n".join(describe(answer)))

@@ -10,7 +10,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 
-from ...shmring import protocol
+from ...shmring import messages
 from ..client import Unavailable, ask
 from ..config import ConfigError
 from .common import Commands, add_socket, declare, report
@@ -55,7 +55,7 @@ def purge(arguments: argparse.Namespace) -> int:
         raise ConfigError("store purge: one of --prefix and --engine is wanted")
     if not arguments.yes:
         raise ConfigError("store purge: removes stored KV for every engine of the namespace; say --yes to do it")
-    order = protocol.Purge(
+    order = messages.Purge(
         engine=arguments.engine or "", prefixes=[arguments.prefix] if arguments.prefix else [],
         timeout_ms=PURGE_TIMEOUT_S * 1000,
     )  # fmt: skip
@@ -71,8 +71,8 @@ def master_of(arguments: argparse.Namespace) -> str:
     """host:port of the master's HTTP interface. Raises Unavailable when nobody knows it."""
     if arguments.master_http:
         return str(arguments.master_http)
-    answer, _ = ask(arguments.socket, protocol.StatusQuery())
-    if isinstance(answer, protocol.Status) and answer.master_http:
+    answer, _ = ask(arguments.socket, messages.StatusQuery())
+    if isinstance(answer, messages.Status) and answer.master_http:
         return answer.master_http
     raise Unavailable("the daemon joined a cluster: name its master's HTTP interface with --master-http HOST:PORT")
 

@@ -13,14 +13,15 @@ from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMe
 from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.connector.session import SchedulerSession
 from kvprefetch.connector.support import Geometry
-from kvprefetch.shmring import protocol
+from kvprefetch.shmring import messages, protocol
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.credits import CreditGranter
 from kvprefetch.shmring.doorbell import Doorbell
 from kvprefetch.shmring.flags import Flag, FlagTable, pack, unpack
 from kvprefetch.shmring.layout import Layout
 from kvprefetch.shmring.liveness import Liveness, PeerState
-from kvprefetch.shmring.protocol import Attached, FlagState, RecordKind
+from kvprefetch.shmring.messages import Attached
+from kvprefetch.shmring.protocol import FlagState, RecordKind
 from kvprefetch.shmring.ring import Consumer
 from kvprefetch.shmring.segment import Segment
 
@@ -137,7 +138,7 @@ class FakeLink:
     confirms: bool = True
     detached: list[str] = field(default_factory=list)
     resets: list[int] = field(default_factory=list)
-    stored: deque[protocol.Stored] = field(default_factory=deque)
+    stored: deque[messages.Stored] = field(default_factory=deque)
 
     def start(self) -> None: ...
     def close(self) -> None: ...

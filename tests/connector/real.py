@@ -40,7 +40,7 @@ from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.metadata import KVPrefetchMetadata
 from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.connector.session import WorkerSession
-from kvprefetch.shmring.protocol import Attached
+from kvprefetch.shmring.messages import Attached
 from kvprefetch.shmring.segment import Segment
 
 from .fakes import BLOCK, BLOCK_BYTES, Clock, FakeDaemon, FakeLink

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvprefetch.connector.config import load
-from kvprefetch.shmring.protocol import default_socket
+from kvprefetch.shmring.messages import default_socket
 
 
 def test_defaults() -> None:

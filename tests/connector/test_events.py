@@ -15,7 +15,8 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvprefetch.connector.connector import KVPrefetchConnector
-from kvprefetch.shmring.protocol import FlagState, Stored
+from kvprefetch.shmring.messages import Stored
+from kvprefetch.shmring.protocol import FlagState
 
 from .fakes import BLOCK, Engine
 from .test_scheduler_saves import admit

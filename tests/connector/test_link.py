@@ -16,10 +16,10 @@ import pytest
 from kvprefetch.connector import link as link_module
 from kvprefetch.connector.link import Link
 from kvprefetch.connector.session import SchedulerSession, WorkerSession
-from kvprefetch.shmring import protocol
+from kvprefetch.shmring import messages, protocol
 from kvprefetch.shmring.doorbell import Doorbell
 from kvprefetch.shmring.liveness import PeerStatus
-from kvprefetch.shmring.protocol import Attached, Hello, Mapped, Refused, Reset, ResetDone, SchedulerShape, WorkerShape
+from kvprefetch.shmring.messages import Attached, Hello, Mapped, Refused, Reset, ResetDone, SchedulerShape, WorkerShape
 from kvprefetch.shmring.segment import Segment
 
 from .fakes import Clock, FakeDaemon
@@ -70,15 +70,15 @@ class Server:
         return sock, message
 
     @staticmethod
-    def receive(sock: socket.socket) -> protocol.Message:
-        received = protocol.receive_message(sock)
+    def receive(sock: socket.socket) -> messages.Message:
+        received = messages.receive_message(sock)
         assert received is not None
         return received[0]
 
     def attach(self, sock: socket.socket, fake: FakeDaemon) -> None:
         bell = Doorbell.create()
         layout = fake.layout
-        protocol.send_message(
+        messages.send_message(
             sock,
             Attached(epoch=layout.epoch, segment_bytes=layout.total_bytes, slot_count=layout.slot_count, slot_bytes=0),
             [fake.segment.fd, bell.fd],
@@ -156,7 +156,7 @@ def test_detach_drops_the_session_and_comes_back(server: Server, scheduler: Link
     server.attach(sock, server.fake)
     scheduler.detach("slot out of bounds")
     assert scheduler.session is None
-    assert protocol.receive_message(sock) is None
+    assert messages.receive_message(sock) is None
     again, _ = server.accept()
     again.close()
     sock.close()
@@ -169,8 +169,8 @@ def test_a_refusal_is_said_once(server: Server, caplog: pytest.LogCaptureFixture
         link.start()
         for _ in range(3):
             sock, _ = server.accept()
-            protocol.send_message(sock, Refused(error="too many engines", final=final))
-            assert protocol.receive_message(sock) is None
+            messages.send_message(sock, Refused(error="too many engines", final=final))
+            assert messages.receive_message(sock) is None
             sock.close()
         link.close()
     said = [record for record in caplog.records if "too many engines" in record.message]
@@ -185,9 +185,9 @@ def test_nonsense_is_survived(server: Server, scheduler: Link[SchedulerSession],
     else:
         segment = Segment.create(8192)
         fds = [segment.fd] if kind == "descriptors" else [segment.fd, segment.fd]
-        protocol.send_message(sock, Attached(epoch=1, segment_bytes=8192, slot_count=1, slot_bytes=0), fds)
+        messages.send_message(sock, Attached(epoch=1, segment_bytes=8192, slot_count=1, slot_bytes=0), fds)
         segment.close()
-    assert protocol.receive_message(sock) is None
+    assert messages.receive_message(sock) is None
     sock.close()
     sock, _ = server.accept()
     server.attach(sock, server.fake)
@@ -206,9 +206,9 @@ def test_a_reset_is_confirmed_only_by_its_own_reply(
     asked = Server.receive(sock)
     assert isinstance(asked, Reset)
     assert asked.reset_generation == 3
-    protocol.send_message(sock, ResetDone(reset_generation=2, ok=True))
+    messages.send_message(sock, ResetDone(reset_generation=2, ok=True))
     if reply:
-        protocol.send_message(sock, ResetDone(reset_generation=3, ok=ok))
+        messages.send_message(sock, ResetDone(reset_generation=3, ok=ok))
     thread.join()
     assert results == [ok and reply]
     assert scheduler.confirmed_reset == (3 if ok and reply else 2)
@@ -239,7 +239,7 @@ def test_a_worker_keeps_ended_epochs_until_they_are_retired(server: Server, monk
     for epoch in (1, 2):
         sock, _ = server.accept()
         segment = Segment.create(64)
-        protocol.send_message(sock, Attached(epoch=epoch, segment_bytes=64, slot_count=4, slot_bytes=16), [segment.fd])
+        messages.send_message(sock, Attached(epoch=epoch, segment_bytes=64, slot_count=4, slot_bytes=16), [segment.fd])
         assert Server.receive(sock) == Mapped(epoch=epoch)
         sock.close()
         wait_for(lambda: link.session is None)

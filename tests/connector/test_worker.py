@@ -14,7 +14,7 @@ from kvprefetch.connector.paged import PagedCache
 from kvprefetch.connector.session import WorkerSession
 from kvprefetch.connector.worker import WorkerSide
 from kvprefetch.shmring.errors import SegmentCorrupt
-from kvprefetch.shmring.protocol import Attached
+from kvprefetch.shmring.messages import Attached
 from kvprefetch.shmring.segment import Segment
 
 BLOCKS, SLOTS, EPOCH = 6, 4, 77

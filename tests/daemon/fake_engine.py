@@ -11,14 +11,15 @@ import uuid
 from pathlib import Path
 from typing import ClassVar
 
-from kvprefetch.shmring import protocol
+from kvprefetch.shmring import messages, protocol
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.credits import CreditTaker
 from kvprefetch.shmring.doorbell import Doorbell
 from kvprefetch.shmring.flags import Flag, FlagAllocator, FlagTable, pack, unpack
 from kvprefetch.shmring.layout import Layout
 from kvprefetch.shmring.liveness import Liveness, PeerStatus
-from kvprefetch.shmring.protocol import FlagState, Hello, Outcome, RecordKind, SchedulerShape, WorkerShape
+from kvprefetch.shmring.messages import Hello, SchedulerShape, WorkerShape
+from kvprefetch.shmring.protocol import FlagState, Outcome, RecordKind
 from kvprefetch.shmring.ring import Producer
 from kvprefetch.shmring.segment import Segment
 
@@ -86,12 +87,12 @@ class FakeEngine:
         self.scheduler = self.connect()
         workers = [self.connect() for _ in range(self.ranks)]
         for rank, sock in enumerate(workers):
-            protocol.send_message(sock, self.hello("worker", rank))
-        protocol.send_message(self.scheduler, self.hello("scheduler"))
+            messages.send_message(sock, self.hello("worker", rank))
+        messages.send_message(self.scheduler, self.hello("scheduler"))
         for sock in workers:
             attached, fds = self.receive(sock)
             self.staging.append(Segment(fds[0], attached.segment_bytes))
-            protocol.send_message(sock, protocol.Mapped(epoch=attached.epoch))
+            messages.send_message(sock, messages.Mapped(epoch=attached.epoch))
         attached, fds = self.receive(self.scheduler)
         self.epoch = attached.epoch
         self.control = Segment(fds[0], attached.segment_bytes)
@@ -103,13 +104,13 @@ class FakeEngine:
         self.flags = FlagAllocator(self.table)
         self.credits = CreditTaker(self.control.buffer, self.words, self.layout)
         self.liveness = Liveness(self.words, consumer=False)
-        protocol.send_message(self.scheduler, protocol.Mapped(epoch=attached.epoch))
+        messages.send_message(self.scheduler, messages.Mapped(epoch=attached.epoch))
         wait_for(lambda: self.liveness.peer(time.monotonic_ns()) is PeerStatus.ALIVE, what="ACTIVE")
 
-    def receive(self, sock: socket.socket) -> tuple[protocol.Attached, list[int]]:
-        received = protocol.receive_message(sock)
+    def receive(self, sock: socket.socket) -> tuple[messages.Attached, list[int]]:
+        received = messages.receive_message(sock)
         assert received is not None
-        assert isinstance(received[0], protocol.Attached), received
+        assert isinstance(received[0], messages.Attached), received
         return received[0], received[1]
 
     # --- scheduler ----------------------------------------------------------------------------------------------------

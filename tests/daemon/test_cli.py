@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.daemon.config import ConfigError, load, parse_size
-from kvprefetch.shmring.protocol import default_socket
+from kvprefetch.shmring.messages import default_socket
 
 
 def kvprefetchd(*arguments: str) -> subprocess.CompletedProcess[str]:

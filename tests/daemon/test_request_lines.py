@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.lab.daemon import Daemon
-from kvprefetch.shmring import protocol
+from kvprefetch.shmring import messages, protocol
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.protocol import FlagState, Outcome, RecordKind
 from tests.daemon.fake_engine import FakeEngine, wait_for
@@ -126,9 +126,9 @@ def test_a_reset_and_a_revocation_are_told(shared_daemon: Daemon) -> None:
     assert engine.producer.push(RecordKind.ASK, taken)
     assert engine.settled(near).count == 150
     assert told(shared_daemon, "far") == {"far": ["revoked"]}
-    protocol.send_message(engine.scheduler, protocol.Reset(reset_generation=1, timeout_ms=5000))
+    messages.send_message(engine.scheduler, messages.Reset(reset_generation=1, timeout_ms=5000))
     assert told(shared_daemon, "near") == {"near": ["reset"]}
-    assert protocol.receive_message(engine.scheduler)
+    assert messages.receive_message(engine.scheduler)
     engine.close()
 
 

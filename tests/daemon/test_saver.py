@@ -12,7 +12,8 @@ from kvprefetch.daemon import saver as module
 from kvprefetch.daemon.account import Account
 from kvprefetch.daemon.saver import LOADS_FIRST_NS, PAUSE_NS, TRIES, Saver
 from kvprefetch.daemon.transfers import SaveResult
-from kvprefetch.shmring.protocol import Saved, Stored
+from kvprefetch.shmring.messages import Stored
+from kvprefetch.shmring.protocol import Saved
 
 
 class Credits:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lab.daemon import Daemon
-from kvprefetch.shmring import protocol
+from kvprefetch.shmring import messages, protocol
 from kvprefetch.shmring.flags import pack
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import PeerStatus
@@ -74,10 +74,10 @@ def test_an_engine_with_kv_events_hears_what_became_of_its_saves(shared_daemon: 
     quiet.save(values)
     for save_id in (8, 9):  # the second time they are there already
         engine.save(values, save_id=save_id)
-        received = protocol.receive_message(engine.scheduler)
+        received = messages.receive_message(engine.scheduler)
         assert received is not None
         told = received[0]
-        assert isinstance(told, protocol.Stored)
+        assert isinstance(told, messages.Stored)
         assert (told.save_id, len(told.memory), told.disk, told.lost) == (save_id, 5, [], [])
     quiet.scheduler.setblocking(False)
     with pytest.raises(BlockingIOError):
@@ -212,10 +212,10 @@ def test_a_reset_voids_what_is_staged_and_removes_every_rank_s_keys(shared_daemo
         wait_for(lambda each=each: each.load(list(values)), what="a hit")
     waiting = engine.hint(list(values))
     engine.settled(waiting)
-    protocol.send_message(engine.scheduler, protocol.Reset(reset_generation=1, timeout_ms=5000))
-    received = protocol.receive_message(engine.scheduler)
+    messages.send_message(engine.scheduler, messages.Reset(reset_generation=1, timeout_ms=5000))
+    received = messages.receive_message(engine.scheduler)
     assert received is not None
-    assert received[0] == protocol.ResetDone(reset_generation=1, ok=True)
+    assert received[0] == messages.ResetDone(reset_generation=1, ok=True)
     assert engine.flag(waiting).state == FlagState.EXPIRED
     assert engine.load(list(values)) is None
     engine.save(values, reset_generation=0)  # a save of the old weights that comes late
@@ -241,10 +241,10 @@ def _engine(daemon: Daemon, engine_id: str) -> dict[str, int | str]:
 def test_a_wrong_hello_is_refused_in_one_line(shared_daemon: Daemon, changes: dict[str, int], message: str) -> None:
     engine = FakeEngine(shared_daemon.socket, attach=False)
     sock = engine.connect()
-    protocol.send_message(sock, engine.hello("worker", **changes))  # type: ignore[arg-type]
-    received = protocol.receive_message(sock)
+    messages.send_message(sock, engine.hello("worker", **changes))  # type: ignore[arg-type]
+    received = messages.receive_message(sock)
     assert received is not None
-    assert received[0] == protocol.Refused(error=message, final=True)
+    assert received[0] == messages.Refused(error=message, final=True)
     assert sock.recv(1) == b""
     engine.close()
 
@@ -253,10 +253,10 @@ def test_a_second_process_of_the_same_rank_is_turned_away_for_now(shared_daemon:
     engine = FakeEngine(shared_daemon.socket)
     twin = FakeEngine(shared_daemon.socket, incarnation=engine.incarnation, attach=False)
     sock = twin.connect()
-    protocol.send_message(sock, twin.hello("worker"))
-    received = protocol.receive_message(sock)
+    messages.send_message(sock, twin.hello("worker"))
+    received = messages.receive_message(sock)
     assert received is not None
-    assert received[0] == protocol.Refused(error="already attached: role=worker rank=0", final=False)
+    assert received[0] == messages.Refused(error="already attached: role=worker rank=0", final=False)
     twin.close()
     assert engine.load(list(blocks("twin", 1))) is None
     engine.close()
@@ -265,12 +265,12 @@ def test_a_second_process_of_the_same_rank_is_turned_away_for_now(shared_daemon:
 def test_staging_smaller_than_one_block_is_refused_naming_both(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, block_bytes=2 << 20, attach=False)
     sockets = [engine.connect(), engine.connect()]
-    protocol.send_message(sockets[0], engine.hello("worker"))
-    protocol.send_message(sockets[1], engine.hello("scheduler"))
+    messages.send_message(sockets[0], engine.hello("worker"))
+    messages.send_message(sockets[1], engine.hello("scheduler"))
     for sock in sockets:
-        received = protocol.receive_message(sock)
+        received = messages.receive_message(sock)
         assert received is not None
-        assert isinstance(received[0], protocol.Refused)
+        assert isinstance(received[0], messages.Refused)
         assert "staging=1048576 block_bytes=2097152" in received[0].error
     engine.close()
 
@@ -361,8 +361,8 @@ def test_stat_reads_the_live_segments_without_disturbing_anyone(shared_daemon: D
     assert shown["flags"]["states"]["ready"] == 1
     assert shown["consumer"]["status"] == "alive"
     assert not shown["impossible"]
-    protocol.send_message(sock := engine.connect(), protocol.StatQuery())
-    received = protocol.receive_message(sock, max_fds=64)
+    messages.send_message(sock := engine.connect(), messages.StatQuery())
+    received = messages.receive_message(sock, max_fds=64)
     assert received is not None
     for fd in received[1]:
         with pytest.raises(OSError, match="Permission denied"):

@@ -18,7 +18,7 @@ import pytest
 from benchmarks.lab.daemon import Daemon
 from kvprefetch.daemon.config import ConfigError
 from kvprefetch.daemon.notify import Notifier, inherited_socket
-from kvprefetch.shmring import protocol
+from kvprefetch.shmring import messages
 from tests.daemon.fake_engine import FakeEngine, wait_for
 
 WATCHDOG_US = 900_000
@@ -245,7 +245,7 @@ def test_only_root_and_the_daemon_s_user_may_steer(serve: Callable[..., Daemon])
     os.chmod(daemon.socket.parent, 0o755)
     assert daemon.socket.stat().st_gid == 54321
 
-    def asked(uid: int, gid: int, groups: list[int], query: protocol.Message) -> str:
+    def asked(uid: int, gid: int, groups: list[int], query: messages.Message) -> str:
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
@@ -256,8 +256,8 @@ def test_only_root_and_the_daemon_s_user_may_steer(serve: Callable[..., Daemon])
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
                     sock.settimeout(10)
                     sock.connect(str(daemon.socket))
-                    protocol.send_message(sock, query)
-                    answer = protocol.receive_message(sock)
+                    messages.send_message(sock, query)
+                    answer = messages.receive_message(sock)
                 os.write(write, answer[0].type.encode() if answer is not None else b"nothing")
             finally:
                 os._exit(0)
@@ -267,7 +267,7 @@ def test_only_root_and_the_daemon_s_user_may_steer(serve: Callable[..., Daemon])
         os.waitpid(child, 0)
         return said
 
-    look, switch = protocol.StatusQuery(), protocol.SetMode(mode="off")
+    look, switch = messages.StatusQuery(), messages.SetMode(mode="off")
     assert asked(40002, 40002, [], look) == "refused"
     assert asked(40002, 40002, [54321], look) == "status"  # a supplementary group counts
     assert asked(40002, 54321, [], look) == "status"

@@ -14,7 +14,8 @@ from kvprefetch.daemon.planner import Lane
 from kvprefetch.daemon.session import EngineSession
 from kvprefetch.daemon.store import StoreError
 from kvprefetch.shmring.flags import FlagTable, pack
-from kvprefetch.shmring.protocol import PROTOCOL, FlagState, Hello, SchedulerShape, WorkerShape
+from kvprefetch.shmring.messages import Hello, SchedulerShape, WorkerShape
+from kvprefetch.shmring.protocol import PROTOCOL, FlagState
 
 
 class NoPools:

@@ -19,8 +19,9 @@ from rich.console import Console
 
 from benchmarks.lab.daemon import Daemon
 from kvprefetch.daemon import overview, report, screen
-from kvprefetch.shmring import protocol
-from kvprefetch.shmring.protocol import Outcome, SlowRequest, Status
+from kvprefetch.shmring import messages, protocol
+from kvprefetch.shmring.messages import SlowRequest, Status
+from kvprefetch.shmring.protocol import Outcome
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.test_serve import blocks
 from tests.support.auditor import ask_daemon
@@ -105,7 +106,7 @@ def test_a_narrow_terminal_cuts_names_short_and_no_number() -> None:
 
 def test_status_of_another_release_is_understood() -> None:
     """Fewer fields than this one knows, and more."""
-    old = protocol.decode_message(
+    old = messages.decode_message(
         b'{"type":"status","version":"0","pid":1,"store_open":true,"engines":[],"news":{"a":1}}'
     )
     assert isinstance(old, Status)
@@ -121,7 +122,7 @@ def test_an_answer_with_many_engines_fits_a_message() -> None:
         )
     ] * report.SLOWEST  # fmt: skip
     message = status(*([worst] * report.MAX_ENGINES), slowest=slow)
-    assert len(protocol.encode_message(message)) <= protocol.MAX_MESSAGE_BYTES
+    assert len(messages.encode_message(message)) <= messages.MAX_MESSAGE_BYTES
 
 
 def test_a_real_daemon_s_status_and_top(shared_daemon: Daemon) -> None:

@@ -103,6 +103,16 @@ def test_a_slot_number_beyond_the_staging_is_corruption(make: Make) -> None:
         table.read_slots(0, 0, 2)
 
 
+def test_slot_numbers_of_a_device_follow_those_of_host_memory(make: Make) -> None:
+    control = make(device_slots=3)
+    daemon, engine = table_of(control), table_of(control)
+    daemon.write_slots(1, 0, [99, 100, 102])
+    assert engine.read_slots(1, 0, 3) == [99, 100, 102]
+    daemon.write_slots(1, 2, [103])
+    with pytest.raises(SegmentCorrupt, match="slot=103 bound=103"):
+        engine.read_slots(1, 0, 3)
+
+
 def test_found_blocks_of_an_earlier_use_read_as_none(make: Make) -> None:
     control = make()
     table = table_of(control)

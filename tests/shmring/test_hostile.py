@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvprefetch.shmring import protocol
+from kvprefetch.shmring import messages, protocol
 from kvprefetch.shmring.credits import CreditGranter, CreditTaker
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.flags import FlagAllocator, FlagTable, unpack
@@ -236,23 +237,24 @@ json_values = st.recursive(
     max_leaves=8,
 )
 TYPES = ["hello", "refused", "attached", "mapped", "reset", "reset_done", "other"]
+FIELDS = ["epoch", "rank", "role", "worker", "scheduler", "error", "device", "device_handle", "device_slots"]
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.one_of(
         st.binary(max_size=100),
-        json_values.map(lambda value: protocol.json.dumps(value).encode()),
+        json_values.map(lambda value: json.dumps(value).encode()),
         st.builds(
-            lambda kind, rest: protocol.json.dumps({**rest, "type": kind, "protocol": protocol.PROTOCOL}).encode(),
+            lambda kind, rest: json.dumps({**rest, "type": kind, "protocol": protocol.PROTOCOL}).encode(),
             st.one_of(st.sampled_from(TYPES), json_values),
-            st.dictionaries(st.sampled_from(["epoch", "rank", "role", "worker", "scheduler", "error"]), json_values),
+            st.dictionaries(st.sampled_from(FIELDS), json_values),
         ),
     )
 )
 def test_a_control_message_of_any_bytes_is_decoded_or_refused(data: bytes) -> None:
     try:
-        protocol.decode_message(data)
+        messages.decode_message(data)
     except ProtocolError:
         pass
 
@@ -282,7 +284,7 @@ def test_a_control_message_of_any_bytes_is_decoded_or_refused(data: bytes) -> No
 )
 def test_a_control_message_made_to_break_the_parser_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError):
-        protocol.decode_message(data)
+        messages.decode_message(data)
 
 
 def test_a_request_id_that_is_no_valid_text_still_makes_a_hint() -> None:
@@ -296,7 +298,7 @@ def test_descriptors_beside_an_empty_packet_are_not_kept() -> None:
     with ours, theirs:
         before = len(os.listdir("/proc/self/fd"))
         socket.send_fds(theirs, [b""], [theirs.fileno()])
-        assert protocol.receive_message(ours) is None
+        assert messages.receive_message(ours) is None
         assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -306,5 +308,5 @@ def test_descriptors_beside_a_message_that_is_refused_are_not_kept() -> None:
         before = len(os.listdir("/proc/self/fd"))
         socket.send_fds(theirs, [b"[" * 60_000], [theirs.fileno()] * 2)
         with pytest.raises(ProtocolError):
-            protocol.receive_message(ours)
+            messages.receive_message(ours)
         assert len(os.listdir("/proc/self/fd")) == before

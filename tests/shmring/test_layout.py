@@ -25,8 +25,9 @@ layouts = st.builds(
     flag_count=st.integers(1, 3000),
     table_entries=st.integers(1, 3000),
     credit_entries=st.sampled_from([1 << bits for bits in range(16)]),
-    slot_count=st.integers(1, (1 << 32) - 1),
+    slot_count=st.integers(1, (1 << 32) - (1 << 20)),
     epoch=st.integers(1, (1 << 63) - 1),
+    device_slots=st.integers(0, (1 << 20) - 1),
 )
 
 
@@ -75,6 +76,8 @@ def test_every_hot_word_is_alone_on_its_cache_line_inside_the_header_page() -> N
         ("credit_entries", 3, "power of 2: credit_entries=3"),
         ("slot_count", 1 << 32, "slot_count=4294967296"),
         ("epoch", 0, "epoch=0"),
+        ("device_slots", -1, "device_slots=-1"),
+        ("device_slots", (1 << 32) - 1, f"within 0..{(1 << 32) - 1 - small_layout().slot_count}"),
     ],
 )
 def test_a_size_out_of_bounds_names_the_field_its_value_and_the_bound(field: str, value: int, message: str) -> None:
@@ -87,7 +90,7 @@ def test_a_segment_larger_than_any_sense_is_refused() -> None:
         small_layout(flag_count=1 << 20, table_entries=(1 << 20) - 1)
 
 
-@given(st.integers(0, 71), st.integers(0, 255))
+@given(st.integers(0, 87), st.integers(0, 255))
 def test_a_header_with_any_byte_changed_is_refused_or_is_another_true_layout(at: int, value: int) -> None:
     layout = small_layout()
     segment = memoryview(bytearray(layout.total_bytes))

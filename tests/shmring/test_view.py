@@ -52,6 +52,7 @@ def test_the_view_shows_what_the_two_owners_did(control: Control) -> None:
         "epoch": 7,
         "total_bytes": control.layout.total_bytes,
         "slot_count": 100,
+        "device_slots": 0,
         "ring": {
             "capacity_bytes": 4096,
             "used_bytes": 256,

@@ -13,7 +13,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from kvprefetch.shmring import protocol, view
+from kvprefetch.shmring import messages, view
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.protocol import FlagState
 
@@ -66,15 +66,15 @@ def control_segments(pid: int) -> list[dict[str, Any]]:
     return list(views.values())
 
 
-def ask_daemon(path: str | Path) -> protocol.Status:
+def ask_daemon(path: str | Path) -> messages.Status:
     """The daemon's own account."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(10)
         sock.connect(str(path))
-        protocol.send_message(sock, protocol.StatusQuery())
-        received = protocol.receive_message(sock)
+        messages.send_message(sock, messages.StatusQuery())
+        received = messages.receive_message(sock)
     assert received is not None
-    assert isinstance(received[0], protocol.Status)
+    assert isinstance(received[0], messages.Status)
     return received[0]
 
 

@@ -1,0 +1,281 @@
+"""What engine, operator and daemon say on the control socket: where it is, its messages, and how they are sent.
+
+JSON, one message per SOCK_SEQPACKET packet, descriptors beside it (SCM_RIGHTS).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from .protocol import PROTOCOL, ProtocolError
+
+MAX_MESSAGE_BYTES = 1 << 16
+# A CUDA IPC memory handle: 64 bytes in hexadecimal digits, or none.
+Handle = Annotated[str, Field(pattern=r"^([0-9a-f]{128})?$")]
+
+
+def default_socket(environ: Mapping[str, str] = os.environ) -> str:
+    """Where daemon and engines meet: $RUNTIME_DIRECTORY (systemd), $XDG_RUNTIME_DIR/kvprefetch or /run/kvprefetch."""
+    if runtime := environ.get("RUNTIME_DIRECTORY"):
+        return os.path.join(runtime.split(":")[0], "kvprefetchd.sock")
+    if session := environ.get("XDG_RUNTIME_DIR"):
+        return os.path.join(session, "kvprefetch", "kvprefetchd.sock")
+    return "/run/kvprefetch/kvprefetchd.sock"
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class WorkerShape(_Message):
+    """One rank's share of a block and where its objects live in the store (vllm-compatible keys)."""
+
+    block_bytes: list[Annotated[int, Field(ge=1, le=1 << 32)]] = Field(min_length=1, max_length=16)
+    key_prefix: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(min_length=1, max_length=16)
+    # Of `put_factor` ranks that hold the same shard, this one puts the chunks i with i % put_factor == put_turn.
+    put_factor: int = Field(ge=1, le=4096)
+    put_turn: int = Field(ge=0, le=4095)
+    # UUID of the rank's GPU, as the driver writes it; empty on a CPU.
+    device: str = Field(default="", max_length=96)
+
+
+class SchedulerShape(_Message):
+    """What the scheduler side wants of its control segment."""
+
+    max_blocks: int = Field(ge=1, le=(1 << 20) - 1)
+    max_hint_bytes: int = Field(ge=1, le=1 << 28)
+    loads: bool
+    saves: bool
+    # Wants to be told by Stored messages what became of its saves.
+    events: bool = False
+
+
+class Hello(_Message):
+    """First message of a process. All processes of one engine start say the same engine_id and incarnation."""
+
+    type: Literal["hello"] = "hello"
+    protocol: int
+    version: str = Field(max_length=64)
+    engine_id: str = Field(min_length=1, max_length=256)
+    incarnation: str = Field(pattern=r"^[0-9a-f]{32}$")
+    role: Literal["scheduler", "worker"]
+    rank: int = Field(ge=0, le=4095)
+    world_size: int = Field(ge=1, le=4096)
+    groups: int = Field(ge=1, le=16)
+    block_tokens: int = Field(ge=1, le=1 << 20)
+    worker: WorkerShape | None = None
+    scheduler: SchedulerShape | None = None
+
+
+class Refused(_Message):
+    """The daemon will not serve this process, in one line. `final`: asking again changes nothing."""
+
+    type: Literal["refused"] = "refused"
+    error: str
+    final: bool
+
+
+class Attached(_Message):
+    """All processes said hello. Descriptors: scheduler (control segment, doorbell), worker (staging segment).
+
+    Slots [0, slot_count) lie in the staging segment, [slot_count, slot_count + device_slots) in device memory: that of
+    `device_handle`, or with an empty one memory that the worker is to allocate and to export.
+    """
+
+    type: Literal["attached"] = "attached"
+    epoch: int = Field(ge=1, le=(1 << 63) - 1)
+    segment_bytes: int = Field(ge=1)
+    slot_count: int = Field(ge=1, le=(1 << 32) - 1)
+    slot_bytes: int = Field(ge=0)
+    device_slots: int = Field(default=0, ge=0, le=(1 << 32) - 1)
+    device_handle: Handle = ""
+
+
+class Mapped(_Message):
+    """The process mapped what it was handed; when all did, the daemon becomes ACTIVE in the control segment.
+
+    `device`: a worker has the device slots too, in its own memory where it says a handle. Without it from every worker
+    no load order names one.
+    """
+
+    type: Literal["mapped"] = "mapped"
+    epoch: int = Field(ge=1)
+    device: bool = False
+    device_handle: Handle = ""
+
+
+class Reset(_Message):
+    """The weights changed: staged data, hints and saves of older reset generations are void, stored keys must go."""
+
+    type: Literal["reset"] = "reset"
+    reset_generation: int = Field(ge=1, le=(1 << 63) - 1)
+    timeout_ms: int = Field(ge=1, le=600_000)
+
+
+class ResetDone(_Message):
+    """`ok` only when every key of this engine's namespace, all ranks' included, was confirmed gone."""
+
+    type: Literal["reset_done"] = "reset_done"
+    reset_generation: int
+    ok: bool
+
+
+class Stored(_Message):
+    """What became of slots of a SAVED record: their blocks are in the store's memory, on its disk, or not in it.
+
+    Each slot of the record stands in exactly one message. Only for schedulers that asked for it.
+    """
+
+    type: Literal["stored"] = "stored"
+    save_id: int = Field(ge=0, le=(1 << 64) - 1)
+    memory: list[int] = []
+    disk: list[int] = []
+    lost: list[int] = []
+
+
+class StatusQuery(_Message):
+    """Anyone who may attach asks what the daemon holds; needs no hello."""
+
+    type: Literal["status_query"] = "status_query"
+
+
+class StatQuery(_Message):
+    """Anyone who may attach asks for a look at the control segments; the answer is Segments with their descriptors."""
+
+    type: Literal["stat_query"] = "stat_query"
+
+
+class Segments(_Message):
+    """Names of the attached engines; beside it, in this order, a read-only descriptor of each one's control segment."""
+
+    type: Literal["segments"] = "segments"
+    engines: list[str]
+
+
+class SlowRequest(_Message):
+    """One of the requests that ended lately and for which the scheduler waited longest."""
+
+    request_id: str
+    engine: str
+    outcome: str
+    exposed_ms: float
+    fetched_bytes: int
+    ago_s: float
+
+
+class Status(_Message):
+    """The daemon's engines (the first 32 of `engine_count`), each with its gauges and counters.
+
+    Only the command line asks for it, never an engine, so it is no reason for another `PROTOCOL`: what one release does
+    not know of another's is left out or has its default. `calls` has the age in seconds of the oldest store call that
+    runs, by kind.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+    type: Literal["status"] = "status"
+    version: str
+    pid: int
+    mode: str = "on"
+    master_http: str = ""  # host:port of the embedded master's HTTP interface
+    store_open: bool
+    engines: list[dict[str, int | str]]
+    engine_count: int = 0
+    uptime_s: float = 0.0
+    calls: dict[str, float] = Field(default_factory=dict)
+    slowest: list[SlowRequest] = Field(default_factory=list)
+
+
+class SetMode(_Message):
+    """An operator (root or the daemon's user) switches what the daemon does for every engine; answered by Report."""
+
+    type: Literal["set_mode"] = "set_mode"
+    mode: Literal["on", "shadow", "off"]
+
+
+class Purge(_Message):
+    """An operator removes every stored value of these namespaces; answered by Report.
+
+    A namespace is what stands before a block's hash in its keys: `prefixes`, or those of an attached engine's ranks.
+    """
+
+    type: Literal["purge"] = "purge"
+    engine: str = Field(default="", max_length=256)
+    prefixes: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(default_factory=list, max_length=64)
+    timeout_ms: int = Field(ge=1, le=600_000)
+
+
+class Report(_Message):
+    """What became of an operator's order: whether it was done, and one line that says so."""
+
+    type: Literal["report"] = "report"
+    ok: bool
+    text: str
+
+
+Message = (
+    Hello | Refused | Attached | Mapped | Reset | ResetDone | Stored | StatusQuery | Status | StatQuery | Segments
+    | SetMode | Purge | Report
+)  # fmt: skip
+_MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
+
+
+def encode_message(message: Message) -> bytes:
+    return message.model_dump_json(exclude_none=True).encode()
+
+
+def decode_message(data: bytes) -> Message:
+    """Parse one control message. Raises ProtocolError naming field, value and bound, a foreign protocol first."""
+    try:
+        raw = json.loads(data)
+        json.dumps(raw, ensure_ascii=False).encode()  # a lone surrogate would fail later, in a log or a label
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"control message is not JSON: {error}") from None
+    if isinstance(raw, dict) and raw.get("type") == "hello" and raw.get("protocol") != PROTOCOL:
+        raise ProtocolError(f"protocol differs: protocol={raw.get('protocol')!r} expected={PROTOCOL}")
+    try:
+        return _MESSAGES.validate_python(raw)
+    except ValidationError as error:
+        raise ProtocolError(first_error(error)) from None
+
+
+def first_error(error: ValidationError) -> str:
+    """The first problem of a failed validation in one line: key, bound, value."""
+    item = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in item["loc"]) or "value"
+    message = item["msg"][0].lower() + item["msg"][1:]
+    if item["type"] == "missing":
+        return f"{key}: {message}"
+    return f"{key}: {message}: {key}={item['input']!r}"
+
+
+def send_message(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
+    """Send one packet with its descriptors."""
+    data = encode_message(message)
+    if fds:
+        socket.send_fds(sock, [data], list(fds))
+    else:
+        sock.send(data)
+
+
+def receive_message(sock: socket.socket, max_fds: int = 2) -> tuple[Message, list[int]] | None:
+    """Block for one packet; None at the end of file. The caller owns the descriptors. Raises ProtocolError."""
+    data, fds, flags, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, max_fds, socket.MSG_CMSG_CLOEXEC)
+    try:
+        if not data:
+            for fd in fds:  # an empty packet reads like the end, and may carry descriptors
+                socket.close(fd)
+            return None
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise ProtocolError(f"control message is too large: max_bytes={MAX_MESSAGE_BYTES} max_fds={max_fds}")
+        return decode_message(data), fds
+    except ProtocolError:
+        for fd in fds:
+            socket.close(fd)
+        raise
