@@ -169,6 +169,7 @@ class Bench:
             ):
                 self.say(f"starting the engine with saving {name}")
                 spec = EngineSpec(
+                    own_worker=False,
                     model=model, dtype=PEERS.dtype, block_size=setting.block_size, max_num_seqs=setting.max_num_seqs,
                     max_num_batched_tokens=setting.max_num_batched_tokens, num_gpu_blocks=setting.pool_blocks,
                     kv_transfer=transfer,

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 from collections.abc import Callable
@@ -44,6 +45,7 @@ class Setting:
     prompts: int = 64
     prompt_tokens: int = 1500
     output_tokens: int = 32
+    output_spread: int = 16
     outstanding: int = 16
     max_num_seqs: int = 4
     block_size: int = 32
@@ -52,6 +54,16 @@ class Setting:
     max_num_batched_tokens: int = 2048
     link_mbit: float = 1000
     staging: str = "128MB"
+
+    def output_lengths(self) -> list[int]:
+        """Output tokens of each prompt: `output_tokens` give or take up to `output_spread`, seeded.
+
+        Were all alike, an engine whose first requests start together would end and start requests together to the end,
+        with their prefills in one step: a quarter of the steps that any engine needs whose requests arrive apart.
+        """
+        source = random.Random(0)
+        low, high = self.output_tokens - self.output_spread, self.output_tokens + self.output_spread
+        return [source.randint(low, high) for _ in range(self.prompts)]
 
     @property
     def hit_tokens(self) -> int:
@@ -107,6 +119,7 @@ class Bench:
             "ours": connectors.ours(socket, wait_policy="adaptive") if socket is not None else None,
         }.get(variant)
         return EngineSpec(
+            own_worker=False,
             model=self.model,
             dtype=PEERS.dtype,
             block_size=setting.block_size,
@@ -169,7 +182,7 @@ class Bench:
             self.say(f"WARNING: the prefix cache of {variant} could not be emptied")
         return engine.run(
             self.prompts,
-            max_tokens=self.setting.output_tokens,
+            max_tokens=self.setting.output_lengths(),
             concurrency=self.setting.outstanding,
             timeout_s=180,
         )
@@ -231,6 +244,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--prompts", type=int, default=Setting().prompts, help="number of prompts (default %(default)s)"
     )
+    parser.add_argument(
+        "--output-spread",
+        type=int,
+        default=Setting().output_spread,
+        help="outputs are up to so many tokens longer or shorter than their mean; 0: all alike (default %(default)s)",
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write settings and all figures to this file")
     parser.add_argument("--work", type=Path, default=REPO / "build", help="where the checkpoint is kept")
     options = parser.parse_args(argv)
@@ -241,7 +260,10 @@ def main(argv: list[str] | None = None) -> int:
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, not {options.rounds}")
 
-    setting, ran_on = Setting(prompts=options.prompts), machine()
+    if not 0 <= options.output_spread < Setting().output_tokens:
+        parser.error(f"--output-spread must be from 0 to {Setting().output_tokens - 1}, not {options.output_spread}")
+
+    setting, ran_on = Setting(prompts=options.prompts, output_spread=options.output_spread), machine()
 
     def say(line: str) -> None:
         print(line, flush=True)

@@ -80,7 +80,7 @@ class Claims:
         self._config, self._geometry, self._saves, self._counters = config, geometry, saves, counters
         self._policy, self._clock_ns = policy, clock_ns
         self._shadow = config.mode == "shadow"
-        self._spin_left_ns = self._spin_ns = config.idle_spin_us * 1000
+        self._spin_left_ns = self._spin_ns = config.spin_us * 1000
         self._warned_ns = -_WARN_EVERY_NS
         self._pending_ahead = False  # whether a request visited before in this pass waits
 
@@ -147,9 +147,8 @@ class Claims:
         handle = entry.handle
         first_visit = entry.wait is None
         wait = entry.wait = entry.wait or self._begin(entry, max(start, flag.count), now)
-        if first_visit and occupied == 0.0 and handle is not None and wait.policy != "best_effort":
-            hints.ask(handle, now)
-            flag = self._spin(handle, flag, usable)
+        if first_visit and handle is not None and wait.policy != "best_effort":
+            flag = self._spin(handle, flag, usable, now, idle=occupied == 0.0)
             now = self._clock_ns()
         if handle is not None and flag.state != FlagState.HINTED:
             if flag.state != FlagState.EXPIRED:
@@ -188,12 +187,20 @@ class Claims:
                     log.warning("kvprefetch: request %s: %s; the default is used", entry.request.request_id, error)
         return Wait.begin(config.wait_policy, config.wait_timeout_ms, now, ready)
 
-    def _spin(self, handle: Handle, flag: Flag, usable: int) -> Flag:
-        """Look for a moment at a flag that may be about to change: loads and a clock in memory, no system call."""
+    def _spin(self, handle: Handle, flag: Flag, usable: int, began: int, *, idle: bool) -> Flag:
+        """Look for a moment at a flag that may be about to change: loads and a clock in memory, no system call.
+
+        An idle engine has nothing better to do; a busy one only sees whether the store holds anything: told to wait
+        before that is known, a miss would lose its seat to those behind it.
+        """
+        found = handle.session.flags.found
         if self._policy.recompute_ns(usable - flag.count) < self._spin_left_ns:
             return flag  # what could come is not worth it
-        began = now = self._clock_ns()
+        hints.ask(handle, began)
+        now = began
         while flag.state == FlagState.HINTED and now - began < self._spin_left_ns:
+            if not idle and found(handle.flag) > handle.local_blocks:
+                break
             flag, now = hints.look(handle), self._clock_ns()
         self._spin_left_ns = max(0, self._spin_left_ns - (now - began))
         return flag

@@ -36,8 +36,11 @@ class ConnectorConfig(BaseModel):
     wait_timeout_ms: int = Field(
         default=5000, ge=0, le=3_600_000, description="longest wait of a request with timeout and adaptive"
     )
-    idle_spin_us: int = Field(
-        default=250, ge=0, le=10_000, description="how long an idle engine looks at a pending flag; 0: not at all"
+    spin_us: int = Field(
+        default=250,
+        ge=0,
+        le=10_000,
+        description="longest look of a pass at flags about to change; 0: none",
     )
     hint_on_arrival: bool = Field(default=True, description="false: hint only when the scheduler first asks")
     save_decode_cache: bool = Field(default=False, description="also save blocks filled while decoding")

@@ -51,6 +51,9 @@ class EngineSpec:
     enforce_eager: bool = True
     threads: int = 1
     """OpenMP threads of each worker."""
+    own_worker: bool = True
+    """Whether the worker is a process of its own. Without, as vLLM does by default for one rank, worker and scheduler
+    share a process and, with one OpenMP thread, a core: neither of them spins for the other's answer on another."""
     mooncake_config: Path | None = None
     """What ``MOONCAKE_CONFIG_PATH`` names for vLLM's own connector."""
     host_ip: str = "127.0.0.1"
@@ -75,8 +78,7 @@ class EngineSpec:
             "enforce_eager": self.enforce_eager,
             "skip_tokenizer_init": True,
             "disable_log_stats": True,
-            # A worker of its own even for one rank: the scheduler's thread is then alone, as in a served engine.
-            "distributed_executor_backend": "mp",
+            "distributed_executor_backend": "mp" if self.own_worker else "uni",
             **self.extra,
         }
 
@@ -197,7 +199,7 @@ class Engine:
         self,
         prompts: Sequence[Sequence[int]],
         *,
-        max_tokens: int = 32,
+        max_tokens: int | Sequence[int] = 32,
         concurrency: int | None = None,
         arrivals_s: Sequence[float] | None = None,
         priorities: Sequence[int] | None = None,
@@ -210,7 +212,8 @@ class Engine:
         """Serve ``prompts`` greedily and wait for all of them.
 
         ``concurrency`` closes the loop: so many requests are outstanding, the next is added when one ends.
-        ``arrivals_s`` are offsets from the start of the pass. ``on_event`` hears
+        ``arrivals_s`` are offsets from the start of the pass; ``max_tokens`` is one for all or each prompt's own.
+        ``on_event`` hears
         ``{"event": "first_token" | "finished", "index": i}`` while the pass runs. Raises EngineError when a request has
         not ended after ``timeout_s``.
         """
@@ -232,7 +235,7 @@ class Engine:
         self,
         prompts: Sequence[Sequence[int]],
         *,
-        max_tokens: int = 32,
+        max_tokens: int | Sequence[int] = 32,
         concurrency: int | None = None,
         arrivals_s: Sequence[float] | None = None,
         priorities: Sequence[int] | None = None,
@@ -248,7 +251,7 @@ class Engine:
             {
                 "op": "pass",
                 "prompts": [list(prompt) for prompt in prompts],
-                "max_tokens": max_tokens,
+                "max_tokens": [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens),
                 "concurrency": concurrency,
                 "arrivals_s": None if arrivals_s is None else list(arrivals_s),
                 "priorities": None if priorities is None else list(priorities),

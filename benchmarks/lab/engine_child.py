@@ -95,8 +95,8 @@ class Child:
         return {"workers": self._workers()}
 
     def _workers(self) -> list[int]:
-        workers = self._engine.engine_core.engine_core.model_executor.workers
-        return [worker.proc.pid for worker in workers]
+        executor = self._engine.engine_core.engine_core.model_executor
+        return [worker.proc.pid for worker in getattr(executor, "workers", [])]
 
     def _step(self) -> list[Any]:
         self._executed = True
@@ -124,7 +124,7 @@ class Child:
         limit: int = message["concurrency"] or len(prompts)
         aborts = {each["index"]: each for each in message["aborts"]}
         settings = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, **message["sampling"]}
-        settings.setdefault("max_tokens", message["max_tokens"])
+        max_tokens: list[int] = message["max_tokens"]
         self._passes += 1
         requests: dict[str, _Request] = {}
         outstanding: set[str] = set()
@@ -144,7 +144,10 @@ class Child:
                     options["priority"] = message["priorities"][index]
                 added = now()
                 internal = engine.add_request(
-                    request_id, {"prompt_token_ids": prompts[index]}, SamplingParams(**settings), **options
+                    request_id,
+                    {"prompt_token_ids": prompts[index]},
+                    SamplingParams(**{"max_tokens": max_tokens[index], **settings}),
+                    **options,
                 )
                 requests[request_id] = _Request(index, request_id, internal, added, steps)
                 outstanding.add(request_id)

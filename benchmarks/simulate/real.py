@@ -263,6 +263,7 @@ def main(argv: list[str] | None = None) -> int:
                  "--save-share", str(SAVE_SHARE))  # fmt: skip
         daemon = stack.enter_context(Daemon(mooncake_config=store.config, staging=str(STAGING_BYTES), extra=extra))
         spec = EngineSpec(
+            own_worker=False,
             model=make_checkpoint(options.work / "checkpoints", PEERS), dtype=PEERS.dtype, block_size=BLOCK_TOKENS,
             max_num_seqs=SLOTS, max_num_batched_tokens=BATCHED_TOKENS, num_gpu_blocks=POOL_BLOCKS,
             kv_transfer=connectors.ours(daemon.socket), host_ip=store.host_ip,

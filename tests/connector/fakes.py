@@ -123,6 +123,10 @@ class FakeDaemon:
         self.move(hint.flag, FlagState.READY if ready else FlagState.HINTED, count)
         return hint
 
+    def look_up(self, request_id: str, found: int) -> None:
+        """Say how many leading blocks the store holds; nothing is staged yet."""
+        self.flags.set_found(self.hint(request_id).flag, found)
+
     def unreturned(self) -> list[int]:
         """Flags that are neither free nor given up: leaks, when nothing is going on."""
         gone = (FlagState.FREE, FlagState.RELEASED, FlagState.CANCELLED)
@@ -201,7 +205,7 @@ class Engine:
         self.engine_cache: dict[int, bytes] = {}  # block id -> digest
         self.ranks = ranks
         # A bound alone says when a wait ends, whatever the clock's steps are taken for.
-        settings = {"socket": "/nowhere", "wait_policy": "timeout", "idle_spin_us": 0, **settings}
+        settings = {"socket": "/nowhere", "wait_policy": "timeout", "spin_us": 0, **settings}
         geometry = Geometry(BLOCK, ratio, 0, ranks, BLOCK_BYTES, 64, 16, loads, saves, drop_last)
         self.side = SchedulerSide(
             configuration.load(settings), geometry, self.link, clock_ns=self.clock,

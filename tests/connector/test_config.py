@@ -12,7 +12,7 @@ def test_defaults() -> None:
     config = load({})
     assert (config.mode, config.load_mode, config.hint_on_arrival) == ("on", "auto", True)
     assert (config.sync_load_max_bytes, config.wait_timeout_ms, config.reset_timeout_ms) == (32 << 20, 5000, 5000)
-    assert (config.wait_policy, config.idle_spin_us) == ("adaptive", 250)
+    assert (config.wait_policy, config.spin_us) == ("adaptive", 250)
     assert (config.save_decode_cache, config.cache_prefix) == (False, "")
 
 
@@ -39,7 +39,7 @@ def test_the_socket_rule_is_the_daemons(environ: dict[str, str], expected: str) 
         ({"wait_timeout_ms": "5000"}, ["wait_timeout_ms", "integer", "'5000'"]),
         ({"wait_timeout_ms": -1}, ["wait_timeout_ms", "greater than or equal to 0", "-1"]),
         ({"wait_policy": "patient"}, ["wait_policy", "'adaptive'", "'patient'"]),
-        ({"idle_spin_us": 10_001}, ["idle_spin_us", "less than or equal to 10000", "10001"]),
+        ({"spin_us": 10_001}, ["spin_us", "less than or equal to 10000", "10001"]),
         ({"save_decode_cache": 1}, ["save_decode_cache", "boolean", "1"]),
         ({"socket": "/" + "x" * 107}, ["socket", "107"]),
     ],

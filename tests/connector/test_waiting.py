@@ -208,32 +208,32 @@ def test_a_bad_wish_is_one_warning_and_the_default(
     assert engine.match(request) == NOTHING
 
 
-# --- an idle engine looks a moment longer ------------------------------------------------------------------------
+# --- a pass looks a moment longer --------------------------------------------------------------------------------
 
 
 class Turning:
     """A clock that moves by a microsecond whenever it is read, and makes blocks arrive at a given time."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.at_ns, self.request = engine, 0, ""
+        self.engine, self.at_ns, self.request, self.blocks = engine, 0, "", 0
 
     @property
     def ns(self) -> int:
         return self.engine.clock.ns
 
-    def arrive(self, request: str, after_us: int) -> None:
-        self.request, self.at_ns = request, self.ns + after_us * 1000
+    def arrive(self, request: str, after_us: int, blocks: int = 20) -> None:
+        self.request, self.at_ns, self.blocks = request, self.ns + after_us * 1000, blocks
 
     def __call__(self) -> int:
         self.engine.clock.ns += 1000
         if self.request and self.ns >= self.at_ns:
             request, self.request = self.request, ""
-            self.engine.daemon.stage(request, 20)
+            self.engine.daemon.stage(request, self.blocks)
         return self.ns
 
 
 def turning(**settings: Any) -> tuple[Engine, Turning]:
-    engine = Engine(idle_spin_us=250, **settings)
+    engine = Engine(spin_us=250, **settings)
     clock = Turning(engine)
     engine.side._clock_ns = engine.side._claims._clock_ns = clock
     return engine, clock
@@ -255,18 +255,49 @@ def test_an_idle_engine_sees_what_comes_within_the_spin(policy: str) -> None:
     assert clock.ns - began < 50_000, "only the first visit spins"
 
 
-def test_no_spin_where_something_else_runs_or_nothing_is_to_be_gained() -> None:
-    for case in ("running", "admitted", "short", "best_effort"):
+@pytest.mark.parametrize("case", ["running", "admitted"])
+def test_a_busy_engine_spins_for_the_look_up_only(case: str) -> None:
+    """A miss keeps its seat when its answer comes in time; a hit that is still fetched is waited for without a spin."""
+    engine, clock = turning(wait_policy="adaptive")
+    occupy(engine, case)
+    prefill_costs(engine)
+    miss, hit, slow = (engine.add(name, 20 * BLOCK + 1) for name in ("miss", "hit", "slow"))
+    clock.arrive("miss", 100, blocks=0)
+    assert engine.match(miss) == NOTHING
+    engine.daemon.look_up("hit", 20)
+    began = clock.ns
+    assert engine.match(hit) == PENDING
+    assert clock.ns - began < 50_000, "found, and on its way"
+    assert engine.match(slow) == PENDING
+    assert 50_000 < clock.ns - began < 250_000, "one pass spins no longer than this, however many requests it meets"
+    engine.step([(miss, 40)])
+    began = clock.ns
+    assert engine.match(slow) == PENDING
+    assert clock.ns - began < 50_000, "only the first visit spins"
+
+
+def occupy(engine: Engine, case: str) -> None:
+    other = engine.add("other", 40)
+    engine.daemon.stage("other", 0)
+    assert engine.match(other) == NOTHING
+    engine.allocate(other, 0)
+    if case == "running":
+        engine.step([(other, 40)])
+
+
+def prefill_costs(engine: Engine) -> None:
+    """10 µs a token."""
+    engine.side._claims._policy._steps._xx, engine.side._claims._policy._steps._xy = 1.0, 10_000.0
+
+
+def test_no_spin_where_nothing_is_to_be_gained() -> None:
+    for case in ("fetching", "short", "best_effort"):
         engine, clock = turning(wait_policy="best_effort" if case == "best_effort" else "adaptive")
-        if case in ("running", "admitted"):
-            other = engine.add("other", 40)
-            engine.daemon.stage("other", 0)
-            assert engine.match(other) == NOTHING
-            engine.allocate(other, 0)
-            if case == "running":
-                engine.step([(other, 40)])
         request = engine.add("r", (1 if case == "short" else 20) * BLOCK + 1)
-        engine.side._claims._policy._steps._xx, engine.side._claims._policy._steps._xy = 1.0, 10_000.0
+        if case == "fetching":
+            occupy(engine, "admitted")
+            engine.daemon.look_up("r", 20)
+        prefill_costs(engine)
         began = clock.ns
         engine.match(request)
         assert clock.ns - began < 50_000, case
