@@ -48,7 +48,7 @@ def _slowest(sessions: Sequence[EngineSession], now_ns: int) -> list[SlowRequest
     waited = (
         (story["exposed_ms"], -at_ns, session.engine_id, story)
         for session in sessions
-        for at_ns, story in session.recent
+        for at_ns, story in session.stories.recent
         if story["exposed_ms"] > 0 and now_ns - at_ns < SLOWEST_NS
     )
     return [

@@ -1,4 +1,4 @@
-"""One attached engine: its segments, its ring's records turned into planner events, its orders turned into store jobs.
+"""One attached engine: its memory, its liveness, and the records of its ring turned into events of its parts.
 
 Everything here runs on the main loop.  What arrives in the ring is untrusted: a bad record is counted and skipped, a
 corrupt segment ends this session and no other.
@@ -9,15 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
 
 from ..shmring import protocol
 from ..shmring._atomics import Words
 from ..shmring.credits import CreditGranter
 from ..shmring.doorbell import Doorbell
-from ..shmring.errors import SegmentCorrupt
 from ..shmring.flags import FlagTable, unpack
 from ..shmring.liveness import Liveness, PeerState
 from ..shmring.messages import Hello
@@ -27,25 +24,23 @@ from . import transfers
 from .account import Account
 from .config import Mode
 from .events import Ending
+from .fetcher import Fetcher
 from .flags import SessionFlags
+from .jobs import Jobs
 from .logs import Log
 from .lookups import LookUps, Question
 from .memory import EngineMemory
 from .negative import NegativeCache
-from .planner import Fetched, Key, Lane, Order, Planner, Request
+from .planner import Key, Lane, Planner, Request
 from .pools import Pools
 from .saver import Saver
 from .store import Store, StoreError, StoreUnavailable
-from .store_errors import ErrorClass
-from .timeline import Timeline
-
-_T = TypeVar("_T")
+from .timeline import Stories
 
 DISK_BUFFER_BYTES = 256 << 20
 SCANNED_PER_TICK = 256
 
 LAST_RECORDS = 4096  # read at the end of a session: all that an honest engine can have on the way, and no flood
-RECENT = 256
 PUTS_PER_CHUNK = 4  # a load that comes while a put is in flight waits for a quarter of a chunk at most
 
 
@@ -88,12 +83,9 @@ class EngineSession:
         self.liveness.beat(clock_ns())
         self._flags = SessionFlags(self.table, self._disk_blocks)
         self._mode: Mode = "on"
-        self._jobs = 0
+        self.jobs = Jobs(self._log)
         self._registered = False
-        self.closing = False
-        self.corrupt: str | None = None  # what was found wrong with the engine's memory; the owner ends the session
-        self._timelines: dict[Key, Timeline] = {}
-        self.recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=RECENT)  # (when, request.done), for `top`
+        self.stories = Stories(self.totals, self._log, self.block_bytes, clock_ns)
         self._given_up: set[Key] = set()  # by flags seen at the last scan whose DONE record may still come
         chunk_blocks = max(1, chunk_bytes // self.block_bytes)
         part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in self.staging.block_bytes)  # as a disk tier counts
@@ -108,11 +100,15 @@ class EngineSession:
         self._to_scan: deque[Key] = deque()
         self.saver = Saver(
             store, self.shape, CreditGranter(self.control.buffer, self.words, self.layout),
-            range(memory.save_slots_from, self.slot_count), partial(self._start, pools.save), self._log, clock_ns,
+            range(memory.save_slots_from, self.slot_count), partial(self.jobs.start, pools.save), self._log, clock_ns,
             job_blocks=chunk_blocks // PUTS_PER_CHUNK, counters=self.totals,
             loading=lambda: pools.fetches_in_flight > 0 or self.planner.has_work,
         )  # fmt: skip
         self.saver.stored = self._negative.stored
+        self._fetcher = Fetcher(
+            self.planner, store, self.shape, pools, self.jobs, self._negative, self.totals, self._log, clock_ns,
+            revoked=partial(self.stories.tell, ending=Ending.REVOKED), returned=self.saver.next,
+        )  # fmt: skip
 
     def register_staging(self) -> None:
         """Make the staging known to an open store (RDMA needs it; once per opened store)."""
@@ -128,15 +124,7 @@ class EngineSession:
 
     def drain(self, limit: int) -> int:
         """Handle up to `limit` records; how many there were."""
-        return self._contain(partial(self._drain, limit), 0)
-
-    def _contain(self, work: Callable[[], _T], default: _T) -> _T:
-        """Do what reads this engine's memory: when that turns out corrupt, this session is over and nothing else."""
-        try:
-            return work()
-        except SegmentCorrupt as error:
-            self.corrupt = self.corrupt or str(error)
-            return default
+        return self.jobs.contain(partial(self._drain, limit), 0)
 
     def _drain(self, limit: int) -> int:
         count = 0
@@ -158,8 +146,7 @@ class EngineSession:
         elif record.kind == RecordKind.ASK:
             ask = protocol.decode_ask(record.payload)
             key = (ask.flag, ask.generation)
-            if (timeline := self._timelines.get(key)) is not None:
-                timeline.asked_ns = ask.asked_ns
+            self.stories.asked(key, ask.asked_ns)
             self.planner.ask(key)
             if (request := self.planner.requests.get(key)) is not None:
                 self.look_ups.asked(request)
@@ -187,7 +174,7 @@ class EngineSession:
         request = self.planner.hint(
             key, bytes(hint.hashes), hint.hash_bytes, hint.blocks, hint.local_blocks, hint.priority
         )
-        self._timelines[key] = Timeline(hint, now)
+        self.stories.begin(key, hint, now)
         self.totals.push_to_seen.observe(max(0, now - hint.arrival_ns) / 1e9)
         # Cancelled before we looked, read after the end, keys of old weights may still be there, or switched
         # off: nothing to look up.
@@ -212,13 +199,10 @@ class EngineSession:
             self._store.suspect("look_up")
             self.look_ups.overdue(number, self._clock_ns())
 
-        self._start(self._pools.look_up, job, done, None, overdue)
+        self.jobs.start(self._pools.look_up, job, done, None, overdue)
 
     def _found(self, request: Request, blocks: int, on_disk: bytes, *, unavailable: bool) -> None:
-        timeline = self._timelines[request.key]
-        timeline.looked_up_ns = self._clock_ns()
-        timeline.store_unavailable = unavailable
-        timeline.found_blocks = blocks
+        self.stories.looked_up(request.key, blocks, self._clock_ns(), unavailable=unavailable)
         self.totals.hit_blocks += blocks - request.local
         self.table.set_found(request.key[0], blocks)
         self.planner.looked_up(request.key, blocks if self._mode == "on" else request.local, on_disk)
@@ -235,18 +219,7 @@ class EngineSession:
         request = self.planner.finish(key)
         self._flags.free(key)
         if request is not None:
-            self._tell(request, ending, done)
-
-    def _tell(self, request: Request, ending: Ending, done: protocol.Done | None = None) -> None:
-        """Write the one line of a request that ended, unless it was written."""
-        timeline = self._timelines.pop(request.key, None)
-        if timeline is None:
-            return
-        now = self._clock_ns()
-        story = timeline.fields(request, ending, done, self.block_bytes, now)
-        self.totals.request_done(story)
-        self.recent.append((now, story))
-        self._log.info("request.done", **story)
+            self.stories.tell(request, ending, done)
 
     def switch(self, mode: Mode) -> None:
         """What becomes of hints from now on, and of blocks to save; requests already planned go on."""
@@ -255,7 +228,7 @@ class EngineSession:
 
     def scan(self) -> None:
         """Find what a full ring did not say: flags given up without a nudge. Called a few times a second."""
-        self._contain(self._scan, None)
+        self.jobs.contain(self._scan, None)
 
     def _scan(self) -> None:
         now = self._clock_ns()
@@ -287,49 +260,7 @@ class EngineSession:
 
     def pump(self, lane: Lane) -> bool:
         """Start one fetch of this lane if there is one to start; False when there is none."""
-        return self._contain(partial(self._pump, lane), False)
-
-    def _pump(self, lane: Lane) -> bool:
-        if self.closing or not self.planner.wants(lane):
-            return False
-        order, revoked = self.planner.next_order(lane)
-        for request in revoked:
-            self._tell(request, Ending.REVOKED)
-        if order is None:
-            return False
-        job = partial(transfers.fetch, self._store, self.shape, [(block.digest, block.slot) for block in order.blocks])
-        done, overdue = partial(self._fetched, order, self._clock_ns()), partial(self._overdue, order)
-        failed = [ErrorClass.BUG] * len(order.blocks)
-        self._start(partial(self._pools.fetch, lane), job, done, failed, overdue)
-        return True
-
-    def _fetched(self, order: Order, started_ns: int, outcome: list[ErrorClass]) -> None:
-        good = outcome.count(ErrorClass.OK)
-        now = self._clock_ns()
-        self._log.debug(
-            "fetch.done", blocks=len(outcome), good_blocks=good, bytes=good * self.block_bytes,
-            duration_ms=round((now - started_ns) / 1e6, 3),
-        )  # fmt: skip
-        self.totals.fetch.observe((now - started_ns) / 1e9)
-        self.totals.fetched_blocks += good
-        self.totals.failed_blocks += len(outcome) - good
-        for block, each in zip(order.blocks, outcome, strict=True):
-            if each is ErrorClass.OK:
-                self._negative.forget(block.digest)
-            elif each is not ErrorClass.TRANSIENT:
-                self._negative.add(block.digest, now, lasting=each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT))
-        disk = order.lane is Lane.DISK
-        self.planner.fetched(order.number, [Fetched(each is ErrorClass.OK, disk) for each in outcome], now)
-        waiting = self.planner.wants(order.lane)
-        self._pools.widths[order.lane].completed(good * self.block_bytes, now, waiting=waiting)
-        self.saver.next()
-
-    def _overdue(self, order: Order) -> None:
-        now = self._clock_ns()
-        self._log.warning("call.overdue", call="fetch", blocks=len(order.blocks))
-        for block in order.blocks:
-            self._negative.add(block.digest, now, lasting=True)
-        self.planner.overdue(order.number, now)
+        return not self.closing and self.jobs.contain(partial(self._fetcher.pump, lane), False)
 
     def _disk_blocks(self, key: Key) -> int | None:
         """For the engine's statistics; None where fetches do not ask the store."""
@@ -343,38 +274,24 @@ class EngineSession:
         self.saver.reset(generation, timeout_s, reply)
         self._negative.clear()
         for request in self.planner.reset():
-            self._tell(request, Ending.RESET)
+            self.stories.tell(request, Ending.RESET)
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def _start(
-        self, submit: Callable[..., None], job: Callable[[], Any], done: Callable[[Any], None], failed: Any,
-        overdue: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
-        """Run a store job; until it returns, past its deadline too, the staging stays mapped and registered.
+    @property
+    def closing(self) -> bool:
+        """It takes no new work."""
+        return self.jobs.closing
 
-        `failed` stands for the result when the job raised: one faulty call must not take other requests with it.
-        `overdue` comes first, and once, when the call is past its deadline.
-        """
-        self._jobs += 1
-
-        def finished(future: Future[Any]) -> None:
-            self._jobs -= 1
-            if (error := future.exception()) is not None:
-                self._log.error("job.failed", error=repr(error))
-            if not self.closing:
-                self._contain(partial(done, failed if error is not None else future.result()), None)
-
-        def late() -> None:
-            if not self.closing and overdue is not None:
-                self._contain(overdue, None)
-
-        submit(job, finished, late if overdue is not None else None)
+    @property
+    def corrupt(self) -> str | None:
+        """What was found wrong with the engine's memory; the owner ends the session."""
+        return self.jobs.corrupt
 
     @property
     def idle(self) -> bool:
         """No store call touches this session's memory."""
-        return self._jobs == 0
+        return self.jobs.running == 0
 
     def gauges(self) -> dict[str, int]:
         """Slots, pins, requests and credits, as an auditor wants them."""
@@ -391,11 +308,11 @@ class EngineSession:
         What it said last is still read, so that a request that ended before the engine did is told as it ended; the
         others end as `ending` says.
         """
-        self.closing = True
+        self.jobs.closing = True
         self.liveness.set_state(PeerState.CLOSING)
         self.drain(LAST_RECORDS)
         for request in list(self.planner.requests.values()):
-            self._tell(request, Ending.ENGINE_CORRUPT if self.corrupt is not None else ending)
+            self.stories.tell(request, Ending.ENGINE_CORRUPT if self.corrupt is not None else ending)
 
     def close(self) -> None:
         """Free everything; only when idle and after the last process of the engine is gone."""
@@ -406,7 +323,7 @@ class EngineSession:
                     self._store.unregister(address)
         self._log.info("engine.detached", **self.account())
         # Their views would keep the control segment mapped.
-        del self.ring, self.table, self._flags, self.liveness, self.planner, self.saver, self.look_ups
+        del self.ring, self.table, self._flags, self.liveness, self.planner, self.saver, self.look_ups, self._fetcher
         self.words.release()
         self.memory.close()
         self.doorbell.close()

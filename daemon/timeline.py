@@ -1,12 +1,18 @@
-"""One request's story, told in a single `request.done` log line."""
+"""The stories of one engine's requests, each told in a single `request.done` log line."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from ..shmring.protocol import Done, Hint
+from .account import Account
 from .events import Ending
-from .planner import Request
+from .logs import Log
+from .planner import Key, Request
+
+RECENT = 256
 
 
 class Timeline:
@@ -68,3 +74,34 @@ class Timeline:
 
     def _ms(self, at_ns: int) -> float | None:
         return round((at_ns - self.arrived_ns) / 1e6, 3) if at_ns else None
+
+
+class Stories:
+    """One timeline for each request that is planned; told, counted and forgotten when it ends."""
+
+    def __init__(self, totals: Account, log: Log, block_bytes: int, clock_ns: Callable[[], int]) -> None:
+        self._totals, self._log, self._block_bytes, self._clock_ns = totals, log, block_bytes, clock_ns
+        self._timelines: dict[Key, Timeline] = {}
+        self.recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=RECENT)  # (when, request.done), for `top`
+
+    def begin(self, key: Key, hint: Hint, now_ns: int) -> None:
+        self._timelines[key] = Timeline(hint, now_ns)
+
+    def asked(self, key: Key, asked_ns: int) -> None:
+        if (timeline := self._timelines.get(key)) is not None:
+            timeline.asked_ns = asked_ns
+
+    def looked_up(self, key: Key, blocks: int, now_ns: int, *, unavailable: bool) -> None:
+        timeline = self._timelines[key]
+        timeline.looked_up_ns, timeline.found_blocks, timeline.store_unavailable = now_ns, blocks, unavailable
+
+    def tell(self, request: Request, ending: Ending, done: Done | None = None) -> None:
+        """Write the one line of a request that ended, unless it was written."""
+        timeline = self._timelines.pop(request.key, None)
+        if timeline is None:
+            return
+        now = self._clock_ns()
+        story = timeline.fields(request, ending, done, self._block_bytes, now)
+        self._totals.request_done(story)
+        self.recent.append((now, story))
+        self._log.info("request.done", **story)

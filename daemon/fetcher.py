@@ -1,0 +1,76 @@
+"""The fetches of one engine: the planner's orders turned into store jobs, and what became of them told to it.
+
+Everything here runs on the main loop but the jobs themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from . import transfers
+from .account import Account
+from .jobs import Jobs
+from .logs import Log
+from .negative import NegativeCache
+from .planner import Fetched, Lane, Order, Planner, Request
+from .pools import Pools
+from .store import Store
+from .store_errors import ErrorClass
+
+
+class Fetcher:
+    """Starts a lane's next fetch. `revoked` hears of requests that lost their room, `returned` of every fetch's end."""
+
+    def __init__(
+        self, planner: Planner, store: Store, shape: transfers.Shape, pools: Pools, jobs: Jobs,
+        negative: NegativeCache, totals: Account, log: Log, clock_ns: Callable[[], int],
+        *, revoked: Callable[[Request], None], returned: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._planner, self._store, self._shape, self._pools, self._jobs = planner, store, shape, pools, jobs
+        self._negative, self._totals, self._log, self._clock_ns = negative, totals, log, clock_ns
+        self._revoked, self._returned = revoked, returned
+        self._block_bytes = sum(shape.staging.block_bytes)
+
+    def pump(self, lane: Lane) -> bool:
+        """Start one fetch of this lane if there is one to start; False when there is none."""
+        if not self._planner.wants(lane):
+            return False
+        order, revoked = self._planner.next_order(lane)
+        for request in revoked:
+            self._revoked(request)
+        if order is None:
+            return False
+        job = partial(transfers.fetch, self._store, self._shape, [(block.digest, block.slot) for block in order.blocks])
+        done, overdue = partial(self._fetched, order, self._clock_ns()), partial(self._overdue, order)
+        failed = [ErrorClass.BUG] * len(order.blocks)
+        self._jobs.start(partial(self._pools.fetch, lane), job, done, failed, overdue)
+        return True
+
+    def _fetched(self, order: Order, started_ns: int, outcome: list[ErrorClass]) -> None:
+        good = outcome.count(ErrorClass.OK)
+        now = self._clock_ns()
+        self._log.debug(
+            "fetch.done", blocks=len(outcome), good_blocks=good, bytes=good * self._block_bytes,
+            duration_ms=round((now - started_ns) / 1e6, 3),
+        )  # fmt: skip
+        self._totals.fetch.observe((now - started_ns) / 1e9)
+        self._totals.fetched_blocks += good
+        self._totals.failed_blocks += len(outcome) - good
+        for block, each in zip(order.blocks, outcome, strict=True):
+            if each is ErrorClass.OK:
+                self._negative.forget(block.digest)
+            elif each is not ErrorClass.TRANSIENT:
+                self._negative.add(block.digest, now, lasting=each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT))
+        disk = order.lane is Lane.DISK
+        self._planner.fetched(order.number, [Fetched(each is ErrorClass.OK, disk) for each in outcome], now)
+        waiting = self._planner.wants(order.lane)
+        self._pools.widths[order.lane].completed(good * self._block_bytes, now, waiting=waiting)
+        self._returned()
+
+    def _overdue(self, order: Order) -> None:
+        now = self._clock_ns()
+        self._log.warning("call.overdue", call="fetch", blocks=len(order.blocks))
+        for block in order.blocks:
+            self._negative.add(block.digest, now, lasting=True)
+        self._planner.overdue(order.number, now)
