@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import tarfile
@@ -15,7 +14,7 @@ from benchmarks.lab.process import free_ports
 from kvprefetch.daemon.bundle import without_secrets
 from kvprefetch.daemon.commands.store import namespace
 from tests.daemon.fake_engine import FakeEngine
-from tests.daemon.test_serve import blocks, stored
+from tests.daemon.stores import absent_cluster, blocks, stored
 
 
 def kvprefetchd(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -48,21 +47,7 @@ def test_doctor_sees_a_daemon_a_store_round_trip_and_bundles_it(serve: Callable[
 
 
 def test_doctor_says_what_is_bad_and_what_to_do(tmp_path: Path) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
-    config = tmp_path / "mooncake.json"
-    config.write_text(
-        json.dumps(
-            {
-                "metadata_server": "http://operator:hunter2@127.0.0.1/x",
-                "master_server_address": f"127.0.0.1:{port}",
-                "protocol": "tcp",
-                "mode": "standalone-store",
-                "global_segment_size": 0,
-            }
-        )
-    )
+    config = absent_cluster(tmp_path, metadata_server="http://operator:hunter2@127.0.0.1/x")
     result = kvprefetchd(
         "doctor", "--socket", tmp_path / "none.sock", "--mooncake-config", config, "--staging", "4TiB",
         "--bundle", tmp_path / "b.tar.gz", "--metrics-port", "0",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import time
@@ -13,7 +12,8 @@ import pytest
 from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.store import Store
 from kvprefetch.shmring.protocol import FlagState, Outcome
-from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
+from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.stores import blocks
 from tests.support.auditor import Auditor, ask_daemon
 
 ANSWER_S = 15.0  # the calls' deadline is one second; the rest is for a busy machine, and far below Mooncake's 60 s
@@ -23,11 +23,6 @@ ANSWER_S = 15.0  # the calls' deadline is one second; the rest is for a busy mac
 def cluster() -> Iterator[Store]:
     with Store(memory="64 MB") as store:
         yield store
-
-
-def blocks(name: str, count: int) -> dict[bytes, bytes]:
-    digests = [hashlib.sha256(f"{name}-{i}".encode()).digest() for i in range(count)]
-    return {digest: digest * (BLOCK_BYTES // 32) for digest in digests}
 
 
 def end(engine: FakeEngine, key: tuple[int, int]) -> None:

@@ -16,7 +16,7 @@ import pytest
 from kvprefetch.daemon.log_writer import LogWriter
 from kvprefetch.shmring.protocol import RecordKind
 from tests.daemon.fake_engine import FakeEngine, wait_for
-from tests.daemon.test_serve import blocks
+from tests.daemon.stores import blocks
 from tests.support.auditor import ask_daemon
 
 

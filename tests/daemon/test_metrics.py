@@ -27,7 +27,7 @@ from kvprefetch.daemon.logs import EventCounts
 from kvprefetch.daemon.metrics import CATALOGUE, BoardCollector
 from kvprefetch.shmring.protocol import FlagState, Outcome
 from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
-from tests.daemon.test_serve import blocks
+from tests.daemon.stores import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 Serve = Callable[..., Daemon]

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.lab.daemon import Daemon
 from kvprefetch.shmring.protocol import FlagState, Outcome
 from tests.daemon.fake_engine import FakeEngine, wait_for
-from tests.daemon.test_serve import blocks, stored
+from tests.daemon.stores import blocks, stored
 from tests.support.auditor import ask_daemon
 
 

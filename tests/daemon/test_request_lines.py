@@ -14,7 +14,7 @@ from kvprefetch.shmring import messages, protocol
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.protocol import FlagState, Outcome, RecordKind
 from tests.daemon.fake_engine import FakeEngine, wait_for
-from tests.daemon.test_serve import blocks
+from tests.daemon.stores import blocks
 
 Serve = Callable[..., Daemon]
 

@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from benchmarks.lab.daemon import Daemon
-from kvprefetch.shmring import messages, protocol
-from kvprefetch.shmring.flags import pack
-from kvprefetch.shmring.layout import Line
-from kvprefetch.shmring.liveness import PeerStatus
-from kvprefetch.shmring.protocol import FlagState, Outcome, RecordKind
-from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
-from tests.support.auditor import Auditor, ask_daemon, control_segments
-
-Serve = Callable[..., Daemon]
-
-
-def blocks(name: str, count: int) -> dict[bytes, bytes]:
-    """`count` digests with a value each that no other block has."""
-    digests = [hashlib.sha256(f"{name}-{i}".encode()).digest() for i in range(count)]
-    return {digest: (digest * (BLOCK_BYTES // 32)) for digest in digests}
-
-
-def stored(daemon: Daemon, count: int) -> None:
-    """Wait until `count` blocks in all were stored."""
-    wait_for(lambda: sum(line["stored_blocks"] for line in daemon.records("save.done")) >= count, what="the save")
+from kvprefetch.shmring import messages
+from kvprefetch.shmring.protocol import FlagState, Outcome
+from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.stores import blocks, stored
+from tests.support.auditor import Auditor, ask_daemon
 
 
 def test_what_was_saved_is_loaded_with_the_same_bytes(shared_daemon: Daemon, auditor: Auditor) -> None:
@@ -101,25 +82,6 @@ def test_a_request_done_line_tells_the_whole_story(shared_daemon: Daemon) -> Non
     engine.close()
 
 
-def test_an_engine_that_vanishes_leaves_nothing_pinned_and_nobody_else_notices(
-    shared_daemon: Daemon, auditor: Auditor
-) -> None:
-    survivor = FakeEngine(shared_daemon.socket, engine_id="survivor", prefix="vanish")
-    values = blocks("vanish", 8)
-    survivor.save(values)
-    wait_for(lambda: survivor.load(list(values)), what="a hit")
-    victim = FakeEngine(shared_daemon.socket, engine_id="victim", prefix="vanish")
-    key = victim.hint(list(values))
-    victim.settled(key)
-    assert victim.move(key, FlagState.CLAIMED)
-    victim.credits.take(3)
-    victim.close()
-    wait_for(lambda: len(ask_daemon(shared_daemon.socket).engines) == 1, what="the victim's end")
-    assert survivor.load(list(values)) == list(values.values())
-    auditor.assert_idle(shared_daemon.pid, shared_daemon.socket)
-    survivor.close()
-
-
 def test_a_lost_nudge_loses_no_release(shared_daemon: Daemon, auditor: Auditor) -> None:
     engine = FakeEngine(shared_daemon.socket, prefix="nudge")
     key = engine.hint(list(blocks("nudge", 3)))
@@ -174,35 +136,6 @@ def test_more_waiting_than_staging_holds_is_served_in_turn(shared_daemon: Daemon
     engine.close()
 
 
-def test_a_corrupt_ring_ends_that_engine_only(shared_daemon: Daemon) -> None:
-    good = FakeEngine(shared_daemon.socket, engine_id="good", prefix="corrupt")
-    bad = FakeEngine(shared_daemon.socket, engine_id="bad", prefix="corrupt")
-    bad.words.store_release(Line.TAIL, 64 * 1024 * 1024 * 1024)
-    bad.bell.ring()
-    assert bad.scheduler.recv(1) == b"", "the daemon hangs up"
-    assert bad.liveness.peer(time.monotonic_ns()) is PeerStatus.GONE
-    assert good.load(list(blocks("corrupt", 2))) is None
-    told = shared_daemon.wait_record("engine.corrupt")
-    assert told is not None
-    assert told["engine"] == "bad"
-    assert len(shared_daemon.records("engine.corrupt")) == 1
-    bad.close()
-    good.close()
-
-
-def test_bad_records_are_counted_and_skipped(shared_daemon: Daemon) -> None:
-    engine = FakeEngine(shared_daemon.socket, prefix="records")
-    assert engine.producer.push(77, b"what is this")
-    assert engine.producer.push(RecordKind.HINT, b"short")
-    word = engine.table.load(0)
-    assert engine.table.exchange(0, word, pack(9, FlagState.HINTED, 0))
-    assert engine.producer.push(RecordKind.SAVED, protocol.encode_saved(protocol.Saved(1, 0, True, [3], [])))
-    assert engine.load(list(blocks("records", 2))) is None
-    status = ask_daemon(shared_daemon.socket).engines[0]
-    assert status["bad_records"] == 3
-    engine.close()
-
-
 def test_a_reset_voids_what_is_staged_and_removes_every_rank_s_keys(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, prefix="reset", ranks=2)
     other = FakeEngine(shared_daemon.socket, engine_id="other", prefix="not-reset")
@@ -228,124 +161,6 @@ def test_a_reset_voids_what_is_staged_and_removes_every_rank_s_keys(shared_daemo
 
 def _engine(daemon: Daemon, engine_id: str) -> dict[str, int | str]:
     return next(engine for engine in ask_daemon(daemon.socket).engines if engine["engine"] == engine_id)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"protocol": 99}, f"protocol differs: protocol=99 expected={protocol.PROTOCOL}"),
-        ({"groups": 2}, "only one KV-cache group is served: groups=2 max=1"),
-        ({"rank": 3}, "rank out of bounds: rank=3 world_size=1"),
-    ],
-)
-def test_a_wrong_hello_is_refused_in_one_line(shared_daemon: Daemon, changes: dict[str, int], message: str) -> None:
-    engine = FakeEngine(shared_daemon.socket, attach=False)
-    sock = engine.connect()
-    messages.send_message(sock, engine.hello("worker", **changes))  # type: ignore[arg-type]
-    received = messages.receive_message(sock)
-    assert received is not None
-    assert received[0] == messages.Refused(error=message, final=True)
-    assert sock.recv(1) == b""
-    engine.close()
-
-
-def test_a_second_process_of_the_same_rank_is_turned_away_for_now(shared_daemon: Daemon) -> None:
-    engine = FakeEngine(shared_daemon.socket)
-    twin = FakeEngine(shared_daemon.socket, incarnation=engine.incarnation, attach=False)
-    sock = twin.connect()
-    messages.send_message(sock, twin.hello("worker"))
-    received = messages.receive_message(sock)
-    assert received is not None
-    assert received[0] == messages.Refused(error="already attached: role=worker rank=0", final=False)
-    twin.close()
-    assert engine.load(list(blocks("twin", 1))) is None
-    engine.close()
-
-
-def test_staging_smaller_than_one_block_is_refused_naming_both(shared_daemon: Daemon) -> None:
-    engine = FakeEngine(shared_daemon.socket, block_bytes=2 << 20, attach=False)
-    sockets = [engine.connect(), engine.connect()]
-    messages.send_message(sockets[0], engine.hello("worker"))
-    messages.send_message(sockets[1], engine.hello("scheduler"))
-    for sock in sockets:
-        received = messages.receive_message(sock)
-        assert received is not None
-        assert isinstance(received[0], messages.Refused)
-        assert "staging=1048576 block_bytes=2097152" in received[0].error
-    engine.close()
-
-
-def test_garbage_on_the_control_socket_hurts_nobody(shared_daemon: Daemon) -> None:
-    engine = FakeEngine(shared_daemon.socket, prefix="garbage")
-    for data in (b"\x00" * 100, b'{"type":"mapped","epoch":5}', b"[" * 60_000):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-            sock.settimeout(10)
-            sock.connect(str(shared_daemon.socket))
-            sock.send(data)
-            sock.recv(1 << 16)
-    assert engine.load(list(blocks("garbage", 1))) is None
-    engine.close()
-
-
-def test_a_daemon_killed_in_mid_run_leaves_nothing_and_the_engine_reads_gone(serve: Serve, auditor: Auditor) -> None:
-    daemon = serve()
-    engine = FakeEngine(daemon.socket)
-    assert len(control_segments(daemon.pid)) == 1
-    daemon.sigkill()
-    assert engine.scheduler.recv(1) == b""
-    engine.liveness.peer_is_gone()
-    assert engine.liveness.peer(time.monotonic_ns()) is PeerStatus.GONE
-    engine.close()
-    auditor.assert_nothing_left()
-    again = serve()
-    FakeEngine(again.socket).close()
-
-
-def test_a_frozen_daemon_reads_as_hung_and_comes_back(serve: Serve) -> None:
-    daemon = serve()
-    engine = FakeEngine(daemon.socket)
-    os.kill(daemon.pid, signal.SIGSTOP)
-    wait_for(lambda: engine.liveness.peer(time.monotonic_ns()) is PeerStatus.HUNG, 10)
-    os.kill(daemon.pid, signal.SIGCONT)
-    wait_for(lambda: engine.liveness.peer(time.monotonic_ns()) is PeerStatus.ALIVE, 10)
-    engine.close()
-
-
-def test_sigterm_stops_cleanly_while_an_engine_is_attached(serve: Serve) -> None:
-    daemon = serve()
-    engine = FakeEngine(daemon.socket)
-    engine.hint(list(blocks("term", 4)))
-    assert daemon.sigterm(30) == 0
-    assert engine.liveness.peer(time.monotonic_ns()) is PeerStatus.GONE
-    assert not daemon.socket.exists()
-    assert daemon.wait_record("daemon.stopped")
-    engine.close()
-
-
-@pytest.mark.parametrize("end", ["stop", "kill"])
-def test_with_a_disk_tier_the_data_is_there_after_a_restart(serve: Serve, tmp_path: Path, end: str) -> None:
-    disk = f"{tmp_path / 'disk'}:256MiB"
-    daemon = serve(disk=disk)
-    engine = FakeEngine(daemon.socket)
-    values = blocks("disk", 40)
-    engine.save(values)
-    stored(daemon, 40)
-    if end == "stop":
-        assert daemon.sigterm(30) == 0
-    else:
-        time.sleep(8)  # what the tier's interval flushed by then is what must be there (daemon/embedded.py)
-        daemon.sigkill()
-    engine.close()
-    again = serve(disk=disk)
-    engine = FakeEngine(again.socket)
-    found = wait_for(lambda: engine.load(list(values)), 30, "a hit after the restart")
-    assert found == list(values.values())
-    assert engine.told_disk == 40
-    assert engine.load(list(values)) == list(values.values())
-    assert engine.told_disk == 0, "now they came from staging"
-    line = wait_for(lambda: [e for e in again.records("request.done") if e["outcome"] == "loaded"])[0]
-    assert line["bytes_disk"] == 40 * BLOCK_BYTES
-    engine.close()
 
 
 def test_stat_reads_the_live_segments_without_disturbing_anyone(shared_daemon: Daemon) -> None:
@@ -381,43 +196,3 @@ def test_asking_where_no_daemon_is_says_so(tmp_path: Path) -> None:
         assert result.returncode == 69
         assert "none.sock" in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1
-
-
-def test_an_idle_daemon_uses_next_to_nothing(shared_daemon: Daemon) -> None:
-    """0.1 % of a core was measured, 0.5 % is the aim; the bound leaves room for a noisy machine."""
-    engine = FakeEngine(shared_daemon.socket, prefix="idle")
-
-    def used_s() -> float:
-        fields = Path(f"/proc/{shared_daemon.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    time.sleep(1)
-    before = used_s()
-    time.sleep(8)
-    assert (used_s() - before) / 8 < 0.01
-    engine.close()
-
-
-def test_a_cluster_that_is_not_there_yet_makes_misses_and_no_failure(serve: Serve, tmp_path: Path) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
-    config = tmp_path / "mooncake.json"
-    config.write_text(
-        json.dumps(
-            {
-                "metadata_server": "P2PHANDSHAKE",
-                "master_server_address": f"127.0.0.1:{port}",
-                "protocol": "tcp",
-                "mode": "standalone-store",
-                "global_segment_size": 0,
-            }
-        )
-    )
-    daemon = serve(memory=None, mooncake_config=config)
-    assert len(daemon.records("store.degraded")) == 1
-    engine = FakeEngine(daemon.socket)
-    assert engine.load(list(blocks("degraded", 3))) is None
-    engine.save(blocks("degraded", 3))
-    assert ask_daemon(daemon.socket).store_open is False
-    engine.close()

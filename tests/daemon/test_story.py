@@ -15,7 +15,7 @@ from benchmarks.lab.daemon import Daemon
 from kvprefetch.daemon import events, story
 from kvprefetch.daemon.events import Ending
 from tests.daemon.fake_engine import FakeEngine, wait_for
-from tests.daemon.test_serve import blocks
+from tests.daemon.stores import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

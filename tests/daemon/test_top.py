@@ -23,7 +23,7 @@ from kvprefetch.shmring import messages, protocol
 from kvprefetch.shmring.messages import SlowRequest, Status
 from kvprefetch.shmring.protocol import Outcome
 from tests.daemon.fake_engine import FakeEngine, wait_for
-from tests.daemon.test_serve import blocks
+from tests.daemon.stores import blocks
 from tests.support.auditor import ask_daemon
 
 COMMAND = [sys.executable, "-m", "kvprefetch.daemon"]

@@ -1,0 +1,39 @@
+"""What tests put into a store, and a cluster that is not there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from pathlib import Path
+
+from benchmarks.lab.daemon import Daemon
+from tests.daemon.fake_engine import BLOCK_BYTES, wait_for
+
+
+def blocks(name: str, count: int) -> dict[bytes, bytes]:
+    """`count` digests with a value each that no other block has."""
+    digests = [hashlib.sha256(f"{name}-{i}".encode()).digest() for i in range(count)]
+    return {digest: (digest * (BLOCK_BYTES // 32)) for digest in digests}
+
+
+def stored(daemon: Daemon, count: int) -> None:
+    """Wait until `count` blocks in all were stored."""
+    wait_for(lambda: sum(line["stored_blocks"] for line in daemon.records("save.done")) >= count, what="the save")
+
+
+def absent_cluster(folder: Path, *, metadata_server: str = "P2PHANDSHAKE") -> Path:
+    """The JSON file of a cluster whose master does not listen."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    config = folder / "mooncake.json"
+    settings = {
+        "metadata_server": metadata_server,
+        "master_server_address": f"127.0.0.1:{port}",
+        "protocol": "tcp",
+        "mode": "standalone-store",
+        "global_segment_size": 0,
+    }
+    config.write_text(json.dumps(settings))
+    return config

@@ -1,0 +1,123 @@
+"""What one engine does wrong, dying included, is refused in one line or ends that engine alone; the others go on."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from benchmarks.lab.daemon import Daemon
+from kvprefetch.shmring import messages, protocol
+from kvprefetch.shmring.flags import pack
+from kvprefetch.shmring.layout import Line
+from kvprefetch.shmring.liveness import PeerStatus
+from kvprefetch.shmring.protocol import FlagState, RecordKind
+from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.stores import blocks
+from tests.support.auditor import Auditor, ask_daemon
+
+
+def test_an_engine_that_vanishes_leaves_nothing_pinned_and_nobody_else_notices(
+    shared_daemon: Daemon, auditor: Auditor
+) -> None:
+    survivor = FakeEngine(shared_daemon.socket, engine_id="survivor", prefix="vanish")
+    values = blocks("vanish", 8)
+    survivor.save(values)
+    wait_for(lambda: survivor.load(list(values)), what="a hit")
+    victim = FakeEngine(shared_daemon.socket, engine_id="victim", prefix="vanish")
+    key = victim.hint(list(values))
+    victim.settled(key)
+    assert victim.move(key, FlagState.CLAIMED)
+    victim.credits.take(3)
+    victim.close()
+    wait_for(lambda: len(ask_daemon(shared_daemon.socket).engines) == 1, what="the victim's end")
+    assert survivor.load(list(values)) == list(values.values())
+    auditor.assert_idle(shared_daemon.pid, shared_daemon.socket)
+    survivor.close()
+
+
+def test_a_corrupt_ring_ends_that_engine_only(shared_daemon: Daemon) -> None:
+    good = FakeEngine(shared_daemon.socket, engine_id="good", prefix="corrupt")
+    bad = FakeEngine(shared_daemon.socket, engine_id="bad", prefix="corrupt")
+    bad.words.store_release(Line.TAIL, 64 * 1024 * 1024 * 1024)
+    bad.bell.ring()
+    assert bad.scheduler.recv(1) == b"", "the daemon hangs up"
+    assert bad.liveness.peer(time.monotonic_ns()) is PeerStatus.GONE
+    assert good.load(list(blocks("corrupt", 2))) is None
+    told = shared_daemon.wait_record("engine.corrupt")
+    assert told is not None
+    assert told["engine"] == "bad"
+    assert len(shared_daemon.records("engine.corrupt")) == 1
+    bad.close()
+    good.close()
+
+
+def test_bad_records_are_counted_and_skipped(shared_daemon: Daemon) -> None:
+    engine = FakeEngine(shared_daemon.socket, prefix="records")
+    assert engine.producer.push(77, b"what is this")
+    assert engine.producer.push(RecordKind.HINT, b"short")
+    word = engine.table.load(0)
+    assert engine.table.exchange(0, word, pack(9, FlagState.HINTED, 0))
+    assert engine.producer.push(RecordKind.SAVED, protocol.encode_saved(protocol.Saved(1, 0, True, [3], [])))
+    assert engine.load(list(blocks("records", 2))) is None
+    status = ask_daemon(shared_daemon.socket).engines[0]
+    assert status["bad_records"] == 3
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"protocol": 99}, f"protocol differs: protocol=99 expected={protocol.PROTOCOL}"),
+        ({"groups": 2}, "only one KV-cache group is served: groups=2 max=1"),
+        ({"rank": 3}, "rank out of bounds: rank=3 world_size=1"),
+    ],
+)
+def test_a_wrong_hello_is_refused_in_one_line(shared_daemon: Daemon, changes: dict[str, int], message: str) -> None:
+    engine = FakeEngine(shared_daemon.socket, attach=False)
+    sock = engine.connect()
+    messages.send_message(sock, engine.hello("worker", **changes))  # type: ignore[arg-type]
+    received = messages.receive_message(sock)
+    assert received is not None
+    assert received[0] == messages.Refused(error=message, final=True)
+    assert sock.recv(1) == b""
+    engine.close()
+
+
+def test_a_second_process_of_the_same_rank_is_turned_away_for_now(shared_daemon: Daemon) -> None:
+    engine = FakeEngine(shared_daemon.socket)
+    twin = FakeEngine(shared_daemon.socket, incarnation=engine.incarnation, attach=False)
+    sock = twin.connect()
+    messages.send_message(sock, twin.hello("worker"))
+    received = messages.receive_message(sock)
+    assert received is not None
+    assert received[0] == messages.Refused(error="already attached: role=worker rank=0", final=False)
+    twin.close()
+    assert engine.load(list(blocks("twin", 1))) is None
+    engine.close()
+
+
+def test_staging_smaller_than_one_block_is_refused_naming_both(shared_daemon: Daemon) -> None:
+    engine = FakeEngine(shared_daemon.socket, block_bytes=2 << 20, attach=False)
+    sockets = [engine.connect(), engine.connect()]
+    messages.send_message(sockets[0], engine.hello("worker"))
+    messages.send_message(sockets[1], engine.hello("scheduler"))
+    for sock in sockets:
+        received = messages.receive_message(sock)
+        assert received is not None
+        assert isinstance(received[0], messages.Refused)
+        assert "staging=1048576 block_bytes=2097152" in received[0].error
+    engine.close()
+
+
+def test_garbage_on_the_control_socket_hurts_nobody(shared_daemon: Daemon) -> None:
+    engine = FakeEngine(shared_daemon.socket, prefix="garbage")
+    for data in (b"\x00" * 100, b'{"type":"mapped","epoch":5}', b"[" * 60_000):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(10)
+            sock.connect(str(shared_daemon.socket))
+            sock.send(data)
+            sock.recv(1 << 16)
+    assert engine.load(list(blocks("garbage", 1))) is None
+    engine.close()
