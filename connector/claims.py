@@ -1,7 +1,7 @@
 """From a hint to a claimed answer, for one request: what the scheduler side does between arrival and allocation.
 
-An answer is given only for blocks that are claimed and whose slot numbers were read and checked, so that a dispatched
-load cannot fail.
+An answer is given only for blocks that are claimed and whose slot numbers were then read and checked, so that a
+dispatched load cannot fail.
 """
 
 from __future__ import annotations
@@ -232,9 +232,9 @@ class Claims:
             self._note_found(entry, handle, flag)
             self.finish(entry, outcome)
             return self._recompute(entry, outcome)
-        slots = handle.session.flags.read_slots(handle.flag, start, stop)
         if not hints.claim(handle, flag, stop, now):
             return PENDING  # the daemon moved the flag in between; the next visit sees where
+        slots = handle.session.flags.read_slots(handle.flag, start, stop)
         count = stop - start
         size = count * self._geometry.block_bytes
         mode = self._config.load_mode

@@ -11,20 +11,26 @@ as nothing.
   the flag word; the engine loads or exchanges the flag word (acquire), then reads no entry beyond the count it saw.
 * SYNC slots: slots read before they are given up.  The engine reads entries and slots, then exchanges the claim away
   (un-claim or release); the daemon loads or exchanges the flag word (acquire), then reuses the slots.
+* SYNC claim: entry and claim cross.  The engine exchanges its claim in, fences, then reads the entries.  The daemon
+  writes another slot over an entry, fences, then loads the flag word: if that is unclaimed, nobody will read the slot
+  that stood there.
+* SYNC copy: the copy visible with the entry.  The daemon copies a block to its second slot, fences, then writes the
+  entry; the engine reads the entry, fences, then reads the slot.
 
-Entries are plain stores, so the flags of one segment belong to one thread on each side.  tests/models/flag.pml is this
-protocol under a weak memory model; each of these orders is shown there to be needed.
+Entries are plain stores, so the flags of one segment belong to one thread on each side.  tests/models/flag.pml and
+move.pml are this protocol under a weak memory model; each of these orders is shown there to be needed.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ._atomics import Words
+from ._atomics import Words, fence
 from .errors import SegmentCorrupt
 from .layout import LINE_BYTES, Layout
 
@@ -128,15 +134,37 @@ class FlagTable:
             raise IndexError(f"entries outside the slot table: flag={index} start={start} entries={len(entries)}")
         self._table[index, start : start + len(entries)] = entries
 
+    def move(self, index: int, moves: Iterable[tuple[int, int]]) -> None:
+        """Daemon: write over published entries, as (block, slot); either slot of a block holds its bytes.
+
+        After it a load of the flag word says whether the engine can still come to read what stood there.
+        """
+        row = self._table[index] if 0 <= index < self.flag_count else None
+        if row is None:
+            raise IndexError(f"flag outside the slot table: flag={index} max={self.flag_count - 1}")
+        # SYNC copy: the copy visible with the entry
+        fence()
+        for block, slot in moves:
+            row[block] = slot  # one aligned store: whoever reads it now sees one slot or the other
+        # SYNC claim: entry and claim cross
+        fence()
+
     def read_slots(self, index: int, start: int, stop: int) -> list[int]:
-        """Engine: a checked copy of the entries [start, stop). SegmentCorrupt when a slot number is out of bounds."""
+        """Engine: a checked copy of the entries [start, stop), under its claim.
+
+        SegmentCorrupt when a slot number is out of bounds.
+        """
         if not 0 <= index < self.flag_count:
             raise IndexError(f"flag outside the slot table: flag={index} max={self.flag_count - 1}")
         if not 0 <= start <= stop <= self.table_entries:
             raise SegmentCorrupt(
                 f"block range outside the slot table: start={start} stop={stop} max={self.table_entries}"
             )
+        # SYNC claim: entry and claim cross
+        fence()
         slots: list[int] = self._table[index, start:stop].tolist()
+        # SYNC copy: the copy visible with the entry
+        fence()
         if slots and max(slots) >= self._slot_bound:
             raise SegmentCorrupt(f"slot number out of bounds: slot={max(slots)} bound={self._slot_bound}")
         return slots

@@ -64,6 +64,35 @@ def test_no_hint_at_arrival_when_not_wanted(settings: dict[str, bool]) -> None:
     assert engine.match(request) == (PENDING if settings.get("loads", True) else NOTHING)
 
 
+def test_slots_are_read_under_the_claim() -> None:
+    """A block that the daemon moves between the poll and the claim is loaded from where it is then."""
+    engine = Engine()
+    request = engine.add("r", 3 * BLOCK + 5)
+    hint = engine.daemon.stage("r", 3, slots=[9, 3, 7])
+    assert engine.link.session is not None
+    flags = engine.link.session.flags
+    exchange = flags.exchange
+
+    def moved_before(index: int, expected: int, desired: int) -> bool:
+        if unpack(desired).state == FlagState.CLAIMED:
+            engine.daemon.flags.move(hint.flag, [(1, 20)])
+        return exchange(index, expected, desired)
+
+    flags.exchange = moved_before  # type: ignore[method-assign]
+    assert engine.match(request) == (3 * BLOCK, False)
+    engine.allocate(request, 3 * BLOCK)
+    (order,) = engine.step([(request, 5)]).loads
+    assert order.slots == [9, 20, 7]
+
+
+def test_a_slot_out_of_bounds_under_the_claim_detaches() -> None:
+    engine = Engine()
+    request = engine.add("r", 3 * BLOCK + 5)
+    engine.daemon.stage("r", 3, slots=[9, engine.daemon.layout.slot_bound, 7])
+    assert engine.match(request) == NOTHING
+    assert ["slot number out of bounds" in reason for reason in engine.link.detached] == [True]
+
+
 def test_pending_then_ready_then_loaded() -> None:
     """None while pending with one Ask; then a claim, an answer, a load, and the flag back after every rank."""
     engine = Engine(ranks=2)

@@ -1,10 +1,9 @@
 /* One completion flag (shmring/flags.py) with its slot table, found word and slots, under a weak memory model.
  *
- * The engine takes the flag, polls it, claims (reading the slot numbers before or after), un-claims, releases, cancels, and
- * takes it again with a new generation.  The daemon reads hints, publishes blocks, expires what is unclaimed (and forgets it),
- * and frees what was given up: told so by a record, or by its own scan of the requests it knows.  Slots that are not pinned any
- * more are written over at once, as another request's data would.  Any record may find the ring full; the flag's states are
- * never lost.
+ * The engine takes the flag, polls it, claims, reads the slot numbers, un-claims, releases, cancels, and takes it again with a new
+ * generation.  The daemon reads hints, publishes blocks, expires what is unclaimed (and forgets it), and frees what was given up:
+ * told so by a record, or by its own scan of the requests it knows.  Slots that are not pinned any more are written over at once,
+ * as another request's data would.  Any record may find the ring full; the flag's states are never lost.
  *
  * Memory model.  The daemon's plain stores (slot contents, slot table, found word) go through a store buffer and reach memory
  * in any order; a release waits until they did.  The engine's plain loads return what it saw at its last acquire or what is
@@ -224,39 +223,29 @@ wrong_guess:
     e_slot[0] = slot[0]; e_slot[1] = slot[1]; e_found = found
 /* What was seen earlier matters only until the next acquire. */
 #ifdef M_POLL_ACQUIRE
-#define FORGET atomic { word = 0; count = 0; ok = false; first = 0; second = 0; entries = false }
+#define FORGET atomic { word = 0; count = 0; ok = false; first = 0; second = 0 }
 #else
 #define FORGET atomic { e_table[0] = 0; e_table[1] = 0; e_slot[0] = 0; e_slot[1] = 0; e_found = 0; \
-    word = 0; count = 0; ok = false; first = 0; second = 0; entries = false }
+    word = 0; count = 0; ok = false; first = 0; second = 0 }
 #endif
 #define LOAD(value, now, then) if :: value = now :: value = then fi
 #define ENTRY(s, b) LOAD(s, table[b], e_table[b]); assert(pruned || s < SLOTS)
 #define HOLDS(s, b) LOAD(value, slot[s], e_slot[s]); assert(pruned || value == BLOCK(generation, b))
 
-/* The slot numbers of the first `count` blocks, read before the claim or under it. */
-inline read_entries()
+/* Read the slot numbers of the claimed blocks, and let the workers copy them. */
+inline use_claim()
 {
     ENTRY(first, 0);
     if
     :: count == 2 -> ENTRY(second, 1)
     :: else
     fi;
-    entries = true
-}
-
-/* Read the claimed blocks, and let the workers copy them. */
-inline use_claim()
-{
-    if
-    :: entries
-    :: else -> read_entries()
-    fi;
     HOLDS(first, 0);
     if
     :: count == 2 -> HOLDS(second, 1)
     :: else
     fi;
-    atomic { first = 0; second = 0; value = 0; entries = false }
+    atomic { first = 0; second = 0; value = 0 }
 }
 
 /* Out of CLAIMED nobody else makes a transition: the exchange cannot fail. */
@@ -274,7 +263,7 @@ inline nudge()
 active proctype engine()
 {
     byte generation, word, count, first, second, value;
-    bool ok, entries;
+    bool ok;
     do
     :: generation == GENERATIONS -> break
     :: else ->
@@ -344,10 +333,6 @@ poll:
             if
             :: count = COUNT(word)
             :: count = 1
-            fi;
-            if
-            :: read_entries()
-            :: true
             fi;
 #ifdef M_CLAIM_SWAP
             ok = (flag == word);

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvprefetch.shmring import flags
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.flags import FREE, MAX_COUNT, MAX_GENERATION, Flag, FlagAllocator, FlagTable, pack, unpack
@@ -64,6 +65,7 @@ def test_a_flag_that_is_not_there_is_an_index_error_and_never_another_word(make:
         lambda: table.set_disk(index, 1),
         lambda: table.write_slots(index, 0, [1]),
         lambda: table.read_slots(index, 0, 1),
+        lambda: table.move(index, [(0, 1)]),
     ):
         with pytest.raises(IndexError):
             use()
@@ -101,6 +103,29 @@ def test_a_slot_number_beyond_the_staging_is_corruption(make: Make) -> None:
     assert table.read_slots(0, 0, 1) == [99]
     with pytest.raises(SegmentCorrupt, match="slot=100 bound=100"):
         table.read_slots(0, 0, 2)
+
+
+def test_moved_blocks_have_their_new_slots_and_the_others_their_old(make: Make) -> None:
+    table = table_of(make(device_slots=4))
+    table.write_slots(2, 0, [7, 8, 9])
+    table.move(2, [(0, 101), (2, 103)])
+    assert table.read_slots(2, 0, 3) == [101, 8, 103]
+    table.move(2, [(2, 9)])
+    assert table.read_slots(2, 0, 3) == [101, 8, 9]
+    with pytest.raises(IndexError):
+        table.move(2, [(8, 1)])
+
+
+def test_entries_are_read_behind_one_fence_and_written_between_two(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SYNC claim, SYNC copy: what the other side wrote before its fence is seen, and a look at the flag comes last."""
+    table = table_of(make())
+    table.write_slots(0, 0, [1, 2])
+    steps: list[object] = []
+    monkeypatch.setattr(flags, "fence", lambda: steps.append(table._table[0, :2].tolist()))
+    table.move(0, [(0, 5), (1, 6)])
+    assert steps == [[1, 2], [5, 6]]
+    monkeypatch.setattr(flags, "fence", lambda: table._table.__setitem__((0, 0), 9))
+    assert table.read_slots(0, 0, 2) == [9, 6]
 
 
 def test_slot_numbers_of_a_device_follow_those_of_host_memory(make: Make) -> None:

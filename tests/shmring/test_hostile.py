@@ -142,7 +142,7 @@ def engine_uses_everything(control: Control, producer: Producer, taker: CreditTa
         report(lambda index=index: table.found(index))
         report(lambda index=index: table.disk(index))
         slots = report(lambda index=index, flag=flag: table.read_slots(index, 0, flag.count))
-        assert slots is None or all(0 <= slot < control.layout.slot_count for slot in slots)
+        assert slots is None or all(0 <= slot < control.layout.slot_bound for slot in slots)
     if taken is not None:
         allocator.give_back(taken[0])
     allocator.collect()
