@@ -7,14 +7,36 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from .. import __version__
+from ..shmring.protocol import PROTOCOL
 from .client import Unavailable
 from .commands import check_config, doctor, explain, install_unit, mode, serve, stat, status, store, tail, top
+from .commands.common import CONFIGURATION_ENVIRONMENT, CONFIGURATION_FILE, SOCKET_FILE
+from .commands.page import Formatter, Page
 from .config import ConfigError
 from .sources import nearest
 
 EX_UNAVAILABLE = 69
 EX_CONFIG = 78
 
+DETAILS = (
+    "Fetches the cached KV of vLLM requests from a Mooncake store while they wait, and stages it in shared memory. One "
+    "daemon per node serves all engines on it; in an engine the connector KVPrefetchConnector talks to it.\n\n"
+    "`kvprefetchd COMMAND --help` has the options, examples, exit statuses, files and environment of each command."
+)
+PAGE = Page(
+    examples=(
+        ("kvprefetchd doctor", "is this machine fit for it?"),
+        ("kvprefetchd serve --staging 8GiB --memory 16GiB", "serve engines"),
+        ("kvprefetchd status", "is one attached?"),
+        ("kvprefetchd tail -f kvprefetchd.log", "what happens?"),
+        ("kvprefetchd explain REQUEST_ID kvprefetchd.log", "why was this one slow?"),
+    ),
+    exits={1: "an answer that is not good: doctor found something bad, an order was not carried out"},
+    files=CONFIGURATION_FILE | SOCKET_FILE,
+    environment=CONFIGURATION_ENVIRONMENT,
+    also="README.md, docs/OPERATIONS.md, docs/TUNING.md",
+)
 COMMANDS = (serve, check_config, status, top, stat, tail, explain, mode, install_unit, doctor, store)
 
 
@@ -43,8 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every command; each puts its function under `run`."""
-    parser = _Parser(prog="kvprefetchd", description="Event-driven KV-cache prefetch daemon.", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    parser = _Parser(
+        prog="kvprefetchd", description=DETAILS, epilog=PAGE.text(), formatter_class=Formatter, allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"kvprefetchd {__version__}, protocol {PROTOCOL}")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser, metavar="COMMAND")
     for module in COMMANDS:
         module.add(commands)
     return parser

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from .. import __version__
 from .protocol import PROTOCOL, ProtocolError
 
 MAX_MESSAGE_BYTES = 1 << 16
@@ -74,7 +75,12 @@ class Hello(_Message):
 
 
 class Refused(_Message):
-    """The daemon will not serve this process, in one line. `final`: asking again changes nothing."""
+    """The daemon will not serve this process, in one line. `final`: asking again changes nothing.
+
+    Read across protocols: it may only grow by fields that a reader can do without.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
     type: Literal["refused"] = "refused"
     error: str
@@ -238,11 +244,20 @@ def decode_message(data: bytes) -> Message:
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"control message is not JSON: {error}") from None
     if isinstance(raw, dict) and raw.get("type") == "hello" and raw.get("protocol") != PROTOCOL:
-        raise ProtocolError(f"protocol differs: protocol={raw.get('protocol')!r} expected={PROTOCOL}")
+        raise ProtocolError(_skew(raw.get("protocol"), raw.get("version")))
     try:
         return _MESSAGES.validate_python(raw)
     except ValidationError as error:
         raise ProtocolError(first_error(error)) from None
+
+
+def _skew(theirs: object, version: object) -> str:
+    """One line for both logs: what an engine and this daemon speak, and which of them to upgrade."""
+    older = "engine" if isinstance(theirs, int) and theirs < PROTOCOL else "daemon"
+    return (
+        f"protocol differs: engine={theirs!r:.20} ({version!r:.40}) daemon={PROTOCOL} ({__version__!r}): upgrade "
+        f"kvprefetch in the {older}'s environment and restart the {older}; until then this engine is served nothing"
+    )
 
 
 def first_error(error: ValidationError) -> str:

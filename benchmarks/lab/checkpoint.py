@@ -2,6 +2,9 @@
 
 vLLM's ``dummy`` weights give nearly the same tokens for any prefix, which makes every comparison of tokens vacuous.
 Normal weights with a standard deviation of about 0.08 do not.
+
+``python -m benchmarks.lab.checkpoint [DIR]`` writes one and prints its folder: a model to serve where none can be
+downloaded.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 # Part of the name of every checkpoint: raise it when the writer changes what it writes.
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,4 +149,25 @@ def _write(folder: Path, shape: Shape) -> None:
         "eos_token_id": 2,
         "torch_dtype": shape.dtype,
     }
+    _write_tokenizer(folder, shape.vocab)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_tokenizer(folder: Path, vocab: int) -> None:
+    """One token per byte, and names for the rest of the vocabulary: any text goes in, any token comes out."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<unk>", "<s>", "</s>"]
+    words = special + sorted(pre_tokenizers.ByteLevel.alphabet())
+    words += [f"<{number}>" for number in range(len(words), vocab)]
+    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": special[0], "bos_token": special[1],
+                "eos_token": special[2]}  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    print(make_checkpoint(sys.argv[1] if len(sys.argv) > 1 else "build/checkpoints", PEERS))

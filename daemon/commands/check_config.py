@@ -11,12 +11,33 @@ from ..config import NEXT_ATTACH, RELOADABLE, ConfigError, DaemonConfig
 from ..embedded import DiskSpec
 from ..sources import Effective, resolve
 from ..store_settings import MooncakeSettings, SettingsError
-from .common import Commands, add_configuration, configuration_sources, declare
+from .common import (
+    CONFIGURATION_ENVIRONMENT,
+    CONFIGURATION_FILE,
+    Commands,
+    add_configuration,
+    configuration_sources,
+    declare,
+)
+from .page import Page
+
+DETAILS = "Takes the options of serve and starts nothing. What it prints may be saved and named with --config."
+PAGE = Page(
+    examples=(
+        ("kvprefetchd check-config", "the defaults, and what the environment changes"),
+        ("kvprefetchd check-config --config /etc/kvprefetch/kvprefetchd.toml", "before a reload or a restart"),
+        ("kvprefetchd check-config --staging 8GiB > kvprefetchd.toml", "a file to begin with"),
+    ),
+    exits={0: "serve would accept it"},
+    files=CONFIGURATION_FILE,
+    environment=CONFIGURATION_ENVIRONMENT,
+    also="kvprefetchd serve, doctor",
+)
 
 
 def add(commands: Commands) -> None:
     text = "check a configuration and print it as TOML, each value with its source"
-    add_configuration(declare(commands, "check-config", text, run, details="Takes the options of serve."))
+    add_configuration(declare(commands, "check-config", text, run, PAGE, details=DETAILS))
 
 
 def run(arguments: argparse.Namespace) -> int:

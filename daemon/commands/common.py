@@ -6,25 +6,47 @@ import argparse
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
+
+from pydantic.fields import FieldInfo
 
 from ...shmring import messages
 from ...shmring.messages import default_socket
 from ..client import Unavailable
-from ..config import DaemonConfig
+from ..config import DaemonConfig, parse_size
 from ..sources import FILE_VARIABLE, PREFIX, Sources
+from .page import Formatter, Page
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 Run = Callable[[argparse.Namespace], int]
 
 SYSTEM_SOCKET = Path("/run/kvprefetch/kvprefetchd.sock")
 
+# What several commands' help says of the same thing.
+SOCKET_FILE = {str(SYSTEM_SOCKET): "the control socket of the system's daemon"}
+SOCKET_ENVIRONMENT = {
+    f"{PREFIX}SOCKET": "the control socket, where --socket is not given",
+    "XDG_RUNTIME_DIR": "below it, in kvprefetch/, lies the socket of a user's own daemon",
+}
+CONFIGURATION_FILE = {
+    "/etc/kvprefetch/kvprefetchd.toml": "the configuration of the systemd service, which names it with --config; no "
+    "file is read unless it is named"
+}
+CONFIGURATION_ENVIRONMENT = {
+    f"{PREFIX}<KEY>": f"a key of the configuration, such as {PREFIX}STAGING=8GiB; stronger than the file",
+    FILE_VARIABLE: "the TOML file, where --config is not given",
+    "RUNTIME_DIRECTORY, XDG_RUNTIME_DIR": "where the control socket lies by default",
+}
 
-def declare(commands: Commands, name: str, text: str, run: Run, *, details: str = "") -> argparse.ArgumentParser:
-    """Add a command; `run` gets the parsed arguments and returns the exit status."""
+
+def declare(
+    commands: Commands, name: str, text: str, run: Run, page: Page, *, details: str = ""
+) -> argparse.ArgumentParser:
+    """Add a command; `run` gets the parsed arguments and returns the exit status, `page` is for its help."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=f"{text[0].upper()}{text[1:]}. {details}", allow_abbrev=False
-    )
+        name, help=text, description=f"{text[0].upper()}{text[1:]}. {details}".rstrip(), epilog=page.text(),
+        formatter_class=Formatter, allow_abbrev=False,
+    )  # fmt: skip
     parser.set_defaults(run=run, parser=parser)
     return parser
 
@@ -52,8 +74,19 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
         default: Any = field.get_default(call_default_factory=True)
         shown = "none" if default in (None, ()) else default
         parser.add_argument(
-            f"--{name.replace('_', '-')}", metavar="VALUE", help=f"{field.description or ''} (default: {shown})"
+            f"--{name.replace('_', '-')}", metavar=kind_of(field), help=f"{field.description or ''} (default: {shown})"
         )
+
+
+def kind_of(field: FieldInfo) -> str:
+    """What stands for the value of a key: its choices, or what kind of thing it is."""
+    if any(getattr(each, "func", None) is parse_size for each in field.metadata):
+        return "SIZE"
+    kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not type(None)]
+    if all(isinstance(kind, str) for kind in kinds):
+        return f"{{{','.join(kinds)}}}"
+    names = {int: "N", float: "X", Path: "PATH"}
+    return names.get(kinds[0], "VALUE") if isinstance(kinds[0], type) else "VALUE"
 
 
 def configuration_sources(arguments: argparse.Namespace) -> Sources:

@@ -10,16 +10,42 @@ from ..client import Unavailable
 from ..doctor import Finding, examine, versions
 from ..sources import resolve
 from .check_config import check_files, shown
-from .common import Commands, add_configuration, configuration_sources, declare, find_socket
+from .common import (
+    CONFIGURATION_ENVIRONMENT,
+    CONFIGURATION_FILE,
+    SOCKET_FILE,
+    Commands,
+    add_configuration,
+    configuration_sources,
+    declare,
+    find_socket,
+)
+from .page import Page
 
 DETAILS = (
-    "Takes the options of serve. The exit status is 1 when something is bad. The bundle has versions, findings, "
-    "configuration without secrets, status, metrics and the recent log, which names requests."
+    "Takes the options of serve, and tries what serve would use: a value is put into a store, found, read and removed, "
+    "in a private store or with --mooncake-config in the cluster. Each line is ok, note (works, may surprise) or bad, "
+    "and says what to do. A daemon that runs is asked, and not disturbed.\n\n"
+    "The bundle has versions, findings, configuration without secrets, status, metrics and the recent log, which names "
+    "requests."
+)
+PAGE = Page(
+    examples=(
+        ("kvprefetchd doctor", "this machine and the defaults"),
+        ("kvprefetchd doctor --config /etc/kvprefetch/kvprefetchd.toml", "with the service's configuration"),
+        ("kvprefetchd doctor --bundle doctor.tar.gz --log kvprefetchd.log", "everything for whoever helps"),
+    ),
+    exits={0: "nothing is bad", 1: "something is bad", 69: "the bundle cannot be written"},
+    files=CONFIGURATION_FILE | SOCKET_FILE,
+    environment=CONFIGURATION_ENVIRONMENT,
+    also="kvprefetchd check-config, status",
 )
 
 
 def add(commands: Commands) -> None:
-    parser = declare(commands, "doctor", "check libraries, limits, permissions and the store", run, details=DETAILS)
+    parser = declare(
+        commands, "doctor", "check libraries, limits, permissions and the store", run, PAGE, details=DETAILS
+    )
     parser.add_argument("--bundle", metavar="FILE", type=Path, help="also write everything into this tar.gz")
     parser.add_argument(
         "--log", metavar="FILE", type=Path, help="the daemon's log, for the bundle (default: the journal)"

@@ -10,14 +10,30 @@ from ..pretty import printable
 from ..reader import Record, records
 from ..story import explain
 from .common import Commands, declare
-from .source import add_source, lines
+from .page import Page
+from .source import SOURCE_FILE, add_source, lines
 from .tail import ends_quietly
+
+DETAILS = (
+    "The log has one request.done line for each hinted request, written when it has ended. A request that was hinted "
+    "more than once is shown as often. vLLM appends to the id that its client knows: a part of it is enough."
+)
+PAGE = Page(
+    examples=(
+        ("kvprefetchd explain cmpl-7 kvprefetchd.log", "from a file"),
+        ("kvprefetchd explain cmpl-7 --journal", "from the service's journal"),
+        ("kvprefetchd tail --slow 20 kvprefetchd.log", "which requests are worth it"),
+    ),
+    exits={0: "found", 69: "no such request, several of them, or no log"},
+    files=SOURCE_FILE,
+    also="kvprefetchd tail; docs/EVENTS.md has the fields of the line",
+)
 
 
 def add(commands: Commands) -> None:
     parser = declare(
-        commands, "explain", "draw one request's timeline from the log, and say where its time went", run,
-        details="A request that was hinted more than once is shown as often. `kvprefetchd tail --slow MS` finds some.",
+        commands, "explain", "draw one request's timeline from the log, and say where its time went", run, PAGE,
+        details=DETAILS,
     )  # fmt: skip
     parser.add_argument("request", metavar="REQUEST_ID", help="its id, or a part of it that no other request has")
     add_source(parser)

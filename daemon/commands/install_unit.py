@@ -11,16 +11,36 @@ from pathlib import Path
 
 from ..client import Unavailable
 from .common import Commands, declare
+from .page import Page
 
 DROP_INS = ("gpu", "rdma", "cluster", "activation")
 CONFIG = Path("/etc/kvprefetch/kvprefetchd.toml")
 HOMES = ("/home", "/root", "/run/user")
+PAGE = Page(
+    examples=(
+        ("kvprefetchd install-unit --dry-run", "see what it would write"),
+        ("kvprefetchd install-unit --gpu --cluster", "as root: engines on GPUs, a Mooncake cluster over TCP"),
+        ("kvprefetchd install-unit --root ./image", "for a package or an image"),
+        ("kvprefetchd install-unit --user", "without root, for this user alone"),
+    ),
+    exits={0: "written", 69: "a file cannot be written"},
+    files={
+        "/etc/systemd/system/kvprefetchd.service": "the service; beside it kvprefetchd.socket, and drop-ins in "
+        "kvprefetchd.service.d",
+        "/etc/sysusers.d, /etc/tmpfiles.d": "kvprefetch.conf: the user kvprefetch, the folder /run/kvprefetch",
+        str(CONFIG): "the configuration",
+        "~/.config/systemd/user": "with --user, kvprefetchd.service",
+    },
+    environment={"XDG_CONFIG_HOME": "with --user, instead of ~/.config"},
+    also="systemd/README.md, docs/OPERATIONS.md",
+)
 
 
 def add(commands: Commands) -> None:
     parser = declare(
-        commands, "install-unit", "write the systemd units, and say what to do with them", run,
-        details="Existing units are replaced, an existing configuration is kept. Nothing is started.",
+        commands, "install-unit", "write the systemd units, and say what to do with them", run, PAGE,
+        details="The units start this environment's kvprefetchd. Existing units are replaced, an existing "
+        "configuration is kept. Nothing is started.",
     )  # fmt: skip
     parser.add_argument("--user", action="store_true", help="for this user's systemd instead of the system's")
     parser.add_argument("--dry-run", action="store_true", help="print the files instead of writing them")

@@ -9,11 +9,51 @@ from ..client import Unavailable
 from ..config import ConfigError
 from ..logs import configure
 from ..sources import resolve
-from .common import Commands, add_configuration, configuration_sources, declare
+from .common import (
+    CONFIGURATION_ENVIRONMENT,
+    CONFIGURATION_FILE,
+    SYSTEM_SOCKET,
+    Commands,
+    add_configuration,
+    configuration_sources,
+    declare,
+)
+from .page import Page
+
+DETAILS = (
+    "Runs until SIGTERM or SIGINT; then it lets calls to the store end and waits until a disk tier has everything. "
+    "SIGHUP reads the configuration again and takes over what may change while it runs. The log goes to standard "
+    "output: JSON lines, readable ones on a terminal.\n\n"
+    "Without --mooncake-config it starts a private Mooncake store on this machine. Sizes take a unit (512MiB, 4GB). An "
+    "option wins over the environment, the environment over the file; check-config shows the outcome. At least two "
+    "cores are needed."
+)
+PAGE = Page(
+    examples=(
+        ("kvprefetchd serve --staging 8GiB --memory 16GiB", "a private store in memory"),
+        ("kvprefetchd serve --disk /var/lib/kvprefetch/disk:500GiB", "with a disk tier that is found again"),
+        ("kvprefetchd serve --mooncake-config mooncake.json", "join a Mooncake cluster"),
+        ("kvprefetchd serve --config kvprefetchd.toml > kvprefetchd.log", "as a service does it, with a log for tail"),
+    ),
+    exits={0: "told to stop, and stopped", 69: "the store cannot be opened"},
+    files=CONFIGURATION_FILE
+    | {
+        str(SYSTEM_SOCKET): "the control socket, where no variable below names another place",
+        "DIR of --disk": "the disk tier; only the daemon's user may read it",
+    },
+    environment=CONFIGURATION_ENVIRONMENT
+    | {
+        "NOTIFY_SOCKET, WATCHDOG_USEC": "systemd is told when it is ready, reloads, stops, and that it is alive",
+        "LISTEN_FDS": "the control socket, when systemd opened it",
+        "JOURNAL_STREAM": "lines carry the journal's priorities when they go there",
+        "NO_COLOR": "no colours on a terminal",
+    },
+    also="kvprefetchd check-config, install-unit, doctor; docs/OPERATIONS.md, docs/TUNING.md",
+)
 
 
 def add(commands: Commands) -> None:
-    add_configuration(declare(commands, "serve", "serve engines on a Unix socket", run))
+    add_configuration(declare(commands, "serve", "serve engines on a Unix socket", run, PAGE, details=DETAILS))
 
 
 def run(arguments: argparse.Namespace) -> int:

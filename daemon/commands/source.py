@@ -15,6 +15,7 @@ from ..config import ConfigError
 
 POLL_S = 0.2
 UNIT = "kvprefetchd.service"
+SOURCE_FILE = {"FILE": "what serve wrote to its standard output; lines of others in it do no harm"}
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:

@@ -9,12 +9,25 @@ import time
 
 from ...shmring import messages, protocol, view
 from ..client import ask
-from .common import Commands, add_socket, declare
+from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare
+from .page import Page
+
+DETAILS = (
+    "The daemon only hands out read-only descriptors; ring positions, flags by state, credits and heartbeats are read "
+    "here. For a daemon that may be stuck, status and /healthz say more."
+)
+PAGE = Page(
+    examples=(("kvprefetchd stat", "every engine's ring, flags, credits and heartbeats"),),
+    exits={69: "no daemon answers, or it refused"},
+    files=SOCKET_FILE,
+    environment=SOCKET_ENVIRONMENT,
+    also="kvprefetchd status; docs/SHMRING.md has the layout",
+)
 
 
 def add(commands: Commands) -> None:
     text = "print what the shared memory of the attached engines says, read-only, as JSON"
-    add_socket(declare(commands, "stat", text, run))
+    add_socket(declare(commands, "stat", text, run, PAGE, details=DETAILS))
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,11 +7,28 @@ import argparse
 from ...shmring import messages
 from ..client import ask
 from ..overview import describe
-from .common import Commands, add_socket, declare
+from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare
+from .page import Page
+
+DETAILS = (
+    "Asks over the control socket: whoever may attach an engine may ask. Whether the daemon is well is what /healthz "
+    "and /readyz of its metrics port judge."
+)
+PAGE = Page(
+    examples=(
+        ("kvprefetchd status", "a few lines: mode, store, engines"),
+        ("kvprefetchd status --json", "every number, for a program"),
+        ("kvprefetchd status --socket /run/kvprefetch/kvprefetchd.sock", "of a certain daemon"),
+    ),
+    exits={0: "a daemon answered, whatever it said", 69: "no daemon answers, or it refused"},
+    files=SOCKET_FILE,
+    environment=SOCKET_ENVIRONMENT,
+    also="kvprefetchd top, doctor",
+)
 
 
 def add(commands: Commands) -> None:
-    parser = declare(commands, "status", "print what the daemon says it holds", run)
+    parser = declare(commands, "status", "print what the daemon says it holds", run, PAGE, details=DETAILS)
     parser.add_argument("--json", action="store_true", help="all of it, as JSON")
     add_socket(parser)
 

@@ -13,20 +13,34 @@ from collections.abc import Iterator
 from ...shmring import messages
 from ..client import Unavailable, ask
 from ..config import ConfigError
-from .common import Commands, add_socket, declare, report
+from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare, report
+from .page import Page
 
 DETAILS = (
     "A namespace is what stands before the hash in a block's key: model, parallel layout and rank, with `cache_prefix` "
     "first. ls and stat ask the Mooncake master's HTTP interface: the embedded store's, or --master-http. purge goes "
     "through the daemon, reaches the embedded disk tier too, and leaves attached engines running: what is staged "
-    "stays valid, and what is saved afterwards is stored again."
+    "stays valid, and what is saved afterwards is stored again; only root and the daemon's own user may."
+)
+PAGE = Page(
+    examples=(
+        ("kvprefetchd store stat", "values of each namespace"),
+        ("kvprefetchd store ls --prefix some-model", "keys that begin so"),
+        ("kvprefetchd store ls --master-http 10.0.0.1:9003", "of a cluster, by its master"),
+        ("kvprefetchd store purge --prefix some-model@tp_rank:0@ --yes", "one namespace, as stat prints it"),
+        ("kvprefetchd store purge --engine ENGINE --yes", "an attached engine's; `status --json` has its id"),
+    ),
+    exits={0: "done; for purge: confirmed", 1: "purge: not confirmed", 69: "the daemon or the master does not answer"},
+    files=SOCKET_FILE,
+    environment=SOCKET_ENVIRONMENT,
+    also='kvprefetchd status; docs/OPERATIONS.md, "What is kept, and for how long"',
 )
 _HASH = re.compile(r"[0-9a-fA-F]{16,128}$")
 PURGE_TIMEOUT_S = 60
 
 
 def add(commands: Commands) -> None:
-    parser = declare(commands, "store", "list, count or remove what the store holds", run, details=DETAILS)
+    parser = declare(commands, "store", "list, count or remove what the store holds", run, PAGE, details=DETAILS)
     parser.add_argument("action", choices=("ls", "stat", "purge"))
     parser.add_argument("--prefix", metavar="TEXT", help="only keys that begin so; for purge, a whole namespace")
     parser.add_argument("--engine", metavar="ID", help="purge: the namespaces of this attached engine, all ranks")

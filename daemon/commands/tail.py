@@ -15,12 +15,27 @@ from .. import pretty
 from ..events import LEVELS
 from ..reader import Record, parse
 from .common import Commands, declare
-from .source import add_source, lines
+from .page import Page
+from .source import SOURCE_FILE, add_source, lines
+
+PAGE = Page(
+    examples=(
+        ("kvprefetchd tail kvprefetchd.log", "all of it"),
+        ("kvprefetchd serve | kvprefetchd tail", "a daemon's log as it comes"),
+        ("kvprefetchd tail -f --event 'request.*' --slow 20 kvprefetchd.log", "requests that waited 20 ms or more"),
+        ("kvprefetchd tail --journal --level warning -n 50", "what went wrong lately, under systemd"),
+        ("kvprefetchd tail --json --engine 3f2a kvprefetchd.log > engine.jsonl", "one engine's lines, for a program"),
+    ),
+    exits={0: "read to its end, or interrupted", 69: "the log cannot be read"},
+    files=SOURCE_FILE,
+    environment={"NO_COLOR": "no colours on a terminal"},
+    also="kvprefetchd explain; docs/EVENTS.md has every event and field",
+)
 
 
 def add(commands: Commands) -> None:
     parser = declare(
-        commands, "tail", "print the log as readable lines", run,
+        commands, "tail", "print the log as readable lines", run, PAGE,
         details="Lines that are not the daemon's are passed on as they are, unless a filter or --json is given.",
     )  # fmt: skip
     add_source(parser)

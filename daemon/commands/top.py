@@ -5,12 +5,30 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .common import Commands, add_socket, declare
+from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare
+from .page import Page
 from .tail import ends_quietly
+
+PAGE = Page(
+    examples=(
+        ("kvprefetchd top", "until Ctrl-C"),
+        ("kvprefetchd top --interval 5", "a calmer one"),
+        ("kvprefetchd top --once", "one look, for a report or a script"),
+    ),
+    exits={0: "interrupted, or --once", 69: "no daemon answers"},
+    files=SOCKET_FILE,
+    environment=SOCKET_ENVIRONMENT,
+    also="kvprefetchd status, stat; docs/METRICS.md",
+)
+DETAILS = (
+    "Engines with their queues, staging and hits, the rates since the last look, the hidden fraction (the share of "
+    "look-up and transfer that no scheduler waited for), and the requests that waited longest. Where the output is no "
+    "terminal it looks twice and ends, as with --once."
+)
 
 
 def add(commands: Commands) -> None:
-    parser = declare(commands, "top", "show what the daemon does, live", run, details="Ctrl-C ends it.")
+    parser = declare(commands, "top", "show what the daemon does, live", run, PAGE, details=DETAILS)
     add_socket(parser)
     parser.add_argument("--interval", metavar="S", type=_seconds, default=1.0, help="seconds between looks")
     parser.add_argument("--once", action="store_true", help="look twice, an interval apart, print that, and end")

@@ -69,7 +69,6 @@ def test_bad_records_are_counted_and_skipped(shared_daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"protocol": 99}, f"protocol differs: protocol=99 expected={protocol.PROTOCOL}"),
         ({"groups": 2}, "only one KV-cache group is served: groups=2 max=1"),
         ({"rank": 3}, "rank out of bounds: rank=3 world_size=1"),
     ],
@@ -81,6 +80,26 @@ def test_a_wrong_hello_is_refused_in_one_line(shared_daemon: Daemon, changes: di
     received = messages.receive_message(sock)
     assert received is not None
     assert received[0] == messages.Refused(error=message, final=True)
+    assert sock.recv(1) == b""
+    engine.close()
+
+
+@pytest.mark.parametrize(("theirs", "older"), [(99, "daemon"), (1, "engine"), (0, "engine"), (-(10**30), "engine")])
+def test_another_protocol_is_refused_naming_both_and_what_to_do(
+    shared_daemon: Daemon, theirs: int, older: str
+) -> None:
+    engine = FakeEngine(shared_daemon.socket, attach=False)
+    sock = engine.connect()
+    messages.send_message(sock, engine.hello("worker", protocol=theirs))
+    received = messages.receive_message(sock)
+    assert received is not None
+    refused = received[0]
+    assert isinstance(refused, messages.Refused)
+    assert refused.final
+    both = f"protocol differs: engine={str(theirs)[:20]} ('test') daemon={protocol.PROTOCOL} ('"
+    assert refused.error.startswith(both)
+    assert f"restart the {older};" in refused.error
+    assert len(refused.error.splitlines()) == 1
     assert sock.recv(1) == b""
     engine.close()
 

@@ -1,0 +1,97 @@
+"""Engines and daemons of different protocols: refused in one line on both sides; the engine serves on without us."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import kvprefetch
+from benchmarks.lab.connectors import ours
+from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.engine import Engine, EngineSpec
+from benchmarks.lab.prompts import make_prompts
+from kvprefetch.connector.link import FINAL_RETRY_S
+from kvprefetch.shmring.protocol import PROTOCOL
+from tests.e2e.conftest import PATIENT, wait_attached, whole_blocks
+from tests.support.auditor import Auditor
+
+PROMPTS = make_prompts(4, 300, seed=53)
+HITS = [whole_blocks(prompt) for prompt in PROMPTS]
+LOOKED_AT_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def right(plain: Engine) -> list[list[int]]:
+    return plain.run(PROMPTS).tokens
+
+
+def another_protocol(folder: Path, number: int) -> dict[str, str]:
+    """A copy of the package that speaks this protocol, as the environment of a process that is to use it."""
+    sources, copy = Path(kvprefetch.__file__).parent, folder / "kvprefetch"
+    for part in ("shmring", "connector", "daemon"):
+        shutil.copytree(sources / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(sources / "__init__.py", copy)
+    protocol = copy / "shmring" / "protocol.py"
+    changed, count = re.subn(r"^PROTOCOL = \d+$", f"PROTOCOL = {number}", protocol.read_text(), flags=re.MULTILINE)
+    assert count == 1
+    protocol.write_text(changed)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+
+
+def assert_refused(engine: Engine, daemon: Daemon, line: str) -> None:
+    """No process of the engine asks twice within five seconds; each wrote one line, as the daemon does each time."""
+    assert FINAL_RETRY_S > LOOKED_AT_S
+    assert daemon.wait_record("peer.refused", count=2) is not None
+    time.sleep(LOOKED_AT_S)
+    refused = daemon.records("peer.refused")
+    for pid in {record["pid"] for record in refused}:
+        times = [datetime.fromisoformat(str(record["ts"])) for record in refused if record["pid"] == pid]
+        assert all((later - sooner).total_seconds() > LOOKED_AT_S for sooner, later in pairwise(times))
+    assert {str(record["error"]) for record in refused} == {refused[0]["error"]}
+    assert line in str(refused[0]["error"])
+    told = [each for each in engine.log.read_text().splitlines() if "protocol differs" in each]
+    assert len(told) == 2, "one of the scheduler, one of the worker"
+    assert all(f"kvprefetch: the daemon refused: {refused[0]['error']}" in each for each in told)
+
+
+def test_an_engine_serves_on_beside_an_older_daemon_and_attaches_to_its_successor(
+    model: Path, right: list[list[int]], engines: Callable[..., Engine], module_auditor: Auditor, tmp_path: Path
+) -> None:
+    old = Daemon(memory="64MiB", staging="16MiB", env=another_protocol(tmp_path, PROTOCOL - 1))
+    with old:
+        engine = engines(EngineSpec(model=model, kv_transfer=ours(old.socket)), attached=False)
+        assert engine.run(PROMPTS).tokens == right
+        assert_refused(engine, old, f"engine={PROTOCOL} ('{kvprefetch.__version__}') daemon={PROTOCOL - 1} ")
+        assert "restart the daemon" in str(old.records("peer.refused")[0]["error"])
+        assert old.sigterm() == 0
+        with Daemon(memory="64MiB", staging="16MiB", socket=old.socket, extra=PATIENT) as daemon:
+            wait_attached(engine, FINAL_RETRY_S + 5)
+            assert engine.reset_prefix_cache()
+            assert engine.run(PROMPTS).tokens == right, "saving"
+            module_auditor.assert_idle(daemon.pid, daemon.socket)
+            assert engine.reset_prefix_cache()
+            again = engine.run(PROMPTS)
+            assert (again.tokens, again.cached_tokens) == (right, HITS)
+            engine.stop()
+
+
+def test_an_older_engine_serves_on_beside_the_daemon(
+    model: Path, right: list[list[int]], engines: Callable[..., Engine], module_auditor: Auditor, tmp_path: Path
+) -> None:
+    with Daemon(memory="64MiB", staging="16MiB") as daemon:
+        spec = EngineSpec(model=model, kv_transfer=ours(daemon.socket), env=another_protocol(tmp_path, PROTOCOL - 1))
+        engine = engines(spec, attached=False)
+        assert engine.run(PROMPTS).tokens == right
+        assert_refused(engine, daemon, f"engine={PROTOCOL - 1} ('{kvprefetch.__version__}') daemon={PROTOCOL} ")
+        assert "restart the engine" in str(daemon.records("peer.refused")[0]["error"])
+        assert engine.run(PROMPTS).tokens == right
+        assert daemon.sigterm() == 0
+        engine.stop()

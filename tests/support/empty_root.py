@@ -1,0 +1,142 @@
+"""An empty Debian root to try an installation in, made by mmdebstrap and entered as a chroot.
+
+Whatever runs in it has mount and process namespaces of its own: in the machine's nothing is ever mounted, and with the
+command that entered all that it started is gone. apt and pip are told what this machine's are told (sources, keys,
+proxies, indexes), so that they reach their registries the same way.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.lab import process
+
+APT_FOLDERS = ("etc/apt/keyrings", "etc/apt/trusted.gpg.d", "etc/apt/auth.conf.d", "usr/local/share/ca-certificates")
+FILES = ("etc/apt/auth.conf", "etc/resolv.conf", "etc/hosts")
+# Of apt's configuration, what says how to reach a source.
+APT_OPTION = re.compile(r"^Acquire::(https?::|Check-|Retries|ForceIPv).* \"[^\"]+\";$")
+PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+# $1: the root; $2: the script in it; then the folders to show in it, read-only.
+ENTER = """
+root=$1 script=$2; shift 2
+mount -t proc proc "$root/proc"
+mount -t sysfs -o ro sysfs "$root/sys"
+mount -t tmpfs -o mode=755 dev "$root/dev"
+for device in null zero full random urandom; do
+    touch "$root/dev/$device"
+    mount --bind "/dev/$device" "$root/dev/$device"
+done
+ln -s /proc/self/fd "$root/dev/fd"
+mkdir "$root/dev/shm"
+mount -t tmpfs -o mode=1777 shm "$root/dev/shm"
+for folder; do
+    mkdir -p "$root$folder"
+    mount --bind "$folder" "$root$folder"
+    mount -o remount,bind,ro "$root$folder"
+done
+cd "$root"
+exec chroot "$root" bash -e "$script"
+"""
+
+
+def missing() -> str:
+    """Why this machine cannot make a root; empty when it can."""
+    if os.geteuid() != 0:
+        return "needs root"
+    absent = [name for name in ("mmdebstrap", "apt-config", "unshare", "git") if shutil.which(name) is None]
+    return f"{', '.join(absent)}: not installed" if absent else ""
+
+
+class EmptyRoot:
+    """Debian's essential packages and apt, of this machine's release, in `path`; remove it with `remove`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._indexes: list[str] = []  # folders that pip's configuration names
+        release = platform.freedesktop_os_release()["VERSION_CODENAME"]
+        sources = [each for each in (Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").iterdir()))
+                   if each.suffix in (".list", ".sources") and each.is_file()]  # fmt: skip
+        dump = subprocess.run(["apt-config", "dump"], capture_output=True, text=True, check=True).stdout
+        options = [f"--aptopt={line}" for line in dump.splitlines() if APT_OPTION.match(line)]
+        subprocess.run(
+            ["nice", "mmdebstrap", "--quiet", "--mode=root", "--variant=minbase", *options, release, path, *sources],
+            check=True, timeout=600,
+        )  # fmt: skip
+        keys = {key for each in sources for key in re.findall(r"signed-by\W+(/[^\s\]]+)", each.read_text(), re.I)}
+        for name in (*FILES, *(key.lstrip("/") for key in keys)):
+            if Path("/", name).is_file():
+                self._copy(Path("/", name))
+        for name in APT_FOLDERS:
+            if Path("/", name).is_dir():
+                shutil.copytree(Path("/", name), path / name, dirs_exist_ok=True)
+        self._configure_pip()
+
+    def _copy(self, file: Path) -> None:
+        target = self.path / file.relative_to("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)  # it may be a link out of the root
+        shutil.copy(file, target)
+
+    def _configure_pip(self) -> None:
+        said = subprocess.run(
+            [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+        ).stdout
+        settings = {}
+        for line in said.splitlines():  # global.index-url='…', and :env:.… for what the environment says instead
+            name, _, value = line.partition("=")
+            settings[name.rpartition(".")[2]] = text = str(ast.literal_eval(value))
+            for scheme, place in re.findall(r"(file://)?(/\S+)", text):
+                if Path(place).is_dir():  # the pages of an index link to files beside it
+                    self._indexes.append(str(Path(place).parent) if scheme else place)
+                elif Path(place).is_file() and not place.startswith("/etc/ssl/"):  # those are apt's to install
+                    self._copy(Path(place))
+        lines = [f"{name} = {value}" for name, value in settings.items()]
+        (self.path / "etc/pip.conf").write_text("\n".join(["[global]", *lines, ""]))
+
+    def put_checkout(self, checkout: Path, folder: str) -> None:
+        """What git would give a new user, changes that are not committed included."""
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=checkout, capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+        for name in filter(None, listed.split("\0")):
+            if (checkout / name).exists():  # else it is deleted, and not committed yet
+                target = self.path / folder.lstrip("/") / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(checkout / name, target)
+
+    def run(self, script: str, *, timeout_s: float) -> str:
+        """Run bash with this script as root; what it printed. AssertionError with it when it fails or takes longer."""
+        (self.path / "script").write_text(script)
+        log = self.path.with_suffix(".log")
+        log.write_bytes(b"")
+        inside = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8", "DO_NOT_TRACK": "1"}
+        # bound_to_parent, which spawn uses, needs the environment of these sources; what is inside gets its own.
+        command = ["env", "-i", *(f"{name}={value}" for name, value in inside.items())]
+        command += [f"{name}={os.environ[name]}" for name in PROXIES if name in os.environ]
+        command += ["nice", "unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-ec", ENTER, "enter"]
+        child = process.spawn([*command, str(self.path), "/script", *self._indexes], log=log)
+        try:
+            status: object = child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            status = f"none: still running after {timeout_s} s"
+        finally:
+            process.reap(child)
+        said = log.read_text(errors="replace")
+        assert status == 0, f"exit status {status}\n" + "\n".join(said.splitlines()[-200:])
+        return said
+
+    def remove(self) -> None:
+        """Remove it all; refuses while anything is mounted below."""
+        mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        below = [place for place in mounted if Path(place).is_relative_to(self.path)]
+        assert not below, f"still mounted: {below}"
+        shutil.rmtree(self.path)
+        self.path.with_suffix(".log").unlink(missing_ok=True)

@@ -1,0 +1,66 @@
+"""The README and docs/OPERATIONS.md as a new user follows them: their own commands, in an empty Debian root."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.empty_root import EmptyRoot, missing
+
+ROOT = Path(__file__).resolve().parents[1]
+CHECKOUT = "/root/kvprefetch"
+
+
+def script(document: str) -> str:
+    """The blocks of a document that are marked `sh root` or `sh test`, as one script in the checkout that shows itself."""
+    blocks = re.findall(r"^```sh (?:root|test)\n(.*?)^```$", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
+    assert blocks, document
+    return "\n".join([f"cd {CHECKOUT}", "set -v", *blocks])
+
+
+@pytest.fixture
+def root() -> Iterator[EmptyRoot]:
+    if why := missing():
+        pytest.skip(why)
+    with tempfile.TemporaryDirectory(prefix="kvl-root-") as folder:
+        Path(folder).chmod(0o755)  # apt fetches as a user of its own
+        made = EmptyRoot(Path(folder) / "debian")
+        try:
+            made.put_checkout(ROOT, CHECKOUT)
+            yield made
+        finally:
+            made.remove()
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/OPERATIONS.md"])
+def test_the_commands_are_a_script(document: str) -> None:
+    subprocess.run(["bash", "-n"], input=script(document), text=True, check=True)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(3600)
+def test_the_readme_leads_a_new_user_to_a_request_explained(root: EmptyRoot) -> None:
+    """From nothing: the demo, then by hand a daemon, a real engine, two requests, and the second one's story."""
+    said = root.run(script("README.md"), timeout_s=3000)
+    assert "All modes gave the same tokens." in said
+    texts = re.findall(r'^{"id":"cmpl-\w+".*"text":("[^"]*")', said, re.MULTILINE)
+    assert len(texts) == 2
+    assert texts[0] == texts[1]
+    explained = said.split("kvprefetchd explain")[-1]
+    assert re.search(r"^request \S*second\S* of engine \S+: loaded$", explained, re.MULTILINE), explained
+    assert re.search(r"^\d+ blocks \(\d+ tokens\): 0 local, [1-9]\d* more in the store", explained, re.MULTILINE)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(3600)
+def test_the_daemon_s_own_installation_is_complete(root: EmptyRoot) -> None:
+    """An environment with the daemon alone: a machine examined, a configuration checked, units written."""
+    said = root.run(script("docs/OPERATIONS.md"), timeout_s=1800)
+    assert "round trip through a private store of its own: put, found, read, removed" in said
+    assert "\nbad " not in said
+    assert (root.path / "etc/systemd/system/kvprefetchd.service").exists()
