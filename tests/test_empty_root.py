@@ -17,7 +17,7 @@ CHECKOUT = "/root/kvprefetch"
 
 
 def script(document: str) -> str:
-    """The blocks of a document that are marked `sh root` or `sh test`, as one script in the checkout that shows itself."""
+    """A document's blocks that are marked `sh root` or `sh test`: one script in the checkout, which shows itself."""
     blocks = re.findall(r"^```sh (?:root|test)\n(.*?)^```$", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
     assert blocks, document
     return "\n".join([f"cd {CHECKOUT}", "set -v", *blocks])

@@ -8,7 +8,8 @@ import os
 import time
 
 from ...shmring import messages, protocol, view
-from ..client import ask
+from ...shmring.errors import SegmentCorrupt, SegmentError
+from ..client import Unavailable, ask
 from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare
 from .page import Page
 
@@ -37,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     for fd, engine in zip(fds, answer.engines if isinstance(answer, messages.Segments) else [], strict=False):
         try:
             shown.append({"engine": engine, **view.read(fd, time.monotonic_ns(), names)})
+        except (SegmentCorrupt, SegmentError) as error:  # of another release, or spoiled
+            raise Unavailable(f"the segment cannot be read: engine={engine!r}: {error}") from None
         finally:
             os.close(fd)
     print(json.dumps(shown, indent=2))

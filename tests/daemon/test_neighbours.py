@@ -85,9 +85,7 @@ def test_a_wrong_hello_is_refused_in_one_line(shared_daemon: Daemon, changes: di
 
 
 @pytest.mark.parametrize(("theirs", "older"), [(99, "daemon"), (1, "engine"), (0, "engine"), (-(10**30), "engine")])
-def test_another_protocol_is_refused_naming_both_and_what_to_do(
-    shared_daemon: Daemon, theirs: int, older: str
-) -> None:
+def test_another_protocol_is_refused_naming_both_and_what_to_do(shared_daemon: Daemon, theirs: int, older: str) -> None:
     engine = FakeEngine(shared_daemon.socket, attach=False)
     sock = engine.connect()
     messages.send_message(sock, engine.hello("worker", protocol=theirs))
