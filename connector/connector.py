@@ -221,7 +221,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             self._vllm_config, self._geometry, tp_rank=self._tp_rank, block_bytes=paged.block_bytes, keys=self._keys
         )
         link = Link(self._settings.socket, hello, WorkerSession.map)
-        self._worker = WorkerSide(link, paged)
+        self._worker = WorkerSide(link, paged, self._keys)
         self._link = link
         link.start()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
 
 from ..shmring.messages import Stored
 
@@ -19,12 +19,16 @@ MEDIUM_MEMORY = "cpu"
 
 
 class SavedBlocks:
-    """Events of the blocks that are on their way into the store. `take_stored` gives what the daemon said since."""
+    """Events of the blocks that are on their way into the store. `take_stored` gives what the daemon said since.
+
+    But for its medium, a block's event says what the engine's own event of the same block says.
+    """
 
     def __init__(
-        self, block_tokens: int, hashes_per_block: int, group: int, take_stored: Callable[[], Iterable[Stored]]
-    ) -> None:
-        self._block_tokens, self._ratio, self._group = block_tokens, hashes_per_block, group
+        self, block_tokens: int, hashes_per_block: int, group: int, spec_kind: str,
+        take_stored: Callable[[], Iterable[Stored]],
+    ) -> None:  # fmt: skip
+        self._block_tokens, self._ratio, self._group, self._spec_kind = block_tokens, hashes_per_block, group, spec_kind
         self._take_stored = take_stored
         self._saving: dict[int, dict[int, BlockStored]] = {}  # save id -> slot -> event, its medium not yet known
 
@@ -32,6 +36,8 @@ class SavedBlocks:
         """The event of a request's full block, without its medium."""
         hashes, ratio, size = request.block_hashes, self._ratio, self._block_tokens
         lora = request.lora_request
+        # From feature 0 on: it passes over those that end before the block.
+        extra, _ = generate_block_hash_extra_keys(request, block * size, (block + 1) * size, 0)
         return BlockStored(
             block_hashes=[maybe_convert_block_hash(hashes[(block + 1) * ratio - 1])],
             parent_block_hash=maybe_convert_block_hash(hashes[block * ratio - 1]) if block else None,
@@ -40,7 +46,9 @@ class SavedBlocks:
             lora_id=lora.adapter_id if lora else None,
             medium=None,
             lora_name=lora.name if lora else None,
+            extra_keys=to_event_extra_keys([extra]),
             group_idx=self._group,
+            kv_cache_spec_kind=self._spec_kind,
             session_id=request.session_id,
         )
 

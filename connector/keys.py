@@ -1,4 +1,4 @@
-"""Store keys of one rank, byte for byte those of vLLM's MooncakeStoreConnector, and which rank puts which chunk."""
+"""Store keys of one rank, byte for byte those of vLLM's MooncakeStoreConnector, and what this rank saves of them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from dataclasses import dataclass
 class RankKeys:
     """`prefix` + the hash's hex digits is a key.
 
-    Of `put_factor` ranks that hold the same bytes, this one puts the chunks i with i % put_factor == put_turn.
+    Of `put_factor` ranks that hold the same bytes, and so have the same keys, this one saves what goes through the save
+    slots with slot % put_factor == put_turn.
     """
 
     prefix: str
     put_factor: int
     put_turn: int
+
+    def saves(self, slot: int) -> bool:
+        """Whether the block that goes through this slot is this rank's to copy."""
+        return slot % self.put_factor == self.put_turn
 
 
 def rank_keys(

@@ -107,7 +107,9 @@ class SchedulerSide:
         self._next_load = 1
         self._last_load: _Load | None = None
         self._events = (
-            SavedBlocks(geometry.block_tokens, geometry.hashes_per_block, geometry.group, self._take_stored)
+            SavedBlocks(
+                geometry.block_tokens, geometry.hashes_per_block, geometry.group, geometry.spec_kind, self._take_stored
+            )
             if publish and self._saving
             else None
         )

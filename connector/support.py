@@ -25,7 +25,7 @@ _NAMESPACE = uuid.UUID("8f5a6b0e-6a5c-5f0e-9d9b-2f3f1d6c9a41")
 class Geometry:
     """Numbers of one engine. Sizes in tokens or bytes; `block_bytes` is one rank's share of a block.
 
-    `seats`: requests that run at a time.
+    `seats`: requests that run at a time. `spec_kind`: what vLLM's KV events call the group's kind of cache.
     """
 
     block_tokens: int
@@ -39,6 +39,7 @@ class Geometry:
     saves: bool
     # EAGLE-like drafters: the last matched block's draft KV depends on the token after it, which no hash covers.
     drop_last: bool
+    spec_kind: str
 
 
 def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -72,6 +73,7 @@ def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
 def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:
     """The numbers of a configuration that `check` accepted."""
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
     block_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     transfer = vllm_config.kv_transfer_config
@@ -88,6 +90,7 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometr
         loads=transfer.is_kv_consumer,
         saves=transfer.is_kv_producer,
         drop_last=speculative is not None and speculative.use_eagle_block_drop(),
+        spec_kind=get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[0].kv_cache_spec).value,
     )
 
 

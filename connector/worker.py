@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from .keys import RankKeys
 from .link import Link
 from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
 from .paged import PagedCache
@@ -32,8 +33,8 @@ class _Batch:
 class WorkerSide:
     """One rank. vLLM calls it on the worker's main thread only."""
 
-    def __init__(self, link: Link[WorkerSession], paged: PagedCache) -> None:
-        self._link, self._paged = link, paged
+    def __init__(self, link: Link[WorkerSession], paged: PagedCache, keys: RankKeys) -> None:
+        self._link, self._paged, self._keys = link, paged, keys
         self._running: list[_Batch] = []
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -69,7 +70,7 @@ class WorkerSide:
         self._running.append(batch)
 
     def save(self, meta: KVPrefetchMetadata) -> None:
-        """Queue this step's saves behind its forward."""
+        """Queue this step's saves behind its forward; of what other ranks hold too, this rank's share."""
         orders, meta.saves = meta.saves, []
         if not orders:
             return
@@ -82,8 +83,11 @@ class WorkerSide:
                 if session is None:
                     batch.failed_saves.append(order.save_id)
                     continue
-                self._paged.save(session.rows, order.slots, order.block_ids)
-                self._counters["save_bytes"] += len(order.slots) * self._paged.block_bytes
+                mine = [i for i, slot in enumerate(order.slots) if self._keys.saves(slot)]
+                if mine:
+                    slots, block_ids = [order.slots[i] for i in mine], [order.block_ids[i] for i in mine]
+                    self._paged.save(session.rows, slots, block_ids)
+                    self._counters["save_bytes"] += len(mine) * self._paged.block_bytes
             except Exception as error:
                 # Reported, so that the bytes in the slots are never put.
                 log.error("kvprefetch: save failed: blocks=%d: %s", len(order.block_ids), error)

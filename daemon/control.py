@@ -38,6 +38,7 @@ from .events import Ending
 from .logs import Log
 from .memory import EngineMemory
 from .session import EngineSession
+from .transfers import check_turns
 
 MAX_STRANGERS = 64  # connections of users who may not attach, until they spoke and were told
 MAX_STAT = 64  # descriptors in one message; the kernel takes 253
@@ -231,6 +232,11 @@ class Control:
         """All said hello: reserve memory, and go on when it is there."""
         scheduler, workers = group.hellos()
         group.attaching = True
+        try:
+            check_turns([worker.worker for worker in workers if worker.worker is not None])
+        except ValueError as error:
+            self._attached(group, error)
+            return
         self._prepare(secrets.randbits(62) + 1, scheduler, workers, partial(self._attached, group))
 
     def _attached(self, group: Group, memory: EngineMemory | Exception) -> None:

@@ -74,7 +74,7 @@ class EngineSession:
         self._store, self._pools, self._clock_ns, self._tiers = store, pools, clock_ns, tiers
         self._log = log.bind(engine=self.engine_id, epoch=self.epoch)
         self.totals = Account()
-        self.shape = transfers.Shape(tuple(shape.key_prefix[0] for shape in shapes), self.staging)
+        self.shape = transfers.Shape.of(shapes, self.staging)
         self.words = Words(self.control.buffer)
         self.doorbell = Doorbell.create()
         self.ring = Consumer(self.control.buffer, self.words, self.layout)
@@ -263,8 +263,8 @@ class EngineSession:
         return not self.closing and self.jobs.contain(partial(self._fetcher.pump, lane), False)
 
     def _disk_blocks(self, key: Key) -> int | None:
-        """For the engine's statistics; None where fetches do not ask the store."""
-        request = self.planner.requests.get(key) if self._tiers else None
+        """For the engine's statistics. Where tiers are not asked for, there is only memory."""
+        request = self.planner.requests.get(key)
         return None if request is None else request.disk_blocks
 
     # --- reset ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ _KEYS = (
     "metadata_server", "master_server_address", "protocol", "device_name", "mode", "global_segment_size",
     "local_buffer_size", "enable_offload", "tenant_id",
 )  # fmt: skip
+_LEGACY_TCP = "MC_TCP_PROTO"
 _LOCAL_BUFFER_BYTES = 16 << 20  # Mooncake's own default; the zero-copy calls used here never touch it
 
 
@@ -43,8 +44,13 @@ class MooncakeSettings:
 
         The same keys and size forms are accepted. The daemon joins as a reader, so `global_segment_size`, `mode` and
         `enable_offload`, which say what an engine contributes, are checked and then not used; `local_buffer_size` is
-        capped at 16 MiB, because no call made here copies through it. Raises SettingsError.
+        capped at 16 MiB, because no call made here copies through it. Raises SettingsError, also where Mooncake is told
+        not to wait until the owner of a value has it.
         """
+        if os.environ.get(_LEGACY_TCP) == "1":
+            raise SettingsError(
+                f"{_LEGACY_TCP}=1: puts over TCP would count as done before their bytes are there; unset it"
+            )
         try:
             raw = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..shmring.messages import WorkerShape
 from .staging import HostStaging
 from .store import Store, StoreUnavailable, Tier
 from .store_errors import ErrorClass
@@ -21,14 +22,38 @@ _PASSING = (ErrorClass.TRANSIENT, ErrorClass.TRANSFER)
 
 @dataclass(frozen=True)
 class Shape:
-    """Where one engine's blocks lie: store key prefix of each rank (fixed at attach) and its staging."""
+    """Where one engine's blocks lie: store key prefix of each rank (fixed at attach) and its staging.
+
+    Ranks with one prefix hold the same bytes. Of them, rank r fills the save slots with slot % factor == turn, where
+    (factor, turn) = turns[r].
+    """
 
     key_prefixes: tuple[str, ...]
+    turns: tuple[tuple[int, int], ...]
     staging: HostStaging
+
+    @classmethod
+    def of(cls, workers: Sequence[WorkerShape], staging: HostStaging) -> Shape:
+        """The shape of ranks that `check_turns` accepted."""
+        turns = tuple((worker.put_factor, worker.put_turn) for worker in workers)
+        return cls(tuple(worker.key_prefix[0] for worker in workers), turns, staging)
 
     def keys(self, digest: bytes) -> list[str]:
         name = digest.hex()
         return [prefix + name for prefix in self.key_prefixes]
+
+
+def check_turns(workers: Sequence[WorkerShape]) -> None:
+    """Raise ValueError unless every save slot is filled by exactly one of the ranks that share a key prefix."""
+    sharing: dict[str, list[tuple[int, int]]] = {}
+    for worker in workers:
+        sharing.setdefault(worker.key_prefix[0], []).append((worker.put_factor, worker.put_turn))
+    for prefix, turns in sharing.items():
+        if sorted(turns) != [(len(turns), turn) for turn in range(len(turns))]:
+            raise ValueError(
+                f"ranks with one key prefix must take turns: key_prefix={prefix!r} (put_factor, put_turn)={turns} "
+                f"expected=({len(turns)}, 0 to {len(turns) - 1})"
+            )
 
 
 @dataclass(frozen=True)
@@ -58,19 +83,20 @@ def look_up(store: Store, shape: Shape, questions: Sequence[Sequence[bytes]], *,
 
     `tiers`: ask also where the values lie. It costs about 2 us for each block that is there, and a miss nothing.
     """
-    ranks = len(shape.key_prefixes)
-    keys = [key for digests in questions for digest in digests for key in shape.keys(digest)]
+    prefixes = list(dict.fromkeys(shape.key_prefixes))
+    parts = len(prefixes)
+    keys = [prefix + digest.hex() for digests in questions for digest in digests for prefix in prefixes]
     try:
         present = store.exist(keys)
         runs, at = [], 0
         for digests in questions:
-            whole = len(digests) * ranks
+            whole = len(digests) * parts
             missing = next((i for i in range(at, at + whole) if not present[i]), at + whole)
-            runs.append((at, (missing - at) // ranks))
+            runs.append((at, (missing - at) // parts))
             at += whole
         if not tiers:
             return [Found(run, b"") for _, run in runs]
-        found = [store.tiers(keys[start : start + run * ranks : ranks]) if run else [] for start, run in runs]
+        found = [store.tiers(keys[start : start + run * parts : parts]) if run else [] for start, run in runs]
     except StoreUnavailable:
         return None
     return [Found(len(where), bytes(tier == "disk" for tier in where)) for where in found]
@@ -101,7 +127,7 @@ def fetch(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]]) -> li
 
 
 def save(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, locate: bool = False) -> SaveResult:
-    """Put (digest, slot) blocks that are not there yet; ranks that share a key put it once.
+    """Put (digest, slot) blocks that are not there yet; of ranks that share a key, the one whose turn the slot is.
 
     With `locate`, also ask in which tier they are now.
     """
@@ -109,7 +135,9 @@ def save(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, loc
     keys, addresses = _targets(shape, blocks)
     targets: dict[str, tuple[int, int]] = {}
     for i, (key, address) in enumerate(zip(keys, addresses, strict=True)):
-        targets.setdefault(key, (address, shape.staging.block_bytes[i % ranks]))
+        factor, turn = shape.turns[i % ranks]
+        if blocks[i // ranks][1] % factor == turn:
+            targets[key] = (address, shape.staging.block_bytes[i % ranks])
     names = list(targets)
     try:
         there = store.exist(names)

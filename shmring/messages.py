@@ -39,7 +39,7 @@ class WorkerShape(_Message):
 
     block_bytes: list[Annotated[int, Field(ge=1, le=1 << 32)]] = Field(min_length=1, max_length=16)
     key_prefix: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(min_length=1, max_length=16)
-    # Of `put_factor` ranks that hold the same shard, this one puts the chunks i with i % put_factor == put_turn.
+    # Of `put_factor` ranks that hold the same shard, this one fills the save slots with slot % put_factor == put_turn.
     put_factor: int = Field(ge=1, le=4096)
     put_turn: int = Field(ge=0, le=4095)
     # UUID of the rank's GPU, as the driver writes it; empty on a CPU.

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from benchmarks.lab.process import PARENT_VARIABLE, REPO, die_with_parent
 # vllm/v1/core/kv_cache_utils.py: the seed of the hash chain where PYTHONHASHSEED is not set.
 _SEED = "vllm-none-hash"
 _ANSWER = "answer: "
+GETS = 20
 
 
 class ControlError(RuntimeError):
@@ -147,13 +149,28 @@ def _main() -> None:
     os._exit(0)
 
 
+def _value(store: Any, key: str) -> bytes | None:
+    """The value of a key that was there a moment ago, None when it is not there any more.
+
+    A get that fails says b"", as an empty value does, which no KV block is: on a machine with no core to spare it may
+    outlast its lease. Each get is its own allocation in the client's buffer: a batch would need room for all values.
+    """
+    for _ in range(GETS):
+        value: bytes = store.get(key)
+        if value:
+            return value
+        if store.is_exist(key) == 0:
+            return None
+        time.sleep(0.2)
+    raise ControlError(f"{key} is there and cannot be read")
+
+
 def _do(store: Any, command: dict[str, Any]) -> list[str | None]:
     keys: list[str] = command["keys"]
     if not keys:
         return []
-    # Each get is its own allocation in the client's buffer: batches would need room for all values at once.
     found = store.batch_is_exist(keys)
-    values: list[bytes | None] = [store.get(key) if code == 1 else None for key, code in zip(keys, found, strict=True)]
+    values = [_value(store, key) if code == 1 else None for key, code in zip(keys, found, strict=True)]
     if command["op"] == "swap":
         missing = [key for key, value in zip(keys, values, strict=True) if not value]
         if missing:

@@ -173,6 +173,9 @@ class Request:
         self.skip_reading_prefix_cache = False
         self.priority = 0
         self.lora_request: Any = None
+        self.cache_salt: str | None = None
+        self.mm_features: list[Any] = []
+        self.prompt_embeds: Any = None
         self.session_id: str | None = None
         self.kv_transfer_params: object = None
         self._salt, self._ratio = salt or request_id, ratio
@@ -206,7 +209,7 @@ class Engine:
         self.ranks = ranks
         # A bound alone says when a wait ends, whatever the clock's steps are taken for.
         settings = {"socket": "/nowhere", "wait_policy": "timeout", "spin_us": 0, **settings}
-        geometry = Geometry(BLOCK, ratio, 0, ranks, BLOCK_BYTES, 64, 16, loads, saves, drop_last)
+        geometry = Geometry(BLOCK, ratio, 0, ranks, BLOCK_BYTES, 64, 16, loads, saves, drop_last, "full_attention")
         self.side = SchedulerSide(
             configuration.load(settings), geometry, self.link, clock_ns=self.clock,
             local_tokens=lambda request: self.local.get(request.request_id, 0),

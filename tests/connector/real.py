@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 import vllm.distributed
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
@@ -99,7 +99,7 @@ class RealEngine:
     def __init__(
         self, folder: Path, *, ranks: int = 1, in_flight: int = 1, blocks: int = 64, seqs: int = 4, budget: int = 256,
         multi: bool = False, second_runner: bool = False, role: str = "kv_both", policy: str = "recompute",
-        **settings: Any,
+        events: bool = False, **settings: Any,
     ) -> None:  # fmt: skip
         self.clock = Clock()
         self.daemon = FakeDaemon(self.clock)
@@ -109,6 +109,7 @@ class RealEngine:
         self.tokens: dict[str, list[int]] = {}
         self.metas: list[KVPrefetchMetadata] = []
         config = self._config(folder, ranks, blocks, seqs, budget, multi, role, policy, settings)
+        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None
         cache = _cache_config(blocks)
         self.workers = [self._worker(config, cache, rank) for rank in range(ranks)]
         side = functools.partial(SchedulerSide, clock_ns=self.clock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
+from vllm.distributed.kv_events import MEDIUM_GPU, MEDIUM_STORAGE, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -19,6 +22,8 @@ from kvprefetch.shmring.messages import Stored
 from kvprefetch.shmring.protocol import FlagState
 
 from .fakes import BLOCK, Engine
+from .real import RealEngine
+from .test_pitfalls_answers import staged
 from .test_scheduler_saves import admit
 
 
@@ -41,7 +46,7 @@ def test_a_block_is_announced_when_the_store_has_it_and_once() -> None:
     engine = Engine(publish=True)
     connector = connector_of(engine)
     engine.daemon.credits.grant([7, 8, 9])
-    lora = SimpleNamespace(adapter_id=4, name="adapter")
+    lora = LoRARequest("adapter", 4, "/adapter")
     save_id = saved(engine, lora_request=lora, session_id="s")
     assert list(connector.take_events()) == [], "copied, pushed, and not yet in the store"
     engine.link.stored.append(Stored(save_id=save_id, memory=[7], disk=[9]))
@@ -53,13 +58,66 @@ def test_a_block_is_announced_when_the_store_has_it_and_once() -> None:
         ([digests[2]], digests[1], MEDIUM_STORAGE),
     ]
     assert events[1].token_ids == list(range(2 * BLOCK, 3 * BLOCK))
-    assert {(e.block_size, e.lora_id, e.lora_name, e.session_id, e.group_idx) for e in events} == {
-        (BLOCK, 4, "adapter", "s", 0)
-    }
+    told = {(e.block_size, e.lora_id, e.lora_name, e.session_id, e.group_idx, e.kv_cache_spec_kind) for e in events}
+    assert told == {(BLOCK, 4, "adapter", "s", 0, "full_attention")}
     engine.link.stored.append(Stored(save_id=save_id, memory=[7], lost=[8]))
     assert list(connector.take_events()) == []
     assert engine.side._events is not None
     assert engine.side._events._saving == {}, "nothing is remembered of a save that is settled"
+
+
+def test_extra_keys_are_those_of_each_block() -> None:
+    """What distinguishes equal tokens: adapter, images by their place in the block, and the first block's salt."""
+    image = MultiModalFeatureSpec(None, "image", "cat", PlaceholderRange(offset=BLOCK - 4, length=8))
+    later = MultiModalFeatureSpec(None, "image", "dog", PlaceholderRange(offset=2 * BLOCK + 3, length=2))
+    engine = Engine(publish=True)
+    engine.daemon.credits.grant([7, 8, 9, 10])
+    lora = LoRARequest("adapter", 4, "/adapter")
+    save_id = saved(engine, 4, cache_salt="s", mm_features=[image, later], lora_request=lora)
+    engine.link.stored.append(Stored(save_id=save_id, memory=[7, 8, 9, 10]))
+    assert [event.extra_keys for event in connector_of(engine).take_events()] == [
+        [("adapter", ("cat", BLOCK - 4), "s")],
+        [("adapter", ("cat", -4))],
+        [("adapter", ("dog", 3))],
+        [("adapter",)],
+    ]
+
+
+@pytest.mark.parametrize("salt", [None, "salt"])
+def test_events_say_of_a_block_what_the_engine_s_own_say_of_it(
+    make: Callable[..., RealEngine], salt: str | None
+) -> None:
+    """vLLM's real scheduler publishes both; a consumer puts them together by hash."""
+    engine = make(events=True)
+    published: list[BlockStored] = []
+    engine.scheduler.kv_event_publisher = SimpleNamespace(
+        publish=lambda batch: published.extend(batch.events), shutdown=lambda: None
+    )
+    engine.daemon.credits.grant(list(range(8)))
+    engine.add("r", 4 * BLOCK + 3, cache_salt=salt)
+    staged(engine, "r", 0)
+    while not engine.daemon.saved:
+        engine.step()
+        engine.daemon.drain()
+    [save] = engine.daemon.saved
+    engine.link.stored.append(Stored(save_id=save.save_id, memory=save.slots))
+    engine.run()
+    theirs = [event for event in published if event.medium == MEDIUM_GPU]
+    ours = [event for event in published if event.medium == "cpu"]
+    assert len(ours) == 4
+    for event in ours:
+        [whole] = [other for other in theirs if event.block_hashes[0] in other.block_hashes]
+        at = whole.block_hashes.index(event.block_hashes[0])
+        part = BlockStored(
+            block_hashes=[whole.block_hashes[at]],
+            parent_block_hash=whole.block_hashes[at - 1] if at else whole.parent_block_hash,
+            token_ids=list(whole.token_ids[at * BLOCK : (at + 1) * BLOCK]),
+            block_size=whole.block_size, lora_id=whole.lora_id, medium="cpu", lora_name=whole.lora_name,
+            extra_keys=None if whole.extra_keys is None else [whole.extra_keys[at]], group_idx=whole.group_idx,
+            kv_cache_spec_kind=whole.kv_cache_spec_kind, session_id=whole.session_id,
+        )  # fmt: skip
+        assert event == part
+    assert [event.extra_keys for event in ours][:2] == [[(salt,)] if salt else [None], [None]]
 
 
 @pytest.mark.parametrize("how", ["reset", "epoch", "failed copy"])

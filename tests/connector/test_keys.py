@@ -1,4 +1,4 @@
-"""Keys and the replication rule, against upstream's own classes."""
+"""Keys, and which of the ranks that hold the same bytes saves them, against upstream's own classes."""
 
 from __future__ import annotations
 
@@ -49,9 +49,15 @@ def upstream(
     ("tp_size", "kv_heads", "mla"), [(1, 8, False), (2, 2, False), (8, 2, False), (4, 1, False), (4, 1, True)]
 )
 def test_keys_equal_upstreams(tp_size: int, kv_heads: int, mla: bool, cache_prefix: str) -> None:
-    """TP1, TP2, fewer KV heads than ranks, and MLA: byte-equal keys, and every chunk put by the same rank."""
-    for tp_rank in range(tp_size):
-        for pp_rank in (0, 1):
+    """TP1, TP2, fewer KV heads than ranks, and MLA: byte-equal keys, each put once, and by as many ranks as upstream.
+
+    Which of these ranks it is decides nothing: they hold the same bytes. Here it goes by the slot, there by the chunk.
+    """
+    slots = range(64)
+    for pp_rank in (0, 1):
+        put: list[str] = []
+        theirs: list[str] = []
+        for tp_rank in range(tp_size):
             ours = rank_keys(
                 model="org/Tiny-8B/", tp_rank=tp_rank, tp_size=tp_size, pp_rank=pp_rank, kv_heads=kv_heads, mla=mla,
                 cache_prefix=cache_prefix,
@@ -61,4 +67,9 @@ def test_keys_equal_upstreams(tp_size: int, kv_heads: int, mla: bool, cache_pref
                 cache_prefix=cache_prefix, model="org/Tiny-8B/",
             )  # fmt: skip
             assert ours.prefix + DIGEST.hex() == key
-            assert [i for i in range(64) if i % ours.put_factor == ours.put_turn] == chunks
+            mine = [slot for slot in slots if ours.saves(slot)]
+            assert len(mine) == len(chunks)
+            put += [f"{ours.prefix}{slot}" for slot in mine]
+            theirs += [f"{key.removesuffix(DIGEST.hex())}{chunk}" for chunk in chunks]
+        assert sorted(put) == sorted(theirs)
+        assert len(set(put)) == len(put)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvprefetch.connector.keys import RankKeys
 from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder, SaveOrder
 from kvprefetch.connector.paged import PagedCache
 from kvprefetch.connector.session import WorkerSession
@@ -18,6 +19,7 @@ from kvprefetch.shmring.messages import Attached
 from kvprefetch.shmring.segment import Segment
 
 BLOCKS, SLOTS, EPOCH = 6, 4, 77
+ALONE = RankKeys("m@tp_rank:0@", 1, 0)
 
 
 class FakeLink:
@@ -43,7 +45,9 @@ class Fence:
         return self.done
 
 
-def make() -> tuple[WorkerSide, torch.Tensor, np.ndarray[Any, Any], PagedCache]:
+def make(
+    keys: RankKeys = ALONE,
+) -> tuple[WorkerSide, torch.Tensor, np.ndarray[Any, Any], PagedCache]:
     cache = torch.zeros(BLOCKS, 1, 2, 8, dtype=torch.uint8)
     paged = PagedCache({"layer": cache}, ["layer"], BLOCKS)
     segment = Segment.create(SLOTS * 16)
@@ -51,7 +55,7 @@ def make() -> tuple[WorkerSide, torch.Tensor, np.ndarray[Any, Any], PagedCache]:
     fill[:] = np.arange(SLOTS)[:, None] + 1
     attached = Attached(epoch=EPOCH, segment_bytes=segment.size_bytes, slot_count=SLOTS, slot_bytes=16)
     session = WorkerSession(attached, segment)
-    return WorkerSide(FakeLink(session), paged), cache, session.rows, paged  # type: ignore[arg-type]
+    return WorkerSide(FakeLink(session), paged, keys), cache, session.rows, paged  # type: ignore[arg-type]
 
 
 def load(
@@ -111,6 +115,17 @@ def test_a_save_fills_its_slots_after_the_forward() -> None:
     report = worker.report()
     assert report is not None
     assert (report.saves, report.failed_saves) == ({9: 1, 10: 1}, {10})
+
+
+def test_of_what_other_ranks_hold_too_a_rank_copies_its_share_and_reports_all() -> None:
+    """As the daemon counts on: it puts slot 3 from the rank whose turn is 1, and the rest from the other."""
+    worker, cache, rows, _ = make(RankKeys("m@tp_rank:0@", 2, 1))
+    cache[:] = 200
+    worker.save(KVPrefetchMetadata(saves=[SaveOrder(9, EPOCH, [4, 5, 1], [2, 3, 0]), SaveOrder(10, EPOCH, [4], [0])]))
+    assert [int(row[0]) for row in rows] == [1, 2, 3, 200]
+    report = worker.report()
+    assert report is not None
+    assert (report.saves, report.failed_saves) == ({9: 1, 10: 1}, set())
 
 
 def test_nothing_is_reported_before_a_devices_copies_are_done(monkeypatch: pytest.MonkeyPatch) -> None:

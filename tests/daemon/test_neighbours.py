@@ -128,6 +128,22 @@ def test_staging_smaller_than_one_block_is_refused_naming_both(shared_daemon: Da
     engine.close()
 
 
+def test_ranks_of_one_key_that_do_not_take_turns_are_refused(shared_daemon: Daemon) -> None:
+    """Otherwise a slot that nobody filled would be put."""
+    engine = FakeEngine(shared_daemon.socket, ranks=2, attach=False)
+    share = messages.WorkerShape(block_bytes=[4096], key_prefix=["m@"], put_factor=2, put_turn=0)
+    sockets = [engine.connect() for _ in range(3)]
+    for rank in range(2):
+        messages.send_message(sockets[rank], engine.hello("worker", rank, worker=share))
+    messages.send_message(sockets[2], engine.hello("scheduler"))
+    for sock in sockets:
+        received = messages.receive_message(sock)
+        assert received is not None
+        assert isinstance(received[0], messages.Refused)
+        assert "must take turns: key_prefix='m@' (put_factor, put_turn)=[(2, 0), (2, 0)]" in received[0].error
+    engine.close()
+
+
 def test_garbage_on_the_control_socket_hurts_nobody(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, prefix="garbage")
     for data in (b"\x00" * 100, b'{"type":"mapped","epoch":5}', b"[" * 60_000):

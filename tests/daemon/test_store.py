@@ -5,15 +5,19 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
 
+from benchmarks.lab.store import Store as LabStore
 from kvprefetch.daemon.embedded import EmbeddedMaster
 from kvprefetch.daemon.store import Store, StoreError, StoreUnavailable
 from kvprefetch.daemon.store_errors import ErrorClass, classify
@@ -268,6 +272,14 @@ def test_should_refuse_a_file_that_is_missing_or_no_object(tmp_path: Path, text:
         MooncakeSettings.from_file(path)
 
 
+def test_should_refuse_puts_that_nobody_acknowledges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mooncake.json"
+    path.write_text(json.dumps({"master_server_address": "127.0.0.1:1"}))
+    monkeypatch.setenv("MC_TCP_PROTO", "1")
+    with pytest.raises(SettingsError, match=r"^MC_TCP_PROTO=1: .*; unset it$"):
+        MooncakeSettings.from_file(path)
+
+
 @pytest.fixture(scope="module")
 def real() -> Iterator[tuple[Store, int, mmap.mmap]]:
     """A store on a private master, and a registered area of 8 blocks."""
@@ -311,3 +323,28 @@ def test_should_remove_leased_values_by_prefix_and_no_others(real: tuple[Store, 
     assert all(store.exist(gone + kept))
     assert store.remove_matching(["a.b-c/d@x:1@", "none(+)@"], 5.0)
     assert store.exist(gone + kept) == [False, False, True, True, True]
+
+
+def test_should_call_a_put_done_only_when_its_owner_has_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a reader could get what stood in that memory before; with MC_TCP_PROTO=1 it is so, which is refused."""
+    pytest.importorskip("mooncake")
+    with LabStore(memory="64 MB") as cluster:
+        store = Store(MooncakeSettings.from_file(cluster.config), structlog.get_logger())
+        store.open()
+        area = mmap.mmap(-1, 4096)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(area))
+        store.register(base, len(area))
+        assert store.put_from(["ack@00"], [base], [len(area)]) == [ErrorClass.OK], "connected"
+        for protocol, early in (("2", False), ("1", True)):
+            monkeypatch.setenv("MC_TCP_PROTO", protocol)
+            with ThreadPoolExecutor() as pool:
+                os.kill(cluster.owner_pid, signal.SIGSTOP)
+                try:
+                    put = pool.submit(store.put_from, [f"ack@0{protocol}"], [base], [len(area)])
+                    done, _ = wait([put], 1.5)
+                    assert bool(done) is early
+                finally:
+                    os.kill(cluster.owner_pid, signal.SIGCONT)
+                assert put.result(30) == [ErrorClass.OK]
+        store.unregister(base)
+        store.close()

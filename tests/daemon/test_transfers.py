@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from kvprefetch.daemon import transfers
 from kvprefetch.daemon.staging import HostStaging
 from kvprefetch.daemon.store_errors import ErrorClass
 from kvprefetch.daemon.transfers import Found, Shape
+from kvprefetch.shmring.messages import WorkerShape
 
 
 class Told:
@@ -32,7 +35,7 @@ class Told:
 
 def test_several_questions_are_one_and_only_hits_are_asked_for_their_tier() -> None:
     staging = HostStaging(1, [64, 64])
-    shape = Shape(("r0@", "r1@"), staging)
+    shape = Shape(("r0@", "r1@"), ((1, 0), (1, 0)), staging)
     store: Any = Told({"r0@aa", "r1@aa", "r0@dd", "r1@dd", "r0@cc"})
     questions = [[b"\xaa", b"\xdd", b"\xcc"], [b"\xcc"], [b"\xdd"]]
     answers = transfers.look_up(store, shape, questions, tiers=True)
@@ -43,10 +46,51 @@ def test_several_questions_are_one_and_only_hits_are_asked_for_their_tier() -> N
 
 def test_what_may_be_there_soon_is_tried_once_more_and_nothing_else() -> None:
     staging = HostStaging(4, [64])
-    shape = Shape(("r0@",), staging)
+    shape = Shape(("r0@",), ((1, 0),), staging)
     first = [ErrorClass.OK, ErrorClass.RETRY, ErrorClass.FOREIGN, ErrorClass.LOOKUP_AGAIN]
     store: Any = Told(set(), [first, [ErrorClass.OK, ErrorClass.LOOKUP_AGAIN]])
     outcome = transfers.fetch(store, shape, [(bytes([i]), i) for i in range(4)])
     assert outcome == [ErrorClass.OK, ErrorClass.OK, ErrorClass.FOREIGN, ErrorClass.LOOKUP_AGAIN]
     assert store.asked[1] == ["r0@01", "r0@03"]
     staging.close()
+
+
+class Puts:
+    """A store that holds nothing and takes everything: key -> address."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, int] = {}
+
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        self.asked = list(keys)
+        return [False] * len(keys)
+
+    def put_from(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[ErrorClass]:
+        self.taken.update(zip(keys, addresses, strict=True))
+        return [ErrorClass.OK] * len(keys)
+
+
+def test_of_ranks_that_share_a_key_the_one_whose_turn_the_slot_is_is_put() -> None:
+    """The others did not copy their part: it stands in no store and is asked for once."""
+    staging = HostStaging(4, [64, 64, 64])
+    shape = Shape(("a@", "a@", "b@"), ((2, 0), (2, 1), (1, 0)), staging)
+    store: Any = Puts()
+    result = transfers.save(store, shape, [(bytes([slot]), slot) for slot in range(4)])
+    assert (result.stored, result.failed, result.again) == (4, 0, [])
+    a, b = ([store.taken[f"{name}@0{slot}"] for slot in range(4)] for name in "ab")
+    assert a == [staging.addresses(slot)[slot % 2] for slot in range(4)]
+    assert b == [staging.addresses(slot)[2] for slot in range(4)]
+    transfers.look_up(store, shape, [[b"\1", b"\2"]], tiers=False)
+    assert store.asked == ["a@01", "b@01", "a@02", "b@02"]
+    staging.close()
+
+
+@pytest.mark.parametrize(
+    "turns", [[(1, 0), (1, 0)], [(2, 0), (2, 0)], [(2, 0)], [(2, 1), (2, 2)], [(3, 0), (3, 1)], [(1, 1)]]
+)
+def test_ranks_that_would_leave_a_slot_to_nobody_or_to_two_are_refused(turns: list[tuple[int, int]]) -> None:
+    workers = [
+        WorkerShape(block_bytes=[64], key_prefix=["a@"], put_factor=factor, put_turn=turn) for factor, turn in turns
+    ]
+    with pytest.raises(ValueError, match=r"must take turns: key_prefix='a@' .*expected="):
+        transfers.check_turns(workers)
