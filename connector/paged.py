@@ -37,7 +37,9 @@ class _Segment(NamedTuple):
     stride: int  # bytes from one block to the next
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
+    """Segments of equal length at equal distance; in a block's value they follow each other."""
+
     address: int
     segments: int
     length: int
@@ -67,7 +69,7 @@ class PagedCache:
         raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(base)
         self._on_host = self.device.type == "cpu"
         memory = raw.numpy() if self._on_host else raw
-        self._pieces: list[tuple[Any, int, _Piece]] = []
+        self._pieces: list[tuple[Any, int, Piece]] = []
         offset = 0
         for piece in _pieces(segments):
             start = piece.address - base.data_ptr()
@@ -83,6 +85,7 @@ class PagedCache:
                 view = raw.as_strided(shape, strides, start)
             self._pieces.append((view, offset, piece))
             offset += piece.segments * piece.length
+        self.pieces: list[Piece] = [piece for _, _, piece in self._pieces]
 
     def load(self, rows: Rows, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copy rows[slots[i]] into block block_ids[i]. On a device the copies are queued on the current stream."""
@@ -174,9 +177,9 @@ def _dense(tensor: Any) -> bool:
     return True
 
 
-def _pieces(segments: Sequence[_Segment]) -> list[_Piece]:
+def _pieces(segments: Sequence[_Segment]) -> list[Piece]:
     """Segments of equal size at equal distance, in order, as one piece each."""
-    pieces: list[_Piece] = []
+    pieces: list[Piece] = []
     for segment in segments:
         if pieces:
             last = pieces[-1]
@@ -185,5 +188,5 @@ def _pieces(segments: Sequence[_Segment]) -> list[_Piece]:
             if alike and (last.segments == 1 or step == last.distance):
                 pieces[-1] = last._replace(segments=last.segments + 1, distance=step)
                 continue
-        pieces.append(_Piece(segment.address, 1, segment.length, segment.stride, segment.length))
+        pieces.append(Piece(segment.address, 1, segment.length, segment.stride, segment.length))
     return pieces

@@ -10,33 +10,11 @@ import pytest
 import torch
 
 from kvprefetch.connector.paged import LayoutUnsupported, PagedCache
+from tests.support.layouts import SERVED, SIZES, caches
 
 data = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data")
 
-BLOCKS, LAYERS, HEADS, TOKENS, CONTENT = 7, 3, 2, 4, 8
-SIZES = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": CONTENT}
-SERVED = ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "LHBNC"]
-
-
-def caches(layout: str, dtype: torch.dtype = torch.bfloat16, kernel_ratio: int = 1) -> dict[str, torch.Tensor]:
-    """Layer views [B, H, N, C] of one random allocation whose dimensions stand in the order of `layout`."""
-    total = 1
-    for size in SIZES.values():
-        total *= size
-    raw = torch.randint(0, 256, (total * dtype.itemsize,), dtype=torch.uint8).view(dtype)
-    strides, step = {}, 1
-    for name in reversed(layout):
-        strides[name] = step
-        step *= SIZES[name]
-    views = {}
-    for layer in range(LAYERS):
-        shape, stride = (BLOCKS, HEADS, TOKENS, CONTENT), tuple(strides[n] for n in "BHNC")
-        if kernel_ratio > 1:
-            assert layout in ("LBHNC", "LBNHC")
-            shape = (BLOCKS * kernel_ratio, HEADS, TOKENS // kernel_ratio, CONTENT)
-            stride = (stride[0] // kernel_ratio, *((TOKENS // kernel_ratio * CONTENT, CONTENT, 1)))
-        views[f"layer.{layer}"] = raw.as_strided(shape, stride, layer * strides["L"])
-    return views
+BLOCKS, LAYERS, HEADS, TOKENS, CONTENT = (SIZES[name] for name in "BLHNC")
 
 
 def upstream_value(kv_caches: dict[str, torch.Tensor], block: int) -> bytes:

@@ -1,0 +1,58 @@
+"""Compiles the copy kernel's CUDA source as C++ and runs its threads one after the other: the same code without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import subprocess
+import tempfile
+from pathlib import Path
+
+from kvprefetch.shmring.cuda import DeviceError, Params
+
+# What nvcc has built in, as far as a kernel without cooperation between its threads needs it.
+BEFORE = """
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(n)
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct Index { unsigned x; };
+static Index threadIdx, blockIdx, blockDim, gridDim;
+"""
+AFTER = """
+extern "C" void run(unsigned grid, unsigned threads, const unsigned long long* p) {
+    gridDim.x = grid; blockDim.x = threads;
+    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
+        for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) NAME(ARGUMENTS);
+}
+"""
+
+
+class HostKernel:
+    """Like shmring.cuda.Kernel; `launches` counts."""
+
+    def __init__(self, source: str, name: str, arguments: int = 5) -> None:
+        self._library = _compiled(source, name, arguments)
+        self.launches = 0
+
+    def launch(self, grid: int, threads: int, params: Params, stream: int) -> None:
+        self.launches += 1
+        self._library.run(ctypes.c_uint(grid), ctypes.c_uint(threads), ctypes.c_void_p(params.ctypes.data))
+
+
+@functools.cache
+def _compiled(source: str, name: str, arguments: int) -> ctypes.CDLL:
+    after = AFTER.replace("NAME", name).replace("ARGUMENTS", ", ".join(f"p[{n}]" for n in range(arguments)))
+    with tempfile.TemporaryDirectory() as folder:
+        file, library = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
+        file.write_text(BEFORE + source + after)
+        command = ["g++", "-std=c++17", "-O2", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-fno-strict-aliasing"]
+        # An access of another alignment than its type's is an error on a GPU: here it ends the process.
+        command += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
+        done = subprocess.run(
+            [*command, "-shared", "-fPIC", "-o", library, file], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise DeviceError(f"kernel {name}: {done.stderr}")
+        return ctypes.CDLL(str(library))

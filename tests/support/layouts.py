@@ -1,0 +1,38 @@
+"""Paged caches in every layout vLLM knows: layer views [B, H, N, C] of one random allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+SERVED = ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "LHBNC"]
+SIZES = {"L": 3, "B": 7, "H": 2, "N": 4, "C": 8}
+
+
+def caches(
+    layout: str,
+    dtype: torch.dtype = torch.bfloat16,
+    kernel_ratio: int = 1,
+    sizes: Mapping[str, int] = SIZES,
+    device: str = "cpu",
+) -> dict[str, torch.Tensor]:
+    """One tensor per layer; the allocation's dimensions stand in the order of `layout`, `sizes` says how large."""
+    total = dtype.itemsize
+    for size in sizes.values():
+        total *= size
+    raw = torch.randint(0, 256, (total,), dtype=torch.uint8, device=device).view(dtype)
+    strides, step = {}, 1
+    for name in reversed(layout):
+        strides[name] = step
+        step *= sizes[name]
+    views = {}
+    for layer in range(sizes["L"]):
+        shape, stride = tuple(sizes[name] for name in "BHNC"), tuple(strides[name] for name in "BHNC")
+        if kernel_ratio > 1:
+            assert layout == "LBHNC"
+            tokens = sizes["N"] // kernel_ratio
+            shape = (sizes["B"] * kernel_ratio, sizes["H"], tokens, sizes["C"])
+            stride = (stride[0] // kernel_ratio, tokens * sizes["C"], sizes["C"], 1)
+        views[f"layer.{layer}"] = raw.as_strided(shape, stride, layer * strides["L"])
+    return views
