@@ -13,11 +13,17 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from . import config as configuration
+from . import copies as copying
 from . import register, support
 from .link import Link
 from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
@@ -217,13 +223,24 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             return
         layers = self._kv_cache_config.kv_cache_groups[self._geometry.group].layer_names
         paged = PagedCache(kv_caches, layers, self._kv_cache_config.num_blocks)
+        copies, device = copying.for_cache(paged)
         hello = support.worker_hello(
-            self._vllm_config, self._geometry, tp_rank=self._tp_rank, block_bytes=paged.block_bytes, keys=self._keys
-        )
-        link = Link(self._settings.socket, hello, WorkerSession.map)
-        self._worker = WorkerSide(link, paged, self._keys)
+            self._vllm_config, self._geometry, tp_rank=self._tp_rank, block_bytes=paged.block_bytes, keys=self._keys,
+            device="" if device is None else device.uuid,
+        )  # fmt: skip
+        link = Link(self._settings.socket, hello, functools.partial(WorkerSession.map, device=device))
+        self._worker = WorkerSide(link, paged, self._keys, copies)
         self._link = link
         link.start()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._step_begins()
+
+    @_guarded(None)
+    def _step_begins(self) -> None:
+        if self._worker is not None:
+            self._worker.step_begins(self._metadata())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         # Not guarded: the worker side answers for every load itself, whatever happens to it.

@@ -35,6 +35,7 @@ class Session(Protocol):
 
     @property
     def epoch(self) -> int: ...
+    def mapped(self) -> Mapped: ...
     def beat(self, now_ns: int) -> None: ...
     def ended(self) -> None: ...
 
@@ -203,7 +204,7 @@ class Link(Generic[S]):
         with self._lock:
             self._mapped[session.epoch] = session
         self.session = session
-        messages.send_message(sock, Mapped(epoch=session.epoch))
+        messages.send_message(sock, session.mapped())
         self._said.clear()
         log.info("kvprefetch: attached to the daemon: epoch=%d slots=%d", message.epoch, message.slot_count)
 

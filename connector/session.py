@@ -14,15 +14,17 @@ import numpy as np
 
 from ..shmring._atomics import Words
 from ..shmring.credits import CreditTaker
+from ..shmring.cuda import Device
 from ..shmring.doorbell import Doorbell
 from ..shmring.errors import SegmentCorrupt, SegmentError
 from ..shmring.flags import FlagAllocator, FlagTable
 from ..shmring.layout import Layout
 from ..shmring.liveness import Liveness, PeerState, PeerStatus
-from ..shmring.messages import Attached
+from ..shmring.messages import Attached, Mapped
 from ..shmring.ring import Producer
 from ..shmring.segment import Segment
 from .paged import Rows
+from .tier import DeviceTier
 
 
 class SchedulerSession:
@@ -66,6 +68,10 @@ class SchedulerSession:
                 segment.close()
             raise
 
+    def mapped(self) -> Mapped:
+        """What to answer the daemon."""
+        return Mapped(epoch=self.epoch)
+
     def alive(self, now_ns: int) -> bool:
         """Whether the daemon serves this session now."""
         return self.liveness.peer(now_ns) is PeerStatus.ALIVE
@@ -79,10 +85,15 @@ class SchedulerSession:
 
 
 class WorkerSession:
-    """The staging slots of one rank in one epoch: `rows` is a [slot_count, slot_bytes] view."""
+    """The staging slots of one rank in one epoch: `rows` is a [slot_count, slot_bytes] view of those in host memory.
 
-    def __init__(self, attached: Attached, segment: Segment) -> None:
-        """Take over `segment`. Raises SegmentCorrupt."""
+    `tier`: what it uses of the rank's GPU, None without one; its slots follow those of `rows`.
+    """
+
+    def __init__(
+        self, attached: Attached, segment: Segment, device: Device | None = None, lease: socket.socket | None = None
+    ) -> None:
+        """Take over `segment` and `lease`. Raises SegmentCorrupt."""
         if attached.slot_bytes * attached.slot_count > attached.segment_bytes or attached.slot_bytes == 0:
             raise SegmentCorrupt(
                 f"slots do not fit the segment: slot_bytes={attached.slot_bytes} slot_count={attached.slot_count} "
@@ -93,17 +104,37 @@ class WorkerSession:
         flat = np.frombuffer(segment.buffer, dtype=np.uint8, count=attached.slot_bytes * attached.slot_count)
         self.rows: Rows = flat.reshape(attached.slot_count, attached.slot_bytes)
         segment.close()
+        self.tier: DeviceTier | None = None
+        if device is not None:
+            self.tier = DeviceTier(device, self.rows, attached, lease)
+            weakref.finalize(self, self.tier.end)
+        elif lease is not None:
+            lease.close()
 
     @classmethod
-    def map(cls, attached: Attached, fds: Sequence[int]) -> WorkerSession:
-        """Map what the daemon sent with Attached; owns the descriptors. Raises SegmentError, SegmentCorrupt."""
-        _check_fds(fds, 1)
-        segment = Segment(fds[0], attached.segment_bytes)
+    def map(cls, attached: Attached, fds: Sequence[int], device: Device | None = None) -> WorkerSession:
+        """Map what the daemon sent with Attached; owns the descriptors. Raises SegmentError, SegmentCorrupt.
+
+        Where the device slots cannot be mapped there are none; `mapped` says so.
+        """
+        _check_fds(fds, 2 if attached.device_slots else 1)
+        lease = socket.socket(fileno=fds[1]) if attached.device_slots else None
+        segment: Segment | None = None
         try:
-            return cls(attached, segment)
+            segment = Segment(fds[0], attached.segment_bytes)
+            return cls(attached, segment, device, lease)
         except BaseException:
-            segment.close()
+            if segment is not None:
+                segment.close()
+            if lease is not None:
+                lease.close()
             raise
+
+    def mapped(self) -> Mapped:
+        """What to answer the daemon."""
+        if self.tier is None:
+            return Mapped(epoch=self.epoch)
+        return Mapped(epoch=self.epoch, device=self.tier.slots > 0, device_handle=self.tier.handle.hex())
 
     def beat(self, now_ns: int) -> None:
         """Only the scheduler's session has a heartbeat word."""

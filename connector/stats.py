@@ -40,6 +40,7 @@ COUNTERS: Mapping[str, str] = {
     "shadow_pending": "Shadow mode: requests whose blocks had not all been ready",
     "shadow_pending_blocks": "Shadow mode: blocks of those requests that were",
     "load_bytes": "Bytes copied from staging to the KV cache, all ranks",
+    "load_device_bytes": "Those of these bytes that came from staging in device memory",
     "load_seconds": "Time the workers' threads spent on these copies (CUDA: on queueing them), all ranks",
     "save_bytes": "Bytes copied from the KV cache to staging, all ranks",
     "save_seconds": "Time the workers' threads spent on these copies (CUDA: on queueing them), all ranks",

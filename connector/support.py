@@ -145,12 +145,16 @@ def scheduler_hello(vllm_config: VllmConfig, shape: Geometry) -> Hello:
     return Hello(**_common(vllm_config, shape), role="scheduler", rank=0, scheduler=wants)
 
 
-def worker_hello(vllm_config: VllmConfig, shape: Geometry, *, tp_rank: int, block_bytes: int, keys: RankKeys) -> Hello:
+def worker_hello(
+    vllm_config: VllmConfig, shape: Geometry, *, tp_rank: int, block_bytes: int, keys: RankKeys, device: str = ""
+) -> Hello:
+    """`device`: UUID of the rank's GPU, "" without staging in its memory."""
     parallel = vllm_config.parallel_config
     pp_rank = parallel.rank // parallel.tensor_parallel_size % parallel.pipeline_parallel_size
     mine = WorkerShape(
-        block_bytes=[block_bytes], key_prefix=[keys.prefix], put_factor=keys.put_factor, put_turn=keys.put_turn
-    )
+        block_bytes=[block_bytes], key_prefix=[keys.prefix], put_factor=keys.put_factor, put_turn=keys.put_turn,
+        device=device,
+    )  # fmt: skip
     rank = pp_rank * parallel.tensor_parallel_size + tp_rank
     return Hello(**_common(vllm_config, shape), role="worker", rank=rank, worker=mine)
 

@@ -8,9 +8,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from .copies import Copies, Copy, checked
 from .keys import RankKeys
 from .link import Link
-from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
+from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder
 from .paged import PagedCache
 from .session import WorkerSession
 from .stats import Tally
@@ -20,9 +21,10 @@ log = logging.getLogger("vllm.kvprefetch.worker")
 
 @dataclass
 class _Batch:
-    """Copies that are done when `fence` says so (None: already)."""
+    """Copies that are done when `fence` says so (None: already); until then their memory stays mapped."""
 
     fence: Any
+    copies: list[Copy] = field(default_factory=list)
     loads: list[int] = field(default_factory=list)
     saves: list[int] = field(default_factory=list)
     failed_saves: list[int] = field(default_factory=list)
@@ -33,8 +35,8 @@ class _Batch:
 class WorkerSide:
     """One rank. vLLM calls it on the worker's main thread only."""
 
-    def __init__(self, link: Link[WorkerSession], paged: PagedCache, keys: RankKeys) -> None:
-        self._link, self._paged, self._keys = link, paged, keys
+    def __init__(self, link: Link[WorkerSession], paged: PagedCache, keys: RankKeys, copies: Copies) -> None:
+        self._link, self._paged, self._keys, self._copies = link, paged, keys, copies
         self._running: list[_Batch] = []
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -42,58 +44,84 @@ class WorkerSide:
         self._counters: Counter[str] = Counter()
         self.tally = Tally(self._counters)
 
+    def step_begins(self, meta: KVPrefetchMetadata) -> None:
+        """Nothing of this step is queued on the compute stream yet."""
+        if any(order.asynchronous for order in meta.loads):
+            self._copies.mark()
+
     def load(self, meta: KVPrefetchMetadata) -> None:
         """Do this step's loads: before the forward for synchronous ones, after its launch otherwise."""
         self._link.keep(meta.live_epochs)
         orders, meta.loads = meta.loads, []  # the metadata may be shown again in the same step
-        if not orders:
-            return
-        batch = _Batch(None)
+        for asynchronous in (False, True):
+            if chosen := [order for order in orders if order.asynchronous is asynchronous]:
+                self._load(chosen, asynchronous)
+
+    def _load(self, orders: list[LoadOrder], asynchronous: bool) -> None:
+        batch = _Batch(None, loads=[order.load_id for order in orders])
+        if asynchronous:
+            batch.received = [order.request_id for order in orders]
         begun = time.perf_counter_ns()
+        good: list[LoadOrder] = []
         for order in orders:
             try:
-                session = self._link.mapped(order.epoch)
-                if session is None:
-                    raise LookupError(f"epoch is not mapped: epoch={order.epoch}")
-                self._paged.load(session.rows, order.slots, order.block_ids)
-                self._counters["load_bytes"] += len(order.slots) * self._paged.block_bytes
+                batch.copies.append(checked(self._paged, self._session(order.epoch), order.slots, order.block_ids))
+                good.append(order)
             except Exception as error:
-                # The scheduler side answers only for mapped, verified blocks, so this is a bug or a broken machine.
-                log.error("kvprefetch: load failed: request=%s: %s", order.request_id, error)
-                self._failed_blocks.update(order.block_ids)
-                batch.failed_loads.append(order.load_id)
-            batch.loads.append(order.load_id)
-            if order.asynchronous:
-                batch.received.append(order.request_id)
+                self._load_failed(batch, order, error)
+        try:
+            if good:
+                batch.fence = self._copies.run(batch.copies, beside=asynchronous)
+                self._count_loads(batch.copies)
+        except Exception as error:
+            for order in good:
+                self._load_failed(batch, order, error)
         self._counters["load_ns"] += time.perf_counter_ns() - begun
-        batch.fence = self._paged.fence()
         self._running.append(batch)
+
+    def _load_failed(self, batch: _Batch, order: LoadOrder, error: Exception) -> None:
+        # The scheduler side answers only for mapped, verified blocks, so this is a bug or a broken machine.
+        log.error("kvprefetch: load failed: request=%s: %s", order.request_id, error)
+        self._failed_blocks.update(order.block_ids)
+        batch.failed_loads.append(order.load_id)
+
+    def _count_loads(self, copies: list[Copy]) -> None:
+        for session, slots, _ in copies:
+            self._counters["load_bytes"] += len(slots) * self._paged.block_bytes
+            if session.tier is not None and session.tier.slots:
+                device = sum(slot >= len(session.rows) for slot in slots)
+                self._counters["load_device_bytes"] += device * self._paged.block_bytes
 
     def save(self, meta: KVPrefetchMetadata) -> None:
         """Queue this step's saves behind its forward; of what other ranks hold too, this rank's share."""
         orders, meta.saves = meta.saves, []
         if not orders:
             return
-        batch = _Batch(None)
+        batch = _Batch(None, saves=[order.save_id for order in orders])
         begun = time.perf_counter_ns()
         for order in orders:
-            batch.saves.append(order.save_id)
             try:
                 session = self._link.mapped(order.epoch)
                 if session is None:
                     batch.failed_saves.append(order.save_id)
                     continue
                 mine = [i for i, slot in enumerate(order.slots) if self._keys.saves(slot)]
+                slots, block_ids = [order.slots[i] for i in mine], [order.block_ids[i] for i in mine]
+                copy = checked(self._paged, session, slots, block_ids, save=True)
                 if mine:
-                    slots, block_ids = [order.slots[i] for i in mine], [order.block_ids[i] for i in mine]
-                    self._paged.save(session.rows, slots, block_ids)
-                    self._counters["save_bytes"] += len(mine) * self._paged.block_bytes
+                    batch.copies.append(copy)
             except Exception as error:
                 # Reported, so that the bytes in the slots are never put.
                 log.error("kvprefetch: save failed: blocks=%d: %s", len(order.block_ids), error)
                 batch.failed_saves.append(order.save_id)
+        try:
+            if batch.copies:
+                batch.fence = self._copies.run(batch.copies, save=True)
+                self._counters["save_bytes"] += sum(len(copy.slots) for copy in batch.copies) * self._paged.block_bytes
+        except Exception as error:
+            log.error("kvprefetch: saves failed: saves=%d: %s", len(orders), error)
+            batch.failed_saves = list(batch.saves)
         self._counters["save_ns"] += time.perf_counter_ns() - begun
-        batch.fence = self._paged.fence()
         self._running.append(batch)
 
     def received(self) -> set[str]:
@@ -112,9 +140,19 @@ class WorkerSide:
         report, self._report = self._report, KVPrefetchWorkerMeta()
         return report if report.loads or report.saves else None
 
+    def _session(self, epoch: int) -> WorkerSession:
+        session = self._link.mapped(epoch)
+        if session is None:
+            raise LookupError(f"epoch is not mapped: epoch={epoch}")
+        return session
+
     def _collect(self) -> None:
-        while self._running and (self._running[0].fence is None or self._running[0].fence.query()):
-            batch = self._running.pop(0)
+        """Asynchronous loads run beside the rest, so batches may end in any order."""
+        running, self._running = self._running, []
+        for batch in running:
+            if batch.fence is not None and not batch.fence.query():
+                self._running.append(batch)
+                continue
             self._report.loads.update(dict.fromkeys(batch.loads, 1))
             self._report.saves.update(dict.fromkeys(batch.saves, 1))
             self._report.failed_saves.update(batch.failed_saves)

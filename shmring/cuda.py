@@ -14,6 +14,7 @@ Tests put a provider of host memory in the place of `devices`.
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ HANDLE_BYTES = 64
 GRAIN_BYTES = 2 << 20
 # Registered host memory goes in whole pages.
 PAGE_BYTES = 4096
+# While host memory is registered other calls into CUDA may wait; this much takes some milliseconds.
+PIECE_BYTES = 16 << 20
 
 _NOT_READY = 600  # cudaErrorNotReady, for which cupy has no name
 
@@ -133,6 +136,18 @@ def exported_bytes(size_bytes: int) -> int:
     return -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
 
 
+def pieces(size_bytes: int, slot_bytes: int) -> list[tuple[int, int]]:
+    """(offset, bytes) of the pieces in which a segment of slots is to be registered.
+
+    Every cut lies between two slots, for one copy must not span two registrations, and between two pages.  The last
+    piece ends with the segment's last page.
+    """
+    least = slot_bytes * PAGE_BYTES // math.gcd(slot_bytes, PAGE_BYTES)
+    step = least * max(1, PIECE_BYTES // least)
+    end = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+    return [(offset, min(step, end - offset)) for offset in range(0, end, step)]
+
+
 # --- CUDA through cupy ------------------------------------------------------------------------------------------------
 
 
@@ -185,6 +200,12 @@ class CudaDevice:
         self.runtime = self.cupy.cuda.runtime
         properties = _said("cudaGetDeviceProperties", self.runtime.getDeviceProperties, index)
         self.processors = int(properties["multiProcessorCount"])
+        self._same_addresses = bool(
+            _said(
+                "cudaDeviceGetAttribute", self.runtime.deviceGetAttribute,
+                self.runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, index,
+            )
+        )  # fmt: skip
 
     def call(self, what: str, *values: Any) -> Any:
         """runtime.`what`(*values) with this device current. Raises DeviceError."""
@@ -204,6 +225,8 @@ class CudaDevice:
         return CudaMemory(self, address, size_bytes, "ipcCloseMemHandle")
 
     def register(self, address: int, size_bytes: int) -> None:
+        if not self._same_addresses:
+            raise DeviceError("hostRegister: this device does not use the host's addresses for registered memory")
         portable, mapped = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped: cupy has no names for them
         self.call("hostRegister", address, size_bytes, portable | mapped)
 

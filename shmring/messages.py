@@ -88,7 +88,10 @@ class Refused(_Message):
 
 
 class Attached(_Message):
-    """All processes said hello. Descriptors: scheduler (control segment, doorbell), worker (staging segment).
+    """All processes said hello. Descriptors: scheduler (control segment, doorbell), worker (staging segment, lease).
+
+    The lease, one end of a socket pair, comes with device slots only: who opened the handle closes it after unmapping,
+    and the slab's owner frees the slab only then.
 
     Slots [0, slot_count) lie in the staging segment, [slot_count, slot_count + device_slots) in device memory: that of
     `device_handle`, or with an empty one memory that the worker is to allocate and to export.

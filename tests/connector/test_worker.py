@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from kvprefetch.connector.copies import PlainCopies
 from kvprefetch.connector.keys import RankKeys
 from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder, SaveOrder
 from kvprefetch.connector.paged import PagedCache
@@ -55,7 +58,8 @@ def make(
     fill[:] = np.arange(SLOTS)[:, None] + 1
     attached = Attached(epoch=EPOCH, segment_bytes=segment.size_bytes, slot_count=SLOTS, slot_bytes=16)
     session = WorkerSession(attached, segment)
-    return WorkerSide(FakeLink(session), paged, keys), cache, session.rows, paged  # type: ignore[arg-type]
+    side = WorkerSide(FakeLink(session), paged, keys, PlainCopies(paged))  # type: ignore[arg-type]
+    return side, cache, session.rows, paged
 
 
 def load(
@@ -152,3 +156,90 @@ def test_slots_that_do_not_fit_their_segment_are_refused() -> None:
     with pytest.raises(SegmentCorrupt, match="do not fit"):
         WorkerSession(attached, segment)
     segment.close()
+
+
+class Recorder(PlainCopies):
+    """Says in what order things were asked for."""
+
+    def __init__(self, paged: PagedCache) -> None:
+        super().__init__(paged)
+        self.calls: list[tuple[Any, ...]] = []
+
+    def mark(self) -> None:
+        self.calls.append(("mark",))
+
+    def run(self, copies: Any, *, save: bool = False, beside: bool = False) -> Any:
+        self.calls.append(("save" if save else "load", beside, len(copies)))
+        return super().run(copies, save=save, beside=beside)
+
+
+def recording(worker: WorkerSide, paged: PagedCache, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    recorder = Recorder(paged)
+    monkeypatch.setattr(worker, "_copies", recorder)
+    return recorder.calls
+
+
+def test_a_steps_loads_of_a_kind_are_started_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, _, _, paged = make()
+    calls = recording(worker, paged, monkeypatch)
+    orders = [load(n, asynchronous=n % 2 == 1, blocks=(n,)) for n in range(5)]
+    meta = KVPrefetchMetadata(loads=orders, saves=[SaveOrder(9, EPOCH, [4], [2]), SaveOrder(10, EPOCH, [3], [1])])
+    worker.step_begins(meta)
+    worker.load(meta)
+    worker.save(meta)
+    assert calls == [("mark",), ("load", False, 3), ("load", True, 2), ("save", False, 2)]
+    assert worker.received() == {"r1", "r3"}
+
+
+def test_a_step_without_asynchronous_loads_marks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, _, _, paged = make()
+    calls = recording(worker, paged, monkeypatch)
+    worker.step_begins(KVPrefetchMetadata(loads=[load()]))
+    assert calls == []
+
+
+def test_copies_that_cannot_be_started_fail_all_their_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, _, _, _ = make()
+
+    def fail(*values: Any, **options: Any) -> None:
+        raise RuntimeError("told to fail")
+
+    monkeypatch.setattr(PlainCopies, "run", fail)
+    worker.load(KVPrefetchMetadata(loads=[load(1, blocks=(5,)), load(2, blocks=(BLOCKS,)), load(3, blocks=(1,))]))
+    worker.save(KVPrefetchMetadata(saves=[SaveOrder(9, EPOCH, [4], [2]), SaveOrder(10, 1, [4], [1])]))
+    assert worker.failed_blocks() == {5, BLOCKS, 1}
+    report = worker.report()
+    assert report is not None
+    assert (report.failed_loads, report.failed_saves) == ({1, 2, 3}, {9, 10})
+
+
+def test_what_is_done_is_reported_though_something_longer_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, _, _, paged = make()
+    fences = [Fence(), Fence()]
+    waiting = iter(fences)
+    monkeypatch.setattr(paged, "fence", lambda: next(waiting))
+    worker.load(KVPrefetchMetadata(loads=[load(1, asynchronous=True)]))
+    worker.save(KVPrefetchMetadata(saves=[SaveOrder(9, EPOCH, [4], [2])]))
+    fences[1].done = True
+    report = worker.report()
+    assert report is not None
+    assert (report.loads, report.saves) == ({}, {9: 1})
+    fences[0].done = True
+    assert worker.received() == {"r1"}
+
+
+def test_a_session_is_kept_until_its_copies_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory stays mapped and pinned under the kernel that reads it, whatever the link forgets."""
+    worker, _, _, paged = make()
+    fence = Fence()
+    monkeypatch.setattr(paged, "fence", lambda: fence)
+    link: Any = worker._link
+    session = weakref.ref(link.sessions[EPOCH])
+    worker.load(KVPrefetchMetadata(loads=[load()]))
+    link.sessions.clear()
+    gc.collect()
+    assert session() is not None
+    fence.done = True
+    worker.report()
+    gc.collect()
+    assert session() is None

@@ -128,6 +128,23 @@ def test_exported_sizes_are_whole_grains() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "slot_bytes", [1, 100, 4096, 655_360, 274 * 4096 + 2048, 16 << 20, (16 << 20) + 4096, 40 << 20]
+)
+@pytest.mark.parametrize("slots", [1, 7, 1000])
+def test_pieces_are_whole_pages_and_whole_slots(slot_bytes: int, slots: int) -> None:
+    size = slots * slot_bytes
+    found = cuda.pieces(size, slot_bytes)
+    end = 0
+    for offset, length in found:
+        assert offset == end
+        assert offset % slot_bytes == 0
+        assert offset % cuda.PAGE_BYTES == length % cuda.PAGE_BYTES == 0
+        end = offset + length
+    assert size <= end < size + cuda.PAGE_BYTES
+    assert all(length <= max(cuda.PIECE_BYTES, slot_bytes * cuda.PAGE_BYTES) for _, length in found)
+
+
 class Runtime:
     """Records what is called; stands in for cupy.cuda.runtime."""
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from kvprefetch.shmring import cuda
 from kvprefetch.shmring.cuda import GRAIN_BYTES, HANDLE_BYTES, PAGE_BYTES, DeviceError
+from tests.support.host_kernel import HostKernel
 
 UUID = str(uuids.UUID(int=0x6B76_7072_6566_6574_6368))
 _HANDLE = struct.Struct("<8sIIQQ")
@@ -123,8 +124,9 @@ class HostDevice:
         self.check("stream")
         return HostStream(self)
 
-    def kernel(self, source: str, name: str) -> cuda.Kernel:
-        raise DeviceError("kernel: there is no compiler for this device")
+    def kernel(self, source: str, name: str) -> HostKernel:
+        self.check("kernel")
+        return HostKernel(source, name)
 
     def run(self) -> None:
         """Do the copies that were held back."""

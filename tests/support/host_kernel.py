@@ -1,4 +1,4 @@
-"""Compiles the copy kernel's CUDA source as C++ and runs its threads one after the other: the same code without a GPU."""
+"""Compiles the copy kernel's CUDA source as C++ and runs its threads one by one: the same code, without a GPU."""
 
 from __future__ import annotations
 

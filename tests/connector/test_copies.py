@@ -1,0 +1,264 @@
+"""A step's copies from every place a slot can be in: with the copy kernel run on the CPU, and plainly."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvprefetch.connector import copies as copying
+from kvprefetch.connector.copies import SHORT_TABLE, TABLES, Copies, CudaCopies, PlainCopies, checked
+from kvprefetch.connector.paged import PagedCache
+from kvprefetch.shmring import cuda
+from kvprefetch.shmring.cuda import DeviceError
+from tests.support.host_device import UUID, HostDevice, HostDevices
+from tests.support.layouts import caches
+
+SIZES = {"L": 3, "B": 64, "H": 2, "N": 4, "C": 8}
+HOST, DEVICE = 20, 12
+
+
+class FakeEvent:
+    """Counts where it was recorded; done when told."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log, self.done, self.waited = log, True, False
+
+    def record(self, stream: Any) -> None:
+        self.log.append(("record", self, stream))
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.waited = self.done = True
+
+
+class FakeStream:
+    """Says what was asked of it."""
+
+    cuda_stream = 1
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+        self.synchronized = 0
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.log.append(("wait", event, self))
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+
+
+class FakeStreams:
+    """torch's streams without a GPU: whatever is queued is done at once."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.compute, self.side = FakeStream(self.log), FakeStream(self.log)
+
+    def current(self) -> FakeStream:
+        return self.compute
+
+    def use(self, stream: FakeStream) -> contextlib.AbstractContextManager[None]:
+        self.log.append(("use", None, stream))
+        return contextlib.nullcontext()
+
+    def event(self) -> FakeEvent:
+        return FakeEvent(self.log)
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        return torch.zeros(size_bytes, dtype=torch.uint8)
+
+    def on_device(self, data: Any) -> torch.Tensor:
+        return torch.from_numpy(data.copy())
+
+
+class World:
+    """A paged cache and a session with slots of random bytes in host and device memory."""
+
+    def __init__(self, layout: str = "LBNHC", pinned: int = HOST) -> None:
+        self.caches = caches(layout, sizes=SIZES)
+        self.paged = PagedCache(self.caches, list(self.caches), SIZES["B"])
+        self.device = HostDevice(64 << 20, UUID)
+        random = np.random.default_rng(0)
+        self.rows = random.integers(0, 256, (HOST, self.paged.block_bytes), np.uint8)
+        memory = self.device.allocate(cuda.GRAIN_BYTES)
+        near = random.integers(0, 256, (DEVICE, self.paged.block_bytes), np.uint8)
+        tier: Any = SimpleNamespace(slots=DEVICE, pinned=pinned, address=memory.address, rows=near)
+        flat = (np.ctypeslib.ctypes.c_uint8 * near.nbytes).from_address(memory.address)
+        np.ctypeslib.as_array(flat)[:] = near.reshape(-1)
+        self.all = np.concatenate([self.rows, near])
+        self.session: Any = SimpleNamespace(rows=self.rows, tier=tier)
+        self.streams = FakeStreams()
+
+    def copies(self, kind: str, entries: int = 4096) -> Copies:
+        if kind == "plain":
+            return PlainCopies(self.paged)
+        return CudaCopies(self.paged, self.device, self.streams, entries)
+
+    def value(self, block: int) -> Any:
+        row = np.zeros((1, self.paged.block_bytes), np.uint8)
+        self.paged.save(row, [0], [block])
+        return row[0]
+
+    def launches(self, copies: Copies) -> int:
+        assert isinstance(copies, CudaCopies)
+        return copies._kernel.launches  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["plain", "kernel"])
+@pytest.mark.parametrize("pinned", [0, 7, HOST])
+@pytest.mark.parametrize("count", [1, SHORT_TABLE, 30])
+def test_slots_are_loaded_wherever_they_lie(kind: str, pinned: int, count: int) -> None:
+    world = World(pinned=pinned)
+    slots = [int(n) for n in np.random.default_rng(count).permutation(HOST + DEVICE)[:count]]
+    blocks = list(range(SIZES["B"] - count, SIZES["B"]))
+    before = world.value(0)
+    copies = world.copies(kind)
+    copy = checked(world.paged, world.session, slots, blocks)
+    fence = copies.run([copy])
+    assert fence is None or fence.query()
+    for slot, block in zip(slots, blocks, strict=True):
+        assert (world.value(block) == world.all[slot]).all()
+    assert (world.value(0) == before).all()
+    if kind == "kernel":
+        direct = [slot for slot in slots if slot < pinned or slot >= HOST]
+        assert world.launches(copies) == (1 if direct else 0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "kernel"])
+@pytest.mark.parametrize("pinned", [0, 7, HOST])
+def test_blocks_are_saved_into_host_slots(kind: str, pinned: int) -> None:
+    world = World(pinned=pinned)
+    slots, blocks = [0, 19, 7, 6, 3], [63, 0, 5, 9, 2]
+    expected = [world.value(block) for block in blocks]
+    untouched = world.rows[1].copy()
+    world.copies(kind).run([checked(world.paged, world.session, slots, blocks, save=True)], save=True)
+    for slot, value in zip(slots, expected, strict=True):
+        assert (world.rows[slot] == value).all()
+    assert (world.rows[1] == untouched).all()
+
+
+def test_a_steps_orders_are_one_launch() -> None:
+    world = World()
+    copies = world.copies("kernel")
+    orders = [checked(world.paged, world.session, [n, HOST + n], [2 * n, 2 * n + 1]) for n in range(DEVICE)]
+    copies.run(orders)
+    assert world.launches(copies) == 1
+    for n in range(DEVICE):
+        assert (world.value(2 * n) == world.all[n]).all()
+        assert (world.value(2 * n + 1) == world.all[HOST + n]).all()
+
+
+def test_more_blocks_than_a_table_are_several_launches_and_tables_are_used_again() -> None:
+    world = World()
+    copies = world.copies("kernel", entries=1)
+    slots = list(range(HOST))
+    assert HOST > TABLES
+    copies.run([checked(world.paged, world.session, slots, slots)])
+    assert world.launches(copies) == HOST
+    assert all((world.value(n) == world.all[n]).all() for n in slots)
+
+
+def test_a_table_in_use_is_waited_for() -> None:
+    world = World()
+    copies = world.copies("kernel")
+    one = checked(world.paged, world.session, [1], [1])
+    fences = [copies.run([one]) for _ in range(TABLES)]
+    fences[0].done = fences[1].done = False
+    copies.run([one])
+    assert [fence.waited for fence in fences[:3]] == [True, False, False]
+
+
+def test_asynchronous_loads_run_beside_and_behind_the_mark() -> None:
+    world = World()
+    copies, streams = world.copies("kernel"), world.streams
+    copies.mark()
+    ((_, mark, where),) = streams.log
+    assert where is streams.compute
+    streams.log.clear()
+    fence = copies.run([checked(world.paged, world.session, [1], [1])], beside=True)
+    assert streams.log == [("wait", mark, streams.side), ("record", fence, streams.side)]
+    streams.log.clear()
+    # Without a mark of this step: behind everything on the compute stream.
+    copies.run([checked(world.paged, world.session, [1], [1])], beside=True)
+    assert [(what, stream) for what, _, stream in streams.log[:2]] == [
+        ("record", streams.compute), ("wait", streams.side),
+    ]  # fmt: skip
+
+
+def test_synchronous_loads_and_saves_run_on_the_compute_stream() -> None:
+    world = World()
+    copies, streams = world.copies("kernel"), world.streams
+    for save in (False, True):
+        streams.log.clear()
+        copies.run([checked(world.paged, world.session, [1], [1], save=save)], save=save)
+        assert {stream for _, _, stream in streams.log} == {streams.compute}
+
+
+def test_a_failed_launch_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    copies = world.copies("kernel")
+
+    def fail(*values: Any) -> None:
+        raise DeviceError("cuLaunchKernel: told to fail")
+
+    monkeypatch.setattr(copies._kernel, "launch", fail)  # type: ignore[attr-defined]
+    with pytest.raises(DeviceError):
+        copies.run([checked(world.paged, world.session, [1], [1])])
+    assert world.streams.compute.synchronized == 1
+
+
+@pytest.mark.parametrize(
+    ("slots", "blocks", "save"),
+    [
+        ([HOST + DEVICE], [0], False), ([-1], [0], False), ([0], [SIZES["B"]], False), ([0], [-1], False),
+        ([0, 1], [0], False), ([HOST], [0], True),
+    ],
+)  # fmt: skip
+def test_what_lies_outside_is_refused_before_anything_is_copied(
+    slots: list[int], blocks: list[int], save: bool
+) -> None:
+    """An address out of bounds would take the whole process's CUDA context with it."""
+    world = World()
+    with pytest.raises((IndexError, ValueError)):
+        checked(world.paged, world.session, slots, blocks, save=save)
+
+
+def test_without_a_tier_there_are_no_device_slots() -> None:
+    world = World()
+    session: Any = SimpleNamespace(rows=world.rows, tier=None)
+    with pytest.raises(IndexError):
+        checked(world.paged, session, [HOST], [0])
+
+
+@pytest.fixture
+def provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevices]:
+    devices = HostDevices(64 << 20)
+    monkeypatch.setattr(cuda, "devices", devices)
+    return devices
+
+
+def test_the_cpu_has_no_device_unless_a_test_gives_it_one(provider: HostDevices) -> None:
+    paged = World().paged
+    copies, device = copying.for_cache(paged)
+    assert isinstance(copies, PlainCopies)
+    assert device is provider.device
+    cuda.devices = cuda.CudaDevices()
+    assert copying.for_cache(paged)[1] is None
+
+
+@pytest.mark.parametrize("fail", ["uuid_of", "open_device"])
+def test_a_device_that_cannot_be_used_is_done_without(
+    provider: HostDevices, fail: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    provider.device.fail.add(fail)
+    copies, device = copying.for_cache(World().paged)
+    assert (type(copies), device) == (PlainCopies, None)
+    assert "told to fail" in caplog.text

@@ -1,0 +1,203 @@
+"""A rank's part of its GPU: the slab is mapped or there is none, host slots are pinned, and all of it is given back."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvprefetch.connector.session import WorkerSession
+from kvprefetch.connector.tier import DeviceTier
+from kvprefetch.shmring import cuda
+from kvprefetch.shmring.errors import SegmentError
+from kvprefetch.shmring.messages import Attached, Mapped
+from kvprefetch.shmring.segment import Segment
+from tests.support.host_device import UUID, HostDevice
+
+ROOT = Path(__file__).resolve().parents[2]
+SLOTS, SLOT_BYTES, DEVICE_SLOTS = 5, 6000, 3
+EXPORTER = f"""
+import ctypes, sys
+from kvprefetch.shmring import cuda
+from tests.support import host_device
+host_device.install()
+memory = cuda.open_device(host_device.UUID).allocate(cuda.GRAIN_BYTES)
+ctypes.memset(memory.address, 42, {DEVICE_SLOTS * SLOT_BYTES})
+print(memory.handle().hex(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def device() -> Iterator[HostDevice]:
+    device = HostDevice(64 << 20, UUID)
+    yield device
+    gc.collect()
+    eventually(lambda: not any(device.live.values()))
+
+
+LEASES: list[socket.socket] = []
+
+
+@pytest.fixture(autouse=True)
+def leases() -> Iterator[None]:
+    """The daemon's ends are closed at the end of a test."""
+    yield
+    while LEASES:
+        LEASES.pop().close()
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def attached(**changes: Any) -> Attached:
+    values = {"segment_bytes": SLOTS * SLOT_BYTES, "slot_count": SLOTS, "slot_bytes": SLOT_BYTES}
+    return Attached(epoch=3, **{**values, **changes})
+
+
+def session(device: HostDevice | None, message: Attached) -> tuple[WorkerSession, socket.socket | None]:
+    """As mapped from descriptors, and the daemon's end of the lease."""
+    segment = Segment.create(SLOTS * SLOT_BYTES)
+    fds = [socket.dup(segment.fd)]
+    mine = None
+    if message.device_slots:
+        mine, theirs = socket.socketpair()
+        LEASES.append(mine)
+        mine.settimeout(10)
+        fds.append(theirs.detach())
+    segment.close()
+    return WorkerSession.map(message, fds, device), mine
+
+
+def test_without_a_gpu_there_is_no_tier() -> None:
+    made, _ = session(None, attached())
+    assert made.tier is None
+    assert made.mapped() == Mapped(epoch=3)
+
+
+def test_a_slab_for_a_rank_without_a_gpu_is_declined_and_its_lease_let_go() -> None:
+    made, lease = session(None, attached(device_slots=DEVICE_SLOTS, device_handle="00" * 64))
+    assert made.mapped() == Mapped(epoch=3)
+    assert lease is not None
+    assert lease.recv(1) == b""
+
+
+def test_host_slots_are_pinned_without_a_slab(device: HostDevice) -> None:
+    made, _ = session(device, attached())
+    tier = made.tier
+    assert tier is not None
+    assert made.mapped() == Mapped(epoch=3)
+    eventually(lambda: tier.pinned == SLOTS)
+    assert device.live["registered"] == 1
+    del made
+    assert tier.join(10)
+    assert device.live["registered"] == 0
+
+
+def test_slots_are_pinned_piece_by_piece(device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only whole pieces that are registered count, and an end in the middle gives back what was pinned until then."""
+    monkeypatch.setattr(cuda, "PIECE_BYTES", 1)
+    rows = np.frombuffer(memoryview(Segment.create(64 * 2048).buffer), np.uint8).reshape(64, 2048)
+    seen: list[int] = []
+    register = device.register
+
+    def slowly(address: int, size_bytes: int) -> None:
+        seen.append(tier[0].pinned if tier else 0)
+        register(address, size_bytes)
+        if len(seen) == 5:
+            tier[0].end()
+
+    tier: list[DeviceTier] = []
+    monkeypatch.setattr(device, "register", slowly)
+    tier.append(DeviceTier(device, rows, attached(slot_bytes=2048), None))
+    assert tier[0].join(10)
+    assert seen == [0, 2, 4, 6, 8]
+    assert tier[0].pinned == 10
+    assert device.live["registered"] == 0
+
+
+def test_pages_that_cannot_be_pinned_are_left_with_one_warning(
+    device: HostDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    device.fail.add("register")
+    with caplog.at_level(logging.WARNING):
+        made, _ = session(device, attached())
+        eventually(lambda: bool(caplog.records))
+    assert "cannot pin staging: pinned_slots=0 slots=5: register" in caplog.text
+    assert made.tier is not None
+    assert made.tier.pinned == 0
+
+
+def test_another_processs_slab_is_mapped_and_the_lease_ends_after_it(device: HostDevice) -> None:
+    pipe = subprocess.PIPE
+    exporter = subprocess.Popen([sys.executable, "-c", EXPORTER], stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
+    assert exporter.stdout is not None
+    handle = exporter.stdout.readline().strip()
+    made, lease = session(device, attached(device_slots=DEVICE_SLOTS, device_handle=handle))
+    assert made.mapped() == Mapped(epoch=3, device=True)
+    assert made.tier is not None
+    assert (made.tier.slots, made.tier.rows.shape) == (DEVICE_SLOTS, (DEVICE_SLOTS, SLOT_BYTES))
+    assert (made.tier.rows == 42).all()
+    assert device.live["opened"] == 1
+    assert lease is not None
+    lease.settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        lease.recv(1)
+    lease.settimeout(10)
+    made.tier.__dict__.pop("rows")
+    del made
+    assert lease.recv(1) == b""
+    assert device.live["opened"] == 0
+    exporter.communicate()
+
+
+def test_a_slab_of_the_engine_is_freed_only_when_the_daemon_let_go(device: HostDevice) -> None:
+    made, lease = session(device, attached(device_slots=DEVICE_SLOTS))
+    answer = made.mapped()
+    assert answer.device
+    assert len(answer.device_handle) == 2 * cuda.HANDLE_BYTES
+    tier = made.tier
+    assert tier is not None
+    del made
+    assert not tier.join(0.1)
+    assert device.live["allocated"] == 1
+    assert lease is not None
+    lease.close()
+    assert tier.join(10)
+    assert device.live["allocated"] == 0
+
+
+@pytest.mark.parametrize(("fail", "handle"), [("open", "00" * 64), ("allocate", ""), ("handle", "")])
+def test_a_slab_that_cannot_be_had_leaves_the_host_slots(
+    device: HostDevice, caplog: pytest.LogCaptureFixture, fail: str, handle: str
+) -> None:
+    device.fail.add(fail)
+    with caplog.at_level(logging.WARNING):
+        made, lease = session(device, attached(device_slots=DEVICE_SLOTS, device_handle=handle))
+    assert "no staging in device memory" in caplog.text
+    assert made.mapped() == Mapped(epoch=3)
+    assert made.tier is not None
+    assert (made.tier.slots, made.tier.address) == (0, 0)
+    assert lease is not None
+    assert lease.recv(1) == b""
+
+
+def test_a_lease_that_is_missing_is_an_error() -> None:
+    segment = Segment.create(SLOTS * SLOT_BYTES)
+    fds = [socket.dup(segment.fd)]
+    segment.close()
+    with pytest.raises(SegmentError, match="descriptors are missing"):
+        WorkerSession.map(attached(device_slots=1), fds)
