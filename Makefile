@@ -2,6 +2,8 @@
 VENV   ?= .venv
 PYTHON ?=
 export VENV PYTHON
+# What tests use beyond the rest; `make demo` and the benchmarks do without.
+test stress: export WITH_TESTS := 1
 
 BIN    := $(VENV)/bin
 LINTED := .

@@ -93,7 +93,7 @@ def listen(config: DaemonConfig) -> socket.socket:
     except OSError as error:
         raise ConfigError(
             f"socket: cannot be bound: {error.strerror or error}: socket={str(path)!r} "
-            f"socket_group={config.socket_group!r}"
+            f"socket_group={config.socket_group!r}; --socket names another place"
         ) from None
 
 
