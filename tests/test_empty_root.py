@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tempfile
@@ -40,6 +41,20 @@ def root() -> Iterator[EmptyRoot]:
 @pytest.mark.parametrize("document", ["README.md", "docs/OPERATIONS.md"])
 def test_the_commands_are_a_script(document: str) -> None:
     subprocess.run(["bash", "-n"], input=script(document), text=True, check=True)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(900)
+def test_what_is_broken_off_leaves_nothing(root: EmptyRoot) -> None:
+    """A command that fails or takes too long is an error with its output; nothing runs on, nothing stays mounted."""
+    before = Path("/proc/self/mountinfo").read_text()
+    with pytest.raises(AssertionError, match=r"exit status 3(.|\n)*said before"):
+        root.run("mount | grep -q ' /dev/shm '\necho said before\nexit 3", timeout_s=60)
+    with pytest.raises(AssertionError, match="still running after 5 s"):
+        root.run("sleep 1000 & setsid sleep 1000 & sleep 1000", timeout_s=5)
+    inside = [each for each in Path("/proc").glob("[0-9]*/root") if os.path.realpath(each) == str(root.path)]
+    assert inside == []
+    assert Path("/proc/self/mountinfo").read_text() == before
 
 
 @pytest.mark.stress

@@ -41,7 +41,9 @@ PURGE_TIMEOUT_S = 60
 
 def add(commands: Commands) -> None:
     parser = declare(commands, "store", "list, count or remove what the store holds", run, PAGE, details=DETAILS)
-    parser.add_argument("action", choices=("ls", "stat", "purge"))
+    parser.add_argument(
+        "action", choices=("ls", "stat", "purge"), help="the keys, one a line; values by namespace; remove a namespace"
+    )
     parser.add_argument("--prefix", metavar="TEXT", help="only keys that begin so; for purge, a whole namespace")
     parser.add_argument("--engine", metavar="ID", help="purge: the namespaces of this attached engine, all ranks")
     parser.add_argument("--yes", action="store_true", help="purge: do it")
