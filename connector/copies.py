@@ -8,9 +8,9 @@ waits for what the compute stream held when the step began: steps before may sti
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,15 +19,11 @@ import torch
 from ..shmring import cuda
 from ..shmring.cuda import Device, DeviceError
 from . import cuda_copy
-from .cuda_copy import ENTRY
+from .cuda_copy import STEP, STEP_BLOCKS
 from .paged import PagedCache
-from .session import WorkerSession
 
-# Blocks of one launch, and how many launches' tables may be in use before one has to be waited for.
-TABLE_ENTRIES = 4096
-TABLES = 16
-# A table this short is read where it lies, in host memory: sooner there than a copy of it would be.
-SHORT_TABLE = 8
+if TYPE_CHECKING:
+    from .session import WorkerSession
 
 log = logging.getLogger("vllm.kvprefetch.copies")
 
@@ -101,7 +97,6 @@ class Streams(Protocol):
     def current(self) -> Any: ...
     def use(self, stream: Any) -> AbstractContextManager[Any]: ...
     def event(self) -> Any: ...
-    def pinned(self, size_bytes: int) -> Any: ...
     def on_device(self, data: npt.NDArray[np.uint8]) -> Any: ...
 
 
@@ -122,39 +117,27 @@ class TorchStreams:
     def event(self) -> Any:
         return torch.cuda.Event()
 
-    def pinned(self, size_bytes: int) -> Any:
-        return torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
-
     def on_device(self, data: npt.NDArray[np.uint8]) -> Any:
         return torch.from_numpy(data).to(self._device)
-
-
-class _Table:
-    """The kernel's table of one launch: pinned, and room for a copy of it on the device."""
-
-    def __init__(self, streams: Streams, entries: int) -> None:
-        self.host = streams.pinned(entries * ENTRY.itemsize)
-        self.device = streams.on_device(np.zeros(entries * ENTRY.itemsize, np.uint8))
-        self.entries = self.host.numpy().view(ENTRY)
-        self.event: Any = None
 
 
 class CudaCopies:
     """By the copy kernel: one launch for a step's loads or saves. Host slots that are not pinned yet go torch's way.
 
-    Nothing is allocated after construction, and nothing is waited for unless TABLES launches are under way.
+    Nothing is allocated after construction, and nothing is waited for.
     """
 
-    def __init__(self, paged: PagedCache, device: Device, streams: Streams, entries: int = TABLE_ENTRIES) -> None:
+    def __init__(self, paged: PagedCache, device: Device, streams: Streams) -> None:
         """Compile the kernel or find it compiled. Raises DeviceError, and ValueError for blocks it cannot copy."""
         pieces, self._units = cuda_copy.piece_table(paged.pieces)
         self._paged, self._device, self._streams = paged, device, streams
         self._kernel = device.kernel(cuda_copy.SOURCE, cuda_copy.KERNEL)
         self._pieces = streams.on_device(pieces.view(np.uint8))
-        self._entries = cuda_copy.entries_per_launch(self._units, entries)
-        self._tables = [_Table(streams, self._entries) for _ in range(TABLES)]
-        self._next = 0
-        self._params = np.zeros(5, np.uint64)
+        self._step = np.zeros(1, STEP)
+        self._fields = {name: self._step[name][0:1] for name in ("host", "device", "host_slots", "count", "gather")}
+        self._slots, self._blocks = self._step["slots"][0], self._step["blocks"][0]
+        self._step["pieces"], self._step["slot_bytes"] = self._pieces.data_ptr(), paged.block_bytes
+        self._step["units"] = self._units
         self._mark: Any = None
 
     def mark(self) -> None:
@@ -169,59 +152,51 @@ class CudaCopies:
             stream = self._streams.side
             stream.wait_event(self._mark)
             self._mark = None
-        fence = self._streams.event()
         try:
-            for rows, block_ids in self._direct(copies, stream, save=save):
-                self._launch(rows, block_ids, stream, save=save).event = fence
-                # After each launch: so many blocks may come that their tables are used again within this call.
-                fence.record(stream)
+            for session, slots, block_ids in _by_session(copies):
+                self._copy(session, slots, block_ids, stream, save=save)
+            fence = self._streams.event()
+            fence.record(stream)
         except BaseException:
             stream.synchronize()  # what was queued must not outlast the answer that it failed
             raise
         return fence
 
-    def _direct(self, copies: Sequence[Copy], stream: Any, *, save: bool) -> Iterator[tuple[Any, Any]]:
-        """(addresses of slots, blocks) for the kernel, in portions of a table; the others are copied by torch."""
-        found: list[tuple[Any, Any]] = []
-        for session, slots, block_ids in copies:
-            host, slot_bytes = len(session.rows), self._paged.block_bytes
-            numbers, blocks = np.array(slots, np.int64), np.array(block_ids, np.int64)
-            pinned, device_base = 0, 0
-            if session.tier is not None:
-                pinned, device_base = session.tier.pinned, session.tier.address
-            if pinned < host:
-                direct = (numbers < pinned) | (numbers >= host)
-                if not direct.all():
-                    with self._streams.use(stream):
-                        copy = self._paged.save if save else self._paged.load
-                        copy(session.rows, numbers[~direct].tolist(), blocks[~direct].tolist())
-                    numbers, blocks = numbers[direct], blocks[direct]
-            base = np.where(numbers < host, session.rows.ctypes.data, device_base - host * slot_bytes)
-            found.append((base + numbers * slot_bytes, blocks))
-        rows, all_blocks = found[0] if len(found) == 1 else map(np.concatenate, zip(*found, strict=True))
-        for start in range(0, max(1, len(rows)), self._entries):
-            yield rows[start : start + self._entries], all_blocks[start : start + self._entries]
-
-    def _launch(self, rows: Any, block_ids: Any, stream: Any, *, save: bool) -> _Table:
-        table = self._tables[self._next]
-        self._next = (self._next + 1) % len(self._tables)
-        if table.event is not None and not table.event.query():
-            table.event.synchronize()
-        count = len(rows)
-        if not count:  # all went torch's way
-            return table
-        table.entries["row"][:count] = rows
-        table.entries["block"][:count] = block_ids
-        address = table.host.data_ptr()
-        if count > SHORT_TABLE:
-            size = count * ENTRY.itemsize
+    def _copy(
+        self, session: WorkerSession, slots: Sequence[int], block_ids: Sequence[int], stream: Any, *, save: bool
+    ) -> None:
+        host, tier = len(session.rows), session.tier
+        pinned = 0 if tier is None else tier.pinned
+        if pinned < host and any(pinned <= slot < host for slot in slots):
+            pairs = list(zip(slots, block_ids, strict=True))
             with self._streams.use(stream):
-                table.device[:size].copy_(table.host[:size], non_blocking=True)
-            address = table.device.data_ptr()
-        self._params[:] = (self._pieces.data_ptr(), self._units, address, count, save)
-        grid = cuda_copy.grid_for(self._units, count, self._device.processors)
-        self._kernel.launch(grid, cuda_copy.THREADS, self._params, stream.cuda_stream)
-        return table
+                copy = self._paged.save if save else self._paged.load
+                copy(session.rows, *zip(*[pair for pair in pairs if pinned <= pair[0] < host], strict=True))
+            if not (pairs := [pair for pair in pairs if not pinned <= pair[0] < host]):
+                return
+            slots, block_ids = zip(*pairs, strict=True)
+        fields = self._fields
+        fields["host"][0], fields["host_slots"][0] = session.rows.ctypes.data, host
+        fields["device"][0], fields["gather"][0] = 0 if tier is None else tier.address, save
+        for start in range(0, len(slots), STEP_BLOCKS):
+            part = slots[start : start + STEP_BLOCKS]
+            count = len(part)
+            self._slots[:count], self._blocks[:count] = part, block_ids[start : start + STEP_BLOCKS]
+            fields["count"][0] = count
+            grid = cuda_copy.grid_for(self._units, count, self._device.processors)
+            self._kernel.launch(grid, cuda_copy.THREADS, self._step, stream.cuda_stream)
+
+
+def _by_session(copies: Sequence[Copy]) -> Iterable[Copy]:
+    """The copies of one session as one; nearly always there is one session."""
+    if len(copies) == 1:
+        return copies
+    joined: dict[int, tuple[WorkerSession, list[int], list[int]]] = {}
+    for session, slots, block_ids in copies:
+        _, all_slots, all_blocks = joined.setdefault(session.epoch, (session, [], []))
+        all_slots.extend(slots)
+        all_blocks.extend(block_ids)
+    return [Copy(*one) for one in joined.values()]
 
 
 def for_cache(paged: PagedCache) -> tuple[Copies, Device | None]:

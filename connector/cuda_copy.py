@@ -1,11 +1,13 @@
 """The copy kernel: all segments of all blocks of a step in one launch, slots to paged KV (scatter) or back (gather).
 
-A slot is a block's bytes in the value's order; where they lie in the paged cache is a table of pieces (paged.py),
-which never changes.  What changes from launch to launch is a table of (address of a slot, block number).  The work is
-cut into units of at most UNIT_BYTES of one segment, one unit per warp at a time, each warp with eight accesses of 16
-bytes per lane in flight.  Addresses or lengths that are not multiples of 16 are copied in the widest steps that fit.
+A slot is a block's bytes in the value's order; where they lie in the paged cache is a table of pieces (paged.py), which
+never changes and stands in device memory.  What changes from launch to launch, STEP, is the kernel's one argument: the
+driver has copied it when the launch returns, so nothing has to be kept, waited for or copied beforehand.  Kernel
+arguments may be 4 KiB in all, which bounds the blocks of one launch.
 
-The source compiles as C++ too (tests/connector/test_cuda_copy.py), for there is no cooperation between threads.
+The work is cut into units of at most UNIT_BYTES of one segment, one unit per warp at a time, each lane with eight
+accesses of 16 bytes in flight.  Addresses or lengths that are not multiples of 16 are copied in the widest steps that
+fit.  The source compiles as C++ too (tests/support/host_kernel.py), for there is no cooperation between threads.
 """
 
 from __future__ import annotations
@@ -21,24 +23,37 @@ KERNEL = "kvprefetch_copy"
 THREADS = 256
 WARP = 32
 UNIT_BYTES = 4096
+STEP_BLOCKS = 500
 # Blocks of threads per multiprocessor: as many as are resident at a time, and some to smooth the end.
 BLOCKS_PER_PROCESSOR = 16
 
-# Both sides of the tables; `parts` is the number of units of a segment, `first` the number of units before the piece.
+# As the source declares them. `parts`: units of a segment; `first`: units before the piece.
 PIECE = np.dtype(
     [
         ("address", np.uint64), ("stride", np.uint64), ("distance", np.uint64), ("offset", np.uint64),
         ("length", np.uint32), ("segments", np.uint32), ("parts", np.uint32), ("first", np.uint32),
     ]
 )  # fmt: skip
-ENTRY = np.dtype([("row", np.uint64), ("block", np.uint64)])
+# Slot n lies at host + n * slot_bytes, from host_slots on at device + (n - host_slots) * slot_bytes.
+STEP = np.dtype(
+    [
+        ("pieces", np.uint64), ("host", np.uint64), ("device", np.uint64), ("slot_bytes", np.uint64),
+        ("units", np.uint32), ("count", np.uint32), ("host_slots", np.uint32), ("gather", np.uint32),
+        ("slots", np.uint32, STEP_BLOCKS), ("blocks", np.uint32, STEP_BLOCKS),
+    ]
+)  # fmt: skip
 
 SOURCE = """
 typedef unsigned long long u64;
 typedef unsigned int u32;
 
 struct Piece { u64 address, stride, distance, offset; u32 length, segments, parts, first; };
-struct Entry { u64 row, block; };
+struct Step {
+    u64 pieces, host, device, slot_bytes;
+    u32 units, count, host_slots, gather;
+    u32 slots[STEP_BLOCKS], blocks[STEP_BLOCKS];
+};
+static_assert(sizeof(Piece) == PIECE_SIZE && sizeof(Step) == STEP_SIZE && sizeof(Step) <= 4096, "tables differ");
 
 template <typename T>
 __device__ __forceinline__ void move(u64 target, u64 source, u32 bytes, u32 lane) {
@@ -56,26 +71,26 @@ __device__ __forceinline__ void move(u64 target, u64 source, u32 bytes, u32 lane
     for (; i < count; i += 32) to[i] = from[i];
 }
 
-extern "C" __global__ void __launch_bounds__(256)
-kvprefetch_copy(u64 pieces_at, u64 units, u64 entries_at, u64 entry_count, u64 gather) {
-    const Piece* pieces = reinterpret_cast<const Piece*>(pieces_at);
-    const Entry* entries = reinterpret_cast<const Entry*>(entries_at);
+extern "C" __global__ void __launch_bounds__(256, 4) kvprefetch_copy(const __grid_constant__ Step step) {
     const u32 lane = threadIdx.x % 32;
     const u32 warps = gridDim.x * (blockDim.x / 32);
-    const u32 total = static_cast<u32>(units * entry_count);
+    const u32 total = step.units * step.count;
     for (u64 n = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; n < total; n += warps) {
-        const Entry entry = entries[static_cast<u32>(n) / static_cast<u32>(units)];
-        const u32 unit = static_cast<u32>(n) % static_cast<u32>(units);
-        const Piece* piece = pieces;
+        const u32 which = static_cast<u32>(n) / step.units;
+        const u32 unit = static_cast<u32>(n) % step.units;
+        const u32 number = step.slots[which];
+        const Piece* piece = reinterpret_cast<const Piece*>(step.pieces);
         while (unit - piece->first >= piece->segments * piece->parts) ++piece;
         const u32 segment = (unit - piece->first) / piece->parts;
         const u32 start = (unit - piece->first) % piece->parts * UNIT_BYTES;
         const u32 rest = piece->length - start;
         const u32 bytes = rest < UNIT_BYTES ? rest : UNIT_BYTES;
-        const u64 paged = piece->address + entry.block * piece->stride + segment * piece->distance + start;
-        const u64 slot = entry.row + piece->offset + static_cast<u64>(segment) * piece->length + start;
-        const u64 target = gather ? slot : paged;
-        const u64 source = gather ? paged : slot;
+        const u64 row = number < step.host_slots ? step.host + number * step.slot_bytes
+                                                 : step.device + (number - step.host_slots) * step.slot_bytes;
+        const u64 slot = row + piece->offset + static_cast<u64>(segment) * piece->length + start;
+        const u64 paged = piece->address + step.blocks[which] * piece->stride + segment * piece->distance + start;
+        const u64 target = step.gather ? slot : paged;
+        const u64 source = step.gather ? paged : slot;
         const u32 odd = static_cast<u32>((target | source | bytes) & 15);
         if (odd == 0) move<uint4>(target, source, bytes, lane);
         else if (odd % 8 == 0) move<u64>(target, source, bytes, lane);
@@ -84,7 +99,11 @@ kvprefetch_copy(u64 pieces_at, u64 units, u64 entries_at, u64 entry_count, u64 g
         else move<unsigned char>(target, source, bytes, lane);
     }
 }
-""".replace("UNIT_BYTES", f"{UNIT_BYTES}u")
+"""
+for _name, _value in {
+    "UNIT_BYTES": UNIT_BYTES, "STEP_BLOCKS": STEP_BLOCKS, "PIECE_SIZE": PIECE.itemsize, "STEP_SIZE": STEP.itemsize,
+}.items():  # fmt: skip
+    SOURCE = SOURCE.replace(_name, f"{_value}u")
 
 
 def piece_table(pieces: Sequence[Piece]) -> tuple[npt.NDArray[np.void], int]:
@@ -93,7 +112,7 @@ def piece_table(pieces: Sequence[Piece]) -> tuple[npt.NDArray[np.void], int]:
     offset = units = 0
     for row, piece in zip(table, pieces, strict=True):
         parts = -(-piece.length // UNIT_BYTES)
-        if max(piece.length, units + piece.segments * parts) >= 1 << 32:
+        if max(piece.length, (units + piece.segments * parts) * STEP_BLOCKS) >= 1 << 32:
             raise ValueError(f"block is too large for the copy kernel: bytes={piece.length * piece.segments}")
         row["address"], row["stride"], row["distance"], row["offset"] = (
             piece.address, piece.stride, piece.distance, offset,
@@ -104,12 +123,7 @@ def piece_table(pieces: Sequence[Piece]) -> tuple[npt.NDArray[np.void], int]:
     return table, units
 
 
-def grid_for(units: int, entries: int, processors: int) -> int:
-    """Blocks of THREADS threads for so many units."""
+def grid_for(units: int, blocks: int, processors: int) -> int:
+    """Blocks of THREADS threads for the units of so many blocks of KV."""
     warps = THREADS // WARP
-    return max(1, min(-(-units * entries // warps), processors * BLOCKS_PER_PROCESSOR))
-
-
-def entries_per_launch(units: int, most: int) -> int:
-    """How many blocks one launch may copy: at most `most`, and their units must be counted in 32 bits."""
-    return max(1, min(most, ((1 << 32) - 1) // units))
+    return max(1, min(-(-units * blocks // warps), processors * BLOCKS_PER_PROCESSOR))

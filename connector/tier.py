@@ -16,13 +16,16 @@ import socket
 import threading
 from collections.abc import Callable
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..shmring import cuda
 from ..shmring.cuda import Device, DeviceError, Memory
-from ..shmring.messages import Attached
 from .paged import Rows
+
+if TYPE_CHECKING:
+    from ..shmring.messages import Attached
 
 # Between two pieces others get at CUDA's locks.
 PAUSE_S = 0.001

@@ -32,7 +32,7 @@ PIECE_BYTES = 16 << 20
 
 _NOT_READY = 600  # cudaErrorNotReady, for which cupy has no name
 
-Params = npt.NDArray[np.uint64]
+Argument = npt.NDArray[np.void]
 
 
 class DeviceError(Exception):
@@ -85,10 +85,10 @@ class Memory(Protocol):
 
 
 class Kernel(Protocol):
-    """A compiled kernel whose parameters are all 64 bits wide."""
+    """A compiled kernel with one parameter, a structure by value."""
 
-    def launch(self, grid: int, threads: int, params: Params, stream: int) -> None:
-        """Queue `grid` blocks of `threads` on the stream. `params` may be changed when this returns. DeviceError."""
+    def launch(self, grid: int, threads: int, argument: Argument, stream: int) -> None:
+        """Queue `grid` blocks of `threads` on the stream. `argument` may be changed when this returns. DeviceError."""
 
 
 class Device(Protocol):
@@ -331,20 +331,19 @@ class CudaEvent:
 
 
 class CudaKernel:
-    """A function of a loaded module, launched through the driver: no argument is packed anew at each launch."""
+    """A function of a loaded module, launched through the driver: nothing is packed anew at each launch."""
 
     def __init__(self, device: CudaDevice, function: Any) -> None:
         self._device, self._function = device, function
         self._launch, self._set_device = device.cupy.cuda.driver.launchKernel, device.runtime.setDevice
-        self._params: Params | None = None
-        self._pointers = np.empty(0, np.uint64)
-        self._array = 0
+        self._argument: Argument | None = None
+        self._pointer = np.zeros(1, np.uint64)
+        self._array = self._pointer.ctypes.data
 
-    def launch(self, grid: int, threads: int, params: Params, stream: int) -> None:
-        if params is not self._params:
+    def launch(self, grid: int, threads: int, argument: Argument, stream: int) -> None:
+        if argument is not self._argument:
             # The driver takes an array of pointers to the parameters, and has copied those when it returns.
-            self._pointers = params.ctypes.data + np.arange(len(params), dtype=np.uint64) * np.uint64(8)
-            self._params, self._array = params, self._pointers.ctypes.data
+            self._argument, self._pointer[0] = argument, argument.ctypes.data
         try:
             self._set_device(self._device.index)
             self._launch(self._function.ptr, grid, 1, 1, threads, 1, 1, 0, stream, self._array, 0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvprefetch.connector import copies as copying
-from kvprefetch.connector.copies import SHORT_TABLE, TABLES, Copies, CudaCopies, PlainCopies, checked
+from kvprefetch.connector.copies import Copies, CudaCopies, PlainCopies, checked
 from kvprefetch.connector.paged import PagedCache
 from kvprefetch.shmring import cuda
 from kvprefetch.shmring.cuda import DeviceError
@@ -72,9 +72,6 @@ class FakeStreams:
     def event(self) -> FakeEvent:
         return FakeEvent(self.log)
 
-    def pinned(self, size_bytes: int) -> torch.Tensor:
-        return torch.zeros(size_bytes, dtype=torch.uint8)
-
     def on_device(self, data: Any) -> torch.Tensor:
         return torch.from_numpy(data.copy())
 
@@ -94,13 +91,13 @@ class World:
         flat = (np.ctypeslib.ctypes.c_uint8 * near.nbytes).from_address(memory.address)
         np.ctypeslib.as_array(flat)[:] = near.reshape(-1)
         self.all = np.concatenate([self.rows, near])
-        self.session: Any = SimpleNamespace(rows=self.rows, tier=tier)
+        self.session: Any = SimpleNamespace(epoch=7, rows=self.rows, tier=tier)
         self.streams = FakeStreams()
 
-    def copies(self, kind: str, entries: int = 4096) -> Copies:
+    def copies(self, kind: str) -> Copies:
         if kind == "plain":
             return PlainCopies(self.paged)
-        return CudaCopies(self.paged, self.device, self.streams, entries)
+        return CudaCopies(self.paged, self.device, self.streams)
 
     def value(self, block: int) -> Any:
         row = np.zeros((1, self.paged.block_bytes), np.uint8)
@@ -114,7 +111,7 @@ class World:
 
 @pytest.mark.parametrize("kind", ["plain", "kernel"])
 @pytest.mark.parametrize("pinned", [0, 7, HOST])
-@pytest.mark.parametrize("count", [1, SHORT_TABLE, 30])
+@pytest.mark.parametrize("count", [1, 30])
 def test_slots_are_loaded_wherever_they_lie(kind: str, pinned: int, count: int) -> None:
     world = World(pinned=pinned)
     slots = [int(n) for n in np.random.default_rng(count).permutation(HOST + DEVICE)[:count]]
@@ -156,24 +153,27 @@ def test_a_steps_orders_are_one_launch() -> None:
         assert (world.value(2 * n + 1) == world.all[HOST + n]).all()
 
 
-def test_more_blocks_than_a_table_are_several_launches_and_tables_are_used_again() -> None:
-    world = World()
-    copies = world.copies("kernel", entries=1)
-    slots = list(range(HOST))
-    assert HOST > TABLES
-    copies.run([checked(world.paged, world.session, slots, slots)])
-    assert world.launches(copies) == HOST
-    assert all((world.value(n) == world.all[n]).all() for n in slots)
+def test_orders_of_two_epochs_are_two_launches() -> None:
+    world, other = World(), World()
+    other.session.epoch = 8
+    other.rows[:] = 255 - world.rows
+    copies = world.copies("kernel")
+    copies.run([checked(world.paged, one.session, [3, HOST + 1], [block, block + 1]) for one, block in
+                ((world, 0), (other, 10), (world, 20), (other, 30))])  # fmt: skip
+    assert world.launches(copies) == 2
+    for block, one in ((0, world), (10, other), (20, world), (30, other)):
+        assert (world.value(block) == one.rows[3]).all()
+        assert (world.value(block + 1) == one.all[HOST + 1]).all()
 
 
-def test_a_table_in_use_is_waited_for() -> None:
+def test_more_blocks_than_an_argument_holds_are_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "STEP_BLOCKS", 7)
     world = World()
     copies = world.copies("kernel")
-    one = checked(world.paged, world.session, [1], [1])
-    fences = [copies.run([one]) for _ in range(TABLES)]
-    fences[0].done = fences[1].done = False
-    copies.run([one])
-    assert [fence.waited for fence in fences[:3]] == [True, False, False]
+    slots = list(range(HOST))
+    copies.run([checked(world.paged, world.session, slots, slots)])
+    assert world.launches(copies) == 3
+    assert all((world.value(n) == world.all[n]).all() for n in slots)
 
 
 def test_asynchronous_loads_run_beside_and_behind_the_mark() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvprefetch.connector import cuda_copy
-from kvprefetch.connector.cuda_copy import ENTRY, PIECE, UNIT_BYTES, entries_per_launch, grid_for, piece_table
+from kvprefetch.connector.cuda_copy import STEP, STEP_BLOCKS, UNIT_BYTES, grid_for, piece_table
 from kvprefetch.connector.paged import PagedCache, Piece, Rows
 from tests.support.host_kernel import HostKernel
 from tests.support.layouts import SERVED, SIZES, caches
@@ -28,12 +28,15 @@ SHAPES = {
 def run(paged: PagedCache, rows: Rows, slots: list[int], blocks: list[int], *, gather: bool, grid: int = 0) -> None:
     """The copies of one launch."""
     table, units = piece_table(paged.pieces)
-    entries = np.zeros(len(slots), ENTRY)
-    entries["row"] = rows.ctypes.data + np.array(slots, np.uint64) * np.uint64(paged.block_bytes)
-    entries["block"] = blocks
-    params = np.array([table.ctypes.data, units, entries.ctypes.data, len(entries), gather], np.uint64)
-    kernel = HostKernel(cuda_copy.SOURCE, cuda_copy.KERNEL)
-    kernel.launch(grid or grid_for(units, len(entries), 2), cuda_copy.THREADS, params, 0)
+    step = np.zeros(1, STEP)
+    step["pieces"], step["units"], step["slot_bytes"] = table.ctypes.data, units, paged.block_bytes
+    # The last two slots lie apart from the others, as those of a device do.
+    step["host"], step["host_slots"] = rows.ctypes.data, len(rows) - 2
+    step["device"] = rows.ctypes.data + (len(rows) - 2) * paged.block_bytes
+    step["count"], step["gather"] = len(slots), gather
+    step["slots"][0, : len(slots)], step["blocks"][0, : len(slots)] = slots, blocks
+    grid = grid or grid_for(units, len(slots), 2)
+    HostKernel(cuda_copy.SOURCE).launch(grid, cuda_copy.THREADS, step, 0)
 
 
 def memory(kv_caches: dict[str, torch.Tensor]) -> bytes:
@@ -88,20 +91,24 @@ def test_layers_left_out_make_several_pieces() -> None:
     assert (rows == expected).all()
 
 
-def test_the_tables_are_what_the_source_declares() -> None:
-    """In C and in NumPy: the kernel reads tables of several entries right, which padding would shift."""
-    assert (PIECE.itemsize, ENTRY.itemsize) == (48, 16)
-    assert f"< {UNIT_BYTES}u" in cuda_copy.SOURCE
-    assert f"__launch_bounds__({cuda_copy.THREADS})" in cuda_copy.SOURCE
-
-
 def test_work_is_bounded_by_what_32_bits_count() -> None:
-    with pytest.raises(ValueError, match="too large for the copy kernel"):
-        piece_table([Piece(0, 2, 1 << 32, 1 << 33, 1 << 32)])
-    assert entries_per_launch(1 << 31, 4096) == 1
-    assert entries_per_launch(512, 4096) == 4096
+    for piece in (Piece(0, 1, 1 << 32, 1 << 33, 1 << 32), Piece(0, 1 << 24, UNIT_BYTES, 1 << 40, UNIT_BYTES)):
+        with pytest.raises(ValueError, match="too large for the copy kernel"):
+            piece_table([piece])
     assert grid_for(1, 1, 132) == 1
     assert grid_for(512, 64, 132) == 132 * cuda_copy.BLOCKS_PER_PROCESSOR
+
+
+def test_a_full_launch_copies_all_its_blocks() -> None:
+    """The last entry of the argument is reached, and nothing behind it."""
+    kv_caches = caches("LBNHC", sizes={**SIZES, "B": STEP_BLOCKS})
+    paged = PagedCache(kv_caches, list(kv_caches), STEP_BLOCKS)
+    expected = np.zeros((STEP_BLOCKS, paged.block_bytes), np.uint8)
+    rows = expected.copy()
+    blocks = list(range(STEP_BLOCKS))
+    paged.save(expected, blocks[::-1], blocks)
+    run(paged, rows, blocks[::-1], blocks, gather=True)
+    assert (rows == expected).all()
 
 
 def test_the_source_compiles_for_sm_90() -> None:

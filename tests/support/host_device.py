@@ -126,7 +126,7 @@ class HostDevice:
 
     def kernel(self, source: str, name: str) -> HostKernel:
         self.check("kernel")
-        return HostKernel(source, name)
+        return HostKernel(source)
 
     def run(self) -> None:
         """Do the copies that were held back."""

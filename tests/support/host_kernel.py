@@ -8,23 +8,24 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from kvprefetch.shmring.cuda import DeviceError, Params
+from kvprefetch.shmring.cuda import Argument, DeviceError
 
 # What nvcc has built in, as far as a kernel without cooperation between its threads needs it.
 BEFORE = """
 #define __global__
 #define __device__
 #define __forceinline__ inline
-#define __launch_bounds__(n)
+#define __launch_bounds__(...)
+#define __grid_constant__
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct Index { unsigned x; };
 static Index threadIdx, blockIdx, blockDim, gridDim;
 """
 AFTER = """
-extern "C" void run(unsigned grid, unsigned threads, const unsigned long long* p) {
+extern "C" void run(unsigned grid, unsigned threads, const Step* step) {
     gridDim.x = grid; blockDim.x = threads;
     for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
-        for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) NAME(ARGUMENTS);
+        for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) kvprefetch_copy(*step);
 }
 """
 
@@ -32,21 +33,20 @@ extern "C" void run(unsigned grid, unsigned threads, const unsigned long long* p
 class HostKernel:
     """Like shmring.cuda.Kernel; `launches` counts."""
 
-    def __init__(self, source: str, name: str, arguments: int = 5) -> None:
-        self._library = _compiled(source, name, arguments)
+    def __init__(self, source: str) -> None:
+        self._library = _compiled(source)
         self.launches = 0
 
-    def launch(self, grid: int, threads: int, params: Params, stream: int) -> None:
+    def launch(self, grid: int, threads: int, argument: Argument, stream: int) -> None:
         self.launches += 1
-        self._library.run(ctypes.c_uint(grid), ctypes.c_uint(threads), ctypes.c_void_p(params.ctypes.data))
+        self._library.run(ctypes.c_uint(grid), ctypes.c_uint(threads), ctypes.c_void_p(argument.ctypes.data))
 
 
 @functools.cache
-def _compiled(source: str, name: str, arguments: int) -> ctypes.CDLL:
-    after = AFTER.replace("NAME", name).replace("ARGUMENTS", ", ".join(f"p[{n}]" for n in range(arguments)))
+def _compiled(source: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         file, library = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
-        file.write_text(BEFORE + source + after)
+        file.write_text(BEFORE + source + AFTER)
         command = ["g++", "-std=c++17", "-O2", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-fno-strict-aliasing"]
         # An access of another alignment than its type's is an error on a GPU: here it ends the process.
         command += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
@@ -54,5 +54,5 @@ def _compiled(source: str, name: str, arguments: int) -> ctypes.CDLL:
             [*command, "-shared", "-fPIC", "-o", library, file], capture_output=True, text=True, check=False
         )
         if done.returncode:
-            raise DeviceError(f"kernel {name}: {done.stderr}")
+            raise DeviceError(f"kernel: {done.stderr}")
         return ctypes.CDLL(str(library))
