@@ -1,0 +1,333 @@
+"""Which staged blocks have a copy in which device slot, and who may know its number. Pure: events in, copy orders out.
+
+A copy is never the only one: the host slot stays pinned by the requests that want the block, so a request can be told
+either number at any moment.  Room goes by urgency, as the planner's does; copies that no request holds stay as an LRU.
+A copy that a less urgent request holds alone can be taken from it: its entries name the host slots again, and where the
+flag is then unclaimed, nobody can come to read the device slot (SYNC claim in shmring/flags.py).  Otherwise the slot
+waits for the request's end, as it does for every request that was claimed.
+
+The host slot of a block under copy stays what it is as long as one of the requests that wanted the copy lives; a copy
+that lost all of them is void.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from .requests import Key, Request, Urgency
+
+MAX_TRIES = 16  # requests looked at for one slot
+
+
+class TablePort(Protocol):
+    """How promotion reaches the slot tables and flags of published requests."""
+
+    def move(self, key: Key, moves: Sequence[tuple[int, int]]) -> None:
+        """Write (block, slot) over published entries."""
+        ...
+
+    def unclaimed(self, key: Key) -> bool:
+        """Whether the engine holds no claim of it now, as seen after every move before."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """One device slot in use. `holders`: the block that each request knows it as, or waits for it as."""
+
+    digest: bytes
+    slot: int
+    there: bool = False
+    indexed: bool = True
+    holders: dict[_Holder, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Holder:
+    """A published request.
+
+    `next`: blocks before it were looked at.  `settled`: it was claimed, or is of before a reset, and gets no more.
+    `queued`, `listed`: its entries in the queue and among the victims.
+    """
+
+    request: Request
+    start: int
+    host: list[int] = field(default_factory=list)
+    copies: dict[int, _Copy] = field(default_factory=dict)
+    next: int = 0
+    settled: bool = False
+    queued: Urgency | None = None
+    listed: Urgency | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.host)
+
+
+class CopyOrder(NamedTuple):
+    """Blocks to copy in one job, as (host slot, device slot)."""
+
+    number: int
+    slots: list[tuple[int, int]]
+
+
+class Promotions:
+    """Plans the device slots [first, first + count) of one engine."""
+
+    def __init__(self, first: int, count: int, port: TablePort, *, chunk_blocks: int) -> None:
+        self._count, self._port, self._chunk_blocks = count, port, max(1, chunk_blocks)
+        self._free = list(range(first + count - 1, first - 1, -1))
+        self._index: dict[bytes, _Copy] = {}
+        self._idle: OrderedDict[bytes, _Copy] = OrderedDict()  # there and held by nobody: least recently used first
+        self._holders: dict[Key, _Holder] = {}
+        self._numbers: dict[int, _Holder] = {}
+        self._queue: list[Urgency] = []  # of requests with blocks to promote
+        self._victims: list[Urgency] = []  # negated, of requests that hold copies: least urgent first
+        self._orders: dict[int, list[_Copy]] = {}
+        self._number = 0
+        self._stopped = False  # there was no room for the most urgent one, until something changes
+        self._closed = False
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def published(self, request: Request, start: int, slots: Sequence[int]) -> list[int]:
+        """Blocks from `start` on are about to be published in these host slots; the slots to enter for them."""
+        entries = list(slots)
+        if self._closed or not entries:
+            return entries
+        holder = self._holders.get(request.key)
+        if holder is None:
+            holder = self._holders[request.key] = self._numbers[request.sequence] = _Holder(request, start, next=start)
+        holder.host.extend(entries)
+        for at, block in enumerate(range(start, start + len(entries))):
+            copy = self._index.get(request.digest(block))
+            if copy is not None and copy.there and self._hold(copy, holder, block):
+                entries[at] = copy.slot
+        self._enter(holder)
+        return entries
+
+    def asked(self, key: Key) -> None:
+        """Its urgency changed."""
+        if (holder := self._holders.get(key)) is not None:
+            self._enter(holder)
+
+    def dropped(self, key: Key) -> None:
+        """The request ended, or was taken back: the engine reads nothing of it any more."""
+        holder = self._holders.pop(key, None)
+        if holder is None:
+            return
+        del self._numbers[holder.request.sequence]
+        for copy in holder.copies.values():
+            del copy.holders[holder]
+            self._settle(copy)
+        self._stopped = False
+
+    def copied(self, number: int, *, ok: bool) -> int:
+        """An order came back, all of it or none; how many blocks are in device memory by it."""
+        moves: dict[_Holder, list[tuple[int, int]]] = {}
+        good = 0
+        for copy in self._orders.pop(number):
+            copy.there = True
+            if not ok:
+                self._forget(copy)
+                for holder, block in copy.holders.items():
+                    del holder.copies[block]
+                copy.holders.clear()
+            good += bool(copy.holders)
+            for holder, block in copy.holders.items():
+                moves.setdefault(holder, []).append((block, copy.slot))
+            self._settle(copy)
+        for holder, entries in moves.items():
+            self._port.move(holder.request.key, entries)
+        self._stopped = False
+        return good
+
+    def tick(self) -> None:
+        """Called now and then: flags change hands unseen, so look again for room."""
+        self._stopped = False
+
+    def reset(self) -> None:
+        """Every block's KV is void: copies serve those who hold them, and nobody else."""
+        for copy in list(self._index.values()):
+            self._forget(copy)
+            self._settle(copy)
+        for holder in self._holders.values():
+            holder.settled = True
+
+    def close(self) -> None:
+        """No more copies. Whoever is not claimed is sent back to its host slots."""
+        self._closed = True
+        self.reset()
+        for holder in self._holders.values():
+            there = [(block, holder.host[block - holder.start]) for block, copy in holder.copies.items() if copy.there]
+            if there:
+                self._port.move(holder.request.key, there)
+
+    # --- orders -----------------------------------------------------------------------------------------------------
+
+    @property
+    def wanted(self) -> bool:
+        """Whether next_order() is worth a call."""
+        return bool(self._queue) and not self._stopped and not self._closed
+
+    def next_order(self) -> CopyOrder | None:
+        """The most urgent blocks to copy now; None when there is nothing to copy, or no room."""
+        slots: list[tuple[int, int]] = []
+        copies: list[_Copy] = []
+        while not self._stopped and len(slots) < self._chunk_blocks and (holder := self._head()) is not None:
+            if not self._port.unclaimed(holder.request.key):
+                holder.settled = True  # it loads from where its table says
+                continue
+            self._promote(holder, slots, copies)
+        if not slots:
+            return None
+        self._number += 1
+        self._orders[self._number] = copies
+        return CopyOrder(self._number, slots)
+
+    def _promote(self, holder: _Holder, slots: list[tuple[int, int]], copies: list[_Copy]) -> None:
+        moves: list[tuple[int, int]] = []
+        while holder.next < holder.stop and len(slots) < self._chunk_blocks:
+            block = holder.next
+            if block not in holder.copies:
+                digest = holder.request.digest(block)
+                copy = self._index.get(digest)
+                if copy is None:
+                    slot = self._take_slot(holder.request.urgency)
+                    if slot is None:
+                        self._stopped = True
+                        break
+                    copy = self._index[digest] = _Copy(digest, slot)
+                    slots.append((holder.host[block - holder.start], slot))
+                    copies.append(copy)
+                if self._hold(copy, holder, block) and copy.there:
+                    moves.append((block, copy.slot))
+            holder.next += 1
+        self._enter(holder)
+        if moves:
+            self._port.move(holder.request.key, moves)
+
+    def _head(self) -> _Holder | None:
+        """The most urgent request with blocks to promote; outdated entries are dropped."""
+        while self._queue:
+            entry = self._queue[0]
+            holder = self._numbers.get(entry[2])
+            if holder is not None and holder.queued == entry:
+                if not holder.settled and holder.next < holder.stop:
+                    return holder
+                holder.queued = None
+            heapq.heappop(self._queue)
+        return None
+
+    def _take_slot(self, urgency: Urgency) -> int | None:
+        if not self._free and self._idle:
+            _, copy = self._idle.popitem(last=False)
+            del self._index[copy.digest]
+            return copy.slot
+        if not self._free:
+            self._demote(urgency)
+        return self._free.pop() if self._free else None
+
+    def _demote(self, urgency: Urgency) -> None:
+        """Take from the least urgent request, if that is less urgent than this, the copies that it holds alone."""
+        aside: list[_Holder] = []
+        while self._victims and not self._free and len(aside) < MAX_TRIES:
+            entry = self._victims[0]
+            holder = self._numbers.get(-entry[2])
+            if holder is not None and holder.listed == entry and holder.request.urgency <= urgency:
+                break
+            heapq.heappop(self._victims)
+            if holder is None or holder.listed != entry:
+                continue
+            holder.listed = None
+            if not holder.settled and not self._take_back(holder):
+                aside.append(holder)
+        for holder in aside:
+            self._enter(holder)
+
+    def _take_back(self, holder: _Holder) -> bool:
+        """Send a request's last blocks back to the host; False when nothing came free by it."""
+        key = holder.request.key
+        alone = [block for block, copy in holder.copies.items() if copy.there and len(copy.holders) == 1]
+        alone = sorted(alone)[-self._chunk_blocks :]
+        if not alone or not self._port.unclaimed(key):
+            return False
+        self._port.move(key, [(block, holder.host[block - holder.start]) for block in alone])
+        if not self._port.unclaimed(key):
+            holder.settled = True  # claimed just now: it may have read the numbers, so its copies stay until it ends
+            return True
+        for block in alone:
+            copy = holder.copies.pop(block)
+            copy.holders.clear()
+            self._forget(copy)
+            self._settle(copy)
+        holder.next = min(holder.next, alone[0])
+        self._enter(holder)
+        return True
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def _enter(self, holder: _Holder) -> None:
+        """Put it where its urgency belongs, if it has blocks to promote, and if it has copies to take."""
+        if holder.settled:
+            return
+        entry = holder.request.urgency
+        if holder.next < holder.stop and holder.queued != entry:
+            holder.queued = entry
+            self._push(self._queue, entry)
+            if self._queue[0] == entry:
+                self._stopped = False
+        if holder.copies and holder.listed != _negated(entry):
+            holder.listed = _negated(entry)
+            self._push(self._victims, holder.listed)
+
+    def _push(self, heap: list[Urgency], entry: Urgency) -> None:
+        heapq.heappush(heap, entry)
+        if len(heap) > 4 * len(self._holders) + 64:  # mostly outdated: of requests that ended or moved
+            heap[:] = sorted({each for each in heap if abs(each[2]) in self._numbers})
+
+    def _hold(self, copy: _Copy, holder: _Holder, block: int) -> bool:
+        """Note that this block's entry names the copy, or will; False for a digest that stands in a hint twice."""
+        if holder in copy.holders:
+            return False
+        if not copy.holders:
+            self._idle.pop(copy.digest, None)
+        copy.holders[holder] = block
+        holder.copies[block] = copy
+        return True
+
+    def _forget(self, copy: _Copy) -> None:
+        """Nobody finds it any more; its slot comes back with its last holder."""
+        if copy.indexed:
+            copy.indexed = False
+            del self._index[copy.digest]
+            self._idle.pop(copy.digest, None)
+
+    def _settle(self, copy: _Copy) -> None:
+        """Held by nobody: void while it is being copied, idle if it can be found, else its slot is free."""
+        if copy.holders:
+            return
+        if not copy.there:
+            self._forget(copy)  # nothing pins its host slot now
+        elif copy.indexed:
+            self._idle[copy.digest] = copy
+        else:
+            self._free.append(copy.slot)
+
+    def gauges(self) -> dict[str, int]:
+        """Device slots by use: free, idle (a copy that nobody holds); the rest are held or being copied to."""
+        return {
+            "device_slots": self._count,
+            "device_slots_free": len(self._free),
+            "device_slots_idle": len(self._idle),
+            "device_copies": sum(map(len, self._orders.values())),
+        }
+
+
+def _negated(urgency: Urgency) -> Urgency:
+    asked, priority, sequence = urgency
+    return -asked, -priority, -sequence
