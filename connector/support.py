@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..shmring.messages import Hello, SchedulerShape, WorkerShape
+from ..shmring.messages import HASH_PROBE_TOKENS, Hello, SchedulerShape, WorkerShape
 from ..shmring.protocol import MAX_REQUEST_ID_BYTES, PROTOCOL
 from .keys import RankKeys, rank_keys
 
@@ -134,13 +134,29 @@ def incarnation(vllm_config: VllmConfig) -> str:
     return uuid.uuid5(_NAMESPACE, text).hex
 
 
+def hash_probe(algorithm: str) -> str:
+    """What SchedulerShape.hash_probe says of this process, before or after vLLM chose its seed."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, resolve_none_hash_seed
+
+    function = get_hash_fn_by_name(algorithm)
+    seed = resolve_none_hash_seed(function)
+    if seed != resolve_none_hash_seed(function):
+        return ""
+    probe: bytes = hash_block_tokens(function, BlockHash(function(seed)), HASH_PROBE_TOKENS)
+    return probe.hex()
+
+
 def scheduler_hello(vllm_config: VllmConfig, shape: Geometry) -> Hello:
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     wants = SchedulerShape(
         max_blocks=shape.max_blocks,
         max_hint_bytes=shape.max_blocks * MAX_HASH_BYTES + MAX_REQUEST_ID_BYTES + 64,
         loads=shape.loads,
         saves=shape.saves,
         events=publishes_events(vllm_config),
+        hash_algorithm=algorithm,
+        hash_probe=hash_probe(algorithm) if shape.hashes_per_block == 1 else "",
     )
     return Hello(**_common(vllm_config, shape), role="scheduler", rank=0, scheduler=wants)
 

@@ -46,15 +46,16 @@ def _slow() -> Histogram:
 
 @dataclass
 class Account:
-    """Counters are of blocks, bytes, seconds or events, as their names say; tiers are `memory` and `disk`."""
+    """Counters are of blocks, bytes, seconds or events, as their names say.
+
+    Tiers are `memory` and `disk`, and for hits also `staging`: blocks that were staged, or on their way, already.
+    """
 
     hints: int = 0
     dropped_hints: int = 0
     bad_records: int = 0
-    hit_blocks: int = 0
     miss_blocks: int = 0
     fetched_blocks: int = 0
-    failed_blocks: int = 0
     loaded_blocks: int = 0
     saved_blocks: int = 0
     present_blocks: int = 0
@@ -62,11 +63,15 @@ class Account:
     transfer_s: float = 0.0
     hidden_s: float = 0.0
     endings: Counter[str] = field(default_factory=Counter)
+    hit_blocks: Counter[str] = field(default_factory=Counter)
+    failed_blocks: Counter[str] = field(default_factory=Counter)
     fetched_bytes: Counter[str] = field(default_factory=Counter)
     wasted_bytes: Counter[str] = field(default_factory=Counter)
+    warmed_blocks: Counter[str] = field(default_factory=Counter)
     push_to_seen: Histogram = field(default_factory=_fast)
     look_up: Histogram = field(default_factory=_slow)
-    fetch: Histogram = field(default_factory=_slow)
+    fetch_memory: Histogram = field(default_factory=_slow)
+    fetch_disk: Histogram = field(default_factory=_slow)
     exposed: Histogram = field(default_factory=_slow)
     ready_to_seen: Histogram = field(default_factory=_slow)
 
@@ -106,7 +111,6 @@ class Account:
                 setattr(self, each.name, mine + theirs)
 
     def totals(self) -> dict[str, int]:
-        """The plain counters, by name."""
-        return {
-            each.name: value for each in fields(self) if isinstance(value := getattr(self, each.name), int)
-        }  # fmt: skip
+        """The plain counters, by name, and those of hits and failures without their tiers."""
+        plain = {each.name: value for each in fields(self) if isinstance(value := getattr(self, each.name), int)}
+        return {**plain, "hit_blocks": self.hit_blocks.total(), "failed_blocks": self.failed_blocks.total()}

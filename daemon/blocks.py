@@ -32,7 +32,7 @@ class Block:
 
     `detached`: no longer in the index, the slot is freed with the last pin.  `in_call`: a store call may still write to
     the slot, also after everyone gave the block up.  `holders`: the sum of the numbers of the requests that pin it, so
-    with one pin the number of that request.
+    with one pin the number of that request.  `run`: the last staging ahead that listed it.
     """
 
     digest: bytes
@@ -44,6 +44,7 @@ class Block:
     holders: int = 0
     detached: bool = False
     in_call: bool = True
+    run: str = ""
     waiters: list[Any] = field(default_factory=list)
 
 
@@ -89,11 +90,34 @@ class Blocks:
             return block.slot
         return None
 
+    def touch(self, digest: bytes, run: str) -> bool:
+        """Whether the block is staged or on its way; if so it counts as used now, and as one of this run's."""
+        if (block := self._index.get(digest)) is None:
+            return False
+        block.run = run
+        if digest in self._idle:
+            self._idle.move_to_end(digest)
+        return True
+
     def add(self, digest: bytes, slot: int, lane: Lane, owner: Any) -> Block:
         """A block that is about to be fetched into `slot`."""
         block = self._index[digest] = self._slots[slot] = Block(digest, slot, lane, owner)
         self.disk_used += lane
         return block
+
+    def add_ahead(self, digests: Sequence[bytes], lane: Lane, run: str) -> list[Block]:
+        """The leading ones of these blocks, which are not here, as far as there is room that nobody holds.
+
+        None of this run is replaced, nor what was used since it began.
+        """
+        added: list[Block] = []
+        for digest in digests:
+            own = not self._free and bool(self._idle) and next(iter(self._idle.values())).run == run
+            if own or not self.budget_left(lane) or (slot := self.take_slot()) is None:
+                break
+            added.append(self.add(digest, slot, lane, None))
+            added[-1].run = run
+        return added
 
     def pin_run(self, digests: Sequence[bytes], number: int) -> list[int]:
         """Pin the leading blocks that are staged or on their way; their slots."""

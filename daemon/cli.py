@@ -10,7 +10,7 @@ from typing import NoReturn
 from .. import __version__
 from ..shmring.protocol import PROTOCOL
 from .client import Unavailable
-from .commands import check_config, doctor, explain, install_unit, mode, serve, stat, status, store, tail, top
+from .commands import check_config, doctor, explain, install_unit, mode, serve, stat, status, store, tail, top, warm
 from .commands.common import CONFIGURATION_ENVIRONMENT, CONFIGURATION_FILE, SOCKET_FILE
 from .commands.page import Formatter, Page
 from .config import ConfigError
@@ -37,7 +37,7 @@ PAGE = Page(
     environment=CONFIGURATION_ENVIRONMENT,
     also="README.md, docs/OPERATIONS.md, docs/TUNING.md",
 )
-COMMANDS = (serve, check_config, status, top, stat, tail, explain, mode, install_unit, doctor, store)
+COMMANDS = (serve, check_config, status, top, stat, tail, explain, mode, install_unit, doctor, store, warm)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -60,6 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EX_CONFIG
     except Unavailable as error:
         print(f"kvprefetchd: {error}", file=sys.stderr)
+        return EX_UNAVAILABLE
+    except ModuleNotFoundError as error:  # the plain install has what an engine needs, not what serves
+        extras = "daemon-cpu, daemon-cuda12 or daemon-cuda13"
+        print(f"kvprefetchd: {error.name} is not installed: install kvprefetch with {extras}", file=sys.stderr)
         return EX_UNAVAILABLE
 
 

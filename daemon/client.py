@@ -15,18 +15,39 @@ class Unavailable(Exception):
     """A daemon, a store or a file that the command needs does not answer; one line. The exit status is 69."""
 
 
+class Conversation:
+    """A connection to the daemon behind the socket, for questions one after the other; use as a context manager."""
+
+    def __init__(self, path: Path, timeout_s: float = TIMEOUT_S) -> None:
+        self._path, self._timeout_s = path, timeout_s
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connected = False
+
+    def __enter__(self) -> Conversation:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._sock.close()
+
+    def ask(self, query: messages.Message) -> tuple[messages.Message, list[int]]:
+        """One question and its answer; the caller owns the descriptors. Raises Unavailable."""
+        try:
+            if not self._connected:
+                self._sock.settimeout(self._timeout_s)
+                self._sock.connect(str(self._path))
+                self._connected = True
+            messages.send_message(self._sock, query)
+            received = messages.receive_message(self._sock, max_fds=MAX_SEGMENTS)
+        except (OSError, protocol.ProtocolError) as error:
+            raise Unavailable(f"no daemon answers: socket={str(self._path)!r}: {error}") from None
+        if received is None:
+            raise Unavailable(f"no daemon answers: socket={str(self._path)!r}: it hung up")
+        if isinstance(received[0], messages.Refused):
+            raise Unavailable(f"the daemon refused: socket={str(self._path)!r}: {received[0].error}")
+        return received
+
+
 def ask(path: Path, query: messages.Message, timeout_s: float = TIMEOUT_S) -> tuple[messages.Message, list[int]]:
     """One question to the daemon behind the socket; the caller owns the descriptors. Raises Unavailable."""
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-            sock.settimeout(timeout_s)
-            sock.connect(str(path))
-            messages.send_message(sock, query)
-            received = messages.receive_message(sock, max_fds=MAX_SEGMENTS)
-    except (OSError, protocol.ProtocolError) as error:
-        raise Unavailable(f"no daemon answers: socket={str(path)!r}: {error}") from None
-    if received is None:
-        raise Unavailable(f"no daemon answers: socket={str(path)!r}: it hung up")
-    if isinstance(received[0], messages.Refused):
-        raise Unavailable(f"the daemon refused: socket={str(path)!r}: {received[0].error}")
-    return received
+    with Conversation(path, timeout_s) as daemon:
+        return daemon.ask(query)

@@ -31,6 +31,7 @@ from ..shmring.messages import (
     Status,
     StatusQuery,
     Stored,
+    Warm,
 )
 from ..shmring.protocol import ProtocolError
 from .access import Access, Credentials, credentials_of
@@ -86,7 +87,7 @@ class Group:
 
 # Reserve the memory of (epoch, scheduler, workers) and call back, on the main loop, with it or with what went wrong.
 Prepare = Callable[[int, Hello, Sequence[Hello], Callable[["EngineMemory | Exception"], None]], None]
-# Do what an operator asked (SetMode, Purge), and call back, now or later, with the answer.
+# Do what an operator asked (SetMode, Purge, Warm), and call back, now or later, with the answer.
 Steer = Callable[[Message, Callable[[Message], None]], None]
 MakeSession = Callable[[EngineMemory, Hello, Sequence[Hello]], EngineSession]
 
@@ -174,7 +175,7 @@ class Control:
             messages.send_message(peer.sock, self._status())
         elif isinstance(message, StatQuery):
             self._show_segments(peer)
-        elif isinstance(message, (SetMode, Purge)):
+        elif isinstance(message, (SetMode, Purge, Warm)):
             self._steered(peer, message)
         elif isinstance(message, Reset) and peer.group is not None and peer.group.scheduler is peer:
             self._reset(peer, message)

@@ -117,6 +117,9 @@ FIELDS: dict[str, Field] = {
     "miss_blocks": Field("integer", "blocks of looked-up requests that were neither local nor in the store"),
     "hit_blocks": Field("integer", "blocks beyond the local ones that the store had"),
     "fetched_blocks": Field("integer", "blocks fetched into staging"),
+    "staged_blocks": Field("integer", "blocks that were in staging already, or on their way there"),
+    "absent_blocks": Field("integer", "blocks that the store did not have, or had not all before them"),
+    "no_room_blocks": Field("integer", "blocks that found no room that nobody needed, or no turn"),
     "saved_blocks": Field("integer", "blocks put into the store"),
     "lost_saves": Field("integer", "blocks that were to be saved and were not"),
     "slots": Field("integer", "staging slots, those for saves not counted in `status` and `engine.detached`"),
@@ -125,6 +128,7 @@ FIELDS: dict[str, Field] = {
     "slots_stuck": Field("integer", "slots that a store call past its deadline may still write to"),
     "blocks_pinned": Field("integer", "blocks that requests hold"),
     "requests": Field("integer", "hinted requests that have not ended"),
+    "leases": Field("integer", "blocks that wait for their fetch; the store keeps them until then"),
     "orders": Field("integer", "fetches in flight or waiting for a thread"),
     "save_slots": Field("integer", "slots kept for saves"),
     "save_slots_busy": Field("integer", "of these, with the saver"),
@@ -170,9 +174,9 @@ FIELDS: dict[str, Field] = {
 }
 
 _ACCOUNT = (
-    "slots", "slots_free", "slots_idle", "slots_stuck", "blocks_pinned", "requests", "orders", "save_slots",
-    "save_slots_busy", "saves_queued", "hints", "dropped_hints", "bad_records", "hit_blocks", "miss_blocks",
-    "fetched_blocks", "failed_blocks", "loaded_blocks", "saved_blocks", "present_blocks", "lost_saves",
+    "slots", "slots_free", "slots_idle", "slots_stuck", "blocks_pinned", "requests", "leases", "orders",
+    "save_slots", "save_slots_busy", "saves_queued", "hints", "dropped_hints", "bad_records", "hit_blocks",
+    "miss_blocks", "fetched_blocks", "failed_blocks", "loaded_blocks", "saved_blocks", "present_blocks", "lost_saves",
 )  # fmt: skip
 
 EVENTS: dict[str, Event] = {
@@ -203,6 +207,8 @@ EVENTS: dict[str, Event] = {
     "record.bad": Event("warning", "A hint-ring record did not follow the protocol and was skipped.",
                         ("error", "count"), floods=True),
     "fetch.done": Event("debug", "A fetch came back.", ("blocks", "good_blocks", "bytes", "duration_ms")),
+    "warm.done": Event("info", "An operator had blocks staged ahead (`kvprefetchd warm`); orders that came together.",
+                       ("staged_blocks", "fetched_blocks", "absent_blocks", "no_room_blocks", "failed_blocks")),
     "save.done": Event("info", "A save ended.",
                        ("save_id", "stored_blocks", "present_blocks", "failed_blocks", "tries")),
     "call.overdue": Event("warning", "A store call is past its deadline: the requests go on without it.",

@@ -17,17 +17,22 @@ from .planner import Fetched, Lane, Order, Planner, Request
 from .pools import Pools
 from .store import Store
 from .store_errors import ErrorClass
+from .warming import Warming
 
 
 class Fetcher:
-    """Starts a lane's next fetch. `revoked` hears of requests that lost their room, `returned` of every fetch's end."""
+    """Starts a lane's next fetch, for requests or ahead of them.
+
+    `revoked` hears of requests that lost their room, `returned` of every fetch's end.
+    """
 
     def __init__(
-        self, planner: Planner, store: Store, shape: transfers.Shape, pools: Pools, jobs: Jobs,
+        self, planner: Planner, warming: Warming, store: Store, shape: transfers.Shape, pools: Pools, jobs: Jobs,
         negative: NegativeCache, totals: Account, log: Log, clock_ns: Callable[[], int],
         *, revoked: Callable[[Request], None], returned: Callable[[], None],
     ) -> None:  # fmt: skip
-        self._planner, self._store, self._shape, self._pools, self._jobs = planner, store, shape, pools, jobs
+        self._planner, self._warming = planner, warming
+        self._store, self._shape, self._pools, self._jobs = store, shape, pools, jobs
         self._negative, self._totals, self._log, self._clock_ns = negative, totals, log, clock_ns
         self._revoked, self._returned = revoked, returned
         self._block_bytes = sum(shape.staging.block_bytes)
@@ -41,11 +46,21 @@ class Fetcher:
             self._revoked(request)
         if order is None:
             return False
+        self._start(order)
+        return True
+
+    def pump_ahead(self, lane: Lane) -> bool:
+        """As pump, for what no request wants yet."""
+        if (order := self._warming.next_order(lane)) is None:
+            return False
+        self._start(order)
+        return True
+
+    def _start(self, order: Order) -> None:
         job = partial(transfers.fetch, self._store, self._shape, [(block.digest, block.slot) for block in order.blocks])
         done, overdue = partial(self._fetched, order, self._clock_ns()), partial(self._overdue, order)
         failed = [ErrorClass.BUG] * len(order.blocks)
-        self._jobs.start(partial(self._pools.fetch, lane), job, done, failed, overdue)
-        return True
+        self._jobs.start(partial(self._pools.fetch, order.lane), job, done, failed, overdue)
 
     def _fetched(self, order: Order, started_ns: int, outcome: list[ErrorClass]) -> None:
         good = outcome.count(ErrorClass.OK)
@@ -54,16 +69,17 @@ class Fetcher:
             "fetch.done", blocks=len(outcome), good_blocks=good, bytes=good * self._block_bytes,
             duration_ms=round((now - started_ns) / 1e6, 3),
         )  # fmt: skip
-        self._totals.fetch.observe((now - started_ns) / 1e9)
+        disk = order.lane is Lane.DISK
+        (self._totals.fetch_disk if disk else self._totals.fetch_memory).observe((now - started_ns) / 1e9)
         self._totals.fetched_blocks += good
-        self._totals.failed_blocks += len(outcome) - good
+        self._totals.failed_blocks[order.lane.name.lower()] += len(outcome) - good
         for block, each in zip(order.blocks, outcome, strict=True):
             if each is ErrorClass.OK:
                 self._negative.forget(block.digest)
             elif each is not ErrorClass.TRANSIENT:
                 self._negative.add(block.digest, now, lasting=each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT))
-        disk = order.lane is Lane.DISK
         self._planner.fetched(order.number, [Fetched(each is ErrorClass.OK, disk) for each in outcome], now)
+        self._warming.fetched(order, good)
         waiting = self._planner.wants(order.lane)
         self._pools.widths[order.lane].completed(good * self._block_bytes, now, waiting=waiting)
         self._returned()
@@ -74,3 +90,4 @@ class Fetcher:
         for block in order.blocks:
             self._negative.add(block.digest, now, lasting=True)
         self._planner.overdue(order.number, now)
+        self._warming.fetched(order, 0)

@@ -37,7 +37,7 @@ class Ports(Protocol):
         ...
 
     def ask_store(self, number: int, questions: Sequence[Question]) -> None:
-        """Look up on a thread, then answered(number, …) or overdue(number)."""
+        """Look up on a thread, then answered(number, …); with None when the question is past its deadline."""
         ...
 
     def found(self, request: Request, blocks: int, on_disk: bytes, *, unavailable: bool) -> None:
@@ -134,10 +134,6 @@ class LookUps:
             if request.wants_work:
                 self._renewals.append((now_ns + self._renew_ns, request.key))
         self.next(now_ns)
-
-    def overdue(self, number: int, now_ns: int) -> None:
-        """The question in flight is past its deadline."""
-        self.answered(number, None, now_ns)
 
     def tick(self, now_ns: int) -> None:
         """Give up those that waited too long; collect the leases to renew."""

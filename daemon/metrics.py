@@ -11,7 +11,7 @@ import json
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
@@ -26,9 +26,11 @@ from .config import ConfigError
 from .events import Ending
 from .health import judge
 from .logs import EventCounts
+from .warming import RESULTS
 
 PREFIX = "kvprefetchd_"
 TIERS = ("memory", "disk")
+HIT_TIERS = ("staging", *TIERS)
 
 
 class Described(NamedTuple):
@@ -44,12 +46,15 @@ CATALOGUE: dict[str, Described] = {
     "hints_dropped": Described("counter", "Hints that an engine could not push: its ring or its flags were full"),
     "bad_records": Described("counter", "Hint-ring records that were skipped"),
     "requests": Described("counter", "Hinted requests that ended, by outcome (docs/EVENTS.md)", ("outcome",)),
-    "hit_blocks": Described("counter", "Blocks beyond the local ones that the store had"),
+    "hit_blocks": Described(
+        "counter", "Blocks beyond the local ones that were there, by tier; staging: fetched before", ("tier",)
+    ),
     "miss_blocks": Described("counter", "Blocks of looked-up requests that were neither local nor in the store"),
     "loaded_blocks": Described("counter", "Blocks that engines copied out of staging"),
-    "failed_blocks": Described("counter", "Blocks that the store had and that could not be fetched"),
+    "failed_blocks": Described("counter", "Blocks that the store had and that could not be fetched", ("tier",)),
     "fetched_bytes": Described("counter", "Bytes fetched for requests that ended, by tier", ("tier",)),
     "wasted_bytes": Described("counter", "Of these, for requests that then did not load (a later one may)", ("tier",)),
+    "warmed_blocks": Described("counter", "Blocks that `kvprefetchd warm` listed, by what became of them", ("result",)),
     "transfer_seconds": Described("counter", "Look-up and transfer of all requests that fetched, one beside the other"),
     "hidden_seconds": Described("counter", "Of these, the part that made no scheduler wait"),
     "saved_blocks": Described("counter", "Blocks put into the store"),
@@ -58,7 +63,7 @@ CATALOGUE: dict[str, Described] = {
     "events": Described("counter", "Log events of level warning and error, those held back included", ("event",)),
     "push_to_seen_seconds": Described("histogram", "From the engine's push of a hint until the daemon read it"),
     "look_up_seconds": Described("histogram", "From the hint read until the store said what it has"),
-    "fetch_seconds": Described("histogram", "From a fetch order to its result"),
+    "fetch_seconds": Described("histogram", "From a fetch order to its result", ("tier",)),
     "exposed_wait_seconds": Described(
         "histogram", "How long the scheduler waited at the head of the queue, of requests that were loaded or late"
     ),
@@ -72,6 +77,7 @@ CATALOGUE: dict[str, Described] = {
         ("engine", "use"),
     ),
     "pending_requests": Described("gauge", "Hinted requests that have not ended", ("engine",)),
+    "leases": Described("gauge", "Blocks that wait for their fetch; the store keeps them until then", ("engine",)),
     "fetch_orders": Described("gauge", "Fetches in flight or waiting for a thread", ("engine",)),
     "save_slots": Described("gauge", "Staging slots kept for saves", ("engine",)),
     "save_slots_busy": Described("gauge", "Of these, with the saver", ("engine",)),
@@ -114,14 +120,14 @@ class BoardCollector(Collector):
         snapshot = self._board.snapshot
         totals = snapshot.totals
         samples = {**self._counters(totals), **self._gauges()}
-        histograms = {
-            "push_to_seen_seconds": totals.push_to_seen, "look_up_seconds": totals.look_up,
-            "fetch_seconds": totals.fetch, "exposed_wait_seconds": totals.exposed,
-            "ready_to_seen_seconds": totals.ready_to_seen,
+        histograms: dict[str, dict[tuple[str, ...], Histogram]] = {
+            "push_to_seen_seconds": {(): totals.push_to_seen}, "look_up_seconds": {(): totals.look_up},
+            "fetch_seconds": {("memory",): totals.fetch_memory, ("disk",): totals.fetch_disk},
+            "exposed_wait_seconds": {(): totals.exposed}, "ready_to_seen_seconds": {(): totals.ready_to_seen},
         }  # fmt: skip
         for name, (kind, meaning, labels) in CATALOGUE.items():
             if kind == "histogram":
-                yield _histogram(name, meaning, histograms[name])
+                yield _histogram(name, meaning, labels, histograms[name])
                 continue
             family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(
                 PREFIX + name, meaning, labels=labels
@@ -133,17 +139,20 @@ class BoardCollector(Collector):
     def _counters(self, totals: Account) -> dict[str, Iterable[Sample]]:
         plain = {
             "hints": totals.hints, "hints_dropped": totals.dropped_hints, "bad_records": totals.bad_records,
-            "hit_blocks": totals.hit_blocks, "miss_blocks": totals.miss_blocks, "loaded_blocks": totals.loaded_blocks,
-            "failed_blocks": totals.failed_blocks, "transfer_seconds": totals.transfer_s,
-            "hidden_seconds": totals.hidden_s, "saved_blocks": totals.saved_blocks,
-            "present_blocks": totals.present_blocks, "lost_saves": totals.lost_saves,
+            "miss_blocks": totals.miss_blocks, "loaded_blocks": totals.loaded_blocks,
+            "transfer_seconds": totals.transfer_s, "hidden_seconds": totals.hidden_s,
+            "saved_blocks": totals.saved_blocks, "present_blocks": totals.present_blocks,
+            "lost_saves": totals.lost_saves,
         }  # fmt: skip
         return {
             **{name: [((), value)] for name, value in plain.items()},
             # Every value that can come is there from the start: a rate over the first one needs the zero before it.
             "requests": [((ending.value,), totals.endings[ending.value]) for ending in Ending],
+            "hit_blocks": [((tier,), totals.hit_blocks[tier]) for tier in HIT_TIERS],
+            "failed_blocks": [((tier,), totals.failed_blocks[tier]) for tier in TIERS],
             "fetched_bytes": [((tier,), totals.fetched_bytes[tier]) for tier in TIERS],
             "wasted_bytes": [((tier,), totals.wasted_bytes[tier]) for tier in TIERS],
+            "warmed_blocks": [((result,), totals.warmed_blocks[result]) for result in RESULTS],
             "events": [((event,), count) for event, count in self._events.counts.items()],
         }
 
@@ -164,6 +173,7 @@ class BoardCollector(Collector):
                 ((engine, use), numbers[key]) for engine, numbers in engines.items() for use, key in uses.items()
             ],
             "pending_requests": each("requests"),
+            "leases": each("leases"),
             "fetch_orders": each("orders"),
             "save_slots": each("save_slots"),
             "save_slots_busy": each("save_slots_busy"),
@@ -176,13 +186,16 @@ class BoardCollector(Collector):
         }
 
 
-def _histogram(name: str, meaning: str, values: Histogram) -> HistogramMetricFamily:
-    family = HistogramMetricFamily(PREFIX + name, meaning, labels=())
-    buckets, count = [], 0
-    for bound, here in zip((*map(str, values.bounds_s), "+Inf"), values.counts, strict=True):
-        count += here
-        buckets.append((bound, count))
-    family.add_metric((), buckets, values.sum_s)
+def _histogram(
+    name: str, meaning: str, labels: Sequence[str], series: Mapping[tuple[str, ...], Histogram]
+) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(PREFIX + name, meaning, labels=labels)
+    for label_values, values in series.items():
+        buckets, count = [], 0
+        for bound, here in zip((*map(str, values.bounds_s), "+Inf"), values.counts, strict=True):
+            count += here
+            buckets.append((bound, count))
+        family.add_metric(label_values, buckets, values.sum_s)
     return family
 
 

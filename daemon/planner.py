@@ -22,6 +22,7 @@ __all__ = ["Fetched", "FlagPort", "Key", "Lane", "Order", "Planner", "Request"]
 
 DISK_SHARE = 0.75  # of the slots, at most, for blocks from disk that are wanted now
 MAX_TRIES = 64  # requests looked at for one revocation
+AHEAD_SHARE = 4  # what is staged ahead takes a quarter of a call, and of the slots, at a time
 
 
 class _Stop(enum.Enum):
@@ -51,6 +52,7 @@ class Planner:
         self._orders: dict[int, Order] = {}
         self._overdue: dict[int, Order] = {}
         self._sequence = 0
+        self.touch = self._blocks.touch
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -113,11 +115,11 @@ class Planner:
         order = self._orders.pop(number)
         for block, result in zip(order.blocks, results, strict=True):
             block.state = BlockState.STAGED if result.ok else BlockState.FAILED
-            if result.ok:
+            if not result.ok:
+                self._blocks.detach(block)
+            elif block.owner is not None:
                 block.owner.fetched_blocks += 1
                 block.owner.disk_blocks += result.from_disk
-            else:
-                self._blocks.detach(block)
             block.owner = None
             self._blocks.returned(block)
         self._wake(order, now_ns)
@@ -183,12 +185,27 @@ class Planner:
             elif 2 * len(blocks) >= chunk:
                 # Filling up with the next request's blocks would make this one wait for them.
                 break
+        return self._order(blocks, lane), revoked
+
+    def ahead(self, digests: Sequence[bytes], lane: Lane, run: str) -> Order | None:
+        """An order for the first of these blocks, which no request wants yet, into room that none needs.
+
+        None when there is no such room.  The blocks belong to nobody: the next hint finds them staged.
+        """
+        most = max(1, min(self._chunk_blocks[lane], self._blocks.slot_count) // AHEAD_SHARE)
+        return self._order(self._blocks.add_ahead(digests[:most], lane, run), lane)
+
+    def _order(self, blocks: list[Block], lane: Lane) -> Order | None:
         if not blocks:
-            return None, revoked
+            return None
         self._sequence += 1
-        order = Order(self._sequence, blocks, lane)
-        self._orders[order.number] = order
-        return order, revoked
+        order = self._orders[self._sequence] = Order(self._sequence, blocks, lane)
+        return order
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a request wants a block that is not on its way."""
+        return any(self._head(lane) is not None for lane in Lane)
 
     def wants(self, lane: Lane) -> bool:
         """Whether next_order(lane) is worth a call."""
@@ -364,12 +381,13 @@ class Planner:
     def gauges(self) -> dict[str, int]:
         """Slots by use, requests and orders; pinned is zero when no request is left.
 
-        `slots_stuck` wait for a store call that everyone gave up.
+        `slots_stuck` wait for a store call that everyone gave up; `leases` are blocks that wait for their fetch.
         """
         return {
             **self._blocks.gauges(),
             "slots_stuck": sum(len(order.blocks) for order in self._overdue.values()),
             "requests": len(self._requests),
+            "leases": sum(each.limit - each.issued for each in self._requests.values() if each.wants_work),
             "orders": len(self._orders),
         }
 

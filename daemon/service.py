@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from functools import partial
 from types import FrameType
 
-from ..shmring.messages import Hello, Message, Purge, Report, SetMode, Status
+from ..shmring.messages import Hello, Message, Purge, Report, SetMode, Status, Warm
 from . import report
 from .access import access_of, listen
 from .board import Board
@@ -147,6 +147,9 @@ class Daemon:
             while pools.fetch_room(lane) and idle < len(sessions):
                 self._turn += 1
                 idle = 0 if sessions[self._turn % len(sessions)].pump(lane) else idle + 1
+            for session in sessions:
+                if pools.fetch_room(lane):
+                    session.pump_ahead(lane)
 
     def _tick(self, control: Control, sessions: Sequence[EngineSession], pools: Pools, now_ns: int) -> None:
         pools.check(now_ns)
@@ -291,6 +294,15 @@ class Daemon:
             before = self._mode
             self._switch(message.mode)
             reply(Report(ok=True, text=f"mode: {message.mode} (was {before})"))
+        elif isinstance(message, Warm) and self._control is not None:
+            sessions = self._control.sessions()
+            named = [each for each in sessions if not message.engine or each.engine_id == message.engine]
+            if len(named) == 1:
+                named[0].warm(message, reply)
+            else:
+                attached = ", ".join(sorted(each.engine_id for each in sessions)) or "none"
+                wanted = f"engine={message.engine!r}" if message.engine else "name one with --engine"
+                reply(Report(ok=False, text=f"not one engine but {len(named)}: {wanted}; attached: {attached}"))
         elif isinstance(message, Purge) and self._store is not None and self._control is not None:
             named = [session for session in self._control.sessions() if session.engine_id == message.engine]
             prefixes = {*message.prefixes, *(prefix for session in named for prefix in session.shape.key_prefixes)}

@@ -17,7 +17,7 @@ from ..shmring.credits import CreditGranter
 from ..shmring.doorbell import Doorbell
 from ..shmring.flags import FlagTable, unpack
 from ..shmring.liveness import Liveness, PeerState
-from ..shmring.messages import Hello
+from ..shmring.messages import MAX_WARM_DIGESTS, Hello, Message, Report, Warm
 from ..shmring.protocol import FlagState, ProtocolError, RecordKind
 from ..shmring.ring import Consumer, Record
 from . import transfers
@@ -36,6 +36,7 @@ from .pools import Pools
 from .saver import Saver
 from .store import Store, StoreError, StoreUnavailable
 from .timeline import Stories
+from .warming import RESULTS, Warming, about
 
 DISK_BUFFER_BYTES = 256 << 20
 SCANNED_PER_TICK = 256
@@ -105,9 +106,13 @@ class EngineSession:
             loading=lambda: pools.fetches_in_flight > 0 or self.planner.has_work,
         )  # fmt: skip
         self.saver.stored = self._negative.stored
+        self.warming = Warming(
+            self.planner, self._negative, about(scheduler, self.epoch), self.totals.warmed_blocks, clock_ns,
+            answering=lambda: store.answering, look_up=self._look_up,
+        )  # fmt: skip
         self._fetcher = Fetcher(
-            self.planner, store, self.shape, pools, self.jobs, self._negative, self.totals, self._log, clock_ns,
-            revoked=partial(self.stories.tell, ending=Ending.REVOKED), returned=self.saver.next,
+            self.planner, self.warming, store, self.shape, pools, self.jobs, self._negative, self.totals, self._log,
+            clock_ns, revoked=partial(self.stories.tell, ending=Ending.REVOKED), returned=self.saver.next,
         )  # fmt: skip
 
     def register_staging(self) -> None:
@@ -184,9 +189,6 @@ class EngineSession:
         self.look_ups.add(request, now)
 
     def _ask_store(self, number: int, questions: Sequence[Question]) -> None:
-        job = partial(
-            transfers.look_up, self._store, self.shape, [question.digests for question in questions], tiers=self._tiers
-        )
         generation = self.saver.generation
 
         def done(answers: list[transfers.Found] | None) -> None:
@@ -194,16 +196,25 @@ class EngineSession:
             void = generation != self.saver.generation
             self.look_ups.answered(number, [(0, b"")] * len(questions) if void else answers, self._clock_ns())
 
-        def overdue() -> None:
-            self._log.warning("call.overdue", call="look_up", blocks=sum(len(each.digests) for each in questions))
-            self._store.suspect("look_up")
-            self.look_ups.overdue(number, self._clock_ns())
+        self._look_up([question.digests for question in questions], done)
 
+    def _look_up(
+        self, questions: Sequence[Sequence[bytes]], done: Callable[[list[transfers.Found] | None], None]
+    ) -> None:
+        """Call back with what the store has; with None when it cannot say, or has not in time (and once more then)."""
+
+        def overdue() -> None:
+            self._log.warning("call.overdue", call="look_up", blocks=sum(map(len, questions)))
+            self._store.suspect("look_up")
+            done(None)
+
+        job = partial(transfers.look_up, self._store, self.shape, questions, tiers=self._tiers)
         self.jobs.start(self._pools.look_up, job, done, None, overdue)
 
     def _found(self, request: Request, blocks: int, on_disk: bytes, *, unavailable: bool) -> None:
         self.stories.looked_up(request.key, blocks, self._clock_ns(), unavailable=unavailable)
-        self.totals.hit_blocks += blocks - request.local
+        staged, disk = request.issued - request.local, sum(on_disk)
+        self.totals.hit_blocks.update(staging=staged, memory=blocks - request.local - staged - disk, disk=disk)
         self.table.set_found(request.key[0], blocks)
         self.planner.looked_up(request.key, blocks if self._mode == "on" else request.local, on_disk)
 
@@ -251,6 +262,9 @@ class EngineSession:
                 self._given_up.add(key)
         self.look_ups.tick(now)
         self.planner.tick()
+        self.warming.tick()
+        if (counts := self.warming.tell()) is not None:
+            self._log.info("warm.done", **{f"{result}_blocks": counts[result] for result in RESULTS})
         for lane in Lane:
             if self._pools.exhausted(lane):
                 self.planner.give_up(lane)
@@ -261,6 +275,20 @@ class EngineSession:
     def pump(self, lane: Lane) -> bool:
         """Start one fetch of this lane if there is one to start; False when there is none."""
         return not self.closing and self.jobs.contain(partial(self._fetcher.pump, lane), False)
+
+    def pump_ahead(self, lane: Lane) -> bool:
+        """Start a fetch of what is staged ahead, when no engine has one for a request to start in this lane."""
+        return not self.closing and self._fetcher.pump_ahead(lane)
+
+    def warm(self, order: Warm, reply: Callable[[Message], None]) -> None:
+        """Stage blocks ahead. Raises ProtocolError for an order that is too large."""
+        if (count := sum(map(len, order.chains))) > MAX_WARM_DIGESTS:
+            raise ProtocolError(f"too many hashes in one order: hashes={count} max={MAX_WARM_DIGESTS}")
+        if self.saver.resetting or self._mode != "on":
+            why = "its weights change" if self.saver.resetting else f"mode is {self._mode}"
+            reply(Report(ok=False, text=f"nothing is staged for this engine now: {why}"))
+        else:
+            self.warming.add(order, reply)
 
     def _disk_blocks(self, key: Key) -> int | None:
         """For the engine's statistics. Where tiers are not asked for, there is only memory."""
@@ -273,6 +301,7 @@ class EngineSession:
         """Void everything staged, hinted or being saved before this generation, remove the keys, then reply."""
         self.saver.reset(generation, timeout_s, reply)
         self._negative.clear()
+        self.warming.stop("its weights changed")
         for request in self.planner.reset():
             self.stories.tell(request, Ending.RESET)
 
@@ -309,6 +338,7 @@ class EngineSession:
         others end as `ending` says.
         """
         self.jobs.closing = True
+        self.warming.stop("the engine is gone")
         self.liveness.set_state(PeerState.CLOSING)
         self.drain(LAST_RECORDS)
         for request in list(self.planner.requests.values()):
@@ -324,6 +354,7 @@ class EngineSession:
         self._log.info("engine.detached", **self.account())
         # Their views would keep the control segment mapped.
         del self.ring, self.table, self._flags, self.liveness, self.planner, self.saver, self.look_ups, self._fetcher
+        del self.warming
         self.words.release()
         self.memory.close()
         self.doorbell.close()

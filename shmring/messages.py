@@ -17,6 +17,8 @@ from .. import __version__
 from .protocol import PROTOCOL, ProtocolError
 
 MAX_MESSAGE_BYTES = 1 << 16
+MAX_WARM_DIGESTS = 256  # of one Warm order, which must fit a message
+HASH_PROBE_TOKENS = (1, 2, 3)  # see SchedulerShape.hash_probe
 # A CUDA IPC memory handle: 64 bytes in hexadecimal digits, or none.
 Handle = Annotated[str, Field(pattern=r"^([0-9a-f]{128})?$")]
 
@@ -55,6 +57,10 @@ class SchedulerShape(_Message):
     saves: bool
     # Wants to be told by Stored messages what became of its saves.
     events: bool = False
+    # How it hashes blocks, to those who hash prompts ahead: vLLM's name of the algorithm, and the hash (hex) of a first
+    # block of HASH_PROBE_TOKENS; no probe when hashes begin with a number that is random in each process.
+    hash_algorithm: str = Field(default="", max_length=64)
+    hash_probe: str = Field(default="", pattern=r"^([0-9a-f]{2}){0,64}$")
 
 
 class Hello(_Message):
@@ -220,6 +226,46 @@ class Purge(_Message):
     timeout_ms: int = Field(ge=1, le=600_000)
 
 
+Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{2}){1,64}$")]
+
+
+class Warm(_Message):
+    """An operator stages blocks ahead for an attached engine; answered by Warmed, or by Report when it cannot be done.
+
+    Each chain is a prefix's block hashes in hex, in order; all together at most MAX_WARM_DIGESTS, and one order at a
+    time.  `engine` may be left out when one is attached, `chains` to ask only what the answer says of it.  `run` names
+    the orders that belong together: none takes room from another.
+    """
+
+    type: Literal["warm"] = "warm"
+    run: str = Field(pattern=r"^[0-9a-f]{32}$")
+    engine: str = Field(default="", max_length=256)
+    chains: list[Annotated[list[Digest], Field(min_length=1)]] = Field(
+        default_factory=list, max_length=MAX_WARM_DIGESTS
+    )
+
+
+class Warmed(_Message):
+    """What became of the blocks of a Warm order, and what its sender must know of the engine (see SchedulerShape).
+
+    `found` has, for each chain, how many of its leading blocks are in staging or in the store.  These were `staged`
+    already, are `fetched` now, found `no_room`, or `failed` to arrive; `absent` blocks are in neither, or behind one.
+    """
+
+    type: Literal["warmed"] = "warmed"
+    engine: str
+    epoch: int
+    block_tokens: int
+    hash_algorithm: str
+    hash_probe: str
+    found: list[int] = Field(default_factory=list)
+    staged: int = 0
+    fetched: int = 0
+    absent: int = 0
+    no_room: int = 0
+    failed: int = 0
+
+
 class Report(_Message):
     """What became of an operator's order: whether it was done, and one line that says so."""
 
@@ -230,7 +276,7 @@ class Report(_Message):
 
 Message = (
     Hello | Refused | Attached | Mapped | Reset | ResetDone | Stored | StatusQuery | Status | StatQuery | Segments
-    | SetMode | Purge | Report
+    | SetMode | Purge | Warm | Warmed | Report
 )  # fmt: skip
 _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
 

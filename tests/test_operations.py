@@ -13,6 +13,7 @@ import tomllib
 
 from benchmarks.lab.daemon import Daemon
 from kvprefetch.daemon.config import NEXT_ATTACH, RELOADABLE, DaemonConfig, load
+from tests.daemon.fake_engine import FakeEngine
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = {name: (ROOT / "docs" / name).read_text() for name in ("OPERATIONS.md", "TUNING.md")}
@@ -39,6 +40,7 @@ def run(command: str, folder: Path, **environ: str) -> None:
 def test_the_documents_have_commands_to_run() -> None:
     assert len(commands("sh test")) >= 4
     assert len(commands("sh test serving")) >= 6
+    assert len(commands("sh test attached")) >= 2
 
 
 @pytest.mark.parametrize("command", commands("sh test"))
@@ -50,6 +52,14 @@ def test_the_commands_for_a_running_daemon_run(tmp_path: Path) -> None:
     with Daemon(memory="64MiB", staging="1MiB") as daemon:
         for command in commands("sh test serving"):
             run(command, tmp_path, KVPREFETCHD_SOCKET=str(daemon.socket))
+
+
+def test_the_commands_for_an_attached_engine_run(tmp_path: Path) -> None:
+    with Daemon(memory="64MiB", staging="1MiB") as daemon:
+        engine = FakeEngine(daemon.socket)
+        for command in commands("sh test attached"):
+            run(command, tmp_path, KVPREFETCHD_SOCKET=str(daemon.socket))
+        engine.close()
 
 
 def test_the_configuration_shown_is_valid() -> None:

@@ -7,7 +7,6 @@ import os
 
 from ..client import Unavailable
 from ..config import ConfigError
-from ..logs import configure
 from ..sources import resolve
 from .common import (
     CONFIGURATION_ENVIRONMENT,
@@ -59,8 +58,9 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     sources = configuration_sources(arguments)
     config = resolve(sources).config
-    # Imported late: `kvprefetchd --help` and configuration errors need no Mooncake.
+    # Imported late: `kvprefetchd --help` and configuration errors need neither Mooncake nor structlog.
     from ..embedded import EmbeddedError
+    from ..logs import configure
     from ..service import Daemon
     from ..store import StoreError
     from ..store_settings import SettingsError

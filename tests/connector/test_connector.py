@@ -48,7 +48,9 @@ def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute
         model_config=SimpleNamespace(**model, get_total_num_kv_heads=lambda: 1),
         parallel_config=SimpleNamespace(**parallel),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
-        cache_config=SimpleNamespace(block_size=32, prefix_match_unit=None, enable_prefix_caching=True),
+        cache_config=SimpleNamespace(
+            block_size=32, prefix_match_unit=None, enable_prefix_caching=True, prefix_caching_hash_algo="sha256"
+        ),
         kv_transfer_config=SimpleNamespace(
             engine_id="engine", kv_connector_extra_config=extra, kv_load_failure_policy=policy,
             is_kv_consumer=role != "kv_producer", is_kv_producer=role != "kv_consumer",

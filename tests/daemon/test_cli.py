@@ -73,6 +73,34 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     assert len(result.stderr.strip().splitlines()) == 1
 
 
+# What an engine's environment has not: the packages of the daemon-… extras.
+PLAIN = """
+import sys
+for name in ("structlog", "prometheus_client", "rich", "mooncake"):
+    sys.modules[name] = None
+from kvprefetch.daemon.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--help"], 0, ""),
+        (["check-config"], 0, ""),
+        (["warm", "/dev/null", "--socket", "/nonexistent"], 69, "no daemon answers"),
+        (["serve", "--metrics-port", "0", "--socket", "/tmp/none"], 69, "install kvprefetch with daemon-cpu"),
+    ],
+)
+def test_in_an_engine_s_environment(arguments: list[str], status: int, words: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", PLAIN, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == status, result
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == (1 if words else 0)
+
+
 def test_sizes_are_read_with_their_units() -> None:
     assert [parse_size(text) for text in ("64KiB", "1.5G", "4GB", 7, "12")] == [65536, 1_500_000_000, 4 * 10**9, 7, 12]
     with pytest.raises(ValueError, match="such as"):

@@ -101,7 +101,7 @@ def test_a_store_that_stops_answering_makes_all_who_wait_misses_at_once() -> Non
     setup.look_ups.next(0)
     keys = [setup.hint(number, f"b{number}") for number in range(1, 1001)]
     setup.up = False
-    setup.look_ups.overdue(setup.sent[0][0], 4 * SECOND)
+    setup.look_ups.answered(setup.sent[0][0], None, 4 * SECOND)
     assert len(setup.answers) == 1001
     assert all(setup.answers[key] == (0, True) for key in keys)
     assert len(setup.sent) == 1

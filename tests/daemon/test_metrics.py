@@ -89,7 +89,9 @@ def test_totals_follow_the_requests_and_never_fall_when_engines_leave(serve: Ser
     assert value(samples, "requests_total", outcome="loaded") == 2
     assert value(samples, "requests_total", outcome="aborted") == 1
     assert value(samples, "miss_blocks_total") == 6
-    assert value(samples, "hit_blocks_total") == 6 + 4 + 6 + 6
+    assert value(samples, "hit_blocks_total", tier="memory") == 6
+    assert value(samples, "hit_blocks_total", tier="staging") == 4 + 6 + 6
+    assert value(samples, "hit_blocks_total", tier="disk") == 0
     assert value(samples, "loaded_blocks_total") == 10
     assert value(samples, "fetched_bytes_total", tier="memory") == 6 * BLOCK_BYTES, "fetched once, shared by all"
     assert value(samples, "engines") == 1
@@ -97,6 +99,9 @@ def test_totals_follow_the_requests_and_never_fall_when_engines_leave(serve: Ser
     assert value(samples, "staging_slots", engine="first", use="pinned") == 6
     assert value(samples, "push_to_seen_seconds_count") == 5
     assert value(samples, "look_up_seconds_count") == 4
+    assert value(samples, "fetch_seconds_count", tier="memory") >= 1
+    assert value(samples, "fetch_seconds_count", tier="disk") == 0
+    assert value(samples, "leases", engine="first") == 0
     assert value(samples, "exposed_wait_seconds_count") == 2
     assert value(samples, "store_open") == value(samples, "ready") == 1
     engine.close()
@@ -244,7 +249,7 @@ def test_a_closed_store_is_not_ready_but_healthy() -> None:
 def test_two_engines_of_one_name_make_one_series() -> None:
     board = board_at(1, beat_s=1)
     engine: dict[str, Any] = dict.fromkeys(
-        ("slots_free", "slots_idle", "slots_stuck", "blocks_pinned", "requests", "orders", "save_slots",
+        ("slots_free", "slots_idle", "slots_stuck", "blocks_pinned", "requests", "leases", "orders", "save_slots",
          "save_slots_busy", "saves_queued"), 3,
     )  # fmt: skip
     board.publish(0, [{"engine": "e", **engine}, {"engine": "e", **engine}], [], store_open=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +47,34 @@ def test_loaded_tokens_equal_recomputed_ones(site: Site, right: list[list[int]],
     assert second.tokens == right
     local = engine.run(PROMPTS)
     assert local.tokens == right
+    site.assert_idle()
+    engine.stop()
+
+
+def test_a_warmed_prompt_is_a_hit_at_once(site: Site, right: list[list[int]], tmp_path: Path) -> None:
+    """`kvprefetchd warm` with prompts: their requests fetch nothing, wait for nothing, and give the same tokens."""
+    engine = site.engine(site.spec(extra={"cache_prefix": "warm"}))
+    assert engine.run(PROMPTS).tokens == right
+    site.fresh(engine)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt_token_ids": prompt}) + "\n" for prompt in PROMPTS))
+    before = len(site.daemon.records("request.done"))
+    engine_id = str(site.daemon.records("engine.attached")[-1]["engine"])
+    result = subprocess.run(
+        [sys.executable, "-m", "kvprefetch.daemon", "warm", str(file), "--engine", engine_id, "--json",
+         "--socket", str(site.daemon.socket)], capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    counts = json.loads(result.stdout)
+    blocks = sum(whole_blocks(prompt) // BLOCK for prompt in PROMPTS)
+    assert (counts["blocks"], counts["fetched"], counts["absent"]) == (blocks, blocks, 0)
+    site.assert_idle()
+    second = engine.run(PROMPTS)
+    assert second.tokens == right
+    assert second.cached_tokens == [whole_blocks(prompt) for prompt in PROMPTS]
+    assert site.daemon.wait_record("request.done", count=before + len(PROMPTS)) is not None
+    lines = site.daemon.records("request.done")[before:]
+    assert {(line["outcome"], line["bytes"], line["asked_ms"]) for line in lines} == {("loaded", 0, None)}
     site.assert_idle()
     engine.stop()
 

@@ -1,0 +1,295 @@
+"""Staging ahead, without a daemon: whose room it takes, whom it waits for, and what it says became of the blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from kvprefetch.daemon.negative import NegativeCache
+from kvprefetch.daemon.planner import Fetched, Lane, Planner
+from kvprefetch.daemon.transfers import Found
+from kvprefetch.daemon.warming import MAX_WAITING, PATIENCE_NS, QUIET_NS, Warming
+from kvprefetch.shmring.messages import Message, Report, Warm, Warmed
+from tests.daemon.planning import FlagsModel, digests, hint, run
+
+ABOUT = Warmed(engine="e", epoch=1, block_tokens=32, hash_algorithm="", hash_probe="")
+ONE, OTHER = "1" * 32, "2" * 32
+
+
+def names(text: str) -> list[bytes]:
+    return [digests(name) for name in text]
+
+
+class Setup:
+    """`held` is what the store has, `on_disk` what it has only there."""
+
+    def __init__(self, slots: int = 8, *, held: str = "", on_disk: str = "", chunk: int = 8) -> None:
+        self.flags = FlagsModel()
+        self.planner = Planner(slots, self.flags, chunk_blocks=chunk)
+        self.now = 0
+        self.held, self.on_disk = set(names(held + on_disk)), set(names(on_disk))
+        self.negative = NegativeCache()
+        self.questions: list[Sequence[Sequence[bytes]]] = []
+        self.pending: list[Callable[[Sequence[Found] | None], None]] = []
+        self.answering = True
+        self.totals: Counter[str] = Counter()
+        self.warming = Warming(
+            self.planner, self.negative, ABOUT, self.totals, lambda: self.now, answering=lambda: self.answering,
+            look_up=self._look_up,
+        )  # fmt: skip
+        self.replies: list[Message] = []
+
+    def _look_up(self, questions: Sequence[Sequence[bytes]], done: Callable[[Sequence[Found] | None], None]) -> None:
+        self.questions.append(questions)
+        self.pending.append(done)
+
+    def order(self, *chains: str, run: str = ONE) -> None:
+        warm = Warm(run=run, chains=[[name.hex() for name in names(chain)] for chain in chains])
+        self.warming.add(warm, self.replies.append)
+
+    def answer(self) -> None:
+        """What the store says to the questions that are out."""
+        answers = []
+        for chain in self.questions[-1]:
+            run = next((i for i, digest in enumerate(chain) if digest not in self.held), len(chain))
+            answers.append(Found(run, bytes(digest in self.on_disk for digest in chain[:run])))
+        self.pending.pop()(answers)
+
+    def fetch(self, *, fail: str = "") -> list[str]:
+        """Carry out every fetch; the blocks of each."""
+        done = []
+        for lane in Lane:
+            while (order := self.warming.next_order(lane)) is not None:
+                results = [Fetched(block.digest not in names(fail)) for block in order.blocks]
+                self.planner.fetched(order.number, results, 1)
+                done.append("".join(block.digest.decode().rstrip(".") for block in order.blocks))
+                self.warming.fetched(order, sum(result.ok for result in results))
+        return done
+
+    def last(self) -> dict[str, int]:
+        answer = self.replies[-1]
+        assert isinstance(answer, Warmed), answer
+        return {name: count for name in ("staged", "fetched", "absent", "no_room", "failed")
+                if (count := getattr(answer, name))}  # fmt: skip
+
+    def staged(self, text: str, key: int = 99) -> bool:
+        """Whether a hint now finds all of these without a fetch."""
+        found = hint(self.planner, key, *text)
+        request = self.planner.finish(found)
+        assert request is not None
+        return request.issued == len(text)
+
+
+def test_what_was_staged_is_found_by_the_next_hint_and_belongs_to_nobody() -> None:
+    setup = Setup(held="abc")
+    setup.order("abcd")
+    setup.answer()
+    assert setup.fetch() == ["ab", "c"], "a quarter of a call, and of the slots, at a time"
+    assert setup.last() == {"fetched": 3, "absent": 1}
+    assert isinstance(setup.replies[0], Warmed)
+    assert setup.replies[0].found == [3]
+    assert setup.planner.gauges()["blocks_pinned"] == 0
+    assert setup.planner.gauges()["slots_idle"] == 3
+    key = hint(setup.planner, 1, "a", "b", "c")
+    setup.planner.looked_up(key, 3)
+    assert setup.flags.count[key] == 3
+    assert run(setup.planner) == []
+
+
+def test_what_is_staged_already_is_not_asked_for() -> None:
+    setup = Setup(held="abc")
+    setup.order("ab")
+    setup.answer()
+    setup.fetch()
+    setup.order("ab")
+    assert setup.last() == {"staged": 2}
+    assert len(setup.questions) == 1
+    setup.order("abc", "ab")
+    assert setup.questions[-1] == [names("c"), []]
+    setup.answer()
+    assert setup.fetch() == ["c"]
+    assert setup.last() == {"staged": 4, "fetched": 1}
+    assert +setup.totals == {"staged": 6, "fetched": 3}
+
+
+def test_a_block_that_two_chains_share_is_fetched_once() -> None:
+    setup = Setup(held="abxy")
+    setup.order("ax", "ay", "ab")
+    setup.answer()
+    assert "".join(setup.fetch()) == "axyb"
+    assert setup.last() == {"fetched": 4, "staged": 2}
+
+
+def test_it_never_revokes_and_takes_only_room_that_nobody_holds() -> None:
+    setup = Setup(slots=4, held="wxyz")
+    key = hint(setup.planner, 1, "a", "b", "c", priority=100)
+    setup.planner.looked_up(key, 3)
+    run(setup.planner)
+    setup.order("wxyz")
+    setup.answer()
+    assert setup.fetch() == ["w"]
+    assert setup.last() == {"fetched": 1, "no_room": 3}
+    assert not setup.flags.expired
+    assert setup.flags.count[key] == 3
+
+
+def test_it_replaces_what_was_used_longest_ago_but_nothing_of_its_own_run() -> None:
+    setup = Setup(slots=4, held="stuvwxyz")
+    setup.order("stuv", run=ONE)
+    setup.answer()
+    setup.fetch()
+    assert setup.last() == {"fetched": 4}
+    setup.order("swxyz", run=OTHER)  # `s` is staged and listed: used now
+    setup.answer()
+    assert setup.fetch() == ["w", "x", "y"]
+    assert setup.last() == {"staged": 1, "fetched": 3, "no_room": 1}
+    assert setup.staged("swxy")
+
+
+def test_a_request_goes_first_and_finds_room_at_once() -> None:
+    setup = Setup(slots=4, held="wxyzab", chunk=4)
+    setup.order("wxyz")
+    setup.answer()
+    first = setup.warming.next_order(Lane.MEMORY)
+    assert first is not None
+    key = hint(setup.planner, 1, "a", "b", "c", "d")
+    setup.planner.looked_up(key, 4)
+    setup.planner.fetched(first.number, [Fetched(True)], 1)
+    setup.warming.fetched(first, 1)
+    assert setup.warming.next_order(Lane.MEMORY) is None, "a request wants its blocks"
+    assert setup.replies == []
+    assert run(setup.planner) == [["a", "b", "c", "d"]], "what was staged ahead gives its slot"
+    assert setup.fetch() == []
+    assert setup.last() == {"fetched": 1, "no_room": 3}
+
+
+def test_a_block_that_a_request_fetched_meanwhile_counts_as_staged() -> None:
+    setup = Setup(held="ab")
+    setup.order("ab")
+    setup.answer()
+    key = hint(setup.planner, 1, "a", "b")
+    setup.planner.looked_up(key, 2)
+    run(setup.planner)
+    assert setup.fetch() == []
+    assert setup.last() == {"staged": 2}
+
+
+def test_blocks_on_disk_go_in_their_lane_and_within_its_share() -> None:
+    setup = Setup(slots=8, held="a", on_disk="xyz", chunk=32)
+    setup.order("axyz")
+    setup.answer()
+    order = setup.warming.next_order(Lane.DISK)
+    assert order is not None
+    assert [block.lane for block in order.blocks] == [Lane.DISK] * 2
+    assert setup.warming.next_order(Lane.MEMORY) is None, "one fetch at a time"
+
+
+def test_a_block_that_does_not_arrive_leaves_its_slot() -> None:
+    setup = Setup(held="ab")
+    setup.order("ab")
+    setup.answer()
+    setup.fetch(fail="b")
+    assert setup.last() == {"fetched": 1, "failed": 1}
+    assert setup.planner.gauges()["slots_free"] == 7
+
+
+def test_a_fetch_that_hangs_fails_its_blocks_and_is_forgotten() -> None:
+    setup = Setup(held="ab")
+    setup.order("ab")
+    setup.answer()
+    order = setup.warming.next_order(Lane.MEMORY)
+    assert order is not None
+    setup.planner.overdue(order.number, 1)
+    setup.warming.fetched(order, 0)
+    assert setup.last() == {"failed": 2}
+    setup.planner.fetched(order.number, [Fetched(True)] * 2, 2)
+    setup.warming.fetched(order, 2)
+    assert len(setup.replies) == 1
+    assert setup.planner.gauges()["slots_free"] == 8
+
+
+def test_known_misses_and_a_silent_store() -> None:
+    setup = Setup(held="abc")
+    setup.negative.add(digests("b"), 0)
+    setup.order("abc")
+    setup.answer()
+    setup.fetch()
+    assert setup.last() == {"fetched": 1, "absent": 2}
+    setup.order("xyz")
+    setup.pending.pop()(None)
+    assert isinstance(setup.replies[-1], Report)
+    assert "store" in setup.replies[-1].text
+    setup.answering = False
+    setup.order("xyz")
+    assert isinstance(setup.replies[-1], Report)
+
+
+def test_orders_of_several_connections_take_turns_and_are_bounded() -> None:
+    setup = Setup(held="abcdefgh")
+    for name in "abcde"[: MAX_WAITING + 1]:
+        setup.order(name)
+    assert setup.replies == []
+    setup.order("f")
+    assert isinstance(setup.replies[-1], Report)
+    while setup.pending:
+        setup.answer()
+        setup.fetch()
+    assert [type(reply) for reply in setup.replies] == [Report] + [Warmed] * (MAX_WAITING + 1)
+
+
+def test_an_order_without_a_turn_is_answered_in_time() -> None:
+    setup = Setup(slots=2, held="ab")
+    key = hint(setup.planner, 1, "x")
+    setup.planner.looked_up(key, 1)
+    setup.order("ab")
+    setup.answer()
+    assert setup.fetch() == []
+    setup.now = PATIENCE_NS - 1
+    setup.warming.tick()
+    assert setup.replies == []
+    setup.now = PATIENCE_NS
+    setup.warming.tick()
+    assert setup.last() == {"no_room": 2}
+
+
+@pytest.mark.parametrize("moment", ["asked", "looked up", "in flight"])
+def test_a_reset_or_the_end_answers_all_orders(moment: str) -> None:
+    setup = Setup(held="ab")
+    setup.order("ab")
+    setup.order("ba")
+    order = None
+    if moment != "asked":
+        setup.answer()
+    if moment == "in flight":
+        order = setup.warming.next_order(Lane.MEMORY)
+    setup.planner.reset()
+    setup.warming.stop("its weights changed")
+    assert [type(reply) for reply in setup.replies] == [Report, Report]
+    if setup.pending:
+        setup.answer()
+    if order is not None:
+        setup.planner.fetched(order.number, [Fetched(True)] * 2, 2)
+        setup.warming.fetched(order, 2)
+    assert len(setup.replies) == 2
+    assert setup.fetch() == []
+    assert setup.planner.gauges()["slots_free"] == 8, "void blocks are not kept"
+
+
+def test_what_was_done_is_told_once_when_no_order_comes_any_more() -> None:
+    setup = Setup(held="ab")
+    setup.order("a")
+    setup.answer()
+    setup.fetch()
+    assert setup.warming.tell() is None
+    setup.order("bc")
+    setup.now = 10 * QUIET_NS
+    setup.answer()
+    setup.fetch()
+    assert setup.warming.tell() is None
+    setup.now += QUIET_NS
+    told = setup.warming.tell()
+    assert told is not None
+    assert +told == {"fetched": 2, "absent": 1}
+    assert setup.warming.tell() is None
