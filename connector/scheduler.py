@@ -17,18 +17,17 @@ import functools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.messages import Stored
 from ..shmring.protocol import Outcome
 from . import hints
-from .claims import NOTHING, Answer, Claims, Entry, Reply
+from .claims import NOTHING, Claims, Entry, Reply
 from .config import ConnectorConfig
 from .events import SavedBlocks
-from .hints import Handle
-from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder
+from .loads import Loads
+from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
 from .policy import WaitPolicy
 from .saves import Saves
 from .session import SchedulerSession
@@ -51,14 +50,6 @@ class SessionSource(Protocol):
     def stored(self) -> deque[Stored]: ...
     def send_reset(self, generation: int, timeout_ms: int) -> bool: ...
     def request_reset(self, generation: int, timeout_ms: int) -> bool: ...
-
-
-@dataclass(slots=True)
-class _Load:
-    request_id: str
-    handle: Handle
-    blocks: int
-    ranks_left: int
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -102,10 +93,7 @@ class SchedulerSide:
         self._session: SchedulerSession | None = None
         self._entries: dict[str, Entry] = {}
         self._answered: set[str] = set()
-        self._orders: list[LoadOrder] = []
-        self._loads: dict[int, _Load] = {}
-        self._next_load = 1
-        self._last_load: _Load | None = None
+        self._loads = Loads(geometry, self.counters)
         self._events = (
             SavedBlocks(
                 geometry.block_tokens, geometry.hashes_per_block, geometry.group, geometry.spec_kind, self._take_stored
@@ -202,38 +190,16 @@ class SchedulerSide:
                     f"blocks were allocated for an answer that was not given: request={request.request_id} "
                     f"tokens={num_external_tokens}"
                 )
-            self._dispatch(entry, answer, block_ids()[self._geometry.group], num_external_tokens)
+            self._answered.discard(request.request_id)
+            self._loads.dispatch(entry, block_ids()[self._geometry.group], num_external_tokens)
         elif entry is not None:
             self._admitted_without_load(entry)
-
-    def _dispatch(self, entry: Entry, answer: Answer, block_ids: list[int], num_external_tokens: int) -> None:
-        handle = entry.handle
-        assert handle is not None
-        count = num_external_tokens // self._geometry.block_tokens
-        stop = answer.start + count
-        load_id, self._next_load = self._next_load, self._next_load + 1
-        self._orders.append(
-            LoadOrder(
-                load_id, entry.request.request_id, handle.session.epoch, answer.asynchronous,
-                list(block_ids[answer.start : stop]), answer.slots[:count],
-            )
-        )  # fmt: skip
-        load = _Load(entry.request.request_id, handle, count, self._geometry.world_size)
-        self._loads[load_id] = self._last_load = load
-        entry.answer, entry.handle, entry.settled = None, None, True
-        self._answered.discard(entry.request.request_id)
-        entry.progress.saved = max(entry.progress.saved, stop)
-        self.counters["loads"] += 1
-        self.counters["load_blocks"] += count
 
     @_detaching(None)
     def disk_tokens(self, request: Any) -> int | None:
         """Of the load dispatched last, which is this request's, the tokens that came from disk; None: not known."""
-        load = self._last_load
-        if load is None or load.request_id != request.request_id or load.handle.session is not self._session:
-            return None
-        disk = load.handle.session.flags.disk(load.handle.flag)
-        return None if disk is None else min(disk, load.blocks) * self._geometry.block_tokens
+        blocks = self._loads.disk_blocks(request.request_id, self._session)
+        return None if blocks is None else blocks * self._geometry.block_tokens
 
     @_detaching(None)
     def _admitted_without_load(self, entry: Entry) -> None:
@@ -246,9 +212,8 @@ class SchedulerSide:
 
     def take_loads(self) -> KVPrefetchMetadata:
         """The step's metadata with the loads dispatched in this pass: they are in it whatever else goes wrong."""
-        meta = KVPrefetchMetadata(loads=self._orders)
-        self._orders = []
-        epochs = {load.handle.session.epoch for load in self._loads.values()}
+        meta = KVPrefetchMetadata(loads=self._loads.take_orders())
+        epochs = self._loads.epochs()
         if self._session is not None:
             epochs.add(self._session.epoch)
         meta.live_epochs = tuple(epochs)
@@ -309,25 +274,14 @@ class SchedulerSide:
         """vLLM's update_connector_output: what the ranks finished."""
         if not isinstance(worker_meta, KVPrefetchWorkerMeta):
             return
-        for load_id in worker_meta.failed_loads:
+        for request_id in self._loads.failed(worker_meta.failed_loads):
             # The engine recomputes these blocks, but steps in flight computed on what stood there.
-            if (failed := self._loads.get(load_id)) is not None:
-                self.counters["failed_loads"] += 1
-                self._saves.drop(failed.request_id)
-                if (entry := self._entries.get(failed.request_id)) is not None:
-                    entry.progress.tainted = True
+            self._saves.drop(request_id)
+            if (entry := self._entries.get(request_id)) is not None:
+                entry.progress.tainted = True
         self._saves.acknowledge(worker_meta.saves, worker_meta.failed_saves)
-        done: list[_Load] = []
-        for load_id, ranks in worker_meta.loads.items():
-            load = self._loads.get(load_id)
-            if load is None:
-                self.counters["unknown_loads"] += 1
-                continue
-            load.ranks_left -= ranks
-            if load.ranks_left <= 0:
-                done.append(self._loads.pop(load_id))
         now = self._clock_ns()
-        for load in done:
+        for load in self._loads.acknowledge(worker_meta.loads):
             if load.handle.session is self._session:
                 hints.finish(load.handle, Outcome.LOADED, loaded_blocks=load.blocks, loaded_ns=now)
         self._saves.flush()
@@ -335,7 +289,7 @@ class SchedulerSide:
     @_detaching(False)
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although it has no request: acknowledgements come with steps."""
-        if self._loads or self._orders or self._saves.unacknowledged:
+        if self._loads.pending or self._saves.unacknowledged:
             return True
         session = self._session
         if session is None or not session.alive(self._clock_ns()):

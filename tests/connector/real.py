@@ -226,7 +226,7 @@ class RealEngine:
             found.append(f"flags not returned: {flags}")
         if self.side._entries:
             found.append(f"requests remembered: {list(self.side._entries)}")
-        if self.side._loads or self.side._saves.unacknowledged:
+        if self.side._loads.pending or self.side._saves.unacknowledged:
             found.append("loads or saves never acknowledged")
         if self.scheduler.requests:
             found.append(f"requests in the scheduler: {list(self.scheduler.requests)}")

@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 from kvprefetch.connector import claims, scheduler
 from kvprefetch.connector.claims import Claims
 from kvprefetch.connector.connector import KVPrefetchConnector
+from kvprefetch.connector.loads import Loads
 from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.shmring.protocol import FlagState
 
@@ -196,13 +197,13 @@ def test_p07_loads_write_only_behind_the_local_blocks(make: Make, monkeypatch: P
         assert order.block_ids == engine.table("b")[2:6]
 
     check()
-    original = SchedulerSide._dispatch
+    original = Loads.dispatch
 
-    def from_the_first(self: SchedulerSide, entry: Any, answer: Any, *rest: Any) -> None:
-        answer.start = 0
-        original(self, entry, answer, *rest)
+    def from_the_first(self: Loads, entry: Any, *rest: Any) -> None:
+        entry.answer.start = 0
+        original(self, entry, *rest)
 
-    monkeypatch.setattr(SchedulerSide, "_dispatch", from_the_first)
+    monkeypatch.setattr(Loads, "dispatch", from_the_first)
     with pytest.raises(AssertionError):
         check()
 
@@ -225,13 +226,13 @@ def test_p11_a_request_whose_load_failed_is_not_loaded_again(make: Make, monkeyp
         assert engine.side.counters["hints"] == engine.side.counters["failed_loads"] == 1
 
     check()
-    original = SchedulerSide._dispatch
+    original = Loads.dispatch
 
-    def forgetful(self: SchedulerSide, entry: Any, *rest: Any) -> None:
+    def forgetful(self: Loads, entry: Any, *rest: Any) -> None:
         original(self, entry, *rest)
         entry.settled = False
 
-    monkeypatch.setattr(SchedulerSide, "_dispatch", forgetful)
+    monkeypatch.setattr(Loads, "dispatch", forgetful)
     monkeypatch.setattr(SchedulerSide, "_admitted_without_load", lambda self, entry: None)
     with pytest.raises(AssertionError):
         check()

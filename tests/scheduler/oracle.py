@@ -72,7 +72,7 @@ class Oracle:
         for order in output.kv_connector_metadata.loads:
             request = self._scheduler.requests[order.request_id]
             tokens = self._tokens_of(request, order.block_ids, f"load {order.load_id}")
-            handle = self._side._loads[order.load_id].handle
+            handle = self._side._loads.running[order.load_id].handle
             self._loads[order.load_id] = Load(order, handle, tokens, set(everyone))
             if order.asynchronous:
                 self._receiving[order.request_id] += 1
@@ -182,7 +182,7 @@ class Oracle:
         wrong = [f"never reported as received: {name}" for name, count in self._receiving.items() if count]
         for what, orders in (("load", self._loads), ("save", self._saves)):
             wrong += [f"{what} {number}: not done by every rank" for number, one in orders.items() if one.ranks_left]  # type: ignore[attr-defined]
-        if self._side._entries or self._side._loads or self._side._orders or self._side._saves.unacknowledged:
+        if self._side._entries or self._side._loads.pending or self._side._saves.unacknowledged:
             wrong.append("the scheduler side still holds requests, loads or saves")
         return wrong
 

@@ -15,6 +15,7 @@ from vllm.v1.core.sched.interface import PauseState
 from tests.scheduler.engine import Engine
 from tests.scheduler.model import VOCAB, Truth
 from tests.scheduler.shape import Shape, Site
+from tests.scheduler.verdict import finish
 
 FAMILIES = [[random.Random(family).randrange(VOCAB) for _ in range(36)] for family in range(2)]
 MAX_STEPS_BETWEEN = 8
@@ -193,7 +194,7 @@ def check(
     except BaseException:
         engine.close()
         raise
-    engine.finish()
+    finish(engine)
     assert engine.oracle is not None
     return engine.counts + engine.oracle.counts
 

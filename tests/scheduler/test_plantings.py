@@ -11,7 +11,7 @@ from hypothesis.errors import FlakyFailure
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
-from kvprefetch.connector import hints, saves, scheduler
+from kvprefetch.connector import hints, loads, saves, scheduler
 from kvprefetch.connector.worker import WorkerSide
 from kvprefetch.shmring.protocol import Outcome
 from tests.scheduler.engine import Engine
@@ -91,8 +91,8 @@ def test_slots_released_before_every_rank_copied_are_found(
     def early(self: scheduler.SchedulerSide, *args: Any) -> None:
         while dispatched:
             hints.finish(dispatched.pop(), Outcome.LOADED)
-        dispatched.extend(load.handle for load in self._loads.values() if load.ranks_left)
-        for load in self._loads.values():
+        dispatched.extend(load.handle for load in self._loads.running.values() if load.ranks_left)
+        for load in self._loads.running.values():
             load.ranks_left = 0
         original(self, *args)
 
@@ -113,12 +113,12 @@ def _finish_once(original: Any) -> Any:
 
 
 def test_slots_released_when_one_of_two_ranks_copied_are_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = scheduler._Load
+    original = loads.Load
 
     def hasty(request_id: str, handle: Any, blocks: int, ranks_left: int) -> Any:
         return original(request_id, handle, blocks, 1)
 
-    monkeypatch.setattr(scheduler, "_Load", hasty)
+    monkeypatch.setattr(loads, "Load", hasty)
     finds(site, "given back before they were copied", queue=3, ranks=2, load_mode="async")
 
 

@@ -1,0 +1,89 @@
+"""What must hold when an engine has come to rest: nothing kept, every token and every stored byte right."""
+
+from __future__ import annotations
+
+import functools
+
+from tests.scheduler.engine import Engine
+from tests.scheduler.model import BLOCK, Truth
+from tests.scheduler.shape import Shape, Site
+
+
+def finish(engine: Engine) -> None:
+    """Drain the engine, check all that must hold, and close it. Raises AssertionError."""
+    try:
+        engine.drain()
+        engine.await_reset()
+        wrong = _kept(engine)
+        if engine.site is not None:
+            wrong += _wrong_tokens(engine)
+            wrong += _of_the_connector(engine, engine.site)
+        assert not wrong, "\n".join([f"{engine.shape}", *wrong])
+    finally:
+        engine.close()
+
+
+def _kept(engine: Engine) -> list[str]:
+    wrong = []
+    free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    if free != engine.shape.blocks - 1:  # block 0 is vLLM's null block
+        wrong.append(f"blocks stay in use: {engine.shape.blocks - 1 - free}")
+    if engine.scheduler.requests:
+        wrong.append(f"requests stay: {list(engine.scheduler.requests)}")
+    return wrong
+
+
+def _of_the_connector(engine: Engine, site: Site) -> list[str]:
+    assert engine.oracle is not None
+    wrong = [*engine.oracle.wrong, *engine.logged.texts, *engine.oracle.left_behind()]
+    site.auditor.assert_idle(site.daemon.pid, site.daemon.socket)
+    engine.counts.update(engine.side.counters)
+    return wrong + _wrong_values(engine, site)
+
+
+def _wrong_values(engine: Engine, site: Site) -> list[str]:
+    """Each stored block against a plain computation of the same tokens with the current weights."""
+    assert engine.oracle is not None
+    wrong = []
+    known = list(engine.oracle.tokens.items())
+    for rank in engine.workers.ranks:
+        keys = [rank.connector._keys.prefix + digest.hex() for digest, _ in known]
+        for (_, tokens), found in zip(known, site.reader.digests(keys), strict=True):
+            if found is None:
+                continue
+            engine.counts["stored"] += 1
+            if found != engine.oracle.value_digest(engine.workers.weights, tokens, rank.number):
+                wrong.append(f"stored value is wrong: rank={rank.number} block={len(tokens) // BLOCK - 1}")
+    return wrong
+
+
+def _wrong_tokens(engine: Engine) -> list[str]:
+    """Each request's tokens against those of vLLM's plain scheduler without a connector."""
+    wrong = []
+    for sent in engine.requests.values():
+        if not sent.comparable:
+            continue
+        right = plain_tokens(engine.truth, sent.weights, sent.chunks, sent.out, session=sent.session)
+        if not sent.aborted and not sent.session:
+            equal = sent.received == right
+        else:
+            equal = sent.received == right[: len(sent.received)]
+        engine.counts["compared"] += 1
+        if not equal:
+            wrong.append(f"tokens differ: {sent.name}: {sent.received} instead of {right}")
+    return wrong
+
+
+@functools.lru_cache(maxsize=512)
+def _plain(truth: Truth, weights: int, chunks: tuple[tuple[int, ...], ...], out: int, session: bool) -> tuple[int, ...]:
+    engine = Engine(Shape(ranks=truth.ranks, blocks=64), None, truth, weights=weights)
+    name = engine.add(list(chunks[0]), out, session=session)
+    for chunk in chunks[1:]:
+        engine.feed(name, list(chunk))
+    engine.drain()
+    return tuple(engine.requests[name].received)
+
+
+def plain_tokens(truth: Truth, weights: int, chunks: list[list[int]], out: int, *, session: bool = False) -> list[int]:
+    """What vLLM's plain scheduler, alone with one request and without a connector, emits."""
+    return list(_plain(truth, weights, tuple(tuple(chunk) for chunk in chunks), out, session))
