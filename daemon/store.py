@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from .buckets import purge
 from .store_errors import ErrorClass, classify
 from .store_settings import MooncakeSettings
 
@@ -79,6 +80,7 @@ class Store:
         self._probing = False
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._unflushed: OrderedDict[str, None] = OrderedDict()
+        self._puts: dict[object, Sequence[str]] = {}  # keys of the puts in flight
         self._heartbeat_s = float(os.environ.get("MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS", "10"))
 
     def open(self) -> None:
@@ -239,11 +241,14 @@ class Store:
     def get_into(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[ErrorClass]:
         """Read each value to its address; OK only if exactly its `size` bytes arrived. Raises StoreUnavailable.
 
+        Each key once: of one that stands twice Mooncake fills the last destination only, and says OK for both.
         Mooncake answers a wrong size with -600 or -800, and a disk tier that hangs with -901, all of which also mean
         other things; one `get_size` tells them apart.
         """
         if not keys:
             return []
+        if len(set(keys)) != len(keys):
+            raise ValueError(f"a key stands twice in one get: keys={len(keys)} different={len(set(keys))}")
         with self._call() as client:
             codes: list[int] = client.batch_get_into(list(keys), list(addresses), list(sizes))
             results = self._sized(client, keys, sizes, codes)
@@ -277,7 +282,8 @@ class Store:
         if not keys:
             return []
         with self._call() as client:
-            codes: list[int] = client.batch_put_from(list(keys), list(addresses), list(sizes))
+            with self._putting(keys):
+                codes: list[int] = client.batch_put_from(list(keys), list(addresses), list(sizes))
             results = [ErrorClass.OK if code == -705 else classify(code) for code in codes]
             self._verdict(all(r is ErrorClass.TRANSIENT for r in results), "put", codes[0] if codes else -1)
         done = [key for key, r in zip(keys, results, strict=True) if r is ErrorClass.OK]
@@ -285,6 +291,19 @@ class Store:
         if self._settings.enable_ssd_offload:
             self._remember(done, self._unflushed)
         return results
+
+    @contextlib.contextmanager
+    def _putting(self, keys: Sequence[str]) -> Iterator[None]:
+        """A put of these keys is in flight: a removal waits for it, since it brings its keys when it returns."""
+        put = object()
+        with self._state:
+            self._puts[put] = keys
+        try:
+            yield
+        finally:
+            with self._state:
+                del self._puts[put]
+                self._state.notify_all()
 
     def _replicas(self, keys: Sequence[str]) -> list[set[Tier]]:
         with self._call() as client:
@@ -325,10 +344,10 @@ class Store:
         is repeated until two heartbeats of the tier brought nothing back (a value on its way to disk is registered
         again when written).
 
-        False: the time was up, the master did not answer, or a value also lay on a disk of another process, which
-        cannot be cleaned from here. What cannot be seen: a value another client was writing at that moment, so stop
-        writers first. A key removed and then put again is kept in memory only until the next start: the tier still
-        counts it as written.
+        False: the time was up, the master did not answer, a put of such a key hangs, or a value also lay on a disk of
+        another process, which cannot be cleaned from here. What cannot be seen: a value another client was writing at
+        that moment, so stop writers first. A key removed and then put again is kept in memory only until the next
+        start: the tier still counts it as written.
         """
         if not prefixes:
             return True
@@ -337,9 +356,13 @@ class Store:
         escaped = "|".join(re.sub(r"([\\^$.|?*+()\[\]{}])", r"\\\1", prefix) for prefix in prefixes)
         ours = re.compile(f"(?:{'|'.join(map(re.escape, prefixes))})[0-9a-fA-F]")
         disk = Path(self._settings.ssd_offload_path) if self._settings.enable_ssd_offload else None
-        with self._state:
-            seen = [key for key in self._seen if ours.match(key)]
         deadline = self._clock() + timeout_s
+        with self._state:
+            if not self._state.wait_for(
+                lambda: not any(ours.match(key) for keys in self._puts.values() for key in keys), timeout_s
+            ):
+                return False
+            seen = [key for key in self._seen if ours.match(key)]
         settle_s = 2 * self._heartbeat_s + 0.5 if disk else 0.0
         quiet_since: float | None = None
         reach, checked = True, set[str]()
@@ -350,7 +373,7 @@ class Store:
                 with self._call() as client:
                     count = int(client.remove_by_regex(f"^(?:{escaped})[0-9a-fA-F]", True))
                     self._verdict(classify(count) is ErrorClass.TRANSIENT, "remove", count)
-                files = _purge(disk, ours, checked) if disk else 0
+                files = purge(disk, ours, checked) if disk else 0
                 now = self._clock()
                 if count != 0 or files or quiet_since is None or any(self.exist(seen)):
                     quiet_since = now
@@ -364,26 +387,3 @@ class Store:
             if self._clock() >= deadline:
                 return False
             time.sleep(0.1)
-
-
-def _purge(directory: Path, ours: re.Pattern[str], checked: set[str]) -> int:
-    """Delete the bucket files that hold a matching key; the number deleted. `checked` are names already looked at.
-
-    Mooncake's bucket backend writes `<id>.bucket` with the values and `<id>.meta` with the keys as plain bytes
-    (protobuf); the embedded store keeps one key in each. The .meta goes first: a .bucket without one is ignored at
-    the next start.
-    """
-    pattern = re.compile(ours.pattern.encode())
-    deleted = 0
-    for meta in directory.glob("*.meta"):
-        if meta.name in checked:
-            continue
-        with contextlib.suppress(FileNotFoundError):  # evicted by the tier meanwhile
-            content = meta.read_bytes()
-            if pattern.search(content):
-                meta.unlink()
-                meta.with_suffix(".bucket").unlink(missing_ok=True)
-                deleted += 1
-            elif content:  # an empty one is being written
-                checked.add(meta.name)
-    return deleted

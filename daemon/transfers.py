@@ -6,9 +6,11 @@ part does.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from ..shmring.messages import WorkerShape
@@ -32,23 +34,34 @@ class Shape:
     turns: tuple[tuple[int, int], ...]
     staging: HostStaging
 
+    @cached_property
+    def shards(self) -> list[tuple[str, list[int]]]:
+        """Each key prefix and the ranks that hold its bytes."""
+        found: dict[str, list[int]] = {}
+        for rank, prefix in enumerate(self.key_prefixes):
+            found.setdefault(prefix, []).append(rank)
+        return list(found.items())
+
     @classmethod
     def of(cls, workers: Sequence[WorkerShape], staging: HostStaging) -> Shape:
         """The shape of ranks that `check_turns` accepted."""
         turns = tuple((worker.put_factor, worker.put_turn) for worker in workers)
         return cls(tuple(worker.key_prefix[0] for worker in workers), turns, staging)
 
-    def keys(self, digest: bytes) -> list[str]:
-        name = digest.hex()
-        return [prefix + name for prefix in self.key_prefixes]
-
 
 def check_turns(workers: Sequence[WorkerShape]) -> None:
-    """Raise ValueError unless every save slot is filled by exactly one of the ranks that share a key prefix."""
+    """Raise ValueError unless ranks that share a key prefix have parts of one size, and one of them each save slot."""
     sharing: dict[str, list[tuple[int, int]]] = {}
+    sizes: dict[str, set[int]] = {}
     for worker in workers:
         sharing.setdefault(worker.key_prefix[0], []).append((worker.put_factor, worker.put_turn))
+        sizes.setdefault(worker.key_prefix[0], set()).add(worker.block_bytes[0])
     for prefix, turns in sharing.items():
+        if len(sizes[prefix]) > 1:
+            raise ValueError(
+                f"ranks with one key prefix must have blocks of one size: key_prefix={prefix!r} "
+                f"block_bytes={sorted(sizes[prefix])}"
+            )
         if sorted(turns) != [(len(turns), turn) for turn in range(len(turns))]:
             raise ValueError(
                 f"ranks with one key prefix must take turns: key_prefix={prefix!r} (put_factor, put_turn)={turns} "
@@ -83,9 +96,8 @@ def look_up(store: Store, shape: Shape, questions: Sequence[Sequence[bytes]], *,
 
     `tiers`: ask also where the values lie. It costs about 2 us for each block that is there, and a miss nothing.
     """
-    prefixes = list(dict.fromkeys(shape.key_prefixes))
-    parts = len(prefixes)
-    keys = [prefix + digest.hex() for digests in questions for digest in digests for prefix in prefixes]
+    parts = len(shape.shards)
+    keys = [prefix + digest.hex() for digests in questions for digest in digests for prefix, _ in shape.shards]
     try:
         present = store.exist(keys)
         runs, at = [], 0
@@ -105,11 +117,13 @@ def look_up(store: Store, shape: Shape, questions: Sequence[Sequence[bytes]], *,
 def fetch(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]]) -> list[ErrorClass]:
     """Read (digest, slot) blocks into their slots; what became of each: OK when every rank's part is there.
 
-    Parts whose class says so are tried once more.
+    A part that several ranks hold is read once and copied to the others. Parts whose class says so are tried once more.
     """
-    keys, addresses = _targets(shape, blocks)
-    sizes = shape.staging.block_bytes * len(blocks)
-    ranks = len(sizes) // len(blocks)
+    shards, block_bytes = shape.shards, shape.staging.block_bytes
+    places = [shape.staging.addresses(slot) for _, slot in blocks]
+    keys = [prefix + digest.hex() for digest, _ in blocks for prefix, _ in shards]
+    addresses = [place[ranks[0]] for place in places for _, ranks in shards]
+    sizes = [block_bytes[ranks[0]] for _, ranks in shards] * len(blocks)
     try:
         parts = store.get_into(keys, addresses, sizes)
         again = [i for i, part in enumerate(parts) if part in (ErrorClass.RETRY, ErrorClass.LOOKUP_AGAIN)]
@@ -120,9 +134,13 @@ def fetch(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]]) -> li
                 parts[i] = part
     except StoreUnavailable:
         return [ErrorClass.TRANSIENT] * len(blocks)
+    for place in places if len(shards) < len(block_bytes) else ():
+        for _, (first, *others) in shards:
+            for other in others:
+                ctypes.memmove(place[other], place[first], block_bytes[first])  # without the GIL
     return [
-        next((part for part in parts[i * ranks : (i + 1) * ranks] if part is not ErrorClass.OK), ErrorClass.OK)
-        for i in range(len(blocks))
+        next((part for part in parts[i : i + len(shards)] if part is not ErrorClass.OK), ErrorClass.OK)
+        for i in range(0, len(parts), len(shards))
     ]
 
 
@@ -131,13 +149,14 @@ def save(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, loc
 
     With `locate`, also ask in which tier they are now.
     """
-    ranks = len(shape.key_prefixes)
-    keys, addresses = _targets(shape, blocks)
+    shards = shape.shards
+    keys = [prefix + digest.hex() for digest, _ in blocks for prefix, _ in shards]
     targets: dict[str, tuple[int, int]] = {}
-    for i, (key, address) in enumerate(zip(keys, addresses, strict=True)):
-        factor, turn = shape.turns[i % ranks]
-        if blocks[i // ranks][1] % factor == turn:
-            targets[key] = (address, shape.staging.block_bytes[i % ranks])
+    for digest, slot in blocks:
+        place = shape.staging.addresses(slot)
+        for prefix, ranks in shards:
+            [source] = [rank for rank in ranks if slot % shape.turns[rank][0] == shape.turns[rank][1]]
+            targets[prefix + digest.hex()] = (place[source], shape.staging.block_bytes[source])
     names = list(targets)
     try:
         there = store.exist(names)
@@ -150,11 +169,12 @@ def save(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, loc
     again: list[tuple[bytes, int]] = []
     kept: list[tuple[str, int]] = []
     for i, block in enumerate(blocks):
-        results = {written.get(key) for key in keys[i * ranks : (i + 1) * ranks]}  # None: it was there already
+        mine = keys[i * len(shards) : (i + 1) * len(shards)]
+        results = {written.get(key) for key in mine}  # None: it was there already
         if results <= {None, ErrorClass.OK}:
             stored += results != {None}
             present += results == {None}
-            kept.append((keys[i * ranks], block[1]))
+            kept.append((mine[0], block[1]))
         elif results <= {None, ErrorClass.OK, ErrorClass.NO_SPACE, ErrorClass.RETRY, *_PASSING}:
             again.append(block)
         else:
@@ -180,9 +200,3 @@ def remove_all(store: Store, shape: Shape, timeout_s: float) -> bool:
         return store.remove_matching(sorted(set(shape.key_prefixes)), timeout_s)
     except StoreUnavailable:
         return False
-
-
-def _targets(shape: Shape, blocks: Sequence[tuple[bytes, int]]) -> tuple[list[str], list[int]]:
-    keys = [key for digest, _ in blocks for key in shape.keys(digest)]
-    addresses = [address for _, slot in blocks for address in shape.staging.addresses(slot)]
-    return keys, addresses

@@ -308,6 +308,18 @@ def test_should_put_find_and_get_the_same_bytes(real: tuple[Store, int, mmap.mma
     assert area[BLOCK : 2 * BLOCK] == b"a" * BLOCK
 
 
+def test_should_refuse_a_key_that_stands_twice_in_a_get(real: tuple[Store, int, mmap.mmap]) -> None:
+    """Mooncake fills the last destination only, and says OK for both."""
+    store, base, area = real
+    area[: 3 * BLOCK] = b"d" * BLOCK + b"." * 2 * BLOCK
+    store.put_from(["d@00"], [base], [BLOCK])
+    twice = (["d@00"] * 2, [base + BLOCK, base + 2 * BLOCK], [BLOCK] * 2)
+    with pytest.raises(ValueError, match="twice"):
+        store.get_into(*twice)
+    assert store._client.batch_get_into(*twice) == [BLOCK] * 2
+    assert [area[BLOCK : BLOCK + 1], area[2 * BLOCK : 2 * BLOCK + 1]] == [b".", b"d"], "mended? then fetch() may use it"
+
+
 @pytest.mark.parametrize("size", [BLOCK // 2, BLOCK * 2])
 def test_should_tell_an_object_of_another_size(real: tuple[Store, int, mmap.mmap], size: int) -> None:
     store, base, _ = real
@@ -346,5 +358,32 @@ def test_should_call_a_put_done_only_when_its_owner_has_the_bytes(monkeypatch: p
                 finally:
                     os.kill(cluster.owner_pid, signal.SIGCONT)
                 assert put.result(30) == [ErrorClass.OK]
+        store.unregister(base)
+        store.close()
+
+
+def test_should_not_confirm_a_removal_before_a_put_that_hangs_has_returned() -> None:
+    """It brings its keys back: KV of old weights after a reset, when another epoch of its engine asks for that."""
+    pytest.importorskip("mooncake")
+    with LabStore(memory="64 MB") as cluster:
+        store = Store(MooncakeSettings.from_file(cluster.config), structlog.get_logger())
+        store.open()
+        area = mmap.mmap(-1, 4096)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(area))
+        store.register(base, len(area))
+        store.put_from(["m@00", "other@00"], [base] * 2, [len(area)] * 2)
+        with ThreadPoolExecutor() as pool:
+            os.kill(cluster.owner_pid, signal.SIGSTOP)
+            try:
+                put = pool.submit(store.put_from, ["m@01"], [base], [len(area)])
+                time.sleep(0.5)
+                assert store.remove_matching(["other@"], 1.0), "others do not wait"
+                assert not store.remove_matching(["m@"], 1.0)
+                assert not put.done()
+            finally:
+                os.kill(cluster.owner_pid, signal.SIGCONT)
+            assert put.result(30) == [ErrorClass.OK]
+        assert store.remove_matching(["m@"], 5.0)
+        assert store.exist(["m@00", "m@01"]) == [False, False]
         store.unregister(base)
         store.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,3 +96,33 @@ def test_ranks_that_would_leave_a_slot_to_nobody_or_to_two_are_refused(turns: li
     ]
     with pytest.raises(ValueError, match=r"must take turns: key_prefix='a@' .*expected="):
         transfers.check_turns(workers)
+
+
+def test_ranks_that_share_a_key_with_parts_of_two_sizes_are_refused() -> None:
+    workers = [
+        WorkerShape(block_bytes=[size], key_prefix=["a@"], put_factor=2, put_turn=turn)
+        for turn, size in enumerate((64, 128))
+    ]
+    with pytest.raises(ValueError, match=r"of one size: key_prefix='a@' block_bytes=\[64, 128\]"):
+        transfers.check_turns(workers)
+
+
+def test_a_part_that_several_ranks_hold_is_read_once_and_is_there_for_all() -> None:
+    """Mooncake fills one destination only of a key that stands twice in a get."""
+    staging = HostStaging(3, [64, 64, 64])
+    shape = Shape(("a@", "a@", "b@"), ((2, 0), (2, 1), (1, 0)), staging)
+    asked: list[str] = []
+
+    def get_into(keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[ErrorClass]:
+        asked.extend(keys)
+        for key, address, size in zip(keys, addresses, sizes, strict=True):
+            ctypes.memset(address, ord(key[0]) + int(key[-1]), size)
+        return [ErrorClass.OK] * len(keys)
+
+    store: Any = SimpleNamespace(get_into=get_into)
+    assert transfers.fetch(store, shape, [(b"\1", 2), (b"\2", 0)]) == [ErrorClass.OK] * 2
+    assert asked == ["a@01", "b@01", "a@02", "b@02"]
+    for slot, block in ((2, 1), (0, 2)):
+        parts = [ctypes.string_at(address, 64) for address in staging.addresses(slot)]
+        assert parts == [bytes([ord(name) + block]) * 64 for name in "aab"]
+    staging.close()

@@ -79,6 +79,32 @@ def test_both_write_the_same_bytes_under_the_same_keys(
     assert digests[0] == digests[1]
 
 
+def test_ranks_that_hold_the_same_heads_store_one_value_for_all(
+    model: Path, cluster: Store, plain: Engine, theirs: Engine, daemon: Daemon, engines: Callable[..., Engine]
+) -> None:
+    """One KV head on two ranks: each saves its share of the blocks, and upstream's engine of one rank reads them all.
+
+    Upstream's own engine of two ranks would bind each rank, and with it Mooncake's threads, to a core.
+    """
+    two = engines(
+        EngineSpec(model=model, kv_transfer=ours(daemon.socket, wait_timeout_ms=60_000), tensor_parallel_size=2)
+    )
+    before = cluster.keys
+    for seed, writer, reader in ((25, two, theirs), (26, theirs, two)):
+        prompts = make_prompts(3, 300, seed=seed)
+        right = plain.run(prompts).tokens
+        assert writer.run(prompts).tokens == right
+        before += len(keys(model, prompts))
+        assert cluster.wait_keys(before) == before
+        assert None not in control.read_digests(cluster.config, keys(model, prompts))
+        second = reader.run(prompts)
+        assert second.cached_tokens == [whole_blocks(prompt) for prompt in prompts], (
+            f"written by {writer.spec.kv_transfer}"
+        )
+        assert second.tokens == right
+    two.stop()
+
+
 def test_two_exchanged_values_change_the_tokens_of_both(
     model: Path, cluster: Store, plain: Engine, mine: Engine, theirs: Engine
 ) -> None:

@@ -1,0 +1,30 @@
+"""The files of the embedded store's disk tier, which outlive the master's knowledge of what they hold."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+
+def purge(directory: Path, ours: re.Pattern[str], checked: set[str]) -> int:
+    """Delete the bucket files that hold a matching key; the number deleted. `checked` are names already looked at.
+
+    Mooncake's bucket backend writes `<id>.bucket` with the values and `<id>.meta` with the keys as plain bytes
+    (protobuf); the embedded store keeps one key in each. The .meta goes first: a .bucket without one is ignored at
+    the next start.
+    """
+    pattern = re.compile(ours.pattern.encode())
+    deleted = 0
+    for meta in directory.glob("*.meta"):
+        if meta.name in checked:
+            continue
+        with contextlib.suppress(FileNotFoundError):  # evicted by the tier meanwhile
+            content = meta.read_bytes()
+            if pattern.search(content):
+                meta.unlink()
+                meta.with_suffix(".bucket").unlink(missing_ok=True)
+                deleted += 1
+            elif content:  # an empty one is being written
+                checked.add(meta.name)
+    return deleted
