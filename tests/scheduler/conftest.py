@@ -8,13 +8,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from benchmarks.lab.checkpoint import TINY_TP2, make_checkpoint
+from benchmarks.lab.checkpoint import TINY, TINY_TP2, make_checkpoint
 from benchmarks.lab.control import Reader
 from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.store import Store
 from kvprefetch.connector import link, scheduler
 from tests.scheduler.model import BLOCK_BYTES
-from tests.scheduler.shape import Site, use_model
+from tests.scheduler.shape import Site, use_models
 from tests.support.auditor import Auditor
 
 
@@ -22,7 +22,8 @@ from tests.support.auditor import Auditor
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Staging for 32 blocks of one rank or 16 of two, 8 or 4 of them for saves: loads and saves compete for it."""
     auditor = Auditor()
-    use_model(make_checkpoint(tmp_path_factory.mktemp("models"), TINY_TP2))
+    models = tmp_path_factory.mktemp("models")
+    use_models(make_checkpoint(models, TINY_TP2), make_checkpoint(models, TINY))
     with (
         Store(memory="64 MB", local_buffer="32MB", lease_ms=2000) as store,
         Reader(store.config) as reader,

@@ -18,9 +18,9 @@ BLOCK = 4  # tokens
 BLOCK_BYTES = LAYERS * BLOCK * WIDTH
 
 
-def attention(weights: int, rank: int, layer: int, before: bytes) -> Any:
+def attention(weights: int, shard: int, layer: int, before: bytes) -> Any:
     """The state that has read the KV of all earlier positions."""
-    seed = f"{weights}/{rank}/{layer}".encode().ljust(16, b"\0")
+    seed = f"{weights}/{shard}/{layer}".encode().ljust(16, b"\0")
     state = hashlib.blake2b(digest_size=WIDTH, key=seed)
     state.update(before)
     return state
@@ -41,10 +41,13 @@ def sample(newest: Sequence[bytes]) -> int:
 
 
 class Truth:
-    """What a run without any cache computes, for `ranks` ranks; remembers what it has computed."""
+    """What a run without any cache computes, for `ranks` ranks; remembers what it has computed.
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    `replicas` neighbouring ranks hold the same bytes, as ranks do that share a KV head.
+    """
+
+    def __init__(self, ranks: int, replicas: int = 1) -> None:
+        self.ranks, self.replicas = ranks, replicas
         self._known: dict[tuple[int, tuple[int, ...]], list[list[bytes]]] = {}
 
     def kv(self, weights: int, tokens: Sequence[int]) -> list[list[bytes]]:
@@ -55,7 +58,7 @@ class Truth:
         rows: list[list[bytes]] = []
         for rank in range(self.ranks):
             for layer in range(LAYERS):
-                state = attention(weights, rank, layer, b"")
+                state = attention(weights, rank // self.replicas, layer, b"")
                 rows.append([forward(state, token) for token in tokens])
         self._known[key] = rows
         return rows

@@ -7,6 +7,7 @@ Copies are watched between the worker side and its paged cache, which is also wh
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -82,7 +83,8 @@ class Oracle:
                 self.wrong.append(f"synchronous load outside its step: {order.request_id}")
         for order in output.kv_connector_metadata.saves:
             save = self._side._saves._waiting[order.save_id]
-            self._saves[order.save_id] = Save(order, self._tokens_to_save(order, save.digests), set(everyone))
+            ranks = {rank for rank in everyone if any(self._share(rank, order.slots))}
+            self._saves[order.save_id] = Save(order, self._tokens_to_save(order, save.digests), ranks)
 
     def _tokens_to_save(self, order: Any, digests: Sequence[bytes]) -> list[tuple[int, ...]]:
         """What the saved blocks stand for by their hashes, which must be hashes of tokens that exist."""
@@ -122,7 +124,8 @@ class Oracle:
 
     def loading(self, rank: int, slots: Sequence[int], block_ids: Sequence[int]) -> Load | None:
         """A rank was told to copy slots into blocks."""
-        load: Load | None = self._find(self._loads, rank, slots, block_ids)
+        found = (one for one in self._loads.values() if rank in one.ranks_left)
+        load = next((one for one in found if (one.order.slots, one.order.block_ids) == (slots, block_ids)), None)
         if load is None:
             self.wrong.append(f"rank {rank}: load that was not ordered: slots={slots}")
             return None
@@ -152,12 +155,16 @@ class Oracle:
 
     def saving(self, rank: int, values: Any, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         """A rank took the bytes of blocks for its slots: they must be what a plain run computes for their tokens."""
-        save = self._find(self._saves, rank, slots, block_ids)
-        if save is None:
+        for save in self._saves.values():
+            mine = self._share(rank, save.order.slots)
+            share = [list(itertools.compress(part, mine)) for part in (save.order.slots, save.order.block_ids)]
+            if rank in save.ranks_left and share == [slots, block_ids]:
+                break
+        else:
             self.wrong.append(f"rank {rank}: save that was not ordered: slots={slots}")
             return
         save.ranks_left.discard(rank)
-        for value, tokens in zip(values, save.tokens, strict=True):
+        for value, tokens in zip(values, itertools.compress(save.tokens, mine), strict=True):
             if tokens and value.tobytes() != self._truth.block(self._workers.weights, tokens, rank):
                 block = len(tokens) // BLOCK - 1
                 self.wrong.append(f"rank {rank}: save {save.order.save_id}: block {block} is not as computed")
@@ -168,12 +175,10 @@ class Oracle:
             fence.land()
         self.fences.clear()
 
-    @staticmethod
-    def _find(orders: dict[int, Any], rank: int, slots: Sequence[int], block_ids: Sequence[int]) -> Any:
-        for known in orders.values():
-            if rank in known.ranks_left and known.order.slots == slots and known.order.block_ids == block_ids:
-                return known
-        return None
+    def _share(self, rank: int, slots: Sequence[int]) -> list[bool]:
+        """Which of these slots are this rank's to fill, of those whose bytes other ranks hold too."""
+        replicas = self._truth.replicas
+        return [slot % replicas == rank % replicas for slot in slots]
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

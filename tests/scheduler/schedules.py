@@ -129,6 +129,7 @@ CORNERS: list[Schedule] = [
 shapes: st.SearchStrategy[Shape] = st.builds(
     Shape,
     ranks=st.integers(1, 2),
+    one_head=st.booleans(),
     second_runner=st.booleans(),
     load_mode=st.sampled_from(["sync", "async", "auto"]),
     early=st.booleans(),
@@ -143,7 +144,7 @@ shapes: st.SearchStrategy[Shape] = st.builds(
 
 CORNER_SHAPE = Shape(ranks=2, load_mode="async", decode=True, blocks=18, budget=8)
 
-TRUTHS = {ranks: Truth(ranks) for ranks in (1, 2)}
+TRUTHS = {(ranks, one_head): Truth(ranks, ranks if one_head else 1) for ranks in (1, 2) for one_head in (False, True)}
 
 
 def play(engine: Engine, schedule: Schedule) -> None:
@@ -184,7 +185,7 @@ def check(
     site: Site, shape: Shape, schedule: Schedule, prepare: Callable[[Engine], None] | None = None
 ) -> Counter[str]:
     """Play a schedule and check everything; what happened, counted."""
-    engine = Engine(shape, site, TRUTHS[shape.ranks])
+    engine = Engine(shape, site, TRUTHS[shape.ranks, shape.one_head])
     try:
         if prepare is not None:
             prepare(engine)

@@ -42,9 +42,13 @@ class Site:
 
 @dataclass(frozen=True)
 class Shape:
-    """How an engine is set up. `queue` is the batch queue's size: 1 for the synchronous step, else steps in flight."""
+    """How an engine is set up. `queue` is the batch queue's size: 1 for the synchronous step, else steps in flight.
+
+    `one_head`: all ranks hold the same bytes.
+    """
 
     ranks: int = 1
+    one_head: bool = False
     queue: int = 1
     second_runner: bool = False
     load_mode: str = "auto"
@@ -62,7 +66,7 @@ class Shape:
 
 def vllm_config(shape: Shape, name: str, socket: Path | None) -> Any:
     """An engine's configuration; `name` tells it from all others. Without a socket it has no connector."""
-    config = copy.copy(_base_config(_models[-1], shape.drafts))
+    config = copy.copy(_base_config(_models[shape.one_head], shape.drafts))
     config.scheduler_config = copy.copy(config.scheduler_config)
     config.scheduler_config.async_scheduling = shape.queue > 1
     config.scheduler_config.max_num_seqs = shape.seqs
@@ -103,7 +107,7 @@ def make_request(
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=8)
 def _base_config(model: Path, drafts: bool) -> Any:
     init_none_hash(sha256)
     speculative = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 2} if drafts else None
@@ -116,9 +120,9 @@ def _base_config(model: Path, drafts: bool) -> Any:
 _models: list[Path] = []
 
 
-def use_model(model: Path) -> None:
-    """The checkpoint of which engines take the configuration (nothing loads its weights)."""
-    _models.append(model)
+def use_models(two_heads: Path, one_head: Path) -> None:
+    """The checkpoints of which engines take the configuration (nothing loads their weights)."""
+    _models[:] = [two_heads, one_head]
 
 
 def cache_config(blocks: int) -> KVCacheConfig:

@@ -12,6 +12,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
 from kvprefetch.connector import hints, loads, saves, scheduler
+from kvprefetch.connector.keys import RankKeys
 from kvprefetch.connector.worker import WorkerSide
 from kvprefetch.shmring.protocol import Outcome
 from tests.scheduler.engine import Engine
@@ -185,3 +186,8 @@ def _of_generation(generation: int) -> Any:
 def test_requests_that_outlive_a_reset_and_are_saved_are_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saves.Progress, "tainted", property(lambda self: False, lambda self, value: None))
     finds(site, "is not as computed", queue=2)
+
+
+def test_a_slot_that_each_rank_leaves_to_the_other_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankKeys, "saves", lambda self, slot: slot % self.put_factor == 0)
+    finds(site, "save that was not ordered|stored value is wrong", queue=2, ranks=2, one_head=True)

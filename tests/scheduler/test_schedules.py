@@ -26,7 +26,7 @@ def test_random_schedules(site: Site, queue: int) -> None:
 def test_vllm_alone_fails_in_a_session_with_drafts(site: Site) -> None:
     """Why the schedules have no such sessions. When this passes no more, vLLM has mended it, and they can have them."""
     for out in range(2, 12):
-        engine = Engine(Shape(drafts=True, blocks=40), None, TRUTHS[1])
+        engine = Engine(Shape(drafts=True, blocks=40), None, TRUTHS[1, False])
         engine.requests["s"] = Sent("s", [[1, 2, 3]], out, True, 0, False)
         first = make_request("s", [1, 2, 3], out, session=True, skip_reading=False, priority=0, arrival=0.0)
         engine.scheduler.add_request(first)

@@ -224,7 +224,9 @@ class Workers:
         rows: list[list[bytes]] = []
         for rank in self.ranks:
             for layer in range(LAYERS):
-                state = attention(self.weights, rank.number, layer, rank.read(layer, blocks, start))
+                state = attention(
+                    self.weights, rank.number // self._truth.replicas, layer, rank.read(layer, blocks, start)
+                )
                 row = []
                 for i, token in enumerate(tokens):
                     row.append(forward(state, token))
