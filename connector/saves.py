@@ -231,6 +231,7 @@ class Saves:
                 return
             self._copied.popleft()
             if dropped:
+                self.note_absent(save.digests)
                 self._counters["saves_dropped"] += len(save.slots)
                 if self._events is not None:
                     self._events.drop(save_id)
@@ -244,7 +245,7 @@ class Saves:
             self._known.popitem(last=False)
 
     def note_absent(self, digests: Sequence[bytes]) -> None:
-        """A lookup did not find these."""
+        """A lookup did not find these, or they were not saved after all."""
         for digest in digests:
             self._known.pop(digest, None)
 

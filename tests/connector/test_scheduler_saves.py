@@ -120,7 +120,7 @@ def test_a_full_ring_delays_saved_records() -> None:
     assert not engine.side.has_pending_work()
 
 
-def test_a_copy_that_failed_on_a_rank_gives_its_slots_back_unused() -> None:
+def test_a_copy_that_failed_on_a_rank_gives_its_slots_back_unused_and_the_next_request_tries_again() -> None:
     engine = Engine(ranks=2)
     engine.daemon.credits.grant([5])
     request = engine.add("r", BLOCK)
@@ -131,6 +131,10 @@ def test_a_copy_that_failed_on_a_rank_gives_its_slots_back_unused() -> None:
     engine.daemon.drain()
     (saved,) = engine.daemon.saved
     assert (saved.dropped, saved.slots, saved.hashes) == (True, [5], [])
+    engine.daemon.credits.grant([6])
+    again = engine.add("again", BLOCK, salt="r")
+    admit(engine, again)
+    assert [save.slots for save in engine.step([(again, BLOCK)]).saves] == [[6]]
 
 
 def test_after_a_failed_load_nothing_of_the_request_is_stored() -> None:
