@@ -186,6 +186,7 @@ class EmbeddedMaster:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            start_new_session=True,  # Ctrl-C is for us: without its master the tier writes nothing any more
         )
         assert self._process.stdout is not None
         self._reader = threading.Thread(

@@ -333,9 +333,11 @@ class Daemon:
                 if session.idle:
                     session.close()
         if self._store is not None:
+            began, flushed = time.monotonic(), not self._store_is_open
             with contextlib.suppress(StoreUnavailable):
-                if not quiet or not self._store.flush(FLUSH_S):
-                    self._log.warning("store.unflushed", waited_s=FLUSH_S)
+                flushed = flushed or (quiet and self._store.flush(FLUSH_S))
+            if not flushed:
+                self._log.warning("store.unflushed", waited_s=round(time.monotonic() - began, 1))
             if quiet:  # else the memory and the client of a call that hangs stay for the end of the process
                 self._store.close()
         if self._master is not None:

@@ -326,6 +326,8 @@ class Store:
             for start in range(0, len(keys), 1024):
                 part = keys[start : start + 1024]
                 there = self._replicas(part)
+                if not all(there):
+                    self.exist(part[:1])  # a master that is gone knows of no replica either: then this raises
                 with self._state:
                     for key, replicas in zip(part, there, strict=True):
                         if replicas != {"memory"}:

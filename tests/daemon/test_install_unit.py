@@ -114,3 +114,4 @@ def test_the_stop_waits_longer_than_the_drain() -> None:
         text = install_unit.template(name)
         assert int(re.search(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)[1]) > 60 + FLUSH_S + 10  # type: ignore[index]
         assert "RestartPreventExitStatus=78" in text
+        assert "KillMode=mixed" in text, "a signal to the master as well would end the disk tier's writing"

@@ -54,7 +54,7 @@ def test_sigterm_stops_cleanly_while_an_engine_is_attached(serve: Serve) -> None
     engine.close()
 
 
-@pytest.mark.parametrize("end", ["stop", "kill"])
+@pytest.mark.parametrize("end", ["stop", "ctrl-c", "kill"])
 def test_with_a_disk_tier_the_data_is_there_after_a_restart(serve: Serve, tmp_path: Path, end: str) -> None:
     disk = f"{tmp_path / 'disk'}:256MiB"
     daemon = serve(disk=disk)
@@ -64,6 +64,9 @@ def test_with_a_disk_tier_the_data_is_there_after_a_restart(serve: Serve, tmp_pa
     stored(daemon, 40)
     if end == "stop":
         assert daemon.sigterm(30) == 0
+    elif end == "ctrl-c":  # goes to the whole process group
+        os.killpg(daemon.pid, signal.SIGINT)
+        assert daemon.wait_exit(30) == 0
     else:
         time.sleep(8)  # what the tier's interval flushed by then is what must be there (daemon/embedded.py)
         daemon.sigkill()
@@ -77,6 +80,18 @@ def test_with_a_disk_tier_the_data_is_there_after_a_restart(serve: Serve, tmp_pa
     assert engine.told_disk == 0, "now they came from staging"
     line = wait_for(lambda: [e for e in again.records("request.done") if e["outcome"] == "loaded"])[0]
     assert line["bytes_disk"] == 40 * BLOCK_BYTES
+    engine.close()
+
+
+def test_a_stop_says_when_not_everything_is_on_disk(serve: Serve, tmp_path: Path) -> None:
+    daemon = serve(disk=f"{tmp_path / 'disk'}:256MiB")
+    engine = FakeEngine(daemon.socket)
+    engine.save(blocks("unflushed", 40))
+    stored(daemon, 40)
+    os.kill(int(daemon.records("master.started")[0]["pid"]), signal.SIGKILL)
+    assert daemon.sigterm(60) == 0
+    written = len(list((tmp_path / "disk").rglob("*.meta")))
+    assert written == 40 or daemon.records("store.unflushed"), written
     engine.close()
 
 

@@ -22,8 +22,8 @@ from kvprefetch.shmring import messages
 from kvprefetch.shmring.messages import Warm, Warmed
 from kvprefetch.shmring.protocol import FlagState, Outcome
 from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.stores import blocks, stored
 from tests.daemon.test_mode import switch
-from tests.daemon.test_serve import blocks, stored
 from tests.support.auditor import Auditor, ask_daemon
 
 Serve = Callable[..., Daemon]
