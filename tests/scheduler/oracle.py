@@ -1,11 +1,12 @@
 """Watches one engine from outside and writes down whatever breaks a promise.
 
 It follows each load and save from the step that orders it to the copies on every rank and the report to the scheduler.
-Copies are watched between the worker side and its paged cache, which is also where load failures are planted.
+Copies are watched where the worker side starts them, which is also where load failures are planted.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections import Counter
@@ -59,7 +60,7 @@ class Oracle:
         self._receiving: Counter[str] = Counter()
         for rank in workers.ranks:
             worker = rank.connector._worker
-            worker._paged = _Watched(worker._paged, rank.number, self)
+            worker._copies = _Watched(worker._paged, rank.number, self)
 
     # --- the scheduler's side ---------------------------------------------------------------------------------------
 
@@ -214,7 +215,7 @@ class _Fence:
 
 
 class _Watched:
-    """A rank's PagedCache with the oracle in front of it, as late as a device's.
+    """A rank's copies with the oracle in front of them, as late as a device's.
 
     A synchronous load is there before the forward, as the stream orders it.  An asynchronous one, and the bytes of a
     save taken behind the forward, land when the fence of their batch is done.
@@ -222,37 +223,41 @@ class _Watched:
 
     def __init__(self, paged: Any, rank: int, oracle: Oracle) -> None:
         self._paged, self._rank, self._oracle = paged, rank, oracle
-        self._queued: list[Callable[[], None]] = []
 
-    def load(self, rows: Any, slots: Sequence[int], block_ids: Sequence[int]) -> None:
-        load = self._oracle.loading(self._rank, slots, block_ids)
-        if load is None:
-            return
+    def mark(self) -> None: ...
 
-        def copy() -> None:
-            self._oracle.copied(load, self._rank, rows)
-            self._paged.load(rows, slots, block_ids)
-
-        if self._oracle.fails(load, self._rank):
-            copy()
-            # The last block got something else.
-            self._paged.load(rows[::-1], slots[-1:], block_ids[-1:])
-            raise OSError(ON_PURPOSE)
-        if load.order.asynchronous:
-            self._queued.append(copy)
-        else:
-            copy()
-
-    def save(self, rows: Any, slots: Sequence[int], block_ids: Sequence[int]) -> None:
-        bytes_ = np.zeros((len(slots), rows.shape[1]), dtype=rows.dtype)
-        self._paged.save(bytes_, range(len(slots)), block_ids)
-        self._oracle.saving(self._rank, bytes_, slots, block_ids)
-        self._queued.append(lambda: rows.__setitem__(list(slots), bytes_))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._paged, name)
-
-    def fence(self) -> _Fence:
-        queued, self._queued = self._queued, []
+    def run(self, copies: Sequence[Any], *, save: bool = False, beside: bool = False) -> _Fence:
+        queued = self._saves(copies) if save else self._loads(copies)
+        if not save and not beside:
+            while queued:
+                queued.pop(0)()
         self._oracle.fences.append(fence := _Fence(self._oracle.lag(), queued))
         return fence
+
+    def _saves(self, copies: Sequence[Any]) -> list[Callable[[], None]]:
+        queued: list[Callable[[], None]] = []
+        for session, slots, block_ids in copies:
+            taken = np.zeros((len(slots), session.rows.shape[1]), dtype=session.rows.dtype)
+            self._paged.save(taken, range(len(slots)), block_ids)
+            self._oracle.saving(self._rank, taken, slots, block_ids)
+            queued.append(functools.partial(session.rows.__setitem__, list(slots), taken))
+        return queued
+
+    def _loads(self, copies: Sequence[Any]) -> list[Callable[[], None]]:
+        queued: list[Callable[[], None]] = []
+        loads = [self._oracle.loading(self._rank, slots, block_ids) for _, slots, block_ids in copies]
+        for copy, load in zip(copies, loads, strict=True):
+            if load is None:
+                continue
+            rows = copy.session.rows
+            if self._oracle.fails(load, self._rank):
+                self._load(copy, load)
+                # The last block got something else.
+                self._paged.load(rows[::-1], copy.slots[-1:], copy.block_ids[-1:])
+                raise OSError(ON_PURPOSE)
+            queued.append(functools.partial(self._load, copy, load))
+        return queued
+
+    def _load(self, copy: Any, load: Load) -> None:
+        self._oracle.copied(load, self._rank, copy.session.rows)
+        self._paged.load(copy.session.rows, copy.slots, copy.block_ids)
