@@ -29,9 +29,9 @@ def section(text: str, name: str) -> list[str]:
 
 
 def examples(text: str) -> list[list[str]]:
-    """Words of each command line of ours among the examples, pipes and redirections resolved."""
+    """Words of each command line of ours among the examples, pipes and redirections taken apart."""
     lines = [line.strip() for line in section(text, "examples:") if not line.startswith("      ")]
-    parts = [part for line in lines for part in re.split(r" \| ", line.partition(" > ")[0])]
+    parts = [part for line in lines for part in re.split(r" \| ", re.sub(r" [<>] \S+", "", line))]
     return [shlex.split(part) for part in parts]
 
 
@@ -48,9 +48,8 @@ def test_the_help_has_what_a_man_page_has(name: str) -> None:
     assert len(parser.description or "") > 60, "what it does, in more than its one line of the list"
     statuses = [line.split()[0] for line in section(text, "exit status:") if re.match(r"  \d", line)]
     assert statuses[0] == "0"
-    assert statuses[-1] == str(cli.EX_CONFIG)
     assert statuses == sorted(statuses, key=int)
-    assert str(cli.EX_UNAVAILABLE) in statuses
+    assert {str(cli.EX_UNAVAILABLE), str(cli.EX_CONFIG)} <= set(statuses)
     for action in parser._actions:
         assert action.help or isinstance(action, argparse._SubParsersAction), action.dest
 
