@@ -1,6 +1,6 @@
 """What the planner costs: time per event and memory per waiting request, with few and with many requests waiting.
 
-    python -m benchmarks.planner [--waiting 100 10000] [--blocks 256] [--rounds 2000]
+    python -m benchmarks.planner [--waiting 100 10000] [--blocks 256] [--chunk 64] [--rounds 2000]
 
 One engine's planner with room for four requests. `waiting` requests fill the queue behind it (found in the store, no
 room for them); then `rounds` requests more arrive, one at a time, each of `blocks` blocks. A hint's work is all that
@@ -40,9 +40,9 @@ def chain(name: str, blocks: int) -> bytes:
     return b"".join(hashlib.sha256(f"{name}/{i}".encode()).digest() for i in range(blocks))
 
 
-def filled(waiting: int, blocks: int, *, shared: bool) -> Planner:
+def filled(waiting: int, blocks: int, chunk: int, *, shared: bool) -> Planner:
     """A planner with room for four requests, which it has staged, and `waiting` more behind them."""
-    planner = Planner(4 * blocks, Flags(), chunk_blocks=64)
+    planner = Planner(4 * blocks, Flags(), chunk_blocks=chunk)
     for number in range(4):
         planner.hint((number, 1), chain(f"staged-{number}", blocks), HASH_BYTES, blocks, 0, 0)
         planner.looked_up((number, 1), blocks)
@@ -111,27 +111,32 @@ def measure(
     return sorted(times)
 
 
-def memory(waiting: int, blocks: int, *, shared: bool) -> float:
+def memory(waiting: int, blocks: int, chunk: int, *, shared: bool) -> float:
     """Bytes per waiting request beyond its hashes."""
-    few = filled(1, blocks, shared=shared)
+
+    def held(count: int) -> int:
+        before = tracemalloc.get_traced_memory()[0]
+        planner = filled(count, blocks, chunk, shared=shared)
+        size = tracemalloc.get_traced_memory()[0] - before
+        del planner
+        return size
+
     tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    many = filled(waiting, blocks, shared=shared)
-    after = tracemalloc.get_traced_memory()[0]
+    each = (held(waiting + 1) - held(1)) / waiting
     tracemalloc.stop()
-    base = 4 * blocks * 300  # staged blocks, not waiting requests; about 300 bytes each
-    del few, many
-    return (after - before - base) / waiting - blocks * HASH_BYTES
+    return each - blocks * HASH_BYTES
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--waiting", type=int, nargs="+", default=[100, 10_000])
     parser.add_argument("--blocks", type=int, default=256)
+    parser.add_argument("--chunk", type=int, default=64, help="blocks of one store call")
     parser.add_argument("--rounds", type=int, default=2000)
     arguments = parser.parse_args()
-    blocks, rounds = arguments.blocks, arguments.rounds
-    print(f"{platform.machine()}, Python {platform.python_version()}; hints of {blocks} blocks, {rounds} rounds each")
+    blocks, chunk, rounds = arguments.blocks, arguments.chunk, arguments.rounds
+    print(f"{platform.machine()}, Python {platform.python_version()}")
+    print(f"hints of {blocks} blocks, {chunk} in a store call; {rounds} rounds each")
     fresh = [chain(f"fresh-{number}", blocks) for number in range(rounds)]
     there = [chain("staged-0", blocks)] * rounds
     cases: list[tuple[str, Callable[[Planner, Key, bytes, int], None], list[bytes]]] = [
@@ -143,14 +148,14 @@ def main() -> None:
     print(f"{'microseconds per hint':42} {'waiting':>8} {'median':>8} {'p99':>8}")
     for name, run, hashes in cases:
         for waiting in arguments.waiting:
-            times = measure(run, filled(waiting, blocks, shared=False), hashes, blocks)
+            times = measure(run, filled(waiting, blocks, chunk, shared=False), hashes, blocks)
             p99 = times[int(len(times) * 0.99)]
             print(f"{name:42} {waiting:8} {statistics.median(times):8.1f} {p99:8.1f}")
     print(f"{'bytes per waiting request beyond its hashes':42} {'waiting':>8} {'bytes':>8}")
     for shared in (False, True):
         name = "90 % of its blocks staged" if shared else "none of its blocks staged"
         waiting = max(arguments.waiting)
-        print(f"{name:42} {waiting:8} {memory(waiting, blocks, shared=shared):8.0f}")
+        print(f"{name:42} {waiting:8} {memory(waiting, blocks, chunk, shared=shared):8.0f}")
 
 
 if __name__ == "__main__":

@@ -2,14 +2,21 @@
 
 Pure.  A block is pinned once per request that wants it.  Unpinned blocks stay as an LRU until their room is needed.
 Blocks from disk may hold only part of the slots, so that hits in the store's memory always find room to pass them.
+
+Blocks that follow one another in a prompt and have all else in common are one run, which is found, pinned and unpinned
+as a whole.  It is cut in two where a request wants only part of it, or where only part of it arrived, and joined with
+its neighbour when one request alone holds both.  So the work for a prompt depends on how many runs it meets rather than
+on how many blocks.
 """
 
 from __future__ import annotations
 
 import enum
+from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 
@@ -27,16 +34,18 @@ class BlockState(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Block:
-    """One block in one slot.
+class Run:
+    """Blocks that follow one another in a prompt, each in a slot: the same requests hold them, in the same state.
 
-    `detached`: no longer in the index, the slot is freed with the last pin.  `in_call`: a store call may still write to
-    the slot, also after everyone gave the block up.  `holders`: the sum of the numbers of the requests that pin it, so
-    with one pin the number of that request.  `run`: the last staging ahead that listed it.
+    `hashes`: their digests, `digest_bytes` each.  `detached`: no longer in the index, the slots are freed with the last
+    pin.  `in_call`: a store call may still write to the slots, also after everyone gave the blocks up.  `holders`: the
+    sum of the numbers of the requests that pin it, so with one pin the number of that request.  `ahead`: the last
+    staging ahead that listed any of it.
     """
 
-    digest: bytes
-    slot: int
+    hashes: bytes
+    digest_bytes: int
+    slots: array[int]
     lane: Lane
     owner: Any
     state: BlockState = BlockState.LOADING
@@ -44,12 +53,21 @@ class Block:
     holders: int = 0
     detached: bool = False
     in_call: bool = True
-    run: str = ""
-    waiters: list[Any] = field(default_factory=list)
+    ahead: str = ""
+    waiters: list[Any] = field(default_factory=list)  # for its first block
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def digest(self, block: int) -> bytes:
+        return self.hashes[block * self.digest_bytes : (block + 1) * self.digest_bytes]
 
 
 class Blocks:
-    """The blocks in slots [0, slot_count), of which those from disk hold at most `disk_slots` at a time."""
+    """The blocks in slots [0, slot_count), of which those from disk hold at most `disk_slots` at a time.
+
+    Whoever holds slots holds whole runs: find() cuts a run to what is wanted, and unpin() to what is given back.
+    """
 
     def __init__(self, slot_count: int, disk_slots: int) -> None:
         self.slot_count = slot_count
@@ -57,131 +75,216 @@ class Blocks:
         self.disk_used = 0  # slots of blocks from disk that are pinned or being written
         self.sole: dict[int, int] = {}  # request number -> blocks that it alone pins
         self.exposed: set[int] = set()  # requests that came to hold one alone since the owner looked last
-        self._free = list(range(slot_count - 1, -1, -1))
-        self._index: dict[bytes, Block] = {}
-        self._slots: list[Block | None] = [None] * slot_count
-        self._idle: OrderedDict[bytes, Block] = OrderedDict()  # staged, unpinned: least recently used first
-        self.get = self._index.get  # block of a digest, or None
+        self._free = array("I", range(slot_count - 1, -1, -1))
+        self._index: dict[bytes, int] = {}  # slot of each digest that can be found
+        self._runs: list[Run | None] = [None] * slot_count  # of each slot
+        self._idle: OrderedDict[Run, None] = OrderedDict()  # staged, unpinned: least recently used first
 
-    def at(self, slot: int) -> Block:
-        block = self._slots[slot]
-        assert block is not None
-        return block
+    # --- finding ----------------------------------------------------------------------------------------------------
 
-    def run_of_staged(self, slots: Sequence[int]) -> int:
-        """How many leading slots hold staged blocks."""
-        staged = BlockState.STAGED
-        for count, block in enumerate(map(self._slots.__getitem__, slots)):
-            if block is None or block.state is not staged:
-                return count
-        return len(slots)
+    def at(self, slot: int) -> Run:
+        run = self._runs[slot]
+        assert run is not None
+        return run
 
-    def budget_left(self, lane: Lane) -> bool:
-        """Whether blocks of this lane may take one more slot, if there is one."""
-        return lane is Lane.MEMORY or self.disk_used < self.disk_slots
+    def runs(self, slots: Sequence[int]) -> Iterator[Run]:
+        """The runs that these slots are made of."""
+        start = 0
+        while start < len(slots):
+            run = self.at(slots[start])
+            yield run
+            start += len(run.slots)
+
+    def find(self, hashes: bytes, digest_bytes: int, start: int, stop: int) -> Run | None:
+        """The run that blocks [start, stop) of a prompt begin with; None when the first is neither here nor coming."""
+        at = start * digest_bytes
+        slot = self._index.get(hashes[at : at + digest_bytes])
+        if slot is None:
+            return None
+        run = self.cut(slot)
+        if len(run.slots) > stop - start or not hashes.startswith(run.hashes, at):
+            same = 1
+            while start + same < stop and hashes.startswith(run.digest(same), at + same * digest_bytes):
+                same += 1
+            self._split(run, same)
+        return run
+
+    def missing(self, digests: Sequence[bytes]) -> int:
+        """How many leading ones are neither here nor on their way, each counted once."""
+        new = set()
+        for digest in digests:
+            if digest in self._index or digest in new:
+                break
+            new.add(digest)
+        return len(new)
+
+    # --- room -------------------------------------------------------------------------------------------------------
+
+    def budget_left(self, lane: Lane, more: int = 0) -> bool:
+        """Whether blocks of this lane may take one slot beside `more` others, if there is one."""
+        return lane is Lane.MEMORY or self.disk_used + more < self.disk_slots
 
     def take_slot(self) -> int | None:
-        """A free slot, or that of the block whose last use lies longest ago; None when all are in use."""
+        """A free slot, or that of a block whose last use lies longest ago; None when all are in use."""
         if self._free:
             return self._free.pop()
-        if self._idle:
-            digest, block = self._idle.popitem(last=False)
-            del self._index[digest]
-            return block.slot
-        return None
+        if not self._idle:
+            return None
+        run = next(iter(self._idle))
+        slot = run.slots.pop()  # its last block: the others are of use without it
+        del self._index[run.digest(len(run))]
+        run.hashes = run.hashes[: -run.digest_bytes]
+        self._runs[slot] = None
+        if not run.slots:
+            del self._idle[run]
+        return slot
 
-    def touch(self, digest: bytes, run: str) -> bool:
-        """Whether the block is staged or on its way; if so it counts as used now, and as one of this run's."""
-        if (block := self._index.get(digest)) is None:
+    def add(self, digests: Sequence[bytes], slots: array[int], lane: Lane, owner: Any) -> Run:
+        """Blocks that are about to be fetched into slots that were taken for them."""
+        run = Run(b"".join(digests), len(digests[0]), slots, lane, owner)
+        self._index.update(zip(digests, slots, strict=True))
+        self._enter(run)
+        self.disk_used += lane * len(run)
+        return run
+
+    def touch(self, digest: bytes, ahead: str) -> bool:
+        """Whether the block is staged or on its way; if so its run counts as used now, and as listed by this staging
+        ahead.
+        """
+        if (slot := self._index.get(digest)) is None:
             return False
-        block.run = run
-        if digest in self._idle:
-            self._idle.move_to_end(digest)
+        run = self.at(slot)
+        run.ahead = ahead
+        if run in self._idle:
+            self._idle.move_to_end(run)
         return True
 
-    def add(self, digest: bytes, slot: int, lane: Lane, owner: Any) -> Block:
-        """A block that is about to be fetched into `slot`."""
-        block = self._index[digest] = self._slots[slot] = Block(digest, slot, lane, owner)
-        self.disk_used += lane
-        return block
+    def add_ahead(self, digests: Sequence[bytes], lane: Lane, ahead: str) -> array[int]:
+        """Slots of the leading ones of these blocks, which are not here, as far as there is room that nobody holds.
 
-    def add_ahead(self, digests: Sequence[bytes], lane: Lane, run: str) -> list[Block]:
-        """The leading ones of these blocks, which are not here, as far as there is room that nobody holds.
-
-        None of this run is replaced, nor what was used since it began.
+        Nothing that this staging ahead listed is replaced, nor what was used since it began.
         """
-        added: list[Block] = []
-        for digest in digests:
-            own = not self._free and bool(self._idle) and next(iter(self._idle.values())).run == run
-            if own or not self.budget_left(lane) or (slot := self.take_slot()) is None:
+        slots = array("I")
+        alike = list(takewhile(lambda digest: len(digest) == len(digests[0]), digests))  # as a run's are
+        while len(slots) < len(alike) and self.budget_left(lane, len(slots)):
+            own = not self._free and bool(self._idle) and next(iter(self._idle)).ahead == ahead
+            if own or (slot := self.take_slot()) is None:
                 break
-            added.append(self.add(digest, slot, lane, None))
-            added[-1].run = run
-        return added
-
-    def pin_run(self, digests: Sequence[bytes], number: int) -> list[int]:
-        """Pin the leading blocks that are staged or on their way; their slots."""
-        alone = 0
-        slots = []
-        for block in map(self.get, digests):
-            if block is None:
-                break
-            pins = block.pins
-            if pins == 0:
-                alone += 1
-                if not block.in_call:
-                    self._idle.pop(block.digest, None)
-                    self.disk_used += block.lane
-            elif pins == 1:
-                self._not_alone(block.holders)
-            block.pins = pins + 1
-            block.holders += number
-            slots.append(block.slot)
-        self._alone(number, alone)
+            slots.append(slot)
+        if slots:
+            self.add(digests[: len(slots)], slots, lane, None).ahead = ahead
         return slots
 
-    def unpin_run(self, slots: Sequence[int], number: int) -> None:
-        """Undo pins of this request."""
-        alone = 0
-        for block in map(self._slots.__getitem__, slots):
-            assert block is not None
-            pins = block.pins = block.pins - 1
-            block.holders -= number
-            if pins == 1:
-                self._alone(block.holders, 1)
-            elif pins == 0:
-                alone += 1
-                self._settle(block)
-        if alone:
-            self._not_alone(number, alone)
+    # --- life -------------------------------------------------------------------------------------------------------
 
-    def returned(self, block: Block) -> None:
-        """The store call that wrote to its slot is over."""
-        block.in_call = False
-        if block.pins == 0:
-            self._settle(block)
+    def pin(self, run: Run, number: int) -> None:
+        """This request holds it, too."""
+        if run.pins == 0:
+            self._alone(number, len(run))
+            if not run.in_call:
+                del self._idle[run]
+                self.disk_used += run.lane * len(run)
+        elif run.pins == 1:
+            self._not_alone(run.holders, len(run))
+        run.pins += 1
+        run.holders += number
 
-    def detach(self, block: Block) -> None:
-        """Not to be found any more; the slot comes back with the last pin and the end of the call."""
-        if block.detached:
+    def unpin(self, slots: Sequence[int], number: int) -> None:
+        """This request holds these slots no longer."""
+        self.cut(slots[0])
+        self.join(slots, 0, len(slots))
+        for run in reversed(list(self.runs(slots))):  # a prompt's last blocks are the first to make room
+            run.pins -= 1
+            run.holders -= number
+            if run.pins == 1:
+                self._alone(run.holders, len(run))
+            elif run.pins == 0:
+                self._not_alone(number, len(run))
+                self._settle(run)
+
+    def returned(self, run: Run) -> None:
+        """The store call that wrote to its slots is over."""
+        run.in_call = False
+        if run.pins == 0:
+            self._settle(run)
+
+    def detach(self, run: Run) -> None:
+        """Not to be found any more; the slots come back with the last pin and the end of the call."""
+        if run.detached:
             return
-        block.detached = True
-        del self._index[block.digest]
-        if self._idle.pop(block.digest, None) is not None:
-            self._free.append(block.slot)
+        run.detached = True
+        for block in range(len(run)):
+            del self._index[run.digest(block)]
+        if run in self._idle:
+            del self._idle[run]
+            self._release(run)
 
     def detach_all(self) -> None:
-        for block in list(self._index.values()):
-            self.detach(block)
+        for slot in list(self._index.values()):
+            if (run := self._runs[slot]) is not None:
+                self.detach(run)
+
+    def cut(self, slot: int) -> Run:
+        """The run that begins with this slot, from now on at the latest."""
+        run = self.at(slot)
+        return run if run.slots[0] == slot else self._split(run, run.slots.index(slot))
+
+    def join(self, slots: Sequence[int], start: int, stop: int) -> None:
+        """Make one run of neighbours among slots [start, stop), and the one before them, which their holder alone holds
+        and which are alike else. Only staged ones: nobody waits for such a block, and no call writes to it.
+        """
+        if start:
+            start -= len(self.at(slots[start - 1]))
+        last: Run | None = None
+        for run in list(self.runs(slots[start:stop])):
+            if run.pins != 1 or run.state is not BlockState.STAGED:
+                last = None
+            elif last is None or (run.lane, run.detached, run.ahead) != (last.lane, last.detached, last.ahead):
+                last = run
+            else:
+                last.hashes += run.hashes
+                last.slots += run.slots
+                for slot in run.slots:
+                    self._runs[slot] = last
+
+    def _split(self, run: Run, block: int) -> Run:
+        """Make the blocks from `block` on a run of their own. Nobody waits for them: for a block waits who has those
+        before it.
+        """
+        at = block * run.digest_bytes
+        rest = replace(run, hashes=run.hashes[at:], slots=run.slots[block:], waiters=[])
+        run.hashes, run.slots = run.hashes[:at], run.slots[:block]
+        self._enter(rest)
+        if run in self._idle:
+            self._idle[rest] = None
+        return rest
+
+    def _enter(self, run: Run) -> None:
+        for slot in run.slots:
+            self._runs[slot] = run
+
+    def _settle(self, run: Run) -> None:
+        """An unpinned run: staged ones become idle, void ones give their slots back, those in a call wait."""
+        if run.in_call:
+            return
+        self.disk_used -= run.lane * len(run)
+        if run.detached:
+            self._release(run)
+        else:
+            self._idle[run] = None
+
+    def _release(self, run: Run) -> None:
+        for slot in run.slots:
+            self._runs[slot] = None
+        self._free.extend(run.slots)
 
     def _alone(self, number: int, blocks: int) -> None:
-        if blocks:
-            before = self.sole.get(number, 0)
-            self.sole[number] = before + blocks
-            if before == 0:
-                self.exposed.add(number)
+        before = self.sole.get(number, 0)
+        self.sole[number] = before + blocks
+        if before == 0:
+            self.exposed.add(number)
 
-    def _not_alone(self, number: int, blocks: int = 1) -> None:
+    def _not_alone(self, number: int, blocks: int) -> None:
         left = self.sole[number] - blocks
         if left:
             self.sole[number] = left
@@ -189,20 +292,10 @@ class Blocks:
             del self.sole[number]
             self.exposed.discard(number)
 
-    def _settle(self, block: Block) -> None:
-        """An unpinned block: staged ones become idle, void ones give their slot back, those in a call wait."""
-        if block.in_call:
-            return
-        self.disk_used -= block.lane
-        if block.detached:
-            self._free.append(block.slot)
-        else:
-            self._idle[block.digest] = block
-
     def gauges(self) -> dict[str, int]:
         return {
             "slots": self.slot_count,
             "slots_free": len(self._free),
-            "slots_idle": len(self._idle),
-            "blocks_pinned": sum(1 for block in self._index.values() if block.pins),
+            "slots_idle": sum(map(len, self._idle)),
+            "blocks_pinned": sum(1 for slot in self._index.values() if self.at(slot).pins),
         }

@@ -1,6 +1,7 @@
 """The planner: which blocks to fetch into which slots, for which request first. Pure: events in, fetch orders out.
 
-A block that several requests want is fetched once and pinned once per request (blocks.py).  Work goes out by urgency:
+A block that several requests want is fetched once and pinned once per request (blocks.py); blocks are kept in runs,
+which is what a request holds, waits for and gives back.  Work goes out by urgency:
 asked for at the queue head, then scheduler priority, then arrival; blocks in the store's memory and blocks on its disks
 in lanes of their own.  A request without room may revoke the least urgent one, if that is less urgent than itself and
 not claimed.  Time is handed in; flags are reached through a port.
@@ -13,15 +14,16 @@ from __future__ import annotations
 
 import enum
 import heapq
+from array import array
 from collections.abc import Sequence
 
-from .blocks import Block, Blocks, BlockState, Lane
-from .requests import Fetched, FlagPort, Key, Order, Request, Urgency
+from .blocks import Blocks, BlockState, Lane, Run
+from .requests import Block, Fetched, FlagPort, Key, Order, Request, Urgency, push
+from .victims import Victims
 
 __all__ = ["Fetched", "FlagPort", "Key", "Lane", "Order", "Planner", "Request"]
 
 DISK_SHARE = 0.75  # of the slots, at most, for blocks from disk that are wanted now
-MAX_TRIES = 64  # requests looked at for one revocation
 AHEAD_SHARE = 4  # what is staged ahead takes a quarter of a call, and of the slots, at a time
 
 
@@ -44,11 +46,12 @@ class Planner:
         self._flags = flags
         self._chunk_blocks = (max(1, chunk_blocks), max(1, disk_chunk_blocks or chunk_blocks))
         self._blocks = Blocks(slot_count, max(1, int(slot_count * disk_share)))
-        self._requests: dict[Key, Request] = {}
+        self.requests: dict[Key, Request] = {}
         self._numbers: dict[int, Request] = {}
         self._queues: tuple[list[Urgency], list[Urgency]] = ([], [])
         self._stopped: list[_Stop | None] = [None, None]  # why a lane with work gave none, until something changes
-        self._victims: list[Urgency] = []  # negated urgency of requests that alone hold a block: least urgent first
+        self._victims = Victims(self._blocks, self._numbers, flags)
+        self._served: set[int] = set()  # numbers of requests that hold slots and want no more
         self._orders: dict[int, Order] = {}
         self._overdue: dict[int, Order] = {}
         self._sequence = 0
@@ -63,7 +66,7 @@ class Planner:
         """
         self._sequence += 1
         request = Request(key, hashes, hash_bytes, blocks, local, priority, self._sequence, ready=local, issued=local)
-        self._requests[key] = self._numbers[request.sequence] = request
+        self.requests[key] = self._numbers[request.sequence] = request
         self._pin_known(request, blocks)
         return request
 
@@ -73,7 +76,7 @@ class Planner:
         `on_disk` has a byte for each block from `local` on: 1 for one that lies only on disk.  May be called again for
         a request that waited long; then it can only get shorter.
         """
-        request = self._requests.get(key)
+        request = self.requests.get(key)
         if request is None or request.final:
             return
         limit = max(request.local, min(found, request.blocks))
@@ -89,7 +92,7 @@ class Planner:
 
     def ask(self, key: Key) -> None:
         """The scheduler reached this request and found it pending."""
-        request = self._requests.get(key)
+        request = self.requests.get(key)
         if request is None or request.asked:
             return
         request.asked = True
@@ -100,7 +103,7 @@ class Planner:
 
     def finish(self, key: Key) -> Request | None:
         """The engine released or cancelled it: nothing stays pinned."""
-        request = self._requests.get(key)
+        request = self.requests.get(key)
         if request is not None:
             self._drop(request)
         return request
@@ -108,36 +111,43 @@ class Planner:
     def fetched(self, number: int, results: Sequence[Fetched], now_ns: int) -> None:
         """An order came back. The first failed block of a request ends its usable prefix."""
         if (overdue := self._overdue.pop(number, None)) is not None:
-            for block in overdue.blocks:
-                self._blocks.returned(block)
+            for run in list(self._blocks.runs(overdue.slots)):
+                self._blocks.returned(run)
             self._changed()
             return
         order = self._orders.pop(number)
-        for block, result in zip(order.blocks, results, strict=True):
-            block.state = BlockState.STAGED if result.ok else BlockState.FAILED
-            if not result.ok:
-                self._blocks.detach(block)
-            elif block.owner is not None:
-                block.owner.fetched_blocks += 1
-                block.owner.disk_blocks += result.from_disk
-            block.owner = None
-            self._blocks.returned(block)
-        self._wake(order, now_ns)
+        for at in range(1, len(results)):
+            if results[at].ok != results[at - 1].ok:
+                self._blocks.cut(order.blocks[at].slot)
+        runs = list(self._blocks.runs(order.slots))
+        at = 0
+        for run in runs:
+            outcome, at = results[at : at + len(run)], at + len(run)
+            run.state = BlockState.STAGED if outcome[0].ok else BlockState.FAILED
+            if not outcome[0].ok:
+                self._blocks.detach(run)
+            elif run.owner is not None:
+                run.owner.fetched_blocks += len(run)
+                run.owner.disk_blocks += sum(block.from_disk for block in outcome)
+            run.owner = None
+            self._blocks.returned(run)
+        self._wake(runs, now_ns)
 
     def overdue(self, number: int, now_ns: int) -> None:
         """An order did not come back in time: its requests go on without it, its slots wait for fetched()."""
         order = self._overdue[number] = self._orders.pop(number)
-        for block in order.blocks:
-            block.state = BlockState.FAILED
-            self._blocks.detach(block)
-            block.owner = None
-        self._wake(order, now_ns)
+        runs = list(self._blocks.runs(order.slots))
+        for run in runs:
+            run.state = BlockState.FAILED
+            self._blocks.detach(run)
+            run.owner = None
+        self._wake(runs, now_ns)
 
-    def _wake(self, order: Order, now_ns: int) -> None:
-        for block in order.blocks:
-            waiters, block.waiters = block.waiters, []
+    def _wake(self, runs: Sequence[Run], now_ns: int) -> None:
+        for run in runs:
+            waiters, run.waiters = run.waiters, []
             for request in waiters:
-                if request.waits is block:
+                if request.waits is run:
                     request.waits = None
                     self._advance(request, now_ns)
         self._changed()
@@ -148,7 +158,7 @@ class Planner:
 
     def reset(self) -> list[Request]:
         """The KV of every block is void: revoke what is unclaimed, forget the index. Returns the revoked requests."""
-        revoked = [request for request in self._requests.values() if self._flags.expire(request.key)]
+        revoked = [request for request in self.requests.values() if self._flags.expire(request.key)]
         for request in revoked:
             self._drop(request)
         self._blocks.detach_all()
@@ -177,7 +187,7 @@ class Planner:
             if stop is _Stop.LANE:
                 self._queue(request)
             elif stop is not _Stop.FULL:
-                if not blocks and self._give_up_growth(request, lane):
+                if not blocks and self._serve_in_part(request, lane):
                     continue
                 # Nobody less urgent may take room before this request; it goes on when a slot comes back.
                 self._stopped[lane] = stop
@@ -187,13 +197,13 @@ class Planner:
                 break
         return self._order(blocks, lane), revoked
 
-    def ahead(self, digests: Sequence[bytes], lane: Lane, run: str) -> Order | None:
+    def ahead(self, digests: Sequence[bytes], lane: Lane, ahead: str) -> Order | None:
         """An order for the first of these blocks, which no request wants yet, into room that none needs.
 
         None when there is no such room.  The blocks belong to nobody: the next hint finds them staged.
         """
         most = max(1, min(self._chunk_blocks[lane], self._blocks.slot_count) // AHEAD_SHARE)
-        return self._order(self._blocks.add_ahead(digests[:most], lane, run), lane)
+        return self._order(list(map(Block, digests, self._blocks.add_ahead(digests[:most], lane, ahead))), lane)
 
     def _order(self, blocks: list[Block], lane: Lane) -> Order | None:
         if not blocks:
@@ -233,84 +243,73 @@ class Planner:
         """Pin this request's next blocks and order the missing ones."""
         while request.wants_work and len(blocks) < self._chunk_blocks[lane]:
             self._pin_known(request, request.limit)
-            if request.issued >= request.limit:
+            start = request.issued
+            if start >= request.limit:
                 break
-            request.lane = request.lane_of(request.issued)
+            request.lane = request.lane_of(start)
             if request.lane is not lane:
                 return _Stop.LANE
-            budget = self._blocks.budget_left(lane) or self._revoke(request.urgency, lane, revoked)
-            if not budget:
+            slots = array("I")
+            stop = self._take_slots(slots, 1, request.urgency, lane, revoked)
+            if slots:  # most find none: their digests are not cut out for that
+                end = min(start + self._chunk_blocks[lane] - len(blocks), request.lane_ends(start))
+                digests = request.digests(start, end)
+                stop = self._take_slots(slots, self._blocks.missing(digests), request.urgency, lane, revoked)
+                self._hold(request, self._blocks.add(digests[: len(slots)], slots, lane, request))
+                blocks += map(Block, digests, slots)
+            if stop is not _Stop.FULL:
+                return stop
+        return _Stop.FULL
+
+    def _take_slots(self, slots: array[int], count: int, urgency: Urgency, lane: Lane, revoked: list[Request]) -> _Stop:
+        """Take slots for `count` blocks of this lane, revoking others if need be; why there are fewer, if so."""
+        while len(slots) < count:
+            if not (self._blocks.budget_left(lane, len(slots)) or self._revoke(urgency, lane, revoked)):
                 return _Stop.NO_BUDGET
             while (slot := self._blocks.take_slot()) is None:
-                if not self._revoke(request.urgency, None, revoked):
+                if not self._revoke(urgency, None, revoked):
                     return _Stop.NO_ROOM
-            digest = request.digest(request.issued)
-            blocks.append(self._blocks.add(digest, slot, lane, request))
-            self._blocks.pin_run((digest,), request.sequence)
-            request.held.append(slot)
-            request.issued += 1
+            slots.append(slot)
         return _Stop.FULL
 
     def _pin_known(self, request: Request, stop: int) -> None:
         """Pin the next blocks as far as they are in staging or on their way."""
-        step = 8  # most hints find nothing: their digests are not all cut out for that
-        while request.issued < stop:
-            digests = request.digests(request.issued, min(request.issued + step, stop))
-            slots = self._blocks.pin_run(digests, request.sequence)
-            request.held.extend(slots)
-            request.issued += len(slots)
-            if len(slots) < len(digests):
-                break
-            step = 256
+        hashes, size = request.hashes, request.hash_bytes
+        while request.issued < stop and (run := self._blocks.find(hashes, size, request.issued, stop)) is not None:
+            self._hold(request, run)
+
+    def _hold(self, request: Request, run: Run) -> None:
+        self._blocks.pin(run, request.sequence)
+        request.held.extend(run.slots)
+        request.issued += len(run)
 
     def _revoke(self, urgency: Urgency, lane: Lane | None, revoked: list[Request]) -> bool:
-        """Revoke the least urgent request that gives back a slot (of this lane) at once and is not claimed."""
-        while self._blocks.exposed:
-            if (request := self._numbers.get(self._blocks.exposed.pop())) is not None:
-                asked, priority, sequence = request.urgency
-                self._push(self._victims, (-asked, -priority, -sequence))
-        aside: list[Urgency] = []
-        found = False
-        while self._victims and not found and len(aside) < MAX_TRIES:
-            asked, priority, sequence = self._victims[0]
-            victim = self._numbers.get(-sequence)
-            if (
-                victim is None
-                or victim.urgency != (-asked, -priority, -sequence)
-                or victim.sequence not in self._blocks.sole
-            ):
-                heapq.heappop(self._victims)
-                continue
-            if victim.urgency <= urgency:
-                break
-            entry = heapq.heappop(self._victims)
-            found = self._gives_back(victim, lane) and self._flags.expire(victim.key)
-            if found:
-                self._drop(victim)
-                revoked.append(victim)
-            else:
-                aside.append(entry)
-        for entry in aside:
-            heapq.heappush(self._victims, entry)
-        return found
+        """Revoke the least urgent request that gives back a slot (of this lane) at once, if there is one."""
+        victim = self._victims.expire(urgency, lane)
+        if victim is not None:
+            self._drop(victim)
+            revoked.append(victim)
+        return victim is not None
 
-    def _gives_back(self, request: Request, lane: Lane | None) -> bool:
-        blocks = map(self._blocks.at, request.held)
-        return any(
-            block.pins == 1 and block.state is BlockState.STAGED and (lane is None or block.lane is lane)
-            for block in blocks
-        )
+    def _serve_in_part(self, request: Request, lane: Lane) -> bool:
+        """Where no slot will come back, somebody's prefix so far is all of it: whether there was anyone to tell so.
 
-    def _give_up_growth(self, request: Request, lane: Lane) -> bool:
-        """A request that holds every slot it may can only be served in part: its prefix so far is all of it."""
+        That is the request that found no room, if it holds every slot it may.  Otherwise it waits for those that were
+        served, or for what is on its way; without either, all that hold slots wait for each other, and the most urgent
+        of them goes on with what it has.
+        """
         if self._orders:
             return False
-        held = {slot: self._blocks.at(slot).lane for slot in request.held}
-        stuck = [block.lane for order in self._overdue.values() for block in order.blocks]
+        held = {slot: run.lane for run in self._blocks.runs(request.held) for slot in run.slots}
+        stuck = [order.lane for order in self._overdue.values() for _ in order.blocks]
         all_of_them = len(held) >= self._blocks.slot_count - len(stuck)
         of_lane = sum(held.values()) >= self._blocks.disk_slots - sum(stuck)
         if not (all_of_them or (lane is Lane.DISK and of_lane)):
-            return False
+            waiting = (each for each in self.requests.values() if each.held and each.limit >= 0)
+            first = None if self._served else min(waiting, key=lambda each: each.urgency, default=None)
+            if first is None:
+                return False
+            request = first
         request.limit = request.issued
         self._advance(request)
         return True
@@ -322,15 +321,9 @@ class Planner:
         request.lane = request.lane_of(request.issued)
         queue = self._queues[request.lane]
         entry = request.urgency
-        self._push(queue, entry)
+        push(queue, entry, self._numbers)
         if queue[0] == entry:
             self._stopped[request.lane] = None
-
-    def _push(self, heap: list[Urgency], entry: Urgency) -> None:
-        heapq.heappush(heap, entry)
-        if len(heap) > 4 * len(self._requests) + 64:  # mostly outdated: of requests that ended or moved
-            live = {each for each in heap if abs(each[2]) in self._numbers}
-            heap[:] = sorted(live)
 
     def _changed(self) -> None:
         self._stopped = [None, None]
@@ -340,22 +333,29 @@ class Planner:
         if request.final or request.limit < 0:
             return
         local, held, start = request.local, request.held, request.ready
-        ready = request.ready = start + self._blocks.run_of_staged(held[start - local :])
+        ready = start
+        for run in self._blocks.runs(held[start - local :]):
+            if run.state is not BlockState.STAGED:
+                break
+            ready += len(run)
+        request.ready = ready
         if ready < request.issued:
-            block = self._blocks.at(held[ready - local])
-            if block.state is BlockState.FAILED:
+            if run.state is BlockState.FAILED:
                 self._shorten(request, ready)
-            elif request.waits is not block:
-                block.waiters.append(request)
-                request.waits = block
+            elif request.waits is not run:
+                run.waiters.append(request)
+                request.waits = run
         if now_ns and ready > start:
             request.first_byte_ns = request.first_byte_ns or now_ns
             request.last_byte_ns = now_ns
+            self._blocks.join(held, start - local, ready - local)
         final = ready >= request.limit
         if ready == start and not final:
             return
         published = self._flags.publish(request.key, start, held[start - local : ready - local], ready, final)
         request.final = final or not published
+        if request.final and request.held:
+            self._served.add(request.sequence)
 
     def _shorten(self, request: Request, limit: int) -> None:
         """Blocks from `limit` on are no use to it."""
@@ -364,7 +364,8 @@ class Planner:
         request.issued = min(request.issued, limit)
 
     def _drop(self, request: Request) -> None:
-        del self._requests[request.key], self._numbers[request.sequence]
+        del self.requests[request.key], self._numbers[request.sequence]
+        self._served.discard(request.sequence)
         request.final = True
         request.waits = None
         self._unpin(request, 0)
@@ -373,7 +374,7 @@ class Planner:
         dropped = request.held[start:]
         del request.held[start:]
         if dropped:
-            self._blocks.unpin_run(dropped, request.sequence)
+            self._blocks.unpin(dropped, request.sequence)
             self._changed()
 
     # --- what an auditor sees ---------------------------------------------------------------------------------------
@@ -386,14 +387,10 @@ class Planner:
         return {
             **self._blocks.gauges(),
             "slots_stuck": sum(len(order.blocks) for order in self._overdue.values()),
-            "requests": len(self._requests),
-            "leases": sum(each.limit - each.issued for each in self._requests.values() if each.wants_work),
+            "requests": len(self.requests),
+            "leases": sum(each.limit - each.issued for each in self.requests.values() if each.wants_work),
             "orders": len(self._orders),
         }
-
-    @property
-    def requests(self) -> dict[Key, Request]:
-        return self._requests
 
     @property
     def has_work(self) -> bool:

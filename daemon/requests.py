@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from .blocks import Block, Lane
+from .blocks import Lane, Run
 
 Key = tuple[int, int]  # (flag, generation)
 Urgency = tuple[int, int, int]  # (asked for or not, priority, number of the request): the smallest goes first
@@ -44,7 +45,7 @@ class Request:
     lane: Lane = Lane.MEMORY  # of the next block to order
     on_disk: bytes = b""  # 1 for each block from `local` on that lies only on disk; what is beyond lies in memory
     held: array[int] = field(default_factory=lambda: array("I"))  # slots of [local, issued)
-    waits: Block | None = None  # the block that `ready` stands at, while it loads
+    waits: Run | None = None  # what `ready` stands before, while it loads
     fetched_blocks: int = 0
     disk_blocks: int = 0
     first_byte_ns: int = 0
@@ -62,6 +63,14 @@ class Request:
         at = block - self.local
         return Lane.DISK if at < len(self.on_disk) and self.on_disk[at] else Lane.MEMORY
 
+    def lane_ends(self, block: int) -> int:
+        """The block before which those in the same lane as this one end."""
+        at, lane = block - self.local, self.lane_of(block)
+        end = self.on_disk.find(1 - lane, at)
+        if end < 0:
+            end = len(self.on_disk) if lane is Lane.DISK else self.limit - self.local
+        return min(self.local + end, self.limit)
+
     @property
     def urgency(self) -> Urgency:
         return (0 if self.asked else 1, self.priority, self.sequence)
@@ -71,6 +80,13 @@ class Request:
         return not self.final and self.issued < self.limit
 
 
+class Block(NamedTuple):
+    """A block to fetch, and where to."""
+
+    digest: bytes
+    slot: int
+
+
 class Order(NamedTuple):
     """Blocks to fetch in one store call."""
 
@@ -78,9 +94,20 @@ class Order(NamedTuple):
     blocks: list[Block]
     lane: Lane = Lane.MEMORY
 
+    @property
+    def slots(self) -> list[int]:
+        return [block.slot for block in self.blocks]
+
 
 class Fetched(NamedTuple):
     """What became of one block of an order."""
 
     ok: bool
     from_disk: bool = False
+
+
+def push(heap: list[Urgency], entry: Urgency, live: dict[int, Request]) -> None:
+    """Enter it; entries of requests that ended or moved stay until they come up, or until they are most of the heap."""
+    heapq.heappush(heap, entry)
+    if len(heap) > 4 * len(live) + 64:
+        heap[:] = sorted({each for each in heap if abs(each[2]) in live})

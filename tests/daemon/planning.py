@@ -1,9 +1,11 @@
-"""A planner's surroundings: the engine's side of the flags, hints by name, and orders carried out at once."""
+"""A planner's surroundings: the engine's side of the flags, hints by name, orders carried out at once, and an audit."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from kvprefetch.daemon.blocks import BlockState
 from kvprefetch.daemon.planner import Fetched, Key, Lane, Planner
 
 
@@ -58,3 +60,38 @@ def run(
             planner.fetched(order.number, [Fetched(name not in fail) for name in names], 1)
             done.append(names)
     return done
+
+
+def audit(planner: Planner) -> None:
+    """Count anew, block by block, what the table of blocks keeps by runs: from what requests hold and calls write."""
+    blocks = planner._blocks
+    holders = defaultdict[int, list[int]](list)
+    for request in planner.requests.values():
+        assert len(request.held) == request.issued - request.local
+        for block, slot in enumerate(request.held, request.local):
+            holders[slot].append(request.sequence)
+            run = blocks.at(slot)
+            assert run.digest(run.slots.index(slot)) == request.digest(block)
+        assert [slot for run in blocks.runs(request.held) for slot in run.slots] == list(request.held), "whole runs"
+    in_call = {slot for order in (*planner._orders.values(), *planner._overdue.values()) for slot in order.slots}
+    runs = {run for run in blocks._runs if run is not None}
+    slots = [slot for run in runs for slot in run.slots]
+    assert Counter((*slots, *blocks._free)) == Counter(range(blocks.slot_count)), "each slot is free or of one run"
+    index: dict[bytes, int] = {}
+    for run in runs:
+        assert run.slots
+        assert len(run.hashes) == len(run) * run.digest_bytes
+        for block, slot in enumerate(run.slots):
+            assert blocks._runs[slot] is run
+            assert (run.pins, run.holders) == (len(holders[slot]), sum(holders[slot]))
+            assert run.in_call == (slot in in_call)
+            if not run.detached:
+                index[run.digest(block)] = slot
+        if run.pins == 0 and not run.in_call:
+            assert run.state is BlockState.STAGED
+            assert not run.detached
+    assert blocks._index == index
+    assert set(blocks._idle) == {run for run in runs if run.pins == 0 and not run.in_call}
+    assert blocks.disk_used == sum(len(run) * run.lane for run in runs if run.pins or run.in_call)
+    alone = Counter(numbers[0] for numbers in holders.values() if len(numbers) == 1)
+    assert blocks.sole == alone

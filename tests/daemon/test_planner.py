@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvprefetch.daemon.planner import Fetched, Lane, Planner
-from tests.daemon.planning import FlagsModel, hint, run
+from kvprefetch.daemon.planner import Fetched, Key, Lane, Planner
+from tests.daemon.planning import FlagsModel, audit, hint, run
 
 
 def test_a_hit_is_fetched_in_prefix_order_and_published_in_full() -> None:
@@ -240,3 +240,94 @@ def test_a_second_look_up_can_only_shorten() -> None:
     planner.fetched(order.number, [Fetched(True)], 1)
     assert flags.count[key] == 1
     assert key in flags.final
+
+
+def test_requests_that_wait_for_each_others_slots_are_served_in_part_one_after_the_other() -> None:
+    """Every block is held by two, so revoking one request gives nothing back, and none has all that it wants."""
+    flags = FlagsModel()
+    planner = Planner(4, flags, chunk_blocks=2)
+    keys = [hint(planner, number, *names) for number, names in enumerate(["abc", "abd", "xyz", "xyw"])]
+    for key in keys:
+        planner.looked_up(key, 2)
+    run(planner)
+    keys = [hint(planner, 10 + number, *names) for number, names in enumerate(["abc", "abd", "xyz", "xyw"])]
+    for number in range(4):
+        planner.finish((number, 1))
+    for key in keys:
+        planner.looked_up(key, 3)
+    assert run(planner) == []
+    assert flags.final & set(keys) == {keys[0]}, "the others wait for its slots"
+    planner.finish(keys[0])
+    assert run(planner) == []
+    assert flags.final & set(keys) == set(keys[:2])
+    planner.finish(keys[1])
+    assert run(planner) == [["z"], ["w"]], "now there is room"
+    assert set(keys) <= flags.final
+
+
+def test_a_block_that_a_prompt_has_twice_is_fetched_once_and_published_twice() -> None:
+    flags = FlagsModel()
+    planner = Planner(4, flags, chunk_blocks=8)
+    key = hint(planner, 1, "a", "a", "b", "a")
+    planner.looked_up(key, 4)
+    again = hint(planner, 2, "b", "a", "a")
+    planner.looked_up(again, 3)
+    run(planner)
+    assert flags.count == {key: 4, again: 3}
+    assert len(set(flags.slots[key].values())) == 2
+    for each in (key, again):
+        planner.finish(each)
+    audit(planner)
+    assert planner.gauges()["slots_idle"] == 2
+
+
+def test_what_one_request_alone_holds_is_one_run_until_another_prompt_parts_from_it() -> None:
+    flags = FlagsModel()
+    planner = Planner(16, flags, chunk_blocks=4)
+    one = hint(planner, 1, *"abcdefgh")
+    planner.looked_up(one, 8)
+    run(planner)
+
+    def runs(key: Key) -> list[int]:
+        return [len(run) for run in planner._blocks.runs(planner.requests[key].held)]
+
+    assert runs(one) == [8]
+    same = hint(planner, 2, *"abcdefgh", local=2)
+    assert runs(same) == [6]
+    parts = hint(planner, 3, *"abcdefxy")
+    assert runs(parts) == [2, 4]
+    assert runs(one) == [2, 4, 2]
+    audit(planner)
+    for key in (parts, same, one):
+        planner.finish(key)
+    again = hint(planner, 4, *"abcdefgh")
+    assert runs(again) == [8]
+    audit(planner)
+
+
+def test_the_last_blocks_of_what_was_used_longest_ago_make_room_first() -> None:
+    flags = FlagsModel()
+    planner = Planner(4, flags, chunk_blocks=2)
+    key = hint(planner, 1, "a", "b", "c", "d")
+    planner.looked_up(key, 4)
+    run(planner)
+    planner.finish(key)
+    other = hint(planner, 2, "x")
+    planner.looked_up(other, 1)
+    run(planner)
+    assert planner.requests[hint(planner, 3, "a", "b", "c", "d")].issued == 3
+
+
+def test_digests_of_different_lengths_can_be_staged_ahead() -> None:
+    planner = Planner(16, FlagsModel(), chunk_blocks=16)
+    wanted = [b"short", b"another.", b"a-long-one", b"one-longer"]
+    lengths = []
+    while wanted:
+        order = planner.ahead(wanted, Lane.MEMORY, "list")
+        assert order is not None
+        lengths.append([len(block.digest) for block in order.blocks])
+        planner.fetched(order.number, [Fetched(True)] * len(order.blocks), 1)
+        del wanted[: len(order.blocks)]
+    assert lengths == [[5], [8], [10, 10]]
+    planner.reset()
+    audit(planner)

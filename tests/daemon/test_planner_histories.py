@@ -2,40 +2,53 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from random import Random
+
+import pytest
 
 from kvprefetch.daemon.planner import Fetched, Key, Lane, Order, Planner
-from tests.daemon.planning import FlagsModel, hint
+from tests.daemon.planning import FlagsModel, audit, digests, hint
 
-MORE = ["order", "order", "fetched", "overdue", "returned", "renewed", "unclaim"]
+HISTORIES = 500
+EVENTS = {
+    "hint": 6, "ask": 3, "order": 8, "fetched": 6, "overdue": 1, "returned": 2, "renewed": 1, "finish": 4, "claim": 2,
+    "unclaim": 1, "reset": 0.3, "ahead": 1,
+}  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_any_history_keeps_slots_pins_and_published_counts_consistent(data: st.DataObject) -> None:
+def some_prompt(chance: Random) -> list[str]:
+    """Blocks of one of two prompts, now and then with a block of some prompt, also one of its own, in some place."""
+    chain = chance.randrange(2)
+    names = [f"p{chain}-{i}" for i in range(chance.randint(1, 7))]
+    for at in chance.choices(range(len(names)), k=chance.choice([0, 0, 0, 1, 2])):
+        names[at] = f"p{chance.randrange(3)}-{chance.randrange(4)}"
+    return names
+
+
+def history(chance: Random) -> None:
+    """Up to 120 events as they may come, and after them everybody's end."""
     flags = FlagsModel()
-    slots = data.draw(st.integers(1, 6), label="slots")
-    planner = Planner(slots, flags, chunk_blocks=data.draw(st.integers(1, 4), label="chunk"))
+    slots = chance.randint(1, 12)
+    planner = Planner(slots, flags, chunk_blocks=chance.randint(1, 4))
     live: dict[Key, list[str]] = {}
     content: dict[int, str] = {}
     orders: list[Order] = []
     overdue: list[Order] = []
     number = 0
-    for _ in range(data.draw(st.integers(1, 60), label="steps")):
-        match data.draw(st.sampled_from(["hint", "ask", "order", "fetched", "finish", "claim", "reset", *MORE])):
+    for event in chance.choices(list(EVENTS), list(EVENTS.values()), k=chance.randint(1, 120)):
+        match event:
             case "hint":
                 number += 1
-                names = [f"p{data.draw(st.integers(0, 2))}-{i}" for i in range(data.draw(st.integers(1, 5)))]
-                local = data.draw(st.integers(0, len(names) - 1))
-                key = hint(planner, number, *names, local=local, priority=data.draw(st.integers(0, 2)))
+                names = some_prompt(chance)
+                local = chance.choice([0, 0, chance.randrange(len(names))])
+                key = hint(planner, number, *names, local=local, priority=chance.randint(0, 2))
                 live[key] = names
-                tiers = bytes(data.draw(st.integers(0, 1)) for _ in names[local:])
-                planner.looked_up(key, data.draw(st.integers(local, len(names))), tiers)
+                tiers = bytes(chance.choices([0, 1], k=len(names) - local)) if chance.random() < 0.3 else b""
+                planner.looked_up(key, chance.choice([len(names), chance.randint(local, len(names))]), tiers)
             case "ask" if live:
-                planner.ask(data.draw(st.sampled_from(sorted(live))))
+                planner.ask(chance.choice(sorted(live)))
             case "order":
-                order, revoked = planner.next_order(data.draw(st.sampled_from(Lane)))
+                order, revoked = planner.next_order(chance.choice(list(Lane)))
                 planner.tick()
                 for request in revoked:
                     del live[request.key]
@@ -44,32 +57,40 @@ def test_any_history_keeps_slots_pins_and_published_counts_consistent(data: st.D
                     for block in order.blocks:
                         content[block.slot] = ""
             case "fetched" if orders:
-                order = orders.pop(data.draw(st.integers(0, len(orders) - 1)))
-                results = [Fetched(data.draw(st.booleans())) for _ in order.blocks]
+                order = orders.pop(chance.randrange(len(orders)))
+                results = [Fetched(chance.random() < 0.85) for _ in order.blocks]
                 for block, result in zip(order.blocks, results, strict=True):
                     content[block.slot] = block.digest.decode().rstrip(".") if result.ok else ""
                 planner.fetched(order.number, results, 1)
             case "overdue" if orders:
-                overdue.append(orders.pop(data.draw(st.integers(0, len(orders) - 1))))
+                overdue.append(orders.pop(chance.randrange(len(orders))))
                 planner.overdue(overdue[-1].number, 1)
             case "returned" if overdue:
-                order = overdue.pop(data.draw(st.integers(0, len(overdue) - 1)))
-                planner.fetched(order.number, [Fetched(data.draw(st.booleans())) for _ in order.blocks], 1)
+                order = overdue.pop(chance.randrange(len(overdue)))
+                planner.fetched(order.number, [Fetched(chance.random() < 0.85) for _ in order.blocks], 1)
             case "renewed" if live:
-                key = data.draw(st.sampled_from(sorted(live)))
-                planner.looked_up(key, data.draw(st.integers(0, 5)))
+                key = chance.choice(sorted(live))
+                planner.looked_up(key, chance.randint(0, 7))
             case "unclaim" if flags.claimed:
-                flags.claimed.discard(data.draw(st.sampled_from(sorted(flags.claimed))))
+                flags.claimed.discard(chance.choice(sorted(flags.claimed)))
             case "finish" if live:
-                key = data.draw(st.sampled_from(sorted(live)))
+                key = chance.choice(sorted(live))
                 planner.finish(key)
                 flags.claimed.discard(key)
                 del live[key]
             case "claim" if live:
-                flags.claimed.add(data.draw(st.sampled_from(sorted(live))))
+                flags.claimed.add(chance.choice(sorted(live)))
+            case "ahead":
+                names = [name for name in some_prompt(chance) if not planner.touch(digests(name), "list")]
+                lane = chance.choice(list(Lane))
+                order = planner.ahead([digests(name) for name in dict.fromkeys(names)], lane, "list")
+                if order is not None:
+                    orders.append(order)
+                    content.update((block.slot, "") for block in order.blocks)
             case "reset":
                 for request in planner.reset():
                     del live[request.key]
+        audit(planner)
         gauges = planner.gauges()
         assert gauges["slots_stuck"] == sum(len(order.blocks) for order in overdue)
         assert planner._blocks.disk_used <= slots
@@ -90,7 +111,7 @@ def test_any_history_keeps_slots_pins_and_published_counts_consistent(data: st.D
                 planner.fetched(order.number, [Fetched(True)] * len(order.blocks), 1)
         if not live:
             break
-        ended = [key for key in live if planner.requests[key].final]
+        ended = [key for key in live if planner.requests[key].final or key in flags.claimed]
         assert ended or planner.has_work, "someone waits and nothing will ever come"
         for key in ended[:1]:
             flags.claimed.discard(key)
@@ -102,3 +123,9 @@ def test_any_history_keeps_slots_pins_and_published_counts_consistent(data: st.D
     gauges = planner.gauges()
     assert gauges["slots_free"] + gauges["slots_idle"] == slots
     assert gauges["blocks_pinned"] == gauges["requests"] == gauges["orders"] == 0
+
+
+@pytest.mark.parametrize("first", range(0, HISTORIES, 50))
+def test_any_history_keeps_slots_pins_and_published_counts_consistent(first: int) -> None:
+    for seed in range(first, first + 50):
+        history(Random(seed))
