@@ -38,8 +38,8 @@ class Fetcher:
         self._block_bytes = sum(shape.staging.block_bytes)
 
     def pump(self, lane: Lane) -> bool:
-        """Start one fetch of this lane if there is one to start; False when there is none."""
-        if not self._planner.wants(lane):
+        """Start one fetch of this lane if there is one to start, and room for it; False when there is none."""
+        if not (self._planner.wants(lane) and self._pools.fetch_room(lane, self._jobs)):
             return False
         order, revoked = self._planner.next_order(lane)
         for request in revoked:

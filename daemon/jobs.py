@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class Jobs:
-    """Store jobs in flight, and whether their results still matter.
+    """Store jobs in flight, in whose name they are handed to the pools, and whether their results still matter.
 
     `running`: until it is 0 the engine's staging stays mapped and registered.  `closing`: results go nowhere any more.
     `corrupt`: what was found wrong with the engine's memory.
@@ -59,4 +59,4 @@ class Jobs:
             if not self.closing and overdue is not None:
                 self.contain(overdue, None)
 
-        submit(job, finished, late if overdue is not None else None)
+        submit(job, finished, late if overdue is not None else None, self)

@@ -1,8 +1,9 @@
 """Threads for blocking store calls, with a deadline for each call; results come back to the main loop.
 
-A call cannot be interrupted.  One that is past its deadline is given up: its owner goes on without it, another thread
-takes its thread's place, and when it returns at last its owner hears of it.  How many may hang at a time is bounded,
-since each waits in Mooncake with a core of its own.
+A call cannot be interrupted.  One that runs for SLOW_NS keeps no place from those of other engines: another thread
+takes its thread's place.  One that is past its deadline is given up: its engine goes on without it, and hears of it
+when it returns at last.  How many may hang at a time is bounded, since each waits in Mooncake with a core of its own;
+but whatever the others' do, an engine may have one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -21,19 +23,24 @@ from .blocks import Lane
 from .width import Width
 
 FETCH_NICE = 5
-MAX_STUCK = 4  # calls past their deadline, of each kind; beyond, nothing of this kind is started
+SLOW_NS = 1_000_000_000
+MAX_STUCK = 4  # calls past their deadline, of each kind; beyond, none is started for an engine that has one of them
 
 Done = Callable[[Future[Any]], None]
+Owner = object  # whose call it is: one engine's Jobs; None is the daemon itself
 
 
 class _Job:
     """One call. Its future's own lock decides whether it starts or is cancelled."""
 
-    def __init__(self, work: Callable[[], Any], done: Done, overdue: Callable[[], None] | None) -> None:
-        self.work, self.done, self.overdue = work, done, overdue
+    def __init__(self, work: Callable[[], Any], done: Done, overdue: Callable[[], None] | None, owner: Owner) -> None:
+        self.work, self.done, self.overdue, self.owner = work, done, overdue, owner
         self.started_ns = 0
         self.stuck = False
         self.future: Future[Any] = Future()
+
+    def runs_longer(self, than_ns: int, now_ns: int) -> bool:
+        return self.started_ns > 0 and now_ns - self.started_ns >= than_ns and not self.future.done()
 
 
 class Pool:
@@ -54,48 +61,67 @@ class Pool:
         """Calls handed in that are not past their deadline."""
         return len(self._jobs) - self.stuck
 
-    @property
-    def exhausted(self) -> bool:
-        """So many calls hang that no other is started."""
-        return self.stuck >= MAX_STUCK
+    def crowd(self, owner: Owner) -> int:
+        """The same as this owner has to count them: those of others that have become slow are not in its way."""
+        now = self._clock_ns()
+        return sum(not job.stuck and (job.owner is owner or not job.runs_longer(SLOW_NS, now)) for job in self._jobs)
+
+    def exhausted(self, owner: Owner) -> bool:
+        """So many calls hang, one of this owner's among them, that no other is started for it."""
+        return self.stuck >= MAX_STUCK and any(job.stuck and job.owner is owner for job in self._jobs)
 
     def oldest_ns(self) -> int | None:
         """When the oldest call that runs now began; None when none does. From any thread."""
         running = [job.started_ns for job in list(self._jobs) if job.started_ns and not job.future.done()]
         return min(running, default=None)
 
-    def submit(self, work: Callable[[], Any], done: Done, overdue: Callable[[], None] | None = None) -> None:
+    def submit(
+        self, work: Callable[[], Any], done: Done, overdue: Callable[[], None] | None = None, owner: Owner = None
+    ) -> None:
         """Run `work` on a thread, then `done` on the main loop; before it `overdue`, once, when it takes too long."""
-        job = _Job(work, done, overdue)
+        job = _Job(work, done, overdue, owner)
         self._jobs[job] = None
-        if self._threads - self.stuck < min(self._size, self.in_flight):
-            self._start_thread()
+        if overdue is not None and self.exhausted(owner):
+            self._announce(partial(self._refuse, job))
+            return
         self._queue.put(job)
+        self._start_threads()
 
     def check(self, now_ns: int, timeout_ns: int) -> None:
-        """On the main loop: give up the calls that run longer than `timeout_ns`, and those without a thread."""
+        """On the main loop: give up the calls that run longer than `timeout_ns`, and those that may not start."""
         for job in [job for job in self._jobs if job.overdue is not None and not job.stuck]:
-            if job.started_ns and now_ns - job.started_ns >= timeout_ns and not job.future.done():
+            if job.runs_longer(timeout_ns, now_ns):
                 job.stuck = True
                 self.stuck += 1
-                if not self._queue.empty() and not self.exhausted:
-                    self._start_thread()
                 assert job.overdue is not None
                 job.overdue()
-            elif self.exhausted and job.future.cancel():  # not started
-                del self._jobs[job]
-                never: Future[Any] = Future()
-                never.set_exception(TimeoutError(f"{self.stuck} calls hang: {self._name}"))
-                job.done(never)
+        for job in [job for job in self._jobs if job.overdue is not None and self.exhausted(job.owner)]:
+            if job.future.cancel():  # not started
+                self._refuse(job)
+        self._start_threads()
+
+    def _refuse(self, job: _Job) -> None:
+        if job in self._jobs:
+            del self._jobs[job]
+            never: Future[Any] = Future()
+            never.set_exception(TimeoutError(f"{self.stuck} calls hang: {self._name}"))
+            job.done(never)
 
     def close(self) -> None:
         """No new calls; the threads end as their calls do."""
         for _ in range(self._threads):
             self._queue.put(None)
 
-    def _start_thread(self) -> None:
-        self._threads += 1
-        threading.Thread(target=self._run, name=f"{self._name}-{self._threads}", daemon=True).start()
+    def _start_threads(self) -> None:
+        """As many as there are calls, up to `size`; calls that hang or have become slow, and their threads, beside."""
+        slow = self._slow()
+        while self._threads - slow < min(self._size, len(self._jobs) - slow):
+            self._threads += 1
+            threading.Thread(target=self._run, name=f"{self._name}-{self._threads}", daemon=True).start()
+
+    def _slow(self) -> int:
+        now = self._clock_ns()
+        return sum(job.stuck or job.runs_longer(SLOW_NS, now) for job in self._jobs)
 
     def _run(self) -> None:
         if self._nice:
@@ -114,11 +140,10 @@ class Pool:
     def _returned(self, job: _Job) -> None:
         """On the main loop."""
         del self._jobs[job]
-        if job.stuck:
-            self.stuck -= 1
-            if self._threads - self.stuck > self._size:
-                self._threads -= 1
-                self._queue.put(None)  # one thread too many: any of them may go
+        self.stuck -= job.stuck
+        if self._threads - self._slow() > self._size:
+            self._threads -= 1
+            self._queue.put(None)  # one thread too many: any of them may go
         job.done(job.future)
 
 
@@ -146,27 +171,33 @@ class Pools:
         self._saves = Pool("save", 1, self._announce, clock_ns)
         self._attaches = Pool("attach", 1, self._announce, clock_ns)
 
-    def look_up(self, work: Callable[[], Any], done: Done, overdue: Callable[[], None] | None = None) -> None:
-        self._look_ups.submit(work, done, overdue)
+    def look_up(
+        self, work: Callable[[], Any], done: Done, overdue: Callable[[], None] | None = None, owner: Owner = None
+    ) -> None:
+        self._look_ups.submit(work, done, overdue, owner)
 
     def attach(self, work: Callable[[], Any], done: Done) -> None:
         """For memory, not the store: it must not wait behind a store call that hangs, and has no deadline."""
         self._attaches.submit(work, done)
 
-    def save(self, work: Callable[[], Any], done: Done, overdue: Callable[[], None] | None = None) -> None:
-        self._saves.submit(work, done, overdue)
+    def save(
+        self, work: Callable[[], Any], done: Done, overdue: Callable[[], None] | None = None, owner: Owner = None
+    ) -> None:
+        self._saves.submit(work, done, overdue, owner)
 
-    def fetch(self, lane: Lane, work: Callable[[], Any], done: Done, overdue: Callable[[], None] | None = None) -> None:
-        self._fetches[lane].submit(work, done, overdue)
+    def fetch(
+        self, lane: Lane, work: Callable[[], Any], done: Done, overdue: Callable[[], None] | None, owner: Owner
+    ) -> None:
+        self._fetches[lane].submit(work, done, overdue, owner)
 
-    def fetch_room(self, lane: Lane) -> bool:
-        """Whether another fetch of this lane may start."""
+    def fetch_room(self, lane: Lane, owner: Owner) -> bool:
+        """Whether another fetch of this lane may start for this owner."""
         pool = self._fetches[lane]
-        return not pool.exhausted and pool.in_flight < self.widths[lane].width
+        return pool.crowd(owner) < self.widths[lane].width and not pool.exhausted(owner)
 
-    def exhausted(self, lane: Lane) -> bool:
-        """Whether so many fetches of this lane hang that none is started."""
-        return self._fetches[lane].exhausted
+    def exhausted(self, lane: Lane, owner: Owner) -> bool:
+        """Whether so many fetches of this lane hang that none is started for this owner."""
+        return self._fetches[lane].exhausted(owner)
 
     @property
     def fetches_in_flight(self) -> int:

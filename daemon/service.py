@@ -114,7 +114,7 @@ class Daemon:
             work = pools.run_finished()
             for session in sessions:
                 work += session.drain(DRAIN_LIMIT)
-            self._pump(sessions, pools)
+            self._pump(sessions)
             if now - last_tick >= TICK_NS:
                 last_tick = now
                 self._tick(control, sessions, pools, now)
@@ -140,11 +140,11 @@ class Daemon:
                 self._log.error("engine.corrupt", engine=session.engine_id, epoch=session.epoch, error=session.corrupt)
                 control.end(session)
 
-    def _pump(self, sessions: Sequence[EngineSession], pools: Pools) -> None:
+    def _pump(self, sessions: Sequence[EngineSession]) -> None:
         """Hand out fetches of each lane, one engine after the other, while there is room in it."""
         for lane in Lane:
             idle = 0
-            while pools.fetch_room(lane) and idle < len(sessions):
+            while idle < len(sessions):
                 self._turn += 1
                 idle = 0 if sessions[self._turn % len(sessions)].pump(lane) else idle + 1
             for session in sessions:

@@ -266,14 +266,14 @@ class EngineSession:
         if (counts := self.warming.tell()) is not None:
             self._log.info("warm.done", **{f"{result}_blocks": counts[result] for result in RESULTS})
         for lane in Lane:
-            if self._pools.exhausted(lane):
+            if self._pools.exhausted(lane, self.jobs):
                 self.planner.give_up(lane)
         self.saver.next()
 
     # --- fetching ---------------------------------------------------------------------------------------------------
 
     def pump(self, lane: Lane) -> bool:
-        """Start one fetch of this lane if there is one to start; False when there is none."""
+        """Start one fetch of this lane if there is one to start, and room for it; False when there is none."""
         return not self.closing and self.jobs.contain(partial(self._fetcher.pump, lane), False)
 
     def pump_ahead(self, lane: Lane) -> bool:

@@ -26,9 +26,9 @@ class Calls:
         self.results: dict[str, Any] = {}
         self.overdue: list[str] = []
 
-    def start(self, name: str, submit: Callable[..., None], *, hang: bool = False) -> None:
+    def start(self, name: str, submit: Callable[..., None], *, hang: bool = False, owner: str = "engine") -> None:
         work = partial(self.release.wait, 30) if hang else (lambda: True)
-        submit(work, partial(self._done, name), partial(self.overdue.append, name))
+        submit(work, partial(self._done, name), partial(self.overdue.append, name), owner)
 
     def _done(self, name: str, future: Future[Any]) -> None:
         self.results[name] = future.exception() or future.result()
@@ -68,22 +68,62 @@ def test_a_call_that_hangs_is_given_up_once_and_the_next_one_runs_meanwhile(call
 
 def test_a_lane_that_hangs_leaves_the_other_alone_and_has_room_again_when_its_calls_return(calls: Calls) -> None:
     slow, fast = partial(calls.pools.fetch, Lane.DISK), partial(calls.pools.fetch, Lane.MEMORY)
-    for number in range(MAX_STUCK):
-        assert calls.pools.fetch_room(Lane.DISK)
-        calls.start(f"hung-{number}", slow, hang=True)
-        calls.until(lambda number=number: f"hung-{number}" in calls.overdue)  # type: ignore[misc]
-    assert calls.pools.exhausted(Lane.DISK)
-    assert not calls.pools.fetch_room(Lane.DISK)
-    assert calls.pools.fetch_room(Lane.MEMORY)
+    hang_all(calls, slow)
+    assert not calls.pools.fetch_room(Lane.DISK, "engine")
+    assert calls.pools.fetch_room(Lane.MEMORY, "engine")
     calls.start("fast", fast)
     calls.until(lambda: "fast" in calls.results)
     calls.start("no-thread", slow)
     calls.until(lambda: "no-thread" in calls.results)
     assert isinstance(calls.results["no-thread"], TimeoutError)
     calls.release.set()
-    calls.until(lambda: calls.pools.fetch_room(Lane.DISK))
+    calls.until(lambda: calls.pools.fetch_room(Lane.DISK, "engine"))
     calls.start("again", slow)
     calls.until(lambda: calls.results.get("again") is True)
+
+
+def test_calls_of_one_engine_that_hang_leave_room_for_the_others_until_one_of_theirs_does(calls: Calls) -> None:
+    fetch = partial(calls.pools.fetch, Lane.MEMORY)
+    hang_all(calls, fetch)
+    for number in range(3):
+        assert calls.pools.fetch_room(Lane.MEMORY, "other")
+        calls.start(f"other-{number}", fetch, owner="other")
+        calls.until(lambda number=number: calls.results.get(f"other-{number}") is True)  # type: ignore[misc]
+    calls.start("other-hung", fetch, hang=True, owner="other")
+    calls.until(lambda: "other-hung" in calls.overdue)
+    assert calls.pools.exhausted(Lane.MEMORY, "other")
+    assert calls.pools.stuck == MAX_STUCK + 1
+    assert not calls.pools.exhausted(Lane.MEMORY, "third")
+    calls.start("third", fetch, owner="third")
+    calls.until(lambda: calls.results.get("third") is True)
+
+
+@pytest.mark.parametrize("kind", ["fetch", "save"])
+def test_a_call_that_takes_long_keeps_no_place_from_another_engine_s(kind: str) -> None:
+    """Long before its deadline; its own engine's next one waits."""
+    pools = Pools(1, timeout_ns=60_000_000_000)
+    calls = Calls(pools)
+    submit = partial(pools.fetch, Lane.MEMORY) if kind == "fetch" else pools.save
+    calls.start("hung", submit, hang=True)
+    if kind == "fetch":
+        calls.until(lambda: pools.fetch_room(Lane.MEMORY, "other"))
+        assert not pools.fetch_room(Lane.MEMORY, "engine")
+    calls.start("other", submit, owner="other")
+    calls.until(lambda: "other" in calls.results)
+    assert calls.overdue == []
+    calls.release.set()
+    calls.until(lambda: "hung" in calls.results)
+    assert pools.close()
+
+
+def hang_all(calls: Calls, fetch: Callable[..., None]) -> None:
+    """As many calls of one engine as may hang."""
+    lane = fetch.args[0]  # type: ignore[attr-defined]
+    for number in range(MAX_STUCK):
+        assert calls.pools.fetch_room(lane, "engine")
+        calls.start(f"hung-{number}", fetch, hang=True)
+        calls.until(lambda number=number: f"hung-{number}" in calls.overdue)  # type: ignore[misc]
+    assert calls.pools.exhausted(lane, "engine")
 
 
 def test_closing_does_not_wait_for_a_call_that_hangs() -> None:

@@ -24,8 +24,11 @@ class NoPools:
     timeout_ns = 1_000_000_000
     fetches_in_flight = 0
 
-    def exhausted(self, _: Any) -> bool:
+    def exhausted(self, *_: Any) -> bool:
         return False
+
+    def fetch_room(self, *_: Any) -> bool:
+        return True
 
     def look_up(self, *_: Any) -> None: ...
     def fetch(self, *_: Any) -> None: ...
@@ -78,7 +81,7 @@ def test_a_flag_that_does_not_stand_still_ends_the_session_and_raises_nothing() 
     session.scan()
     assert session.corrupt is None, "nothing to do yet"
     answer = partial(session.planner.looked_up, (0, 1), 0)
-    session.jobs.start(lambda job, done, overdue: done(_Done()), lambda: None, lambda _: answer(), None)
+    session.jobs.start(lambda job, done, overdue, owner: done(_Done()), lambda: None, lambda _: answer(), None)
     assert session.corrupt is not None
     assert "does not stand still" in session.corrupt
     assert session.drain(10) == 0
