@@ -51,7 +51,7 @@ class Fetcher:
 
     def pump_ahead(self, lane: Lane) -> bool:
         """As pump, for what no request wants yet."""
-        if (order := self._warming.next_order(lane)) is None:
+        if not self._pools.fetch_room(lane, self._jobs) or (order := self._warming.next_order(lane)) is None:
             return False
         self._start(order)
         return True

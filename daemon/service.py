@@ -148,8 +148,7 @@ class Daemon:
                 self._turn += 1
                 idle = 0 if sessions[self._turn % len(sessions)].pump(lane) else idle + 1
             for session in sessions:
-                if pools.fetch_room(lane):
-                    session.pump_ahead(lane)
+                session.pump_ahead(lane)
 
     def _tick(self, control: Control, sessions: Sequence[EngineSession], pools: Pools, now_ns: int) -> None:
         pools.check(now_ns)
