@@ -22,6 +22,7 @@ class Snapshot:
     engines: list[dict[str, int | str]] = field(default_factory=list)
     totals: Account = field(default_factory=Account)
     store_open: bool = False
+    store_answering: bool = False
 
 
 class Board:
@@ -46,12 +47,13 @@ class Board:
         return now_ns - self._published_ns >= PUBLISH_NS
 
     def publish(
-        self, now_ns: int, engines: list[dict[str, int | str]], accounts: Iterable[Account], store_open: bool
-    ) -> None:
+        self, now_ns: int, engines: list[dict[str, int | str]], accounts: Iterable[Account], store_open: bool,
+        store_answering: bool = True,
+    ) -> None:  # fmt: skip
         """Show what `engines` hold; `accounts` are those of every session that was not retired, ended ones included."""
         self._published_ns = now_ns
         totals = Account()
         totals.add(self._retired)
         for account in accounts:
             totals.add(account)
-        self.snapshot = Snapshot(engines, totals, store_open)
+        self.snapshot = Snapshot(engines, totals, store_open, store_answering)

@@ -9,14 +9,13 @@ from typing import NoReturn
 
 from .. import __version__
 from ..shmring.protocol import PROTOCOL
-from .client import Unavailable
+from .client import EX_UNAVAILABLE, Unavailable
 from .commands import check_config, doctor, explain, install_unit, mode, serve, stat, status, store, tail, top, warm
 from .commands.common import CONFIGURATION_ENVIRONMENT, CONFIGURATION_FILE, SOCKET_FILE
 from .commands.page import Formatter, Page
 from .config import ConfigError
 from .sources import nearest
 
-EX_UNAVAILABLE = 69
 EX_CONFIG = 78
 
 DETAILS = (

@@ -9,6 +9,7 @@ from ..shmring import messages, protocol
 
 MAX_SEGMENTS = 64  # descriptors in one answer
 TIMEOUT_S = 5.0
+EX_UNAVAILABLE = 69
 
 
 class Unavailable(Exception):

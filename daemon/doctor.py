@@ -124,10 +124,11 @@ def control_socket(config: DaemonConfig) -> Iterator[Finding]:
     if isinstance(answer, Status):
         if answer.version != __version__:
             yield Finding("note", f"the daemon is {answer.version}, this is {__version__}", "restart the daemon")
-        yield Finding("ok" if answer.store_open else "bad",
-                      f"daemon answers: pid {answer.pid}, engines {len(answer.engines)}, mode {answer.mode}, store "
-                      + ("open" if answer.store_open else "away"),
-                      "" if answer.store_open else "its log says why: store.degraded, store.failed")  # fmt: skip
+        good = answer.store_open and answer.store_answering
+        yield Finding("ok" if good else "bad",
+                      f"daemon answers: pid {answer.pid}, engines {answer.engine_count}, mode {answer.mode}, store "
+                      + ("open" if good else "away"),
+                      "" if good else "its log says why: store.degraded, store.failed")  # fmt: skip
 
 
 def disk(config: DaemonConfig) -> Iterator[Finding]:

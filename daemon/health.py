@@ -50,5 +50,7 @@ def judge(board: Board) -> Health:
     ]
     if serving and not snapshot.store_open:
         problems.append("the store is not open: everything is a miss")
+    elif serving and not snapshot.store_answering:
+        problems.append("the store does not answer: new requests are misses")
     healthy = oldest_s <= CALL_HEALTHY_S and (not serving or loop_age_s <= LOOP_HEALTHY_S)
     return Health(board.phase, not problems, healthy, loop_age_s, call_age_s, snapshot.store_open, tuple(problems))

@@ -62,6 +62,8 @@ def row(engine: Numbers) -> list[str]:
 def headline(status: Status) -> str:
     """The daemon itself, in one line."""
     store = "open" if status.store_open else "NOT open: everything is a miss"
+    if status.store_open and not status.store_answering:
+        store = "does NOT answer: new requests are misses"
     calls = ", ".join(f"{kind} {number(age_s)} s" for kind, age_s in sorted(status.calls.items()))
     return (
         f"kvprefetchd {status.version}, pid {status.pid}, up {duration(status.uptime_s)}; mode {status.mode}; "

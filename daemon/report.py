@@ -28,7 +28,10 @@ def numbers(session: EngineSession) -> dict[str, int | str]:
     }
 
 
-def status(sessions: Sequence[EngineSession], board: Board, store_open: bool, mode: str, master_http: str) -> Status:
+def status(
+    sessions: Sequence[EngineSession], board: Board, store_open: bool, store_answering: bool, mode: str,
+    master_http: str,
+) -> Status:  # fmt: skip
     now = board.clock_ns()
     return Status(
         version=__version__,
@@ -36,6 +39,7 @@ def status(sessions: Sequence[EngineSession], board: Board, store_open: bool, mo
         mode=mode,
         master_http=master_http,
         store_open=store_open,
+        store_answering=store_answering,
         engines=[numbers(session) for session in sessions[:MAX_ENGINES]],
         engine_count=len(sessions),
         uptime_s=(now - board.started_ns) / 1e9,

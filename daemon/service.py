@@ -40,7 +40,7 @@ FLUSH_S = 20.0
 
 
 class Daemon:
-    """One prefetch daemon. run() returns after SIGTERM or SIGINT; SIGHUP makes it `reread` its configuration."""
+    """One prefetch daemon. run() ends after SIGTERM or SIGINT; SIGHUP makes it `reread` its configuration."""
 
     def __init__(self, config: DaemonConfig, log: Log, reread: Callable[[], DaemonConfig]) -> None:
         self._config = config
@@ -52,6 +52,7 @@ class Daemon:
         self._notify = Notifier()
         self._epoll = select.epoll()
         self._master: EmbeddedMaster | None = None
+        self._master_died = False
         self._store: Store | None = None
         self._store_is_open = False
         self._store_opened = threading.Event()  # set by the thread that reopens, taken by the loop
@@ -60,8 +61,9 @@ class Daemon:
         self._board = Board()
         self._metrics: MetricsServer | None = None
 
-    def run(self) -> None:
-        """Serve until told to stop. Raises ConfigError and StoreError for what cannot start."""
+    def run(self) -> bool:
+        """Serve until told to stop; False when the store's master ended before. Raises what keeps it from starting:
+        ConfigError, StoreError, EmbeddedError."""
         self._check_cores()
         # Store threads return from C with little Python to do: let them have the GIL soon.
         sys.setswitchinterval(0.0005)
@@ -103,6 +105,7 @@ class Daemon:
             self._log.info("daemon.stopped")
             finish()
             self._notify.close()
+        return not self._master_died
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -154,6 +157,10 @@ class Daemon:
         pools.check(now_ns)
         if self._store is not None and self._store.due_for_probe:
             pools.look_up(self._store.probe, lambda _: None, lambda: None)
+        if self._master is not None and not self._master.alive():
+            # What was only in memory is gone with it. A new start finds the disk tier again; engines attach to it.
+            self._log.error("master.died", pid=self._master.pid)
+            self._master_died = self._stopping = True
         for session in sessions:
             session.liveness.beat(now_ns)
             session.scan()
@@ -174,7 +181,7 @@ class Daemon:
             self._notify.status(self._summary())
             accounts = [session.totals for session in (*control.sessions(), *control.ended)]
             engines = [report.numbers(session) for session in control.sessions()]
-            self._board.publish(now_ns, engines, accounts, self._store_is_open)
+            self._board.publish(now_ns, engines, accounts, self._store_is_open, self._answering)
 
     def _event(self, control: Control, sessions: Sequence[EngineSession], pools: Pools, fd: int) -> None:
         if fd == pools.fd:
@@ -251,12 +258,18 @@ class Daemon:
     def _status(self) -> Status:
         sessions = self._control.sessions() if self._control is not None else []
         http = self._master.http if self._master is not None else ""
-        return report.status(sessions, self._board, self._store_is_open, self._mode, http)
+        return report.status(sessions, self._board, self._store_is_open, self._answering, self._mode, http)
+
+    @property
+    def _answering(self) -> bool:
+        return self._store is not None and self._store.answering
 
     def _summary(self) -> str:
         """One line for `systemctl status`."""
         engines = len(self._control.sessions()) if self._control is not None else 0
         store = "store open" if self._store_is_open else "store not there yet: everything is a miss"
+        if self._store_is_open and not self._answering:
+            store = "store does not answer: new requests are misses"
         return f"engines: {engines}; {store}; mode: {self._mode}"
 
     # --- orders from outside ----------------------------------------------------------------------------------------

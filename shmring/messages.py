@@ -200,6 +200,7 @@ class Status(_Message):
     mode: str = "on"
     master_http: str = ""  # host:port of the embedded master's HTTP interface
     store_open: bool
+    store_answering: bool = True
     engines: list[dict[str, int | str]]
     engine_count: int = 0
     uptime_s: float = 0.0

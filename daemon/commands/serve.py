@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from ..client import Unavailable
+from ..client import EX_UNAVAILABLE, Unavailable
 from ..config import ConfigError
 from ..sources import resolve
 from .common import (
@@ -66,9 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     from ..store_settings import SettingsError
 
     try:
-        Daemon(config, configure(config.log_level), lambda: resolve(sources).config).run()
+        well = Daemon(config, configure(config.log_level), lambda: resolve(sources).config).run()
         # Everything is closed. With a disk tier Mooncake's destructors would now wait about ten seconds for a thread.
-        os._exit(0)
+        os._exit(0 if well else EX_UNAVAILABLE)
     except SettingsError as error:
         raise ConfigError(str(error)) from None
     except (StoreError, EmbeddedError) as error:

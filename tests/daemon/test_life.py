@@ -83,16 +83,22 @@ def test_with_a_disk_tier_the_data_is_there_after_a_restart(serve: Serve, tmp_pa
     engine.close()
 
 
-def test_a_stop_says_when_not_everything_is_on_disk(serve: Serve, tmp_path: Path) -> None:
+def test_a_daemon_whose_master_dies_says_what_is_lost_and_ends_to_be_started_again(
+    serve: Serve, tmp_path: Path, auditor: Auditor
+) -> None:
     daemon = serve(disk=f"{tmp_path / 'disk'}:256MiB")
     engine = FakeEngine(daemon.socket)
     engine.save(blocks("unflushed", 40))
     stored(daemon, 40)
     os.kill(int(daemon.records("master.started")[0]["pid"]), signal.SIGKILL)
-    assert daemon.sigterm(60) == 0
+    assert daemon.wait_exit(60) == 69
+    assert daemon.records("master.died")
+    assert daemon.records("daemon.stopped")
     written = len(list((tmp_path / "disk").rglob("*.meta")))
     assert written == 40 or daemon.records("store.unflushed"), written
+    assert engine.liveness.peer(time.monotonic_ns()) is PeerStatus.GONE
     engine.close()
+    auditor.assert_nothing_left()
 
 
 def test_an_idle_daemon_uses_next_to_nothing(shared_daemon: Daemon) -> None:

@@ -186,8 +186,9 @@ def test_a_store_call_that_does_not_come_back_is_seen(serve: Serve) -> None:
     try:
         engine.hint(list(blocks("stuck", 2)), name="stuck")
         wait_for(lambda: get(port, "/readyz")[0] == 503, 40, "the call that hangs")
-        _, body = get(port, "/readyz")
-        assert any("call=look_up" in line for line in json.loads(body)["problems"]), body
+        assert "the store does not answer" in get(port, "/readyz")[1]
+        assert value(scrape(port), "store_answering") == 0
+        wait_for(lambda: "call=look_up" in get(port, "/readyz")[1], 40, "the call's age")
         assert value(scrape(port), "call_age_seconds", call="look_up") > 5
         assert get(port, "/healthz")[0] == 200, "it may still come back"
     finally:
@@ -244,6 +245,9 @@ def test_a_closed_store_is_not_ready_but_healthy() -> None:
     board = board_at(1, beat_s=1)
     board.publish(0, [], [], store_open=False)
     assert (judge(board).ready, judge(board).healthy) == (False, True)
+    board.publish(0, [], [], store_open=True, store_answering=False)
+    assert (judge(board).ready, judge(board).healthy) == (False, True)
+    assert "does not answer" in judge(board).problems[0]
 
 
 def test_two_engines_of_one_name_make_one_series() -> None:
