@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,9 +11,12 @@ from pathlib import Path
 
 import pytest
 import tomllib
+import yaml
 
 from benchmarks.lab.daemon import Daemon
+from kvprefetch.daemon.cli import main
 from kvprefetch.daemon.config import NEXT_ATTACH, RELOADABLE, DaemonConfig, load
+from kvprefetch.daemon.service import FLUSH_S
 from tests.daemon.fake_engine import FakeEngine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,6 +69,22 @@ def test_the_commands_for_an_attached_engine_run(tmp_path: Path) -> None:
 def test_the_configuration_shown_is_valid() -> None:
     for block in re.findall(r"```toml\n(.*?)```", DOCS["OPERATIONS.md"], re.DOTALL):
         load(tomllib.loads(block))
+
+
+def test_the_daemon_set_and_the_image_start_what_serve_accepts(capsys: pytest.CaptureFixture[str]) -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", DOCS["OPERATIONS.md"], re.DOTALL)
+    pod = yaml.safe_load(text)["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    (image,) = re.findall(r"```dockerfile\n(.*?)```", DOCS["OPERATIONS.md"], re.DOTALL)
+    for command in (container["args"], json.loads(re.findall(r"^CMD (.*)$", image, re.MULTILINE)[0])):
+        assert command[0] == "serve"
+        assert main(["check-config", *command[1:]]) == 0, capsys.readouterr()
+    socket = Path(container["args"][container["args"].index("--socket") + 1])
+    assert str(socket.parent) in {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert [port["containerPort"] for port in container["ports"]] == [DaemonConfig.model_fields["metrics_port"].default]
+    assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    assert pod["terminationGracePeriodSeconds"] > 60 + FLUSH_S
 
 
 def test_what_a_reload_takes_over_is_said() -> None:
