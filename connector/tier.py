@@ -99,7 +99,7 @@ class DeviceTier:
                 self._device.register(base + offset, size)
                 registered.append(base + offset)
                 self.pinned = min(len(self._rows), (offset + size) // self._slot_bytes)
-        except DeviceError as error:
+        except Exception as error:  # whatever it is, the rest goes unpinned, and what is held is given back in the end
             log.warning(
                 "kvprefetch: cannot pin staging: pinned_slots=%d slots=%d: %s", self.pinned, len(self._rows), error
             )
@@ -117,7 +117,7 @@ class DeviceTier:
 def _given_back(how: Callable[..., None], *values: int) -> None:
     try:
         how(*values)
-    except DeviceError as error:
+    except Exception as error:
         log.warning("kvprefetch: device memory could not be given back: %s", error)
 
 

@@ -1,0 +1,191 @@
+"""The copy kernel on a GPU: bytes in all layouts and dtypes, from every place, in order with the engine's streams."""
+
+from __future__ import annotations
+
+import mmap
+import socket
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvprefetch.connector.copies import CudaCopies, TorchStreams, checked  # noqa: E402 - after the check for torch
+from kvprefetch.connector.paged import PagedCache  # noqa: E402
+from kvprefetch.connector.tier import DeviceTier  # noqa: E402
+from kvprefetch.shmring import cuda  # noqa: E402
+from kvprefetch.shmring.cuda import Device  # noqa: E402
+from tests.support.layouts import SERVED, SIZES, caches  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {
+    "small": SIZES,
+    "odd": {"L": 3, "B": 7, "H": 2, "N": 9, "C": 3},
+    "llama-8b": {"L": 32, "B": 40, "H": 8, "N": 16, "C": 256},
+    "llama-70b-tp8": {"L": 80, "B": 40, "H": 1, "N": 16, "C": 256},
+}
+HOST, NEAR = 9, 6
+A_WHILE = 200_000_000  # cycles: some 0.1 s
+
+
+def storage(kv_caches: dict[str, Any]) -> Any:
+    first = next(iter(kv_caches.values()))
+    return torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
+
+
+class World:
+    """A paged cache on the GPU, its copy on the CPU, and slots of random bytes in host and device memory."""
+
+    def __init__(self, device: Device, sizes: dict[str, int], layout: str, dtype: Any, pinned: bool = True) -> None:
+        self.caches = caches(layout, dtype, sizes=sizes, device="cuda:0")
+        raw = storage(self.caches).cpu().view(dtype)
+        self.mirror = {n: raw.as_strided(c.shape, c.stride(), c.storage_offset()) for n, c in self.caches.items()}
+        self.paged = PagedCache(self.caches, list(self.caches), sizes["B"])
+        self.on_cpu = PagedCache(self.mirror, list(self.mirror), sizes["B"])
+        slot = self.paged.block_bytes
+        self.map = mmap.mmap(-1, -(-HOST * slot // mmap.PAGESIZE) * mmap.PAGESIZE)
+        self.rows = np.frombuffer(self.map, np.uint8, HOST * slot).reshape(HOST, slot)
+        self.random = np.random.default_rng(1)
+        self.rows[:] = self.random.integers(0, 256, self.rows.shape, np.uint8)
+        self.lease, theirs = socket.socketpair()
+        attached: Any = SimpleNamespace(device_slots=NEAR, slot_bytes=slot, device_handle="")
+        self.tier = DeviceTier(device, self.rows, attached, theirs)
+        assert self.tier.slots == NEAR
+        self.near = self.random.integers(0, 256, (NEAR, slot), np.uint8)
+        stream = device.stream()
+        stream.copy(self.tier.address, self.near.ctypes.data, self.near.nbytes)
+        stream.close()
+        self.session: Any = SimpleNamespace(epoch=1, rows=self.rows, tier=self.tier)
+        self.copies = CudaCopies(self.paged, device, TorchStreams(self.paged.device))
+        if pinned:
+            self.wait_until_pinned()
+
+    def wait_until_pinned(self) -> None:
+        deadline = time.monotonic() + 30
+        while self.tier.pinned < HOST:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def load(self, slots: list[int], blocks: list[int], *, beside: bool = False) -> Any:
+        """On the GPU; and what should come of it, on the CPU."""
+        everything = np.concatenate([self.rows, self.near])
+        self.on_cpu.load(everything, slots, blocks)
+        return self.copies.run([checked(self.paged, self.session, slots, blocks)], beside=beside)
+
+    def assert_equal(self) -> None:
+        torch.cuda.synchronize()
+        assert torch.equal(storage(self.caches).cpu(), storage(self.mirror))
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        self.lease.close()
+        self.tier.end()
+        assert self.tier.join(30)
+
+
+@pytest.fixture
+def world(device: Device) -> Iterator[World]:
+    made = World(device, SHAPES["llama-70b-tp8"], "LBNHC", torch.bfloat16)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", SERVED)
+def test_loads_and_saves_are_what_numpy_copies(device: Device, layout: str, shape: str, dtype: Any) -> None:
+    made = World(device, SHAPES[shape], layout, dtype)
+    try:
+        blocks = [int(n) for n in made.random.permutation(SHAPES[shape]["B"])]
+        slots = [int(n) for n in made.random.permutation(HOST + NEAR)][: len(blocks)]
+        made.load(slots, blocks[: len(slots)])
+        made.assert_equal()
+        expected = made.rows.copy()
+        made.on_cpu.save(expected, [8, 0, 3], blocks[:3])
+        fence = made.copies.run([checked(made.paged, made.session, [8, 0, 3], blocks[:3], save=True)], save=True)
+        fence.synchronize()
+        assert (made.rows == expected).all()
+    finally:
+        made.close()
+
+
+def test_slots_load_while_they_are_being_pinned(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "PIECE_BYTES", 1)
+    made = World(device, SHAPES["llama-8b"], "LBNHC", torch.bfloat16, pinned=False)
+    try:
+        rounds = 0
+        while made.tier.pinned < HOST or rounds < 3:
+            made.load(list(range(HOST)), [(rounds + n) % 40 for n in range(HOST)])
+            made.assert_equal()
+            rounds += 1
+    finally:
+        made.close()
+
+
+def test_another_processs_slab_is_loaded_from(world: World, device: Device, peer: Any) -> None:
+    from tests.gpu.peer import pattern
+
+    exporter = peer()
+    size = cuda.exported_bytes(NEAR * world.paged.block_bytes)
+    handle = exporter.ask("allocate", bytes=size, seed=9)
+    lease, theirs = socket.socketpair()
+    lease.settimeout(30)
+    attached: Any = SimpleNamespace(device_slots=NEAR, slot_bytes=world.paged.block_bytes, device_handle=handle)
+    pages = mmap.mmap(-1, -(-world.paged.block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    rows = np.frombuffer(pages, np.uint8, world.paged.block_bytes).reshape(1, -1)
+    tier = DeviceTier(device, rows, attached, theirs)
+    session: Any = SimpleNamespace(epoch=2, rows=rows, tier=tier)
+    near = pattern(9, size)[: NEAR * world.paged.block_bytes].reshape(NEAR, -1)
+    world.on_cpu.load(near, [0, 5, 2], [1, 39, 7])
+    world.copies.run([checked(world.paged, session, [1, 6, 3], [1, 39, 7])])
+    world.assert_equal()
+    tier.end()
+    assert lease.recv(1) == b""
+    assert tier.join(30)
+    lease.close()
+
+
+def test_asynchronous_loads_run_while_the_forward_runs(world: World) -> None:
+    world.copies.mark()
+    torch.cuda._sleep(A_WHILE)
+    forward = torch.cuda.Event()
+    forward.record()
+    world.load([1, HOST], [3, 4], beside=True).synchronize()
+    assert not forward.query()
+    world.assert_equal()
+
+
+def test_asynchronous_loads_wait_for_what_came_before_their_step(world: World) -> None:
+    torch.cuda._sleep(A_WHILE)
+    world.copies.mark()
+    fence = world.load([1, HOST], [3, 4], beside=True)
+    assert not fence.query()
+    world.assert_equal()
+    assert fence.query()
+
+
+def test_a_captured_graph_sees_what_was_loaded_before_its_replay(world: World) -> None:
+    cache = world.caches["layer.0"]
+    seen = torch.zeros_like(cache[3])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        seen.copy_(cache[3])
+    for slot in (1, HOST + 2, 5):
+        world.load([slot], [3])
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(seen.cpu().view(torch.uint8), world.mirror["layer.0"][3].contiguous().view(torch.uint8))
+
+
+def test_more_blocks_than_one_launch_takes(device: Device) -> None:
+    made = World(device, {**SIZES, "B": 1300}, "LBNHC", torch.bfloat16)
+    try:
+        made.load([n % (HOST + NEAR) for n in range(1300)], list(range(1300)))
+        made.assert_equal()
+    finally:
+        made.close()
