@@ -12,7 +12,7 @@ JOBS   ?= 2
 LINKED := __init__.py py.typed daemon shmring connector
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save simulate simulate-compare clean
+.PHONY: help setup test lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save bench-cuda simulate simulate-compare clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,9 +39,10 @@ format: setup ## rewrite the sources in ruff's format, imports sorted
 stress: setup ## the long tests: load and randomised faults
 	@$(BIN)/python -m pytest -m stress --timeout=3600
 
-gpu: ## the tests that need a CUDA device (VENV: an environment with a CUDA build of vLLM)
+gpu: links ## the tests that need a CUDA device (PYTHON: one with torch, cupy, numpy and pytest; no vLLM needed)
 	@nvidia-smi -L >/dev/null 2>&1 || { echo "make gpu: no CUDA device here" >&2; exit 1; }
-	@$(BIN)/python -m pytest -m gpu
+	@PYTHONPATH=build/links $(or $(PYTHON),$(BIN)/python) -m pytest -c /dev/null --rootdir=. --import-mode=importlib \
+		-p no:cacheprovider -m gpu -ra -s tests/gpu
 
 demo: setup ## a daemon with a disk tier and a real engine: recomputed, on demand, prefetched, all local
 	@$(BIN)/python -m benchmarks.demo $(ARGS)
@@ -57,6 +58,9 @@ bench-miss: setup ## what a miss costs: under load and on an idle engine, with a
 
 bench-ring: setup ## cost of one push, one poll and one wake-up
 	@$(BIN)/python -m benchmarks.ring $(ARGS)
+
+bench-cuda: links ## copies between staging and KV cache on a GPU (PYTHON as for gpu)
+	@PYTHONPATH=build/links $(or $(PYTHON),$(BIN)/python) -m benchmarks.cuda $(ARGS)
 
 simulate: setup ## planner and wait policies on 10^5 simulated requests per scenario (ARGS: --compare, --scenario)
 	@$(BIN)/python -m benchmarks.simulate $(ARGS)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +22,8 @@ from kvprefetch.shmring.cuda import DeviceError
 from tests.support.host_device import UUID, HostDevice, HostDevices
 from tests.support.layouts import caches
 
+ROOT = Path(__file__).resolve().parents[2]
+MISSING = ["vllm", "mooncake", "posix_ipc", "pydantic", "structlog", "hypothesis", "kvprefetch.shmring._atomics"]
 SIZES = {"L": 3, "B": 64, "H": 2, "N": 4, "C": 8}
 HOST, DEVICE = 20, 12
 
@@ -262,3 +267,14 @@ def test_a_device_that_cannot_be_used_is_done_without(
     copies, device = copying.for_cache(World().paged)
     assert (type(copies), device) == (PlainCopies, None)
     assert "told to fail" in caplog.text
+
+
+def test_the_tests_on_a_gpu_need_no_more_than_they_say() -> None:
+    """A machine with a GPU may lack everything but torch, cupy, numpy and pytest (docs/PERFORMANCE.md)."""
+    code = f"""
+import sys
+for name in {MISSING}:
+    sys.modules[name] = None
+from tests.gpu import conftest, peer, test_copies, test_memory, test_speed
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)

@@ -15,7 +15,7 @@ from kvprefetch.shmring.cuda import Device, DeviceError, Memory, Stream
 
 
 def pattern(seed: int, size_bytes: int) -> Any:
-    return np.random.default_rng(seed).integers(0, 256, size_bytes, np.uint8)
+    return np.frombuffer(np.random.default_rng(seed).bytes(size_bytes), np.uint8)
 
 
 def write(stream: Stream, memory: Memory, seed: int) -> None:
