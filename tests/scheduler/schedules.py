@@ -130,6 +130,7 @@ shapes: st.SearchStrategy[Shape] = st.builds(
     Shape,
     ranks=st.integers(1, 2),
     one_head=st.booleans(),
+    patient=st.booleans(),
     second_runner=st.booleans(),
     load_mode=st.sampled_from(["sync", "async", "auto"]),
     early=st.booleans(),

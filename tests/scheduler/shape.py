@@ -44,11 +44,12 @@ class Site:
 class Shape:
     """How an engine is set up. `queue` is the batch queue's size: 1 for the synchronous step, else steps in flight.
 
-    `one_head`: all ranks hold the same bytes.
+    `one_head`: all ranks hold the same bytes. `patient`: requests wait for late blocks even if recomputing is sooner.
     """
 
     ranks: int = 1
     one_head: bool = False
+    patient: bool = False
     queue: int = 1
     second_runner: bool = False
     load_mode: str = "auto"
@@ -87,6 +88,7 @@ def vllm_config(shape: Shape, name: str, socket: Path | None) -> Any:
             kv_connector_extra_config={
                 "socket": str(socket), "cache_prefix": name, "load_mode": shape.load_mode,
                 "save_decode_cache": shape.decode, "wait_timeout_ms": shape.wait_timeout_ms,
+                "wait_policy": "timeout" if shape.patient else "adaptive",
                 "reset_timeout_ms": RESET_TIMEOUT_MS,
                 "hint_on_arrival": shape.early, "sync_load_max_bytes": SYNC_BLOCKS * BLOCK_BYTES,
             },
