@@ -36,8 +36,10 @@ from kvprefetch.shmring import cuda
 SHAPES = {"llama-8b": (32, 8, 256), "llama-70b-tp8": (80, 1, 256)}
 TOKENS = 16
 ROUNDS = 15
-# Calls between two events: enough that the time to launch them hides behind the copies.
+# Calls between two events, and for how long the device is kept busy meanwhile, so that they are queued when it comes to
+# them and the time to launch them does not count.
 CALLS = 8
+BUSY_CYCLES = 4_000_000
 
 
 class Bench:
@@ -94,6 +96,7 @@ def gpu_seconds(*calls: Callable[[], Any]) -> list[float]:
     for turn in range(ROUNDS + 2):
         for call, times in zip(calls, found, strict=True):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(BUSY_CYCLES)
             begin.record()
             for _ in range(CALLS):
                 call()
@@ -179,7 +182,8 @@ def bounce(bench: Bench, rounds: int = 7) -> dict[str, float]:
         return time.perf_counter() - begun
 
     def only_fetch(pool: ThreadPoolExecutor) -> None:
-        pool.submit(lambda: [fetch(slot) for slot in range(bench.blocks)]).result()
+        for job in [pool.submit(fetch, slot) for slot in range(bench.blocks)]:
+            job.result()
 
     def only_promote(pool: ThreadPoolExecutor) -> None:
         for slot in range(bench.blocks):
