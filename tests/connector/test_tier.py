@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -161,6 +162,30 @@ def test_another_processs_slab_is_mapped_and_the_lease_ends_after_it(device: Hos
     del made
     assert lease.recv(1) == b""
     assert device.live["opened"] == 0
+    exporter.communicate()
+
+
+def test_a_hundred_attachments_leave_nothing(device: HostDevice) -> None:
+    """Also those that end while their slots are being pinned."""
+    pipe = subprocess.PIPE
+    exporter = subprocess.Popen([sys.executable, "-c", EXPORTER], stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
+    assert exporter.stdout is not None
+    handle = exporter.stdout.readline().strip()
+    before = len(os.listdir("/proc/self/fd"))
+    for n in range(100):
+        made, lease = session(device, attached(device_slots=DEVICE_SLOTS, device_handle=handle))
+        tier = made.tier
+        assert tier is not None
+        if n % 2:
+            eventually(lambda tier=tier: tier.pinned == SLOTS)  # type: ignore[misc]
+        del made
+        assert lease is not None
+        assert lease.recv(1) == b""
+        assert tier.join(10)
+        lease.close()
+    del tier  # it holds the last segment's mapping
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not any(device.live.values())
     exporter.communicate()
 
 

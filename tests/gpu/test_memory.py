@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+pytest.importorskip("torch")
+
+from kvprefetch.connector.tier import DeviceTier
 from kvprefetch.shmring import cuda
 from kvprefetch.shmring.cuda import GRAIN_BYTES, Device, DeviceError
 from tests.gpu.peer import Peer, holds, write
@@ -59,6 +65,32 @@ def test_a_thousand_attachments_leave_nothing(device: Device, peer: Start) -> No
     assert holds(stream, memory, 5)
     memory.close()
     stream.close()
+
+
+def test_a_thousand_epochs_of_a_worker_leave_nothing(device: Device, peer: Start) -> None:
+    """With pages pinned and the lease let go each time, as the connector does it."""
+    slot_bytes, slots = 1 << 20, 8
+    exporter = peer()
+    handle = exporter.ask("allocate", bytes=SIZE, seed=1)
+    host = mmap.mmap(-1, slots * slot_bytes)
+    rows = np.frombuffer(host, np.uint8).reshape(slots, slot_bytes)
+    attached: Any = SimpleNamespace(device_slots=slots, slot_bytes=slot_bytes, device_handle=handle)
+    before = 0
+    for n in range(1010):
+        lease, theirs = socket.socketpair()
+        lease.settimeout(30)
+        tier = DeviceTier(device, rows, attached, theirs)
+        assert tier.slots == slots
+        while n % 2 and tier.pinned < slots:
+            time.sleep(0.0005)
+        tier.end()
+        assert lease.recv(1) == b""
+        assert tier.join(30)
+        lease.close()
+        if n == 9:
+            before = device.free_bytes()
+    assert_free_again(device, before)
+    assert exporter.ask("holds", id=0, seed=1)
 
 
 def test_a_hundred_slabs_made_and_unmade_leave_nothing(device: Device, peer: Start) -> None:
