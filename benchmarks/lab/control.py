@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,12 @@ def read_digests(config: Path, keys: Sequence[str], *, host_ip: str = "127.0.0.1
 def remove(config: Path, keys: Sequence[str], *, host_ip: str = "127.0.0.1") -> None:
     """Remove keys, leased ones too, so that another writer can be compared."""
     _ask({"op": "remove", "keys": list(keys)}, config, host_ip)
+
+
+def put(config: Path, values: Mapping[str, bytes], segment: str, *, host_ip: str = "127.0.0.1") -> None:
+    """Store values in the memory of one owner (:attr:`benchmarks.lab.store.Store.segments`)."""
+    _ask({"op": "put", "keys": list(values), "values": [v.hex() for v in values.values()], "segment": segment},
+         config, host_ip)  # fmt: skip
 
 
 class Reader:
@@ -169,6 +175,14 @@ def _do(store: Any, command: dict[str, Any]) -> list[str | None]:
     keys: list[str] = command["keys"]
     if not keys:
         return []
+    if command["op"] == "put":
+        from mooncake.store import ReplicateConfig
+
+        where = ReplicateConfig()
+        where.preferred_segment = command["segment"]
+        for key, value in zip(keys, command["values"], strict=True):
+            if (code := store.put(key, bytes.fromhex(value), where)) != 0:
+                raise ControlError(f"put {key}: {code}")
     found = store.batch_is_exist(keys)
     values = [_value(store, key) if code == 1 else None for key, code in zip(keys, found, strict=True)]
     if command["op"] == "swap":

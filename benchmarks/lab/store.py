@@ -40,7 +40,10 @@ def program(name: str) -> str:
 
 
 class Store:
-    """Master and owner; use as a context manager. ``disk`` gives the owner a disk tier in that folder."""
+    """Master and owner; use as a context manager. ``disk`` gives the owner a disk tier in that folder.
+
+    With ``owners=2`` a second process holds as much memory again; :attr:`segments` names what each of them holds.
+    """
 
     def __init__(
         self,
@@ -50,12 +53,16 @@ class Store:
         disk: Path | None = None,
         local_buffer: str = "256MB",
         lease_ms: int = 10_000,
+        owners: int = 1,
     ) -> None:
         self.memory = memory
         self.link = link
         self.disk = disk
         self.local_buffer = local_buffer
         self.lease_ms = lease_ms
+        self.owners = owners
+        self.segments: list[str] = []
+        """Mooncake's name for the memory of each owner, in the order of their start."""
         self.host_ip = link.host_ip if link is not None else "127.0.0.1"
         """The address under which engines on this side take part (``EngineSpec.host_ip``)."""
         self.owner_ip = link.remote_ip if link is not None else "127.0.0.1"
@@ -88,7 +95,7 @@ class Store:
 
     @property
     def owner_pid(self) -> int:
-        """Pid of the process that holds the data."""
+        """Pid of the process that holds the data; of the first, when there are several."""
         return self._processes[1].pid
 
     @property
@@ -97,10 +104,10 @@ class Store:
         return self._processes[0].pid
 
     def _start(self, scratch: Path) -> None:
-        rpc, self._metrics_port, owner_rpc = process.free_ports(3)
+        rpc, self._metrics_port, *owner_rpc = process.free_ports(2 + self.owners)
         self.master_address = f"{self.host_ip}:{rpc}"
         offload = [] if self.disk is None else ["--enable_offload=true"]
-        master_log, owner_log = scratch / "master.log", scratch / "owner.log"
+        master_log = scratch / "master.log"
         master = [
             program("mooncake_master"),
             f"--rpc_address={self.host_ip}",
@@ -114,25 +121,8 @@ class Store:
         ]
         self._processes.append(process.spawn(master, log=master_log))
         self._wait("mooncake_master", master_log, self._master_answers)
-        owner = [
-            program("mooncake_client"),
-            f"--master_server_address={self.master_address}",
-            "--metadata_server=P2PHANDSHAKE",
-            f"--host={self.owner_ip}",
-            f"--port={owner_rpc}",
-            "--protocol=tcp",
-            f"--global_segment_size={self.memory}",
-            *offload,
-        ]
-        env = {**os.environ, "MC_TCP_BIND_ADDRESS": self.owner_ip}
-        if self.disk is not None:
-            self.disk.mkdir(parents=True, exist_ok=True)
-            env["MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"] = str(self.disk)
-        if self.link is not None:
-            self._processes.append(self.link.run_in_ns(owner, log=owner_log, env=env))
-        else:
-            self._processes.append(process.spawn(owner, log=owner_log, env=env))
-        self._wait("mooncake_client", owner_log, lambda: self.metric("master_total_capacity_bytes") > 0)
+        for number, port in enumerate(owner_rpc):
+            self._start_owner(port, offload, scratch / f"owner{number}.log")
         settings: dict[str, Any] = {
             "metadata_server": "P2PHANDSHAKE",
             "master_server_address": self.master_address,
@@ -146,15 +136,41 @@ class Store:
         self.config = scratch / "mooncake.json"
         self.config.write_text(json.dumps(settings, indent=2) + "\n")
 
+    def _start_owner(self, port: int, offload: list[str], log: Path) -> None:
+        owner = [
+            program("mooncake_client"),
+            f"--master_server_address={self.master_address}",
+            "--metadata_server=P2PHANDSHAKE",
+            f"--host={self.owner_ip}",
+            f"--port={port}",
+            "--protocol=tcp",
+            f"--global_segment_size={self.memory}",
+            *offload,
+        ]
+        env = {**os.environ, "MC_TCP_BIND_ADDRESS": self.owner_ip}
+        if self.disk is not None:
+            self.disk.mkdir(parents=True, exist_ok=True)
+            env["MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"] = str(self.disk)
+        if self.link is not None:
+            self._processes.append(self.link.run_in_ns(owner, log=log, env=env))
+        else:
+            self._processes.append(process.spawn(owner, log=log, env=env))
+        self._wait("mooncake_client", log, lambda: len(self._page("get_all_segments").split()) > len(self.segments))
+        self.segments += set(self._page("get_all_segments").split()) - set(self.segments)
+
+    def _page(self, path: str) -> str:
+        """A page of the master's HTTP server; empty while it is not there."""
+        try:
+            with urllib.request.urlopen(f"http://{self.host_ip}:{self._metrics_port}/{path}", timeout=5) as page:
+                return str(page.read().decode())
+        except OSError:
+            return ""
+
     def metric(self, name: str) -> float:
         """One value of the master's Prometheus page; 0.0 while it is not there."""
-        try:
-            with urllib.request.urlopen(f"http://{self.host_ip}:{self._metrics_port}/metrics", timeout=5) as page:
-                for line in page.read().decode().splitlines():
-                    if line.startswith(name) and line[len(name) : len(name) + 1] in (" ", "{"):
-                        return float(line.rpartition(" ")[2])
-        except OSError:
-            pass
+        for line in self._page("metrics").splitlines():
+            if line.startswith(name) and line[len(name) : len(name) + 1] in (" ", "{"):
+                return float(line.rpartition(" ")[2])
         return 0.0
 
     @property

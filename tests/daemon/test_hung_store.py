@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from benchmarks.lab import control
 from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.store import Store
+from kvprefetch.daemon.pools import MAX_STUCK
 from kvprefetch.shmring.protocol import FlagState, Outcome
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import blocks
@@ -22,6 +24,12 @@ ANSWER_S = 15.0  # the calls' deadline is one second; the rest is for a busy mac
 @pytest.fixture
 def cluster() -> Iterator[Store]:
     with Store(memory="64 MB") as store:
+        yield store
+
+
+@pytest.fixture
+def two_owners() -> Iterator[Store]:
+    with Store(memory="64 MB", owners=2) as store:
         yield store
 
 
@@ -112,3 +120,39 @@ def test_sigterm_does_not_wait_for_a_call_that_hangs(serve: Callable[..., Daemon
     finally:
         os.kill(cluster.owner_pid, signal.SIGCONT)
     engine.close()
+
+
+@pytest.mark.parametrize("deadline_ms", [1000, 20_000])
+def test_one_engine_s_calls_that_hang_are_not_in_the_way_of_another_s(
+    serve: Callable[..., Daemon], two_owners: Store, deadline_ms: int
+) -> None:
+    """One owner is frozen, and one engine wants nothing but its values; the other owner's go on being fetched.
+
+    With a short deadline more calls hang than may; with a long one they hang in the midst of their time.
+    """
+    hung = [blocks(f"hung-{number}", 2) for number in range(8)]
+    fine = [blocks(f"fine-{number}", 2) for number in range(12)]
+    for prefix, groups, segment in zip(("hung", "fine"), (hung, fine), two_owners.segments, strict=True):
+        values = {f"{prefix}@tp_rank:0@{digest.hex()}": v for group in groups for digest, v in group.items()}
+        control.put(two_owners.config, values, segment)
+    extra = ("--call-timeout-ms", str(deadline_ms), "--chunk", "8192")  # two blocks in a call
+    daemon = serve(memory=None, mooncake_config=two_owners.config, extra=extra)
+    victim = FakeEngine(daemon.socket, engine_id="victim", prefix="hung")
+    other = FakeEngine(daemon.socket, engine_id="other", prefix="fine")
+    assert other.load(list(fine[0])) == list(fine[0].values())
+    os.kill(two_owners.owner_pid, signal.SIGSTOP)
+    try:
+        waiting = [victim.hint(list(group)) for group in hung]
+        for number, group in enumerate(fine[1:]):
+            started = time.monotonic()
+            assert other.load(list(group)) == list(group.values()), f"a hit became a miss: {number}"
+            assert time.monotonic() - started < 5, "far below the long deadline"
+            time.sleep(0.5)
+        if deadline_ms < 5000:
+            for key in waiting:
+                assert victim.settled(key, ANSWER_S).count == 0
+            assert len(daemon.records("call.overdue")) >= MAX_STUCK, "so many did hang"
+    finally:
+        os.kill(two_owners.owner_pid, signal.SIGCONT)
+    victim.close()
+    other.close()
