@@ -60,6 +60,8 @@ class Account:
     saved_blocks: int = 0
     present_blocks: int = 0
     lost_saves: int = 0
+    promoted_blocks: int = 0
+    device_blocks: int = 0
     transfer_s: float = 0.0
     hidden_s: float = 0.0
     endings: Counter[str] = field(default_factory=Counter)

@@ -71,6 +71,15 @@ class DaemonConfig(BaseModel):
         default="on", description="shadow: look up and count, never load or save; off: answer every request with a miss"
     )
     staging: Size = Field(default=1 << 30, ge=4096, le=1 << 42, description="staging bytes of each engine, all ranks")
+    device_staging: Size = Field(
+        default=1 << 30, ge=0, le=1 << 42, description="staging bytes on each GPU of each engine; 0: host memory only"
+    )
+    device_margin: Size = Field(
+        default=2 << 30, ge=0, le=1 << 42, description="bytes of a GPU's free memory that staging leaves alone"
+    )
+    device_owner: str = Field(
+        default="daemon", pattern="^(daemon|engine)$", description="who allocates staging on a GPU: daemon or engine"
+    )
     save_share: float = Field(default=0.25, ge=0.0, le=0.9, description="share of the staging slots kept for saves")
     max_engines: int = Field(default=8, ge=1, le=256, description="engines attached at a time")
     mooncake_config: Path | None = Field(default=None, description="JSON file of a cluster to join")
@@ -109,7 +118,9 @@ class DaemonConfig(BaseModel):
 
 # What SIGHUP changes at once. The sizes of `NEXT_ATTACH` hold for engines that attach from then on; anything else needs
 # a restart.
-NEXT_ATTACH = frozenset({"staging", "save_share", "hint_ring", "chunk"})
+NEXT_ATTACH = frozenset(
+    {"staging", "device_staging", "device_margin", "device_owner", "save_share", "hint_ring", "chunk"}
+)
 RELOADABLE = frozenset({"allow_uids", "log_level", "max_engines", "mode", "spin_us"}) | NEXT_ATTACH
 
 

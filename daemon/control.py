@@ -54,7 +54,7 @@ class Peer:
     allowed: bool
     hello: Hello | None = None
     group: Group | None = None
-    mapped: bool = False
+    mapped: Mapped | None = None
 
 
 @dataclass(eq=False)
@@ -269,26 +269,33 @@ class Control:
             messages.send_message(scheduler.sock, stored)
 
     def _hand_over(self, group: Group, session: EngineSession) -> None:
+        device = session.memory.device
         for rank, worker in group.workers.items():
             segment = session.staging.segments[rank]
             attached = Attached(
                 epoch=session.epoch, segment_bytes=segment.size_bytes, slot_count=session.slot_count,
-                slot_bytes=session.staging.block_bytes[rank],
+                slot_bytes=session.staging.block_bytes[rank], device_slots=session.layout.device_slots,
+                device_handle=device.handle(rank) if device is not None else "",
             )  # fmt: skip
-            messages.send_message(worker.sock, attached, [segment.fd])
+            lease = [device.lease(rank)] if device is not None else []
+            messages.send_message(worker.sock, attached, [segment.fd, *lease])
         assert group.scheduler is not None
         attached = Attached(
-            epoch=session.epoch, segment_bytes=session.layout.total_bytes, slot_count=session.slot_count, slot_bytes=0
-        )
+            epoch=session.epoch, segment_bytes=session.layout.total_bytes, slot_count=session.slot_count, slot_bytes=0,
+            device_slots=session.layout.device_slots,
+        )  # fmt: skip
         messages.send_message(group.scheduler.sock, attached, [session.control.fd, session.doorbell.fd])
 
     def _mapped(self, peer: Peer, message: Mapped) -> None:
         session = peer.group.session if peer.group is not None else None
         if session is None or message.epoch != session.epoch or peer.group is None:
             raise ProtocolError(f"mapped an epoch that is not current: epoch={message.epoch}")
-        peer.mapped = True
-        if all(other.mapped for other in peer.group.peers):
-            session.activate()
+        if peer.mapped is not None:
+            raise ProtocolError(f"mapped was said before: epoch={message.epoch}")
+        peer.mapped = message
+        if all(other.mapped is not None for other in peer.group.peers):
+            workers = [peer.group.workers[rank].mapped for rank in range(peer.group.world_size)]
+            session.activate([mapped for mapped in workers if mapped is not None])
             self._log.info(
                 "engine.attached", engine=session.engine_id, epoch=session.epoch, ranks=peer.group.world_size,
                 slots=session.slot_count, save_slots=session.save_slots, block_bytes=session.block_bytes,

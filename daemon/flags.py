@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.flags import FlagTable, pack, unpack
@@ -13,14 +13,30 @@ from .requests import Key
 MAX_EXCHANGES = 16  # an honest engine makes two transitions of one use of a flag at most
 
 
+class Tier(Protocol):
+    """A second place for staged blocks."""
+
+    def published(self, key: Key, start: int, slots: Sequence[int]) -> Sequence[int]:
+        """The slots to enter for blocks that are about to be published in these."""
+
+    def dropped(self, key: Key) -> None:
+        """The engine reads nothing of it any more."""
+
+
 class SessionFlags:
-    """The planner's port to the completion flags. `disk_blocks` says how many of a request's blocks came from disk."""
+    """The planner's port to the completion flags. `disk_blocks` says how many of a request's blocks came from disk.
+
+    `tier` has a say in the slots of what is published, and hears what is not any more.
+    """
 
     def __init__(self, table: FlagTable, disk_blocks: Callable[[Key], int | None]) -> None:
         self._table, self._disk_blocks = table, disk_blocks
+        self.tier: Tier | None = None
 
     def publish(self, key: Key, start: int, slots: Any, count: int, final: bool) -> bool:
         flag, generation = key
+        if self.tier is not None:
+            slots = self.tier.published(key, start, slots)
         self._table.write_slots(flag, start, slots)
         if (disk := self._disk_blocks(key)) is not None:
             self._table.set_disk(flag, disk)
@@ -28,10 +44,15 @@ class SessionFlags:
         return self._move(key, (FlagState.HINTED,), pack(generation, state, count))
 
     def expire(self, key: Key) -> bool:
-        return self._move(key, (FlagState.HINTED, FlagState.READY), pack(key[1], FlagState.EXPIRED, 0))
+        expired = self._move(key, (FlagState.HINTED, FlagState.READY), pack(key[1], FlagState.EXPIRED, 0))
+        if expired and self.tier is not None:
+            self.tier.dropped(key)
+        return expired
 
     def free(self, key: Key) -> bool:
         """RELEASED or CANCELLED -> FREE: nothing of it is pinned any more."""
+        if self.tier is not None:
+            self.tier.dropped(key)
         return self._move(key, (FlagState.RELEASED, FlagState.CANCELLED), pack(key[1], FlagState.FREE, 0))
 
     def _move(self, key: Key, states: tuple[FlagState, ...], desired: int) -> bool:

@@ -60,6 +60,8 @@ CATALOGUE: dict[str, Described] = {
     "saved_blocks": Described("counter", "Blocks put into the store"),
     "present_blocks": Described("counter", "Blocks that were to be saved and were in the store already"),
     "lost_saves": Described("counter", "Blocks that were to be saved and were not"),
+    "promoted_blocks": Described("counter", "Staged blocks copied to device memory"),
+    "device_blocks": Described("counter", "Of the loaded blocks, those that engines loaded from device memory"),
     "events": Described("counter", "Log events of level warning and error, those held back included", ("event",)),
     "push_to_seen_seconds": Described("histogram", "From the engine's push of a hint until the daemon read it"),
     "look_up_seconds": Described("histogram", "From the hint read until the store said what it has"),
@@ -74,6 +76,11 @@ CATALOGUE: dict[str, Described] = {
     "staging_slots": Described(
         "gauge",
         "Staging slots: free, idle (staged, held by nobody), pinned (by requests), stuck (a call may still write)",
+        ("engine", "use"),
+    ),
+    "device_slots": Described(
+        "gauge",
+        "Slots in device memory: free, idle (a copy, held by nobody), all (held and being copied to included)",
         ("engine", "use"),
     ),
     "pending_requests": Described("gauge", "Hinted requests that have not ended", ("engine",)),
@@ -144,6 +151,7 @@ class BoardCollector(Collector):
             "transfer_seconds": totals.transfer_s, "hidden_seconds": totals.hidden_s,
             "saved_blocks": totals.saved_blocks, "present_blocks": totals.present_blocks,
             "lost_saves": totals.lost_saves,
+            "promoted_blocks": totals.promoted_blocks, "device_blocks": totals.device_blocks,
         }  # fmt: skip
         return {
             **{name: [((), value)] for name, value in plain.items()},
@@ -168,10 +176,14 @@ class BoardCollector(Collector):
             return [((engine,), numbers[key]) for engine, numbers in engines.items()]
 
         uses = {"free": "slots_free", "idle": "slots_idle", "pinned": "blocks_pinned", "stuck": "slots_stuck"}
+        device = {"all": "device_slots", "free": "device_slots_free", "idle": "device_slots_idle"}
         return {
             "engines": [((), len(snapshot.engines))],
             "staging_slots": [
                 ((engine, use), numbers[key]) for engine, numbers in engines.items() for use, key in uses.items()
+            ],
+            "device_slots": [
+                ((engine, use), numbers[key]) for engine, numbers in engines.items() for use, key in device.items()
             ],
             "pending_requests": each("requests"),
             "leases": each("leases"),

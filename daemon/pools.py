@@ -170,6 +170,7 @@ class Pools:
         self.widths = tuple(Width(fetch_threads) for _ in Lane)
         self._saves = Pool("save", 1, self._announce, clock_ns)
         self._attaches = Pool("attach", 1, self._announce, clock_ns)
+        self._copies = Pool("copy", 1, self._announce, clock_ns)
 
     def look_up(
         self, work: Callable[[], Any], done: Done, overdue: Callable[[], None] | None = None, owner: Owner = None
@@ -179,6 +180,12 @@ class Pools:
     def attach(self, work: Callable[[], Any], done: Done) -> None:
         """For memory, not the store: it must not wait behind a store call that hangs, and has no deadline."""
         self._attaches.submit(work, done)
+
+    def copy(
+        self, work: Callable[[], Any], done: Done, overdue: Callable[[], None] | None = None, owner: Owner = None
+    ) -> None:
+        """To device memory."""
+        self._copies.submit(work, done, overdue, owner)
 
     def save(
         self, work: Callable[[], Any], done: Done, overdue: Callable[[], None] | None = None, owner: Owner = None
@@ -210,6 +217,7 @@ class Pools:
             "fetch": self._fetches,
             "save": (self._saves,),
             "attach": (self._attaches,),
+            "copy": (self._copies,),
         }
         began = {kind: [since for pool in pools if (since := pool.oldest_ns())] for kind, pools in kinds.items()}
         return {kind: min(since) for kind, since in began.items() if since}
@@ -221,7 +229,7 @@ class Pools:
 
     @property
     def _all(self) -> tuple[Pool, ...]:
-        return (self._look_ups, *self._fetches, self._saves, self._attaches)
+        return (self._look_ups, *self._fetches, self._saves, self._attaches, self._copies)
 
     def run_finished(self) -> int:
         """On the main loop: run the callbacks of finished calls; how many."""

@@ -126,10 +126,15 @@ class Promotions:
             self._settle(copy)
         self._stopped = False
 
-    def copied(self, number: int, *, ok: bool) -> int:
-        """An order came back, all of it or none; how many blocks are in device memory by it."""
+    def named(self, key: Key) -> int:
+        """How many of its entries name device slots, or did when it was claimed."""
+        holder = self._holders.get(key)
+        return sum(copy.there for copy in holder.copies.values()) if holder is not None else 0
+
+    def copied(self, number: int, *, ok: bool) -> None:
+        """An order came back, all of it or none."""
+        ok = ok and not self._closed
         moves: dict[_Holder, list[tuple[int, int]]] = {}
-        good = 0
         for copy in self._orders.pop(number):
             copy.there = True
             if not ok:
@@ -137,14 +142,12 @@ class Promotions:
                 for holder, block in copy.holders.items():
                     del holder.copies[block]
                 copy.holders.clear()
-            good += bool(copy.holders)
             for holder, block in copy.holders.items():
                 moves.setdefault(holder, []).append((block, copy.slot))
             self._settle(copy)
         for holder, entries in moves.items():
             self._port.move(holder.request.key, entries)
         self._stopped = False
-        return good
 
     def tick(self) -> None:
         """Called now and then: flags change hands unseen, so look again for room."""

@@ -17,7 +17,7 @@ from ..shmring.credits import CreditGranter
 from ..shmring.doorbell import Doorbell
 from ..shmring.flags import FlagTable, unpack
 from ..shmring.liveness import Liveness, PeerState
-from ..shmring.messages import MAX_WARM_DIGESTS, Hello, Message, Report, Warm
+from ..shmring.messages import MAX_WARM_DIGESTS, Hello, Mapped, Message, Report, Warm
 from ..shmring.protocol import FlagState, ProtocolError, RecordKind
 from ..shmring.ring import Consumer, Record
 from . import transfers
@@ -33,6 +33,7 @@ from .memory import EngineMemory
 from .negative import NegativeCache
 from .planner import Key, Lane, Planner, Request
 from .pools import Pools
+from .promoter import Promoter
 from .saver import Saver
 from .store import Store, StoreError, StoreUnavailable
 from .timeline import Stories
@@ -110,6 +111,10 @@ class EngineSession:
             self.planner, self._negative, about(scheduler, self.epoch), self.totals.warmed_blocks, clock_ns,
             answering=lambda: store.answering, look_up=self._look_up,
         )  # fmt: skip
+        self.promoter = self._flags.tier = Promoter(
+            memory.device, self.table, self.planner.requests, pools, self.jobs, self.totals, self._log, clock_ns,
+            first_slot=self.slot_count, block_bytes=self.block_bytes,
+        )  # fmt: skip
         self._fetcher = Fetcher(
             self.planner, self.warming, store, self.shape, pools, self.jobs, self._negative, self.totals, self._log,
             clock_ns, revoked=partial(self.stories.tell, ending=Ending.REVOKED), returned=self.saver.next,
@@ -123,8 +128,11 @@ class EngineSession:
 
     # --- intake -----------------------------------------------------------------------------------------------------
 
-    def activate(self) -> None:
-        """All processes mapped the epoch: hints are welcome."""
+    def activate(self, workers: Sequence[Mapped]) -> None:
+        """All processes mapped the epoch, the workers as they say here: hints are welcome."""
+        if self.memory.device_error:
+            self._log.warning("device.off", error=self.memory.device_error)
+        self.promoter.start(workers)
         self.liveness.set_state(PeerState.ACTIVE)
 
     def drain(self, limit: int) -> int:
@@ -143,6 +151,7 @@ class EngineSession:
             self.ring.advance()
         if not self.closing:
             self.look_ups.next(self._clock_ns())
+            self.promoter.pump()
         return count
 
     def _handle(self, record: Record) -> None:
@@ -153,6 +162,7 @@ class EngineSession:
             key = (ask.flag, ask.generation)
             self.stories.asked(key, ask.asked_ns)
             self.planner.ask(key)
+            self.promoter.asked(key)
             if (request := self.planner.requests.get(key)) is not None:
                 self.look_ups.asked(request)
         elif record.kind == RecordKind.DONE:
@@ -228,6 +238,8 @@ class EngineSession:
 
     def _finish(self, key: Key, ending: Ending, done: protocol.Done | None = None) -> None:
         request = self.planner.finish(key)
+        if done is not None:
+            self.promoter.loaded(key, done.loaded_blocks)
         self._flags.free(key)
         if request is not None:
             self.stories.tell(request, ending, done)
@@ -265,6 +277,7 @@ class EngineSession:
         self.warming.tick()
         if (counts := self.warming.tell()) is not None:
             self._log.info("warm.done", **{f"{result}_blocks": counts[result] for result in RESULTS})
+        self.promoter.tick()
         for lane in Lane:
             if self._pools.exhausted(lane, self.jobs):
                 self.planner.give_up(lane)
@@ -304,6 +317,7 @@ class EngineSession:
         self.warming.stop("its weights changed")
         for request in self.planner.reset():
             self.stories.tell(request, Ending.RESET)
+        self.promoter.reset()
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -324,7 +338,7 @@ class EngineSession:
 
     def gauges(self) -> dict[str, int]:
         """Slots, pins, requests and credits, as an auditor wants them."""
-        return {**self.planner.gauges(), **self.saver.gauges()}
+        return {**self.planner.gauges(), **self.saver.gauges(), **self.promoter.gauges()}
 
     def account(self) -> dict[str, int]:
         """Gauges and counters together, for the log, the board and whoever asks."""
@@ -341,6 +355,7 @@ class EngineSession:
         self.warming.stop("the engine is gone")
         self.liveness.set_state(PeerState.CLOSING)
         self.drain(LAST_RECORDS)
+        self.promoter.end()
         for request in list(self.planner.requests.values()):
             self.stories.tell(request, Ending.ENGINE_CORRUPT if self.corrupt is not None else ending)
 
@@ -354,7 +369,7 @@ class EngineSession:
         self._log.info("engine.detached", **self.account())
         # Their views would keep the control segment mapped.
         del self.ring, self.table, self._flags, self.liveness, self.planner, self.saver, self.look_ups, self._fetcher
-        del self.warming
+        del self.warming, self.promoter
         self.words.release()
         self.memory.close()
         self.doorbell.close()

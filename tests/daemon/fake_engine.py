@@ -5,6 +5,8 @@ Used where a real engine cannot be driven into a state; the same paths run again
 
 from __future__ import annotations
 
+import ctypes
+import os
 import socket
 import time
 import uuid
@@ -14,6 +16,7 @@ from typing import ClassVar
 from kvprefetch.shmring import messages, protocol
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.credits import CreditTaker
+from kvprefetch.shmring.cuda import exported_bytes
 from kvprefetch.shmring.doorbell import Doorbell
 from kvprefetch.shmring.flags import Flag, FlagAllocator, FlagTable, pack, unpack
 from kvprefetch.shmring.layout import Layout
@@ -22,6 +25,7 @@ from kvprefetch.shmring.messages import Hello, SchedulerShape, WorkerShape
 from kvprefetch.shmring.protocol import FlagState, Outcome, RecordKind
 from kvprefetch.shmring.ring import Producer
 from kvprefetch.shmring.segment import Segment
+from tests.support.host_device import HostDevices, HostMemory
 
 BLOCK_BYTES = 4096
 
@@ -44,7 +48,7 @@ class FakeEngine:
     def __init__(
         self, path: Path, *, engine_id: str = "engine", ranks: int = 1, block_bytes: int = BLOCK_BYTES,
         prefix: str = "model", incarnation: str | None = None, attach: bool = True, max_blocks: int = 512,
-        events: bool = False,
+        events: bool = False, devices: HostDevices | None = None,
     ) -> None:  # fmt: skip
         self.path, self.ranks, self.block_bytes = path, ranks, block_bytes
         self.engine_id, self.incarnation = engine_id, incarnation or uuid.uuid4().hex
@@ -53,6 +57,9 @@ class FakeEngine:
         FakeEngine.made.append(self)
         self.sockets: list[socket.socket] = []
         self.staging: list[Segment] = []
+        self.devices = devices  # with them every rank has a GPU, which it shares with the others
+        self.slabs: list[HostMemory] = []
+        self.leases: list[int] = []
         if attach:
             self.attach()
 
@@ -71,8 +78,9 @@ class FakeEngine:
         }  # fmt: skip
         if role == "worker":
             fields["worker"] = WorkerShape(
-                block_bytes=[self.block_bytes], key_prefix=[f"{self.prefix}@tp_rank:{rank}@"], put_factor=1, put_turn=0
-            )
+                block_bytes=[self.block_bytes], key_prefix=[f"{self.prefix}@tp_rank:{rank}@"], put_factor=1, put_turn=0,
+                device=self.devices.device.uuid if self.devices is not None else "",
+            )  # fmt: skip
         else:
             fields["scheduler"] = SchedulerShape(
                 max_blocks=self.max_blocks,
@@ -92,7 +100,7 @@ class FakeEngine:
         for sock in workers:
             attached, fds = self.receive(sock)
             self.staging.append(Segment(fds[0], attached.segment_bytes))
-            messages.send_message(sock, messages.Mapped(epoch=attached.epoch))
+            messages.send_message(sock, self.mapped(attached, fds[1:]))
         attached, fds = self.receive(self.scheduler)
         self.epoch = attached.epoch
         self.control = Segment(fds[0], attached.segment_bytes)
@@ -106,6 +114,18 @@ class FakeEngine:
         self.liveness = Liveness(self.words, consumer=False)
         messages.send_message(self.scheduler, messages.Mapped(epoch=attached.epoch))
         wait_for(lambda: self.liveness.peer(time.monotonic_ns()) is PeerStatus.ALIVE, what="ACTIVE")
+
+    def mapped(self, attached: messages.Attached, leases: list[int]) -> messages.Mapped:
+        """What a worker answers, once it has its device slots."""
+        self.leases += leases
+        if self.devices is None or not attached.device_slots:
+            return messages.Mapped(epoch=attached.epoch)
+        size = attached.device_slots * attached.slot_bytes
+        if attached.device_handle:
+            self.slabs.append(self.devices.device.open(bytes.fromhex(attached.device_handle), size))
+            return messages.Mapped(epoch=attached.epoch, device=True)
+        self.slabs.append(self.devices.device.allocate(exported_bytes(size)))
+        return messages.Mapped(epoch=attached.epoch, device=True, device_handle=self.slabs[-1].handle().hex())
 
     def receive(self, sock: socket.socket) -> tuple[messages.Attached, list[int]]:
         received = messages.receive_message(sock)
@@ -124,6 +144,11 @@ class FakeEngine:
         )  # fmt: skip
         assert self.producer.push(RecordKind.HINT, *protocol.encode_hint(hint))
         return taken
+
+    def ask(self, key: tuple[int, int]) -> None:
+        """The scheduler reached it and found it pending."""
+        ask = protocol.Ask(key[0], key[1], time.monotonic_ns())
+        assert self.producer.push(RecordKind.ASK, protocol.encode_ask(ask))
 
     def flag(self, key: tuple[int, int]) -> Flag:
         return unpack(self.table.load(key[0]))
@@ -163,6 +188,9 @@ class FakeEngine:
     # --- workers ------------------------------------------------------------------------------------------------------
 
     def read(self, slot: int, rank: int = 0) -> bytes:
+        if slot >= self.layout.slot_count:
+            at = self.slabs[rank].address + (slot - self.layout.slot_count) * self.block_bytes
+            return ctypes.string_at(at, self.block_bytes)
         start = slot * self.block_bytes
         return bytes(self.staging[rank].buffer[start : start + self.block_bytes])
 
@@ -180,6 +208,11 @@ class FakeEngine:
         for sock in self.sockets:
             sock.close()
         self.sockets = []
+        for slab in self.slabs:
+            slab.close()
+        for lease in self.leases:
+            os.close(lease)
+        self.slabs, self.leases = [], []
         if self.staging:
             del self.table, self.flags, self.credits, self.producer, self.liveness
             self.words.release()

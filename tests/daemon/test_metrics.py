@@ -254,7 +254,7 @@ def test_two_engines_of_one_name_make_one_series() -> None:
     board = board_at(1, beat_s=1)
     engine: dict[str, Any] = dict.fromkeys(
         ("slots_free", "slots_idle", "slots_stuck", "blocks_pinned", "requests", "leases", "orders", "save_slots",
-         "save_slots_busy", "saves_queued"), 3,
+         "save_slots_busy", "saves_queued", "device_slots", "device_slots_free", "device_slots_idle"), 3,
     )  # fmt: skip
     board.publish(0, [{"engine": "e", **engine}, {"engine": "e", **engine}], [], store_open=True)
     families = {family.name: family for family in BoardCollector(board, EventCounts()).collect()}

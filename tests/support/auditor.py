@@ -66,6 +66,18 @@ def control_segments(pid: int) -> list[dict[str, Any]]:
     return list(views.values())
 
 
+def device_memories(pid: int) -> int:
+    """How many pieces of the memory of tests' GPU (host_device.py) a process allocated, or mapped."""
+    found: set[int] = set()  # Python's mmap keeps a descriptor of its own
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if os.readlink(link).startswith("/memfd:kvprefetch-device"):
+                found.add(os.stat(link).st_ino)
+        except OSError:
+            continue
+    return len(found)
+
+
 def ask_daemon(path: str | Path) -> messages.Status:
     """The daemon's own account."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
@@ -123,6 +135,8 @@ class Auditor:
             ]
             if int(engine["slots_free"]) + int(engine["slots_idle"]) != int(engine["slots"]):
                 findings.append(f"epoch {epoch}: slots lost: {engine}")
+            if int(engine["device_slots_free"]) + int(engine["device_slots_idle"]) != int(engine["device_slots"]):
+                findings.append(f"epoch {epoch}: device slots lost: {engine}")
         findings += [f"epoch {epoch}: segment of no attached engine" for epoch in views]
         return findings
 

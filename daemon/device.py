@@ -1,0 +1,195 @@
+"""Device staging: one slab of device memory per rank, cut into the same slots as its host staging, and copies into it.
+
+Made and used on threads that may wait for the device; none of it is for the main loop but what says so.  CUDA is first
+touched when an engine with GPUs attaches.
+
+A slab may be freed only when nobody else has it mapped: freeing before is undefined.  Its importer holds one end of a
+socket pair, the lease, and closes that after unmapping (the kernel does, when it dies); the owner waits for the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..shmring import cuda
+from ..shmring.cuda import GRAIN_BYTES, Device, DeviceError, Event, Memory, Stream
+from .staging import HostStaging
+
+MAX_SLOTS = 1 << 24
+
+
+@dataclass(eq=False)
+class _Rank:
+    """One rank's slab. `ours` and `theirs` are the ends of its lease; `handle` is empty where the engine exports."""
+
+    device: Device
+    slot_bytes: int
+    ours: socket.socket
+    theirs: socket.socket | None
+    memory: Memory | None = None
+    handle: bytes = b""
+    stream: Stream | None = None
+    pinned: list[int] = field(default_factory=list)
+
+
+class DeviceStaging:
+    """`slots` device slots on every rank, that follow the host's. Raises DeviceError where there can be none."""
+
+    def __init__(
+        self, host: HostStaging, uuids: Sequence[str], *, budget_bytes: int, margin_bytes: int, owner: str
+    ) -> None:
+        """`uuids`: each rank's GPU. `budget_bytes` on each GPU, as far as it is free beyond `margin_bytes`.
+
+        `owner`: `daemon` or `engine`."""
+        self._host, self.owner = host, owner
+        self._lock = threading.Lock()  # around the device's use: a stream is for one thread, and a copy may take long
+        self._ended = False
+        self._ranks: list[_Rank] = []
+        devices = {uuid: cuda.open_device(uuid) for uuid in sorted(set(uuids))}
+        sharing = Counter(uuids)
+        room = {
+            uuid: min(budget_bytes, device.free_bytes() - margin_bytes) // sharing[uuid] // GRAIN_BYTES * GRAIN_BYTES
+            for uuid, device in devices.items()
+        }
+        sizes = list(zip(uuids, host.block_bytes, strict=True))
+        self.slots = min(MAX_SLOTS, *(max(0, room[uuid]) // size for uuid, size in sizes))
+        if self.slots == 0:
+            least = min(room, key=lambda uuid: room[uuid])
+            raise DeviceError(
+                f"no room for a block: uuid={least} room_bytes={max(0, room[least])} "
+                f"block_bytes={max(host.block_bytes)} device_staging={budget_bytes} device_margin={margin_bytes}"
+            )
+        try:
+            for uuid, size in sizes:
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+                rank = _Rank(devices[uuid], size, ours, theirs)
+                self._ranks.append(rank)
+                if owner == "daemon":
+                    rank.memory = rank.device.allocate(cuda.exported_bytes(self.slots * size))
+                    rank.handle = rank.memory.handle()
+        except BaseException:
+            self.hang_up()
+            self.close()
+            raise
+
+    # --- the handshake, on the main loop ----------------------------------------------------------------------------
+
+    def handle(self, rank: int) -> str:
+        """What the rank opens, in hexadecimal digits; empty where it is to allocate."""
+        return self._ranks[rank].handle.hex()
+
+    def lease(self, rank: int) -> int:
+        """The descriptor to hand to the rank, as long as hang_up() was not called."""
+        theirs = self._ranks[rank].theirs
+        assert theirs is not None
+        return theirs.fileno()
+
+    def hang_up(self) -> None:
+        """The ranks have their ends now, or never will: ours of theirs go."""
+        for rank in self._ranks:
+            if rank.theirs is not None:
+                rank.theirs.close()
+                rank.theirs = None
+
+    # --- copies, on threads; the next waits for the one before ------------------------------------------------------
+
+    def open(self, handles: Sequence[str]) -> str:
+        """Get ready for copies, with each rank's handle where the engine exports; what went wrong, or nothing."""
+
+        def work() -> None:
+            for rank, handle in zip(self._ranks, handles, strict=True):
+                if self.owner == "engine":
+                    rank.memory = rank.device.open(bytes.fromhex(handle), self.slots * rank.slot_bytes)
+                rank.stream = rank.device.stream()
+
+        return self._use(work)
+
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """(rank, address, bytes) of the pieces of host staging to pin."""
+        return [
+            (number, base + offset, size)
+            for number, (base, whole) in enumerate(self._host.areas())
+            for offset, size in cuda.pieces(whole, self._host.block_bytes[number])
+        ]
+
+    def pin(self, number: int, address: int, size_bytes: int) -> str:
+        """Pin one piece, so that copies from it need no bounce; what went wrong, or nothing."""
+
+        def work() -> None:
+            self._ranks[number].device.register(address, size_bytes)
+            self._ranks[number].pinned.append(address)
+
+        return self._use(work)
+
+    def copy(self, slots: Sequence[tuple[int, int]]) -> str:
+        """Copy (host slot, device slot) on every rank, and wait until it is there; what went wrong, or nothing."""
+
+        def work() -> None:
+            events = [self._queue(number, rank, slots) for number, rank in enumerate(self._ranks)]
+            for event in events:
+                event.wait()
+
+        return self._use(work)
+
+    def _use(self, work: Callable[[], None]) -> str:
+        with self._lock:
+            try:
+                if self._ended:
+                    return "the engine is gone"
+                work()
+            except DeviceError as error:
+                return str(error)
+            return ""
+
+    def _queue(self, number: int, rank: _Rank, slots: Sequence[tuple[int, int]]) -> Event:
+        """Queue a rank's copies; the event behind them."""
+        assert rank.stream is not None
+        assert rank.memory is not None
+        for host, device in slots:
+            target = rank.memory.address + (device - self._host.slot_count) * rank.slot_bytes
+            rank.stream.copy(target, self._host.addresses(host)[number], rank.slot_bytes)
+        return rank.stream.record()
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def unpin(self) -> None:
+        """Let go of the host staging, after the copy that runs now, and copy nothing any more."""
+        with self._lock:
+            self._ended = True
+            for rank in self._ranks:
+                if rank.stream is not None:
+                    with contextlib.suppress(DeviceError):
+                        rank.stream.close()
+                    rank.stream = None
+                for address in rank.pinned:
+                    with contextlib.suppress(DeviceError):
+                        rank.device.unregister(address)
+                rank.pinned = []
+
+    def close(self) -> None:
+        """Unmap what the engine owns; free what is ours, on a thread, as soon as nobody has it mapped."""
+        self.hang_up()
+        ranks, self._ranks = self._ranks, []
+        if ranks:
+            threading.Thread(target=_give_back, args=(ranks, self.owner), name="device-end", daemon=True).start()
+
+
+def _give_back(ranks: Sequence[_Rank], owner: str) -> None:
+    for rank in ranks:
+        if owner == "daemon":
+            _wait_for_end(rank.ours)
+        if rank.memory is not None:
+            with contextlib.suppress(DeviceError):
+                rank.memory.close()
+        rank.ours.close()
+
+
+def _wait_for_end(lease: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # a reset connection is an end too
+        while lease.recv(64):
+            pass
