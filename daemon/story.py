@@ -49,10 +49,12 @@ def spans(record: Record) -> list[Span]:
     turn = asked if asked is not None else claimed if claimed is not None else ended
     ready = last if last is not None else looked_up
     end = claimed if claimed is not None else ended
-    if record.get("outcome") == Ending.LATE.value:
+    outcome = record.get("outcome")
+    staged = last is not None or outcome == Ending.LOADED.value
+    if outcome in (Ending.LATE.value, Ending.RECOMPUTED.value):
         after = ("fetch not over", ready, end)
     else:
-        after = ("staged, not yet taken", ready, end)
+        after = ("staged, not yet taken", ready if staged else None, end)
     found = [
         ("in the engine's queue", 0.0, turn),
         ("hint to daemon", 0.0, seen),

@@ -96,6 +96,19 @@ def test_every_outcome_has_a_sentence_and_nothing_breaks_it(ending: Ending) -> N
         assert story.explain(record).rstrip().endswith(".")
 
 
+@pytest.mark.parametrize(
+    ("outcome", "last_byte_ms", "name"),
+    [
+        ("loaded", None, "staged, not yet taken"), ("aborted", 96.4, "staged, not yet taken"), ("miss", None, None),
+        ("aborted", None, None), ("late", None, "fetch not over"), ("recomputed", None, "fetch not over"),
+    ],
+)  # fmt: skip
+def test_only_what_was_staged_is_drawn_as_staged(outcome: str, last_byte_ms: float | None, name: str | None) -> None:
+    record = {**LINE, "outcome": outcome, "first_byte_ms": last_byte_ms, "last_byte_ms": last_byte_ms}
+    after = {"staged, not yet taken", "fetch not over"}
+    assert [span.name for span in story.spans(record) if span.name in after] == ([name] if name else [])
+
+
 def test_bars_lie_on_one_scale_and_keep_to_their_width() -> None:
     lines = story.picture({**LINE, "loaded_ms": None})
     bars = {line[: line.index("  ")]: line[line.index(" ms  ") + 5 :] for line in lines[1:]}
