@@ -305,14 +305,23 @@ class Store:
                 del self._puts[put]
                 self._state.notify_all()
 
-    def _replicas(self, keys: Sequence[str]) -> list[set[Tier]]:
+    def _described(self, keys: Sequence[str]) -> list[Sequence[Any]]:
         with self._call() as client:
             table = client.batch_get_replica_desc(list(keys)) if keys else {}
-        return [{"memory" if r.is_memory_replica() else "disk" for r in table.get(key, ())} for key in keys]
+        return [table.get(key, ()) for key in keys]
 
-    def tiers(self, keys: Sequence[str]) -> list[Tier | None]:
-        """Where each value lies; memory wins over disk, None is nowhere. Raises StoreUnavailable when not open."""
-        return ["memory" if "memory" in r else "disk" if r else None for r in self._replicas(keys)]
+    def tiers(self, keys: Sequence[str], size: int | None = None) -> list[Tier | None]:
+        """Where each value lies; memory wins over disk, None is nowhere. Raises StoreUnavailable when not open.
+
+        With `size`, only up to the first value in memory that has another. Of those on a disk alone it is not told.
+        """
+        found: list[Tier | None] = []
+        for each in self._described(keys):
+            sizes = {r.get_memory_descriptor().buffer_descriptor.size for r in each if r.is_memory_replica()}
+            if size is not None and sizes - {size}:
+                break
+            found.append("memory" if sizes else "disk" if each else None)
+        return found
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the values put here (the last 65,536) that still exist are on this process's disk tier.
@@ -325,12 +334,12 @@ class Store:
                 keys = list(self._unflushed)
             for start in range(0, len(keys), 1024):
                 part = keys[start : start + 1024]
-                there = self._replicas(part)
+                there = self._described(part)
                 if not all(there):
                     self.exist(part[:1])  # a master that is gone knows of no replica either: then this raises
                 with self._state:
                     for key, replicas in zip(part, there, strict=True):
-                        if replicas != {"memory"}:
+                        if not replicas or not all(each.is_memory_replica() for each in replicas):
                             self._unflushed.pop(key, None)
             with self._state:
                 left = len(self._unflushed)
@@ -371,7 +380,7 @@ class Store:
         while True:
             with contextlib.suppress(StoreUnavailable):
                 if disk is None and quiet_since is None:
-                    reach = all("disk" not in replicas for replicas in self._replicas(seen))
+                    reach = all(each.is_memory_replica() for replicas in self._described(seen) for each in replicas)
                 with self._call() as client:
                     count = int(client.remove_by_regex(f"^(?:{escaped})[0-9a-fA-F]", True))
                     self._verdict(classify(count) is ErrorClass.TRANSIENT, "remove", count)

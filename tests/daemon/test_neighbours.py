@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 
 import pytest
 
 from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.store import Store
 from kvprefetch.shmring import messages, protocol
 from kvprefetch.shmring.flags import pack
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import PeerStatus
 from kvprefetch.shmring.protocol import FlagState, RecordKind
-from tests.daemon.fake_engine import FakeEngine, wait_for
-from tests.daemon.stores import blocks
+from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
+from tests.daemon.stores import blocks, stored
 from tests.support.auditor import Auditor, ask_daemon
 
 
@@ -153,4 +155,32 @@ def test_garbage_on_the_control_socket_hurts_nobody(shared_daemon: Daemon) -> No
             sock.send(data)
             sock.recv(1 << 16)
     assert engine.load(list(blocks("garbage", 1))) is None
+    engine.close()
+
+
+def test_an_object_of_another_size_is_a_miss_for_one_engine_and_costs_no_fetch(serve: Callable[..., Daemon]) -> None:
+    """Two engines look for the same keys with blocks of different sizes; in a cluster the look-up tells them apart."""
+    with Store(memory="64 MB") as cluster:
+        daemon = serve(memory=None, mooncake_config=cluster.config, extra=("--log-level", "debug"))
+        whole = FakeEngine(daemon.socket, engine_id="whole", prefix="sized")
+        half = FakeEngine(daemon.socket, engine_id="half", prefix="sized", block_bytes=BLOCK_BYTES // 2)
+        values = blocks("sized", 4)
+        whole.save(values)
+        stored(daemon, 4)
+        for _ in range(2):
+            assert half.load(list(values)) is None
+            assert whole.load(list(values)) == list(values.values())
+        assert {line["engine"] for line in daemon.records("fetch.done")} == {"whole"}
+        assert daemon.records("store.failed") == []
+
+
+def test_a_hint_that_names_a_block_twice_is_served_and_ends_nothing(shared_daemon: Daemon) -> None:
+    engine = FakeEngine(shared_daemon.socket, prefix="twice")
+    values = blocks("twice", 3)
+    first, *others = values
+    engine.save(values)
+    wait_for(lambda: engine.load([first]), what="a hit")
+    again = [first, *others, first, first, *others]
+    assert engine.load(again) == [values[digest] for digest in again]
+    assert engine.load(again) == [values[digest] for digest in again], "from staging"
     engine.close()
