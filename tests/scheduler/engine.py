@@ -201,7 +201,8 @@ class Engine:
         self.workers.weights += 1
         self._stale = True
         for sent in self.requests.values():
-            sent.comparable = sent.comparable and sent.ended
+            # A session whose end was said may go on for a while.
+            sent.comparable = sent.comparable and sent.ended and sent.name not in self.scheduler.requests
         self.forget(running=running, connector=True)
         self.counts["resets"] += 1
 
