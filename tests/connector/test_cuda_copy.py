@@ -30,13 +30,14 @@ def run(paged: PagedCache, rows: Rows, slots: list[int], blocks: list[int], *, g
     table, units = piece_table(paged.pieces)
     step = np.zeros(1, STEP)
     step["pieces"], step["units"], step["slot_bytes"] = table.ctypes.data, units, paged.block_bytes
-    # The last two slots lie apart from the others, as those of a device do.
-    step["host"], step["host_slots"] = rows.ctypes.data, len(rows) - 2
-    step["device"] = rows.ctypes.data + (len(rows) - 2) * paged.block_bytes
+    # The last two slots lie elsewhere than the others, as those of a device do.
+    near = rows[-2:].copy()
+    step["host"], step["host_slots"], step["device"] = rows.ctypes.data, len(rows) - 2, near.ctypes.data
     step["count"], step["gather"] = len(slots), gather
     step["slots"][0, : len(slots)], step["blocks"][0, : len(slots)] = slots, blocks
     grid = grid or grid_for(units, len(slots), 2)
     HostKernel(cuda_copy.SOURCE).launch(grid, cuda_copy.THREADS, step, 0)
+    rows[-2:] = near
 
 
 def memory(kv_caches: dict[str, torch.Tensor]) -> bytes:
@@ -52,7 +53,7 @@ def test_the_kernel_copies_what_numpy_copies(layout: str, shape: str, dtype: tor
     sizes = SHAPES[shape]
     kv_caches = caches(layout, dtype, sizes=sizes)
     paged = PagedCache(kv_caches, list(kv_caches), sizes["B"])
-    slots, blocks = [5, 0, 2], [sizes["B"] - 1, 3, 0]
+    slots, blocks = [5, 0, 4], [sizes["B"] - 1, 3, 0]
     expected = np.full((6, paged.block_bytes), 7, np.uint8)
     rows = expected.copy()
     paged.save(expected, slots, blocks)
