@@ -41,9 +41,11 @@ _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 # Runs in the child and then becomes the master: the death signal outlives execve. A parent that died before the prctl
 # would never send it, so the parent's pid is compared afterwards. PR_SET_PDEATHSIG is 1 (linux/prctl.h). Not a
-# preexec_fn: that runs Python between fork and exec, which can deadlock in a process with threads.
+# preexec_fn: that runs Python between fork and exec, which can deadlock in a process with threads. A process group of
+# its own, because Ctrl-C is for us: without its master the tier writes nothing any more.
 _LAUNCH = (
-    "import ctypes,os,sys;ctypes.CDLL(None).prctl(1,9,0,0,0);os.getppid()==int(sys.argv[1]) or os._exit(1);"
+    "import ctypes,os,sys;os.setpgid(0,0);ctypes.CDLL(None).prctl(1,9,0,0,0);"
+    "os.getppid()==int(sys.argv[1]) or os._exit(1);"
     "os.execv(sys.argv[2],sys.argv[2:])"
 )
 
@@ -186,7 +188,6 @@ class EmbeddedMaster:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C is for us: without its master the tier writes nothing any more
         )
         assert self._process.stdout is not None
         self._reader = threading.Thread(

@@ -1,8 +1,14 @@
 """What all tests share: tests that need a CUDA device are skipped where there is none, and say why."""
 
+import signal
+
 import pytest
 
 from kvprefetch.shmring import cuda
+
+# A shell's background job ignores SIGINT, and what it starts inherits that; tests interrupt what they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -147,7 +147,7 @@ class Engine:
                 stderr=log,
                 env=env,
                 cwd=process.REPO,
-                start_new_session=True,
+                process_group=0,
             )
         try:
             message = {"op": "start", "engine_args": self.spec.engine_args()}

@@ -1,4 +1,8 @@
-"""Child processes that cannot outlive this one: sessions of their own, killed whole, and by the kernel if we die."""
+"""Child processes that cannot outlive this one: in process groups, killed whole, and by the kernel if we die.
+
+Not in sessions of their own: with autogroups the kernel shares the cores out among sessions, and one whose threads spin
+can keep another's waiting for seconds (docs/decisions.md).
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,7 @@ def bound_to_parent(argv: Sequence[str]) -> list[str]:
 
 
 def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Start a native program in a session of its own, its output in ``log``; it dies when we do."""
+    """Start a native program in a process group of its own, its output in ``log``; it dies when we do."""
     with open(log, "ab") as output:
         return subprocess.Popen(
             bound_to_parent(argv),
@@ -59,7 +63,7 @@ def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = Non
             stderr=subprocess.STDOUT,
             env={**(os.environ if env is None else env), PARENT_VARIABLE: str(os.getpid())},
             cwd=REPO,
-            start_new_session=True,
+            process_group=0,
         )
 
 
