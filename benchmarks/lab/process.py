@@ -121,11 +121,25 @@ def reap(process: subprocess.Popen[bytes], *, term_s: float = 0.0) -> int:
     return code
 
 
+def _wait_stopped(pid: int, timeout_s: float = 10.0) -> None:
+    """Until one of its threads has taken the signal, the others still run."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        states = [
+            (task / "stat").read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()
+        ]
+        if all(state in "TtZX" for state in states):
+            return
+        time.sleep(0.01)
+    raise TimeoutError(f"process does not stop: pid={pid}")
+
+
 @contextlib.contextmanager
 def frozen(pid: int) -> Iterator[None]:
     """``pid`` stands still (SIGSTOP) inside the block and goes on afterwards, whatever happens in it."""
     os.kill(pid, signal.SIGSTOP)
     try:
+        _wait_stopped(pid)
         yield
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import structlog
 
+from benchmarks.lab.process import frozen
 from benchmarks.lab.store import Store as LabStore
 from kvprefetch.daemon.embedded import EmbeddedMaster
 from kvprefetch.daemon.store import Store, StoreError, StoreUnavailable
@@ -352,13 +351,10 @@ def test_should_call_a_put_done_only_when_its_owner_has_the_bytes(monkeypatch: p
         for protocol, early in (("2", False), ("1", True)):
             monkeypatch.setenv("MC_TCP_PROTO", protocol)
             with ThreadPoolExecutor() as pool:
-                os.kill(cluster.owner_pid, signal.SIGSTOP)
-                try:
+                with frozen(cluster.owner_pid):
                     put = pool.submit(store.put_from, [f"ack@0{protocol}"], [base], [len(area)])
                     done, _ = wait([put], 1.5)
                     assert bool(done) is early
-                finally:
-                    os.kill(cluster.owner_pid, signal.SIGCONT)
                 assert put.result(30) == [ErrorClass.OK]
         store.unregister(base)
         store.close()
@@ -375,15 +371,12 @@ def test_should_not_confirm_a_removal_before_a_put_that_hangs_has_returned() -> 
         store.register(base, len(area))
         store.put_from(["m@00", "other@00"], [base] * 2, [len(area)] * 2)
         with ThreadPoolExecutor() as pool:
-            os.kill(cluster.owner_pid, signal.SIGSTOP)
-            try:
+            with frozen(cluster.owner_pid):
                 put = pool.submit(store.put_from, ["m@01"], [base], [len(area)])
-                time.sleep(0.5)
+                time.sleep(1)
                 assert store.remove_matching(["other@"], 1.0), "others do not wait"
                 assert not store.remove_matching(["m@"], 1.0)
                 assert not put.done()
-            finally:
-                os.kill(cluster.owner_pid, signal.SIGCONT)
             assert put.result(30) == [ErrorClass.OK]
         assert store.remove_matching(["m@"], 5.0)
         assert store.exist(["m@00", "m@01"]) == [False, False]
