@@ -34,13 +34,12 @@ def keeps_to_the_catalogue(daemon: Daemon) -> None:
     assert not found, "\n".join(sorted(found))
 
 
-@pytest.fixture
-def serve(auditor: Auditor) -> Iterator[Callable[..., Daemon]]:
-    """Starts daemons that are stopped at the end of the test."""
+def starter(make: Callable[..., Daemon]) -> Iterator[Callable[..., Daemon]]:
+    """For a fixture: starts what `make` makes, and stops it at the end."""
     started: list[Daemon] = []
 
-    def start(**options: Any) -> Daemon:
-        daemon = Daemon(**{"memory": "64MiB", "staging": "1MiB", **options})
+    def start(*args: Any, **options: Any) -> Daemon:
+        daemon = make(*args, **options)
         started.append(daemon)
         daemon.start()
         return daemon
@@ -49,6 +48,12 @@ def serve(auditor: Auditor) -> Iterator[Callable[..., Daemon]]:
     for daemon in started:
         daemon.close()
         keeps_to_the_catalogue(daemon)
+
+
+@pytest.fixture
+def serve(auditor: Auditor) -> Iterator[Callable[..., Daemon]]:
+    """Starts daemons that are stopped at the end of the test."""
+    yield from starter(lambda **options: Daemon(**{"memory": "64MiB", "staging": "1MiB", **options}))
 
 
 @pytest.fixture(scope="module")

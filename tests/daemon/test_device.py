@@ -13,7 +13,7 @@ from kvprefetch.daemon.config import load
 from kvprefetch.daemon.memory import EngineMemory
 from kvprefetch.shmring import cuda, messages
 from kvprefetch.shmring.protocol import PROTOCOL, FlagState
-from tests.daemon.conftest import keeps_to_the_catalogue
+from tests.daemon.conftest import keeps_to_the_catalogue, starter
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import stored
 from tests.support.auditor import Auditor, ask_daemon, device_memories
@@ -34,18 +34,7 @@ def daemon_with(*extra: str, fail: str = "-") -> Daemon:
 
 @pytest.fixture
 def start(auditor: Auditor) -> Iterator[Start]:
-    started: list[Daemon] = []
-
-    def begin(*extra: str, fail: str = "-") -> Daemon:
-        daemon = daemon_with(*extra, fail=fail)
-        started.append(daemon)
-        daemon.start()
-        return daemon
-
-    yield begin
-    for daemon in started:
-        daemon.close()
-        keeps_to_the_catalogue(daemon)
+    yield from starter(daemon_with)
 
 
 @pytest.fixture(scope="module")

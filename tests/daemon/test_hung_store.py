@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 
@@ -11,6 +9,7 @@ import pytest
 
 from benchmarks.lab import control
 from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.process import frozen
 from benchmarks.lab.store import Store
 from kvprefetch.daemon.pools import MAX_STUCK
 from kvprefetch.shmring.protocol import FlagState, Outcome
@@ -51,8 +50,7 @@ def test_an_owner_that_is_frozen_costs_its_requests_the_deadline_and_no_one_else
     engine.save({**staged, **hung, **other})
     wait_for(lambda: engine.load(list(staged)), what="a hit")
     wait_for(lambda: sum(line["stored_blocks"] for line in daemon.records("save.done")) >= 12, what="the saves")
-    os.kill(cluster.owner_pid, signal.SIGSTOP)
-    try:
+    with frozen(cluster.owner_pid):
         key = engine.hint([*staged, *hung])
         at_once = engine.hint(list(staged))
         assert engine.settled(at_once, ANSWER_S).count == 3, "what is staged waits for nothing"
@@ -64,8 +62,6 @@ def test_an_owner_that_is_frozen_costs_its_requests_the_deadline_and_no_one_else
         assert engine.settled(again, ANSWER_S).count == 3
         assert stuck(daemon) == 5
         assert len(daemon.records("call.overdue")) == 1, "known to hang: not asked for again"
-    finally:
-        os.kill(cluster.owner_pid, signal.SIGCONT)
     wait_for(lambda: stuck(daemon) == 0, 60, "the slots")
     assert wait_for(lambda: engine.load(list(other)), 30, "a hit") == list(other.values())
     assert engine.load([*staged, *hung]) == [*staged.values(), *hung.values()], "it arrived, so it is asked for again"
@@ -85,8 +81,7 @@ def test_a_master_that_is_frozen_makes_hundreds_of_hints_misses_together_and_is_
     values = blocks("there", 4)
     engine.save(values)
     wait_for(lambda: engine.load(list(values)), what="a hit")
-    os.kill(cluster.master_pid, signal.SIGSTOP)
-    try:
+    with frozen(cluster.master_pid):
         keys = [engine.hint(list(blocks(f"master-{number}", 2))) for number in range(300)]
         started = time.monotonic()
         for key in keys:
@@ -97,8 +92,6 @@ def test_a_master_that_is_frozen_makes_hundreds_of_hints_misses_together_and_is_
         late = engine.hint(list(blocks("late", 2)))
         assert engine.settled(late, ANSWER_S).count == 0
         end(engine, late)
-    finally:
-        os.kill(cluster.master_pid, signal.SIGCONT)
     wait_for(lambda: daemon.records("store.recovered"), 30, "the probe's answer")
     other = blocks("after", 2)
     engine.save(other)
@@ -113,12 +106,9 @@ def test_sigterm_does_not_wait_for_a_call_that_hangs(serve: Callable[..., Daemon
     values = blocks("term", 3)
     engine.save(values)
     wait_for(lambda: sum(line["stored_blocks"] for line in daemon.records("save.done")) >= 3, what="the save")
-    os.kill(cluster.owner_pid, signal.SIGSTOP)
-    try:
+    with frozen(cluster.owner_pid):
         assert engine.settled(engine.hint(list(values)), ANSWER_S).count == 0
         assert daemon.sigterm(25) == 0
-    finally:
-        os.kill(cluster.owner_pid, signal.SIGCONT)
     engine.close()
 
 
@@ -140,8 +130,7 @@ def test_one_engine_s_calls_that_hang_are_not_in_the_way_of_another_s(
     victim = FakeEngine(daemon.socket, engine_id="victim", prefix="hung")
     other = FakeEngine(daemon.socket, engine_id="other", prefix="fine")
     assert other.load(list(fine[0])) == list(fine[0].values())
-    os.kill(two_owners.owner_pid, signal.SIGSTOP)
-    try:
+    with frozen(two_owners.owner_pid):
         waiting = [victim.hint(list(group)) for group in hung]
         for number, group in enumerate(fine[1:]):
             started = time.monotonic()
@@ -152,7 +141,5 @@ def test_one_engine_s_calls_that_hang_are_not_in_the_way_of_another_s(
             for key in waiting:
                 assert victim.settled(key, ANSWER_S).count == 0
             assert len(daemon.records("call.overdue")) >= MAX_STUCK, "so many did hang"
-    finally:
-        os.kill(two_owners.owner_pid, signal.SIGCONT)
     victim.close()
     other.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.process import frozen
 from kvprefetch.shmring.liveness import PeerStatus
 from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
 from tests.daemon.stores import absent_cluster, blocks, stored
@@ -36,9 +37,8 @@ def test_a_daemon_killed_in_mid_run_leaves_nothing_and_the_engine_reads_gone(ser
 def test_a_frozen_daemon_reads_as_hung_and_comes_back(serve: Serve) -> None:
     daemon = serve()
     engine = FakeEngine(daemon.socket)
-    os.kill(daemon.pid, signal.SIGSTOP)
-    wait_for(lambda: engine.liveness.peer(time.monotonic_ns()) is PeerStatus.HUNG, 10)
-    os.kill(daemon.pid, signal.SIGCONT)
+    with frozen(daemon.pid):
+        wait_for(lambda: engine.liveness.peer(time.monotonic_ns()) is PeerStatus.HUNG, 10)
     wait_for(lambda: engine.liveness.peer(time.monotonic_ns()) is PeerStatus.ALIVE, 10)
     engine.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -18,6 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.process import frozen
 from kvprefetch.daemon import metrics
 from kvprefetch.daemon.account import Account, Histogram
 from kvprefetch.daemon.board import Board
@@ -182,8 +182,7 @@ def test_a_store_call_that_does_not_come_back_is_seen(serve: Serve) -> None:
     engine = FakeEngine(daemon.socket)
     master = int(daemon.records("master.started")[0]["pid"])
     wait_for(lambda: get(port, "/readyz")[0] == 200, what="readiness")
-    os.kill(master, signal.SIGSTOP)
-    try:
+    with frozen(master):
         engine.hint(list(blocks("stuck", 2)), name="stuck")
         wait_for(lambda: get(port, "/readyz")[0] == 503, 40, "the call that hangs")
         assert "the store does not answer" in get(port, "/readyz")[1]
@@ -191,8 +190,6 @@ def test_a_store_call_that_does_not_come_back_is_seen(serve: Serve) -> None:
         wait_for(lambda: "call=look_up" in get(port, "/readyz")[1], 40, "the call's age")
         assert value(scrape(port), "call_age_seconds", call="look_up") > 5
         assert get(port, "/healthz")[0] == 200, "it may still come back"
-    finally:
-        os.kill(master, signal.SIGCONT)
     wait_for(lambda: get(port, "/readyz")[0] == 200, 30, "recovery")
     engine.close()
 

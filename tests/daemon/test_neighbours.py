@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -117,16 +117,22 @@ def test_a_second_process_of_the_same_rank_is_turned_away_for_now(shared_daemon:
     engine.close()
 
 
+def refusals(sockets: Sequence[socket.socket]) -> Iterator[messages.Refused]:
+    """What each connection hears, which is a refusal."""
+    for sock in sockets:
+        received = messages.receive_message(sock)
+        assert received is not None
+        assert isinstance(received[0], messages.Refused)
+        yield received[0]
+
+
 def test_staging_smaller_than_one_block_is_refused_naming_both(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, block_bytes=2 << 20, attach=False)
     sockets = [engine.connect(), engine.connect()]
     messages.send_message(sockets[0], engine.hello("worker"))
     messages.send_message(sockets[1], engine.hello("scheduler"))
-    for sock in sockets:
-        received = messages.receive_message(sock)
-        assert received is not None
-        assert isinstance(received[0], messages.Refused)
-        assert "staging=1048576 block_bytes=2097152" in received[0].error
+    for refusal in refusals(sockets):
+        assert "staging=1048576 block_bytes=2097152" in refusal.error
     engine.close()
 
 
@@ -138,11 +144,8 @@ def test_ranks_of_one_key_that_do_not_take_turns_are_refused(shared_daemon: Daem
     for rank in range(2):
         messages.send_message(sockets[rank], engine.hello("worker", rank, worker=share))
     messages.send_message(sockets[2], engine.hello("scheduler"))
-    for sock in sockets:
-        received = messages.receive_message(sock)
-        assert received is not None
-        assert isinstance(received[0], messages.Refused)
-        assert "must take turns: key_prefix='m@' (put_factor, put_turn)=[(2, 0), (2, 0)]" in received[0].error
+    for refusal in refusals(sockets):
+        assert "must take turns: key_prefix='m@' (put_factor, put_turn)=[(2, 0), (2, 0)]" in refusal.error
     engine.close()
 
 

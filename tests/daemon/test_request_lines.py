@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.process import frozen
 from kvprefetch.shmring import messages, protocol
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.protocol import FlagState, Outcome, RecordKind
@@ -70,13 +71,10 @@ def test_a_record_that_comes_a_moment_after_its_release_is_believed(shared_daemo
 
 def test_a_request_cancelled_before_its_hint_was_read_is_told(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, prefix="unread")
-    os.kill(shared_daemon.pid, signal.SIGSTOP)
-    try:
+    with frozen(shared_daemon.pid):
         key = engine.hint(list(blocks("unread", 3)), name="unread")
         assert engine.move(key, FlagState.CANCELLED)
         engine.done(key, Outcome.ABORTED)
-    finally:
-        os.kill(shared_daemon.pid, signal.SIGCONT)
     assert told(shared_daemon, "unread") == {"unread": ["aborted"]}
     engine.close()
 

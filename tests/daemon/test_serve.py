@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.process import frozen
 from kvprefetch.shmring import messages
 from kvprefetch.shmring.protocol import FlagState, Outcome
 from tests.daemon.fake_engine import FakeEngine, wait_for
@@ -94,14 +94,11 @@ def test_a_lost_nudge_loses_no_release(shared_daemon: Daemon, auditor: Auditor) 
 
 def test_a_hint_cancelled_before_it_is_read_is_forgotten(shared_daemon: Daemon, auditor: Auditor) -> None:
     engine = FakeEngine(shared_daemon.socket, prefix="early-cancel")
-    os.kill(shared_daemon.pid, signal.SIGSTOP)
-    try:
+    with frozen(shared_daemon.pid):
         keys = [engine.hint(list(blocks("early", 3))) for _ in range(5)]
         for key in keys:
             assert engine.move(key, FlagState.CANCELLED)
             engine.done(key, Outcome.ABORTED)
-    finally:
-        os.kill(shared_daemon.pid, signal.SIGCONT)
     auditor.assert_idle(shared_daemon.pid, shared_daemon.socket)
     engine.close()
 

@@ -24,6 +24,7 @@ from kvprefetch.daemon.store_settings import MooncakeSettings, SettingsError
 
 SETTINGS = MooncakeSettings("127.0.0.1", "P2PHANDSHAKE", "127.0.0.1:1", "tcp", "", 0, 16 << 20, "default")
 BLOCK = 65536
+PAGE = 4096
 
 
 class FakeClient:
@@ -338,47 +339,51 @@ def test_should_remove_leased_values_by_prefix_and_no_others(real: tuple[Store, 
     assert store.exist(gone + kept) == [False, False, True, True, True]
 
 
-def test_should_call_a_put_done_only_when_its_owner_has_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a reader could get what stood in that memory before; with MC_TCP_PROTO=1 it is so, which is refused."""
+Joined = tuple[LabStore, Store, int]
+
+
+@pytest.fixture
+def joined() -> Iterator[Joined]:
+    """A cluster whose memory another process owns, an open store in it, and the address of a registered page."""
     pytest.importorskip("mooncake")
     with LabStore(memory="64 MB") as cluster:
         store = Store(MooncakeSettings.from_file(cluster.config), structlog.get_logger())
         store.open()
-        area = mmap.mmap(-1, 4096)
+        area = mmap.mmap(-1, PAGE)
         base = ctypes.addressof(ctypes.c_char.from_buffer(area))
-        store.register(base, len(area))
-        assert store.put_from(["ack@00"], [base], [len(area)]) == [ErrorClass.OK], "connected"
-        for protocol, early in (("2", False), ("1", True)):
-            monkeypatch.setenv("MC_TCP_PROTO", protocol)
-            with ThreadPoolExecutor() as pool:
-                with frozen(cluster.owner_pid):
-                    put = pool.submit(store.put_from, [f"ack@0{protocol}"], [base], [len(area)])
-                    done, _ = wait([put], 1.5)
-                    assert bool(done) is early
-                assert put.result(30) == [ErrorClass.OK]
+        store.register(base, PAGE)
+        yield cluster, store, base
         store.unregister(base)
         store.close()
 
 
-def test_should_not_confirm_a_removal_before_a_put_that_hangs_has_returned() -> None:
-    """It brings its keys back: KV of old weights after a reset, when another epoch of its engine asks for that."""
-    pytest.importorskip("mooncake")
-    with LabStore(memory="64 MB") as cluster:
-        store = Store(MooncakeSettings.from_file(cluster.config), structlog.get_logger())
-        store.open()
-        area = mmap.mmap(-1, 4096)
-        base = ctypes.addressof(ctypes.c_char.from_buffer(area))
-        store.register(base, len(area))
-        store.put_from(["m@00", "other@00"], [base] * 2, [len(area)] * 2)
+def test_should_call_a_put_done_only_when_its_owner_has_the_bytes(
+    joined: Joined, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a reader could get what stood in that memory before; with MC_TCP_PROTO=1 it is so, which is refused."""
+    cluster, store, base = joined
+    assert store.put_from(["ack@00"], [base], [PAGE]) == [ErrorClass.OK], "connected"
+    for protocol, early in (("2", False), ("1", True)):
+        monkeypatch.setenv("MC_TCP_PROTO", protocol)
         with ThreadPoolExecutor() as pool:
             with frozen(cluster.owner_pid):
-                put = pool.submit(store.put_from, ["m@01"], [base], [len(area)])
-                time.sleep(1)
-                assert store.remove_matching(["other@"], 1.0), "others do not wait"
-                assert not store.remove_matching(["m@"], 1.0)
-                assert not put.done()
+                put = pool.submit(store.put_from, [f"ack@0{protocol}"], [base], [PAGE])
+                done, _ = wait([put], 1.5)
+                assert bool(done) is early
             assert put.result(30) == [ErrorClass.OK]
-        assert store.remove_matching(["m@"], 5.0)
-        assert store.exist(["m@00", "m@01"]) == [False, False]
-        store.unregister(base)
-        store.close()
+
+
+def test_should_not_confirm_a_removal_before_a_put_that_hangs_has_returned(joined: Joined) -> None:
+    """It brings its keys back: KV of old weights after a reset, when another epoch of its engine asks for that."""
+    cluster, store, base = joined
+    store.put_from(["m@00", "other@00"], [base] * 2, [PAGE] * 2)
+    with ThreadPoolExecutor() as pool:
+        with frozen(cluster.owner_pid):
+            put = pool.submit(store.put_from, ["m@01"], [base], [PAGE])
+            time.sleep(1)
+            assert store.remove_matching(["other@"], 1.0), "others do not wait"
+            assert not store.remove_matching(["m@"], 1.0)
+            assert not put.done()
+        assert put.result(30) == [ErrorClass.OK]
+    assert store.remove_matching(["m@"], 5.0)
+    assert store.exist(["m@00", "m@01"]) == [False, False]

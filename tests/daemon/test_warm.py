@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.process import frozen
 from kvprefetch.daemon.cli import main
 from kvprefetch.shmring import messages
 from kvprefetch.shmring.messages import Warm, Warmed
@@ -201,15 +201,12 @@ def test_an_engine_that_goes_ends_its_orders(serve: Serve) -> None:
         sock.settimeout(10)
         sock.connect(str(daemon.socket))
         master = int(daemon.records("master.started")[0]["pid"])
-        os.kill(master, signal.SIGSTOP)
-        try:
+        with frozen(master):
             chain = [digest.hex() for digest in blocks("going", 3)]
             messages.send_message(sock, Warm(run=uuid.uuid4().hex, chains=[chain]))
             time.sleep(0.3)
             engine.close()
             received = messages.receive_message(sock)
-        finally:
-            os.kill(master, signal.SIGCONT)
     assert received is not None
     assert received[0] == messages.Report(ok=False, text="the engine is gone")
 

@@ -13,7 +13,7 @@ from benchmarks.lab.connectors import ours
 from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.engine import Engine, EngineSpec
 from benchmarks.lab.prompts import make_prompts
-from tests.daemon.conftest import keeps_to_the_catalogue
+from tests.daemon.conftest import starter
 from tests.daemon.fake_engine import wait_for
 from tests.e2e.conftest import PATIENT, wait_attached, whole_blocks
 from tests.support.auditor import Auditor, ask_daemon, device_memories
@@ -32,19 +32,12 @@ def right(plain: Engine) -> list[list[int]]:
 @pytest.fixture
 def daemons(module_auditor: Auditor) -> Iterator[Callable[..., Daemon]]:
     """daemons(*extra): one with a GPU of 64 MiB, 2 MiB of it for staging."""
-    started: list[Daemon] = []
 
-    def start(*extra: str) -> Daemon:
+    def make(*extra: str) -> Daemon:
         options = ("--device-staging", "2MiB", "--device-margin", "0", *PATIENT, *extra)
-        daemon = with_device(Daemon(memory="256MiB", staging="64MiB", extra=options))
-        started.append(daemon)
-        daemon.start()
-        return daemon
+        return with_device(Daemon(memory="256MiB", staging="64MiB", extra=options))
 
-    yield start
-    for daemon in started:
-        daemon.close()
-        keeps_to_the_catalogue(daemon)
+    yield from starter(make)
 
 
 def spec_of(daemon: Daemon, model: Path, **extra: Any) -> EngineSpec:
