@@ -139,11 +139,12 @@ class Promotions:
             copy.there = True
             if not ok:
                 self._forget(copy)
-                for holder, block in copy.holders.items():
+            for holder, block in list(copy.holders.items()):
+                if ok and self._may_be_told(holder):
+                    moves.setdefault(holder, []).append((block, copy.slot))
+                else:
+                    del copy.holders[holder]
                     del holder.copies[block]
-                copy.holders.clear()
-            for holder, block in copy.holders.items():
-                moves.setdefault(holder, []).append((block, copy.slot))
             self._settle(copy)
         for holder, entries in moves.items():
             self._port.move(holder.request.key, entries)
@@ -182,8 +183,7 @@ class Promotions:
         slots: list[tuple[int, int]] = []
         copies: list[_Copy] = []
         while not self._stopped and len(slots) < self._chunk_blocks and (holder := self._head()) is not None:
-            if not self._port.unclaimed(holder.request.key):
-                holder.settled = True  # it loads from where its table says
+            if not self._may_be_told(holder):
                 continue
             self._promote(holder, slots, copies)
         if not slots:
@@ -273,6 +273,12 @@ class Promotions:
         return True
 
     # --- state ------------------------------------------------------------------------------------------------------
+
+    def _may_be_told(self, holder: _Holder) -> bool:
+        """Whether the engine may still read what is entered for this request now."""
+        if not holder.settled and not self._port.unclaimed(holder.request.key):
+            holder.settled = True  # it loads from where its table says
+        return not holder.settled
 
     def _enter(self, holder: _Holder) -> None:
         """Put it where its urgency belongs, if it has blocks to promote, and if it has copies to take."""

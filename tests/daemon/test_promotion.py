@@ -132,6 +132,19 @@ def test_room_goes_by_urgency_and_is_taken_from_the_least_urgent() -> None:
     assert [device.on_device(request) for request in requests] == [0, 0, 4]
 
 
+def test_a_copy_that_comes_after_the_claim_is_kept_for_others() -> None:
+    device = Device(2)
+    request = request_of(1, [1, 2])
+    device.publish(request, 0, [0, 1], [1, 2])
+    assert device.order() is not None
+    device.tables.claim(request.key)
+    device.copy()
+    assert device.tables.entries[request.key] == [0, 1]
+    assert device.promotions.named(request.key) == 0
+    gauges = device.promotions.gauges()
+    assert (gauges["device_slots_free"], gauges["device_slots_idle"]) == (0, 2)
+
+
 def test_a_claimed_request_keeps_what_it_may_have_read() -> None:
     device = Device(2)
     late, early = request_of(2, [1, 2]), request_of(1, [3, 4])
