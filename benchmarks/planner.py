@@ -19,7 +19,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 
-from kvprefetch.daemon.planner import Fetched, Key, Lane, Planner
+from kvprefetch.daemon.planner import Key, Lane, Planner
 
 HASH_BYTES = 32
 SHARED = 0.9
@@ -61,8 +61,8 @@ def drain(planner: Planner) -> int:
     blocks = 0
     for lane in Lane:
         while (order := planner.next_order(lane)[0]) is not None:
-            planner.fetched(order.number, [Fetched(True)] * len(order.blocks), 1)
-            blocks += len(order.blocks)
+            planner.fetched(order.number, [True] * len(order.slots), 1)
+            blocks += len(order.slots)
     return blocks
 
 

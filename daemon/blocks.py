@@ -37,14 +37,13 @@ class BlockState(enum.Enum):
 class Run:
     """Blocks that follow one another in a prompt, each in a slot: the same requests hold them, in the same state.
 
-    `hashes`: their digests, `digest_bytes` each.  `detached`: no longer in the index, the slots are freed with the last
-    pin.  `in_call`: a store call may still write to the slots, also after everyone gave the blocks up.  `holders`: the
-    sum of the numbers of the requests that pin it, so with one pin the number of that request.  `ahead`: the last
-    staging ahead that listed any of it.
+    `digests`: of one length.  `detached`: no longer in the index, the slots are freed with the last pin.  `in_call`: a
+    store call may still write to the slots, also after everyone gave the blocks up.  `holders`: the sum of the numbers
+    of the requests that pin it, so with one pin the number of that request.  `ahead`: the last staging ahead that
+    listed any of it.
     """
 
-    hashes: bytes
-    digest_bytes: int
+    digests: list[bytes]
     slots: array[int]
     lane: Lane
     owner: Any
@@ -58,9 +57,6 @@ class Run:
 
     def __len__(self) -> int:
         return len(self.slots)
-
-    def digest(self, block: int) -> bytes:
-        return self.hashes[block * self.digest_bytes : (block + 1) * self.digest_bytes]
 
 
 class Blocks:
@@ -102,15 +98,17 @@ class Blocks:
         if slot is None:
             return None
         run = self.cut(slot)
-        if len(run.slots) > stop - start or not hashes.startswith(run.hashes, at):
+        if len(run.slots) > stop - start or not hashes.startswith(b"".join(run.digests), at):
             same = 1
-            while start + same < stop and hashes.startswith(run.digest(same), at + same * digest_bytes):
+            while start + same < stop and hashes.startswith(run.digests[same], at + same * digest_bytes):
                 same += 1
             self._split(run, same)
         return run
 
     def missing(self, digests: Sequence[bytes]) -> int:
         """How many leading ones are neither here nor on their way, each counted once."""
+        if len(set(digests)) == len(digests) and self._index.keys().isdisjoint(digests):
+            return len(digests)
         new = set()
         for digest in digests:
             if digest in self._index or digest in new:
@@ -120,28 +118,33 @@ class Blocks:
 
     # --- room -------------------------------------------------------------------------------------------------------
 
-    def budget_left(self, lane: Lane, more: int = 0) -> bool:
-        """Whether blocks of this lane may take one slot beside `more` others, if there is one."""
-        return lane is Lane.MEMORY or self.disk_used + more < self.disk_slots
+    def budget(self, lane: Lane) -> int:
+        """How many slots more blocks of this lane may take, if there are as many."""
+        return self.slot_count if lane is Lane.MEMORY else self.disk_slots - self.disk_used
 
-    def take_slot(self) -> int | None:
-        """A free slot, or that of a block whose last use lies longest ago; None when all are in use."""
-        if self._free:
-            return self._free.pop()
-        if not self._idle:
-            return None
-        run = next(iter(self._idle))
-        slot = run.slots.pop()  # its last block: the others are of use without it
-        del self._index[run.digest(len(run))]
-        run.hashes = run.hashes[: -run.digest_bytes]
-        self._runs[slot] = None
-        if not run.slots:
-            del self._idle[run]
-        return slot
+    def take_slots(self, most: int, ahead: str | None = None) -> array[int]:
+        """Free slots, then those of the blocks whose last use lies longest ago, up to one that this staging ahead
+        listed; none when all are in use.
+        """
+        start = max(0, len(self._free) - most)
+        slots = self._free[start:]
+        slots.reverse()
+        del self._free[start:]
+        while len(slots) < most and self._idle and (run := next(iter(self._idle))).ahead != ahead:
+            kept = max(0, len(run) - most + len(slots))  # its first blocks: they are of use without the others
+            for digest in run.digests[kept:]:
+                del self._index[digest]
+            for slot in run.slots[kept:]:
+                self._runs[slot] = None
+            slots += run.slots[kept:]
+            del run.digests[kept:], run.slots[kept:]
+            if not kept:
+                del self._idle[run]
+        return slots
 
     def add(self, digests: Sequence[bytes], slots: array[int], lane: Lane, owner: Any) -> Run:
         """Blocks that are about to be fetched into slots that were taken for them."""
-        run = Run(b"".join(digests), len(digests[0]), slots, lane, owner)
+        run = Run(list(digests), slots, lane, owner)
         self._index.update(zip(digests, slots, strict=True))
         self._enter(run)
         self.disk_used += lane * len(run)
@@ -164,13 +167,8 @@ class Blocks:
 
         Nothing that this staging ahead listed is replaced, nor what was used since it began.
         """
-        slots = array("I")
         alike = list(takewhile(lambda digest: len(digest) == len(digests[0]), digests))  # as a run's are
-        while len(slots) < len(alike) and self.budget_left(lane, len(slots)):
-            own = not self._free and bool(self._idle) and next(iter(self._idle)).ahead == ahead
-            if own or (slot := self.take_slot()) is None:
-                break
-            slots.append(slot)
+        slots = self.take_slots(max(0, min(len(alike), self.budget(lane))), ahead)
         if slots:
             self.add(digests[: len(slots)], slots, lane, None).ahead = ahead
         return slots
@@ -213,8 +211,8 @@ class Blocks:
         if run.detached:
             return
         run.detached = True
-        for block in range(len(run)):
-            del self._index[run.digest(block)]
+        for digest in run.digests:
+            del self._index[digest]
         if run in self._idle:
             del self._idle[run]
             self._release(run)
@@ -242,7 +240,7 @@ class Blocks:
             elif last is None or (run.lane, run.detached, run.ahead) != (last.lane, last.detached, last.ahead):
                 last = run
             else:
-                last.hashes += run.hashes
+                last.digests += run.digests
                 last.slots += run.slots
                 for slot in run.slots:
                     self._runs[slot] = last
@@ -251,9 +249,8 @@ class Blocks:
         """Make the blocks from `block` on a run of their own. Nobody waits for them: for a block waits who has those
         before it.
         """
-        at = block * run.digest_bytes
-        rest = replace(run, hashes=run.hashes[at:], slots=run.slots[block:], waiters=[])
-        run.hashes, run.slots = run.hashes[:at], run.slots[:block]
+        rest = replace(run, digests=run.digests[block:], slots=run.slots[block:], waiters=[])
+        del run.digests[block:], run.slots[block:]
         self._enter(rest)
         if run in self._idle:
             self._idle[rest] = None

@@ -13,7 +13,7 @@ from .account import Account
 from .jobs import Jobs
 from .logs import Log
 from .negative import NegativeCache
-from .planner import Fetched, Lane, Order, Planner, Request
+from .planner import Lane, Order, Planner, Request
 from .pools import Pools
 from .store import Store
 from .store_errors import ErrorClass
@@ -57,9 +57,9 @@ class Fetcher:
         return True
 
     def _start(self, order: Order) -> None:
-        job = partial(transfers.fetch, self._store, self._shape, [(block.digest, block.slot) for block in order.blocks])
+        job = partial(transfers.fetch, self._store, self._shape, list(zip(order.digests, order.slots, strict=True)))
         done, overdue = partial(self._fetched, order, self._clock_ns()), partial(self._overdue, order)
-        failed = [ErrorClass.BUG] * len(order.blocks)
+        failed = [ErrorClass.BUG] * len(order.slots)
         self._jobs.start(partial(self._pools.fetch, order.lane), job, done, failed, overdue)
 
     def _fetched(self, order: Order, started_ns: int, outcome: list[ErrorClass]) -> None:
@@ -73,12 +73,12 @@ class Fetcher:
         (self._totals.fetch_disk if disk else self._totals.fetch_memory).observe((now - started_ns) / 1e9)
         self._totals.fetched_blocks += good
         self._totals.failed_blocks[order.lane.name.lower()] += len(outcome) - good
-        for block, each in zip(order.blocks, outcome, strict=True):
+        for digest, each in zip(order.digests, outcome, strict=True):
             if each is ErrorClass.OK:
-                self._negative.forget(block.digest)
+                self._negative.forget(digest)
             elif each is not ErrorClass.TRANSIENT:
-                self._negative.add(block.digest, now, lasting=each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT))
-        self._planner.fetched(order.number, [Fetched(each is ErrorClass.OK, disk) for each in outcome], now)
+                self._negative.add(digest, now, lasting=each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT))
+        self._planner.fetched(order.number, [each is ErrorClass.OK for each in outcome], now)
         self._warming.fetched(order, good)
         waiting = self._planner.wants(order.lane)
         self._pools.widths[order.lane].completed(good * self._block_bytes, now, waiting=waiting)
@@ -86,8 +86,8 @@ class Fetcher:
 
     def _overdue(self, order: Order) -> None:
         now = self._clock_ns()
-        self._log.warning("call.overdue", call="fetch", blocks=len(order.blocks))
-        for block in order.blocks:
-            self._negative.add(block.digest, now, lasting=True)
+        self._log.warning("call.overdue", call="fetch", blocks=len(order.slots))
+        for digest in order.digests:
+            self._negative.add(digest, now, lasting=True)
         self._planner.overdue(order.number, now)
         self._warming.fetched(order, 0)

@@ -25,7 +25,7 @@ class Question(NamedTuple):
 
     key: Key
     start: int
-    digests: list[bytes]
+    digests: Sequence[bytes]
     renewal: bool = False
 
 

@@ -18,10 +18,10 @@ from array import array
 from collections.abc import Sequence
 
 from .blocks import Blocks, BlockState, Lane, Run
-from .requests import Block, Fetched, FlagPort, Key, Order, Request, Urgency, push
+from .requests import FlagPort, Key, Order, Request, Urgency, push
 from .victims import Victims
 
-__all__ = ["Fetched", "FlagPort", "Key", "Lane", "Order", "Planner", "Request"]
+__all__ = ["FlagPort", "Key", "Lane", "Order", "Planner", "Request"]
 
 DISK_SHARE = 0.75  # of the slots, at most, for blocks from disk that are wanted now
 AHEAD_SHARE = 4  # what is staged ahead takes a quarter of a call, and of the slots, at a time
@@ -108,27 +108,27 @@ class Planner:
             self._drop(request)
         return request
 
-    def fetched(self, number: int, results: Sequence[Fetched], now_ns: int) -> None:
-        """An order came back. The first failed block of a request ends its usable prefix."""
+    def fetched(self, number: int, results: Sequence[bool], now_ns: int) -> None:
+        """An order came back with these of its blocks. The first failed one of a request ends its usable prefix."""
         if (overdue := self._overdue.pop(number, None)) is not None:
             for run in list(self._blocks.runs(overdue.slots)):
                 self._blocks.returned(run)
             self._changed()
             return
         order = self._orders.pop(number)
-        for at in range(1, len(results)):
-            if results[at].ok != results[at - 1].ok:
-                self._blocks.cut(order.blocks[at].slot)
+        for at in range(1, 0 if all(results) else len(results)):
+            if results[at] != results[at - 1]:
+                self._blocks.cut(order.slots[at])
         runs = list(self._blocks.runs(order.slots))
         at = 0
         for run in runs:
-            outcome, at = results[at : at + len(run)], at + len(run)
-            run.state = BlockState.STAGED if outcome[0].ok else BlockState.FAILED
-            if not outcome[0].ok:
+            ok, at = results[at], at + len(run)
+            run.state = BlockState.STAGED if ok else BlockState.FAILED
+            if not ok:
                 self._blocks.detach(run)
             elif run.owner is not None:
                 run.owner.fetched_blocks += len(run)
-                run.owner.disk_blocks += sum(block.from_disk for block in outcome)
+                run.owner.disk_blocks += run.lane * len(run)
             run.owner = None
             self._blocks.returned(run)
         self._wake(runs, now_ns)
@@ -175,27 +175,27 @@ class Planner:
 
     def next_order(self, lane: Lane = Lane.MEMORY) -> tuple[Order | None, list[Request]]:
         """The lane's most urgent blocks that fit one store call, and the requests revoked to make room for them."""
-        blocks: list[Block] = []
+        order = self._order(lane)
         revoked: list[Request] = []
         chunk = self._chunk_blocks[lane]
-        while self.wants(lane) and len(blocks) < chunk:
+        while self.wants(lane) and len(order.slots) < chunk:
             request = self._head(lane)
             if request is None or self._must_yield(lane, request.urgency):
                 break
-            stop = self._issue(request, lane, blocks, revoked)
+            stop = self._issue(request, order, revoked)
             self._advance(request)
             if stop is _Stop.LANE:
                 self._queue(request)
             elif stop is not _Stop.FULL:
-                if not blocks and self._serve_in_part(request, lane):
+                if not order.slots and self._serve_in_part(request, lane):
                     continue
                 # Nobody less urgent may take room before this request; it goes on when a slot comes back.
                 self._stopped[lane] = stop
                 break
-            elif 2 * len(blocks) >= chunk:
+            elif 2 * len(order.slots) >= chunk:
                 # Filling up with the next request's blocks would make this one wait for them.
                 break
-        return self._order(blocks, lane), revoked
+        return self._begun(order), revoked
 
     def ahead(self, digests: Sequence[bytes], lane: Lane, ahead: str) -> Order | None:
         """An order for the first of these blocks, which no request wants yet, into room that none needs.
@@ -203,13 +203,19 @@ class Planner:
         None when there is no such room.  The blocks belong to nobody: the next hint finds them staged.
         """
         most = max(1, min(self._chunk_blocks[lane], self._blocks.slot_count) // AHEAD_SHARE)
-        return self._order(list(map(Block, digests, self._blocks.add_ahead(digests[:most], lane, ahead))), lane)
+        order = self._order(lane)
+        order.slots.extend(self._blocks.add_ahead(digests[:most], lane, ahead))
+        order.digests.extend(digests[: len(order.slots)])
+        return self._begun(order)
 
-    def _order(self, blocks: list[Block], lane: Lane) -> Order | None:
-        if not blocks:
-            return None
+    def _order(self, lane: Lane) -> Order:
         self._sequence += 1
-        order = self._orders[self._sequence] = Order(self._sequence, blocks, lane)
+        return Order(self._sequence, lane, [], array("I"))
+
+    def _begun(self, order: Order) -> Order | None:
+        if not order.slots:
+            return None
+        self._orders[order.number] = order
         return order
 
     @property
@@ -239,9 +245,10 @@ class Planner:
         head = self._head(other)
         return head is not None and head.urgency < urgency
 
-    def _issue(self, request: Request, lane: Lane, blocks: list[Block], revoked: list[Request]) -> _Stop:
+    def _issue(self, request: Request, order: Order, revoked: list[Request]) -> _Stop:
         """Pin this request's next blocks and order the missing ones."""
-        while request.wants_work and len(blocks) < self._chunk_blocks[lane]:
+        lane = order.lane
+        while request.wants_work and (room := self._chunk_blocks[lane] - len(order.slots)) > 0:
             self._pin_known(request, request.limit)
             start = request.issued
             if start >= request.limit:
@@ -252,11 +259,11 @@ class Planner:
             slots = array("I")
             stop = self._take_slots(slots, 1, request.urgency, lane, revoked)
             if slots:  # most find none: their digests are not cut out for that
-                end = min(start + self._chunk_blocks[lane] - len(blocks), request.lane_ends(start))
-                digests = request.digests(start, end)
+                digests = request.digests(start, min(start + room, request.lane_ends(start)))
                 stop = self._take_slots(slots, self._blocks.missing(digests), request.urgency, lane, revoked)
+                order.digests.extend(digests[: len(slots)])
+                order.slots.extend(slots)
                 self._hold(request, self._blocks.add(digests[: len(slots)], slots, lane, request))
-                blocks += map(Block, digests, slots)
             if stop is not _Stop.FULL:
                 return stop
         return _Stop.FULL
@@ -264,12 +271,14 @@ class Planner:
     def _take_slots(self, slots: array[int], count: int, urgency: Urgency, lane: Lane, revoked: list[Request]) -> _Stop:
         """Take slots for `count` blocks of this lane, revoking others if need be; why there are fewer, if so."""
         while len(slots) < count:
-            if not (self._blocks.budget_left(lane, len(slots)) or self._revoke(urgency, lane, revoked)):
-                return _Stop.NO_BUDGET
-            while (slot := self._blocks.take_slot()) is None:
-                if not self._revoke(urgency, None, revoked):
-                    return _Stop.NO_ROOM
-            slots.append(slot)
+            most = min(count, self._blocks.budget(lane)) - len(slots)
+            if most <= 0:
+                if not self._revoke(urgency, lane, revoked):
+                    return _Stop.NO_BUDGET
+            elif taken := self._blocks.take_slots(most):
+                slots += taken
+            elif not self._revoke(urgency, None, revoked):
+                return _Stop.NO_ROOM
         return _Stop.FULL
 
     def _pin_known(self, request: Request, stop: int) -> None:
@@ -301,7 +310,7 @@ class Planner:
         if self._orders:
             return False
         held = {slot: run.lane for run in self._blocks.runs(request.held) for slot in run.slots}
-        stuck = [order.lane for order in self._overdue.values() for _ in order.blocks]
+        stuck = [order.lane for order in self._overdue.values() for _ in order.slots]
         all_of_them = len(held) >= self._blocks.slot_count - len(stuck)
         of_lane = sum(held.values()) >= self._blocks.disk_slots - sum(stuck)
         if not (all_of_them or (lane is Lane.DISK and of_lane)):
@@ -386,7 +395,7 @@ class Planner:
         """
         return {
             **self._blocks.gauges(),
-            "slots_stuck": sum(len(order.blocks) for order in self._overdue.values()),
+            "slots_stuck": sum(len(order.slots) for order in self._overdue.values()),
             "requests": len(self.requests),
             "leases": sum(each.limit - each.issued for each in self.requests.values() if each.wants_work),
             "orders": len(self._orders),

@@ -6,6 +6,7 @@ import heapq
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from struct import Struct
 from typing import NamedTuple, Protocol
 
 from .blocks import Lane, Run
@@ -55,9 +56,8 @@ class Request:
         start = block * self.hash_bytes
         return self.hashes[start : start + self.hash_bytes]
 
-    def digests(self, start: int, stop: int) -> list[bytes]:
-        size = self.hash_bytes
-        return [self.hashes[at : at + size] for at in range(start * size, stop * size, size)]
+    def digests(self, start: int, stop: int) -> tuple[bytes, ...]:
+        return Struct(f"{self.hash_bytes}s" * (stop - start)).unpack_from(self.hashes, start * self.hash_bytes)
 
     def lane_of(self, block: int) -> Lane:
         at = block - self.local
@@ -80,30 +80,13 @@ class Request:
         return not self.final and self.issued < self.limit
 
 
-class Block(NamedTuple):
-    """A block to fetch, and where to."""
-
-    digest: bytes
-    slot: int
-
-
 class Order(NamedTuple):
-    """Blocks to fetch in one store call."""
+    """Blocks to fetch in one store call, and where to."""
 
     number: int
-    blocks: list[Block]
-    lane: Lane = Lane.MEMORY
-
-    @property
-    def slots(self) -> list[int]:
-        return [block.slot for block in self.blocks]
-
-
-class Fetched(NamedTuple):
-    """What became of one block of an order."""
-
-    ok: bool
-    from_disk: bool = False
+    lane: Lane
+    digests: list[bytes]
+    slots: array[int]
 
 
 def push(heap: list[Urgency], entry: Urgency, live: dict[int, Request]) -> None:

@@ -95,8 +95,8 @@ class Warming:
             if self._order is None:
                 self._give_up(batch, lane)
             else:
-                for block in self._order.blocks:
-                    del wanted[block.digest]
+                for digest in self._order.digests:
+                    del wanted[digest]
         self._end_if_done(batch)
         return self._order
 
@@ -107,7 +107,7 @@ class Warming:
         self._order = None
         batch = self._batches[0]
         batch.counts["fetched"] += good
-        batch.counts["failed"] += len(order.blocks) - good
+        batch.counts["failed"] += len(order.slots) - good
         self._end_if_done(batch)
 
     def tick(self) -> None:

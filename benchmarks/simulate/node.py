@@ -13,7 +13,7 @@ from functools import partial
 from benchmarks.simulate.events import Event, Loop, ns
 from benchmarks.simulate.link import Link, TierModel
 from benchmarks.simulate.workload import HASH_BYTES, SimRequest, StoreContents
-from kvprefetch.daemon.planner import Fetched, Key, Lane, Order, Planner
+from kvprefetch.daemon.planner import Key, Lane, Order, Planner
 from kvprefetch.shmring.protocol import FlagState
 
 MAX_STUCK = 4  # calls past their deadline, with which no other is started
@@ -264,15 +264,15 @@ class Node:
     def _fetch(self, order: Order) -> None:
         self.counters.calls += 1
         self._in_flight[order.lane] += 1
-        disk = [self._contents.on_disk(block.digest) for block in order.blocks]
-        for block in order.blocks:
-            if block.slot in self._unloaded:  # the slot's last block was never loaded
-                self._unloaded.remove(block.slot)
+        disk = [self._contents.on_disk(digest) for digest in order.digests]
+        for slot in order.slots:
+            if slot in self._unloaded:  # the slot's last block was never loaded
+                self._unloaded.remove(slot)
                 self.counters.wasted += 1
         deadline = None
         if self._model.call_deadline_s:
             deadline = self._loop.after(ns(self._model.call_deadline_s), partial(self._overdue, order))
-        self._transfer(disk, partial(self._fetched, order, disk, deadline))
+        self._transfer(disk, partial(self._fetched, order, deadline))
 
     def _overdue(self, order: Order) -> None:
         self.counters.overdue += 1
@@ -296,24 +296,21 @@ class Node:
             if count:
                 link.transfer(count * self._block_bytes, part_done)
 
-    def _fetched(self, order: Order, disk: Sequence[bool], deadline: Event | None) -> None:
+    def _fetched(self, order: Order, deadline: Event | None) -> None:
         overdue = order.number in self._stuck
         self._stuck.discard(order.number)
         if not overdue:
             self._in_flight[order.lane] -= 1
         if deadline is not None:
             deadline.cancel()
-        results = [
-            Fetched(not self._contents.lost(block.digest), from_disk)
-            for block, from_disk in zip(order.blocks, disk, strict=True)
-        ]
-        for block, result in zip(order.blocks, results, strict=True):
-            if result.ok:
+        results = [not self._contents.lost(digest) for digest in order.digests]
+        for slot, ok in zip(order.slots, results, strict=True):
+            if ok:
                 self.counters.fetched += 1
                 if overdue:
                     self.counters.wasted += 1
                 else:
-                    self._unloaded.add(block.slot)
+                    self._unloaded.add(slot)
             else:
                 self.counters.failed += 1
         self._planner.fetched(order.number, results, self._loop.now_ns)

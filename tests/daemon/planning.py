@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from kvprefetch.daemon.blocks import BlockState
-from kvprefetch.daemon.planner import Fetched, Key, Lane, Planner
+from kvprefetch.daemon.planner import Key, Lane, Planner
 
 
 class FlagsModel:
@@ -56,8 +56,8 @@ def run(
     done: list[list[str]] = []
     for lane in lanes:
         while (order := planner.next_order(lane)[0]) is not None:
-            names = [block.digest.decode().rstrip(".") for block in order.blocks]
-            planner.fetched(order.number, [Fetched(name not in fail) for name in names], 1)
+            names = [digest.decode().rstrip(".") for digest in order.digests]
+            planner.fetched(order.number, [name not in fail for name in names], 1)
             done.append(names)
     return done
 
@@ -71,7 +71,7 @@ def audit(planner: Planner) -> None:
         for block, slot in enumerate(request.held, request.local):
             holders[slot].append(request.sequence)
             run = blocks.at(slot)
-            assert run.digest(run.slots.index(slot)) == request.digest(block)
+            assert run.digests[run.slots.index(slot)] == request.digest(block)
         assert [slot for run in blocks.runs(request.held) for slot in run.slots] == list(request.held), "whole runs"
     in_call = {slot for order in (*planner._orders.values(), *planner._overdue.values()) for slot in order.slots}
     runs = {run for run in blocks._runs if run is not None}
@@ -80,13 +80,13 @@ def audit(planner: Planner) -> None:
     index: dict[bytes, int] = {}
     for run in runs:
         assert run.slots
-        assert len(run.hashes) == len(run) * run.digest_bytes
+        assert len(run.digests) == len(run)
         for block, slot in enumerate(run.slots):
             assert blocks._runs[slot] is run
             assert (run.pins, run.holders) == (len(holders[slot]), sum(holders[slot]))
             assert run.in_call == (slot in in_call)
             if not run.detached:
-                index[run.digest(block)] = slot
+                index[run.digests[block]] = slot
         if run.pins == 0 and not run.in_call:
             assert run.state is BlockState.STAGED
             assert not run.detached

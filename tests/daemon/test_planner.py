@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvprefetch.daemon.planner import Fetched, Key, Lane, Planner
+from kvprefetch.daemon.planner import Key, Lane, Planner
 from tests.daemon.planning import FlagsModel, audit, hint, run
 
 
@@ -38,7 +38,7 @@ def test_a_shared_block_is_fetched_once_also_while_it_is_loading() -> None:
     planner.looked_up(two, 3)
     assert run(planner) == [["c"]]
     assert flags.count.get(two, 0) == 0
-    planner.fetched(order.number, [Fetched(True)] * 2, 1)
+    planner.fetched(order.number, [True] * 2, 1)
     assert flags.count == {one: 2, two: 3}
     assert [flags.slots[one][i] for i in (0, 1)] == [flags.slots[two][i] for i in (0, 1)]
 
@@ -122,7 +122,7 @@ def test_a_cancelled_load_gives_its_slot_back_when_the_call_returns() -> None:
     assert order is not None
     planner.finish(key)
     assert planner.gauges()["slots_free"] == 0
-    planner.fetched(order.number, [Fetched(True), Fetched(False)], 1)
+    planner.fetched(order.number, [True, False], 1)
     assert planner.gauges()["slots_free"] == 1
     assert planner.gauges()["slots_idle"] == 1
 
@@ -139,7 +139,7 @@ def test_a_reset_forgets_every_block_and_revokes_what_is_unclaimed() -> None:
     assert order is not None
     flags.claimed.add(kept)
     assert {request.key for request in planner.reset()} == {waiting, loading}
-    planner.fetched(order.number, [Fetched(True)], 1)
+    planner.fetched(order.number, [True], 1)
     again = hint(planner, 4, "a", "b", "c")
     planner.looked_up(again, 3)
     assert run(planner) == [["a", "b", "c"]]
@@ -159,13 +159,13 @@ def test_a_memory_hit_never_waits_behind_disk_loads() -> None:
     orders = []
     while (order := planner.next_order(Lane.DISK)[0]) is not None:
         orders.append(order)
-    assert sum(len(order.blocks) for order in orders) == 6, "blocks from disk leave room for others"
+    assert sum(len(order.slots) for order in orders) == 6, "blocks from disk leave room for others"
     fast = hint(planner, 2, "x", "y")
     planner.looked_up(fast, 2)
     assert run(planner, lanes=[Lane.MEMORY]) == [["x", "y"]]
     assert fast in flags.final
     for order in orders:
-        planner.fetched(order.number, [Fetched(True)] * len(order.blocks), 1)
+        planner.fetched(order.number, [True] * len(order.slots), 1)
     run(planner)
     assert flags.count[slow] == 6
     assert slow in flags.final, "served in part: all the room that disk blocks may have"
@@ -209,7 +209,7 @@ def test_an_overdue_order_ends_its_requests_at_their_prefix_and_gives_its_slots_
     second, _ = planner.next_order()
     assert first is not None
     assert second is not None
-    planner.fetched(first.number, [Fetched(True)] * 2, 1)
+    planner.fetched(first.number, [True] * 2, 1)
     planner.overdue(second.number, 2)
     assert run(planner) == []
     assert flags.count == {hung: 2, other: 2}
@@ -222,7 +222,7 @@ def test_an_overdue_order_ends_its_requests_at_their_prefix_and_gives_its_slots_
     planner.finish(other)
     assert run(planner) == [["c", "y"]], "fetched anew, to other slots, as far as there is room"
     assert later in flags.final
-    planner.fetched(second.number, [Fetched(True)] * 2, 3)
+    planner.fetched(second.number, [True] * 2, 3)
     planner.finish(later)
     gauges = planner.gauges()
     assert gauges["slots_stuck"] == gauges["blocks_pinned"] == 0
@@ -237,7 +237,7 @@ def test_a_second_look_up_can_only_shorten() -> None:
     order, _ = planner.next_order()
     assert order is not None
     planner.looked_up(key, 0)
-    planner.fetched(order.number, [Fetched(True)], 1)
+    planner.fetched(order.number, [True], 1)
     assert flags.count[key] == 1
     assert key in flags.final
 
@@ -325,9 +325,9 @@ def test_digests_of_different_lengths_can_be_staged_ahead() -> None:
     while wanted:
         order = planner.ahead(wanted, Lane.MEMORY, "list")
         assert order is not None
-        lengths.append([len(block.digest) for block in order.blocks])
-        planner.fetched(order.number, [Fetched(True)] * len(order.blocks), 1)
-        del wanted[: len(order.blocks)]
+        lengths.append([len(digest) for digest in order.digests])
+        planner.fetched(order.number, [True] * len(order.slots), 1)
+        del wanted[: len(order.slots)]
     assert lengths == [[5], [8], [10, 10]]
     planner.reset()
     audit(planner)

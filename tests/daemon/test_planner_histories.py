@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from kvprefetch.daemon.planner import Fetched, Key, Lane, Order, Planner
+from kvprefetch.daemon.planner import Key, Lane, Order, Planner
 from tests.daemon.planning import FlagsModel, audit, digests, hint
 
 HISTORIES = 500
@@ -54,20 +54,19 @@ def history(chance: Random) -> None:
                     del live[request.key]
                 if order is not None:
                     orders.append(order)
-                    for block in order.blocks:
-                        content[block.slot] = ""
+                    content.update((slot, "") for slot in order.slots)
             case "fetched" if orders:
                 order = orders.pop(chance.randrange(len(orders)))
-                results = [Fetched(chance.random() < 0.85) for _ in order.blocks]
-                for block, result in zip(order.blocks, results, strict=True):
-                    content[block.slot] = block.digest.decode().rstrip(".") if result.ok else ""
+                results = [chance.random() < 0.85 for _ in order.slots]
+                for digest, slot, ok in zip(order.digests, order.slots, results, strict=True):
+                    content[slot] = digest.decode().rstrip(".") if ok else ""
                 planner.fetched(order.number, results, 1)
             case "overdue" if orders:
                 overdue.append(orders.pop(chance.randrange(len(orders))))
                 planner.overdue(overdue[-1].number, 1)
             case "returned" if overdue:
                 order = overdue.pop(chance.randrange(len(overdue)))
-                planner.fetched(order.number, [Fetched(chance.random() < 0.85) for _ in order.blocks], 1)
+                planner.fetched(order.number, [chance.random() < 0.85 for _ in order.slots], 1)
             case "renewed" if live:
                 key = chance.choice(sorted(live))
                 planner.looked_up(key, chance.randint(0, 7))
@@ -86,13 +85,13 @@ def history(chance: Random) -> None:
                 order = planner.ahead([digests(name) for name in dict.fromkeys(names)], lane, "list")
                 if order is not None:
                     orders.append(order)
-                    content.update((block.slot, "") for block in order.blocks)
+                    content.update((slot, "") for slot in order.slots)
             case "reset":
                 for request in planner.reset():
                     del live[request.key]
         audit(planner)
         gauges = planner.gauges()
-        assert gauges["slots_stuck"] == sum(len(order.blocks) for order in overdue)
+        assert gauges["slots_stuck"] == sum(len(order.slots) for order in overdue)
         assert planner._blocks.disk_used <= slots
         for key, names in live.items():
             # What is published is there: the slot holds the very block the flag promises.
@@ -101,14 +100,14 @@ def history(chance: Random) -> None:
                     assert content[slot] == names[block]
     # Whatever is left comes to its end: every request is answered in full, and then nothing is held.
     for order in orders + overdue:
-        planner.fetched(order.number, [Fetched(True)] * len(order.blocks), 1)
+        planner.fetched(order.number, [True] * len(order.slots), 1)
     for _ in range(200):
         for lane in Lane:
             order, revoked = planner.next_order(lane)
             for request in revoked:
                 del live[request.key]
             if order is not None:
-                planner.fetched(order.number, [Fetched(True)] * len(order.blocks), 1)
+                planner.fetched(order.number, [True] * len(order.slots), 1)
         if not live:
             break
         ended = [key for key in live if planner.requests[key].final or key in flags.claimed]

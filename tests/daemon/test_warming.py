@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvprefetch.daemon.negative import NegativeCache
-from kvprefetch.daemon.planner import Fetched, Lane, Planner
+from kvprefetch.daemon.planner import Lane, Planner
 from kvprefetch.daemon.transfers import Found
 from kvprefetch.daemon.warming import MAX_WAITING, PATIENCE_NS, QUIET_NS, Warming
 from kvprefetch.shmring.messages import Message, Report, Warm, Warmed
@@ -62,10 +62,10 @@ class Setup:
         done = []
         for lane in Lane:
             while (order := self.warming.next_order(lane)) is not None:
-                results = [Fetched(block.digest not in names(fail)) for block in order.blocks]
+                results = [digest not in names(fail) for digest in order.digests]
                 self.planner.fetched(order.number, results, 1)
-                done.append("".join(block.digest.decode().rstrip(".") for block in order.blocks))
-                self.warming.fetched(order, sum(result.ok for result in results))
+                done.append("".join(digest.decode().rstrip(".") for digest in order.digests))
+                self.warming.fetched(order, sum(results))
         return done
 
     def last(self) -> dict[str, int]:
@@ -156,7 +156,7 @@ def test_a_request_goes_first_and_finds_room_at_once() -> None:
     assert first is not None
     key = hint(setup.planner, 1, "a", "b", "c", "d")
     setup.planner.looked_up(key, 4)
-    setup.planner.fetched(first.number, [Fetched(True)], 1)
+    setup.planner.fetched(first.number, [True], 1)
     setup.warming.fetched(first, 1)
     assert setup.warming.next_order(Lane.MEMORY) is None, "a request wants its blocks"
     assert setup.replies == []
@@ -182,7 +182,7 @@ def test_blocks_on_disk_go_in_their_lane_and_within_its_share() -> None:
     setup.answer()
     order = setup.warming.next_order(Lane.DISK)
     assert order is not None
-    assert (order.lane, len(order.blocks)) == (Lane.DISK, 2)
+    assert (order.lane, len(order.slots)) == (Lane.DISK, 2)
     assert setup.warming.next_order(Lane.MEMORY) is None, "one fetch at a time"
 
 
@@ -204,7 +204,7 @@ def test_a_fetch_that_hangs_fails_its_blocks_and_is_forgotten() -> None:
     setup.planner.overdue(order.number, 1)
     setup.warming.fetched(order, 0)
     assert setup.last() == {"failed": 2}
-    setup.planner.fetched(order.number, [Fetched(True)] * 2, 2)
+    setup.planner.fetched(order.number, [True] * 2, 2)
     setup.warming.fetched(order, 2)
     assert len(setup.replies) == 1
     assert setup.planner.gauges()["slots_free"] == 8
@@ -270,7 +270,7 @@ def test_a_reset_or_the_end_answers_all_orders(moment: str) -> None:
     if setup.pending:
         setup.answer()
     if order is not None:
-        setup.planner.fetched(order.number, [Fetched(True)] * 2, 2)
+        setup.planner.fetched(order.number, [True] * 2, 2)
         setup.warming.fetched(order, 2)
     assert len(setup.replies) == 2
     assert setup.fetch() == []
