@@ -239,10 +239,9 @@ class Planner:
 
     def _must_yield(self, lane: Lane, urgency: Urgency) -> bool:
         """Whether a more urgent request of the other lane waits for the next slot that comes back."""
-        other = Lane(1 - lane)
-        if self._stopped[other] is not _Stop.NO_ROOM:
+        if self._stopped[1 - lane] is not _Stop.NO_ROOM:
             return False
-        head = self._head(other)
+        head = self._head(Lane(1 - lane))
         return head is not None and head.urgency < urgency
 
     def _issue(self, request: Request, order: Order, revoked: list[Request]) -> _Stop:
