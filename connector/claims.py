@@ -227,12 +227,14 @@ class Claims:
         """Claim what is there and answer it, or settle on recomputing."""
         if entry.wait is not None:
             self._policy.fetches.saw(entry.wait, max(start, flag.count), now)
-        stop = min(flag.count - self._geometry.drop_last, usable)
+        dropped = int(self._geometry.drop_last)
+        stop = min(flag.count - dropped, usable)
         if stop <= start:
             self._note_found(entry, handle, flag)
             self.finish(entry, outcome)
             return self._recompute(entry, outcome)
-        if not hints.claim(handle, flag, stop, now):
+        # With the block that is dropped: an un-claim publishes what was claimed, and the next answer drops it again.
+        if not hints.claim(handle, flag, stop + dropped, now):
             return PENDING  # the daemon moved the flag in between; the next visit sees where
         slots = handle.session.flags.read_slots(handle.flag, start, stop)
         count = stop - start

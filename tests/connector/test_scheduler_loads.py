@@ -216,13 +216,14 @@ def test_a_revoked_hint_is_renewed_a_few_times() -> None:
     assert engine.daemon.unreturned() == []
 
 
-def test_an_answer_without_allocation_is_given_up_at_the_end_of_the_pass() -> None:
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_answer_without_allocation_is_given_up_at_the_end_of_the_pass(drop_last: bool) -> None:
     """And claimed again at the next visit, however often; a revocation in between is seen."""
-    engine = Engine()
+    engine = Engine(drop_last=drop_last)
     request = engine.add("r", 4 * BLOCK)
     engine.daemon.stage("r", 3)
     for _ in range(3):
-        assert engine.match(request) == (3 * BLOCK, False)
+        assert engine.match(request) == ((3 - drop_last) * BLOCK, False)
         assert engine.step().loads == []
         assert engine.daemon.flag("r") == (1, FlagState.READY, 3)
     engine.daemon.move(engine.daemon.hint("r").flag, FlagState.EXPIRED, 0)
