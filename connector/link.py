@@ -169,11 +169,11 @@ class Link(Generic[S]):
 
     def _watch(self, sock: socket.socket) -> float:
         while not self._stop.is_set():
+            if (session := self.session) is not None:
+                session.beat(time.monotonic_ns())
             try:
                 received = messages.receive_message(sock, max_fds=2)
             except TimeoutError:
-                if self.session is not None:
-                    self.session.beat(time.monotonic_ns())
                 continue
             if received is None:
                 break

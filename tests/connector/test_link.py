@@ -18,6 +18,7 @@ from kvprefetch.connector.link import Link
 from kvprefetch.connector.session import SchedulerSession, WorkerSession
 from kvprefetch.shmring import messages, protocol
 from kvprefetch.shmring.doorbell import Doorbell
+from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import PeerStatus
 from kvprefetch.shmring.messages import Attached, Hello, Mapped, Refused, Reset, ResetDone, SchedulerShape, WorkerShape
 from kvprefetch.shmring.segment import Segment
@@ -256,3 +257,18 @@ def test_a_worker_keeps_ended_epochs_until_they_are_retired(server: Server, monk
     link.keep(())
     assert link.mapped(2) is None
     link.close()
+
+
+def test_the_heart_beats_while_messages_come(
+    server: Server, scheduler: Link[SchedulerSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that saves all the time hears of its saves all the time."""
+    monkeypatch.setattr(link_module, "BEAT_S", 1.0)
+    sock, _ = server.accept()
+    server.attach(sock, server.fake)
+    first = server.fake.words.load_acquire(Line.PRODUCER_BEAT)
+    for save_id in range(20):
+        messages.send_message(sock, messages.Stored(save_id=save_id))
+        time.sleep(0.01)
+    assert server.fake.words.load_acquire(Line.PRODUCER_BEAT) > first
+    sock.close()
