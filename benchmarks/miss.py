@@ -120,7 +120,7 @@ class Bench:
 
     def _spec(self, variant: str, socket: Path) -> EngineSpec:
         role = "kv_both" if variant == SAVES else "kv_consumer"
-        extra = {"spin_us": 0} if variant == NO_SPIN else {}
+        extra = {"spin_us": 0, "idle_wait_us": 0} if variant == NO_SPIN else {}
         ours = connectors.ours(socket, role=role, wait_policy="adaptive", **extra)
         return EngineSpec(
             own_worker=False,

@@ -75,12 +75,13 @@ class Claims:
 
     def __init__(
         self, config: ConnectorConfig, geometry: Geometry, policy: WaitPolicy, saves: Saves | None,
-        counters: Counter[str], clock_ns: Callable[[], int],
+        counters: Counter[str], clock_ns: Callable[[], int], pause: Callable[[], None],
     ) -> None:  # fmt: skip
         self._config, self._geometry, self._saves, self._counters = config, geometry, saves, counters
-        self._policy, self._clock_ns = policy, clock_ns
+        self._policy, self._clock_ns, self._pause = policy, clock_ns, pause
         self._shadow = config.mode == "shadow"
-        self._spin_left_ns = self._spin_ns = config.spin_us * 1000
+        self._spin_ns, self._idle_wait_ns = config.spin_us * 1000, config.idle_wait_us * 1000
+        self._looked_ns = 0  # in this pass
         self._warned_ns = -_WARN_EVERY_NS
         self._pending_ahead = False  # whether a request visited before in this pass waits
 
@@ -109,7 +110,7 @@ class Claims:
 
     def new_pass(self) -> None:
         """The scheduler begins another pass over its queue."""
-        self._spin_left_ns = self._spin_ns
+        self._looked_ns = 0
         self._pending_ahead = False
 
     def match(self, entry: Entry, session: SchedulerSession, start: int, *, occupied: float) -> Reply:
@@ -148,12 +149,12 @@ class Claims:
         first_visit = entry.wait is None
         wait = entry.wait = entry.wait or self._begin(entry, max(start, flag.count), now)
         if first_visit and handle is not None and wait.policy != "best_effort":
-            flag = self._spin(handle, flag, usable, now, idle=occupied == 0.0)
+            flag = self._look_on(handle, flag, usable, now, idle=occupied == 0.0)
             now = self._clock_ns()
         if handle is not None and flag.state != FlagState.HINTED:
             if flag.state != FlagState.EXPIRED:
                 return self._take(entry, handle, flag, start, usable, Outcome.MISS, now)
-            return PENDING  # revoked while we spun: the next visit hints again
+            return PENDING  # revoked while we looked: the next visit hints again
         limit = usable
         if handle is not None and wait.policy == "adaptive" and (found := handle.session.flags.found(handle.flag)):
             limit = min(found, usable)
@@ -187,22 +188,26 @@ class Claims:
                     log.warning("kvprefetch: request %s: %s; the default is used", entry.request.request_id, error)
         return Wait.begin(config.wait_policy, config.wait_timeout_ms, now, ready)
 
-    def _spin(self, handle: Handle, flag: Flag, usable: int, began: int, *, idle: bool) -> Flag:
-        """Look for a moment at a flag that may be about to change: loads and a clock in memory, no system call.
+    def _look_on(self, handle: Handle, flag: Flag, usable: int, began: int, *, idle: bool) -> Flag:
+        """Look for a moment at a flag that may be about to change.
 
-        An idle engine has nothing better to do; a busy one only sees whether the store holds anything: told to wait
-        before that is known, a miss would lose its seat to those behind it.
+        An idle engine has nothing better to do, and would sleep for a millisecond: it sleeps for less between looks.
+        A busy one only sees whether the store holds anything, and makes no system call: told to wait before that is
+        known, a miss would lose its seat to those behind it.
         """
         found = handle.session.flags.found
-        if self._policy.recompute_ns(usable - flag.count) < self._spin_left_ns:
+        left = (self._idle_wait_ns if idle else self._spin_ns) - self._looked_ns
+        if left <= 0 or self._policy.recompute_ns(usable - flag.count) < left:
             return flag  # what could come is not worth it
         hints.ask(handle, began)
         now = began
-        while flag.state == FlagState.HINTED and now - began < self._spin_left_ns:
-            if not idle and found(handle.flag) > handle.local_blocks:
+        while flag.state == FlagState.HINTED and now - began < left:
+            if idle:
+                self._pause()
+            elif found(handle.flag) > handle.local_blocks:
                 break
             flag, now = hints.look(handle), self._clock_ns()
-        self._spin_left_ns = max(0, self._spin_left_ns - (now - began))
+        self._looked_ns += now - began
         return flag
 
     def _late_hint(self, entry: Entry, session: SchedulerSession, start: int) -> bool:

@@ -40,7 +40,13 @@ class ConnectorConfig(BaseModel):
         default=250,
         ge=0,
         le=10_000,
-        description="longest look of a pass at flags about to change; 0: none",
+        description="longest look of a pass at look-ups about to end; 0: none",
+    )
+    idle_wait_us: int = Field(
+        default=2000,
+        ge=0,
+        le=10_000,
+        description="longest wait of a pass of an idle engine for flags about to change; 0: none",
     )
     hint_on_arrival: bool = Field(default=True, description="false: hint only when the scheduler first asks")
     save_decode_cache: bool = Field(default=False, description="also save blocks filled while decoding")

@@ -36,6 +36,8 @@ from .steps import StepTimes
 from .support import Geometry
 
 RESET_RETRY_NS = 5_000_000_000
+# Between two looks of an idle engine; the kernel makes it about twice as long.
+PAUSE_S = 50e-6
 
 
 class SessionSource(Protocol):
@@ -75,11 +77,13 @@ def _detaching(default: Any) -> Callable[[_F], _F]:
 class SchedulerSide:
     """One engine's scheduler. `local_tokens` says how many tokens of a request the engine's own prefix cache holds,
     `local_cached_blocks` how many blocks that cache holds at all, `still_cached` whether it has this block id under
-    this digest; `clock_ns` is CLOCK_MONOTONIC. With `publish`, `take_events` tells of saved blocks."""
+    this digest; `clock_ns` is CLOCK_MONOTONIC, `pause` sleeps between two looks of an idle engine. With `publish`,
+    `take_events` tells of saved blocks."""
 
     def __init__(
         self, config: ConnectorConfig, geometry: Geometry, link: SessionSource, *,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        pause: Callable[[], None] = lambda: time.sleep(PAUSE_S),
         local_tokens: Callable[[Any], int] = lambda request: 0,
         local_cached_blocks: Callable[[], int] = lambda: 0,
         still_cached: Callable[[int, bytes], bool] = lambda block_id, digest: False,
@@ -108,7 +112,7 @@ class SchedulerSide:
         self._steps = StepTimes()
         self._claims = Claims(
             config, geometry, WaitPolicy(self._steps, geometry.block_tokens),
-            self._saves if self._saving else None, self.counters, clock_ns,
+            self._saves if self._saving else None, self.counters, clock_ns, pause,
         )  # fmt: skip
         # What the step before scheduled and has not finished since, and how many requests this pass admitted.
         self._running: set[str] = set()

@@ -208,10 +208,10 @@ class Engine:
         self.engine_cache: dict[int, bytes] = {}  # block id -> digest
         self.ranks = ranks
         # A bound alone says when a wait ends, whatever the clock's steps are taken for.
-        settings = {"socket": "/nowhere", "wait_policy": "timeout", "spin_us": 0, **settings}
+        settings = {"socket": "/nowhere", "wait_policy": "timeout", "spin_us": 0, "idle_wait_us": 0, **settings}
         geometry = Geometry(BLOCK, ratio, 0, ranks, BLOCK_BYTES, 64, 16, loads, saves, drop_last, "full_attention")
         self.side = SchedulerSide(
-            configuration.load(settings), geometry, self.link, clock_ns=self.clock,
+            configuration.load(settings), geometry, self.link, clock_ns=self.clock, pause=lambda: None,
             local_tokens=lambda request: self.local.get(request.request_id, 0),
             local_cached_blocks=lambda: self.cached_blocks,
             still_cached=lambda block_id, digest: self.engine_cache.get(block_id) == digest, publish=publish,

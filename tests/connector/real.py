@@ -264,7 +264,7 @@ class RealEngine:
             "kv_load_failure_policy": policy,
             # A clock that stands still must neither be spun on nor measured with.
             "kv_connector_extra_config": {
-                "socket": "/nowhere", "wait_policy": "timeout", "spin_us": 0, **settings
+                "socket": "/nowhere", "wait_policy": "timeout", "spin_us": 0, "idle_wait_us": 0, **settings
             },
         }  # fmt: skip
         if multi:

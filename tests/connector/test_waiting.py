@@ -216,6 +216,7 @@ class Turning:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.at_ns, self.request, self.blocks = engine, 0, "", 0
+        self.pauses = 0
 
     @property
     def ns(self) -> int:
@@ -231,28 +232,34 @@ class Turning:
             self.engine.daemon.stage(request, self.blocks)
         return self.ns
 
+    def pause(self) -> None:
+        self.pauses += 1
+        self.engine.clock.ns += 50_000
+
 
 def turning(**settings: Any) -> tuple[Engine, Turning]:
-    engine = Engine(spin_us=250, **settings)
+    engine = Engine(spin_us=250, idle_wait_us=1000, **settings)
     clock = Turning(engine)
     engine.side._clock_ns = engine.side._claims._clock_ns = clock
+    engine.side._claims._pause = clock.pause
     return engine, clock
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "timeout", "wait"])
-def test_an_idle_engine_sees_what_comes_within_the_spin(policy: str) -> None:
+def test_an_idle_engine_sees_what_comes_while_it_waits(policy: str) -> None:
     engine, clock = turning(wait_policy=policy)
     soon, late = engine.add("soon", 20 * BLOCK + 1), engine.add("late", 20 * BLOCK + 1)
-    clock.arrive("soon", 100)
+    clock.arrive("soon", 400)
     assert engine.match(soon) == (20 * BLOCK, False)
     began = clock.ns
-    clock.arrive("late", 500)
+    clock.arrive("late", 2000)
     assert engine.match(late) == PENDING
-    assert clock.ns - began < 250_000, "one pass spins no longer than this, however many requests it meets"
+    assert 400_000 < clock.ns - began < 700_000, "one pass waits no longer than this, however many requests it meets"
+    assert 15 <= clock.pauses <= 25, "and sleeps between two looks"
     engine.step()
-    began = clock.ns
+    pauses = clock.pauses
     assert engine.match(late) == PENDING
-    assert clock.ns - began < 50_000, "only the first visit spins"
+    assert clock.pauses == pauses, "only the first visit waits"
 
 
 @pytest.mark.parametrize("case", ["running", "admitted"])
@@ -274,6 +281,7 @@ def test_a_busy_engine_spins_for_the_look_up_only(case: str) -> None:
     began = clock.ns
     assert engine.match(slow) == PENDING
     assert clock.ns - began < 50_000, "only the first visit spins"
+    assert clock.pauses == 0, "a busy engine never sleeps for us"
 
 
 def occupy(engine: Engine, case: str) -> None:
