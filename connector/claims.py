@@ -149,7 +149,7 @@ class Claims:
         first_visit = entry.wait is None
         wait = entry.wait = entry.wait or self._begin(entry, max(start, flag.count), now)
         if first_visit and handle is not None and wait.policy != "best_effort":
-            flag = self._look_on(handle, flag, usable, now, idle=occupied == 0.0)
+            flag = self._look_on(handle, flag, usable, now, idle=occupied == 0.0 and not self._geometry.lockstep)
             now = self._clock_ns()
         if handle is not None and flag.state != FlagState.HINTED:
             if flag.state != FlagState.EXPIRED:

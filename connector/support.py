@@ -40,6 +40,8 @@ class Geometry:
     # EAGLE-like drafters: the last matched block's draft KV depends on the token after it, which no hash covers.
     drop_last: bool
     spec_kind: str
+    # Data-parallel ranks of a mixture of experts step together: what one does between steps, all wait for.
+    lockstep: bool
 
 
 def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -91,6 +93,8 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometr
         saves=transfer.is_kv_producer,
         drop_last=speculative is not None and speculative.use_eagle_block_drop(),
         spec_kind=get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[0].kv_cache_spec).value,
+        # vLLM tells ranks that need not step together that there is but one (EngineCoreProc.run_engine_core).
+        lockstep=vllm_config.parallel_config.data_parallel_size > 1,
     )
 
 

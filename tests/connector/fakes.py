@@ -198,7 +198,8 @@ class Engine:
 
     def __init__(
         self, *, loads: bool = True, saves: bool = True, ranks: int = 1, ratio: int = 1, drop_last: bool = False,
-        flags: int = 16, slots: int = 64, ring: int = 1 << 16, publish: bool = False, **settings: Any,
+        flags: int = 16, slots: int = 64, ring: int = 1 << 16, publish: bool = False, lockstep: bool = False,
+        **settings: Any,
     ) -> None:  # fmt: skip
         self.clock = Clock()
         self.daemon = FakeDaemon(self.clock, flags=flags, slots=slots, ring=ring)
@@ -209,7 +210,9 @@ class Engine:
         self.ranks = ranks
         # A bound alone says when a wait ends, whatever the clock's steps are taken for.
         settings = {"socket": "/nowhere", "wait_policy": "timeout", "spin_us": 0, "idle_wait_us": 0, **settings}
-        geometry = Geometry(BLOCK, ratio, 0, ranks, BLOCK_BYTES, 64, 16, loads, saves, drop_last, "full_attention")
+        geometry = Geometry(
+            BLOCK, ratio, 0, ranks, BLOCK_BYTES, 64, 16, loads, saves, drop_last, "full_attention", lockstep
+        )
         self.side = SchedulerSide(
             configuration.load(settings), geometry, self.link, clock_ns=self.clock, pause=lambda: None,
             local_tokens=lambda request: self.local.get(request.request_id, 0),

@@ -41,7 +41,7 @@ def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute
     extra = {"socket": str(socket), **changes.pop("extra", {})}
     parallel = {
         "prefill_context_parallel_size": 1, "decode_context_parallel_size": 1, "world_size": 1, "rank": 0,
-        "tensor_parallel_size": 1, "pipeline_parallel_size": 1, **changes.pop("parallel", {}),
+        "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, **changes.pop("parallel", {}),
     }  # fmt: skip
     model = {"is_encoder_decoder": False, "model": "org/tiny", "max_model_len": 512, **changes.pop("model", {})}
     return SimpleNamespace(
@@ -127,6 +127,12 @@ def test_roles_decide_what_is_done(tmp_path: Path, role: str, loads: bool, saves
     hello = support.scheduler_hello(vllm_config(tmp_path / "s"), shape)
     assert hello.scheduler is not None
     assert (hello.scheduler.loads, hello.scheduler.saves) == (loads, saves)
+
+
+def test_ranks_that_step_together_are_known(tmp_path: Path) -> None:
+    for ranks, together in ((1, False), (2, True)):
+        config = vllm_config(tmp_path / "s", parallel={"data_parallel_size": ranks})
+        assert support.geometry(config, kv_cache_config()).lockstep is together
 
 
 def test_a_failure_policy_other_than_recompute_is_warned_about(
