@@ -144,7 +144,7 @@ class Blocks:
 
     def add(self, digests: Sequence[bytes], slots: array[int], lane: Lane, owner: Any) -> Run:
         """Blocks that are about to be fetched into slots that were taken for them."""
-        run = Run(list(digests), slots, lane, owner)
+        run = Run(list(digests), slots[:], lane, owner)
         self._index.update(zip(digests, slots, strict=True))
         self._enter(run)
         self.disk_used += lane * len(run)

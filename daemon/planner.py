@@ -175,27 +175,28 @@ class Planner:
 
     def next_order(self, lane: Lane = Lane.MEMORY) -> tuple[Order | None, list[Request]]:
         """The lane's most urgent blocks that fit one store call, and the requests revoked to make room for them."""
-        order = self._order(lane)
+        digests: list[bytes] = []
+        slots = array("I")
         revoked: list[Request] = []
         chunk = self._chunk_blocks[lane]
-        while self.wants(lane) and len(order.slots) < chunk:
+        while self.wants(lane) and len(slots) < chunk:
             request = self._head(lane)
             if request is None or self._must_yield(lane, request.urgency):
                 break
-            stop = self._issue(request, order, revoked)
+            stop = self._issue(request, lane, digests, slots, revoked)
             self._advance(request)
             if stop is _Stop.LANE:
                 self._queue(request)
             elif stop is not _Stop.FULL:
-                if not order.slots and self._serve_in_part(request, lane):
+                if not slots and self._serve_in_part(request, lane):
                     continue
                 # Nobody less urgent may take room before this request; it goes on when a slot comes back.
                 self._stopped[lane] = stop
                 break
-            elif 2 * len(order.slots) >= chunk:
+            elif 2 * len(slots) >= chunk:
                 # Filling up with the next request's blocks would make this one wait for them.
                 break
-        return self._begun(order), revoked
+        return self._order(lane, digests, slots), revoked
 
     def ahead(self, digests: Sequence[bytes], lane: Lane, ahead: str) -> Order | None:
         """An order for the first of these blocks, which no request wants yet, into room that none needs.
@@ -203,19 +204,14 @@ class Planner:
         None when there is no such room.  The blocks belong to nobody: the next hint finds them staged.
         """
         most = max(1, min(self._chunk_blocks[lane], self._blocks.slot_count) // AHEAD_SHARE)
-        order = self._order(lane)
-        order.slots.extend(self._blocks.add_ahead(digests[:most], lane, ahead))
-        order.digests.extend(digests[: len(order.slots)])
-        return self._begun(order)
+        slots = self._blocks.add_ahead(digests[:most], lane, ahead)
+        return self._order(lane, digests[: len(slots)], slots)
 
-    def _order(self, lane: Lane) -> Order:
-        self._sequence += 1
-        return Order(self._sequence, lane, [], array("I"))
-
-    def _begun(self, order: Order) -> Order | None:
-        if not order.slots:
+    def _order(self, lane: Lane, digests: Sequence[bytes], slots: array[int]) -> Order | None:
+        if not slots:
             return None
-        self._orders[order.number] = order
+        self._sequence += 1
+        order = self._orders[self._sequence] = Order(self._sequence, lane, digests, slots)
         return order
 
     @property
@@ -244,10 +240,11 @@ class Planner:
         head = self._head(Lane(1 - lane))
         return head is not None and head.urgency < urgency
 
-    def _issue(self, request: Request, order: Order, revoked: list[Request]) -> _Stop:
+    def _issue(
+        self, request: Request, lane: Lane, digests: list[bytes], slots: array[int], revoked: list[Request]
+    ) -> _Stop:
         """Pin this request's next blocks and order the missing ones."""
-        lane = order.lane
-        while request.wants_work and (room := self._chunk_blocks[lane] - len(order.slots)) > 0:
+        while request.wants_work and (room := self._chunk_blocks[lane] - len(slots)) > 0:
             self._pin_known(request, request.limit)
             start = request.issued
             if start >= request.limit:
@@ -255,14 +252,15 @@ class Planner:
             request.lane = request.lane_of(start)
             if request.lane is not lane:
                 return _Stop.LANE
-            slots = array("I")
-            stop = self._take_slots(slots, 1, request.urgency, lane, revoked)
-            if slots:  # most find none: their digests are not cut out for that
-                digests = request.digests(start, min(start + room, request.lane_ends(start)))
-                stop = self._take_slots(slots, self._blocks.missing(digests), request.urgency, lane, revoked)
-                order.digests.extend(digests[: len(slots)])
-                order.slots.extend(slots)
-                self._hold(request, self._blocks.add(digests[: len(slots)], slots, lane, request))
+            taken = array("I")
+            stop = self._take_slots(taken, 1, request.urgency, lane, revoked)
+            if taken:  # most find none: their digests are not cut out for that
+                wanted = request.digests(start, min(start + room, request.lane_ends(start)))
+                stop = self._take_slots(taken, self._blocks.missing(wanted), request.urgency, lane, revoked)
+                run = self._blocks.add(wanted[: len(taken)], taken, lane, request)
+                digests += run.digests
+                slots += taken
+                self._hold(request, run)
             if stop is not _Stop.FULL:
                 return stop
         return _Stop.FULL

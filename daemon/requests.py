@@ -85,8 +85,8 @@ class Order(NamedTuple):
 
     number: int
     lane: Lane
-    digests: list[bytes]
-    slots: array[int]
+    digests: Sequence[bytes]
+    slots: Sequence[int]
 
 
 def push(heap: list[Urgency], entry: Urgency, live: dict[int, Request]) -> None:
