@@ -42,7 +42,7 @@ stress: setup ## the long tests: load and randomised faults
 gpu: links ## the tests that need a CUDA device (PYTHON: one with torch, cupy, numpy and pytest; no vLLM needed)
 	@nvidia-smi -L >/dev/null 2>&1 || { echo "make gpu: no CUDA device here" >&2; exit 1; }
 	@PYTHONPATH=build/links $(or $(PYTHON),$(BIN)/python) -m pytest -c /dev/null --rootdir=. --import-mode=importlib \
-		-p no:cacheprovider -m gpu -ra -s tests/gpu
+		-p no:cacheprovider -o markers=gpu -m gpu -ra -s tests/gpu
 
 demo: setup ## a daemon with a disk tier and a real engine: recomputed, on demand, prefetched, all local
 	@$(BIN)/python -m benchmarks.demo $(ARGS)
