@@ -81,10 +81,6 @@ class Account:
         """Enter one request.done line."""
         self.endings[story["outcome"]] += 1
         self.loaded_blocks += story["loaded_blocks"]
-        for tier in ("memory", "disk"):
-            self.fetched_bytes[tier] += story[f"bytes_{tier}"]
-            if story["outcome"] != Ending.LOADED.value:
-                self.wasted_bytes[tier] += story[f"bytes_{tier}"]
         looked_up, seen, claimed, asked = (
             story[f"{name}_ms"] for name in ("looked_up", "hint_seen", "claimed", "asked")
         )

@@ -2,6 +2,7 @@
 
 Pure.  A block is pinned once per request that wants it.  Unpinned blocks stay as an LRU until their room is needed.
 Blocks from disk may hold only part of the slots, so that hits in the store's memory always find room to pass them.
+A block that was fetched and whose slot is given up before any request loaded it is waste.
 
 Blocks that follow one another in a prompt and have all else in common are one run, which is found, pinned and unpinned
 as a whole.  It is cut in two where a request wants only part of it, or where only part of it arrived, and joined with
@@ -71,6 +72,8 @@ class Blocks:
         self.disk_used = 0  # slots of blocks from disk that are pinned or being written
         self.sole: dict[int, int] = {}  # request number -> blocks that it alone pins
         self.exposed: set[int] = set()  # requests that came to hold one alone since the owner looked last
+        self.wasted = [0, 0]  # blocks of each lane that were fetched for nothing
+        self._unloaded: set[int] = set()  # slots whose block was fetched, and not loaded since
         self._free = array("I", range(slot_count - 1, -1, -1))
         self._index: dict[bytes, int] = {}  # slot of each digest that can be found
         self._runs: list[Run | None] = [None] * slot_count  # of each slot
@@ -136,6 +139,7 @@ class Blocks:
                 del self._index[digest]
             for slot in run.slots[kept:]:
                 self._runs[slot] = None
+            self._waste(run.lane, run.slots[kept:])
             slots += run.slots[kept:]
             del run.digests[kept:], run.slots[kept:]
             if not kept:
@@ -200,6 +204,15 @@ class Blocks:
                 self._not_alone(number, len(run))
                 self._settle(run)
 
+    def fetched(self, run: Run) -> None:
+        """Its bytes are there."""
+        run.state = BlockState.STAGED
+        self._unloaded.update(run.slots)
+
+    def loaded(self, slots: Sequence[int]) -> None:
+        """A request copied these blocks out."""
+        self._unloaded.difference_update(slots)
+
     def returned(self, run: Run) -> None:
         """The store call that wrote to its slots is over."""
         run.in_call = False
@@ -216,6 +229,11 @@ class Blocks:
         if run in self._idle:
             del self._idle[run]
             self._release(run)
+
+    def waste_rest(self) -> None:
+        """Nobody will load any of it any more."""
+        for run in {run for run in self._runs if run is not None}:
+            self._waste(run.lane, run.slots)
 
     def detach_all(self) -> None:
         for slot in list(self._index.values()):
@@ -271,9 +289,16 @@ class Blocks:
             self._idle[run] = None
 
     def _release(self, run: Run) -> None:
+        self._waste(run.lane, run.slots)
         for slot in run.slots:
             self._runs[slot] = None
         self._free.extend(run.slots)
+
+    def _waste(self, lane: Lane, slots: Sequence[int]) -> None:
+        """These slots are given up."""
+        unloaded = self._unloaded.intersection(slots)
+        self._unloaded -= unloaded
+        self.wasted[lane] += len(unloaded)
 
     def _alone(self, number: int, blocks: int) -> None:
         before = self.sole.get(number, 0)

@@ -72,6 +72,7 @@ class Fetcher:
         disk = order.lane is Lane.DISK
         (self._totals.fetch_disk if disk else self._totals.fetch_memory).observe((now - started_ns) / 1e9)
         self._totals.fetched_blocks += good
+        self._totals.fetched_bytes[order.lane.name.lower()] += good * self._block_bytes
         self._totals.failed_blocks[order.lane.name.lower()] += len(outcome) - good
         for digest, each in zip(order.digests, outcome, strict=True):
             if each is ErrorClass.OK:

@@ -52,8 +52,10 @@ CATALOGUE: dict[str, Described] = {
     "miss_blocks": Described("counter", "Blocks of looked-up requests that were neither local nor in the store"),
     "loaded_blocks": Described("counter", "Blocks that engines copied out of staging"),
     "failed_blocks": Described("counter", "Blocks that the store had and that could not be fetched", ("tier",)),
-    "fetched_bytes": Described("counter", "Bytes fetched for requests that ended, by tier", ("tier",)),
-    "wasted_bytes": Described("counter", "Of these, for requests that then did not load (a later one may)", ("tier",)),
+    "fetched_bytes": Described("counter", "Bytes fetched from the store, by tier", ("tier",)),
+    "wasted_bytes": Described(
+        "counter", "Of these, those that no request loaded before their room was reused or their engine left", ("tier",)
+    ),
     "warmed_blocks": Described("counter", "Blocks that `kvprefetchd warm` listed, by what became of them", ("result",)),
     "transfer_seconds": Described("counter", "Look-up and transfer of all requests that fetched, one beside the other"),
     "hidden_seconds": Described("counter", "Of these, the part that made no scheduler wait"),

@@ -56,6 +56,7 @@ class Planner:
         self._overdue: dict[int, Order] = {}
         self._sequence = 0
         self.touch = self._blocks.touch
+        self.wasted = self._blocks.wasted
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -101,16 +102,19 @@ class Planner:
         if request.wants_work:
             self._queue(request)
 
-    def finish(self, key: Key) -> Request | None:
-        """The engine released or cancelled it: nothing stays pinned."""
+    def finish(self, key: Key, loaded: range = range(0)) -> Request | None:
+        """The engine released or cancelled it, and `loaded` these blocks of it: nothing stays pinned."""
         request = self.requests.get(key)
         if request is not None:
+            start, stop = (max(0, block - request.local) for block in (loaded.start, loaded.stop))
+            self._blocks.loaded(request.held[start:stop])
             self._drop(request)
         return request
 
     def fetched(self, number: int, results: Sequence[bool], now_ns: int) -> None:
         """An order came back with these of its blocks. The first failed one of a request ends its usable prefix."""
         if (overdue := self._overdue.pop(number, None)) is not None:
+            self.wasted[overdue.lane] += sum(results)
             for run in list(self._blocks.runs(overdue.slots)):
                 self._blocks.returned(run)
             self._changed()
@@ -123,12 +127,14 @@ class Planner:
         at = 0
         for run in runs:
             ok, at = results[at], at + len(run)
-            run.state = BlockState.STAGED if ok else BlockState.FAILED
             if not ok:
+                run.state = BlockState.FAILED
                 self._blocks.detach(run)
-            elif run.owner is not None:
-                run.owner.fetched_blocks += len(run)
-                run.owner.disk_blocks += run.lane * len(run)
+            else:
+                self._blocks.fetched(run)
+                if run.owner is not None:
+                    run.owner.fetched_blocks += len(run)
+                    run.owner.disk_blocks += run.lane * len(run)
             run.owner = None
             self._blocks.returned(run)
         self._wake(runs, now_ns)
@@ -163,6 +169,10 @@ class Planner:
             self._drop(request)
         self._blocks.detach_all()
         return revoked
+
+    def end(self) -> None:
+        """The engine is gone: what it has not loaded by now is waste."""
+        self._blocks.waste_rest()
 
     def give_up(self, lane: Lane) -> None:
         """Nothing can be fetched in this lane: those that wait for it go on with what they have."""

@@ -234,12 +234,13 @@ class EngineSession:
             raise ProtocolError(f"flag out of bounds: flag={done.flag} max={self.layout.flag_count - 1}")
         state = unpack(self.table.load(done.flag))
         if state.generation == done.generation and state.state in (FlagState.RELEASED, FlagState.CANCELLED):
-            self._finish(key, Ending[done.outcome.name], done)
+            self._finish(key, Ending[done.outcome.name], done, stop=state.count)
 
-    def _finish(self, key: Key, ending: Ending, done: protocol.Done | None = None) -> None:
-        request = self.planner.finish(key)
-        if done is not None:
-            self.promoter.loaded(key, done.loaded_blocks)
+    def _finish(self, key: Key, ending: Ending, done: protocol.Done | None = None, *, stop: int = 0) -> None:
+        """`stop`: where the blocks that were loaded end; a claim says so."""
+        loaded = done.loaded_blocks if done is not None else 0
+        request = self.planner.finish(key, range(stop - loaded, stop))
+        self.promoter.loaded(key, loaded)
         self._flags.free(key)
         if request is not None:
             self.stories.tell(request, ending, done)
@@ -281,7 +282,12 @@ class EngineSession:
         for lane in Lane:
             if self._pools.exhausted(lane, self.jobs):
                 self.planner.give_up(lane)
+        self._count_waste()
         self.saver.next()
+
+    def _count_waste(self) -> None:
+        for lane in Lane:
+            self.totals.wasted_bytes[lane.name.lower()] = self.planner.wasted[lane] * self.block_bytes
 
     # --- fetching ---------------------------------------------------------------------------------------------------
 
@@ -358,6 +364,8 @@ class EngineSession:
         self.promoter.end()
         for request in list(self.planner.requests.values()):
             self.stories.tell(request, Ending.ENGINE_CORRUPT if self.corrupt is not None else ending)
+        self.planner.end()
+        self._count_waste()
 
     def close(self) -> None:
         """Free everything; only when idle and after the last process of the engine is gone."""

@@ -331,3 +331,54 @@ def test_digests_of_different_lengths_can_be_staged_ahead() -> None:
     assert lengths == [[5], [8], [10, 10]]
     planner.reset()
     audit(planner)
+
+
+def wasted_after(planner: Planner, number: int, *names: str) -> list[int]:
+    """Fetch these for a request that takes as much room; the planner's count of what was given up for it."""
+    planner.looked_up(hint(planner, number, *names), len(names))
+    run(planner)
+    return planner.wasted
+
+
+def test_blocks_that_a_load_left_are_waste_once_their_room_is_reused() -> None:
+    planner = Planner(4, FlagsModel(), chunk_blocks=4)
+    key = hint(planner, 1, "a", "b", "c", "d", "e", local=1)
+    planner.looked_up(key, 5)
+    run(planner)
+    planner.finish(key, loaded=range(2, 4))
+    assert planner.wasted == [0, 0], "they are still there for others"
+    assert wasted_after(planner, 2, "e", "x") == [0, 0], "of the others the last was loaded"
+    assert wasted_after(planner, 3, "y", "z") == [1, 0]
+    planner.finish((2, 1), loaded=range(1))
+    planner.end()
+    assert planner.wasted == [4, 0], "x, y and z as well"
+    planner.end()
+    assert planner.wasted == [4, 0]
+
+
+def test_what_an_aborted_request_left_and_another_loaded_is_no_waste() -> None:
+    planner = Planner(2, FlagsModel(), chunk_blocks=4)
+    for number, loaded in ((1, range(0)), (2, range(2)), (3, range(0))):
+        key = hint(planner, number, "a", "b")
+        planner.looked_up(key, 2)
+        run(planner)
+        planner.finish(key, loaded)
+    assert wasted_after(planner, 4, "c", "d") == [0, 0]
+
+
+def test_what_was_staged_ahead_or_came_too_late_or_is_void_is_waste_of_its_tier() -> None:
+    planner = Planner(8, FlagsModel(), chunk_blocks=16)
+    ahead = planner.ahead([b"a.......", b"b......."], Lane.DISK, "list")
+    assert ahead is not None
+    planner.fetched(ahead.number, [True, False], 1)
+    assert planner.wasted == [0, 0]
+    late = hint(planner, 1, "c", "d", "e")
+    planner.looked_up(late, 3)
+    order, _ = planner.next_order()
+    assert order is not None
+    planner.overdue(order.number, 1)
+    assert planner.wasted == [0, 0]
+    planner.fetched(order.number, [True, True, False], 2)
+    assert planner.wasted == [2, 0]
+    planner.reset()
+    assert planner.wasted == [2, 1]

@@ -35,6 +35,8 @@ def history(chance: Random) -> None:
     orders: list[Order] = []
     overdue: list[Order] = []
     number = 0
+    fetched = loaded = 0  # blocks, each counted at its first load
+    fresh: set[int] = set()  # slots with a block that was fetched and not loaded
     for event in chance.choices(list(EVENTS), list(EVENTS.values()), k=chance.randint(1, 120)):
         match event:
             case "hint":
@@ -55,18 +57,24 @@ def history(chance: Random) -> None:
                 if order is not None:
                     orders.append(order)
                     content.update((slot, "") for slot in order.slots)
+                    fresh -= set(order.slots)
             case "fetched" if orders:
                 order = orders.pop(chance.randrange(len(orders)))
                 results = [chance.random() < 0.85 for _ in order.slots]
                 for digest, slot, ok in zip(order.digests, order.slots, results, strict=True):
                     content[slot] = digest.decode().rstrip(".") if ok else ""
+                    if ok:
+                        fresh.add(slot)
+                        fetched += 1
                 planner.fetched(order.number, results, 1)
             case "overdue" if orders:
                 overdue.append(orders.pop(chance.randrange(len(orders))))
                 planner.overdue(overdue[-1].number, 1)
             case "returned" if overdue:
                 order = overdue.pop(chance.randrange(len(overdue)))
-                planner.fetched(order.number, [chance.random() < 0.85 for _ in order.slots], 1)
+                results = [chance.random() < 0.85 for _ in order.slots]
+                fetched += sum(results)
+                planner.fetched(order.number, results, 1)
             case "renewed" if live:
                 key = chance.choice(sorted(live))
                 planner.looked_up(key, chance.randint(0, 7))
@@ -74,7 +82,11 @@ def history(chance: Random) -> None:
                 flags.claimed.discard(chance.choice(sorted(flags.claimed)))
             case "finish" if live:
                 key = chance.choice(sorted(live))
-                planner.finish(key)
+                taken = range(chance.randint(0, 7), chance.randint(0, flags.count.get(key, 0)))
+                slots_taken = {slot for block, slot in flags.slots.get(key, {}).items() if block in taken}
+                loaded += len(slots_taken & fresh)
+                fresh -= slots_taken
+                planner.finish(key, taken)
                 flags.claimed.discard(key)
                 del live[key]
             case "claim" if live:
@@ -86,6 +98,7 @@ def history(chance: Random) -> None:
                 if order is not None:
                     orders.append(order)
                     content.update((slot, "") for slot in order.slots)
+                    fresh -= set(order.slots)
             case "reset":
                 for request in planner.reset():
                     del live[request.key]
@@ -93,6 +106,8 @@ def history(chance: Random) -> None:
         gauges = planner.gauges()
         assert gauges["slots_stuck"] == sum(len(order.slots) for order in overdue)
         assert planner._blocks.disk_used <= slots
+        assert fetched == loaded + sum(planner.wasted) + len(planner._blocks._unloaded), "each has one fate"
+        assert planner._blocks._unloaded <= fresh
         for key, names in live.items():
             # What is published is there: the slot holds the very block the flag promises.
             for block, slot in flags.slots.get(key, {}).items():
