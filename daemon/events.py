@@ -225,8 +225,10 @@ EVENTS: dict[str, Event] = {
                         ("error",)),
     "save.done": Event("info", "A save ended.",
                        ("save_id", "stored_blocks", "present_blocks", "failed_blocks", "tries")),
-    "call.overdue": Event("warning", "A store call is past its deadline: the requests go on without it.",
-                          ("call", "blocks"), floods=True),
+    "call.overdue": Event(
+        "warning", "A store call, or a copy to device memory, is past its deadline: the requests go on without it.",
+        ("call", "blocks"), floods=True,
+    ),
     "job.failed": Event("error", "A store job raised what it should not; its blocks count as failed.",
                         ("error",), floods=True),
     "store.opened": Event("info", "The store can be used.", ("master", "protocol")),

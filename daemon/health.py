@@ -1,7 +1,8 @@
 """Whether the daemon is well, judged by the work it should be doing: the loop's heartbeat and the oldest store call.
 
 Ready: engines may count on it now.  Healthy: it may recover by itself; when it is not, only a restart helps.  A process
-that is there and does nothing is neither.
+that is there and does nothing is neither.  A copy to device memory that hangs is no reason for either: no request waits
+for it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def judge(board: Board) -> Health:
     snapshot, now = board.snapshot, board.clock_ns()
     loop_age_s = max(0, now - board.beat_ns) / 1e9
     call_age_s = {kind: max(0, now - since) / 1e9 for kind, since in board.running().items()}
-    oldest_s = max(call_age_s.values(), default=0.0)
+    store_age_s = {kind: age_s for kind, age_s in call_age_s.items() if kind != "copy"}
+    oldest_s = max(store_age_s.values(), default=0.0)
     serving = board.phase == "serving"
     problems = []
     if not serving:
@@ -45,7 +47,7 @@ def judge(board: Board) -> Health:
         )
     problems += [
         f"a store call does not come back: call={kind} age_s={age_s:.1f} ready<={CALL_READY_S} alive<={CALL_HEALTHY_S}"
-        for kind, age_s in call_age_s.items()
+        for kind, age_s in store_age_s.items()
         if age_s > CALL_READY_S
     ]
     if serving and not snapshot.store_open:

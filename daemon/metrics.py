@@ -95,7 +95,9 @@ CATALOGUE: dict[str, Described] = {
     "store_answering": Described("gauge", "0 while the store is left alone, because whole calls failed"),
     "ready": Described("gauge", "1 when /readyz says so"),
     "loop_age_seconds": Described("gauge", "Since the main loop's last heartbeat; a tenth when it is well"),
-    "call_age_seconds": Described("gauge", "Age of the oldest store call in flight; no series without one", ("call",)),
+    "call_age_seconds": Described(
+        "gauge", "Age of the oldest store call in flight, or copy to device memory; no series without one", ("call",)
+    ),
     "info": Described("gauge", "Always 1", ("version",)),
 }
 

@@ -249,7 +249,7 @@ class Pools:
             os.eventfd_read(self.fd)
 
     def close(self) -> bool:
-        """Wait for the calls in flight, as long as a call may take; False when some still hang."""
+        """Wait for the calls in flight, as long as a call may take; False when some of the store's still hang."""
         for pool in self._all:
             pool.close()
         deadline = self._clock_ns() + self.timeout_ns
@@ -258,7 +258,7 @@ class Pools:
                 time.sleep(0.01)
         if not calls:
             os.close(self.fd)
-        return calls == 0
+        return not any(pool.in_flight + pool.stuck for pool in (self._look_ups, *self._fetches, self._saves))
 
     def _announce(self, callback: Callable[[], None]) -> None:
         self._finished.append(callback)

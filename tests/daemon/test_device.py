@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import stored
 from tests.support.auditor import Auditor, ask_daemon, device_memories
 from tests.support.device_daemon import with_device
-from tests.support.host_device import UUID, HostDevices
+from tests.support.host_device import UUID, UUIDS, HostDevices
 
 BLOCK = 256 << 10
 DEVICE_SLOTS = (4 << 20) // BLOCK
@@ -26,10 +28,10 @@ Key = tuple[int, int]
 Start = Callable[..., Daemon]
 
 
-def daemon_with(*extra: str, fail: str = "-") -> Daemon:
-    """With a GPU of 64 MiB, 4 MiB of it for staging."""
+def daemon_with(*extra: str, fail: str = "-", gate: str | Path = "-") -> Daemon:
+    """With a GPU of 64 MiB, 4 MiB of it for staging; while the file `gate` exists, no copy to it is over."""
     options = ("--device-staging", "4MiB", "--device-margin", "0", "--log-level", "debug", *extra)
-    return with_device(Daemon(memory="64MiB", staging="16MiB", extra=options), fail=fail)
+    return with_device(Daemon(memory="64MiB", staging="16MiB", extra=options), fail=fail, gate=gate)
 
 
 @pytest.fixture
@@ -56,8 +58,14 @@ def _device_memory_is_given_back(request: pytest.FixtureRequest) -> Iterator[Non
         wait_for(lambda: device_memories(pid) == 0, what="the memory given back")
 
 
-def engine_at(daemon: Daemon, **options: Any) -> FakeEngine:
-    return FakeEngine(daemon.socket, block_bytes=BLOCK, devices=HostDevices(64 << 20), **options)
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    (gate := tmp_path / "gate").touch()
+    return gate
+
+
+def engine_at(daemon: Daemon, *, on: str = UUID, **options: Any) -> FakeEngine:
+    return FakeEngine(daemon.socket, block_bytes=BLOCK, devices=HostDevices(64 << 20, on=on), **options)
 
 
 def values_of(name: str, count: int, content: str = "") -> dict[bytes, bytes]:
@@ -188,6 +196,98 @@ def test_a_device_that_fails_while_it_copies_is_left_alone(start: Start, auditor
     assert numbers(daemon)["promoted_blocks"] == 0
     engine.close()
     wait_for(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
+
+
+HUNG = ("--call-timeout-ms", "1000")
+
+
+def hang(daemon: Daemon, engine: FakeEngine, *each: dict[bytes, bytes]) -> list[Key]:
+    """Requests that nobody claimed, each with a copy of its own; the first one's is past its deadline now."""
+    for values in each:
+        save(daemon, engine, values)
+    keys: list[Key] = []
+    copies = 0
+    for values in each:
+        keys.append(engine.hint(list(values)))
+        assert engine.settled(keys[-1]).count == len(values)
+        copies += len(values)
+        wait_for(lambda copies=copies: numbers(daemon)["device_copies"] == copies, what="the copy's start")
+    overdue = daemon.wait_record("call.overdue")
+    assert overdue is not None
+    assert (overdue["call"], overdue["blocks"]) == ("copy", len(each[0]))
+    off = daemon.wait_record("device.off")
+    assert off is not None
+    assert off["error"] == "a copy did not come back in time"
+    return keys
+
+
+def test_a_copy_that_hangs_holds_nobody_up_and_takes_nothing_but_its_slots(
+    start: Start, auditor: Auditor, gate: Path
+) -> None:
+    """Nobody is told its slots, also once it is over; by then other blocks lie in the host slots that it reads."""
+    daemon = start(*HUNG, gate=gate)
+    engine = engine_at(daemon, engine_id="hung")
+    held, values = values_of("held", 2), values_of("hung", 4)
+    waiting, key = hang(daemon, engine, held, values)
+    reads = slots_of(engine, key)
+    assert take(engine, key, values) == 0
+    reused: set[int] = set()
+    for turn in range(6):  # more blocks than the host has slots
+        others = values_of(f"other-{turn}", 10)
+        save(daemon, engine, others)
+        other = engine.hint(list(others))
+        engine.settled(other)
+        reused.update(slots_of(engine, other))
+        assert take(engine, other, others) == 0
+    assert reused >= set(reads)
+    assert numbers(daemon)["device_copies"] == 6
+    elsewhere = engine_at(daemon, engine_id="elsewhere", on=UUIDS[1])
+    assert daemon.wait_record("device.ready", count=2) is not None
+    near = elsewhere.hint(list(values))
+    elsewhere.settled(near)
+    wait_for(lambda: on_device(elsewhere, near) == 4, what="promotion to the other GPU")
+    assert take(elsewhere, near, values) == 4
+    elsewhere.close()
+    wait_for(lambda: len(ask_daemon(daemon.socket).engines) == 1, what="the other engine's end")
+    gate.unlink()
+    wait_for(lambda: numbers(daemon)["device_slots_free"] == DEVICE_SLOTS, what="the slots")
+    assert take(engine, waiting, held) == 0
+    assert engine.load(list(values)) == list(values.values())
+    auditor.assert_idle(daemon.pid, daemon.socket)
+    assert len(daemon.records("device.off")) == 1
+    engine.close()
+    wait_for(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
+
+
+def test_what_a_copy_that_hangs_reads_and_writes_outlives_its_engine(start: Start, gate: Path) -> None:
+    daemon = start(*HUNG, gate=gate)
+    engine = engine_at(daemon)
+    hang(daemon, engine, values_of("hung", 4))
+    engine.close()
+    wait_for(lambda: not ask_daemon(daemon.socket).engines, what="the end of the epoch")
+    with pytest.raises(AssertionError, match="freed"):
+        wait_for(lambda: device_memories(daemon.pid) == 0 or daemon.records("engine.detached"), 2.0, "freed")
+    gate.unlink()
+    assert daemon.wait_record("engine.detached") is not None
+    wait_for(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
+
+
+def test_a_stop_neither_waits_for_a_copy_that_hangs_nor_loses_what_the_disk_has_not(
+    start: Start, gate: Path, tmp_path: Path
+) -> None:
+    daemon = start(*HUNG, "--disk", f"{tmp_path / 'disk'}:256MiB", gate=gate)
+    engine = engine_at(daemon)
+    values = values_of("hung", 4)
+    hang(daemon, engine, values)
+    started = time.monotonic()
+    assert daemon.sigterm(40) == 0
+    assert time.monotonic() - started < 25
+    assert daemon.records("store.unflushed") == []
+    engine.close()
+    gate.unlink()
+    daemon.start()
+    engine = engine_at(daemon)
+    assert engine.load(list(values)) == list(values.values()), "found on the disk"
 
 
 def test_host_memory_that_cannot_be_pinned_is_copied_all_the_same(start: Start) -> None:

@@ -234,6 +234,7 @@ def board_at(now_s: float, *, beat_s: float, running: dict[str, float] | None = 
         (board_at(100, beat_s=100, running={"fetch": 99}), True, True),
         (board_at(100, beat_s=100, running={"fetch": 80, "save": 99}), False, True),
         (board_at(200, beat_s=200, running={"save": 199 - CALL_HEALTHY_S}), False, False),
+        (board_at(200, beat_s=200, running={"copy": 199 - CALL_HEALTHY_S}), True, True),
         (board_at(100, beat_s=0, phase="starting"), False, True),
         (board_at(100, beat_s=0, phase="stopping"), False, True),
     ],

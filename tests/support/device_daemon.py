@@ -1,11 +1,13 @@
-"""kvprefetchd with a GPU of host memory: `python -m tests.support.device_daemon TOTAL_BYTES FAIL serve …`.
+"""kvprefetchd with GPUs of host memory: `python -m tests.support.device_daemon TOTAL_BYTES FAIL GATE serve …`.
 
-FAIL names the methods that fail, with commas in between, or is `-`.
+FAIL names the methods of the first one that fail, with commas in between, or is `-`.  As long as the file GATE exists
+its copies are not done.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from benchmarks.lab.daemon import Daemon
@@ -13,17 +15,18 @@ from kvprefetch.daemon.cli import main
 from tests.support import host_device
 
 
-def with_device(daemon: Daemon, total_bytes: int = 64 << 20, fail: str = "-") -> Daemon:
-    """Let this daemon, which is not started yet, find such a GPU."""
+def with_device(daemon: Daemon, total_bytes: int = 64 << 20, fail: str = "-", gate: str | Path = "-") -> Daemon:
+    """Let this daemon, which is not started yet, find such GPUs."""
     at = daemon.argv.index("kvprefetch.daemon")
-    daemon.argv[at : at + 1] = ["tests.support.device_daemon", str(total_bytes), fail]
+    daemon.argv[at : at + 1] = ["tests.support.device_daemon", str(total_bytes), fail, str(gate)]
     return daemon
 
 
 def run(arguments: list[str]) -> Any:
     devices = host_device.install(int(arguments[0]))
     devices.device.fail.update(arguments[1].split(","))
-    sys.argv[1:] = arguments[2:]
+    devices.device.gate = Path(arguments[2]) if arguments[2] != "-" else None
+    sys.argv[1:] = arguments[3:]
     return main()
 
 

@@ -1,6 +1,6 @@
-"""A GPU of host memory, for tests without one: put in the place of `shmring.cuda.devices`, it lets the whole path run.
+"""GPUs of host memory, for tests without one: put in the place of `shmring.cuda.devices`, they let the whole path run.
 
-Its device memory is a memfd.  The handle names process, descriptor and file, so that another process opens it through
+Their memory is a memfd.  The handle names process, descriptor and file, so that another process opens it through
 /proc, a handle whose exporter is dead cannot be opened, and what is mapped stays when its exporter dies.  What CUDA
 would not forgive is an AssertionError: registering a page twice, or not whole pages; unregistering what is not
 registered; a copy that touches no device memory mapped here.
@@ -13,36 +13,41 @@ import mmap
 import os
 import struct
 import threading
+import time
 import uuid as uuids
 from collections.abc import Callable
+from pathlib import Path
 
 from kvprefetch.shmring import cuda
 from kvprefetch.shmring.cuda import GRAIN_BYTES, HANDLE_BYTES, PAGE_BYTES, DeviceError
 from tests.support.host_kernel import HostKernel
 
-UUID = str(uuids.UUID(int=0x6B76_7072_6566_6574_6368))
+UUIDS = tuple(str(uuids.UUID(int=0x6B76_7072_6566_6574_6368 + n)) for n in range(2))
+UUID = UUIDS[0]
+SPREAD = "KVPREFETCH_TEST_SPREAD"  # in a worker's environment: the ranks lie on a device each
 _HANDLE = struct.Struct("<8sIIQQ")
 _MAGIC = b"hostdev1"
 
 
-def install(total_bytes: int = 64 << 20, uuid: str = UUID) -> HostDevices:
-    """Put a device of `total_bytes` in the place of CUDA's for this process; torch's "cpu" lies on it."""
-    devices = HostDevices(total_bytes, uuid)
+def install(total_bytes: int = 64 << 20) -> HostDevices:
+    """Put devices of `total_bytes` each in the place of CUDA's for this process; torch's "cpu" lies on the first."""
+    devices = HostDevices(total_bytes)
     cuda.devices = devices
     return devices
 
 
 class HostDevices:
-    """One device. `fail` names methods that raise DeviceError; with `hold`, copies are done at `run` only."""
+    """Two devices; torch's "cpu" lies on `device`."""
 
-    def __init__(self, total_bytes: int, uuid: str = UUID) -> None:
-        self.device = HostDevice(total_bytes, uuid)
+    def __init__(self, total_bytes: int, *, on: str = UUID) -> None:
+        self._all = {uuid: HostDevice(total_bytes, uuid) for uuid in UUIDS}
+        self.device = self._all[on]
 
     def open(self, uuid: str) -> HostDevice:
         self.device.check("open_device")
-        if uuid != self.device.uuid:
-            raise DeviceError(f"not exactly one device has this UUID: uuid={uuid} found=0 devices=1")
-        return self.device
+        if uuid not in self._all:
+            raise DeviceError(f"not exactly one device has this UUID: uuid={uuid} found=0 devices={len(self._all)}")
+        return self._all[uuid]
 
     def uuid_of(self, kind: str, index: int) -> str:
         self.device.check("uuid_of")
@@ -50,7 +55,11 @@ class HostDevices:
 
 
 class HostDevice:
-    """What it did is counted in `live`: allocations, mappings of others' memory, registrations and streams."""
+    """What it did is counted in `live`: allocations, mappings of others' memory, registrations and streams.
+
+    `fail` names methods that raise DeviceError.  With `hold`, copies are done at `run` only.  As long as the file
+    `gate` exists no copy is done, and whoever waits for one waits.
+    """
 
     processors = 2
 
@@ -58,6 +67,7 @@ class HostDevice:
         self.uuid, self.total_bytes = uuid, total_bytes
         self.fail: set[str] = set()
         self.hold = False
+        self.gate: Path | None = None
         self.allocated: set[HostMemory] = set()
         self.opened: set[HostMemory] = set()
         self.registered: dict[int, int] = {}
@@ -71,6 +81,10 @@ class HostDevice:
             "allocated": len(self.allocated), "opened": len(self.opened),
             "registered": len(self.registered), "streams": len(self.streams),
         }  # fmt: skip
+
+    @property
+    def stalled(self) -> bool:
+        return self.gate is not None and self.gate.exists()
 
     def check(self, name: str) -> None:
         if name in self.fail:
@@ -188,18 +202,22 @@ class HostStream:
             self._device.copied_bytes += size_bytes
 
         self._queue.append(move)
-        if not self._device.hold:
-            self.run()
+        self._go_on()
 
     def record(self) -> HostEvent:
         self._device.check("record")
         event = HostEvent(self)
         self._queue.append(event.happen)
-        if not self._device.hold:
-            self.run()
+        self._go_on()
         return event
 
+    def _go_on(self) -> None:
+        if not (self._device.hold or self._device.stalled):
+            self.run()
+
     def run(self) -> None:
+        while self._device.stalled:
+            time.sleep(0.005)
         queue, self._queue = self._queue, []
         for job in queue:
             job()
@@ -225,4 +243,6 @@ class HostEvent:
 
     def wait(self) -> None:
         self._stream._device.check("wait")
+        if not self._stream._device.hold:
+            self._stream.run()
         assert self._done.wait(30), "nobody runs the copies that are held back"
