@@ -1,24 +1,53 @@
-"""KVPrefetchConnector on a GPU of host memory: vLLM imports it from here, and torch's "cpu" then lies on that GPU."""
+"""KVPrefetchConnector on GPUs of host memory: vLLM imports it from here, and torch's "cpu" then lies on one of them.
+
+All ranks share the first, unless the environment asks for one each (SPREAD).
+"""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from kvprefetch.connector.connector import KVPrefetchConnector
-from tests.support import host_device
+from kvprefetch.shmring import cuda
+from tests.support.host_device import SPREAD, UUIDS, HostDevices
 
 __all__ = ["KVPrefetchConnector"]
 
-_devices = host_device.install(total_bytes=64 << 20)
+
+class _Devices(HostDevices):
+    def uuid_of(self, kind: str, index: int) -> str:
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        if os.environ.get(SPREAD):
+            self.device = self.open(UUIDS[get_tensor_model_parallel_rank()])
+        return super().uuid_of(kind, index)
 
 
-def mapped(_engine: Any) -> int:
-    """How many slabs of others this process has mapped."""
+_devices = _Devices(64 << 20)
+cuda.devices = _devices
+
+
+def mapped(engine: Any) -> list[int]:
+    """How many slabs of others each rank has mapped."""
+    return _on_ranks(engine, _mapped)
+
+
+def worker_counters(engine: Any) -> list[dict[str, int]]:
+    """What each rank's worker side counted."""
+    return _on_ranks(engine, _worker_counters)
+
+
+def _on_ranks(engine: Any, work: Any) -> list[Any]:
+    found: list[Any] = engine.engine_core.engine_core.model_executor.collective_rpc(work)
+    return found
+
+
+def _mapped(_worker: Any) -> int:
     return _devices.device.live["opened"]
 
 
-def worker_counters(engine: Any) -> dict[str, int]:
-    """What the worker side counted; for an engine whose worker is in this process."""
+def _worker_counters(_worker: Any) -> dict[str, int]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     side = get_kv_transfer_group()._worker  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.lab.checkpoint import TINY_TP2, make_checkpoint
 from benchmarks.lab.connectors import ours
 from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.engine import Engine, EngineSpec
@@ -18,10 +19,11 @@ from tests.daemon.fake_engine import wait_for
 from tests.e2e.conftest import PATIENT, wait_attached, whole_blocks
 from tests.support.auditor import Auditor, ask_daemon, device_memories
 from tests.support.device_daemon import with_device
+from tests.support.host_device import SPREAD
 
 PROMPTS = make_prompts(40, 520, seed=71)  # 16 blocks each
 HITS = [whole_blocks(prompt) for prompt in PROMPTS]
-SLOTS = 32  # of 64 KiB in the smallest slab: two of the prompts
+SLOTS = 32  # of 64 KiB in the smallest slab of a rank: two of the prompts
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def daemons(module_auditor: Auditor) -> Iterator[Callable[..., Daemon]]:
 
 
 def spec_of(daemon: Daemon, model: Path, **extra: Any) -> EngineSpec:
-    """Worker and scheduler in one process, so that a test can look into both."""
+    """Worker and scheduler in one process."""
     kv_transfer = ours(daemon.socket, wait_timeout_ms=30_000, **extra) | {
         "kv_connector_module_path": "tests.e2e.device_connector"
     }
@@ -57,24 +59,64 @@ def idle(auditor: Auditor, daemon: Daemon) -> None:
 
 
 def check_loads(daemon: Daemon, engine: Engine, auditor: Auditor, right: list[list[int]], least: int) -> None:
-    """All prompts wait at once for a slab that holds two of them; some blocks are taken from it, and all are right.
+    """All prompts wait at once for slabs that hold two of them; some blocks are taken from there, and all are right.
 
-    `least`: how many blocks at least are copied to the slab, and from it.
+    `right`: the tokens of each prompt, of so many as there are.  `least`: how many blocks at least are copied to the
+    slab of each rank, and from it.
     """
-    assert engine.run(PROMPTS, max_tokens=8).tokens == right, "saving"
+    prompts = PROMPTS[: len(right)]
+    assert engine.run(prompts, max_tokens=8).tokens == right, "saving"
     idle(auditor, daemon)
     assert engine.reset_prefix_cache()
-    before = engine.call("tests.e2e.device_connector:worker_counters")
-    second = engine.run(PROMPTS, max_tokens=8)
+    before = loaded_from_device(engine)
+    second = engine.run(prompts, max_tokens=8)
     assert second.tokens == right
-    assert second.cached_tokens == HITS
+    assert second.cached_tokens == HITS[: len(right)]
     idle(auditor, daemon)
-    counted, after = numbers(daemon), engine.call("tests.e2e.device_connector:worker_counters")
+    counted = numbers(daemon)
     assert counted["device_slots"] == SLOTS
     assert int(counted["promoted_blocks"]) >= least, "slots were used again and again"
-    loaded = (after["load_device_bytes"] - before.get("load_device_bytes", 0)) // (64 << 10)
-    assert loaded >= least, "blocks were copied out of the slab"
-    assert abs(loaded - int(counted["device_blocks"])) <= loaded // 10, "the daemon knows roughly which"
+    for was, now in zip(before, loaded_from_device(engine), strict=True):
+        assert now - was >= least, "blocks were copied out of the slab"
+        assert abs(now - was - int(counted["device_blocks"])) <= (now - was) // 10, "the daemon knows roughly which"
+
+
+def loaded_from_device(engine: Engine) -> list[int]:
+    """Blocks that each rank loaded from device slots."""
+    ranks = engine.call("tests.e2e.device_connector:worker_counters")
+    return [counters.get("load_device_bytes", 0) // (64 << 10) for counters in ranks]
+
+
+def kill_daemon_under_load(daemon: Daemon, engine: Engine, auditor: Auditor, right: list[list[int]]) -> None:
+    """What was claimed is loaded from memory that stays mapped, the rest is recomputed; then all is as before."""
+    prompts = PROMPTS[: len(right)]
+    assert engine.reset_prefix_cache()
+    engine.begin(prompts, max_tokens=8)
+    engine.wait_event("first_token")
+    daemon.sigkill()
+    assert engine.finish().tokens == right
+    daemon.start()
+    wait_attached(engine)
+    assert engine.reset_prefix_cache()
+    assert engine.run(prompts, max_tokens=8).tokens == right, "saving again"
+    idle(auditor, daemon)
+    wait_for(
+        lambda: set(engine.call("tests.e2e.device_connector:mapped")) == {1}, 20.0, "the dead daemon's memory unmapped"
+    )
+
+
+def kill_engine_under_load(
+    daemon: Daemon, engine: Engine, auditor: Auditor, prompts: list[list[int]], worker_rank: int | None = None
+) -> None:
+    """Its mappings go with it, and the daemon frees what it had mapped."""
+    assert engine.reset_prefix_cache()
+    engine.begin(prompts, max_tokens=8)
+    engine.wait_event("first_token")
+    assert device_memories(daemon.pid) == engine.spec.tensor_parallel_size
+    engine.kill(worker_rank=worker_rank)
+    wait_for(lambda: device_memories(daemon.pid) == 0, 30.0, "the device memory given back")
+    idle(auditor, daemon)
+    engine.stop()
 
 
 def test_loads_from_device_slots_give_the_same_tokens_and_nothing_survives_a_kill(
@@ -84,27 +126,8 @@ def test_loads_from_device_slots_give_the_same_tokens_and_nothing_survives_a_kil
     daemon = daemons()
     engine = engines(spec_of(daemon, model))
     check_loads(daemon, engine, module_auditor, right, least=3 * SLOTS)
-    # The daemon is killed under load: what was claimed is loaded from memory that stays mapped, the rest is recomputed.
-    assert engine.reset_prefix_cache()
-    engine.begin(PROMPTS, max_tokens=8)
-    engine.wait_event("first_token")
-    daemon.sigkill()
-    assert engine.finish().tokens == right
-    daemon.start()
-    wait_attached(engine)
-    assert engine.reset_prefix_cache()
-    assert engine.run(PROMPTS, max_tokens=8).tokens == right, "saving again"
-    idle(module_auditor, daemon)
-    wait_for(lambda: engine.call("tests.e2e.device_connector:mapped") == 1, 20.0, "the dead daemon's memory unmapped")
-    # The engine is killed under load: its mapping goes with it, and the daemon frees what it had mapped.
-    assert engine.reset_prefix_cache()
-    engine.begin(PROMPTS, max_tokens=8)
-    engine.wait_event("first_token")
-    assert device_memories(daemon.pid) == 1
-    engine.kill()
-    wait_for(lambda: device_memories(daemon.pid) == 0, 20.0, "the device memory given back")
-    idle(module_auditor, daemon)
-    engine.stop()
+    kill_daemon_under_load(daemon, engine, module_auditor, right)
+    kill_engine_under_load(daemon, engine, module_auditor, PROMPTS)
     assert daemon.sigterm(60) == 0
 
 
@@ -133,4 +156,24 @@ def test_loads_from_device_slots_in_every_way(
         check_loads(daemon, engine, module_auditor, right, least=1 if "load_mode" in extra else 3 * SLOTS)
     engine.stop()
     wait_for(lambda: device_memories(daemon.pid) == 0, 20.0, "the device memory given back")
+    assert daemon.sigterm(60) == 0
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(("spread", "killed"), [(False, 1), (True, None)], ids=["one GPU", "a GPU each"])
+def test_two_ranks_load_from_device_slots(
+    engines: Callable[..., Engine], module_auditor: Auditor, daemons: Callable[..., Daemon], tmp_path: Path,
+    spread: bool, killed: int | None,
+) -> None:  # fmt: skip
+    """On one GPU, which they share, or on one each; then the daemon is killed, and a worker or the scheduler."""
+    model = make_checkpoint(tmp_path, TINY_TP2)
+    plain = engines(EngineSpec(model=model, tensor_parallel_size=2))
+    right = plain.run(PROMPTS[:16], max_tokens=8).tokens
+    plain.stop()
+    daemon = daemons("--device-staging", "2MiB" if spread else "4MiB")
+    env = {SPREAD: "1"} if spread else {}
+    engine = engines(spec_of(daemon, model).but(tensor_parallel_size=2, own_worker=True, env=env))
+    check_loads(daemon, engine, module_auditor, right, least=2 * SLOTS)
+    kill_daemon_under_load(daemon, engine, module_auditor, right)
+    kill_engine_under_load(daemon, engine, module_auditor, PROMPTS[:16], killed)
     assert daemon.sigterm(60) == 0
