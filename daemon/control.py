@@ -39,6 +39,7 @@ from .events import Ending
 from .logs import Log
 from .memory import EngineMemory
 from .session import EngineSession
+from .store import StoreError
 from .transfers import check_turns
 
 MAX_STRANGERS = 64  # connections of users who may not attach, until they spoke and were told
@@ -89,6 +90,7 @@ class Group:
 Prepare = Callable[[int, Hello, Sequence[Hello], Callable[["EngineMemory | Exception"], None]], None]
 # Do what an operator asked (SetMode, Purge, Warm), and call back, now or later, with the answer.
 Steer = Callable[[Message, Callable[[Message], None]], None]
+# Owns the memory; raises StoreError where the store refuses it.
 MakeSession = Callable[[EngineMemory, Hello, Sequence[Hello]], EngineSession]
 
 
@@ -134,11 +136,11 @@ class Control:
                 self._log.debug("peer.lost", pid=peer.credentials.pid, error=str(error))
             self._drop(peer)
 
-    def end(self, session: EngineSession) -> None:
+    def end(self, session: EngineSession, ending: Ending) -> None:
         """End a session from our side: its processes see the end of file and come back."""
         for group in list(self._groups.values()):
             if group.session is session:
-                self._dissolve(group, Ending.ENGINE_CORRUPT)
+                self._dissolve(group, ending)
 
     def close(self) -> None:
         for group in list(self._groups.values()):
@@ -242,16 +244,17 @@ class Control:
 
     def _attached(self, group: Group, memory: EngineMemory | Exception) -> None:
         if isinstance(memory, Exception):
-            self._log.error("engine.refused", engine=group.key[0], error=str(memory))
-            for peer in group.peers:
-                self._refuse(peer, str(memory), final=True)
-            self._dissolve(group)
+            self._refuse_engine(group, memory)
             return
         if not group.complete or self._groups.get(group.key) is not group:  # someone left meanwhile
             memory.close()
             self._dissolve(group)
             return
-        session = group.session = self._make_session(memory, *group.hellos())
+        try:
+            session = group.session = self._make_session(memory, *group.hellos())
+        except StoreError as error:
+            self._refuse_engine(group, error)
+            return
         assert group.scheduler is not None
         assert group.scheduler.hello is not None
         if group.scheduler.hello.scheduler is not None and group.scheduler.hello.scheduler.events:
@@ -262,6 +265,12 @@ class Control:
         except OSError as error:  # one of them died just now
             self._log.debug("peer.lost", engine=session.engine_id, error=str(error))
             self._dissolve(group)
+
+    def _refuse_engine(self, group: Group, error: Exception) -> None:
+        self._log.error("engine.refused", engine=group.key[0], error=str(error))
+        for peer in group.peers:
+            self._refuse(peer, str(error), final=True)
+        self._dissolve(group)
 
     def _tell(self, scheduler: Peer, stored: Stored) -> None:
         """Events are worth no waiting: they are lost for a scheduler that does not read, or is gone."""

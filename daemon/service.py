@@ -21,6 +21,7 @@ from .board import Board
 from .config import ConfigError, DaemonConfig, Mode
 from .control import Control
 from .embedded import DISK_BUFFER_BYTES, DiskSpec, EmbeddedMaster
+from .events import Ending
 from .host import MIN_CORES, quota_cores, usable_cores
 from .logs import Log, event_counts, finish, tend, threshold
 from .memory import EngineMemory
@@ -141,7 +142,7 @@ class Daemon:
         for session in sessions:
             if session.corrupt is not None and not session.closing:
                 self._log.error("engine.corrupt", engine=session.engine_id, epoch=session.epoch, error=session.corrupt)
-                control.end(session)
+                control.end(session, Ending.ENGINE_CORRUPT)
 
     def _pump(self, sessions: Sequence[EngineSession]) -> None:
         """Hand out fetches of each lane, one engine after the other, while there is room in it."""
@@ -168,7 +169,10 @@ class Daemon:
             self._store_opened.clear()
             self._log.info("store.joined")
             for session in sessions:
-                session.register_staging()
+                try:
+                    session.register_staging()
+                except (StoreError, StoreUnavailable):
+                    control.end(session, Ending.ENGINE_GONE)  # its processes come back, and are told why
         for session in [ended for ended in control.ended if ended.idle]:
             control.ended.remove(session)
             self._board.retire(session.totals)
@@ -251,8 +255,13 @@ class Daemon:
         )  # fmt: skip
         session.switch(self._mode)
         if self._store_is_open:
-            with contextlib.suppress(StoreUnavailable):
+            try:
                 session.register_staging()
+            except StoreUnavailable:
+                pass  # it closes: the end of this process
+            except StoreError:
+                session.close()
+                raise
         return session
 
     def _status(self) -> Status:

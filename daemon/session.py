@@ -86,7 +86,7 @@ class EngineSession:
         self._flags = SessionFlags(self.table, self._disk_blocks)
         self._mode: Mode = "on"
         self.jobs = Jobs(self._log)
-        self._registered = False
+        self._registered: list[int] = []
         self.stories = Stories(self.totals, self._log, self.block_bytes, clock_ns)
         self._given_up: set[Key] = set()  # by flags seen at the last scan whose DONE record may still come
         chunk_blocks = max(1, chunk_bytes // self.block_bytes)
@@ -121,10 +121,13 @@ class EngineSession:
         )  # fmt: skip
 
     def register_staging(self) -> None:
-        """Make the staging known to an open store (RDMA needs it; once per opened store)."""
+        """Make the staging known to an open store (RDMA needs it; once per opened store).
+
+        Raises StoreError, StoreUnavailable; what was registered until then goes with close().
+        """
         for address, length in self.staging.areas():
             self._store.register(address, length)
-        self._registered = True
+            self._registered.append(address)
 
     # --- intake -----------------------------------------------------------------------------------------------------
 
@@ -321,7 +324,7 @@ class EngineSession:
         self.saver.reset(generation, timeout_s, reply)
         self._negative.clear()
         self.warming.stop("its weights changed")
-        for request in self.planner.reset():
+        for request in self.jobs.contain(self.planner.reset, list[Request]()):
             self.stories.tell(request, Ending.RESET)
         self.promoter.reset()
 
@@ -369,11 +372,10 @@ class EngineSession:
 
     def close(self) -> None:
         """Free everything; only when idle and after the last process of the engine is gone."""
-        if self._registered:
-            for address, _ in self.staging.areas():
-                # A store that forgot the memory, or is closed, must not keep it, nor end the others' sessions.
-                with contextlib.suppress(StoreError, StoreUnavailable):
-                    self._store.unregister(address)
+        for address in self._registered:
+            # A store that forgot the memory, or is closed, must not keep it, nor end the others' sessions.
+            with contextlib.suppress(StoreError, StoreUnavailable):
+                self._store.unregister(address)
         self._log.info("engine.detached", **self.account())
         # Their views would keep the control segment mapped.
         del self.ring, self.table, self._flags, self.liveness, self.planner, self.saver, self.look_ups, self._fetcher

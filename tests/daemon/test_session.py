@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import structlog
 
 from kvprefetch.daemon.config import load
@@ -41,23 +42,23 @@ class Answering:
     answering = True
 
 
-def make_session(store: Any = None) -> EngineSession:
+def make_session(store: Any = None, ranks: int = 1) -> EngineSession:
     common = {
-        "protocol": PROTOCOL, "version": "t", "engine_id": "e", "incarnation": "0" * 32, "rank": 0, "world_size": 1,
+        "protocol": PROTOCOL, "version": "t", "engine_id": "e", "incarnation": "0" * 32, "world_size": ranks,
         "groups": 1, "block_tokens": 32,
     }  # fmt: skip
-    worker = Hello(
-        **common, role="worker", worker=WorkerShape(block_bytes=[4096], key_prefix=["k@"], put_factor=1, put_turn=0)
-    )
-    scheduler = Hello(
-        **common, role="scheduler", scheduler=SchedulerShape(max_blocks=8, max_hint_bytes=512, loads=True, saves=True)
-    )
-    memory = EngineMemory.create(load({"staging": "64KiB"}), 7, scheduler, [worker])
+    shapes = [
+        WorkerShape(block_bytes=[4096], key_prefix=[f"k{rank}@"], put_factor=1, put_turn=0) for rank in range(ranks)
+    ]
+    workers = [Hello(**common, role="worker", rank=rank, worker=shape) for rank, shape in enumerate(shapes)]
+    wants = SchedulerShape(max_blocks=8, max_hint_bytes=512, loads=True, saves=True)
+    scheduler = Hello(**common, role="scheduler", rank=0, scheduler=wants)
+    memory = EngineMemory.create(load({"staging": "64KiB"}), 7, scheduler, workers)
     nothing: Any = NoPools()
     return EngineSession(
         memory,
         scheduler,
-        [worker],
+        workers,
         store or Answering(),
         nothing,
         structlog.get_logger(),
@@ -88,6 +89,46 @@ def test_a_flag_that_does_not_stand_still_ends_the_session_and_raises_nothing() 
     assert not session.pump(Lane.MEMORY)
     session.end(Ending.ENGINE_GONE)
     session.close()
+
+
+def test_a_reset_that_meets_such_a_flag_raises_nothing() -> None:
+    """It comes over the control socket, whose owner knows nothing of flags."""
+    session = make_session()
+    session.planner.hint((0, 1), b"x" * 32, 32, 1, 0, 0)
+    word = session.table.load(0)
+    assert session.table.exchange(0, word, pack(1, FlagState.HINTED, 0))
+
+    class Restless(FlagTable):
+        def exchange(self, *_: Any) -> bool:
+            return False
+
+    session.table.__class__ = Restless
+    session.reset(1, 1.0, lambda _: None)
+    assert session.corrupt is not None
+    session.end(Ending.ENGINE_GONE)
+    session.close()
+
+
+def test_memory_that_the_store_refuses_is_let_go() -> None:
+    """Of two ranks the second cannot be registered: the first is not kept either."""
+    registered: set[int] = set()
+
+    class Full:
+        def register(self, address: int, _: int) -> None:
+            if registered:
+                raise StoreError("registering 4096 bytes failed with code -1")
+            registered.add(address)
+
+        def unregister(self, address: int) -> None:
+            registered.remove(address)
+
+    session = make_session(Full(), ranks=2)
+    with pytest.raises(StoreError):
+        session.register_staging()
+    assert len(registered) == 1
+    session.end(Ending.ENGINE_GONE)
+    session.close()
+    assert not registered
 
 
 def test_a_store_that_does_not_let_go_of_the_memory_keeps_no_session_open() -> None:
