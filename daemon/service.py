@@ -49,6 +49,7 @@ class Daemon:
         self._log = log
         self._mode: Mode = config.mode
         self._stopping = False
+        self._stop_signal = 0
         self._reload_wanted = False
         self._notify = Notifier()
         self._epoll = select.epoll()
@@ -343,6 +344,8 @@ class Daemon:
 
     def _shut_down(self, pools: Pools) -> None:
         """Engines first (they fall back at once), then calls in flight, then the store, then its master."""
+        if self._stop_signal:
+            self._log.info("daemon.stopping", signal=signal.Signals(self._stop_signal).name)
         self._notify.stopping("draining store calls, then writing what is not on disk yet")
         self._board.phase = "stopping"
         if self._control is not None:
@@ -377,6 +380,5 @@ class Daemon:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             self._reload_wanted = True
-            return
-        self._stopping = True
-        self._log.info("daemon.stopping", signal=signal.Signals(number).name)
+        else:  # the log is not for a handler: it may have come in the middle of a line
+            self._stopping, self._stop_signal = True, number

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from kvprefetch.daemon import config
 from kvprefetch.daemon.log_writer import LogWriter
+from kvprefetch.daemon.service import Daemon
 from kvprefetch.shmring.protocol import RecordKind
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import blocks
@@ -152,3 +156,25 @@ def test_a_daemon_outlives_the_reader_of_its_log(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_signal_in_the_middle_of_a_line_stops_nobody(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its handler runs on the thread that writes, wherever that is."""
+    writer = LogWriter(pipe[1])
+    log = SimpleNamespace(info=lambda event, **_: writer.write(event))
+    daemon = Daemon(config.load({"socket": str(tmp_path / "d.sock")}), log, lambda: config.load({}))
+    write = os.write
+
+    def interrupted(fd: int, data: bytes) -> int:
+        monkeypatch.setattr(os, "write", write)
+        daemon._on_signal(signal.SIGTERM, None)
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", interrupted)
+    writing = threading.Thread(target=writer.write, args=("a line",), daemon=True)
+    writing.start()
+    writing.join(5)
+    assert not writing.is_alive()
+    assert lines_in(pipe[0]) == ["a line"]
