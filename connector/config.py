@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ..shmring.messages import default_socket, first_error
+from ..shmring.messages import check_socket_path, default_socket, first_error, shown
 from .policy import Policy
-
-# sun_path of a Unix socket address has 108 bytes, one of them the final zero.
-MAX_SOCKET_PATH_BYTES = 107
 
 
 class ConnectorConfig(BaseModel):
@@ -19,10 +16,9 @@ class ConnectorConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    socket: str = Field(
-        default_factory=default_socket, min_length=1, max_length=MAX_SOCKET_PATH_BYTES,
-        description="the daemon's control socket",
-    )  # fmt: skip
+    socket: Annotated[str, BeforeValidator(check_socket_path)] = Field(
+        default_factory=default_socket, description="the daemon's control socket"
+    )
     mode: Literal["on", "shadow", "off"] = Field(
         default="on", description="shadow: hint and look, never load or save; off: do nothing"
     )
@@ -63,10 +59,12 @@ OVERRIDABLE = ("wait_policy", "wait_timeout_ms")
 def override(config: ConnectorConfig, wishes: Any) -> ConnectorConfig:
     """The configuration with a request's own wishes. ValueError in one line naming the first bad key, value, bound."""
     if not isinstance(wishes, Mapping):
-        raise ValueError(f"kv_transfer_params: kvprefetch: must be an object: kvprefetch={wishes!r}")
+        raise ValueError(f"kv_transfer_params: kvprefetch: must be an object: kvprefetch={shown(wishes)}")
     for key, value in wishes.items():
         if key not in OVERRIDABLE:
-            raise ValueError(f"kv_transfer_params: {key}: is not one of {', '.join(OVERRIDABLE)}: {key}={value!r}")
+            raise ValueError(
+                f"kv_transfer_params: {shown(key)}: is not one of {', '.join(OVERRIDABLE)}: value={shown(value)}"
+            )
     try:
         return ConnectorConfig.model_validate({**config.model_dump(), **wishes})
     except ValidationError as error:

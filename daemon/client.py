@@ -40,7 +40,8 @@ class Conversation:
             messages.send_message(self._sock, query)
             received = messages.receive_message(self._sock, max_fds=MAX_SEGMENTS)
         except (OSError, protocol.ProtocolError) as error:
-            raise Unavailable(f"no daemon answers: socket={str(self._path)!r}: {error}") from None
+            why = (error.strerror if isinstance(error, OSError) else None) or error
+            raise Unavailable(f"no daemon answers: socket={str(self._path)!r}: {why}") from None
         if received is None:
             raise Unavailable(f"no daemon answers: socket={str(self._path)!r}: it hung up")
         if isinstance(received[0], messages.Refused):

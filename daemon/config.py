@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ..shmring.messages import default_socket, first_error
+from ..shmring.messages import check_socket_path, default_socket, first_error
 from .host import usable_cores
-
-MAX_SOCKET_PATH_BYTES = 107  # sun_path has 108, one of them the final zero
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30,
           "ti": 1 << 40}  # fmt: skip
@@ -26,12 +24,12 @@ class ConfigError(Exception):
 
 def parse_size(text: object) -> int:
     """Bytes of a size such as 512MiB, 4GB or 65536. ValueError when it is none."""
-    if isinstance(text, int):
+    if isinstance(text, int) and not isinstance(text, bool):
         return text
     match = _SIZE.fullmatch(str(text).strip())
     if match is None or match.group(2).lower() not in _UNITS:
         raise ValueError("should be a size such as 512MiB, 4GB or 65536")
-    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+    return int(Decimal(match.group(1)) * _UNITS[match.group(2).lower()])
 
 
 def _parse_uids(value: object) -> object:
@@ -39,14 +37,21 @@ def _parse_uids(value: object) -> object:
     return [part for part in value.replace(",", " ").split() if part] if isinstance(value, str) else value
 
 
-def _bindable(path: Path) -> Path:
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        raise ValueError(f"a Unix socket's path has at most {MAX_SOCKET_PATH_BYTES} bytes")
-    return path
+def _number(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("should be a number")
+    return value
+
+
+def _octal(text: str) -> str:
+    if re.fullmatch("0?[0-7]{3}", text) is None:
+        raise ValueError("should be three octal digits, such as 0660")
+    return text
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
-Uid = Annotated[int, Field(ge=0, le=(1 << 32) - 2)]
+Number = Annotated[int, BeforeValidator(_number)]
+Uid = Annotated[Number, Field(ge=0, le=(1 << 32) - 2)]
 Mode = Literal["on", "shadow", "off"]
 
 
@@ -55,11 +60,11 @@ class DaemonConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    socket: Annotated[Path, AfterValidator(_bindable)] = Field(
+    socket: Annotated[Path, BeforeValidator(check_socket_path)] = Field(
         default_factory=lambda: Path(default_socket()), description="control socket"
     )
-    socket_mode: str = Field(
-        default="0660", pattern="^0?[0-7]{3}$", description="file mode of the control socket, octal"
+    socket_mode: Annotated[str, AfterValidator(_octal)] = Field(
+        default="0660", description="file mode of the control socket, octal"
     )
     socket_group: str | None = Field(
         default=None, min_length=1, description="name or number of the group that owns the control socket"
@@ -77,36 +82,38 @@ class DaemonConfig(BaseModel):
     device_margin: Size = Field(
         default=2 << 30, ge=0, le=1 << 42, description="bytes of a GPU's free memory that staging leaves alone"
     )
-    device_owner: str = Field(
-        default="daemon", pattern="^(daemon|engine)$", description="who allocates staging on a GPU: daemon or engine"
+    device_owner: Literal["daemon", "engine"] = Field(
+        default="daemon", description="who allocates staging on a GPU: daemon or engine"
     )
-    save_share: float = Field(default=0.25, ge=0.0, le=0.9, description="share of the staging slots kept for saves")
-    max_engines: int = Field(default=8, ge=1, le=256, description="engines attached at a time")
+    save_share: Annotated[float, BeforeValidator(_number)] = Field(
+        default=0.25, ge=0.0, le=0.9, description="share of the staging slots kept for saves"
+    )
+    max_engines: Number = Field(default=8, ge=1, le=256, description="engines attached at a time")
     mooncake_config: Path | None = Field(default=None, description="JSON file of a cluster to join")
     memory: Size = Field(default=1 << 30, ge=16 << 20, le=1 << 42, description="DRAM segment of the embedded store")
     disk: str | None = Field(default=None, description="DIR[:SIZE] of the embedded store's SSD tier")
-    master_port: int | None = Field(default=None, ge=1, le=65535, description="port of the embedded master")
+    master_port: Number | None = Field(default=None, ge=1, le=65535, description="port of the embedded master")
     chunk: Size = Field(default=4 << 20, ge=4096, le=1 << 30, description="bytes of one store call")
-    fetch_threads: int = Field(
+    fetch_threads: Number = Field(
         default_factory=lambda: max(1, min(4, usable_cores() // 2)), ge=1, le=64,
         description="concurrent fetches; each one in flight keeps a core busy",
     )  # fmt: skip
-    spin_us: int = Field(default=50, ge=0, le=10_000, description="how long the idle loop spins before it sleeps")
+    spin_us: Number = Field(default=50, ge=0, le=10_000, description="how long the idle loop spins before it sleeps")
     hint_ring: Size = Field(default=4 << 20, ge=1 << 16, le=1 << 30, description="bytes of each engine's hint ring")
-    rpc_timeout_ms: int = Field(default=2000, ge=10, le=60_000, description="one question to the master")
+    rpc_timeout_ms: Number = Field(default=2000, ge=10, le=60_000, description="one question to the master")
     metrics_address: str = Field(default="127.0.0.1", min_length=1, description="address of /metrics and /healthz")
-    metrics_port: int = Field(default=9655, ge=0, le=65535, description="its TCP port; 0: no metrics")
-    call_timeout_ms: int = Field(
+    metrics_port: Number = Field(default=9655, ge=0, le=65535, description="its TCP port; 0: no metrics")
+    call_timeout_ms: Number = Field(
         default=4000, ge=100, le=600_000, description="one look-up, fetch or save; then the requests go on without it"
     )
-    lease_ms: int | None = Field(
+    lease_ms: Number | None = Field(
         default=None,
         ge=100,
         le=3_600_000,
         description="how long the store keeps what was looked up, as its master is set",
     )
-    log_level: str = Field(
-        default="info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error"
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="debug, info, warning or error"
     )
 
     @property

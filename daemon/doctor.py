@@ -23,7 +23,7 @@ from ..shmring.segment import Segment
 from .client import Unavailable, ask
 from .config import DaemonConfig
 from .embedded import DiskSpec
-from .host import MIN_CORES, quota_cores, usable_cores
+from .host import MIN_CORES, available_bytes, quota_cores, usable_cores
 from .store_settings import MooncakeSettings
 
 ROUND_TRIP_S = 100.0
@@ -77,7 +77,7 @@ def cores(config: DaemonConfig) -> Iterator[Finding]:
         yield Finding("note", f"fetch_threads={config.fetch_threads} with {count} cores: each busy fetch takes one",
                       "lower fetch_threads")  # fmt: skip
     else:
-        yield Finding("ok", f"{count} cores, {config.fetch_threads} fetch threads")
+        yield Finding("ok", f"cores={count} fetch_threads={config.fetch_threads}")
 
 
 def memory(config: DaemonConfig) -> Iterator[Finding]:
@@ -88,7 +88,7 @@ def memory(config: DaemonConfig) -> Iterator[Finding]:
         yield Finding("bad", str(error), "allow memfd_create, or make /dev/shm larger")
         return
     store = 0 if config.mooncake_config is not None else config.memory
-    wanted, free = config.staging + store, _available_bytes()
+    wanted, free = config.staging + store, available_bytes()
     what = f"{wanted >> 20} MiB for one engine's staging and the store, {free >> 20} MiB available"
     if free < wanted:
         yield Finding("bad", what, "lower staging or memory, or raise the control group's limit")
@@ -119,7 +119,7 @@ def control_socket(config: DaemonConfig) -> Iterator[Finding]:
         if group and not os.access(path, os.W_OK):
             yield Finding("bad", f"{path}: this user may not use it", f"join the group {group}")
         else:
-            yield Finding("note", f"no daemon: {error}", "start one: kvprefetchd serve, or systemctl start kvprefetchd")
+            yield Finding("note", str(error), "start one: kvprefetchd serve, or systemctl start kvprefetchd")
         return
     if isinstance(answer, Status):
         if answer.version != __version__:
@@ -159,7 +159,7 @@ def master(config: DaemonConfig) -> Iterator[Finding]:
     try:
         socket.create_connection((host, int(port)), timeout=config.rpc_timeout_ms / 1e3).close()
     except OSError as error:
-        yield Finding("bad", f"master {address}: {error}",
+        yield Finding("bad", f"master {address}: {error.strerror or error}",
                       "start it, open the firewall, and under systemd use the drop-in cluster.conf")  # fmt: skip
     else:
         yield Finding("ok", f"master {address} answers in {(time.monotonic() - started) * 1e3:.1f} ms")
@@ -219,25 +219,3 @@ def examine(config: DaemonConfig) -> Iterator[tuple[str, Finding]]:
                 yield name, finding
         except Exception as error:
             yield name, Finding("bad", f"the check itself failed: {error!r}")
-
-
-def _available_bytes() -> int:
-    """Free memory, or what is left of this control group's limit where that is less."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    group = next((line[3:] for line in _lines(Path("/proc/self/cgroup")) if line.startswith("0::")), None)
-    if group is not None:
-        folder = Path("/sys/fs/cgroup") / group.lstrip("/")
-        most, used = _lines(folder / "memory.max"), _lines(folder / "memory.current")
-        if most and used and most[0].isdigit():
-            free = min(free, int(most[0]) - int(used[0]))
-    return free
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

@@ -19,7 +19,6 @@ from __future__ import annotations
 import collections
 import importlib.util
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -29,15 +28,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from ..shmring.messages import shown
+from .config import parse_size
 from .store_settings import MooncakeSettings, SettingsError
 
+MAX_DISK_BYTES = 1 << 50
 MIN_MEMORY_BYTES = 16 << 20  # one allocation unit of Mooncake's segment; 8 MiB is refused at set-up
 DISK_BUFFER_BYTES = 256 << 20  # of the disk tier: all that is read from it at a time goes through
 DISK_LEASE_MS = 2000
 _START_TIMEOUT_S = 10.0
 _ATTEMPTS = 5
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 # Runs in the child and then becomes the master: the death signal outlives execve. A parent that died before the prctl
 # would never send it, so the parent's pid is compared afterwards. PR_SET_PDEATHSIG is 1 (linux/prctl.h). Not a
@@ -69,16 +69,14 @@ class DiskSpec:
             head, tail = text, ""
         size = None
         if colon and head != text:
-            match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", tail.strip().lower())
-            if not match or match[2] not in _UNITS:
-                raise SettingsError(
-                    f"disk={text!r}: size {tail!r} must be a number with B, KB, KiB, MB, MiB, GB, GiB, TB or TiB"
-                )
-            size = int(float(match[1]) * _UNITS[match[2]])
-            if size < MIN_MEMORY_BYTES:
-                raise SettingsError(f"disk={text!r}: size {tail!r} must be at least 16MiB")
+            try:
+                size = parse_size(tail)
+            except ValueError as error:
+                raise SettingsError(f"disk: {error}: disk={shown(text)}") from None
+            if not MIN_MEMORY_BYTES <= size <= MAX_DISK_BYTES:
+                raise SettingsError(f"disk: size should be 16MiB to 1024TiB: disk={shown(text)}")
         if not head.startswith("/") or ".." in Path(head).parts:
-            raise SettingsError(f"disk={text!r}: directory {head!r} must be absolute and without '..'")
+            raise SettingsError(f"disk: directory should be absolute and without '..': disk={shown(text)}")
         return cls(Path(head), size)
 
 
@@ -154,7 +152,7 @@ class EmbeddedMaster:
         try:
             self._disk.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise SettingsError(f"disk={str(self._disk.path)!r}: {error.strerror}") from None
+            raise SettingsError(f"disk: cannot be used: {error.strerror}: disk={str(self._disk.path)!r}") from None
         tier = {
             "STORAGE_BACKEND_DESCRIPTOR": "bucket_storage_backend",
             "BUCKET_KEYS_LIMIT": "1",

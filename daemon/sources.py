@@ -70,7 +70,7 @@ def resolve(sources: Sources) -> Effective:
     except ValidationError as error:
         key = str(error.errors(include_url=False)[0]["loc"][0])
         place = origin[key]
-        raise ConfigError(first_error(error) + ("" if place == f"--{key}" else f" (from {place})")) from None
+        raise ConfigError(first_error(error) + ("" if place.startswith("--") else f" (from {place})")) from None
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

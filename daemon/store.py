@@ -122,7 +122,7 @@ class Store:
         try:
             socket.create_connection((host, int(port)), timeout=self._rpc_timeout_ms / 1e3).close()
         except OSError as error:
-            raise StoreError(f"no Mooncake master answers at {address}: {error}") from None
+            raise StoreError(f"no Mooncake master answers at {address}: {error.strerror or error}") from None
 
     def close(self) -> None:
         """Refuse new calls, wait for those in flight, then leave the cluster; may hold the GIL for 1.85 s. Idempotent.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import socket
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,8 @@ class MooncakeSettings:
         try:
             raw = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{path}: cannot be read: {error}") from None
+            why = error.strerror if isinstance(error, OSError) else error
+            raise SettingsError(f"{path}: cannot be read: {why}") from None
         except json.JSONDecodeError as error:
             raise SettingsError(f"{path}: not JSON: {error}") from None
         if not isinstance(raw, dict):
@@ -73,8 +76,9 @@ class MooncakeSettings:
                 ("tenant_id", "default"),
             )
         }
-        if not text["master_server_address"]:
-            raise SettingsError(f"{path}: master_server_address='' must be host:port")
+        master = text["master_server_address"]
+        if "://" not in master and re.fullmatch(r".+:\d{1,5}", master) is None:
+            raise SettingsError(f"{path}: master_server_address={master!r} must be host:port")
         if text["mode"] not in ("embedded", "standalone-store"):
             raise SettingsError(f"{path}: mode={text['mode']!r} must be 'embedded' or 'standalone-store'")
         if not isinstance(raw.get("enable_offload", False), bool):
@@ -108,13 +112,13 @@ def _text(path: object, raw: dict[str, Any], key: str, default: str) -> str:
 def _size(path: object, raw: dict[str, Any], key: str, default: int, minimum: int) -> int:
     value = raw.get(key, default)
     size = -1
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         size = int(value)
     elif isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(gb|mb|kb|b)?\s*", value.lower())
         if match:
             unit = {"gb": 1 << 30, "mb": 1 << 20, "kb": 1 << 10}.get(match[2] or "b", 1)
-            size = int(float(match[1]) * unit)
+            size = int(Decimal(match[1]) * unit)
     if size < minimum:
         raise SettingsError(f"{path}: {key}={value!r} must be bytes or a size such as '4GB', at least {minimum}")
     return size

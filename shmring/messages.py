@@ -19,6 +19,8 @@ from .protocol import PROTOCOL, ProtocolError
 MAX_MESSAGE_BYTES = 1 << 16
 MAX_WARM_DIGESTS = 256  # of one Warm order, which must fit a message
 HASH_PROBE_TOKENS = (1, 2, 3)  # see SchedulerShape.hash_probe
+MAX_SOCKET_PATH_BYTES = 107  # sun_path has 108, one of them the final zero
+SHOWN_CHARACTERS = 120  # of a bad value, in the line that names it
 # A CUDA IPC memory handle: 64 bytes in hexadecimal digits, or none.
 Handle = Annotated[str, Field(pattern=r"^([0-9a-f]{128})?$")]
 
@@ -30,6 +32,15 @@ def default_socket(environ: Mapping[str, str] = os.environ) -> str:
     if session := environ.get("XDG_RUNTIME_DIR"):
         return os.path.join(session, "kvprefetch", "kvprefetchd.sock")
     return "/run/kvprefetch/kvprefetchd.sock"
+
+
+def check_socket_path(value: object) -> object:
+    """The value of a `socket` key, whatever its type. ValueError for a path that no Unix socket can have."""
+    if isinstance(value, (str, os.PathLike)):
+        path = os.fsencode(value)
+        if not 1 <= len(path) <= MAX_SOCKET_PATH_BYTES or b"\0" in path:
+            raise ValueError(f"should have 1 to {MAX_SOCKET_PATH_BYTES} bytes, none of them zero")
+    return value
 
 
 class _Message(BaseModel):
@@ -314,10 +325,17 @@ def first_error(error: ValidationError) -> str:
     """The first problem of a failed validation in one line: key, bound, value."""
     item = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in item["loc"]) or "value"
-    message = item["msg"][0].lower() + item["msg"][1:]
+    text = str(item["ctx"]["error"]) if item["type"] == "value_error" else item["msg"]
+    message = text[0].lower() + text[1:]
     if item["type"] == "missing":
         return f"{key}: {message}"
-    return f"{key}: {message}: {key}={item['input']!r}"
+    return f"{key}: {message}: {key}={shown(item['input'])}"
+
+
+def shown(value: object) -> str:
+    """How a bad value stands in an error: as Python writes it, and no longer than anyone reads."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
 
 
 def send_message(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:

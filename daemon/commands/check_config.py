@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..access import group_id
 from ..config import NEXT_ATTACH, RELOADABLE, ConfigError, DaemonConfig
 from ..embedded import DiskSpec
+from ..host import machine_bytes
 from ..sources import Effective, resolve
 from ..store_settings import MooncakeSettings, SettingsError
 from .common import (
@@ -56,6 +58,11 @@ def check_files(config: DaemonConfig) -> None:
             DiskSpec.parse(config.disk)
     except SettingsError as error:
         raise ConfigError(str(error)) from None
+    if config.socket_group is not None:
+        group_id(config.socket_group)
+    for name in ("staging",) if config.mooncake_config is not None else ("staging", "memory"):
+        if (size := getattr(config, name)) > (most := machine_bytes()):
+            raise ConfigError(f"{name}: is more than this machine has: {name}={size} max={most}")
 
 
 def shown(effective: Effective) -> list[str]:

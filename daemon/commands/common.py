@@ -18,6 +18,7 @@ from ..sources import FILE_VARIABLE, PREFIX, Sources
 from .page import Formatter, Page
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
+_OPTION_WIDTH = 24  # beyond it the usage does not fit a narrow terminal: then the description names the choices
 Run = Callable[[argparse.Namespace], int]
 
 SYSTEM_SOCKET = Path("/run/kvprefetch/kvprefetchd.sock")
@@ -73,8 +74,11 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     for name, field in DaemonConfig.model_fields.items():
         default: Any = field.get_default(call_default_factory=True)
         shown = "none" if default in (None, ()) else default
+        kind = kind_of(field)
+        if len(name) + len(kind) > _OPTION_WIDTH:
+            kind = "VALUE"
         parser.add_argument(
-            f"--{name.replace('_', '-')}", metavar=kind_of(field), help=f"{field.description or ''} (default: {shown})"
+            f"--{name.replace('_', '-')}", metavar=kind, help=f"{field.description or ''} (default: {shown})"
         )
 
 

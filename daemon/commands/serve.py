@@ -8,6 +8,7 @@ import os
 from ..client import EX_UNAVAILABLE, Unavailable
 from ..config import ConfigError
 from ..sources import resolve
+from .check_config import check_files
 from .common import (
     CONFIGURATION_ENVIRONMENT,
     CONFIGURATION_FILE,
@@ -58,6 +59,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     sources = configuration_sources(arguments)
     config = resolve(sources).config
+    check_files(config)
     # Imported late: `kvprefetchd --help` and configuration errors need neither Mooncake nor structlog.
     from ..embedded import EmbeddedError
     from ..logs import configure

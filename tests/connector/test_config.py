@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvprefetch.connector.config import load
+from kvprefetch.connector.config import load, override
 from kvprefetch.shmring.messages import default_socket
 
 
@@ -42,6 +42,9 @@ def test_the_socket_rule_is_the_daemons(environ: dict[str, str], expected: str) 
         ({"spin_us": 10_001}, ["spin_us", "less than or equal to 10000", "10001"]),
         ({"save_decode_cache": 1}, ["save_decode_cache", "boolean", "1"]),
         ({"socket": "/" + "x" * 107}, ["socket", "107"]),
+        ({"socket": "/" + "é" * 60}, ["socket", "107"]),
+        ({"socket": ""}, ["socket", "1 to 107 bytes"]),
+        ({"mode": "x" * 10_000}, ["mode", "'on'", "'xxx"]),
     ],
 )
 def test_a_bad_value_is_one_line_with_key_value_and_bound(values: dict[str, object], names: list[str]) -> None:
@@ -49,5 +52,13 @@ def test_a_bad_value_is_one_line_with_key_value_and_bound(values: dict[str, obje
         load(values)
     text = str(caught.value)
     assert "\n" not in text
+    assert len(text) < 400
     for name in names:
         assert name in text
+
+
+@pytest.mark.parametrize("wishes", ["x" * 10_000, {"wait_policy": "x" * 10_000}, {"x" * 10_000: 1}])
+def test_what_a_client_wishes_fills_no_log(wishes: object) -> None:
+    with pytest.raises(ValueError, match="kv_transfer_params") as caught:
+        override(load({}), wishes)
+    assert len(str(caught.value)) < 600

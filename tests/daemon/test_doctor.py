@@ -34,7 +34,7 @@ def test_doctor_sees_a_daemon_a_store_round_trip_and_bundles_it(serve: Callable[
         "--bundle", tmp_path / "bundle.tar.gz", "--log", log,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
-    for words in (f"daemon answers: pid {daemon.pid}", "round trip through a private store", "fetch threads"):
+    for words in (f"daemon answers: pid {daemon.pid}", "round trip through a private store", "fetch_threads="):
         assert words in result.stdout
     with tarfile.open(tmp_path / "bundle.tar.gz") as archive:
         assert (tmp_path / "bundle.tar.gz").stat().st_mode & 0o777 == 0o600

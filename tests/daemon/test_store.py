@@ -252,6 +252,9 @@ def test_should_read_the_file_that_vllm_reads(tmp_path: Path) -> None:
         ({"mode": "standalone-store"}, "global_segment_size"),
         ({"enable_offload": "yes"}, "enable_offload='yes'"),
         ({"master_server_address": ""}, "master_server_address=''"),
+        ({"master_server_address": "somewhere"}, "master_server_address='somewhere' must be host:port"),
+        ({"global_segment_size": float("inf")}, "global_segment_size=inf"),
+        ({"local_buffer_size": float("nan")}, "local_buffer_size=nan"),
     ],
 )
 def test_should_refuse_a_wrong_setting_by_name(tmp_path: Path, change: dict[str, Any], names: str) -> None:
