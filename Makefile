@@ -15,7 +15,7 @@ LINKED := __init__.py py.typed daemon shmring connector
 .PHONY: help setup test lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save bench-cuda simulate simulate-compare clean
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## build the virtual environment (VENV=.venv; PYTHON=python3.12 to choose the interpreter)
 	@.ci/setup

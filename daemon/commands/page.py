@@ -30,7 +30,7 @@ class Page:
         exits = DONE | UNAVAILABLE | CONFIG | dict(self.exits)
         return "\n\n".join([
             _section("examples", [part for line, what in self.examples for part in (f"  {line}", f"      {what}")]),
-            _section("exit status", rows({str(status): exits[status] for status in sorted(exits)}, width=4)),
+            _section("exit status", rows({str(status): exits[status] for status in sorted(exits)}, width=5)),
             _section("files", rows(self.files) or ["  none"]),
             _section("environment", rows(self.environment) or ["  none"]),
             *([_section("see also", _indented(self.also))] if self.also else []),
