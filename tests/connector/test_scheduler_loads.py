@@ -7,10 +7,9 @@ import pytest
 from kvprefetch.connector.claims import MAX_LATE_HINTS
 from kvprefetch.shmring.flags import unpack
 from kvprefetch.shmring.layout import Line
-from kvprefetch.shmring.liveness import HUNG_AFTER_NS, PeerState
 from kvprefetch.shmring.protocol import FlagState, Outcome
 
-from .fakes import BLOCK, BLOCK_BYTES, Engine, FakeDaemon
+from .fakes import BLOCK, BLOCK_BYTES, Engine
 
 NOTHING, PENDING = (0, False), (None, False)
 
@@ -312,82 +311,6 @@ def test_without_flags_a_request_waits_no_longer_than_its_deadline() -> None:
     assert engine.match(second) == PENDING
     engine.clock.advance_ms(101)
     assert engine.match(second) == NOTHING
-
-
-@pytest.mark.parametrize("how", ["gone", "closing", "hung", "detached"])
-def test_a_dead_or_hung_daemon_makes_nobody_wait(how: str) -> None:
-    engine = Engine()
-    request = engine.add("r", 3 * BLOCK)
-    assert engine.match(request) == PENDING
-    if how == "gone":
-        engine.link.session.ended()  # type: ignore[union-attr]
-    elif how == "closing":
-        engine.daemon.liveness.set_state(PeerState.CLOSING)
-    elif how == "hung":
-        engine.clock.advance_ms(HUNG_AFTER_NS / 1e6 + 1)
-    else:
-        engine.link.session = None
-    assert engine.match(request) == NOTHING
-    engine.allocate(request, 0)
-    engine.add("later", 3 * BLOCK)
-    engine.daemon.drain()
-    assert [hint.request_id for hint in engine.daemon.hints] == ["r"]
-
-
-def test_an_answer_is_honoured_when_the_daemon_dies_before_the_allocation() -> None:
-    """The bytes lie in memory the workers have mapped; its epoch is kept alive until the load is acknowledged."""
-    engine = Engine()
-    request = engine.add("r", 3 * BLOCK)
-    engine.daemon.stage("r", 2)
-    assert engine.match(request) == (2 * BLOCK, False)
-    engine.link.session = None
-    engine.allocate(request, 2 * BLOCK)
-    meta = engine.step([(request, BLOCK)])
-    assert (len(meta.loads), meta.live_epochs) == (1, (1,))
-    assert engine.step().live_epochs == (1,)
-    engine.acknowledge(meta)
-    assert engine.step().live_epochs == ()
-
-
-def test_a_new_daemon_gets_late_hints() -> None:
-    """Handles of the old epoch are void; waiting requests are hinted again when reached."""
-    engine = Engine()
-    request = engine.add("r", 3 * BLOCK)
-    engine.match(request)
-    newer = FakeDaemon(engine.clock, epoch=2)
-    engine.link.session = newer.session()
-    assert engine.match(request) == PENDING
-    assert newer.hint("r").blocks == 2
-    newer.stage("r", 2)
-    assert engine.match(request) == (2 * BLOCK, False)
-    engine.allocate(request, 2 * BLOCK)
-    meta = engine.step([(request, BLOCK)])
-    assert (meta.loads[0].epoch, meta.live_epochs) == (2, (2,))
-
-
-@pytest.mark.parametrize("what", ["slot", "generation", "state", "count", "head"])
-def test_corruption_detaches_and_never_raises(what: str) -> None:
-    engine = Engine(slots=8, flags=64, ring=4096)
-    request = engine.add("r", 3 * BLOCK)
-    hint = engine.daemon.hint("r")
-    if what == "slot":
-        engine.daemon.stage("r", 2, slots=[1, 8])
-    elif what == "generation":
-        engine.daemon.words.store_release(engine.daemon.layout.flags_offset // 8 + hint.flag * 8, 12345)
-    elif what == "state":
-        engine.daemon.move(hint.flag, FlagState.FREE, 0)
-    elif what == "count":
-        engine.daemon.move(hint.flag, FlagState.READY, 3)
-    else:
-        engine.daemon.words.store_release(Line.HEAD, 1 << 40)
-        for i in range(40):
-            engine.add(f"more{i}", 3 * BLOCK)
-    assert engine.match(request) == NOTHING
-    assert len(engine.link.detached) == 1
-    engine.allocate(request, 0)
-    engine.step([(request, 3 * BLOCK)])
-    engine.side.finished(request)
-    assert engine.side.counters["detached"] == 1
 
 
 def test_shadow_mode_reports_and_never_loads() -> None:
