@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..shmring.cuda import DeviceError
+from ..shmring.errors import SegmentError
 from ..shmring.layout import Layout, power_of_two_at_least
 from ..shmring.messages import Hello
 from ..shmring.segment import Segment
 from .config import DaemonConfig
 from .device import DeviceStaging
+from .host import available_bytes
 from .staging import HostStaging, slots_for
 
 MAX_TABLE_BYTES = 16 << 20
@@ -45,6 +47,12 @@ class EngineMemory:
             raise ValueError("scheduler: field required")
         block_bytes = [worker.worker.block_bytes[0] for worker in workers if worker.worker is not None]
         slots = slots_for(config.staging, block_bytes)
+        if (available := available_bytes()) <= slots * sum(block_bytes):
+            # The kernel would hand it out all the same, and then kill somebody.
+            raise SegmentError(
+                f"staging: not enough memory for another engine: staging={config.staging} "
+                f"engine={scheduler.engine_id!r} available={available}"
+            )
         save_slots = min(slots - 1, max(1, int(slots * config.save_share))) if wants.saves else 0
         staging = HostStaging(slots, block_bytes)
         device, device_error = _device(config, staging, workers)

@@ -1,0 +1,30 @@
+"""The memory of an epoch: refused where taking it would leave the machine without."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvprefetch.daemon import memory
+from kvprefetch.daemon.config import load
+from kvprefetch.daemon.memory import EngineMemory
+from kvprefetch.shmring.errors import SegmentError
+from kvprefetch.shmring.messages import Hello, SchedulerShape, WorkerShape
+from kvprefetch.shmring.protocol import PROTOCOL
+
+
+def test_staging_that_the_machine_has_not_left_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would hand it out and then kill somebody, the engine perhaps."""
+    common = {
+        "protocol": PROTOCOL, "version": "t", "engine_id": "e", "incarnation": "0" * 32, "rank": 0, "world_size": 1,
+        "groups": 1, "block_tokens": 32,
+    }  # fmt: skip
+    shape = WorkerShape(block_bytes=[4096], key_prefix=["k@"], put_factor=1, put_turn=0)
+    worker = Hello(**common, role="worker", worker=shape)
+    wants = SchedulerShape(max_blocks=8, max_hint_bytes=512, loads=True, saves=True)
+    scheduler = Hello(**common, role="scheduler", scheduler=wants)
+    config = load({"staging": "64MiB", "hint_ring": "1MiB"})
+    monkeypatch.setattr(memory, "available_bytes", lambda: 64 << 20, raising=False)
+    with pytest.raises(SegmentError, match=r"^staging: not enough memory .*: staging=67108864 .* available=67108864$"):
+        EngineMemory.create(config, 7, scheduler, [worker])
+    monkeypatch.setattr(memory, "available_bytes", lambda: 70 << 20, raising=False)
+    EngineMemory.create(config, 7, scheduler, [worker]).close()
