@@ -87,6 +87,28 @@ def test_foreign_sized_objects_are_misses_for_one_and_nothing_for_another(
     half.engine.stop()
 
 
+@pytest.mark.stress
+def test_objects_of_another_tensor_parallel_size_are_misses(
+    daemon: Daemon, cluster: Store, engines: Callable[..., Engine], module_auditor: Auditor, tmp_path: Path
+) -> None:
+    """Two ranks store halves; one rank finds the first halves under its own keys."""
+    spec = EngineSpec(model=make_checkpoint(tmp_path, TINY_TP2), kv_transfer=patient(daemon, 60.0))
+    plain = engines(spec.but(kv_transfer=None))
+    right = plain.run(FOREIGN, max_tokens=8).tokens
+    plain.stop()
+    two = Pair(engines(spec.but(tensor_parallel_size=2)), daemon, module_auditor, 60.0)
+    one = Pair(engines(spec), daemon, module_auditor, 60.0)
+    for _ in range(3):
+        two.run(FOREIGN, max_tokens=8)
+        result = one.run(FOREIGN, max_tokens=8)
+        assert result.tokens == right
+        assert result.cached_tokens == [0] * len(FOREIGN)
+    assert two.run(FOREIGN, max_tokens=8).cached_tokens == [whole_blocks(prompt) for prompt in FOREIGN]
+    assert daemon.records("store.failed") == []
+    for each in (one, two):
+        each.engine.stop()
+
+
 @pytest.mark.parametrize("victim", ["owner", "master"])
 def test_a_frozen_store_holds_nobody_past_the_deadline(
     cluster: Store, pair: Pair, right: list[list[int]], victim: str
@@ -131,28 +153,6 @@ def test_a_store_that_stumbles_again_and_again(cluster: Store, pair: Pair, right
         stumbling.join()
     assert 0 < sum(cached) < len(cached) * sum(HITS), "some passes were served, some were not"
     pair.assert_idle(DEAD_PEER_S)
-
-
-@pytest.mark.stress
-def test_objects_of_another_tensor_parallel_size_are_misses(
-    daemon: Daemon, cluster: Store, engines: Callable[..., Engine], module_auditor: Auditor, tmp_path: Path
-) -> None:
-    """Two ranks store halves; one rank finds the first halves under its own keys."""
-    spec = EngineSpec(model=make_checkpoint(tmp_path, TINY_TP2), kv_transfer=patient(daemon, 60.0))
-    plain = engines(spec.but(kv_transfer=None))
-    right = plain.run(FOREIGN, max_tokens=8).tokens
-    plain.stop()
-    two = Pair(engines(spec.but(tensor_parallel_size=2)), daemon, module_auditor, 60.0)
-    one = Pair(engines(spec), daemon, module_auditor, 60.0)
-    for _ in range(3):
-        two.run(FOREIGN, max_tokens=8)
-        result = one.run(FOREIGN, max_tokens=8)
-        assert result.tokens == right
-        assert result.cached_tokens == [0] * len(FOREIGN)
-    assert two.run(FOREIGN, max_tokens=8).cached_tokens == [whole_blocks(prompt) for prompt in FOREIGN]
-    assert daemon.records("store.failed") == []
-    for each in (one, two):
-        each.engine.stop()
 
 
 @pytest.mark.parametrize("victim", ["owner", "master"])  # this comes last: it is not brought back
