@@ -32,6 +32,14 @@ def parse_size(text: object) -> int:
     return int(Decimal(match.group(1)) * _UNITS[match.group(2).lower()])
 
 
+def size_text(count: int) -> str:
+    """The shortest text that `parse_size` reads as so many bytes without rounding: 1GiB, 1000."""
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count and count % (1 << power) == 0:
+            return f"{count >> power}{unit}"
+    return str(count)
+
+
 def _parse_uids(value: object) -> object:
     """A list, or text such as 1000,1001."""
     return [part for part in value.replace(",", " ").split() if part] if isinstance(value, str) else value
@@ -129,6 +137,14 @@ NEXT_ATTACH = frozenset(
     {"staging", "device_staging", "device_margin", "device_owner", "save_share", "hint_ring", "chunk"}
 )
 RELOADABLE = frozenset({"allow_uids", "log_level", "max_engines", "mode", "spin_us"}) | NEXT_ATTACH
+
+
+# Keys whose values are sizes.
+SIZES = frozenset(
+    name
+    for name, field in DaemonConfig.model_fields.items()
+    if any(getattr(each, "func", None) is parse_size for each in field.metadata)
+)
 
 
 def load(values: Mapping[str, Any]) -> DaemonConfig:

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from kvprefetch.connector.config import ConnectorConfig
-from kvprefetch.daemon.config import DaemonConfig
+from kvprefetch.daemon.config import SIZES, DaemonConfig, size_text
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -31,6 +31,8 @@ def documented(model: type[BaseModel], rows: dict[str, str]) -> None:
         default: Any = field.default
         if field.default_factory is None and default is not None:
             shown = rows[name].strip("`")
+            if model is DaemonConfig and name in SIZES:
+                default = size_text(default)
             assert shown in (json.dumps(default), str(default)), f"{name}: README says {shown}, the code {default!r}"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..access import group_id
-from ..config import NEXT_ATTACH, RELOADABLE, ConfigError, DaemonConfig
+from ..config import NEXT_ATTACH, RELOADABLE, SIZES, ConfigError, DaemonConfig, size_text
 from ..embedded import DiskSpec
 from ..host import machine_bytes
 from ..sources import Effective, resolve
@@ -81,6 +81,6 @@ def reload_of(name: str) -> str:
 
 def line_of(name: str, value: Any, origin: str, reload: str) -> str:
     """One line of TOML; JSON writes strings, numbers and lists as TOML does."""
-    text = str(value) if isinstance(value, Path) else value
+    text = str(value) if isinstance(value, Path) else size_text(value) if name in SIZES else value
     said = f"{name} = {json.dumps(text)}" if text is not None else f"# {name} is not set"
     return f"{said:<48} # {origin}; {reload}"

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from ...shmring import messages
 from ...shmring.messages import default_socket
 from ..client import Unavailable
-from ..config import DaemonConfig, parse_size
+from ..config import SIZES, DaemonConfig, size_text
 from ..sources import FILE_VARIABLE, PREFIX, Sources
 from .page import Formatter, Page
 
@@ -73,8 +73,8 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", type=Path, help=f"TOML file of the same keys (or ${FILE_VARIABLE})")
     for name, field in DaemonConfig.model_fields.items():
         default: Any = field.get_default(call_default_factory=True)
-        shown = "none" if default in (None, ()) else default
-        kind = kind_of(field)
+        shown = "none" if default in (None, ()) else size_text(default) if name in SIZES else default
+        kind = "SIZE" if name in SIZES else kind_of(field)
         if len(name) + len(kind) > _OPTION_WIDTH:
             kind = "VALUE"
         parser.add_argument(
@@ -84,8 +84,6 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
 
 def kind_of(field: FieldInfo) -> str:
     """What stands for the value of a key: its choices, or what kind of thing it is."""
-    if any(getattr(each, "func", None) is parse_size for each in field.metadata):
-        return "SIZE"
     kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not type(None)]
     if all(isinstance(kind, str) for kind in kinds):
         return f"{{{','.join(kinds)}}}"

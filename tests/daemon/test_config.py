@@ -89,6 +89,7 @@ def test_check_config_prints_what_it_reads_back_as_the_same(tmp_path: Path) -> N
     first = check_config("--disk", "/var/x:20GiB", "--socket-group", "0", KVPREFETCHD_MAX_ENGINES="3")
     assert first.returncode == 0, first.stderr
     assert "max_engines = 3" in first.stdout
+    assert 'staging = "1GiB"' in first.stdout
     assert "$KVPREFETCHD_MAX_ENGINES; reload: at once" in first.stdout
     (tmp_path / "again.toml").write_text(first.stdout)
     again = check_config("--config", str(tmp_path / "again.toml"))
