@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -53,7 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             word = unknown[0].partition("=")[0]
             raise ConfigError(f"command line: unrecognized arguments: {' '.join(unknown)}{nearest(word, known)}")
         status: int = parsed.run(parsed)
+        sys.stdout.flush()
         return status
+    except BrokenPipeError:
+        if parsed.command == "serve":  # its log survives that, so it is something else
+            raise
+        # Who read our output has left; Python flushes once more at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ConfigError as error:
         print(f"kvprefetchd: {error}", file=sys.stderr)
         return EX_CONFIG

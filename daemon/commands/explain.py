@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Iterable
 
 from ..client import Unavailable
@@ -12,7 +13,6 @@ from ..story import explain
 from .common import Commands, declare
 from .page import Page
 from .source import SOURCE_FILE, add_source, lines
-from .tail import ends_quietly
 
 DETAILS = (
     "The log has one request.done line for each hinted request, written when it has ended. A request that was hinted "
@@ -40,7 +40,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with ends_quietly(), lines(arguments) as source:
+    with contextlib.suppress(KeyboardInterrupt), lines(arguments) as source:
         for record in find(records(source), arguments.request):
             print(explain(record), end="\n\n")
     return 0

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -58,7 +58,10 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     wanted = predicate(arguments)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    with ends_quietly(), lines(arguments, following=arguments.follow, last=arguments.lines) as source:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        lines(arguments, following=arguments.follow, last=arguments.lines) as source,
+    ):
         for line in source:
             record = parse(line)
             if record is None:
@@ -98,15 +101,3 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"should be a number of lines, 0 or more: {text!r}")
     return int(text)
-
-
-@contextlib.contextmanager
-def ends_quietly() -> Iterator[None]:
-    """Ctrl-C, and a reader of our output that left, are ordinary ends."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        pass
-    except BrokenPipeError:
-        # Python flushes standard output once more at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 
 from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare
 from .page import Page
-from .tail import ends_quietly
 
 PAGE = Page(
     examples=(
@@ -37,7 +37,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from .. import screen  # rich is slow to import, and only this command needs it
 
-    with ends_quietly():
+    with contextlib.suppress(KeyboardInterrupt):
         if arguments.once or not sys.stdout.isatty():
             screen.once(arguments.socket, arguments.interval)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -116,3 +117,16 @@ def test_the_default_socket_follows_systemd_then_the_session_then_run() -> None:
     assert default_socket({"RUNTIME_DIRECTORY": "/run/a:/run/b"}) == "/run/a/kvprefetchd.sock"
     assert default_socket({"XDG_RUNTIME_DIR": "/run/user/7"}) == "/run/user/7/kvprefetch/kvprefetchd.sock"
     assert default_socket({}) == "/run/kvprefetch/kvprefetchd.sock"
+
+
+@pytest.mark.parametrize("command", ["check-config", "--help", "install-unit --dry-run"])
+def test_a_reader_that_leaves_early_is_no_error(command: str) -> None:
+    """As with `| head`."""
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run(
+        [sys.executable, "-m", "kvprefetch.daemon", *command.split()], stdout=write, stderr=subprocess.PIPE, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    os.close(write)
+    assert (result.returncode, result.stderr) == (0, "")
