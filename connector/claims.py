@@ -17,12 +17,12 @@ from ..shmring.protocol import FlagState, Outcome
 from . import hints
 from .config import ConnectorConfig, override
 from .hints import Handle
-from .policy import Verdict, Wait, WaitPolicy
+from .policy import Verdict, Wait, WaitPolicy, loads_beside
 from .saves import Progress, Saves
 from .session import SchedulerSession
 from .support import Geometry
 
-# Hints pushed for one admission after the one at arrival: a revoked one, an evicted local prefix, a new daemon.
+# Hints pushed for one admission after the one at arrival, when that was revoked or its daemon replaced.
 MAX_LATE_HINTS = 3
 
 Reply = tuple[int | None, bool]
@@ -131,8 +131,9 @@ class Claims:
             elif start < entry.handle.local_blocks:
                 # Blocks that were local when we hinted were evicted since: what is staged does not follow on them.
                 self.finish(entry, Outcome.EVICTED)
+                entry.late_hints -= 1  # the next one is free: it counts on fewer local blocks each time
             elif flag.state != FlagState.HINTED:
-                return self._take(entry, entry.handle, flag, start, usable, Outcome.MISS, now)
+                return self._take(entry, entry.handle, flag, start, usable, Outcome.MISS, now, occupied)
         if not session.alive(now):
             return NOTHING
         if self._shadow:
@@ -153,7 +154,7 @@ class Claims:
             now = self._clock_ns()
         if handle is not None and flag.state != FlagState.HINTED:
             if flag.state != FlagState.EXPIRED:
-                return self._take(entry, handle, flag, start, usable, Outcome.MISS, now)
+                return self._take(entry, handle, flag, start, usable, Outcome.MISS, now, occupied)
             return PENDING  # revoked while we looked: the next visit hints again
         limit = usable
         if handle is not None and wait.policy == "adaptive" and (found := handle.session.flags.found(handle.flag)):
@@ -172,7 +173,7 @@ class Claims:
         outcome = Outcome.LATE if verdict is Verdict.LATE else Outcome.RECOMPUTED
         if handle is None:
             return self._recompute(entry, outcome)
-        return self._take(entry, handle, flag, start, usable, outcome, now)
+        return self._take(entry, handle, flag, start, usable, outcome, now, occupied)
 
     def _begin(self, entry: Entry, ready: int, now: int) -> Wait:
         """The first visit that finds the request pending; its own wishes are read now."""
@@ -227,8 +228,9 @@ class Claims:
         return True
 
     def _take(
-        self, entry: Entry, handle: Handle, flag: Flag, start: int, usable: int, outcome: Outcome, now: int
-    ) -> Reply:
+        self, entry: Entry, handle: Handle, flag: Flag, start: int, usable: int, outcome: Outcome, now: int,
+        occupied: float,
+    ) -> Reply:  # fmt: skip
         """Claim what is there and answer it, or settle on recomputing."""
         if entry.wait is not None:
             self._policy.fetches.saw(entry.wait, max(start, flag.count), now)
@@ -243,9 +245,10 @@ class Claims:
             return PENDING  # the daemon moved the flag in between; the next visit sees where
         slots = handle.session.flags.read_slots(handle.flag, start, stop)
         count = stop - start
-        size = count * self._geometry.block_bytes
-        mode = self._config.load_mode
-        asynchronous = mode == "async" or (mode == "auto" and size > self._config.sync_load_max_bytes)
+        asynchronous = self._config.load_mode == "async" or (
+            self._config.load_mode == "auto"
+            and loads_beside(count * self._geometry.block_bytes, self._config.sync_load_max_bytes, occupied=occupied)
+        )
         self._note_found(entry, handle, flag)
         if flag.state == FlagState.HINTED:
             self._counters["cut_short"] += 1

@@ -22,9 +22,14 @@ class ConnectorConfig(BaseModel):
     mode: Literal["on", "shadow", "off"] = Field(
         default="on", description="shadow: hint and look, never load or save; off: do nothing"
     )
-    load_mode: Literal["auto", "sync", "async"] = Field(default="auto", description="auto: by sync_load_max_bytes")
+    load_mode: Literal["auto", "sync", "async"] = Field(
+        default="auto", description="auto: by sync_load_max_bytes and free seats"
+    )
     sync_load_max_bytes: int = Field(
-        default=32 << 20, ge=0, le=1 << 50, description="largest load of one request and rank done before the forward"
+        default=32 << 20,
+        ge=0,
+        le=1 << 50,
+        description="largest load of one request and rank done before an idle engine's forward",
     )
     wait_policy: Policy = Field(
         default="adaptive", description="what a request at the head of the queue does when its blocks are late"

@@ -22,6 +22,12 @@ late: what the engine could do now is the first one's to decide, and store and s
 one by one, a queue that waits for its turn would be recomputed as a whole.
 
 Stopping is final: what is ready is claimed, and the daemon drops the rest.
+
+Visits tell little of when the first blocks came: after a long step, or when no seat was free for seconds, only that it
+was since the last one.  So a time to the first block that fits what was believed leaves the belief as it is.
+
+Staged blocks are loaded before the forward or beside it (`loads_beside`) by the same price: before it, the copy holds
+up every request that runs; beside it, only its own, by a step.
 """
 
 from __future__ import annotations
@@ -59,7 +65,7 @@ class Verdict(enum.Enum):
 class Wait:
     """One admission's wait, from its first visit on; an adaptive one's counts once it is the first of those that wait.
 
-    Block counts are absolute.
+    Block counts are absolute. `visited_ns`: the last visit at which it still waited.
     """
 
     policy: Policy
@@ -68,6 +74,7 @@ class Wait:
     began_ready: int
     ready: int
     progress_ns: int
+    visited_ns: int
     # The first progress: (when, blocks ready). The pace is what came after it.
     first: tuple[int, int] | None = None
     visits: int = 0
@@ -76,13 +83,14 @@ class Wait:
     @classmethod
     def begin(cls, policy: Policy, timeout_ms: int, now_ns: int, ready: int) -> Wait:
         bound = WAIT_BOUND_NS if policy == "wait" else timeout_ms * 1_000_000
-        return cls(policy, now_ns, now_ns + bound, ready, ready, now_ns, counts=policy != "adaptive")
+        return cls(policy, now_ns, now_ns + bound, ready, ready, now_ns, now_ns, counts=policy != "adaptive")
 
     def first_in_line(self, ready: int, now_ns: int) -> None:
         """Nobody before it waits any more: from now on it is judged."""
         if not self.counts:
             self.counts = True
             self.began_ns, self.bound_ns, self.progress_ns = now_ns, self.bound_ns - self.began_ns + now_ns, now_ns
+            self.visited_ns = now_ns
             self.began_ready = self.ready = ready
 
     def rehinted(self, ready: int) -> None:
@@ -108,7 +116,7 @@ class Fetches:
             return
         if wait.first is None:
             wait.first = (now_ns, ready)
-            self._first(passed, blocks, now_ns)
+            self._first(min(max(self.latency_ns(now_ns), wait.visited_ns - wait.progress_ns), passed), blocks, now_ns)
         else:
             self._next(passed, blocks, now_ns)
         wait.ready, wait.progress_ns = ready, now_ns
@@ -139,7 +147,7 @@ class Fetches:
     def _known(self, now_ns: int) -> bool:
         return now_ns - self._seen_ns < _FORGET_NS
 
-    def _first(self, passed_ns: int, blocks: int, now_ns: int) -> None:
+    def _first(self, passed_ns: float, blocks: int, now_ns: int) -> None:
         self._fade(passed_ns, now_ns)
         self._latency_ns += passed_ns
         self._firsts += 1
@@ -150,13 +158,18 @@ class Fetches:
         self._pace_ns += passed_ns
         self._blocks += blocks
 
-    def _fade(self, passed_ns: int, now_ns: int) -> None:
+    def _fade(self, passed_ns: float, now_ns: int) -> None:
         keep = 0.5 ** (passed_ns / _MEMORY_NS) if self._known(now_ns) else 0.0
         self._latency_ns, self._firsts, self._first_blocks = (
             keep * self._latency_ns, keep * self._firsts, keep * self._first_blocks
         )  # fmt: skip
         self._pace_ns, self._blocks = keep * self._pace_ns, keep * self._blocks
         self._seen_ns = now_ns
+
+
+def loads_beside(size: int, most: int, *, occupied: float) -> bool:
+    """Whether a load of `size` bytes runs beside the forward; `most` may be done before that of an empty engine."""
+    return size > most * (1.0 - occupied)
 
 
 class WaitPolicy:
@@ -183,7 +196,7 @@ class WaitPolicy:
         elif not wait.counts:
             return Verdict.WAIT
         self.fetches.saw(wait, ready, now_ns)
-        wait.visits += 1
+        wait.visits, wait.visited_ns = wait.visits + 1, now_ns
         verdict = self._judge(wait, max(0, limit - ready), now_ns, occupied)
         if verdict is not Verdict.WAIT and wait.visits > 1:
             self.fetches.gave_up(wait, now_ns)

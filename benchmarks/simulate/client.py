@@ -61,19 +61,25 @@ class Client:
         self.hinted[request.key] = request
         return True
 
-    def match(self, request: SimRequest, start: int, *, occupied: float) -> int | None:
+    def match(self, request: SimRequest, start: int, *, occupied: float, visited_ns: int) -> int | None:
         """Blocks that can be loaded after `start` local ones; None: not known yet. Claims what it answers.
 
-        `occupied`: the share of the engine's seats that are taken.
+        `occupied`: the share of the engine's seats that are taken. `visited_ns`: when a real engine visited all that
+        wait before this.
         """
+        if request.wait is not None:
+            request.wait.visited_ns = max(request.wait.visited_ns, visited_ns)
         if self._policy.direct:
             return self._match_directly(request, start)
         if self._policy.local or not self._policy.hints or request.settled or start >= request.blocks:
             return 0
         if request.key is not None:
             flag = self._node.flag(request.key)
-            if flag.state is FlagState.EXPIRED or start < request.hinted_local:
+            if flag.state is FlagState.EXPIRED:
                 self._give_up(request)
+            elif start < request.hinted_local:
+                self._give_up(request)
+                request.late_hints -= 1
             elif flag.state is not FlagState.HINTED:
                 return self._take(request, flag, start)
         return self._pending(request, start, occupied)

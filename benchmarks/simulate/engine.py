@@ -18,6 +18,7 @@ from benchmarks.simulate.client import Client
 from benchmarks.simulate.events import NS, Event, Loop, ns
 from benchmarks.simulate.pool import KVPool
 from benchmarks.simulate.workload import SimRequest
+from kvprefetch.connector.policy import loads_beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class EngineModel:
     copy_bytes_per_s: float = 20e9
     """From staging into the KV pool."""
     sync_load_max_bytes: int = 32 << 20
-    """Larger loads run beside the steps and end at least one step later."""
+    """Larger loads run beside the steps of an empty engine, and end at least one step later."""
     idle_poll_s: float = 0.00124
     """Between two passes of an engine that has nothing to run but waits for KV."""
 
@@ -65,6 +66,9 @@ class Engine:
         self._idle = True
         self._full = False  # the last pass ended for want of KV blocks
         self._unfinished = 0
+        self._through = True  # the last pass visited all that wait
+        self._visited_ns = 0  # when the last one did that would have
+        self._pause_ns = 0  # between the last passes
         self._next_pass_ns = 0  # of an idle engine that has requests
 
     # --- from outside -----------------------------------------------------------------------------------------------
@@ -132,6 +136,8 @@ class Engine:
             if request.state != "ended":
                 self._end(request, "aborted")
         self._aborting.clear()
+        if self._through:
+            self._visited_ns = self._loop.now_ns - self._pause_ns
         model = self._model
         budget = model.max_num_batched_tokens - self._decoding_count
         extra_ns = 0
@@ -155,8 +161,9 @@ class Engine:
             self._prefilling.append(request)
             budget -= self._prefill(request, budget)
         prefill_tokens = model.max_num_batched_tokens - self._decoding_count - budget
+        self._through = budget > 0 and self._running < model.max_num_seqs and not self._full
         if not self._running:
-            self._idle = True
+            self._idle, self._pause_ns = True, ns(model.idle_poll_s)
             if self._unfinished:  # the engine sleeps a moment after a step that executed nothing
                 self._next_pass_ns = self._loop.now_ns + ns(model.idle_poll_s)
             return
@@ -166,7 +173,7 @@ class Engine:
         if not self._prefilling and not self._loaded and self._blocked():
             count = self._first_finish() - self._steps
         self._step_start_ns, self._step_ns, self._step_count = self._loop.now_ns, max(1, once_ns), count
-        self._step_prefill = prefill_tokens
+        self._step_prefill, self._pause_ns = prefill_tokens, self._step_ns
         self._step = self._loop.after(self._step_ns * count, self._step_end)
 
     def _blocked(self) -> bool:
@@ -194,7 +201,8 @@ class Engine:
                 heapq.heappop(self._visits)
                 continue
             local = self._local(request)
-            loadable = self.client.match(request, local, occupied=self._running / self._model.max_num_seqs)
+            occupied = self._running / self._model.max_num_seqs
+            loadable = self.client.match(request, local, occupied=occupied, visited_ns=self._visited_ns)
             if loadable is None:
                 heapq.heappop(self._visits)
                 request.visible = False
@@ -214,7 +222,7 @@ class Engine:
                 request.state = "loading"
                 self.client.load_directly(request, local, loadable, partial(self._loaded_directly, request, loadable))
                 return request, None
-            elif size > self._model.sync_load_max_bytes:
+            elif loads_beside(size, self._model.sync_load_max_bytes, occupied=occupied):
                 request.state = "loading"
                 self._copying_until_ns = max(self._copying_until_ns, self._loop.now_ns) + copy_ns
                 self._loop.at(self._copying_until_ns, partial(self._load_done, request, local))

@@ -6,10 +6,20 @@ import bisect
 import math
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprefetch.connector.policy import IDLE_VISIT_NS, RISK, WAIT_BOUND_NS, Policy, Verdict, Wait, WaitPolicy
+from kvprefetch.connector.policy import (
+    IDLE_VISIT_NS,
+    RISK,
+    WAIT_BOUND_NS,
+    Policy,
+    Verdict,
+    Wait,
+    WaitPolicy,
+    loads_beside,
+)
 from kvprefetch.connector.steps import StepTimes
 
 BLOCK_TOKENS = 16
@@ -196,6 +206,38 @@ def test_behind_another_that_waits_nobody_is_late() -> None:
     assert late is not Verdict.WAIT, "once it was first, it is judged"
     patient = Wait.begin("timeout", 5000, 100 * SEC, 0)
     assert policy.verdict(patient, 0, 100, 105 * SEC, occupied=BUSY, first=False) is Verdict.LATE
+
+
+def waits(policy: WaitPolicy, begun: int, looks: list[int], came: int) -> None:
+    """A request that finds nothing at its first visit and at `looks`, and its first blocks at `came` (ns after)."""
+    wait = Wait.begin("adaptive", 5000, begun, 0)
+    for at in (0, *looks):
+        policy.verdict(wait, 0, 100, begun + at, occupied=BUSY)
+    policy.fetches.saw(wait, 50, begun + came)
+
+
+def test_time_without_visits_is_not_taken_for_the_time_of_a_fetch() -> None:
+    """After a step of 200 ms, or seconds without a free seat: the blocks came at some time since the last visit."""
+    policy = policy_for(World(100_000, 5 * MS, 100, []), busy=True)
+    begun = 100 * SEC
+    waits(policy, begun, [], 2 * SEC)
+    assert policy.fetches.latency_ns(begun + 2 * SEC) == 0
+    assert policy.verdict(Wait.begin("adaptive", 5000, begun, 0), 0, 100, begun + 2 * SEC, occupied=0.0) is Verdict.WAIT
+    begun += 3 * SEC
+    waits(policy, begun, [20 * MS, 40 * MS], 45 * MS)
+    known = policy.fetches.latency_ns(begun + 45 * MS)
+    assert 10 * MS < known <= 40 * MS, "slower than was believed is news, as far as visits tell"
+    begun += SEC
+    waits(policy, begun, [], 2 * SEC)
+    assert policy.fetches.latency_ns(begun + 2 * SEC) == known, "what fits is none"
+    begun += 3 * SEC
+    waits(policy, begun, [], 5 * MS)
+    assert policy.fetches.latency_ns(begun + 5 * MS) < known, "faster is"
+
+
+@pytest.mark.parametrize(("occupied", "beside"), [(0.0, False), (0.5, False), (0.75, True), (31 / 32, True)])
+def test_the_busier_the_engine_the_smaller_the_loads_it_is_held_up_by(occupied: float, beside: bool) -> None:
+    assert loads_beside(50, 100, occupied=occupied) is beside
 
 
 def test_the_other_policies_ask_no_rates() -> None:

@@ -148,6 +148,17 @@ def test_load_mode(mode: str, limit: int, expected: bool) -> None:
     assert engine.daemon.flag("r").state == FlagState.CLAIMED
 
 
+@pytest.mark.parametrize(("admitted", "expected"), [(7, False), (9, True)])
+def test_a_busy_engine_is_not_held_up_by_a_load_that_an_empty_one_takes(admitted: int, expected: bool) -> None:
+    """Two of the four blocks that may be loaded before the forward, with 7 and 9 of 16 seats taken."""
+    engine = Engine(sync_load_max_bytes=4 * BLOCK_BYTES)
+    for number in range(admitted):
+        engine.allocate(engine.add(f"other {number}", BLOCK), 0)
+    request = engine.add("r", 3 * BLOCK)
+    engine.daemon.stage("r", 2)
+    assert engine.match(request) == (2 * BLOCK, expected)
+
+
 def test_a_miss_is_settled_without_a_second_hint() -> None:
     engine = Engine()
     request = engine.add("r", 3 * BLOCK)
@@ -200,6 +211,21 @@ def test_an_evicted_local_prefix_is_fetched_again() -> None:
     assert engine.daemon.hint("r").local_blocks == 0
     engine.daemon.stage("r", 3)
     assert engine.match(request, 0) == (3 * BLOCK, False)
+
+
+def test_a_local_prefix_may_shrink_any_number_of_times() -> None:
+    """It ends when nothing is local: hints for that are not counted with those that a daemon lost."""
+    local = MAX_LATE_HINTS + 2
+    engine = Engine()
+    request = engine.add("r", (local + 2) * BLOCK, local=local * BLOCK)
+    for left in range(local - 1, -1, -1):
+        assert engine.match(request, left * BLOCK) == PENDING
+        assert engine.daemon.hint("r").local_blocks == left
+    for _ in range(MAX_LATE_HINTS):
+        engine.daemon.move(engine.daemon.hint("r").flag, FlagState.EXPIRED, 0)
+        assert engine.match(request, 0) == PENDING
+    engine.daemon.stage("r", local + 1)
+    assert engine.match(request, 0) == ((local + 1) * BLOCK, False)
 
 
 def test_a_revoked_hint_is_renewed_a_few_times() -> None:

@@ -198,6 +198,16 @@ def test_nothing_is_sooner_than_everything_local() -> None:
         assert run_named("poisson", policy, 200, 2).ttft_s(0.5) >= 0.999 * ideal.ttft_s(0.5)
 
 
+@pytest.mark.parametrize("name", ["shared", "half-missing"])
+def test_a_busy_engine_is_served_no_later_than_without_prefetch(name: str) -> None:
+    """Where half of the prompts are unknown or most blocks are local already, so that there is little to gain."""
+    for seed in (0, 1):
+        ours, without = (run_named(name, policy, 2000, seed) for policy in ("adaptive", "no-prefetch"))
+        assert ours.ttft_s(0.5) <= without.ttft_s(0.5)
+        assert ours.ttft_s(0.99) <= 1.01 * without.ttft_s(0.99)
+        assert ours.client.deadline_misses == 0
+
+
 def test_the_simulated_connector_keeps_to_the_real_ones_bounds() -> None:
     assert MAX_LATE_HINTS == claims.MAX_LATE_HINTS
 
