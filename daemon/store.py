@@ -77,6 +77,7 @@ class Store:
         self._in_flight = 0
         self._retry_at = 0.0
         self._pause_s = 0.0  # 0 while the breaker is closed
+        self._worked = 0  # calls so far that did
         self._probing = False
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._unflushed: OrderedDict[str, None] = OrderedDict()
@@ -153,9 +154,10 @@ class Store:
                 self._state.notify_all()
 
     @contextlib.contextmanager
-    def _call(self) -> Iterator[Any]:
-        """The client, for one call. Raises StoreUnavailable when there is none or the breaker is open."""
+    def _call(self) -> Iterator[tuple[Any, int]]:
+        """The client for one call, and how many worked before it. Raises StoreUnavailable: none, or breaker open."""
         with self._state:
+            worked = self._worked
             probe = self._open and self._pause_s > 0
             if probe and (self._probing or self._clock() < self._retry_at):
                 raise StoreUnavailable(
@@ -164,23 +166,28 @@ class Store:
             self._probing = self._probing or probe
         try:
             with self._local() as client:
-                yield client
+                yield client, worked
         finally:
             if probe:
                 with self._state:
                     self._probing = False
 
-    def _verdict(self, failed: bool, what: str, code: int = 0) -> None:
-        """Close the breaker after a call that worked; open it, wider each time, and raise after one that did not."""
+    def _verdict(self, worked: int, failed: bool, what: str, code: int = 0) -> None:
+        """Close the breaker after a call that worked; raise after one that did not, and open it, wider each time.
+
+        One that hung for long says nothing of now where others worked since it began (`worked`: how many had before).
+        """
         with self._state:
             was = self._pause_s
-            if failed:
+            if not failed:
+                self._worked += 1
+                self._pause_s = 0.0
+            elif worked == self._worked:
                 self._pause_s = min(max(_BREAKER_MIN_S, was * 2), _BREAKER_MAX_S)
                 self._retry_at = self._clock() + self._pause_s
-            else:
-                self._pause_s = 0.0
+            pause_s = self._pause_s
         if failed:
-            self._log.warning("store.failed", call=what, code=code, pause_s=self._pause_s)
+            self._log.warning("store.failed", call=what, code=code, pause_s=pause_s)
             raise StoreUnavailable(f"{what} failed with code {code}")
         if was:
             self._log.info("store.recovered", call=what)
@@ -203,7 +210,7 @@ class Store:
     def suspect(self, what: str) -> None:
         """A question to the master is past its deadline: opens the breaker as a failed one does."""
         with contextlib.suppress(StoreUnavailable):
-            self._verdict(True, what)
+            self._verdict(self._worked, True, what)
 
     def _remember(self, keys: Iterable[str], into: OrderedDict[str, None]) -> None:
         with self._state:
@@ -231,9 +238,9 @@ class Store:
         """Which keys exist; renews the lease of each that does. Raises StoreUnavailable."""
         if not keys:
             return []
-        with self._call() as client:
+        with self._call() as (client, worked):
             codes: list[int] = client.batch_is_exist(list(keys))
-            self._verdict(all(code < 0 for code in codes), "exist", codes[0] if codes else -1)
+            self._verdict(worked, all(code < 0 for code in codes), "exist", codes[0] if codes else -1)
         found = [code == 1 for code in codes]
         self._remember((key for key, here in zip(keys, found, strict=True) if here), self._seen)
         return found
@@ -249,10 +256,10 @@ class Store:
             return []
         if len(set(keys)) != len(keys):
             raise ValueError(f"a key stands twice in one get: keys={len(keys)} different={len(set(keys))}")
-        with self._call() as client:
+        with self._call() as (client, worked):
             codes: list[int] = client.batch_get_into(list(keys), list(addresses), list(sizes))
             results = self._sized(client, keys, sizes, codes)
-            self._verdict(all(r is ErrorClass.TRANSIENT for r in results), "get", codes[0] if codes else -1)
+            self._verdict(worked, all(r is ErrorClass.TRANSIENT for r in results), "get", codes[0] if codes else -1)
         self._remember((key for key, r in zip(keys, results, strict=True) if r is ErrorClass.OK), self._seen)
         return results
 
@@ -281,11 +288,11 @@ class Store:
         """
         if not keys:
             return []
-        with self._call() as client:
+        with self._call() as (client, worked):
             with self._putting(keys):
                 codes: list[int] = client.batch_put_from(list(keys), list(addresses), list(sizes))
             results = [ErrorClass.OK if code == -705 else classify(code) for code in codes]
-            self._verdict(all(r is ErrorClass.TRANSIENT for r in results), "put", codes[0] if codes else -1)
+            self._verdict(worked, all(r is ErrorClass.TRANSIENT for r in results), "put", codes[0] if codes else -1)
         done = [key for key, r in zip(keys, results, strict=True) if r is ErrorClass.OK]
         self._remember(done, self._seen)
         if self._settings.enable_ssd_offload:
@@ -306,7 +313,7 @@ class Store:
                 self._state.notify_all()
 
     def _described(self, keys: Sequence[str]) -> list[Sequence[Any]]:
-        with self._call() as client:
+        with self._call() as (client, _):
             table = client.batch_get_replica_desc(list(keys)) if keys else {}
         return [table.get(key, ()) for key in keys]
 
@@ -381,9 +388,9 @@ class Store:
             with contextlib.suppress(StoreUnavailable):
                 if disk is None and quiet_since is None:
                     reach = all(each.is_memory_replica() for replicas in self._described(seen) for each in replicas)
-                with self._call() as client:
+                with self._call() as (client, worked):
                     count = int(client.remove_by_regex(f"^(?:{escaped})[0-9a-fA-F]", True))
-                    self._verdict(classify(count) is ErrorClass.TRANSIENT, "remove", count)
+                    self._verdict(worked, classify(count) is ErrorClass.TRANSIENT, "remove", count)
                 files = purge(disk, ours, checked) if disk else 0
                 now = self._clock()
                 if count != 0 or files or quiet_since is None or any(self.exist(seen)):

@@ -170,6 +170,25 @@ def test_should_not_blame_the_master_for_an_owner_or_a_disk_that_does_not_answer
         store.get_into(["k"], [0], [8])
 
 
+def test_should_not_open_the_breaker_for_a_call_that_began_before_one_that_worked() -> None:
+    store, client = opened()
+    client.codes, client.hold = [-900], threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        hung = pool.submit(store.exist, ["k"])
+        assert client.entered.wait(5)
+        held, client.hold = client.hold, None
+        client.codes = [1]
+        assert store.exist(["k"]) == [True]
+        client.codes = [-900]
+        held.set()
+        with pytest.raises(StoreUnavailable):
+            hung.result(5)
+    assert store.answering
+    with pytest.raises(StoreUnavailable):
+        store.exist(["k"])
+    assert not store.answering, "none worked since this one began"
+
+
 def test_should_register_memory_while_the_breaker_is_open() -> None:
     """Engines come and go while the store is away."""
     store, client = opened()
