@@ -41,7 +41,7 @@ class Run:
     `digests`: of one length.  `detached`: no longer in the index, the slots are freed with the last pin.  `in_call`: a
     store call may still write to the slots, also after everyone gave the blocks up.  `holders`: the sum of the numbers
     of the requests that pin it, so with one pin the number of that request.  `ahead`: the last staging ahead that
-    listed any of it.
+    listed any of it.  `unloaded`: it was fetched, and nobody loaded it since.
     """
 
     digests: list[bytes]
@@ -54,6 +54,7 @@ class Run:
     detached: bool = False
     in_call: bool = True
     ahead: str = ""
+    unloaded: bool = False
     waiters: list[Any] = field(default_factory=list)  # for its first block
 
     def __len__(self) -> int:
@@ -73,7 +74,6 @@ class Blocks:
         self.sole: dict[int, int] = {}  # request number -> blocks that it alone pins
         self.exposed: set[int] = set()  # requests that came to hold one alone since the owner looked last
         self.wasted = [0, 0]  # blocks of each lane that were fetched for nothing
-        self._unloaded: set[int] = set()  # slots whose block was fetched, and not loaded since
         self._free = array("I", range(slot_count - 1, -1, -1))
         self._index: dict[bytes, int] = {}  # slot of each digest that can be found
         self._runs: list[Run | None] = [None] * slot_count  # of each slot
@@ -139,7 +139,7 @@ class Blocks:
                 del self._index[digest]
             for slot in run.slots[kept:]:
                 self._runs[slot] = None
-            self._waste(run.lane, run.slots[kept:])
+            self._waste(run, len(run) - kept)
             slots += run.slots[kept:]
             del run.digests[kept:], run.slots[kept:]
             if not kept:
@@ -206,12 +206,15 @@ class Blocks:
 
     def fetched(self, run: Run) -> None:
         """Its bytes are there."""
-        run.state = BlockState.STAGED
-        self._unloaded.update(run.slots)
+        run.state, run.unloaded = BlockState.STAGED, True
 
-    def loaded(self, slots: Sequence[int]) -> None:
-        """A request copied these blocks out."""
-        self._unloaded.difference_update(slots)
+    def loaded(self, slots: Sequence[int], start: int, stop: int) -> None:
+        """Of the slots that a request holds, the blocks in [start, stop) were copied out."""
+        for at in (start, stop):
+            if at < len(slots):
+                self.cut(slots[at])
+        for run in self.runs(slots[start:stop]):
+            run.unloaded = False
 
     def returned(self, run: Run) -> None:
         """The store call that wrote to its slots is over."""
@@ -233,7 +236,8 @@ class Blocks:
     def waste_rest(self) -> None:
         """Nobody will load any of it any more."""
         for run in {run for run in self._runs if run is not None}:
-            self._waste(run.lane, run.slots)
+            self._waste(run, len(run))
+            run.unloaded = False
 
     def detach_all(self) -> None:
         for slot in list(self._index.values()):
@@ -255,7 +259,11 @@ class Blocks:
         for run in list(self.runs(slots[start:stop])):
             if run.pins != 1 or run.state is not BlockState.STAGED:
                 last = None
-            elif last is None or (run.lane, run.detached, run.ahead) != (last.lane, last.detached, last.ahead):
+            elif (
+                last is None
+                or (run.lane, run.detached, run.ahead) != (last.lane, last.detached, last.ahead)
+                or run.unloaded is not last.unloaded
+            ):
                 last = run
             else:
                 last.digests += run.digests
@@ -289,16 +297,15 @@ class Blocks:
             self._idle[run] = None
 
     def _release(self, run: Run) -> None:
-        self._waste(run.lane, run.slots)
+        self._waste(run, len(run))
         for slot in run.slots:
             self._runs[slot] = None
         self._free.extend(run.slots)
 
-    def _waste(self, lane: Lane, slots: Sequence[int]) -> None:
-        """These slots are given up."""
-        unloaded = self._unloaded.intersection(slots)
-        self._unloaded -= unloaded
-        self.wasted[lane] += len(unloaded)
+    def _waste(self, run: Run, blocks: int) -> None:
+        """So many of its blocks are given up."""
+        if run.unloaded:
+            self.wasted[run.lane] += blocks
 
     def _alone(self, number: int, blocks: int) -> None:
         before = self.sole.get(number, 0)

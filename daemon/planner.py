@@ -106,8 +106,9 @@ class Planner:
         """The engine released or cancelled it, and `loaded` these blocks of it: nothing stays pinned."""
         request = self.requests.get(key)
         if request is not None:
-            start, stop = (max(0, block - request.local) for block in (loaded.start, loaded.stop))
-            self._blocks.loaded(request.held[start:stop])
+            if loaded:
+                start, stop = (max(0, block - request.local) for block in (loaded.start, loaded.stop))
+                self._blocks.loaded(request.held, start, stop)
             self._drop(request)
         return request
 

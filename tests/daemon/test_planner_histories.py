@@ -106,8 +106,9 @@ def history(chance: Random) -> None:
         gauges = planner.gauges()
         assert gauges["slots_stuck"] == sum(len(order.slots) for order in overdue)
         assert planner._blocks.disk_used <= slots
-        assert fetched == loaded + sum(planner.wasted) + len(planner._blocks._unloaded), "each has one fate"
-        assert planner._blocks._unloaded <= fresh
+        unloaded = {slot for run in planner._blocks._runs if run is not None and run.unloaded for slot in run.slots}
+        assert fetched == loaded + sum(planner.wasted) + len(unloaded), "each has one fate"
+        assert unloaded <= fresh
         for key, names in live.items():
             # What is published is there: the slot holds the very block the flag promises.
             for block, slot in flags.slots.get(key, {}).items():
