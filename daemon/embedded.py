@@ -17,6 +17,7 @@ evicted. Room returns about three seconds later (heartbeat, then the lease that 
 from __future__ import annotations
 
 import collections
+import fcntl
 import importlib.util
 import os
 import socket
@@ -93,6 +94,7 @@ class EmbeddedMaster:
         self._port = master_port
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
+        self._disk_fd = -1  # its folder, locked
         self.http = ""  # host:port of its HTTP interface, once it was started
         self._last: collections.deque[str] = collections.deque(maxlen=20)
 
@@ -127,11 +129,16 @@ class EmbeddedMaster:
                 self._log.info("master.started", pid=self.pid, port=port, memory_bytes=self._memory_bytes)
                 return self._settings(port)
             self._log.debug("master.retried", port=port, attempt=attempt)
-            self.stop()
+            self._end()
+        self._release_disk()
         raise EmbeddedError(f"mooncake_master did not start: {self._last[-1] if self._last else 'it said nothing'}")
 
     def stop(self) -> None:
         """End the master. Close the store first: it tells the master goodbye. Idempotent."""
+        self._end()
+        self._release_disk()
+
+    def _end(self) -> None:
         process, self._process = self._process, None
         if process is None:
             return
@@ -151,6 +158,7 @@ class EmbeddedMaster:
             return
         try:
             self._disk.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._claim_disk()
         except OSError as error:
             raise SettingsError(f"disk: cannot be used: {error.strerror}: disk={str(self._disk.path)!r}") from None
         tier = {
@@ -168,6 +176,21 @@ class EmbeddedMaster:
             tier["BUCKET_MAX_PHYSICAL_BYTES"] = str(self._disk.size_bytes * 9 // 10)
         for name, value in tier.items():
             os.environ["MOONCAKE_OFFLOAD_" + name] = value
+
+    def _claim_disk(self) -> None:
+        """Until `stop`, or the end of this process: two owners of one folder would write over each other's files."""
+        assert self._disk is not None
+        self._disk_fd = os.open(self._disk.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._disk_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._release_disk()
+            raise EmbeddedError(f"disk: another daemon uses it: disk={str(self._disk.path)!r}") from None
+
+    def _release_disk(self) -> None:
+        if self._disk_fd >= 0:
+            os.close(self._disk_fd)
+            self._disk_fd = -1
 
     def _spawn(self, binary: str, port: int) -> None:
         command = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), binary]

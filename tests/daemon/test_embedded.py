@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -95,6 +96,17 @@ def test_should_refuse_a_wrong_disk_in_one_line(text: str) -> None:
     with pytest.raises(SettingsError, match=r"^disk: .*should be") as caught:
         DiskSpec.parse(text)
     assert "\n" not in str(caught.value)
+
+
+def test_should_leave_alone_a_disk_that_another_daemon_owns(tmp_path: Path) -> None:
+    """Mooncake's tier does not look: the second owner would write over the files of the first."""
+    owner = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(owner, fcntl.LOCK_EX)
+    master = EmbeddedMaster(1, DiskSpec(tmp_path, None), structlog.get_logger())
+    with pytest.raises(EmbeddedError, match=f"^disk: another daemon uses it: disk='{tmp_path}'$"):
+        master.start()
+    assert master.pid is None
+    os.close(owner)
 
 
 def test_should_start_answer_and_stop() -> None:
