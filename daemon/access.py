@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import os
 import socket
@@ -95,6 +96,13 @@ def listen(config: DaemonConfig) -> socket.socket:
             f"socket: cannot be bound: {error.strerror or error}: socket={str(path)!r} "
             f"socket_group={config.socket_group!r}; --socket names another place"
         ) from None
+
+
+def take_away(path: Path, bound: os.stat_result) -> None:
+    """Remove the socket file that was `bound`, unless another daemon has put its own there since."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(path.stat(), bound):
+            path.unlink()
 
 
 def _make_way(path: Path) -> None:

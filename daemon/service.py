@@ -16,7 +16,7 @@ from types import FrameType
 
 from ..shmring.messages import Hello, Message, Purge, Report, SetMode, Status, Warm
 from . import report
-from .access import access_of, listen
+from .access import access_of, listen, take_away
 from .board import Board
 from .config import ConfigError, DaemonConfig, Mode
 from .control import Control
@@ -78,6 +78,7 @@ class Daemon:
         inherited = inherited_socket()
         sock = inherited if inherited is not None else listen(self._config)
         path = sock.getsockname()
+        bound = os.stat(path) if inherited is None else None
         pools = Pools(self._config.fetch_threads, timeout_ns=self._config.call_timeout_ms * 1_000_000)
         self._board.running = pools.running
         self._epoll.register(pools.fd, select.EPOLLIN)
@@ -99,9 +100,8 @@ class Daemon:
             self._loop(self._control, pools)
         finally:
             self._shut_down(pools)
-            if inherited is None:  # else it is the socket unit's
-                with contextlib.suppress(FileNotFoundError):
-                    self._config.socket.unlink()
+            if bound is not None:  # else it is the socket unit's
+                take_away(self._config.socket, bound)
             sock.close()
             tend(all_of_them=True)
             self._log.info("daemon.stopped")

@@ -54,6 +54,15 @@ def test_sigterm_stops_cleanly_while_an_engine_is_attached(serve: Serve) -> None
     engine.close()
 
 
+def test_a_daemon_that_stops_leaves_its_successors_socket_alone(serve: Serve) -> None:
+    """A stop waits for store calls and the disk tier; another daemon may serve at the same place by then."""
+    daemon = serve()
+    daemon.socket.unlink()
+    successor = serve(socket=daemon.socket)
+    assert daemon.sigterm(30) == 0
+    assert ask_daemon(successor.socket).pid == successor.pid
+
+
 @pytest.mark.parametrize("end", ["stop", "ctrl-c", "kill"])
 def test_with_a_disk_tier_the_data_is_there_after_a_restart(serve: Serve, tmp_path: Path, end: str) -> None:
     disk = f"{tmp_path / 'disk'}:256MiB"
