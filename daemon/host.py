@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 MIN_CORES = 2
+# What the kernel takes back from a control group before its limit hurts: its share of the page cache, above all.
+_RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")
 
 
 def usable_cores() -> int:
@@ -18,26 +21,8 @@ def quota_cores(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/sel
 
     Only the unified hierarchy (cgroup v2) is read.
     """
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return None
-    path = next((line[3:] for line in lines if line.startswith("0::")), None)
-    if path is None:
-        return None
-    least: float | None = None
-    here = root / path.lstrip("/")
-    while True:
-        try:
-            quota, _, period = (here / "cpu.max").read_text().strip().partition(" ")
-            if quota != "max":
-                cores = int(quota) / int(period)
-                least = cores if least is None else min(least, cores)
-        except (OSError, ValueError):
-            pass  # the root group has no such file
-        if here == root or root not in here.parents:
-            return least
-        here = here.parent
+    quotas = [line.partition(" ") for folder in _groups(root, own) for line in _lines(folder / "cpu.max")[:1]]
+    return min((int(quota) / int(period) for quota, _, period in quotas if quota != "max"), default=None)
 
 
 def machine_bytes() -> int:
@@ -45,19 +30,30 @@ def machine_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def available_bytes() -> int:
-    """Free memory, or what is left of this control group's limit where that is less."""
+def available_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Memory that can be had without swapping, here and in this process's control group and its parents (cgroup v2)."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in _lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    group = next((line[3:] for line in _lines(Path("/proc/self/cgroup")) if line.startswith("0::")), None)
-    if group is not None:
-        folder = Path("/sys/fs/cgroup") / group.lstrip("/")
+    for folder in _groups(root, own):
         most, used = _lines(folder / "memory.max"), _lines(folder / "memory.current")
         if most and used and most[0].isdigit():
-            free = min(free, int(most[0]) - int(used[0]))
+            stat = dict(line.split() for line in _lines(folder / "memory.stat"))
+            free = min(free, int(most[0]) - int(used[0]) + sum(int(stat.get(name, 0)) for name in _RECLAIMABLE))
     return free
+
+
+def _groups(root: Path, own: Path) -> Iterator[Path]:
+    """The folder of this process's control group, then those of its parents."""
+    path = next((line[3:] for line in _lines(own) if line.startswith("0::")), None)
+    if path is None:
+        return
+    here = root / path.lstrip("/")
+    while here != root and root in here.parents:
+        yield here
+        here = here.parent
+    yield root
 
 
 def _lines(path: Path) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.daemon.config import RELOADABLE, ConfigError, DaemonConfig
-from kvprefetch.daemon.host import quota_cores
+from kvprefetch.daemon.host import available_bytes, quota_cores
 from kvprefetch.daemon.reload import reloaded
 from kvprefetch.daemon.sources import PREFIX, Sources, resolve
 
@@ -160,3 +160,21 @@ def test_the_least_quota_of_the_groups_above_counts(tmp_path: Path) -> None:
     (tmp_path / "a/cpu.max").write_text("max 100000\n")
     assert quota_cores(tmp_path, own) is None
     assert quota_cores(tmp_path, tmp_path / "absent") is None
+
+
+def test_available_memory_is_what_the_group_can_still_get(tmp_path: Path) -> None:
+    """A group that writes files is at its limit all the time, with page cache that goes when somebody needs room."""
+    own = tmp_path / "own"
+    own.write_text("0::/a/b\n")
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    (inner / "memory.max").write_text("max\n")
+    (inner / "memory.current").write_text("900\n")
+    (inner.parent / "memory.max").write_text("1000\n")
+    (inner.parent / "memory.current").write_text("990\n")
+    assert available_bytes(tmp_path, own) == 10
+    (inner.parent / "memory.stat").write_text(
+        "anon 300\nshmem 90\ninactive_file 400\nactive_file 200\nslab_reclaimable 5\n"
+    )
+    assert available_bytes(tmp_path, own) == 615
+    assert available_bytes(tmp_path, tmp_path / "absent") > 1 << 20
