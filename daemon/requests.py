@@ -57,7 +57,8 @@ class Request:
         return self.hashes[start : start + self.hash_bytes]
 
     def digests(self, start: int, stop: int) -> tuple[bytes, ...]:
-        return Struct(f"{self.hash_bytes}s" * (stop - start)).unpack_from(self.hashes, start * self.hash_bytes)
+        size = self.hash_bytes
+        return Struct(f"{size}s" * (stop - start)).unpack(self.hashes[start * size : stop * size])
 
     def lane_of(self, block: int) -> Lane:
         at = block - self.local

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -116,14 +117,17 @@ def test_slots_are_pinned_piece_by_piece(device: HostDevice, monkeypatch: pytest
     register = device.register
 
     def slowly(address: int, size_bytes: int) -> None:
-        seen.append(tier[0].pinned if tier else 0)
+        assert made.wait(10)
+        seen.append(tier[0].pinned)
         register(address, size_bytes)
         if len(seen) == 5:
             tier[0].end()
 
     tier: list[DeviceTier] = []
+    made = threading.Event()
     monkeypatch.setattr(device, "register", slowly)
     tier.append(DeviceTier(device, rows, attached(slot_bytes=2048), None))
+    made.set()
     assert tier[0].join(10)
     assert seen == [0, 2, 4, 6, 8]
     assert tier[0].pinned == 10

@@ -13,6 +13,7 @@ from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.process import free_ports
 from kvprefetch.daemon.bundle import without_secrets
 from kvprefetch.daemon.commands.store import namespace
+from kvprefetch.daemon.host import machine_bytes
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import absent_cluster, blocks, stored
 
@@ -42,14 +43,15 @@ def test_doctor_sees_a_daemon_a_store_round_trip_and_bundles_it(serve: Callable[
     assert json.loads(parts["kvprefetch/status.json"])["pid"] == daemon.pid
     assert "daemon.ready" in parts["kvprefetch/log.jsonl"]
     assert "# HELP kvprefetch" in parts["kvprefetch/metrics.txt"]
-    assert "staging = 67108864" in parts["kvprefetch/config.toml"]
+    assert 'staging = "64MiB"' in parts["kvprefetch/config.toml"]
     assert "kvprefetch" in json.loads(parts["kvprefetch/versions.json"])
 
 
 def test_doctor_says_what_is_bad_and_what_to_do(tmp_path: Path) -> None:
     config = absent_cluster(tmp_path, metadata_server="http://operator:hunter2@127.0.0.1/x")
     result = kvprefetchd(
-        "doctor", "--socket", tmp_path / "none.sock", "--mooncake-config", config, "--staging", "4TiB",
+        "doctor", "--socket", tmp_path / "none.sock", "--mooncake-config", config,
+        "--staging", str(machine_bytes()),
         "--bundle", tmp_path / "b.tar.gz", "--metrics-port", "0",
     )  # fmt: skip
     assert result.returncode == 1, result.stdout + result.stderr
