@@ -84,6 +84,7 @@ class Claims:
         self._looked_ns = 0  # in this pass
         self._warned_ns = -_WARN_EVERY_NS
         self._pending_ahead = False  # whether a request visited before in this pass waits
+        self._kept_seats = 0  # in this pass, for requests visited before whose look-up goes on
 
     def usable_blocks(self, request: Any) -> int:
         """Full blocks that leave at least one token to compute."""
@@ -110,18 +111,22 @@ class Claims:
 
     def new_pass(self) -> None:
         """The scheduler begins another pass over its queue."""
-        self._looked_ns = 0
+        self._looked_ns = self._kept_seats = 0
         self._pending_ahead = False
 
-    def match(self, entry: Entry, session: SchedulerSession, start: int, *, occupied: float) -> Reply:
+    def match(self, entry: Entry, session: SchedulerSession, start: int, *, taken: int) -> Reply:
         """The reply for a request of which blocks [0, start) are local; entry.answer is set when it is a claim.
 
-        `occupied`: the share of the engine's seats that are taken; where it is 0, a pending answer costs the engine's
-        sleep.
+        `taken`: of the engine's seats, as far as one can see from here; where it is 0, a pending answer costs the
+        engine's sleep.
         """
         usable = self.usable_blocks(entry.request)
         if start >= usable:
             return NOTHING
+        seats = self._geometry.seats
+        if self._kept_seats and taken + self._kept_seats >= seats:
+            return PENDING  # the last free seats are for those before it, for this pass
+        occupied = min(taken, seats - 1) / seats  # who is asked has one
         now = self._clock_ns()
         flag = UNHINTED
         if entry.handle is not None and not self._shadow:
@@ -169,6 +174,8 @@ class Claims:
                 verdict = Verdict.LATE
         if verdict is Verdict.WAIT:
             self._pending_ahead = True
+            if first_visit and handle is not None:
+                self._kept_seats += handle.session.flags.found(handle.flag) <= handle.local_blocks
             return PENDING
         outcome = Outcome.LATE if verdict is Verdict.LATE else Outcome.RECOMPUTED
         if handle is None:

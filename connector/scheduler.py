@@ -164,7 +164,7 @@ class SchedulerSide:
         session = self._usable_session()
         if session is None:
             return NOTHING
-        reply = self._claims.match(entry, session, start, occupied=self._occupied())
+        reply = self._claims.match(entry, session, start, taken=len(self._running) + self._admitted)
         if entry.answer is not None:
             self._answered.add(request.request_id)
         if reply[0] is None:
@@ -174,11 +174,6 @@ class SchedulerSide:
             self.counters["wait_ns"] += self._clock_ns() - entry.waiting_since_ns
             entry.waiting_since_ns = 0
         return reply
-
-    def _occupied(self) -> float:
-        """The share of the engine's seats that are taken, as far as one can see from here; who is asked has one."""
-        seats = self._geometry.seats
-        return min(len(self._running) + self._admitted, seats - 1) / seats
 
     # --- after allocation -------------------------------------------------------------------------------------------
 

@@ -294,6 +294,28 @@ def test_a_busy_engine_spins_for_the_look_up_only(case: str) -> None:
     assert clock.pauses == 0, "a busy engine never sleeps for us"
 
 
+@pytest.mark.parametrize(("running", "reply"), [(14, NOTHING), (15, PENDING)])
+def test_the_last_seat_is_kept_for_a_pass_for_who_is_being_looked_up(
+    running: int, reply: tuple[int | None, bool]
+) -> None:
+    """Of 16 seats: one that is told to wait for its look-up would get one when the next request ends."""
+    engine = measured()
+    engine.side._running |= {f"r{number}" for number in range(running - 1)}
+    first, second, fetched = (engine.add(name, 40 * BLOCK + 1) for name in ("first", "second", "fetched"))
+    engine.daemon.stage("second", 0)
+    assert engine.match(first) == PENDING
+    assert engine.match(second) == reply
+    engine.side._claims.new_pass()
+    assert engine.match(first) == PENDING
+    assert engine.match(second) == NOTHING, "for one pass only"
+    engine.side._claims.new_pass()
+    engine.daemon.look_up("fetched", 40)
+    assert engine.match(fetched) == PENDING
+    third = engine.add("third", 40 * BLOCK + 1)
+    engine.daemon.stage("third", 0)
+    assert engine.match(third) == NOTHING, "a fetch may take long, and keeps no seat"
+
+
 def occupy(engine: Engine, case: str) -> None:
     other = engine.add("other", 40)
     engine.daemon.stage("other", 0)
