@@ -168,6 +168,8 @@ class SchedulerSide:
         if entry.answer is not None:
             self._answered.add(request.request_id)
         if reply[0] is None:
+            if entry.wait is None:
+                return reply  # it gives way to one before it
             entry.waiting_since_ns = entry.waiting_since_ns or self._clock_ns()
         elif entry.waiting_since_ns:
             self.counters["waits"] += 1
