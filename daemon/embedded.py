@@ -171,7 +171,7 @@ class EmbeddedMaster:
         if self._disk.size_bytes:
             # MAX_TOTAL_SIZE counts values and makes the tier evict from 90 % down to 80 %; MAX_PHYSICAL_BYTES counts
             # the blocks the files really take (each value also has a .meta file), and a write above it evicts first.
-            # It looks at the files twice a second, and was seen to overshoot by 1 %: hence the margin.
+            # It looks at the files twice a second, and what is written in between comes on top: hence the margin.
             tier["BUCKET_MAX_TOTAL_SIZE"] = tier["TOTAL_SIZE_LIMIT_BYTES"] = str(self._disk.size_bytes)
             tier["BUCKET_MAX_PHYSICAL_BYTES"] = str(self._disk.size_bytes * 9 // 10)
         for name, value in tier.items():
