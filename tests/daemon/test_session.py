@@ -68,17 +68,25 @@ def make_session(store: Any = None, ranks: int = 1) -> EngineSession:
     )
 
 
-def test_a_flag_that_does_not_stand_still_ends_the_session_and_raises_nothing() -> None:
+class Restless(FlagTable):
+    """A flag that another writer always changes in between."""
+
+    def exchange(self, *_: Any) -> bool:
+        return False
+
+
+def restless_session() -> EngineSession:
+    """With one hint, whose flag never stands still from now on."""
     session = make_session()
     session.planner.hint((0, 1), b"x" * 32, 32, 1, 0, 0)
     word = session.table.load(0)
     assert session.table.exchange(0, word, pack(1, FlagState.HINTED, 0))
-
-    class Restless(FlagTable):
-        def exchange(self, *_: Any) -> bool:
-            return False
-
     session.table.__class__ = Restless
+    return session
+
+
+def test_a_flag_that_does_not_stand_still_ends_the_session_and_raises_nothing() -> None:
+    session = restless_session()
     session.scan()
     assert session.corrupt is None, "nothing to do yet"
     answer = partial(session.planner.looked_up, (0, 1), 0)
@@ -93,16 +101,7 @@ def test_a_flag_that_does_not_stand_still_ends_the_session_and_raises_nothing() 
 
 def test_a_reset_that_meets_such_a_flag_raises_nothing() -> None:
     """It comes over the control socket, whose owner knows nothing of flags."""
-    session = make_session()
-    session.planner.hint((0, 1), b"x" * 32, 32, 1, 0, 0)
-    word = session.table.load(0)
-    assert session.table.exchange(0, word, pack(1, FlagState.HINTED, 0))
-
-    class Restless(FlagTable):
-        def exchange(self, *_: Any) -> bool:
-            return False
-
-    session.table.__class__ = Restless
+    session = restless_session()
     session.reset(1, 1.0, lambda _: None)
     assert session.corrupt is not None
     session.end(Ending.ENGINE_GONE)
