@@ -240,7 +240,9 @@ class EngineSession:
             self._finish(key, Ending[done.outcome.name], done, stop=state.count)
 
     def _finish(self, key: Key, ending: Ending, done: protocol.Done | None = None, *, stop: int = 0) -> None:
-        """`stop`: where the blocks that were loaded end; a claim says so."""
+        """`stop`: where the blocks that were loaded end. A claim says so, but for the block more that it covers where a
+        drafter drops the last: then one block is taken for another, and their number is right.
+        """
         loaded = done.loaded_blocks if done is not None else 0
         request = self.planner.finish(key, range(stop - loaded, stop))
         self.promoter.loaded(key, loaded)
