@@ -7,16 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..access import group_id
-from ..config import NEXT_ATTACH, RELOADABLE, SIZES, ConfigError, DaemonConfig, size_text
-from ..embedded import DiskSpec
-from ..host import machine_bytes
-from ..sources import Effective, resolve
-from ..store_settings import MooncakeSettings, SettingsError
+from ..config import NEXT_ATTACH, RELOADABLE, SIZES, DaemonConfig, size_text
+from ..sources import Effective
 from .common import (
     CONFIGURATION_ENVIRONMENT,
     CONFIGURATION_FILE,
     Commands,
+    accepted,
     add_configuration,
     configuration_sources,
     declare,
@@ -43,26 +40,8 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    effective = resolve(configuration_sources(arguments))
-    check_files(effective.config)
-    print("\n".join(shown(effective)))
+    print("\n".join(shown(accepted(configuration_sources(arguments)))))
     return 0
-
-
-def check_files(config: DaemonConfig) -> None:
-    """What serve would refuse although each value is valid by itself. Raises ConfigError."""
-    try:
-        if config.mooncake_config is not None:
-            MooncakeSettings.from_file(config.mooncake_config)
-        elif config.disk is not None:
-            DiskSpec.parse(config.disk)
-    except SettingsError as error:
-        raise ConfigError(str(error)) from None
-    if config.socket_group is not None:
-        group_id(config.socket_group)
-    for name in ("staging",) if config.mooncake_config is not None else ("staging", "memory"):
-        if (size := getattr(config, name)) > (most := machine_bytes()):
-            raise ConfigError(f"{name}: is more than this machine has: {name}={size} max={most}")
 
 
 def shown(effective: Effective) -> list[str]:

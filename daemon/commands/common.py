@@ -12,9 +12,13 @@ from pydantic.fields import FieldInfo
 
 from ...shmring import messages
 from ...shmring.messages import default_socket
+from ..access import group_id
 from ..client import Unavailable
-from ..config import SIZES, DaemonConfig, size_text
-from ..sources import FILE_VARIABLE, PREFIX, Sources
+from ..config import SIZES, ConfigError, DaemonConfig, size_text
+from ..embedded import DiskSpec
+from ..host import machine_bytes
+from ..sources import FILE_VARIABLE, PREFIX, Effective, Sources, resolve
+from ..store_settings import MooncakeSettings, SettingsError
 from .page import Formatter, Page
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
@@ -94,6 +98,27 @@ def kind_of(field: FieldInfo) -> str:
 def configuration_sources(arguments: argparse.Namespace) -> Sources:
     """Where a command with `add_configuration` takes its configuration from."""
     return Sources.of({name: getattr(arguments, name) for name in DaemonConfig.model_fields}, arguments.config)
+
+
+def accepted(sources: Sources) -> Effective:
+    """The configuration that serve would start with. Raises ConfigError: also for what it would refuse although each
+    value is valid by itself.
+    """
+    effective = resolve(sources)
+    config = effective.config
+    try:
+        if config.mooncake_config is not None:
+            MooncakeSettings.from_file(config.mooncake_config)
+        elif config.disk is not None:
+            DiskSpec.parse(config.disk)
+    except SettingsError as error:
+        raise ConfigError(str(error)) from None
+    if config.socket_group is not None:
+        group_id(config.socket_group)
+    for name in ("staging",) if config.mooncake_config is not None else ("staging", "memory"):
+        if (size := getattr(config, name)) > (most := machine_bytes()):
+            raise ConfigError(f"{name}: is more than this machine has: {name}={size} max={most}")
+    return effective
 
 
 def report(received: tuple[messages.Message, list[int]]) -> int:

@@ -8,13 +8,13 @@ from pathlib import Path
 from .. import bundle
 from ..client import Unavailable
 from ..doctor import Finding, examine, versions
-from ..sources import resolve
-from .check_config import check_files, shown
+from .check_config import shown
 from .common import (
     CONFIGURATION_ENVIRONMENT,
     CONFIGURATION_FILE,
     SOCKET_FILE,
     Commands,
+    accepted,
     add_configuration,
     configuration_sources,
     declare,
@@ -55,12 +55,11 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     sources = configuration_sources(arguments)
-    effective = resolve(sources)
+    effective = accepted(sources)
     if effective.origin["socket"] == "default":  # the daemon to look at, not the one to start
         config = effective.config.model_copy(update={"socket": find_socket(sources.environ)})
     else:
         config = effective.config
-    check_files(config)
     lines, bad = [], 0
     for name, finding in examine(config):
         bad += finding.level == "bad"

@@ -7,13 +7,12 @@ import os
 
 from ..client import EX_UNAVAILABLE, Unavailable
 from ..config import ConfigError
-from ..sources import resolve
-from .check_config import check_files
 from .common import (
     CONFIGURATION_ENVIRONMENT,
     CONFIGURATION_FILE,
     SYSTEM_SOCKET,
     Commands,
+    accepted,
     add_configuration,
     configuration_sources,
     declare,
@@ -58,8 +57,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     sources = configuration_sources(arguments)
-    config = resolve(sources).config
-    check_files(config)
+    config = accepted(sources).config
     # Imported late: `kvprefetchd --help` and configuration errors need neither Mooncake nor structlog.
     from ..embedded import EmbeddedError
     from ..logs import configure
@@ -68,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..store_settings import SettingsError
 
     try:
-        well = Daemon(config, configure(config.log_level), lambda: resolve(sources).config).run()
+        well = Daemon(config, configure(config.log_level), lambda: accepted(sources).config).run()
         # Everything is closed. With a disk tier Mooncake's destructors would now wait about ten seconds for a thread.
         os._exit(0 if well else EX_UNAVAILABLE)
     except SettingsError as error:

@@ -104,6 +104,9 @@ def test_a_service_s_life_is_told_from_ready_to_stopping(
     record = daemon.wait_record("config.invalid")
     assert record is not None
     assert "did you mean max_engines?" in record["error"]
+    config.write_text('socket_group = "no-such-group"\n')  # what a start with it would refuse
+    os.kill(daemon.pid, signal.SIGHUP)
+    assert wait_for(lambda: daemon.records("config.invalid")[1:])[0]["error"].startswith("socket_group: no such group")
 
     engine = FakeEngine(daemon.socket)
     while "engines: 1" not in manager.wait("STATUS")["STATUS"]:
