@@ -19,7 +19,7 @@ import torch
 from ..shmring import cuda
 from ..shmring.cuda import Device, DeviceError
 from . import cuda_copy
-from .cuda_copy import STEP, STEP_BLOCKS
+from .cuda_copy import Launcher
 from .paged import PagedCache
 
 if TYPE_CHECKING:
@@ -128,16 +128,22 @@ class CudaCopies:
     """
 
     def __init__(self, paged: PagedCache, device: Device, streams: Streams) -> None:
-        """Compile the kernel or find it compiled. Raises DeviceError, and ValueError for blocks it cannot copy."""
-        pieces, self._units = cuda_copy.piece_table(paged.pieces)
-        self._paged, self._device, self._streams = paged, device, streams
-        self._kernel = device.kernel(cuda_copy.SOURCE, cuda_copy.KERNEL)
+        """Compile the kernels or find them compiled. Raises DeviceError, and ValueError for blocks they cannot copy."""
+        pieces, units = cuda_copy.piece_table(paged.pieces)
+        self._paged, self._streams = paged, streams
         self._pieces = streams.on_device(pieces.view(np.uint8))
-        self._step = np.zeros(1, STEP)
-        self._fields = {name: self._step[name][0:1] for name in ("host", "device", "host_slots", "count", "gather")}
-        self._slots, self._blocks = self._step["slots"][0], self._step["blocks"][0]
-        self._step["pieces"], self._step["slot_bytes"] = self._pieces.data_ptr(), paged.block_bytes
-        self._step["units"] = self._units
+
+        def launcher(blocks: int) -> Launcher:
+            return Launcher(
+                device, blocks, pieces=self._pieces.data_ptr(), units=units, slot_bytes=paged.block_bytes,
+                stream=streams.current().cuda_stream,
+            )  # fmt: skip
+
+        self._few = self._many = launcher(cuda_copy.STEP_BLOCKS)
+        try:
+            self._many = launcher(cuda_copy.WIDE_BLOCKS)
+        except DeviceError as error:
+            log.info("kvprefetch: one launch takes no more than %d blocks: %s", self._few.blocks, error)
         self._mark: Any = None
 
     def mark(self) -> None:
@@ -154,7 +160,7 @@ class CudaCopies:
             self._mark = None
         try:
             for session, slots, block_ids in _by_session(copies):
-                self._copy(session, slots, block_ids, stream, save=save)
+                self._copy(session, slots, block_ids, stream, save=save, beside=beside)
             fence = self._streams.event()
             fence.record(stream)
         except BaseException:
@@ -163,8 +169,9 @@ class CudaCopies:
         return fence
 
     def _copy(
-        self, session: WorkerSession, slots: Sequence[int], block_ids: Sequence[int], stream: Any, *, save: bool
-    ) -> None:
+        self, session: WorkerSession, slots: Sequence[int], block_ids: Sequence[int], stream: Any, *, save: bool,
+        beside: bool,
+    ) -> None:  # fmt: skip
         host, tier = len(session.rows), session.tier
         pinned = 0 if tier is None else tier.pinned
         if pinned < host and any(pinned <= slot < host for slot in slots):
@@ -175,16 +182,12 @@ class CudaCopies:
             if not (pairs := [pair for pair in pairs if not pinned <= pair[0] < host]):
                 return
             slots, block_ids = zip(*pairs, strict=True)
-        fields = self._fields
-        fields["host"][0], fields["host_slots"][0] = session.rows.ctypes.data, host
-        fields["device"][0], fields["gather"][0] = 0 if tier is None else tier.address, save
-        for start in range(0, len(slots), STEP_BLOCKS):
-            part = slots[start : start + STEP_BLOCKS]
-            count = len(part)
-            self._slots[:count], self._blocks[:count] = part, block_ids[start : start + STEP_BLOCKS]
-            fields["count"][0] = count
-            grid = cuda_copy.grid_for(self._units, count, self._device.processors)
-            self._kernel.launch(grid, cuda_copy.THREADS, self._step, stream.cuda_stream)
+        launcher = self._few if len(slots) <= self._few.blocks else self._many
+        launcher.places(session.rows.ctypes.data, host, 0 if tier is None else tier.address)
+        most = cuda_copy.BESIDE_BLOCKS if beside and min(slots, default=host) < host else None
+        for start in range(0, len(slots), launcher.blocks):
+            stop = start + launcher.blocks
+            launcher.launch(slots[start:stop], block_ids[start:stop], stream.cuda_stream, gather=save, most=most)
 
 
 def _by_session(copies: Sequence[Copy]) -> Iterable[Copy]:

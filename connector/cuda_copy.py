@@ -1,9 +1,10 @@
 """The copy kernel: all segments of all blocks of a step in one launch, slots to paged KV (scatter) or back (gather).
 
 A slot is a block's bytes in the value's order; where they lie in the paged cache is a table of pieces (paged.py), which
-never changes and stands in device memory.  What changes from launch to launch, STEP, is the kernel's one argument: the
-driver has copied it when the launch returns, so nothing has to be kept, waited for or copied beforehand.  Kernel
-arguments may be 4 KiB in all, which bounds the blocks of one launch.
+never changes and stands in device memory.  What changes from launch to launch is the kernel's one argument, a structure
+that ends with the slot and the block of each copy: the driver has copied it when the launch returns, so nothing has to
+be kept, waited for or copied beforehand.  A kernel has one size of argument, so there are two: one whose argument is
+quick to hand over, for most steps, and one for many blocks.
 
 The work is cut into units of at most UNIT_BYTES of one segment, one unit per warp at a time, each lane with eight
 accesses of 16 bytes in flight.  Addresses or lengths that are not multiples of 16 are copied in the widest steps that
@@ -17,15 +18,23 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ..shmring.cuda import Device
 from .paged import Piece
 
 KERNEL = "kvprefetch_copy"
 THREADS = 256
 WARP = 32
 UNIT_BYTES = 4096
+# Blocks of KV in one launch: with 4 KiB of arguments, which every driver takes, and with 32,764 bytes, which nvrtc and
+# driver of CUDA 12.1 and later take on every GPU that they still serve.
 STEP_BLOCKS = 500
+WIDE_BLOCKS = 4000
 # Blocks of threads per multiprocessor: as many as are resident at a time, and some to smooth the end.
 BLOCKS_PER_PROCESSOR = 16
+# Blocks of threads, in all, that read host memory beside a forward. What is resident keeps its place until it is done,
+# and warps that wait for the bus would keep the forward's out of every multiprocessor; these have 1 MiB in flight, some
+# ten times what the bus delivers in the time that one access takes.
+BESIDE_BLOCKS = 32
 
 # As the source declares them. `parts`: units of a segment; `first`: units before the piece.
 PIECE = np.dtype(
@@ -34,16 +43,23 @@ PIECE = np.dtype(
         ("length", np.uint32), ("segments", np.uint32), ("parts", np.uint32), ("first", np.uint32),
     ]
 )  # fmt: skip
-# Slot n lies at host + n * slot_bytes, from host_slots on at device + (n - host_slots) * slot_bytes.
-STEP = np.dtype(
-    [
-        ("pieces", np.uint64), ("host", np.uint64), ("device", np.uint64), ("slot_bytes", np.uint64),
-        ("units", np.uint32), ("count", np.uint32), ("host_slots", np.uint32), ("gather", np.uint32),
-        ("slots", np.uint32, STEP_BLOCKS), ("blocks", np.uint32, STEP_BLOCKS),
-    ]
-)  # fmt: skip
 
-SOURCE = """
+
+def step_type(blocks: int) -> np.dtype[np.void]:
+    """The kernel's argument, as the source declares it.
+
+    Slot n lies at host + n * slot_bytes, from host_slots on at device + (n - host_slots) * slot_bytes.
+    """
+    return np.dtype(
+        [
+            ("pieces", np.uint64), ("host", np.uint64), ("device", np.uint64), ("slot_bytes", np.uint64),
+            ("units", np.uint32), ("count", np.uint32), ("host_slots", np.uint32), ("gather", np.uint32),
+            ("slots", np.uint32, blocks), ("blocks", np.uint32, blocks),
+        ]
+    )  # fmt: skip
+
+
+_SOURCE = """
 typedef unsigned long long u64;
 typedef unsigned int u32;
 
@@ -53,7 +69,7 @@ struct Step {
     u32 units, count, host_slots, gather;
     u32 slots[STEP_BLOCKS], blocks[STEP_BLOCKS];
 };
-static_assert(sizeof(Piece) == PIECE_SIZE && sizeof(Step) == STEP_SIZE && sizeof(Step) <= 4096, "tables differ");
+static_assert(sizeof(Piece) == PIECE_SIZE && sizeof(Step) == STEP_SIZE && sizeof(Step) <= 32764, "tables differ");
 
 template <typename T>
 __device__ __forceinline__ void move(u64 target, u64 source, u32 bytes, u32 lane) {
@@ -100,10 +116,17 @@ extern "C" __global__ void __launch_bounds__(256, 4) kvprefetch_copy(const __gri
     }
 }
 """
-for _name, _value in {
-    "UNIT_BYTES": UNIT_BYTES, "STEP_BLOCKS": STEP_BLOCKS, "PIECE_SIZE": PIECE.itemsize, "STEP_SIZE": STEP.itemsize,
-}.items():  # fmt: skip
-    SOURCE = SOURCE.replace(_name, f"{_value}u")
+
+
+def source(blocks: int) -> str:
+    """CUDA C++ of the kernel for up to `blocks` blocks."""
+    text = _SOURCE
+    for name, value in {
+        "UNIT_BYTES": UNIT_BYTES, "STEP_BLOCKS": blocks, "PIECE_SIZE": PIECE.itemsize,
+        "STEP_SIZE": step_type(blocks).itemsize,
+    }.items():  # fmt: skip
+        text = text.replace(name, f"{value}u")
+    return text
 
 
 def piece_table(pieces: Sequence[Piece]) -> tuple[npt.NDArray[np.void], int]:
@@ -112,7 +135,7 @@ def piece_table(pieces: Sequence[Piece]) -> tuple[npt.NDArray[np.void], int]:
     offset = units = 0
     for row, piece in zip(table, pieces, strict=True):
         parts = -(-piece.length // UNIT_BYTES)
-        if max(piece.length, (units + piece.segments * parts) * STEP_BLOCKS) >= 1 << 32:
+        if max(piece.length, (units + piece.segments * parts) * WIDE_BLOCKS) >= 1 << 32:
             raise ValueError(f"block is too large for the copy kernel: bytes={piece.length * piece.segments}")
         row["address"], row["stride"], row["distance"], row["offset"] = (
             piece.address, piece.stride, piece.distance, offset,
@@ -127,3 +150,37 @@ def grid_for(units: int, blocks: int, processors: int) -> int:
     """Blocks of THREADS threads for the units of so many blocks of KV."""
     warps = THREADS // WARP
     return max(1, min(-(-units * blocks // warps), processors * BLOCKS_PER_PROCESSOR))
+
+
+class Launcher:
+    """The kernel for up to `blocks` blocks of KV at a time, with its argument. For one thread."""
+
+    def __init__(self, device: Device, blocks: int, *, pieces: int, units: int, slot_bytes: int, stream: int) -> None:
+        """Compile it or find it compiled, and load it; `pieces`: address of the table. Raises DeviceError.
+
+        Launches it once without work: nothing of it is left to be loaded in the middle of a step, and a driver that
+        does not take an argument of this size says so now.
+        """
+        self.blocks = blocks
+        self._units, self._processors = units, device.processors
+        self._kernel = device.kernel(source(blocks), KERNEL)
+        self._step = np.zeros(1, step_type(blocks))
+        self._fields = {name: self._step[name][0:1] for name in ("host", "device", "host_slots", "count", "gather")}
+        self._slots, self._blocks = self._step["slots"][0], self._step["blocks"][0]
+        self._step["pieces"], self._step["units"], self._step["slot_bytes"] = pieces, units, slot_bytes
+        self._kernel.launch(1, THREADS, self._step, stream)
+
+    def places(self, host: int, host_slots: int, device: int) -> None:
+        """Where slots lie from now on."""
+        fields = self._fields
+        fields["host"][0], fields["host_slots"][0], fields["device"][0] = host, host_slots, device
+
+    def launch(
+        self, slots: Sequence[int], block_ids: Sequence[int], stream: int, *, gather: bool, most: int | None = None
+    ) -> None:
+        """Queue the copies of up to `blocks` pairs, by up to `most` blocks of threads. Raises DeviceError."""
+        count = len(slots)
+        self._slots[:count], self._blocks[:count] = slots, block_ids
+        self._fields["count"][0], self._fields["gather"][0] = count, gather
+        grid = grid_for(self._units, count, self._processors)
+        self._kernel.launch(grid if most is None else min(grid, most), THREADS, self._step, stream)

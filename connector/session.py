@@ -107,7 +107,9 @@ class WorkerSession:
         self.tier: DeviceTier | None = None
         if device is not None:
             self.tier = DeviceTier(device, self.rows, attached, lease)
-            weakref.finalize(self, self.tier.end)
+            # Not when the process ends: the driver gives everything back then, and a thread that comes from a call into
+            # it while the interpreter goes would be ended in the middle of cupy's code.
+            weakref.finalize(self, self.tier.end).atexit = False
         elif lease is not None:
             lease.close()
 

@@ -30,8 +30,6 @@ PAGE_BYTES = 4096
 # While host memory is registered other calls into CUDA may wait; this much takes some milliseconds.
 PIECE_BYTES = 16 << 20
 
-_NOT_READY = 600  # cudaErrorNotReady, for which cupy has no name
-
 Argument = npt.NDArray[np.void]
 
 
@@ -41,9 +39,6 @@ class DeviceError(Exception):
 
 class Event(Protocol):
     """A point in a stream."""
-
-    def query(self) -> bool:
-        """Whether everything before it is done. Raises DeviceError when some of it failed."""
 
     def wait(self) -> None:
         """Wait, without spinning, until it is. Raises DeviceError."""
@@ -297,7 +292,7 @@ class CudaStream:
 
 
 class CudaEvent:
-    """Destroyed as soon as it was seen done, or with its stream."""
+    """Destroyed when it was waited for, or with its stream."""
 
     def __init__(self, device: CudaDevice, alive: set[CudaEvent]) -> None:
         runtime = device.runtime
@@ -305,16 +300,6 @@ class CudaEvent:
         self._device, self._alive = device, alive
         self.pointer = int(device.call("eventCreateWithFlags", flags))
         alive.add(self)
-
-    def query(self) -> bool:
-        if self.pointer:
-            status = int(self._device.call("eventQuery", self.pointer))  # cupy returns the status of this one
-            if status == _NOT_READY:
-                return False
-            self.destroy()
-            if status:
-                raise DeviceError(f"eventQuery: status={status}")
-        return True
 
     def wait(self) -> None:
         if self.pointer:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kvprefetch.connector import copies as copying
+from kvprefetch.connector import cuda_copy
 from kvprefetch.connector.copies import Copies, CudaCopies, PlainCopies, checked
 from kvprefetch.connector.paged import PagedCache
 from kvprefetch.shmring import cuda
@@ -109,9 +110,14 @@ class World:
         self.paged.save(row, [0], [block])
         return row[0]
 
-    def launches(self, copies: Copies) -> int:
+    def grids(self, copies: Copies) -> list[int]:
+        """Blocks of threads of each launch, but those that only load the kernels."""
         assert isinstance(copies, CudaCopies)
-        return copies._kernel.launches  # type: ignore[attr-defined,no-any-return]
+        kernels: Any = [launcher._kernel for launcher in (copies._few, *{copies._many} - {copies._few})]
+        return [grid for kernel in kernels for grid in kernel.grids[1:]]
+
+    def launches(self, copies: Copies) -> int:
+        return len(self.grids(copies))
 
 
 @pytest.mark.parametrize("kind", ["plain", "kernel"])
@@ -171,14 +177,70 @@ def test_orders_of_two_epochs_are_two_launches() -> None:
         assert (world.value(block + 1) == one.all[HOST + 1]).all()
 
 
-def test_more_blocks_than_an_argument_holds_are_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "STEP_BLOCKS", 7)
+def load_many(world: World, count: int) -> tuple[int, int]:
+    """Load so many blocks; the launches of each kernel."""
+    copies: Any = world.copies("kernel")
+    slots = [n % (HOST + DEVICE) for n in range(count)]
+    copies.run([checked(world.paged, world.session, slots, range(count))])
+    assert all((world.value(n) == world.all[slot]).all() for n, slot in enumerate(slots))
+    few, many = (len(launcher._kernel.grids) - 1 for launcher in (copies._few, copies._many))
+    return few, many
+
+
+@pytest.mark.parametrize(("count", "launches"), [(7, (1, 0)), (8, (0, 1)), (30, (0, 1)), (31, (0, 2)), (64, (0, 3))])
+def test_a_launch_takes_what_its_argument_holds(
+    monkeypatch: pytest.MonkeyPatch, count: int, launches: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(cuda_copy, "STEP_BLOCKS", 7)
+    monkeypatch.setattr(cuda_copy, "WIDE_BLOCKS", 30)
+    assert load_many(World(), count) == launches
+
+
+def test_a_driver_that_takes_no_large_argument_gets_several_small_ones(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuda_copy, "STEP_BLOCKS", 7)
     world = World()
+    make = world.device.kernel
+
+    def kernel(source: str, name: str) -> Any:
+        made = make(source, name)
+        if f"{cuda_copy.WIDE_BLOCKS}u" in source:
+
+            def launch(*values: Any) -> None:
+                raise DeviceError("cuLaunchKernel: told to fail")
+
+            monkeypatch.setattr(made, "launch", launch)
+        return made
+
+    monkeypatch.setattr(world.device, "kernel", kernel)
+    with caplog.at_level("INFO"):
+        assert load_many(world, 30) == (5, 5), "one and the same"
+    assert "no more than 7 blocks" in caplog.text
+
+
+def test_nothing_is_left_to_be_loaded_at_the_first_step() -> None:
+    """Both kernels are launched when they are made, with nothing to do."""
+    world = World()
+    before = world.value(0)
+    copies: Any = world.copies("kernel")
+    assert [launcher._kernel.grids for launcher in (copies._few, copies._many)] == [[1], [1]]
+    assert (world.value(0) == before).all()
+
+
+def test_what_reads_host_memory_beside_a_forward_leaves_it_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_copy, "BESIDE_BLOCKS", 3)
+    world = World()
+    world.device.processors = 100
     copies = world.copies("kernel")
-    slots = list(range(HOST))
-    copies.run([checked(world.paged, world.session, slots, slots)])
-    assert world.launches(copies) == 3
-    assert all((world.value(n) == world.all[n]).all() for n in slots)
+    near, far = list(range(HOST, HOST + DEVICE)), list(range(DEVICE))
+    for slots in (near, far):
+        for beside in (False, True):
+            copies.run([checked(world.paged, world.session, slots, range(DEVICE))], beside=beside)
+            assert all((world.value(n) == world.all[slot]).all() for n, slot in enumerate(slots))
+    full = world.grids(copies)[0]
+    assert full > 3
+    assert world.grids(copies) == [full, full, full, 3]
 
 
 def test_asynchronous_loads_run_beside_and_behind_the_mark() -> None:
@@ -214,7 +276,7 @@ def test_a_failed_launch_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch)
     def fail(*values: Any) -> None:
         raise DeviceError("cuLaunchKernel: told to fail")
 
-    monkeypatch.setattr(copies._kernel, "launch", fail)  # type: ignore[attr-defined]
+    monkeypatch.setattr(copies._few._kernel, "launch", fail)  # type: ignore[attr-defined]
     with pytest.raises(DeviceError):
         copies.run([checked(world.paged, world.session, [1], [1])])
     assert world.streams.compute.synchronized == 1

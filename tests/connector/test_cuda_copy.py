@@ -1,4 +1,4 @@
-"""The copy kernel's source, compiled as C++, against the NumPy copies; and compiled for sm_90 where nvrtc is."""
+"""The copy kernel's source, compiled as C++, against the NumPy copies; and compiled for GPUs where nvrtc is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvprefetch.connector import cuda_copy
-from kvprefetch.connector.cuda_copy import STEP, STEP_BLOCKS, UNIT_BYTES, grid_for, piece_table
+from kvprefetch.connector.cuda_copy import STEP_BLOCKS, UNIT_BYTES, WIDE_BLOCKS, grid_for, piece_table, step_type
 from kvprefetch.connector.paged import PagedCache, Piece, Rows
 from tests.support.host_kernel import HostKernel
 from tests.support.layouts import SERVED, SIZES, caches
@@ -25,10 +25,13 @@ SHAPES = {
 }
 
 
-def run(paged: PagedCache, rows: Rows, slots: list[int], blocks: list[int], *, gather: bool, grid: int = 0) -> None:
-    """The copies of one launch."""
+def run(
+    paged: PagedCache, rows: Rows, slots: list[int], blocks: list[int], *, gather: bool, grid: int = 0,
+    most: int = STEP_BLOCKS,
+) -> None:  # fmt: skip
+    """The copies of one launch of the kernel for `most` blocks."""
     table, units = piece_table(paged.pieces)
-    step = np.zeros(1, STEP)
+    step = np.zeros(1, step_type(most))
     step["pieces"], step["units"], step["slot_bytes"] = table.ctypes.data, units, paged.block_bytes
     # The last two slots lie elsewhere than the others, as those of a device do.
     near = rows[-2:].copy()
@@ -36,7 +39,7 @@ def run(paged: PagedCache, rows: Rows, slots: list[int], blocks: list[int], *, g
     step["count"], step["gather"] = len(slots), gather
     step["slots"][0, : len(slots)], step["blocks"][0, : len(slots)] = slots, blocks
     grid = grid or grid_for(units, len(slots), 2)
-    HostKernel(cuda_copy.SOURCE).launch(grid, cuda_copy.THREADS, step, 0)
+    HostKernel(cuda_copy.source(most)).launch(grid, cuda_copy.THREADS, step, 0)
     rows[-2:] = near
 
 
@@ -100,19 +103,27 @@ def test_work_is_bounded_by_what_32_bits_count() -> None:
     assert grid_for(512, 64, 132) == 132 * cuda_copy.BLOCKS_PER_PROCESSOR
 
 
-def test_a_full_launch_copies_all_its_blocks() -> None:
+@pytest.mark.parametrize("most", [STEP_BLOCKS, WIDE_BLOCKS])
+def test_a_full_launch_copies_all_its_blocks(most: int) -> None:
     """The last entry of the argument is reached, and nothing behind it."""
-    kv_caches = caches("LBNHC", sizes={**SIZES, "B": STEP_BLOCKS})
-    paged = PagedCache(kv_caches, list(kv_caches), STEP_BLOCKS)
-    expected = np.zeros((STEP_BLOCKS, paged.block_bytes), np.uint8)
+    kv_caches = caches("LBNHC", sizes={**SIZES, "B": most})
+    paged = PagedCache(kv_caches, list(kv_caches), most)
+    expected = np.zeros((most, paged.block_bytes), np.uint8)
     rows = expected.copy()
-    blocks = list(range(STEP_BLOCKS))
+    blocks = list(range(most))
     paged.save(expected, blocks[::-1], blocks)
-    run(paged, rows, blocks[::-1], blocks, gather=True)
+    run(paged, rows, blocks[::-1], blocks, gather=True, most=most)
     assert (rows == expected).all()
 
 
-def test_the_source_compiles_for_sm_90() -> None:
+def test_arguments_are_as_large_as_cuda_allows() -> None:
+    assert step_type(STEP_BLOCKS).itemsize <= 4096
+    assert step_type(WIDE_BLOCKS).itemsize <= 32_764
+
+
+@pytest.mark.parametrize("most", [STEP_BLOCKS, WIDE_BLOCKS])
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_90", "sm_100"])
+def test_the_source_compiles_for_gpus(architecture: str, most: int) -> None:
     """NVIDIA's own compiler, which needs no GPU; the pip package brings it."""
     spec = importlib.util.find_spec("nvidia")
     found = [
@@ -123,8 +134,9 @@ def test_the_source_compiles_for_sm_90() -> None:
         pytest.skip("nvrtc is not installed (pip install nvidia-cuda-nvrtc-cu12)")
     nvrtc = ctypes.CDLL(str(found[0]))
     program = ctypes.c_void_p()
-    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), cuda_copy.SOURCE.encode(), b"copy.cu", 0, None, None) == 0
-    options = (ctypes.c_char_p * 2)(b"--gpu-architecture=sm_90", b"-std=c++17")
+    source = cuda_copy.source(most).encode()
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"copy.cu", 0, None, None) == 0
+    options = (ctypes.c_char_p * 2)(f"--gpu-architecture={architecture}".encode(), b"-std=c++17")
     status = nvrtc.nvrtcCompileProgram(program, 2, options)
     size = ctypes.c_size_t()
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))

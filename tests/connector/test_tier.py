@@ -224,6 +224,29 @@ def test_a_slab_that_cannot_be_had_leaves_the_host_slots(
     assert lease.recv(1) == b""
 
 
+AT_EXIT = f"""
+import atexit, time
+atexit.register(time.sleep, 0.3)  # runs after what is registered later, and leaves the tier's thread the time to wake
+from kvprefetch.connector.session import WorkerSession
+from kvprefetch.shmring.messages import Attached
+from kvprefetch.shmring.segment import Segment
+from tests.support.host_device import UUID, HostDevice
+device = HostDevice(64 << 20, UUID)
+device.unregister = lambda address: print("unregister", flush=True)
+message = Attached(epoch=3, segment_bytes={SLOTS * SLOT_BYTES}, slot_count={SLOTS}, slot_bytes={SLOT_BYTES})
+segment = Segment.create({SLOTS * SLOT_BYTES})
+session = WorkerSession.map(message, [segment.fd], device)
+while session.tier.pinned < {SLOTS}:
+    time.sleep(0.001)
+print("exit", flush=True)
+"""
+
+
+def test_a_process_that_ends_begins_no_calls_into_the_driver() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "exit\n", "")
+
+
 def test_a_lease_that_is_missing_is_an_error() -> None:
     segment = Segment.create(SLOTS * SLOT_BYTES)
     fds = [socket.dup(segment.fd)]

@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvprefetch.connector.copies import CudaCopies, TorchStreams, checked  # noqa: E402 - after the check for torch
+from kvprefetch.connector.cuda_copy import STEP_BLOCKS, WIDE_BLOCKS  # noqa: E402
 from kvprefetch.connector.paged import PagedCache  # noqa: E402
 from kvprefetch.connector.tier import DeviceTier  # noqa: E402
 from kvprefetch.shmring import cuda  # noqa: E402
@@ -182,10 +183,12 @@ def test_a_captured_graph_sees_what_was_loaded_before_its_replay(world: World) -
         assert torch.equal(seen.cpu().view(torch.uint8), world.mirror["layer.0"][3].contiguous().view(torch.uint8))
 
 
-def test_more_blocks_than_one_launch_takes(device: Device) -> None:
-    made = World(device, {**SIZES, "B": 1300}, "LBNHC", torch.bfloat16)
+@pytest.mark.parametrize("blocks", [STEP_BLOCKS, STEP_BLOCKS + 1, WIDE_BLOCKS, WIDE_BLOCKS + 1])
+def test_as_many_blocks_as_one_launch_takes_and_more(device: Device, blocks: int) -> None:
+    made = World(device, {**SIZES, "B": blocks}, "LBNHC", torch.bfloat16)
     try:
-        made.load([n % (HOST + NEAR) for n in range(1300)], list(range(1300)))
+        assert made.copies._many.blocks == WIDE_BLOCKS, "the driver takes no large argument"
+        made.load([n % (HOST + NEAR) for n in range(blocks)], list(range(blocks)))
         made.assert_equal()
     finally:
         made.close()

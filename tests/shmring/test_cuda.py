@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,10 +105,14 @@ def test_an_event_is_done_after_the_copies_before_it(device: host_device.HostDev
     device.hold = True
     stream.copy(memory.address, ctypes.addressof(ctypes.create_string_buffer(b"held", 4)), 4)
     event = stream.record()
-    assert not event.query()
+    waiting = threading.Thread(target=event.wait, daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    assert device.copied_bytes == 0
     device.run()
-    event.wait()
-    assert event.query()
+    waiting.join(10)
+    assert not waiting.is_alive()
     assert device.copied_bytes == 4
     stream.close()
     memory.close()

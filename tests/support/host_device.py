@@ -237,10 +237,6 @@ class HostEvent:
     def happen(self) -> None:
         self._done.set()
 
-    def query(self) -> bool:
-        self._stream._device.check("query")
-        return self._done.is_set()
-
     def wait(self) -> None:
         self._stream._device.check("wait")
         if not self._stream._device.hold:

@@ -31,14 +31,14 @@ extern "C" void run(unsigned grid, unsigned threads, const Step* step) {
 
 
 class HostKernel:
-    """Like shmring.cuda.Kernel; `launches` counts."""
+    """Like shmring.cuda.Kernel; `grids` are those of its launches."""
 
     def __init__(self, source: str) -> None:
         self._library = _compiled(source)
-        self.launches = 0
+        self.grids: list[int] = []
 
     def launch(self, grid: int, threads: int, argument: Argument, stream: int) -> None:
-        self.launches += 1
+        self.grids.append(grid)
         self._library.run(ctypes.c_uint(grid), ctypes.c_uint(threads), ctypes.c_void_p(argument.ctypes.data))
 
 
