@@ -58,6 +58,7 @@ class Link(Generic[S]):
         self._sock: socket.socket | None = None
         self._stop = threading.Event()
         self._said: set[str] = set()
+        self._had_daemon = False
         self._replied = threading.Event()
         self._reply: ResetDone | None = None
         # Worker: every epoch a load may still name; ended ones with the time (s, monotonic) of their end.
@@ -155,7 +156,7 @@ class Link(Generic[S]):
                 sock.connect(self._path)
             except OSError as error:
                 self._say(
-                    "absent", logging.INFO,
+                    "absent", logging.WARNING if self._had_daemon else logging.INFO,
                     "kvprefetch: no daemon at %s (%s); the engine serves without it and looks again",
                     self._path, error.strerror or error,
                 )  # fmt: skip
@@ -206,6 +207,7 @@ class Link(Generic[S]):
         self.session = session
         messages.send_message(sock, session.mapped())
         self._said.clear()
+        self._had_daemon = True
         log.info("kvprefetch: attached to the daemon: epoch=%d slots=%d", message.epoch, message.slot_count)
 
     def _lost(self) -> None:
@@ -215,7 +217,8 @@ class Link(Generic[S]):
         if session is not None:
             session.ended()
             if not self._stop.is_set():
-                log.warning("kvprefetch: the daemon is gone: epoch=%d; requests are recomputed", session.epoch)
+                # By the daemon's end, or that of another process of this engine, as at every shutdown.
+                log.info("kvprefetch: the session has ended: epoch=%d; requests are recomputed", session.epoch)
         with self._lock:
             for epoch in self._mapped:
                 self._ended.setdefault(epoch, time.monotonic())

@@ -52,6 +52,11 @@ def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
         raise _refused(f"vLLM must be {VLLM_SERIES}x: vllm={vllm_version}")
     if vllm_config.model_config.is_encoder_decoder:
         raise _refused(f"encoder-decoder models are not served: model={vllm_config.model_config.model}")
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise _refused(
+            "prefix caching must be on: enable_prefix_caching=False (vLLM turns it off where output is wrong with KV "
+            "that another request computed)"
+        )
     parallel = vllm_config.parallel_config
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
@@ -59,9 +64,10 @@ def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
     groups = kv_cache_config.kv_cache_groups
     cacheable = len(kv_cache_config.prefix_cacheable_group_ids)
     if len(groups) != 1 or cacheable != 1:
+        hybrid = " (hybrid models: try --disable-hybrid-kv-cache-manager)" if len(groups) > 1 else ""
         raise _refused(
-            f"exactly one prefix-cacheable KV-cache group is served: groups={len(groups)} prefix_cacheable={cacheable} "
-            "(hybrid models: try --disable-hybrid-kv-cache-manager)"
+            f"exactly one prefix-cacheable KV-cache group is served: groups={len(groups)} prefix_cacheable={cacheable}"
+            + hybrid
         )
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
         raise _refused("host-resident KV caches are not served: hisparse_host_num_blocks is set")

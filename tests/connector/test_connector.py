@@ -44,13 +44,15 @@ def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute
         "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, **changes.pop("parallel", {}),
     }  # fmt: skip
     model = {"is_encoder_decoder": False, "model": "org/tiny", "max_model_len": 512, **changes.pop("model", {})}
+    cache = {
+        "block_size": 32, "prefix_match_unit": None, "enable_prefix_caching": True,
+        "prefix_caching_hash_algo": "sha256", **changes.pop("cache", {}),
+    }  # fmt: skip
     return SimpleNamespace(
         model_config=SimpleNamespace(**model, get_total_num_kv_heads=lambda: 1),
         parallel_config=SimpleNamespace(**parallel),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
-        cache_config=SimpleNamespace(
-            block_size=32, prefix_match_unit=None, enable_prefix_caching=True, prefix_caching_hash_algo="sha256"
-        ),
+        cache_config=SimpleNamespace(**cache),
         kv_transfer_config=SimpleNamespace(
             engine_id="engine", kv_connector_extra_config=extra, kv_load_failure_policy=policy,
             is_kv_consumer=role != "kv_producer", is_kv_producer=role != "kv_consumer",
@@ -89,6 +91,7 @@ def refusals() -> list[tuple[str, dict[str, Any], Any]]:
         ("exactly one prefix-cacheable", {}, kv_cache_config([full, full], 2)),
         ("exactly one prefix-cacheable", {}, kv_cache_config([full], 0)),
         ("only full attention", {}, kv_cache_config([SlidingWindowSpec(**common, sliding_window=64)])),
+        ("enable_prefix_caching=False", {"cache": {"enable_prefix_caching": False}}, kv_cache_config()),
         ("encoder-decoder", {"model": {"is_encoder_decoder": True}}, kv_cache_config()),
         ("prefill_context_parallel_size=2", {"parallel": {"prefill_context_parallel_size": 2}}, kv_cache_config()),
         ("decode_context_parallel_size=2", {"parallel": {"decode_context_parallel_size": 2}}, kv_cache_config()),

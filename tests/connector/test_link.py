@@ -141,6 +141,24 @@ def test_attaching_maps_beats_and_ends_with_the_connection(server: Server, sched
     sock.close()
 
 
+def test_a_warning_says_that_the_daemon_is_gone_not_that_a_session_ended(
+    server: Server, scheduler: Link[SchedulerSession], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A session also ends when another process of the engine does, as at every shutdown: nothing is wrong then."""
+    with caplog.at_level(logging.INFO, "vllm.kvprefetch.link"):
+        sock, _ = server.accept()
+        server.attach(sock, server.fake)
+        sock.close()
+        again, _ = server.accept()
+        assert [record.levelno for record in caplog.records if "has ended" in record.message] == [logging.INFO]
+        assert not [record for record in caplog.records if record.levelno > logging.INFO]
+        server.attach(again, FakeDaemon(Clock(), epoch=9))
+        server.path.unlink()
+        again.close()
+        wait_for(lambda: any("no daemon at" in record.message for record in caplog.records))
+    assert [record.levelno for record in caplog.records if "no daemon at" in record.message] == [logging.WARNING]
+
+
 def test_descriptors_are_closed_with_the_session(server: Server, scheduler: Link[SchedulerSession]) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
