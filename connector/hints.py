@@ -106,8 +106,11 @@ def unclaim(handle: Handle) -> None:
         raise SegmentCorrupt(f"a claimed flag was moved: flag={handle.flag}")
 
 
-def finish(handle: Handle, outcome: Outcome, *, loaded_blocks: int = 0, loaded_ns: int = 0) -> None:
-    """Give the flag back, whatever its state. A full ring loses the nudge and the timeline, never the release."""
+def finish(handle: Handle, outcome: Outcome, *, loaded: range = range(0), loaded_ns: int = 0) -> None:
+    """Give the flag back, whatever its state; `loaded`: which of its blocks were copied.
+
+    A full ring loses the nudge and the timeline, never the release.
+    """
     for _ in range(_TRIES):
         seen = look(handle)
         if seen.state == FlagState.EXPIRED:
@@ -122,7 +125,14 @@ def finish(handle: Handle, outcome: Outcome, *, loaded_blocks: int = 0, loaded_n
     session.allocator.give_back(handle.flag)
     if after != FlagState.FREE:
         done = Done(
-            handle.flag, handle.generation, outcome, loaded_blocks, handle.asked_ns, handle.claimed_ns, loaded_ns
+            handle.flag,
+            handle.generation,
+            outcome,
+            loaded.start,
+            len(loaded),
+            handle.asked_ns,
+            handle.claimed_ns,
+            loaded_ns,
         )
         session.producer.push(RecordKind.DONE, encode_done(done))
 

@@ -15,11 +15,11 @@ from .support import Geometry
 
 @dataclass(slots=True)
 class Load:
-    """`handle`'s slots hold the blocks until `ranks_left` is 0."""
+    """`handle`'s slots hold `blocks` of the request until `ranks_left` is 0."""
 
     request_id: str
     handle: Handle
-    blocks: int
+    blocks: range
     ranks_left: int
 
 
@@ -47,7 +47,7 @@ class Loads:
                 list(block_ids[answer.start : stop]), answer.slots[:count],
             )
         )  # fmt: skip
-        load = Load(entry.request.request_id, handle, count, self._geometry.world_size)
+        load = Load(entry.request.request_id, handle, range(answer.start, stop), self._geometry.world_size)
         self.running[load_id] = self._last = load
         entry.answer, entry.handle, entry.settled = None, None, True
         entry.progress.saved = max(entry.progress.saved, stop)
@@ -97,4 +97,4 @@ class Loads:
         if load is None or load.request_id != request_id or load.handle.session is not session:
             return None
         disk = load.handle.session.flags.disk(load.handle.flag)
-        return None if disk is None else min(disk, load.blocks)
+        return None if disk is None else min(disk, len(load.blocks))

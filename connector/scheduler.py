@@ -284,7 +284,7 @@ class SchedulerSide:
         now = self._clock_ns()
         for load in self._loads.acknowledge(worker_meta.loads):
             if load.handle.session is self._session:
-                hints.finish(load.handle, Outcome.LOADED, loaded_blocks=load.blocks, loaded_ns=now)
+                hints.finish(load.handle, Outcome.LOADED, loaded=load.blocks, loaded_ns=now)
         self._saves.flush()
 
     @_detaching(False)

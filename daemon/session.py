@@ -237,15 +237,12 @@ class EngineSession:
             raise ProtocolError(f"flag out of bounds: flag={done.flag} max={self.layout.flag_count - 1}")
         state = unpack(self.table.load(done.flag))
         if state.generation == done.generation and state.state in (FlagState.RELEASED, FlagState.CANCELLED):
-            self._finish(key, Ending[done.outcome.name], done, stop=state.count)
+            self._finish(key, Ending[done.outcome.name], done)
 
-    def _finish(self, key: Key, ending: Ending, done: protocol.Done | None = None, *, stop: int = 0) -> None:
-        """`stop`: where the blocks that were loaded end. A claim says so, but for the block more that it covers where a
-        drafter drops the last: then one block is taken for another, and their number is right.
-        """
-        loaded = done.loaded_blocks if done is not None else 0
-        request = self.planner.finish(key, range(stop - loaded, stop))
-        self.promoter.loaded(key, loaded)
+    def _finish(self, key: Key, ending: Ending, done: protocol.Done | None = None) -> None:
+        loaded = range(done.loaded_from, done.loaded_from + done.loaded_blocks) if done is not None else range(0)
+        request = self.planner.finish(key, loaded)
+        self.promoter.loaded(key, len(loaded))
         self._flags.free(key)
         if request is not None:
             self.stories.tell(request, ending, done)

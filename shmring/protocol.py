@@ -23,7 +23,7 @@ import enum
 import struct
 from typing import Any, NamedTuple
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_REQUEST_ID_BYTES = 512
 
 
@@ -72,6 +72,7 @@ class Outcome(enum.IntEnum):
 # arrival ns
 _HINT = struct.Struct("<BBHHxxIIIiIQQ")
 _ASK = struct.Struct("<BxxxIQQ")
+# version, outcome, flag, loaded from, loaded blocks, generation, asked ns, claimed ns, loaded ns
 _DONE = struct.Struct("<BBxxIIIQQQQ")
 # version, groups, hash bytes, dropped, blocks, reset generation, save id
 _SAVED = struct.Struct("<BBHBxxxIxxxxQQ")
@@ -110,12 +111,14 @@ class Ask(NamedTuple):
 class Done(NamedTuple):
     """The engine is done with a flag (now RELEASED or CANCELLED): a nudge, and the engine's half of the timeline.
 
-    `loaded_blocks` were taken from staging; times are 0 where the event did not happen.
+    Blocks [loaded_from, loaded_from + loaded_blocks) were copied out of staging; times are 0 where the event did not
+    happen.
     """
 
     flag: int
     generation: int
     outcome: Outcome
+    loaded_from: int
     loaded_blocks: int
     asked_ns: int
     claimed_ns: int
@@ -170,16 +173,16 @@ def decode_ask(payload: memoryview) -> Ask:
 
 def encode_done(done: Done) -> bytes:
     return _DONE.pack(
-        PROTOCOL, done.outcome, done.flag, done.loaded_blocks, 0, done.generation, done.asked_ns, done.claimed_ns,
-        done.loaded_ns,
+        PROTOCOL, done.outcome, done.flag, done.loaded_from, done.loaded_blocks, done.generation, done.asked_ns,
+        done.claimed_ns, done.loaded_ns,
     )  # fmt: skip
 
 
 def decode_done(payload: memoryview) -> Done:
-    version, outcome, flag, blocks, _, generation, asked, claimed, loaded = _unpack(_DONE, payload)
+    version, outcome, flag, start, blocks, generation, asked, claimed, loaded = _unpack(_DONE, payload)
     _check_version(version, 1)
     try:
-        return Done(flag, generation, Outcome(outcome), blocks, asked, claimed, loaded)
+        return Done(flag, generation, Outcome(outcome), start, blocks, asked, claimed, loaded)
     except ValueError:
         raise ProtocolError(f"unknown outcome: outcome={outcome}") from None
 

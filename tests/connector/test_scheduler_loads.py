@@ -121,7 +121,7 @@ def test_pending_then_ready_then_loaded() -> None:
     engine.daemon.drain()
     assert engine.daemon.flag("r").state == FlagState.RELEASED
     (done,) = engine.daemon.dones
-    assert (done.outcome, done.loaded_blocks) == (Outcome.LOADED, 3)
+    assert (done.outcome, done.loaded_from, done.loaded_blocks) == (Outcome.LOADED, 1, 3)
     assert 0 < done.asked_ns <= done.claimed_ns < done.loaded_ns
     assert not engine.side.has_pending_work()
 
@@ -360,6 +360,11 @@ def test_a_drafter_costs_the_last_matched_block() -> None:
     engine.daemon.stage("short", 1)
     assert engine.match(request) == (3 * BLOCK, False)
     assert engine.match(short) == NOTHING
+    engine.allocate(request, 3 * BLOCK)
+    engine.acknowledge(engine.step([(request, 3 * BLOCK)]), ranks=1)
+    engine.daemon.drain()
+    loaded = engine.daemon.dones[-1]
+    assert (loaded.loaded_from, loaded.loaded_blocks) == (0, 3), "not the one that is dropped, although it was claimed"
 
 
 def test_an_allocation_nobody_answered_is_not_survived() -> None:

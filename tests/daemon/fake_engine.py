@@ -164,8 +164,8 @@ class FakeEngine:
         assert flag.generation == key[1]
         return self.table.exchange(key[0], word, pack(key[1], state, flag.count if count is None else count))
 
-    def done(self, key: tuple[int, int], outcome: Outcome = Outcome.LOADED, loaded: int = 0) -> None:
-        done = protocol.Done(key[0], key[1], outcome, loaded, 0, 0, 0)
+    def done(self, key: tuple[int, int], outcome: Outcome = Outcome.LOADED, loaded: int = 0, start: int = 0) -> None:
+        done = protocol.Done(key[0], key[1], outcome, start, loaded, 0, 0, 0)
         assert self.producer.push(RecordKind.DONE, protocol.encode_done(done))
         self.flags.give_back(key[0])
 
@@ -182,7 +182,7 @@ class FakeEngine:
         assert self.move(key, FlagState.CLAIMED)
         values = [self.read(slot) for slot in self.table.read_slots(key[0], local, flag.count)]
         assert self.move(key, FlagState.RELEASED)
-        self.done(key, loaded=flag.count - local)
+        self.done(key, loaded=flag.count - local, start=local)
         return values
 
     # --- workers ------------------------------------------------------------------------------------------------------

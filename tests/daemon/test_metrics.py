@@ -114,7 +114,7 @@ def test_totals_follow_the_requests_and_never_fall_when_engines_leave(serve: Ser
     assert again.settled(part).count == 6
     assert again.move(part, FlagState.CLAIMED, count=4)
     assert again.move(part, FlagState.RELEASED)
-    again.done(part, loaded=3)
+    again.done(part, loaded=3, start=1)
     again.close()
     last = wait_for(lambda: seen(hints_total=6, engines=0, loaded_blocks_total=13), what="the second engine")
     for earlier, later in ((samples, after), (after, last)):

@@ -1,4 +1,4 @@
-"""A session whose engine's memory turns out corrupt ends by itself, whatever work found it."""
+"""One engine's session on its own: what its records do, corrupt memory, memory that the store refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,17 @@ from kvprefetch.daemon.session import EngineSession
 from kvprefetch.daemon.store import StoreError
 from kvprefetch.shmring.flags import FlagTable, pack
 from kvprefetch.shmring.messages import Hello, SchedulerShape, WorkerShape
-from kvprefetch.shmring.protocol import PROTOCOL, FlagState
+from kvprefetch.shmring.protocol import (
+    PROTOCOL,
+    Done,
+    FlagState,
+    Hint,
+    Outcome,
+    RecordKind,
+    encode_done,
+    encode_hint,
+)
+from kvprefetch.shmring.ring import Producer
 
 
 class NoPools:
@@ -66,6 +76,57 @@ def make_session(store: Any = None, ranks: int = 1) -> EngineSession:
         chunk_bytes=4096,
         tiers=False,
     )
+
+
+class Engine:
+    """The engine's side of a session's control segment: one block of 4 KiB per digest, all in the store."""
+
+    def __init__(self, session: EngineSession) -> None:
+        self.session = session
+        self.producer = Producer(session.control.buffer, session.words, session.layout, lambda: None)
+
+    def hint(self, flag: int, generation: int, *names: str) -> None:
+        """Push a hint; its blocks are staged when this returns."""
+        hashes = memoryview(b"".join(name.ljust(32).encode() for name in names))
+        self.move(flag, generation, FlagState.HINTED, 0)
+        hint = Hint(flag, generation, "r", len(names), 0, 0, 1, 0, 32, hashes)
+        self.push(RecordKind.HINT, *encode_hint(hint))
+        planner = self.session.planner
+        planner.looked_up((flag, generation), len(names))
+        while (order := planner.next_order()[0]) is not None:
+            planner.fetched(order.number, [True] * len(order.slots), 1)
+
+    def done(self, flag: int, generation: int, loaded: range) -> None:
+        """Give a claimed flag back."""
+        self.move(flag, generation, FlagState.RELEASED, 3)
+        done = Done(flag, generation, Outcome.LOADED, loaded.start, len(loaded), 0, 0, 0)
+        self.push(RecordKind.DONE, encode_done(done))
+
+    def move(self, flag: int, generation: int, state: FlagState, count: int) -> None:
+        table = self.session.table
+        assert table.exchange(flag, table.load(flag), pack(generation, state, count))
+
+    def push(self, kind: RecordKind, *parts: bytes | memoryview) -> None:
+        assert self.producer.push(kind, *parts)
+        assert self.session.drain(10) == 1
+
+    def leave(self) -> None:
+        del self.producer
+        self.session.end(Ending.ENGINE_GONE)
+        self.session.close()
+
+
+def test_only_what_was_loaded_counts_as_loaded_where_a_claim_covers_more() -> None:
+    """A drafter's engine claims the block that it drops."""
+    session = make_session()
+    engine = Engine(session)
+    engine.hint(0, 1, "a", "b", "c")
+    engine.done(0, 1, range(2))
+    engine.hint(1, 1, "a", "b", "c")
+    engine.done(1, 1, range(2, 3))
+    assert session.planner.gauges()["requests"] == 0
+    engine.leave()
+    assert session.totals.wasted_bytes["memory"] == 0
 
 
 class Restless(FlagTable):

@@ -29,7 +29,7 @@ def test_the_wait_and_what_was_hidden(asked: int, claimed: int, ended: int, expo
     request = Request((0, 1), b"", 32, 4, 0, 0, 1)
     request.first_byte_ns, request.last_byte_ns, request.fetched_blocks = 41 * MS, 101 * MS, 4
     times = [(at + 1) * MS if at else 0 for at in (asked, claimed)]
-    done = Done(0, 1, Outcome.LOADED, 4, times[0], times[1], 0)
+    done = Done(0, 1, Outcome.LOADED, 0, 4, times[0], times[1], 0)
     story = timeline.fields(request, Ending.LOADED, done, 1000, (ended + 1) * MS)
     assert (story["exposed_ms"], story["hidden_fraction"]) == (exposed, hidden)
     assert (story["hint_seen_ms"], story["last_byte_ms"], story["ended_ms"]) == (20.0, 100.0, ended)

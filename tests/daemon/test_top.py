@@ -133,7 +133,7 @@ def test_a_real_daemon_s_status_and_top(shared_daemon: Daemon) -> None:
     late = attached.hint(list(blocks("top-late", 3)), name="slow-one")
     attached.settled(late)
     assert attached.move(late, protocol.FlagState.CANCELLED)
-    asked = protocol.Done(late[0], late[1], Outcome.LATE, 0, time.monotonic_ns() - 80_000_000, 0, 0)
+    asked = protocol.Done(late[0], late[1], Outcome.LATE, 0, 0, time.monotonic_ns() - 80_000_000, 0, 0)
     assert attached.producer.push(protocol.RecordKind.DONE, protocol.encode_done(asked))
     attached.flags.give_back(late[0])
     wait_for(lambda: ask_daemon(shared_daemon.socket).slowest, what="the slow request")
