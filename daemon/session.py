@@ -121,10 +121,12 @@ class EngineSession:
         )  # fmt: skip
 
     def register_staging(self) -> None:
-        """Make the staging known to an open store (RDMA needs it; once per opened store).
+        """Make the staging known to an open store (RDMA needs it), unless that was done: it refuses a second time.
 
         Raises StoreError, StoreUnavailable; what was registered until then goes with close().
         """
+        if self._registered:
+            return
         for address, length in self.staging.areas():
             self._store.register(address, length)
             self._registered.append(address)
@@ -187,6 +189,10 @@ class EngineSession:
         seen = unpack(self.table.load(hint.flag))
         if seen.generation != hint.generation or key in self.planner.requests:
             raise ProtocolError(f"hint for another use of the flag: flag={hint.flag} generation={hint.generation}")
+        if len(self.planner.requests) >= self.layout.flag_count:
+            raise ProtocolError(
+                f"more hints than flags: hints={len(self.planner.requests)} max={self.layout.flag_count}"
+            )
         self.totals.hints += 1
         now = self._clock_ns()
         request = self.planner.hint(
@@ -241,6 +247,7 @@ class EngineSession:
 
     def _finish(self, key: Key, ending: Ending, done: protocol.Done | None = None) -> None:
         loaded = range(done.loaded_from, done.loaded_from + done.loaded_blocks) if done is not None else range(0)
+        self._given_up.discard(key)
         request = self.planner.finish(key, loaded)
         self.promoter.loaded(key, len(loaded))
         self._flags.free(key)
@@ -263,7 +270,6 @@ class EngineSession:
         for _ in range(min(SCANNED_PER_TICK, len(self._to_scan))):
             key = self._to_scan.popleft()
             if key not in self.planner.requests:
-                self._given_up.discard(key)
                 continue
             flag = unpack(self.table.load(key[0]))
             if flag.generation == key[1] and flag.state not in (
@@ -271,7 +277,6 @@ class EngineSession:
             ):  # fmt: skip
                 self._given_up.discard(key)
             elif key in self._given_up:
-                self._given_up.discard(key)
                 self._finish(key, Ending.UNTOLD)
             else:
                 self._given_up.add(key)

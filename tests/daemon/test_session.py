@@ -129,6 +129,32 @@ def test_only_what_was_loaded_counts_as_loaded_where_a_claim_covers_more() -> No
     assert session.totals.wasted_bytes["memory"] == 0
 
 
+def test_a_flag_given_up_before_its_record_came_is_remembered_no_longer_than_its_request() -> None:
+    session = make_session()
+    engine = Engine(session)
+    engine.hint(0, 1, "a")
+    engine.move(0, 1, FlagState.RELEASED, 1)
+    session.scan()
+    engine.push(RecordKind.DONE, encode_done(Done(0, 1, Outcome.LOADED, 0, 1, 0, 0, 0)))
+    session.scan()
+    assert not session._given_up
+    engine.leave()
+
+
+def test_an_engine_has_no_more_requests_than_flags() -> None:
+    """One that uses a flag again before it was given back would fill the daemon's memory."""
+    session = make_session()
+    engine = Engine(session)
+    flags = session.layout.flag_count
+    for generation in range(1, flags + 10):
+        engine.move(0, generation, FlagState.HINTED, 0)
+        hint = Hint(0, generation, "r", 1, 0, 0, 1, 0, 32, memoryview(bytes(32)))
+        engine.push(RecordKind.HINT, *encode_hint(hint))
+    assert len(session.planner.requests) == flags
+    assert session.totals.bad_records == 9
+    engine.leave()
+
+
 class Restless(FlagTable):
     """A flag that another writer always changes in between."""
 
@@ -192,15 +218,22 @@ def test_memory_that_the_store_refuses_is_let_go() -> None:
 
 
 def test_a_store_that_does_not_let_go_of_the_memory_keeps_no_session_open() -> None:
-    """The engine may leave while the store is away: that must not end the loop, nor keep the memory."""
+    """The engine may leave while the store is away: that must not end the loop, nor keep the memory. And a store that
+    opens may be told of the memory twice, which Mooncake refuses.
+    """
+    registered: list[int] = []
 
     class Stubborn:
-        def register(self, *_: Any) -> None: ...
+        def register(self, address: int, _: int) -> None:
+            registered.append(address)
+
         def unregister(self, *_: Any) -> None:
             raise StoreError("unregistering failed with code -1")
 
     session = make_session(Stubborn())
     session.register_staging()
+    session.register_staging()
+    assert len(registered) == 1
     session.end(Ending.ENGINE_GONE)
     session.close()
 
