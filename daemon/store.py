@@ -320,14 +320,13 @@ class Store:
     def tiers(self, keys: Sequence[str], size: int | None = None) -> list[Tier | None]:
         """Where each value lies; memory wins over disk, None is nowhere. Raises StoreUnavailable when not open.
 
-        With `size`, only up to the first value in memory that has another. Of those on a disk alone it is not told.
+        With `size`, a value in memory that has another lies nowhere. Of those on a disk alone it is not told.
         """
         found: list[Tier | None] = []
         for each in self._described(keys):
             sizes = {r.get_memory_descriptor().buffer_descriptor.size for r in each if r.is_memory_replica()}
-            if size is not None and sizes - {size}:
-                break
-            found.append("memory" if sizes else "disk" if each else None)
+            foreign = size is not None and sizes - {size}
+            found.append(None if foreign or not each else "memory" if sizes else "disk")
         return found
 
     def flush(self, timeout_s: float) -> bool:

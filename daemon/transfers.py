@@ -6,11 +6,13 @@ part does.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 from ..shmring.messages import WorkerShape
@@ -18,6 +20,7 @@ from .staging import HostStaging
 from .store import Store, StoreUnavailable, Tier
 from .store_errors import ErrorClass
 
+AT_ONCE = 64  # digests of one call, which then costs little more than that of one
 RETRY_S = 0.02  # a replica being written or busy is usually there by then
 _PASSING = (ErrorClass.TRANSIENT, ErrorClass.TRANSFER)
 
@@ -94,26 +97,39 @@ class Found(NamedTuple):
 def look_up(store: Store, shape: Shape, questions: Sequence[Sequence[bytes]], *, tiers: bool) -> list[Found] | None:
     """The answers to several requests' questions; None when the store cannot say now.
 
+    Many digests are asked for in two calls: of a question whose first one is missing the others are not.
     `tiers`: ask also where the values lie; then an object of another size in the store's memory is a miss here already.
     It costs about 3 us for each block that is there, and a miss nothing.
     """
-    parts = len(shape.shards)
-    keys = [prefix + digest.hex() for digests in questions for digest in digests for prefix, _ in shape.shards]
     try:
-        present = store.exist(keys)
-        runs, at = [], 0
-        for digests in questions:
-            whole = len(digests) * parts
-            missing = next((i for i in range(at, at + whole) if not present[i]), at + whole)
-            runs.append((at, (missing - at) // parts))
-            at += whole
+        if sum(map(len, questions)) <= AT_ONCE:
+            runs = _runs(store, shape, questions)
+        else:
+            runs = _runs(store, shape, [digests[:1] for digests in questions])
+            others = [digests[1:] if run else () for digests, run in zip(questions, runs, strict=True)]
+            runs = [run + more for run, more in zip(runs, _runs(store, shape, others), strict=True)]
         if not tiers:
-            return [Found(run, b"") for _, run in runs]
-        size = shape.staging.block_bytes[shape.shards[0][1][0]]
-        found = [store.tiers(keys[start : start + run * parts : parts], size) if run else [] for start, run in runs]
+            return [Found(run, b"") for run in runs]
+        prefix, (rank, *_) = shape.shards[0]
+        keys = [prefix + digest.hex() for digests, run in zip(questions, runs, strict=True) for digest in digests[:run]]
+        where = iter(store.tiers(keys, shape.staging.block_bytes[rank]))
     except StoreUnavailable:
         return None
-    return [Found(len(where), bytes(tier == "disk" for tier in where)) for where in found]
+    return [_found(list(islice(where, run))) for run in runs]
+
+
+def _runs(store: Store, shape: Shape, questions: Sequence[Sequence[bytes]]) -> list[int]:
+    """How many leading digests of each question the store holds for every rank. Raises StoreUnavailable."""
+    parts = len(shape.shards)
+    keys = [prefix + digest.hex() for digests in questions for digest in digests for prefix, _ in shape.shards]
+    present = iter(store.exist(keys))
+    here = [list(islice(present, parts * len(digests))) for digests in questions]
+    return [(each.index(False) if False in each else len(each)) // parts for each in here]
+
+
+def _found(where: Sequence[Tier | None]) -> Found:
+    run = where.index(None) if None in where else len(where)
+    return Found(run, bytes(tier == "disk" for tier in where[:run]))
 
 
 def fetch(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]]) -> list[ErrorClass]:
@@ -128,14 +144,15 @@ def fetch(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]]) -> li
     sizes = [block_bytes[ranks[0]] for _, ranks in shards] * len(blocks)
     try:
         parts = store.get_into(keys, addresses, sizes)
-        again = [i for i, part in enumerate(parts) if part in (ErrorClass.RETRY, ErrorClass.LOOKUP_AGAIN)]
-        if again:
-            time.sleep(RETRY_S)
+    except StoreUnavailable:
+        return [ErrorClass.TRANSIENT] * len(blocks)
+    again = [i for i, part in enumerate(parts) if part in (ErrorClass.RETRY, ErrorClass.LOOKUP_AGAIN)]
+    if again:
+        time.sleep(RETRY_S)
+        with contextlib.suppress(StoreUnavailable):  # then they stay as they are, and the others are there
             second = store.get_into([keys[i] for i in again], [addresses[i] for i in again], [sizes[i] for i in again])
             for i, part in zip(again, second, strict=True):
                 parts[i] = part
-    except StoreUnavailable:
-        return [ErrorClass.TRANSIENT] * len(blocks)
     for place in places if len(shards) < len(block_bytes) else ():
         for _, (first, *others) in shards:
             for other in others:

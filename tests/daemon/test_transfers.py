@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from kvprefetch.daemon import transfers
 from kvprefetch.daemon.staging import HostStaging
+from kvprefetch.daemon.store import StoreUnavailable
 from kvprefetch.daemon.store_errors import ErrorClass
 from kvprefetch.daemon.transfers import Found, Shape
 from kvprefetch.shmring.messages import WorkerShape
@@ -22,17 +24,22 @@ class Told:
     def __init__(self, there: set[str], gets: list[list[ErrorClass]] | None = None) -> None:
         self.there, self.gets = there, gets or []
         self.asked: list[Any] = []
+        self.looked_for = 0
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
+        self.looked_for += len(keys)
         return [key in self.there for key in keys]
 
-    def tiers(self, keys: Sequence[str], size: int) -> list[str]:
+    def tiers(self, keys: Sequence[str], size: int) -> list[str | None]:
+        """On disk what has a d, nowhere any more what has an e."""
         assert size == 64
         self.asked.append(list(keys))
-        return ["disk" if "dd" in key else "memory" for key in keys]
+        return [None if "e" in key else "disk" if "d" in key else "memory" for key in keys]
 
     def get_into(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[ErrorClass]:
         self.asked.append(list(keys))
+        if not self.gets:
+            raise StoreUnavailable("the store failed")
         return self.gets.pop(0)
 
 
@@ -43,7 +50,38 @@ def test_several_questions_are_one_and_only_hits_are_asked_for_their_tier() -> N
     questions = [[b"\xaa", b"\xdd", b"\xcc"], [b"\xcc"], [b"\xdd"]]
     answers = transfers.look_up(store, shape, questions, tiers=True)
     assert answers == [Found(2, b"\0\1"), Found(0, b""), Found(1, b"\1")]
-    assert store.asked == [["r0@aa", "r0@dd"], ["r0@dd"]], "one rank's keys, and none for a miss"
+    assert store.asked == [["r0@aa", "r0@dd", "r0@dd"]], "one rank's keys, in one call, and none for a miss"
+    staging.close()
+
+
+def test_what_is_foreign_or_gone_when_it_is_asked_for_its_tier_ends_its_question_alone() -> None:
+    staging = HostStaging(1, [64])
+    store: Any = Told({"r0@aa", "r0@ee", "r0@dd"})
+    questions = [[b"\xaa", b"\xee", b"\xdd"], [b"\xdd", b"\xaa"]]
+    answers = transfers.look_up(store, Shape(("r0@",), ((1, 0),), staging), questions, tiers=True)
+    assert answers == [Found(1, b"\0"), Found(2, b"\1\0")]
+    staging.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_of_many_digests_those_behind_a_miss_are_not_asked_for(ranks: int) -> None:
+    """The answers are those of asking for all: a random store says so."""
+    chance = random.Random(ranks)
+    staging = HostStaging(1, [64] * ranks)
+    shape = Shape(tuple(f"r{rank}@" for rank in range(ranks)), ((1, 0),) * ranks, staging)
+    for _ in range(50):
+        questions = [[chance.randbytes(4) for _ in range(chance.choice([0, 1, 5, 40]))] for _ in range(8)]
+        there = {
+            f"r{rank}@{digest.hex()}" for digests in questions for digest in digests for rank in range(ranks)
+            if chance.random() < 0.9
+        }  # fmt: skip
+        store: Any = Told(there)
+        answers = transfers.look_up(store, shape, questions, tiers=False)
+        whole = [[all(f"{p}{d.hex()}" in there for p in shape.key_prefixes) for d in each] for each in questions]
+        assert answers == [Found([*each, False].index(False), b"") for each in whole]
+    store = Told(set())
+    assert transfers.look_up(store, shape, [[bytes([i]) for i in range(100)]] * 3, tiers=False) == [Found(0, b"")] * 3
+    assert store.looked_for == 3 * ranks
     staging.close()
 
 
@@ -55,6 +93,14 @@ def test_what_may_be_there_soon_is_tried_once_more_and_nothing_else() -> None:
     outcome = transfers.fetch(store, shape, [(bytes([i]), i) for i in range(4)])
     assert outcome == [ErrorClass.OK, ErrorClass.OK, ErrorClass.FOREIGN, ErrorClass.LOOKUP_AGAIN]
     assert store.asked[1] == ["r0@01", "r0@03"]
+    staging.close()
+
+
+def test_a_second_try_that_fails_as_a_whole_takes_nothing_from_the_first() -> None:
+    staging = HostStaging(3, [64])
+    store: Any = Told(set(), [[ErrorClass.OK, ErrorClass.RETRY, ErrorClass.OK]])
+    outcome = transfers.fetch(store, Shape(("r0@",), ((1, 0),), staging), [(bytes([i]), i) for i in range(3)])
+    assert outcome == [ErrorClass.OK, ErrorClass.RETRY, ErrorClass.OK]
     staging.close()
 
 
