@@ -116,6 +116,20 @@ def test_a_call_that_takes_long_keeps_no_place_from_another_engine_s(kind: str) 
     assert pools.close()
 
 
+def test_a_look_up_that_does_not_return_yet_is_not_in_the_way_of_another_engine_s() -> None:
+    """Not for a moment: on a clock that stands still no call becomes slow."""
+    began = time.monotonic_ns()
+    pools = Pools(1, clock_ns=lambda: began)
+    calls = Calls(pools)
+    calls.start("hung", pools.look_up, hang=True)
+    calls.start("other", pools.look_up, owner="other")
+    calls.until(lambda: "other" in calls.results)
+    assert "hung" not in calls.results
+    calls.release.set()
+    calls.until(lambda: "hung" in calls.results)
+    assert pools.close()
+
+
 def hang_all(calls: Calls, fetch: Callable[..., None]) -> None:
     """As many calls of one engine as may hang."""
     lane = fetch.args[0]  # type: ignore[attr-defined]
