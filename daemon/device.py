@@ -15,10 +15,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..shmring import cuda
 from ..shmring.cuda import GRAIN_BYTES, Device, DeviceError, Event, Memory, Stream
-from .staging import HostStaging
+
+if TYPE_CHECKING:  # what tests on a GPU do without (docs/PERFORMANCE.md)
+    from .staging import HostStaging
 
 MAX_SLOTS = 1 << 24
 

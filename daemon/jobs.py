@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..shmring.errors import SegmentCorrupt
-from .logs import Log
+
+if TYPE_CHECKING:  # what tests on a GPU do without (docs/PERFORMANCE.md)
+    from .logs import Log
 
 _T = TypeVar("_T")
 

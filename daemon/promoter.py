@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
-from ..shmring.flags import FlagTable, unpack
-from ..shmring.messages import Mapped
 from ..shmring.protocol import FlagState
 from .account import Account
 from .device import DeviceStaging
 from .jobs import Jobs
-from .logs import Log
 from .pools import Pools
 from .promotion import CopyOrder, Promotions
 from .requests import Key, Request
+
+if TYPE_CHECKING:  # what tests on a GPU do without (docs/PERFORMANCE.md)
+    from ..shmring.flags import FlagTable
+    from ..shmring.messages import Mapped
+    from .logs import Log
 
 COPY_BYTES = 32 << 20  # of one job: what it takes beside the copy itself, in Python, must not count
 IN_FLIGHT = 2  # copy jobs of one engine: one runs, and the next is ready when it ends
@@ -34,7 +37,7 @@ class _Tables:
         self._table.move(key[0], moves)
 
     def unclaimed(self, key: Key) -> bool:
-        flag = unpack(self._table.load(key[0]))
+        flag = self._table.flag(key[0])
         return flag.generation == key[1] and flag.state in (FlagState.HINTED, FlagState.READY)
 
 

@@ -89,6 +89,10 @@ class FlagTable:
         # SYNC slots: slots read before they are given up
         return self._load_acquire(index * _WORDS_PER_LINE)
 
+    def flag(self, index: int) -> Flag:
+        """The flag word taken apart."""
+        return unpack(self.load(index))
+
     def exchange(self, index: int, expected: int, desired: int) -> bool:
         """Compare-and-swap of the whole word; False when another transition came first. Acquire and release, both."""
         # SYNC flag: slot table and found word visible with the count

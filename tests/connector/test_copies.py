@@ -337,6 +337,6 @@ def test_the_tests_on_a_gpu_need_no_more_than_they_say() -> None:
 import sys
 for name in {MISSING}:
     sys.modules[name] = None
-from tests.gpu import conftest, peer, test_copies, test_memory, test_speed
+from tests.gpu import conftest, peer, test_copies, test_daemon, test_memory, test_speed, worker
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)

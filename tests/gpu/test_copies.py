@@ -20,6 +20,7 @@ from kvprefetch.connector.paged import PagedCache  # noqa: E402
 from kvprefetch.connector.tier import DeviceTier  # noqa: E402
 from kvprefetch.shmring import cuda  # noqa: E402
 from kvprefetch.shmring.cuda import Device  # noqa: E402
+from tests.gpu.peer import pattern  # noqa: E402
 from tests.support.layouts import SERVED, SIZES, caches  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -129,8 +130,6 @@ def test_slots_load_while_they_are_being_pinned(device: Device, monkeypatch: pyt
 
 
 def test_another_processs_slab_is_loaded_from(world: World, device: Device, peer: Any) -> None:
-    from tests.gpu.peer import pattern
-
     exporter = peer()
     size = cuda.exported_bytes(NEAR * world.paged.block_bytes)
     handle = exporter.ask("allocate", bytes=size, seed=9)

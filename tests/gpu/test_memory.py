@@ -81,7 +81,9 @@ def test_a_thousand_epochs_of_a_worker_leave_nothing(device: Device, peer: Start
         lease.settimeout(30)
         tier = DeviceTier(device, rows, attached, theirs)
         assert tier.slots == slots
+        deadline = time.monotonic() + 30
         while n % 2 and tier.pinned < slots:
+            assert time.monotonic() < deadline, "not pinned"
             time.sleep(0.0005)
         tier.end()
         assert lease.recv(1) == b""

@@ -1,0 +1,242 @@
+"""The daemon's device tier and a worker in another process: blocks promoted, loaded from either place, given back.
+
+The same on GPUs of host memory and on a GPU; there without vLLM, Mooncake or the daemon's other needs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from kvprefetch.daemon.account import Account
+from kvprefetch.daemon.device import DeviceStaging
+from kvprefetch.daemon.jobs import Jobs
+from kvprefetch.daemon.pools import Pools
+from kvprefetch.daemon.promoter import Promoter
+from kvprefetch.daemon.requests import Request
+from kvprefetch.shmring import cuda
+from kvprefetch.shmring.protocol import FlagState
+from tests.gpu.peer import pattern
+from tests.gpu.worker import SLOT_BYTES, Worker, digest
+from tests.support.host_device import HostDevices
+
+SLOTS, NEAR = 40, 32
+SLAB_BYTES = cuda.exported_bytes(NEAR * SLOT_BYTES)
+TIMEOUT_S = 60.0
+
+
+class Segment:
+    """Host staging of one rank in a memory file, as the daemon has it."""
+
+    def __init__(self) -> None:
+        self.slot_count, self.block_bytes = SLOTS, [SLOT_BYTES]
+        self.size = -(-SLOTS * SLOT_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.fd = os.memfd_create("kvprefetch-test")
+        os.ftruncate(self.fd, self.size)
+        self.map = mmap.mmap(self.fd, self.size)
+        self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        self.rows = np.frombuffer(self.map, np.uint8, SLOTS * SLOT_BYTES).reshape(SLOTS, SLOT_BYTES)
+        self.random = np.random.default_rng(5)
+        self.fill()
+
+    def fill(self) -> list[str]:
+        """New bytes in every slot; their digests."""
+        self.rows[:] = self.random.integers(0, 256, self.rows.shape, np.uint8)
+        return [digest(row) for row in self.rows]
+
+    def areas(self) -> list[tuple[int, int]]:
+        return [(self.base, SLOTS * SLOT_BYTES)]
+
+    def addresses(self, slot: int) -> list[int]:
+        return [self.base + slot * SLOT_BYTES]
+
+
+class Table:
+    """The slot tables of requests that nobody claims."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, list[int]] = {}
+
+    def move(self, index: int, moves: Sequence[tuple[int, int]]) -> None:
+        for block, slot in moves:
+            self.entries[index][block] = slot
+
+    def flag(self, index: int) -> Any:
+        return SimpleNamespace(generation=1, state=FlagState.READY)
+
+
+class Log:
+    """The daemon's log."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def info(self, event: str, **values: Any) -> None:
+        self.events.append((event, values))
+
+    debug = warning = error = info
+
+
+class Rig:
+    """A daemon's part of one engine, with the main loop in `until`, and one worker."""
+
+    def __init__(self, kind: str, owner: str) -> None:
+        self.host, self.table, self.log = Segment(), Table(), Log()
+        self.sees_slab = kind == "cuda" or owner == "daemon"  # a GPU of host memory knows what its process allocated
+        uuid = cuda.uuid_of(kind, 0)
+        self.gpu = cuda.open_device(uuid)
+        self.gpu.stream().close()  # the context is there
+        self.before = self.gpu.free_bytes()
+        staging: Any = self.host
+        self.staging = DeviceStaging(staging, [uuid], budget_bytes=SLAB_BYTES, margin_bytes=0, owner=owner)
+        assert self.staging.slots == NEAR
+        self.pools, self.jobs, self.totals = Pools(1), Jobs(self.log), Account()
+        self.requests: dict[tuple[int, int], Request] = {}
+        table: Any = self.table
+        self.promoter = Promoter(
+            self.staging, table, self.requests, self.pools, self.jobs, self.totals, self.log, time.monotonic_ns,
+            first_slot=SLOTS, block_bytes=SLOT_BYTES,
+        )  # fmt: skip
+        self.worker = Worker(kind, self.host.fd, self.staging.lease(0), SLOTS, NEAR, self.staging.handle(0))
+        try:
+            hello = self.worker.ask("hello")
+            assert hello["slots"] == NEAR
+            mapped: Any = SimpleNamespace(device=True, device_handle=hello["handle"])
+            self.promoter.start([mapped])
+            self.until(lambda: any(event == "device.ready" for event, _ in self.log.events))
+        except BaseException:
+            self.close()
+            raise
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, self.log.events
+            self.pools.run_finished()
+            self.promoter.pump()
+            time.sleep(0.001)
+
+    def publish(self, number: int, slots: Sequence[int]) -> None:
+        """A request's blocks are staged in these host slots."""
+        hashes = b"".join(slot.to_bytes(8, "big") for slot in slots)
+        request = Request((number, 1), hashes, 8, len(slots), 0, 0, number)
+        self.requests[request.key] = request
+        self.table.entries[number] = list(self.promoter.published(request.key, 0, slots))
+
+    def near(self, number: int) -> int:
+        return sum(slot >= SLOTS for slot in self.table.entries[number])
+
+    def end(self) -> None:
+        """As the daemon's session ends."""
+        self.promoter.end()
+        self.until(lambda: self.jobs.running == 0)
+        self.staging.close()
+
+    def close(self) -> None:
+        """The worker is gone and the session ended: nothing is left of either."""
+        self.until(lambda: self.before - self.gpu.free_bytes() < SLAB_BYTES // 2)
+        self.until(lambda: not any(getattr(self.gpu, "live", {}).values()))
+        assert self.pools.close()
+        os.close(self.host.fd)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "cpu":
+        monkeypatch.setattr(cuda, "devices", HostDevices(64 << 20))
+    return str(request.param)
+
+
+@pytest.fixture(params=["daemon", "engine"])
+def rig(kind: str, request: pytest.FixtureRequest) -> Iterator[Rig]:
+    made = Rig(kind, request.param)
+    yield made
+    made.worker.kill()
+    made.end()
+    made.close()
+
+
+def test_a_worker_loads_from_both_places_what_the_daemon_staged(rig: Rig) -> None:
+    """Unpinned, pinned, from the device alone, beside a step; and what it saves the daemon reads."""
+    old = rig.host.fill()
+    rig.publish(1, range(10))
+    rig.until(lambda: rig.near(1) == 10)
+    rig.publish(2, range(10, SLOTS))
+    rig.until(lambda: rig.near(2) == NEAR - 10)
+    assert rig.totals.promoted_blocks == NEAR
+    slots = rig.table.entries[1] + rig.table.entries[2]
+    blocks = list(range(SLOTS))
+    assert rig.worker.ask("load", slots=slots, blocks=blocks) == old
+    rig.worker.ask("pinned")
+    assert rig.worker.ask("load", slots=slots, blocks=blocks[::-1]) == old
+    new = rig.host.fill()
+    expected = [old[n] if slot >= SLOTS else new[n] for n, slot in enumerate(slots)]
+    assert rig.worker.ask("load", slots=slots, blocks=blocks, beside=True) == expected
+    rig.worker.ask("save", slots=[31, 39], blocks=[3, 35])
+    assert [digest(rig.host.rows[slot]) for slot in (31, 39)] == [expected[3], expected[35]]
+
+
+def test_the_slab_is_freed_when_both_sides_let_go(rig: Rig) -> None:
+    """The daemon's session ends first; the worker still copies from what it has mapped."""
+    old = rig.host.fill()
+    rig.publish(1, range(NEAR))
+    rig.until(lambda: rig.near(1) == NEAR)
+    slots, blocks = rig.table.entries[1], list(range(NEAR))
+    rig.worker.ask("load", slots=slots, blocks=blocks)
+    rig.end()
+    time.sleep(0.5)
+    held = rig.gpu.free_bytes()
+    assert rig.worker.ask("load", slots=slots, blocks=blocks) == old[:NEAR]
+    rig.worker.ask("end")
+    if rig.sees_slab:
+        rig.until(lambda: rig.gpu.free_bytes() - held >= SLAB_BYTES // 2)
+
+
+def test_a_killed_worker_holds_nothing(rig: Rig) -> None:
+    """Killed between two copies of the daemon's, which hears of it later and copies on where the slab is its own."""
+    rig.publish(1, range(4))
+    rig.until(lambda: rig.near(1) == 4)
+    rig.worker.kill()
+    if rig.staging.owner == "daemon":
+        rig.publish(2, range(10, 14))
+        rig.until(lambda: rig.near(2) == 4)
+
+
+@pytest.mark.gpu
+def test_a_worker_loads_on_from_the_slab_of_a_killed_daemon(peer: Any) -> None:
+    """By the copy kernel, again and again; then it unmaps as ever.
+
+    In a process of its own: where the driver does not keep the memory, its CUDA context is lost.
+    """
+    host, (ours, theirs) = Segment(), socket.socketpair()
+    exporter = peer()
+    handle = exporter.ask("allocate", bytes=SLAB_BYTES, seed=9)
+    worker = Worker("cuda", host.fd, theirs.fileno(), SLOTS, NEAR, handle)
+    theirs.close()
+    near = pattern(9, SLAB_BYTES)[: NEAR * SLOT_BYTES].reshape(NEAR, -1)
+    slots, blocks = list(range(SLOTS, SLOTS + NEAR)), list(range(NEAR))
+    try:
+        assert worker.ask("hello")["slots"] == NEAR
+        exporter.kill()
+        for _ in range(3):
+            assert worker.ask("load", slots=slots, blocks=blocks) == [digest(row) for row in near]
+        worker.ask("pinned")
+        assert worker.ask("load", slots=[2, SLOTS + 1], blocks=[0, 1]) == [digest(host.rows[2]), digest(near[1])]
+        worker.ask("end")
+        ours.settimeout(30)
+        assert ours.recv(1) == b""
+    finally:
+        worker.kill()
+        ours.close()
+        os.close(host.fd)

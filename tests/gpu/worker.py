@@ -1,0 +1,120 @@
+"""A worker in a process of its own, without vLLM: a rank's paged cache, its tier, copies as the connector makes them.
+
+`python worker.py KIND SEGMENT_FD LEASE_FD SLOTS DEVICE_SLOTS HANDLE`, KIND `cuda`, or `cpu` for a GPU of host memory.
+It reads orders and writes answers, one JSON object a line.  Needs torch, numpy and, on a GPU, cupy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvprefetch.connector.copies import CudaCopies, checked, for_cache
+from kvprefetch.connector.paged import PagedCache
+from kvprefetch.connector.tier import DeviceTier
+from tests.support import host_device
+from tests.support.layouts import caches
+
+SIZES = {"L": 8, "B": 40, "H": 8, "N": 16, "C": 512}
+SLOT_BYTES = SIZES["L"] * SIZES["H"] * SIZES["N"] * SIZES["C"] * 2
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(value.tobytes()).hexdigest()
+
+
+class Rank:
+    """What the connector's worker side has of an epoch."""
+
+    def __init__(self, kind: str, segment: int, lease: int, slots: int, device_slots: int, handle: str) -> None:
+        if kind == "cpu":
+            host_device.install()
+        kv_caches = caches("LBNHC", torch.bfloat16, sizes=SIZES, device=kind if kind == "cpu" else f"{kind}:0")
+        self.paged = PagedCache(kv_caches, list(kv_caches), SIZES["B"])
+        assert self.paged.block_bytes == SLOT_BYTES
+        self.copies, device = for_cache(self.paged)
+        assert device is not None
+        assert isinstance(self.copies, CudaCopies) is (kind == "cuda")
+        rows = np.frombuffer(mmap.mmap(segment, 0), np.uint8, slots * SLOT_BYTES).reshape(slots, SLOT_BYTES)
+        attached: Any = SimpleNamespace(device_slots=device_slots, slot_bytes=SLOT_BYTES, device_handle=handle)
+        self.tier = DeviceTier(device, rows, attached, socket.socket(fileno=lease))
+        self.session: Any = SimpleNamespace(epoch=1, rows=rows, tier=self.tier)
+
+    def hello(self) -> dict[str, Any]:
+        return {"slots": self.tier.slots, "handle": self.tier.handle.hex()}
+
+    def pinned(self) -> None:
+        deadline = time.monotonic() + 30
+        while self.tier.pinned < len(self.session.rows):
+            assert time.monotonic() < deadline, f"not pinned: slots={self.tier.pinned}"
+            time.sleep(0.001)
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int], beside: bool = False) -> list[str]:
+        """Load, and read back from the paged cache; what every block holds then."""
+        fence = self.copies.run([checked(self.paged, self.session, slots, blocks)], beside=beside)
+        if fence is not None:
+            fence.synchronize()
+        values = np.zeros((len(blocks), SLOT_BYTES), np.uint8)
+        self.paged.save(values, range(len(blocks)), blocks)
+        if (fence := self.paged.fence()) is not None:
+            fence.synchronize()
+        return [digest(value) for value in values]
+
+    def save(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        fence = self.copies.run([checked(self.paged, self.session, slots, blocks, save=True)], save=True)
+        if fence is not None:
+            fence.synchronize()
+
+    def end(self) -> None:
+        """As at the end of the epoch."""
+        self.tier.end()
+        assert self.tier.join(30)
+
+
+def main(kind: str, *numbers: str) -> None:
+    segment, lease, slots, device_slots = map(int, numbers[:4])
+    rank = Rank(kind, segment, lease, slots, device_slots, numbers[4])
+    for line in sys.stdin:
+        order = json.loads(line)
+        print(json.dumps(getattr(rank, order.pop("do"))(**order)), flush=True)
+
+
+class Worker:
+    """Such a process, from the test's side."""
+
+    def __init__(self, kind: str, segment: int, lease: int, slots: int, device_slots: int, handle: str) -> None:
+        command = [sys.executable, __file__, kind, *map(str, (segment, lease, slots, device_slots)), handle]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, pass_fds=(segment, lease),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )  # fmt: skip
+
+    def ask(self, do: str, **values: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"do": do, **values}) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, "the worker ended"
+        return json.loads(line)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
