@@ -10,9 +10,12 @@ LINTED := .
 # Test processes at a time; a test keeps about one core and 3 GB busy.
 JOBS   ?= 2
 LINKED := __init__.py py.typed daemon shmring connector
+GPU_TESTS ?= tests/gpu/test_*.py
+# Without setup: what a machine with a GPU has.  Plugins of its pytest are none of ours.
+ON_GPU  = PYTHONPATH=build/links PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONUNBUFFERED=1 $(or $(PYTHON),$(BIN)/python)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save bench-cuda simulate simulate-compare clean
+.PHONY: help setup test lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save bench-cuda bench-cuda-sweep simulate simulate-compare clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,10 +42,14 @@ format: setup ## rewrite the sources in ruff's format, imports sorted
 stress: setup ## the long tests: load and randomised faults
 	@$(BIN)/python -m pytest -m stress --timeout=3600
 
+# One process for each file: a CUDA context that is lost takes the rest of its process with it.
 gpu: links ## the tests that need a CUDA device (PYTHON: one with torch, cupy, numpy and pytest; no vLLM needed)
-	@nvidia-smi -L >/dev/null 2>&1 || { echo "make gpu: no CUDA device here" >&2; exit 1; }
-	@PYTHONPATH=build/links $(or $(PYTHON),$(BIN)/python) -m pytest -c /dev/null --rootdir=. --import-mode=importlib \
-		-p no:cacheprovider -o markers=gpu -m gpu -ra -s tests/gpu
+	@why=$$($(ON_GPU) -c "from kvprefetch.shmring import cuda; cuda.uuid_of('cuda', 0)" 2>&1 | tail -n 1); \
+		[ -z "$$why" ] || { echo "make gpu: no CUDA device here: $$why" >&2; exit 1; }
+	@failed=; for file in $(GPU_TESTS); do \
+		$(ON_GPU) -m pytest -c /dev/null --rootdir=. --import-mode=importlib -p no:cacheprovider -o markers=gpu \
+		-o faulthandler_timeout=120 -m gpu -ra -s --durations=5 $$file || failed="$$failed $$file"; \
+	done; [ -z "$$failed" ] || { echo "make gpu: failed:$$failed" >&2; exit 1; }
 
 demo: setup ## a daemon with a disk tier and a real engine: recomputed, on demand, prefetched, all local
 	@$(BIN)/python -m benchmarks.demo $(ARGS)
@@ -60,7 +67,10 @@ bench-ring: setup ## cost of one push, one poll and one wake-up
 	@$(BIN)/python -m benchmarks.ring $(ARGS)
 
 bench-cuda: links ## copies between staging and KV cache on a GPU (PYTHON as for gpu)
-	@PYTHONPATH=build/links $(or $(PYTHON),$(BIN)/python) -m benchmarks.cuda $(ARGS)
+	@$(ON_GPU) -m benchmarks.cuda $(ARGS)
+
+bench-cuda-sweep: links ## what the sizes of the copy kernel are worth on a GPU (PYTHON as for gpu)
+	@$(ON_GPU) -m benchmarks.cuda_sweep $(ARGS)
 
 simulate: setup ## planner and wait policies on 10^5 simulated requests per scenario (ARGS: --compare, --scenario)
 	@$(BIN)/python -m benchmarks.simulate $(ARGS)

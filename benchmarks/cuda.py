@@ -1,17 +1,22 @@
 """What the copies of the device tier cost on this GPU, beside the device's own copies measured in the same run.
 
 Everything runs on the real parts: connector/copies.py on a paged cache of a model's shape, host slots pinned and device
-slots allocated by connector/tier.py, streams of shmring/cuda.py.  It needs torch, cupy and numpy, but no vLLM or store.
+slots allocated by connector/tier.py, promotion's copies by daemon/device.py.  It needs torch, cupy and numpy, but no
+vLLM or store.
 
     python -m benchmarks.cuda [--shape llama-8b] [--blocks 64] [--json PATH]
 
 GB/s are bytes copied per second (1 GB = 10^9 bytes): a copy within the device reads and writes as many.  Medians.
+Copies within the device go from one set of blocks to the next, so that none finds the one before in the L2 cache; what
+they are compared with does the same, and records an event behind each copy as they do.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
+import itertools
 import json
 import mmap
 import socket
@@ -19,7 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +35,8 @@ import torch
 from kvprefetch.connector.copies import Copy, CudaCopies, TorchStreams, checked
 from kvprefetch.connector.paged import PagedCache
 from kvprefetch.connector.tier import DeviceTier
+from kvprefetch.daemon.device import DeviceStaging
+from kvprefetch.daemon.promoter import COPY_BYTES
 from kvprefetch.shmring import cuda
 
 # Layers, KV heads of a rank, K and V of a head; blocks of 16 tokens in bfloat16, in the layout LBNHC.
@@ -40,17 +47,23 @@ ROUNDS = 15
 # them and the time to launch them does not count.
 CALLS = 8
 BUSY_CYCLES = 4_000_000
+PRODUCTS = 32  # of 4096 x 4096 matrices: about as long as 256 blocks take to come from the host
+OUT_OF_CACHE = 4  # times the size of the L2 cache: what copies go over before they come to the same bytes again
 
 
 class Bench:
-    """A rank with a paged cache, pinned host slots and device slots, `blocks` of each."""
+    """A rank with a paged cache, `blocks` pinned host slots and `sets` times as many device slots."""
 
     def __init__(self, shape: str, blocks: int) -> None:
         layers, heads, content = SHAPES[shape]
         self.blocks = blocks
-        in_cache = 2 * blocks
         block = TOKENS * heads * content
-        raw = torch.zeros(layers * in_cache * block, dtype=torch.bfloat16, device="cuda:0")
+        self.bytes = blocks * layers * block * 2
+        l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+        self.sets = min(CALLS, max(1, -(-OUT_OF_CACHE * l2_bytes // self.bytes)))
+        in_cache = 2 * blocks * self.sets
+        raw = torch.randint(0, 256, (layers * in_cache * block * 2,), dtype=torch.uint8, device="cuda:0")
+        raw = raw.view(torch.bfloat16)
         strides = (block, content, heads * content, 1)
         self.caches = {
             str(layer): raw.as_strided((in_cache, heads, TOKENS, content), strides, layer * in_cache * block)
@@ -59,35 +72,51 @@ class Bench:
         self.paged = PagedCache(self.caches, list(self.caches), in_cache)
         self.device = cuda.open_device(cuda.uuid_of("cuda", 0))
         self.block_bytes = self.paged.block_bytes
-        self.bytes = blocks * self.block_bytes
-        pages = -(-self.bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.map = mmap.mmap(-1, pages)
-        self.rows = np.frombuffer(self.map, np.uint8, self.bytes).reshape(blocks, self.block_bytes)
-        self.rows[:] = 1
+        self.map, self.rows = random_slots(blocks, self.block_bytes)
         self.lease, theirs = socket.socketpair()
-        attached: Any = SimpleNamespace(device_slots=blocks, slot_bytes=self.block_bytes, device_handle="")
+        near = blocks * self.sets
+        attached: Any = SimpleNamespace(device_slots=near, slot_bytes=self.block_bytes, device_handle="")
         begun = time.perf_counter()
         self.tier = DeviceTier(self.device, self.rows, attached, theirs)
         while self.tier.pinned < blocks:
+            assert time.perf_counter() < begun + 60, f"not pinned: slots={self.tier.pinned}"
             time.sleep(0.001)
         self.pin_gbps = self.bytes / (time.perf_counter() - begun) / 1e9
-        self.copies = CudaCopies(self.paged, self.device, TorchStreams(self.paged.device))
+        assert self.tier.slots == near
+        self.streams = TorchStreams(self.paged.device)
+        self.copies = CudaCopies(self.paged, self.device, self.streams)
         self.session: Any = SimpleNamespace(epoch=1, rows=self.rows, tier=self.tier)
-        random = np.random.default_rng(0)
-        self.scattered = [int(n) for n in random.permutation(in_cache)[:blocks]]
+        self.scattered = [int(n) for n in np.random.default_rng(0).permutation(in_cache)[:near]]
 
-    def copy(self, first_slot: int, *, save: bool = False, count: int | None = None) -> Callable[[], Any]:
-        """The copies of the slots from `first_slot` on, as one step does them."""
+    def copy(
+        self, first_slot: int, *, save: bool = False, beside: bool = False, count: int | None = None, at: int = 0
+    ) -> Callable[[], Any]:
+        """The copies of the slots from `first_slot` on, as one step does them, with the scattered blocks from `at`."""
         count = self.blocks if count is None else count
         slots = list(range(first_slot, first_slot + count))
-        orders = [checked(self.paged, self.session, slots, self.scattered[:count], save=save)]
-        return lambda: self.copies.run(orders, save=save)
+        orders = [checked(self.paged, self.session, slots, self.scattered[at : at + count], save=save)]
+        return lambda: self.copies.run(orders, save=save, beside=beside)
 
     def close(self) -> None:
         torch.cuda.synchronize()
         self.lease.close()
         self.tier.end()
-        self.tier.join(30)
+        assert self.tier.join(60)
+
+
+def random_slots(blocks: int, block_bytes: int) -> tuple[mmap.mmap, Any]:
+    """Host slots, as they are shared between processes, and an array of them."""
+    size = blocks * block_bytes
+    memory = mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+    rows = np.frombuffer(memory, np.uint8, size).reshape(blocks, block_bytes)
+    rows[:] = np.random.default_rng(1).integers(0, 256, rows.shape, np.uint8)
+    return memory, rows
+
+
+def in_turn(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    """One of the calls at each call, in turn."""
+    turns = itertools.cycle(calls)
+    return lambda: next(turns)()
 
 
 def gpu_seconds(*calls: Callable[[], Any]) -> list[float]:
@@ -109,39 +138,86 @@ def gpu_seconds(*calls: Callable[[], Any]) -> list[float]:
 
 def device_rates(bench: Bench) -> dict[str, float]:
     """GB/s of scatter, gather (into device slots) and the device's own copy of as many bytes."""
-    source = torch.zeros(bench.bytes, dtype=torch.uint8, device="cuda:0")
-    target = torch.zeros_like(source)
-    # Saves into device slots do not occur; the gather is timed with them all the same, for PCIe would hide the kernel.
-    gather = gather_into_device(bench)
-    own, scatter, back = gpu_seconds(lambda: target.copy_(source), bench.copy(bench.blocks), gather)
-    return {name: bench.bytes / s / 1e9 for name, s in (("own", own), ("scatter", scatter), ("gather", back))}
+    source = torch.randint(0, 256, (bench.sets, bench.bytes), dtype=torch.uint8, device="cuda:0")
+    target = torch.empty_like(source)
+
+    def own(part: int) -> None:
+        target[part].copy_(source[part])
+        torch.cuda.Event().record()
+
+    parts = range(bench.sets)
+    calls = (
+        in_turn([lambda part=part: own(part) for part in parts]),  # type: ignore[misc]
+        in_turn([bench.copy(bench.blocks * (1 + part), at=bench.blocks * part) for part in parts]),
+        in_turn([gather_into_device(bench, part) for part in parts]),
+    )
+    return {
+        name: bench.bytes / seconds / 1e9
+        for name, seconds in zip(("own", "scatter", "gather"), gpu_seconds(*calls), strict=True)
+    }
 
 
-def gather_into_device(bench: Bench) -> Callable[[], Any]:
-    """The gather, with the device slots standing where a session's host slots do."""
+def gather_into_device(bench: Bench, part: int) -> Callable[[], Any]:
+    """The gather, with the device slots standing where a session's host slots do.
+
+    Saves into device slots do not occur; the gather is timed with them all the same, for PCIe would hide the kernel.
+    """
+    first = bench.blocks * part
 
     class Rows:
-        ctypes = SimpleNamespace(data=bench.tier.address)
+        ctypes = SimpleNamespace(data=bench.tier.address + first * bench.block_bytes)
 
         def __len__(self) -> int:
             return bench.blocks
 
     tier = SimpleNamespace(pinned=bench.blocks, slots=0, address=0)
     session: Any = SimpleNamespace(epoch=2, rows=Rows(), tier=tier)
-    orders = [Copy(session, list(range(bench.blocks)), bench.scattered)]
+    orders = [Copy(session, list(range(bench.blocks)), bench.scattered[first : first + bench.blocks])]
     return lambda: bench.copies.run(orders, save=True)
 
 
 def host_rates(bench: Bench) -> dict[str, float]:
-    """GB/s from and to pinned host slots, and of copies of pinned memory by the copy engine."""
+    """GB/s from and to pinned host slots, on the compute stream and beside it, and of pinned memory's own copies."""
     pinned = torch.zeros(bench.bytes, dtype=torch.uint8, pin_memory=True)
-    target = torch.zeros(bench.bytes, dtype=torch.uint8, device="cuda:0")
+    pinned.random_(0, 256)
+    target = torch.empty(bench.bytes, dtype=torch.uint8, device="cuda:0")
     times = gpu_seconds(
         lambda: target.copy_(pinned, non_blocking=True), bench.copy(0),
         lambda: pinned.copy_(target, non_blocking=True), bench.copy(0, save=True),
     )  # fmt: skip
-    names = ("own_to_device", "load", "own_to_host", "save")
+    with torch.cuda.stream(bench.streams.side):
+        times += gpu_seconds(bench.copy(0, beside=True))
+    names = ("own_to_device", "load", "own_to_host", "save", "beside")
     return {name: bench.bytes / seconds / 1e9 for name, seconds in zip(names, times, strict=True)}
+
+
+def forward_ms(bench: Bench) -> dict[str, float]:
+    """Milliseconds of matrix products on the compute stream: alone, and while a load runs beside them."""
+    size = 4096
+    left, right = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda:0") for _ in range(2))
+    result = torch.empty_like(left)
+
+    def products() -> None:
+        for _ in range(PRODUCTS):
+            torch.matmul(left, right, out=result)
+
+    loads = {"alone": None, "host": bench.copy(0, beside=True), "device": bench.copy(bench.blocks, beside=True)}
+    found: dict[str, list[float]] = {name: [] for name in loads}
+    for turn in range(ROUNDS + 2):
+        for name, load in loads.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            torch.cuda._sleep(BUSY_CYCLES)
+            bench.copies.mark()
+            begin.record()
+            products()
+            end.record()
+            if load is not None:
+                load()
+            torch.cuda.synchronize()
+            if turn >= 2:
+                found[name].append(begin.elapsed_time(end))
+    return {name: statistics.median(times) for name, times in found.items()}
 
 
 def launch_us(bench: Bench, calls: int = 2000) -> dict[str, float]:
@@ -160,49 +236,61 @@ def launch_us(bench: Bench, calls: int = 2000) -> dict[str, float]:
     return {"submit": statistics.median(submit), "until_done": statistics.median(whole)}
 
 
+class HostSlots:
+    """Host staging of one rank, as daemon/device.py sees it."""
+
+    def __init__(self, blocks: int, block_bytes: int) -> None:
+        self.slot_count, self.block_bytes = blocks, [block_bytes]
+        self.map, self.rows = random_slots(blocks, block_bytes)
+        self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+
+    def areas(self) -> list[tuple[int, int]]:
+        return [(self.base, self.rows.nbytes)]
+
+    def addresses(self, slot: int) -> list[int]:
+        return [self.base + slot * self.block_bytes[0]]
+
+
 def bounce(bench: Bench, rounds: int = 7) -> dict[str, float]:
     """Seconds to fetch all blocks into host slots, to copy them on to the device, and for both as a pipeline.
 
-    The fetch is a copy in memory by one thread; a slot's copy to the device is queued as soon as it is filled.
+    The fetch is a copy in memory by one thread; the daemon's copy jobs start as soon as what they copy was fetched.
     """
-    source = np.full_like(bench.rows, 2)
-    stream = bench.device.stream()
+    host: Any = HostSlots(bench.blocks, bench.block_bytes)
+    source = host.rows.copy()
+    size = cuda.exported_bytes(host.rows.nbytes)
+    staging = DeviceStaging(host, [bench.device.uuid], budget_bytes=size, margin_bytes=0, owner="daemon")
+    said = [staging.open([""]), *(staging.pin(*piece) for piece in staging.pieces())]
+    assert not any(said), said
+    step = max(1, COPY_BYTES // bench.block_bytes)
+    jobs = [range(start, min(start + step, bench.blocks)) for start in range(0, bench.blocks, step)]
 
-    def fetch(slot: int) -> None:
-        np.copyto(bench.rows[slot], source[slot])
+    def fetch(slots: range) -> None:
+        for slot in slots:
+            np.copyto(host.rows[slot], source[slot])
 
-    def promote(slot: int) -> None:
-        offset = slot * bench.block_bytes
-        stream.copy(bench.tier.address + offset, bench.rows.ctypes.data + offset, bench.block_bytes)
+    def promote(slots: range, fetched: Future[None] | None = None) -> None:
+        if fetched is not None:
+            fetched.result()
+        error = staging.copy([(slot, bench.blocks + slot) for slot in slots])
+        assert not error, error
 
-    def timed(work: Callable[[ThreadPoolExecutor], None]) -> float:
-        begun = time.perf_counter()
-        work(pool)
-        stream.record().wait()
-        return time.perf_counter() - begun
-
-    def only_fetch(pool: ThreadPoolExecutor) -> None:
-        for job in [pool.submit(fetch, slot) for slot in range(bench.blocks)]:
-            job.result()
-
-    def only_promote(pool: ThreadPoolExecutor) -> None:
-        for slot in range(bench.blocks):
-            promote(slot)
-
-    def both(pool: ThreadPoolExecutor) -> None:
-        fetched = [pool.submit(fetch, slot) for slot in range(bench.blocks)]
-        for slot, job in enumerate(fetched):
-            job.result()
-            promote(slot)
-
-    with ThreadPoolExecutor(1) as pool:
-        found: dict[str, list[float]] = {"fetch": [], "copy": [], "pipeline": []}
+    with ThreadPoolExecutor(1) as fetcher, ThreadPoolExecutor(1) as promoter:
+        ways: dict[str, Callable[[], list[Future[None]]]] = {
+            "fetch": lambda: [fetcher.submit(fetch, slots) for slots in jobs],
+            "copy": lambda: [promoter.submit(promote, slots) for slots in jobs],
+            "pipeline": lambda: [promoter.submit(promote, slots, fetcher.submit(fetch, slots)) for slots in jobs],
+        }
+        found: dict[str, list[float]] = {name: [] for name in ways}
         for turn in range(rounds + 1):
-            for name, work in (("fetch", only_fetch), ("copy", only_promote), ("pipeline", both)):
-                seconds = timed(work)
+            for name, way in ways.items():
+                begun = time.perf_counter()
+                for job in way():
+                    job.result()
                 if turn:
-                    found[name].append(seconds)
-    stream.close()
+                    found[name].append(time.perf_counter() - begun)
+    staging.unpin()
+    staging.close()
     return {name: statistics.median(times) for name, times in found.items()}
 
 
@@ -212,7 +300,7 @@ def measure(shape: str, blocks: int) -> dict[str, Any]:
         return {
             "shape": shape, "blocks": blocks, "block_bytes": bench.block_bytes, "pin_gbps": bench.pin_gbps,
             "device_gbps": device_rates(bench), "host_gbps": host_rates(bench), "launch_us": launch_us(bench),
-            "bounce_s": bounce(bench),
+            "forward_ms": forward_ms(bench), "bounce_s": bounce(bench),
         }  # fmt: skip
     finally:
         bench.close()
@@ -226,6 +314,7 @@ def shares(result: dict[str, Any]) -> dict[str, float]:
         "gather": device["gather"] / device["own"],
         "load from host": host["load"] / host["own_to_device"],
         "save to host": host["save"] / host["own_to_host"],
+        "load beside from host": host["beside"] / host["own_to_device"],
         "bounce pipeline": max(bounced["fetch"], bounced["copy"]) / bounced["pipeline"],
     }
 
@@ -236,8 +325,12 @@ def report(result: dict[str, Any]) -> str:
         f"{result['shape']}: {result['blocks']} blocks of {result['block_bytes'] / 2**20:.2f} MiB",
         f"  device: own copy {device['own']:.0f}  scatter {device['scatter']:.0f}  gather {device['gather']:.0f} GB/s",
         f"  host:   own copy {host['own_to_device']:.1f}  load {host['load']:.1f}  "
-        f"own copy back {host['own_to_host']:.1f}  save {host['save']:.1f} GB/s; pinning {result['pin_gbps']:.1f} GB/s",
+        f"beside {host['beside']:.1f}  own copy back {host['own_to_host']:.1f}  save {host['save']:.1f} GB/s; "
+        f"pinning {result['pin_gbps']:.1f} GB/s",
         "  one block: {submit:.1f} us to submit, {until_done:.1f} us until done".format(**result["launch_us"]),
+        "  forward: alone {alone:.2f}  beside a load from host {host:.2f}  from device {device:.2f} ms".format(
+            **result["forward_ms"]
+        ),
         "  bounce: fetch {fetch:.4f}  copy {copy:.4f}  pipeline {pipeline:.4f} s".format(**result["bounce_s"]),
         "  shares: " + "  ".join(f"{name} {share:.2f}" for name, share in shares(result).items()),
     ]
