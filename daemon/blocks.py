@@ -70,7 +70,8 @@ class Blocks:
     def __init__(self, slot_count: int, disk_slots: int) -> None:
         self.slot_count = slot_count
         self.disk_slots = disk_slots
-        self.disk_used = 0  # slots of blocks from disk that are pinned or being written
+        self.used = [0, 0]  # slots of each lane's blocks that are pinned or being written
+        self.pinned = 0  # blocks that are pinned
         self.sole: dict[int, int] = {}  # request number -> blocks that it alone pins
         self.exposed: set[int] = set()  # requests that came to hold one alone since the owner looked last
         self.wasted = [0, 0]  # blocks of each lane that were fetched for nothing
@@ -123,7 +124,7 @@ class Blocks:
 
     def budget(self, lane: Lane) -> int:
         """How many slots more blocks of this lane may take, if there are as many."""
-        return self.slot_count if lane is Lane.MEMORY else self.disk_slots - self.disk_used
+        return self.slot_count if lane is Lane.MEMORY else self.disk_slots - self.used[lane]
 
     def take_slots(self, most: int, ahead: str | None = None) -> array[int]:
         """Free slots, then those of the blocks whose last use lies longest ago, up to one that this staging ahead
@@ -151,7 +152,7 @@ class Blocks:
         run = Run(list(digests), slots[:], lane, owner)
         self._index.update(zip(digests, slots, strict=True))
         self._enter(run)
-        self.disk_used += lane * len(run)
+        self.used[lane] += len(run)
         return run
 
     def touch(self, digest: bytes, ahead: str) -> bool:
@@ -183,9 +184,10 @@ class Blocks:
         """This request holds it, too."""
         if run.pins == 0:
             self._alone(number, len(run))
+            self.pinned += len(run)
             if not run.in_call:
                 del self._idle[run]
-                self.disk_used += run.lane * len(run)
+                self.used[run.lane] += len(run)
         elif run.pins == 1:
             self._not_alone(run.holders, len(run))
         run.pins += 1
@@ -202,6 +204,7 @@ class Blocks:
                 self._alone(run.holders, len(run))
             elif run.pins == 0:
                 self._not_alone(number, len(run))
+                self.pinned -= len(run)
                 self._settle(run)
 
     def fetched(self, run: Run) -> None:
@@ -290,7 +293,7 @@ class Blocks:
         """An unpinned run: staged ones become idle, void ones give their slots back, those in a call wait."""
         if run.in_call:
             return
-        self.disk_used -= run.lane * len(run)
+        self.used[run.lane] -= len(run)
         if run.detached:
             self._release(run)
         else:
@@ -325,6 +328,6 @@ class Blocks:
         return {
             "slots": self.slot_count,
             "slots_free": len(self._free),
-            "slots_idle": sum(map(len, self._idle)),
-            "blocks_pinned": sum(1 for slot in self._index.values() if self.at(slot).pins),
+            "slots_idle": self.slot_count - len(self._free) - sum(self.used),
+            "blocks_pinned": self.pinned,
         }

@@ -92,6 +92,13 @@ def audit(planner: Planner) -> None:
             assert not run.detached
     assert blocks._index == index
     assert set(blocks._idle) == {run for run in runs if run.pins == 0 and not run.in_call}
-    assert blocks.disk_used == sum(len(run) * run.lane for run in runs if run.pins or run.in_call)
+    used = [sum(len(run) for run in runs if run.lane is lane and (run.pins or run.in_call)) for lane in Lane]
+    assert blocks.used == used
+    assert blocks.gauges() == {
+        "slots": blocks.slot_count,
+        "slots_free": len(blocks._free),
+        "slots_idle": sum(map(len, blocks._idle)),
+        "blocks_pinned": sum(len(run) for run in runs if run.pins),
+    }
     alone = Counter(numbers[0] for numbers in holders.values() if len(numbers) == 1)
     assert blocks.sole == alone

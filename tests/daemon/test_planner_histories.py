@@ -105,7 +105,7 @@ def history(chance: Random) -> None:
         audit(planner)
         gauges = planner.gauges()
         assert gauges["slots_stuck"] == sum(len(order.slots) for order in overdue)
-        assert planner._blocks.disk_used <= slots
+        assert planner._blocks.used[Lane.DISK] <= slots
         unloaded = {slot for run in planner._blocks._runs if run is not None and run.unloaded for slot in run.slots}
         assert fetched == loaded + sum(planner.wasted) + len(unloaded), "each has one fate"
         assert unloaded <= fresh
@@ -133,7 +133,7 @@ def history(chance: Random) -> None:
             planner.finish(key)
             del live[key]
     assert not live
-    assert planner._blocks.disk_used == 0
+    assert planner._blocks.used == [0, 0]
     assert not planner._blocks.sole
     gauges = planner.gauges()
     assert gauges["slots_free"] + gauges["slots_idle"] == slots
