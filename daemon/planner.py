@@ -5,20 +5,16 @@ which is what a request holds, waits for and gives back.  Work goes out by urgen
 asked for at the queue head, then scheduler priority, then arrival; blocks in the store's memory and blocks on its disks
 in lanes of their own.  A request without room may revoke the least urgent one, if that is less urgent than itself and
 not claimed.  Time is handed in; flags are reached through a port.
-
-What an event costs does not depend on how many requests wait: queues are heaps whose outdated entries are dropped when
-they come up, and a lane that found no room is not tried again before something changed.
 """
 
 from __future__ import annotations
 
-import enum
-import heapq
 from array import array
 from collections.abc import Sequence
 
 from .blocks import Blocks, BlockState, Lane, Run
-from .requests import FlagPort, Key, Order, Request, Urgency, push
+from .queues import Queues, Stop
+from .requests import FlagPort, Key, Order, Request, Urgency
 from .victims import Victims
 
 __all__ = ["FlagPort", "Key", "Lane", "Order", "Planner", "Request"]
@@ -27,29 +23,18 @@ DISK_SHARE = 0.75  # of the slots, at most, for blocks from disk that are wanted
 AHEAD_SHARE = 4  # what is staged ahead takes a quarter of a call, and of the slots, at a time
 
 
-class _Stop(enum.Enum):
-    """Why no more of a request's blocks were issued."""
-
-    FULL = "the order is full, or the request has no more blocks"
-    LANE = "its next block belongs to the other lane"
-    NO_ROOM = "no slot"
-    NO_BUDGET = "its lane holds as many slots as it may"
-
-
 class Planner:
     """Plans one engine's staging slots [0, slot_count)."""
 
     def __init__(
-        self, slot_count: int, flags: FlagPort, *, chunk_blocks: int, disk_chunk_blocks: int | None = None,
-        disk_share: float = DISK_SHARE,
-    ) -> None:  # fmt: skip
+        self, slot_count: int, flags: FlagPort, *, chunk_blocks: int, disk_chunk_blocks: int | None = None
+    ) -> None:
         self._flags = flags
         self._chunk_blocks = (max(1, chunk_blocks), max(1, disk_chunk_blocks or chunk_blocks))
-        self._blocks = Blocks(slot_count, max(1, int(slot_count * disk_share)))
+        self._blocks = Blocks(slot_count, max(1, int(slot_count * DISK_SHARE)))
         self.requests: dict[Key, Request] = {}
         self._numbers: dict[int, Request] = {}
-        self._queues: tuple[list[Urgency], list[Urgency]] = ([], [])
-        self._stopped: list[_Stop | None] = [None, None]  # why a lane with work gave none, until something changes
+        self._queues = Queues(self._numbers)
         self._victims = Victims(self._blocks, self._numbers, flags)
         self._served: set[int] = set()  # numbers of requests that hold slots and want no more
         self._orders: dict[int, Order] = {}
@@ -89,7 +74,7 @@ class Planner:
             request.limit = max(request.issued, min(limit, request.limit))
         self._advance(request)
         if request.wants_work:
-            self._queue(request)
+            self._queues.enter(request)
 
     def ask(self, key: Key) -> None:
         """The scheduler reached this request and found it pending."""
@@ -100,7 +85,7 @@ class Planner:
         if request.sequence in self._blocks.sole:
             self._blocks.exposed.add(request.sequence)
         if request.wants_work:
-            self._queue(request)
+            self._queues.enter(request)
 
     def finish(self, key: Key, loaded: range = range(0)) -> Request | None:
         """The engine released or cancelled it, and `loaded` these blocks of it: nothing stays pinned."""
@@ -118,7 +103,7 @@ class Planner:
             self.wasted[overdue.lane] += sum(results)
             for run in list(self._blocks.runs(overdue.slots)):
                 self._blocks.returned(run)
-            self._changed()
+            self._queues.changed()
             return
         order = self._orders.pop(number)
         for at in range(1, 0 if all(results) else len(results)):
@@ -157,11 +142,11 @@ class Planner:
                 if request.waits is run:
                     request.waits = None
                     self._advance(request, now_ns)
-        self._changed()
+        self._queues.changed()
 
     def tick(self) -> None:
         """Called now and then: flags change hands unseen, so lanes that found no room look again."""
-        self._changed()
+        self._queues.changed()
 
     def reset(self) -> list[Request]:
         """The KV of every block is void: revoke what is unclaimed, forget the index. Returns the revoked requests."""
@@ -177,10 +162,10 @@ class Planner:
 
     def give_up(self, lane: Lane) -> None:
         """Nothing can be fetched in this lane: those that wait for it go on with what they have."""
-        while (request := self._head(lane)) is not None:
+        while (request := self._queues.head(lane)) is not None:
             request.limit = request.issued
             self._advance(request)
-        self._changed()
+        self._queues.changed()
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
@@ -191,18 +176,17 @@ class Planner:
         revoked: list[Request] = []
         chunk = self._chunk_blocks[lane]
         while self.wants(lane) and len(slots) < chunk:
-            request = self._head(lane)
-            if request is None or self._must_yield(lane, request.urgency):
+            request = self._queues.head(lane)
+            if request is None or self._queues.must_yield(lane, request.urgency):
                 break
             stop = self._issue(request, lane, digests, slots, revoked)
             self._advance(request)
-            if stop is _Stop.LANE:
-                self._queue(request)
-            elif stop is not _Stop.FULL:
+            if stop is Stop.LANE:
+                self._queues.enter(request)
+            elif stop is not Stop.FULL:
                 if not slots and self._serve_in_part(request, lane):
                     continue
-                # Nobody less urgent may take room before this request; it goes on when a slot comes back.
-                self._stopped[lane] = stop
+                self._queues.stop(lane, stop)
                 break
             elif 2 * len(slots) >= chunk:
                 # Filling up with the next request's blocks would make this one wait for them.
@@ -228,32 +212,15 @@ class Planner:
     @property
     def wanted(self) -> bool:
         """Whether a request wants a block that is not on its way."""
-        return any(self._head(lane) is not None for lane in Lane)
+        return any(self._queues.head(lane) is not None for lane in Lane)
 
     def wants(self, lane: Lane) -> bool:
         """Whether next_order(lane) is worth a call."""
-        return self._stopped[lane] is None and bool(self._queues[lane])
-
-    def _head(self, lane: Lane) -> Request | None:
-        """The most urgent request that wants work of this lane; entries of requests that moved or ended are dropped."""
-        queue = self._queues[lane]
-        while queue:
-            request = self._numbers.get(queue[0][2])
-            if request is not None and request.lane is lane and request.wants_work and request.urgency == queue[0]:
-                return request
-            heapq.heappop(queue)
-        return None
-
-    def _must_yield(self, lane: Lane, urgency: Urgency) -> bool:
-        """Whether a more urgent request of the other lane waits for the next slot that comes back."""
-        if self._stopped[1 - lane] is not _Stop.NO_ROOM:
-            return False
-        head = self._head(Lane(1 - lane))
-        return head is not None and head.urgency < urgency
+        return self._queues.wants(lane)
 
     def _issue(
         self, request: Request, lane: Lane, digests: list[bytes], slots: array[int], revoked: list[Request]
-    ) -> _Stop:
+    ) -> Stop:
         """Pin this request's next blocks and order the missing ones."""
         while request.wants_work and (room := self._chunk_blocks[lane] - len(slots)) > 0:
             self._pin_known(request, request.limit)
@@ -262,7 +229,7 @@ class Planner:
                 break
             request.lane = request.lane_of(start)
             if request.lane is not lane:
-                return _Stop.LANE
+                return Stop.LANE
             taken = array("I")
             stop = self._take_slots(taken, 1, request.urgency, lane, revoked)
             if taken:  # most find none: their digests are not cut out for that
@@ -272,22 +239,22 @@ class Planner:
                 digests += run.digests
                 slots += taken
                 self._hold(request, run)
-            if stop is not _Stop.FULL:
+            if stop is not Stop.FULL:
                 return stop
-        return _Stop.FULL
+        return Stop.FULL
 
-    def _take_slots(self, slots: array[int], count: int, urgency: Urgency, lane: Lane, revoked: list[Request]) -> _Stop:
+    def _take_slots(self, slots: array[int], count: int, urgency: Urgency, lane: Lane, revoked: list[Request]) -> Stop:
         """Take slots for `count` blocks of this lane, revoking others if need be; why there are fewer, if so."""
         while len(slots) < count:
             most = min(count, self._blocks.budget(lane)) - len(slots)
             if most <= 0:
                 if not self._revoke(urgency, lane, revoked):
-                    return _Stop.NO_BUDGET
+                    return Stop.NO_BUDGET
             elif taken := self._blocks.take_slots(most):
                 slots += taken
             elif not self._revoke(urgency, None, revoked):
-                return _Stop.NO_ROOM
-        return _Stop.FULL
+                return Stop.NO_ROOM
+        return Stop.FULL
 
     def _pin_known(self, request: Request, stop: int) -> None:
         """Pin the next blocks as far as they are in staging or on their way."""
@@ -332,18 +299,6 @@ class Planner:
         return True
 
     # --- state ------------------------------------------------------------------------------------------------------
-
-    def _queue(self, request: Request) -> None:
-        """Enter it where its next block belongs; a lane that found no room looks again when it is the new head."""
-        request.lane = request.lane_of(request.issued)
-        queue = self._queues[request.lane]
-        entry = request.urgency
-        push(queue, entry, self._numbers)
-        if queue[0] == entry:
-            self._stopped[request.lane] = None
-
-    def _changed(self) -> None:
-        self._stopped = [None, None]
 
     def _advance(self, request: Request, now_ns: int = 0) -> None:
         """Publish what became contiguous; READY once nothing more will come. `now_ns`: bytes arrived."""
@@ -392,7 +347,7 @@ class Planner:
         del request.held[start:]
         if dropped:
             self._blocks.unpin(dropped, request.sequence)
-            self._changed()
+            self._queues.changed()
 
     # --- what an auditor sees ---------------------------------------------------------------------------------------
 
