@@ -2,7 +2,8 @@
 
 A call into Mooncake before `setup` or after `close` is a segmentation fault, so every call passes `Store._call`,
 which counts the calls in flight under a lock and admits none unless the store is open. Codes are per key, so
-`classify` maps them in one place, and only a call in which *every* key failed transiently counts against the breaker.
+`classify` maps them in one place, and only a call in which *every* key failed transiently counts against the breaker
+(breaker.py).
 The bytes of a removed object stay in the files of a disk tier, and would be found again at the next start: see
 `Store.remove_matching`.
 """
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from .breaker import Attempt, Breaker
 from .buckets import purge
 from .store_errors import ErrorClass, classify
 from .store_settings import MooncakeSettings
@@ -28,7 +30,6 @@ Tier = Literal["memory", "disk"]
 
 _REMEMBERED_KEYS = 65_536  # what `remove_matching` re-checks by name and `flush` waits for
 _CLOSE_WAIT_S = 65.0  # a transfer whose peer died waits 60 s inside Mooncake, and nothing shortens it
-_BREAKER_MIN_S, _BREAKER_MAX_S = 0.5, 10.0
 
 
 class StoreError(Exception):
@@ -75,10 +76,7 @@ class Store:
         self._state = threading.Condition()
         self._open = False
         self._in_flight = 0
-        self._retry_at = 0.0
-        self._pause_s = 0.0  # 0 while the breaker is closed
-        self._worked = 0  # calls so far that did
-        self._probing = False
+        self._breaker = Breaker(clock)
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._unflushed: OrderedDict[str, None] = OrderedDict()
         self._puts: dict[object, Sequence[str]] = {}  # keys of the puts in flight
@@ -154,53 +152,35 @@ class Store:
                 self._state.notify_all()
 
     @contextlib.contextmanager
-    def _call(self) -> Iterator[tuple[Any, int]]:
-        """The client for one call, and how many worked before it. Raises StoreUnavailable: none, or breaker open."""
-        with self._state:
-            worked = self._worked
-            probe = self._open and self._pause_s > 0
-            if probe and (self._probing or self._clock() < self._retry_at):
-                raise StoreUnavailable(
-                    f"the store failed; next try in {max(0.0, self._retry_at - self._clock()):.1f} s"
-                )
-            self._probing = self._probing or probe
+    def _call(self) -> Iterator[tuple[Any, Attempt]]:
+        """The client for one call, and the attempt that it is. Raises StoreUnavailable: none, or breaker open."""
+        attempt = self._breaker.begin()
+        if attempt is None:
+            raise StoreUnavailable(f"the store failed; next try in {self._breaker.wait_s:.1f} s")
         try:
             with self._local() as client:
-                yield client, worked
+                yield client, attempt
         finally:
-            if probe:
-                with self._state:
-                    self._probing = False
+            self._breaker.end(attempt)
 
-    def _verdict(self, worked: int, failed: bool, what: str, code: int = 0) -> None:
-        """Close the breaker after a call that worked; raise after one that did not, and open it, wider each time.
-
-        One that hung for long says nothing of now where others worked since it began (`worked`: how many had before).
-        """
-        with self._state:
-            was = self._pause_s
-            if not failed:
-                self._worked += 1
-                self._pause_s = 0.0
-            elif worked == self._worked:
-                self._pause_s = min(max(_BREAKER_MIN_S, was * 2), _BREAKER_MAX_S)
-                self._retry_at = self._clock() + self._pause_s
-            pause_s = self._pause_s
+    def _verdict(self, attempt: Attempt | None, failed: bool, what: str, code: int = 0) -> None:
+        """Tell the breaker what became of a call. Raises StoreUnavailable after one that failed."""
         if failed:
+            pause_s = self._breaker.failed(attempt)
             self._log.warning("store.failed", call=what, code=code, pause_s=pause_s)
             raise StoreUnavailable(f"{what} failed with code {code}")
-        if was:
+        if self._breaker.worked():
             self._log.info("store.recovered", call=what)
 
     @property
     def answering(self) -> bool:
         """Whether a call is worth making: the store is open, and its last call did not fail as a whole."""
-        return self._open and self._pause_s == 0
+        return self._open and self._breaker.closed
 
     @property
     def due_for_probe(self) -> bool:
         """Whether it is time to ask a store that failed whether it is back."""
-        return self._open and self._pause_s > 0 and not self._probing and self._clock() >= self._retry_at
+        return self._open and self._breaker.due
 
     def probe(self) -> None:
         """Ask the master anything, so that no request has to find out whether it is back."""
@@ -210,7 +190,7 @@ class Store:
     def suspect(self, what: str) -> None:
         """A question to the master is past its deadline: opens the breaker as a failed one does."""
         with contextlib.suppress(StoreUnavailable):
-            self._verdict(self._worked, True, what)
+            self._verdict(None, True, what)
 
     def _remember(self, keys: Iterable[str], into: OrderedDict[str, None]) -> None:
         with self._state:
@@ -238,9 +218,9 @@ class Store:
         """Which keys exist; renews the lease of each that does. Raises StoreUnavailable."""
         if not keys:
             return []
-        with self._call() as (client, worked):
+        with self._call() as (client, attempt):
             codes: list[int] = client.batch_is_exist(list(keys))
-            self._verdict(worked, all(code < 0 for code in codes), "exist", codes[0] if codes else -1)
+            self._verdict(attempt, all(code < 0 for code in codes), "exist", codes[0] if codes else -1)
         found = [code == 1 for code in codes]
         self._remember((key for key, here in zip(keys, found, strict=True) if here), self._seen)
         return found
@@ -256,10 +236,10 @@ class Store:
             return []
         if len(set(keys)) != len(keys):
             raise ValueError(f"a key stands twice in one get: keys={len(keys)} different={len(set(keys))}")
-        with self._call() as (client, worked):
+        with self._call() as (client, attempt):
             codes: list[int] = client.batch_get_into(list(keys), list(addresses), list(sizes))
             results = self._sized(client, keys, sizes, codes)
-            self._verdict(worked, all(r is ErrorClass.TRANSIENT for r in results), "get", codes[0] if codes else -1)
+            self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "get", codes[0] if codes else -1)
         self._remember((key for key, r in zip(keys, results, strict=True) if r is ErrorClass.OK), self._seen)
         return results
 
@@ -288,11 +268,11 @@ class Store:
         """
         if not keys:
             return []
-        with self._call() as (client, worked):
+        with self._call() as (client, attempt):
             with self._putting(keys):
                 codes: list[int] = client.batch_put_from(list(keys), list(addresses), list(sizes))
             results = [ErrorClass.OK if code == -705 else classify(code) for code in codes]
-            self._verdict(worked, all(r is ErrorClass.TRANSIENT for r in results), "put", codes[0] if codes else -1)
+            self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "put", codes[0] if codes else -1)
         done = [key for key, r in zip(keys, results, strict=True) if r is ErrorClass.OK]
         self._remember(done, self._seen)
         if self._settings.enable_ssd_offload:
@@ -387,9 +367,9 @@ class Store:
             with contextlib.suppress(StoreUnavailable):
                 if disk is None and quiet_since is None:
                     reach = all(each.is_memory_replica() for replicas in self._described(seen) for each in replicas)
-                with self._call() as (client, worked):
+                with self._call() as (client, attempt):
                     count = int(client.remove_by_regex(f"^(?:{escaped})[0-9a-fA-F]", True))
-                    self._verdict(worked, classify(count) is ErrorClass.TRANSIENT, "remove", count)
+                    self._verdict(attempt, classify(count) is ErrorClass.TRANSIENT, "remove", count)
                 files = purge(disk, ours, checked) if disk else 0
                 now = self._clock()
                 if count != 0 or files or quiet_since is None or any(self.exist(seen)):
