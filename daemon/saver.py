@@ -202,7 +202,8 @@ class Saver:
     def _settle(self, job: _Job) -> None:
         """Its slots may be used again, and the engine may know what became of their blocks."""
         if self.tell is not None:
-            lost = [slot for slot in job.slots if slot not in {*job.memory, *job.disk}]
+            stored = {*job.memory, *job.disk}
+            lost = [slot for slot in job.slots if slot not in stored]
             self.tell(Stored(save_id=job.save_id, memory=job.memory, disk=job.disk, lost=lost))
         self._grant(job.slots)
 

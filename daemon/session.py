@@ -39,9 +39,7 @@ from .store import Store, StoreError, StoreUnavailable
 from .timeline import Stories
 from .warming import RESULTS, Warming, about
 
-DISK_BUFFER_BYTES = 256 << 20
 SCANNED_PER_TICK = 256
-
 LAST_RECORDS = 4096  # read at the end of a session: all that an honest engine can have on the way, and no flood
 PUTS_PER_CHUNK = 4  # a load that comes while a put is in flight waits for a quarter of a chunk at most
 
@@ -61,12 +59,15 @@ class _Answers:
 
 
 class EngineSession:
-    """One epoch of one engine incarnation, from the moment all its processes said hello until the last one is gone."""
+    """One epoch of one engine incarnation, from the moment all its processes said hello until the last one is gone.
+
+    `chunk_bytes`: of one store call; `disk_call_bytes`: the most of one that reads from disks.  `tiers`: look-ups ask
+    where values lie.
+    """
 
     def __init__(
         self, memory: EngineMemory, scheduler: Hello, workers: Sequence[Hello], store: Store, pools: Pools, log: Log,
-        clock_ns: Callable[[], int], *, chunk_bytes: int, tiers: bool, disk_call_bytes: int = DISK_BUFFER_BYTES,
-        lease_ns: int = 10_000_000_000,
+        clock_ns: Callable[[], int], *, chunk_bytes: int, tiers: bool, disk_call_bytes: int, lease_ns: int,
     ) -> None:  # fmt: skip
         shapes = [worker.worker for worker in workers if worker.worker is not None]
         self.engine_id = scheduler.engine_id

@@ -75,6 +75,8 @@ def make_session(store: Any = None, ranks: int = 1) -> EngineSession:
         lambda: 1,
         chunk_bytes=4096,
         tiers=False,
+        disk_call_bytes=1 << 20,
+        lease_ns=10_000_000_000,
     )
 
 
