@@ -1,9 +1,10 @@
-"""Pitfalls of loading and configuration, and that docs/PITFALLS.md accounts for all 28 (docs/PITFALLS.md)."""
+"""Pitfalls of loading and configuration, and that docs/PITFALLS.md accounts for all 29 (docs/PITFALLS.md)."""
 
 from __future__ import annotations
 
 import ast
 import gc
+import json
 import os
 import re
 import sys
@@ -18,10 +19,15 @@ import pytest
 pytest.importorskip("vllm")
 
 import structlog
+import torch
+import vllm
 from prometheus_client import Counter, Gauge, Histogram
+from vllm.config import PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.engine.arg_utils import EngineArgs
 
+from benchmarks.lab.checkpoint import TINY, make_checkpoint
 from kvprefetch.connector import support
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.paged import PagedCache
@@ -33,7 +39,7 @@ from . import test_connector
 from .test_stats import transfer
 
 ROOT = Path(__file__).resolve().parents[2]
-COUNT = 28
+COUNT = 29
 Patch = pytest.MonkeyPatch
 
 
@@ -153,7 +159,7 @@ def rows(text: str) -> dict[int, tuple[str, str]]:
     return {int(number): (pitfall.strip(), answer.strip()) for number, pitfall, answer in found}
 
 
-def test_all_28_pitfalls_are_accounted_for() -> None:
+def test_all_pitfalls_are_accounted_for() -> None:
     """Each by tests that exist, at least one of them named after it."""
     table = rows((ROOT / "docs" / "PITFALLS.md").read_text())
     assert set(table) == set(range(1, COUNT + 1))
@@ -178,3 +184,36 @@ def test_every_pitfall_test_here_stands_in_the_table() -> None:
 
 def functions(path: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+def test_p29_where_vllm_turns_prefix_caching_off_nothing_is_served(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Its scheduler takes a connector's hits all the same: loads end an engine that pools over all tokens, and give
+    other tokens with MLA on a CPU without AMX, whose kernels compute whole prompts only.
+    """
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    llama = make_checkpoint(tmp_path, TINY)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 512})
+    )
+
+    def served(model: Path, **options: Any) -> bool:
+        config = EngineArgs(
+            model=str(model), skip_tokenizer_init=True, max_model_len=512, **options
+        ).create_engine_config()  # fmt: skip
+        try:
+            support.check(vllm.__version__, config, test_connector.kv_cache_config())
+        except ValueError as error:
+            return "enable_prefix_caching=False" not in str(error)
+        return True
+
+    def check() -> None:
+        pooling = {"runner": "pooling", "convert": "embed"}
+        assert served(llama)
+        assert served(llama, **pooling, pooler_config=PoolerConfig(seq_pooling_type="LAST"))
+        assert not served(llama, **pooling, pooler_config=PoolerConfig(seq_pooling_type="MEAN"))
+        assert not served(tmp_path)
+
+    check()
+    monkeypatch.setattr(support, "check", lambda *args: None)
+    with pytest.raises(AssertionError):
+        check()
