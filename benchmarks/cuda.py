@@ -259,7 +259,10 @@ def bounce(bench: Bench, rounds: int = 7) -> dict[str, float]:
     host: Any = HostSlots(bench.blocks, bench.block_bytes)
     source = host.rows.copy()
     size = cuda.exported_bytes(host.rows.nbytes)
-    staging = DeviceStaging(host, [bench.device.uuid], budget_bytes=size, margin_bytes=0, owner="daemon")
+    staging = DeviceStaging(
+        host.block_bytes, [bench.device.uuid], budget_bytes=size, margin_bytes=0, owner="daemon"
+    )  # fmt: skip
+    staging.follow(host)
     said = [staging.open([""]), *(staging.pin(*piece) for piece in staging.pieces())]
     assert not any(said), said
     step = max(1, COPY_BYTES // bench.block_bytes)

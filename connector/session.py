@@ -139,7 +139,9 @@ class WorkerSession:
         return Mapped(epoch=self.epoch, device=self.tier.slots > 0, device_handle=self.tier.handle.hex())
 
     def beat(self, now_ns: int) -> None:
-        """Only the scheduler's session has a heartbeat word."""
+        """Only the scheduler's session has a heartbeat word; a worker's looks whether its GPU answers."""
+        if self.tier is not None:
+            self.tier.watch()
 
     def ended(self) -> None:
         """Nothing to mark: the mapping stays until the scheduler side retires the epoch."""

@@ -6,6 +6,9 @@ epoch's session is gone, which is when no copy that names its memory is under wa
 The slab's owner may free it only when the other side has unmapped it: freeing memory that another process has mapped is
 undefined.  Each side holds one end of a socket pair, the lease.  Who imported closes its end after unmapping (the
 kernel does, when it dies); who exported waits for that.
+
+A driver whose device is lost may never return.  Only this thread calls it: without a slab in time there is none in this
+epoch, and what is not pinned is copied as if it could not be.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import numpy as np
 
 from ..shmring import cuda
 from ..shmring.cuda import Device, DeviceError, Memory
+from ..shmring.device_calls import calls
 from .paged import Rows
 
 if TYPE_CHECKING:
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 
 # Between two pieces others get at CUDA's locks.
 PAUSE_S = 0.001
+# How long a call may take: as long as the daemon's, by default.
+TIMEOUT_S = 4.0
 
 log = logging.getLogger("vllm.kvprefetch.tier")
 
@@ -40,18 +46,21 @@ class DeviceTier:
         """Open the slab, or allocate it where the engine is to own it; where that fails there is none, and a warning.
 
         Owns the lease; with one there is a slab. `rows` are the host slots, which stay mapped until they are unpinned.
+        Waits TIMEOUT_S at most.
         """
         self._device, self._rows, self._lease = device, rows, lease
         self._slot_bytes = attached.slot_bytes
         self.handle = b""
-        self.pinned = 0
-        self._memory = self._map(attached) if lease is not None else None
-        self.slots = attached.device_slots if self._memory is not None else 0
-        if self._lease is not None and self._memory is None:
-            self._lease.close()
+        self.slots = self.pinned = 0
+        self._memory: Memory | None = None
+        self._lock = threading.Lock()  # around whether there is a slab
+        self._settled = threading.Event()  # whether there is one is known
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvprefetch-pin", daemon=True)
+        self._said = False
+        self._thread = threading.Thread(target=self._run, args=(attached,), name="kvprefetch-pin", daemon=True)
         self._thread.start()
+        if lease is not None and not self._settled.wait(TIMEOUT_S):
+            self._give_up()
 
     @property
     def address(self) -> int:
@@ -63,6 +72,28 @@ class DeviceTier:
         flat = (ctypes.c_uint8 * (self.slots * self._slot_bytes)).from_address(self.address)
         return np.ctypeslib.as_array(flat).reshape(self.slots, self._slot_bytes)
 
+    def watch(self) -> None:
+        """Say once when the GPU does not answer. Called now and then."""
+        try:
+            calls.check((self._device.uuid,), TIMEOUT_S)
+        except DeviceError as error:
+            if not self._said:
+                self._said = True
+                log.warning(
+                    "kvprefetch: %s; staging stays as it is: device_slots=%d pinned_slots=%d slots=%d",
+                    str(error), self.slots, self.pinned, len(self._rows),
+                )  # fmt: skip
+
+    def _give_up(self) -> None:
+        with self._lock:
+            if not self._settled.is_set():
+                self._settled.set()
+                self._said = True
+                log.warning(
+                    "kvprefetch: no staging in device memory: the GPU does not answer: uuid=%s timeout_s=%g",
+                    self._device.uuid, TIMEOUT_S,
+                )  # fmt: skip
+
     def end(self) -> None:
         """Let the thread give everything back; returns at once."""
         self._ending.set()
@@ -72,53 +103,85 @@ class DeviceTier:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _map(self, attached: Attached) -> Memory | None:
-        size = attached.device_slots * attached.slot_bytes
-        try:
-            if attached.device_handle:
-                return self._device.open(bytes.fromhex(attached.device_handle), size)
-            memory = self._device.allocate(cuda.exported_bytes(size))
-            try:
-                self.handle = memory.handle()
-                return memory
-            except DeviceError:
-                memory.close()
-                raise
-        except DeviceError as error:
-            # As text: a log handler that keeps the error would keep the session, by its traceback.
-            log.warning("kvprefetch: no staging in device memory: %s", str(error))
-            return None
+    # --- the thread -------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        base = self._rows.ctypes.data
+    def _run(self, attached: Attached) -> None:
         registered: list[int] = []
         try:
-            for offset, size in cuda.pieces(self._rows.nbytes, self._slot_bytes):
-                if self._ending.wait(PAUSE_S):
-                    break
-                self._device.register(base + offset, size)
-                registered.append(base + offset)
-                self.pinned = min(len(self._rows), (offset + size) // self._slot_bytes)
-        except Exception as error:  # whatever it is, the rest goes unpinned, and what is held is given back in the end
+            self._map(attached)
+            self._pin(registered)
+        except Exception as error:  # whatever it is, what is held is given back in the end
             log.warning(
                 "kvprefetch: cannot pin staging: pinned_slots=%d slots=%d: %s", self.pinned, len(self._rows), error
             )
         self._ending.wait()
         for address in registered:
-            _given_back(self._device.unregister, address)
-        if self.handle and self._lease is not None:
-            _wait_for_end(self._lease)
-        if self._memory is not None:
-            _given_back(self._memory.close)
-        if self._lease is not None:
-            self._lease.close()
+            self._give_back(self._device.unregister, address)
+        self._let_go()
 
+    def _map(self, attached: Attached) -> None:
+        """Settle whether there is a slab; one that comes too late is given back at once."""
+        memory: Memory | None = None
+        handle = b""
+        try:
+            if self._lease is not None:
+                memory, handle = self._open(attached)
+        except DeviceError as error:
+            # As text: a log handler that keeps the error would keep the session, by its traceback.
+            log.warning("kvprefetch: no staging in device memory: %s", str(error))
+        finally:
+            with self._lock:
+                late = self._settled.is_set()
+                self._memory = memory
+                if memory is not None and not late:
+                    self.slots, self.handle = attached.device_slots, handle
+                self._settled.set()
+            if late or memory is None:
+                self._let_go()
 
-def _given_back(how: Callable[..., None], *values: int) -> None:
-    try:
-        how(*values)
-    except Exception as error:
-        log.warning("kvprefetch: device memory could not be given back: %s", error)
+    def _open(self, attached: Attached) -> tuple[Memory, bytes]:
+        """The slab, and its handle where it is ours. Raises DeviceError."""
+        size = attached.device_slots * attached.slot_bytes
+        calls.check((self._device.uuid,), TIMEOUT_S)
+        with calls.to((self._device.uuid,)):
+            if attached.device_handle:
+                return self._device.open(bytes.fromhex(attached.device_handle), size), b""
+            memory = self._device.allocate(cuda.exported_bytes(size))
+            try:
+                return memory, memory.handle()
+            except DeviceError:
+                memory.close()
+                raise
+
+    def _pin(self, registered: list[int]) -> None:
+        base = self._rows.ctypes.data
+        calls.check((self._device.uuid,), TIMEOUT_S)
+        for offset, size in cuda.pieces(self._rows.nbytes, self._slot_bytes):
+            if self._ending.wait(PAUSE_S):
+                break
+            with calls.to((self._device.uuid,)):
+                self._device.register(base + offset, size)
+            registered.append(base + offset)
+            self.pinned = min(len(self._rows), (offset + size) // self._slot_bytes)
+
+    def _let_go(self) -> None:
+        """Of the slab: the lease ends after our mapping of it, and our own allocation after the other's."""
+        lease, self._lease = self._lease, None
+        memory, self._memory = self._memory, None
+        if lease is None:
+            return
+        if self.handle:
+            _wait_for_end(lease)
+        if memory is not None:
+            self._give_back(memory.close)
+        lease.close()
+
+    def _give_back(self, how: Callable[..., None], *values: int) -> None:
+        try:
+            with calls.to((self._device.uuid,)):
+                how(*values)
+        except Exception as error:
+            log.warning("kvprefetch: device memory could not be given back: %s", error)
 
 
 def _wait_for_end(lease: socket.socket) -> None:

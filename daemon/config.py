@@ -112,7 +112,10 @@ class DaemonConfig(BaseModel):
     metrics_address: str = Field(default="127.0.0.1", min_length=1, description="address of /metrics and /healthz")
     metrics_port: Number = Field(default=9655, ge=0, le=65535, description="its TCP port; 0: no metrics")
     call_timeout_ms: Number = Field(
-        default=4000, ge=100, le=600_000, description="one look-up, fetch or save; then the requests go on without it"
+        default=4000,
+        ge=100,
+        le=600_000,
+        description="one look-up, fetch, save or call to a GPU; then the requests go on without it",
     )
     lease_ms: Number | None = Field(
         default=None,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from ..shmring import cuda
 from ..shmring.cuda import GRAIN_BYTES, Device, DeviceError, Event, Memory, Stream
+from ..shmring.device_calls import calls
 
 if TYPE_CHECKING:  # what tests on a GPU do without (docs/PERFORMANCE.md)
     from .staging import HostStaging
@@ -41,44 +42,53 @@ class _Rank:
 
 
 class DeviceStaging:
-    """`slots` device slots on every rank, that follow the host's. Raises DeviceError where there can be none."""
+    """`slots` device slots on every rank. Raises DeviceError where there can be none."""
 
     def __init__(
-        self, host: HostStaging, uuids: Sequence[str], *, budget_bytes: int, margin_bytes: int, owner: str
+        self, block_bytes: Sequence[int], uuids: Sequence[str], *, budget_bytes: int, margin_bytes: int, owner: str
     ) -> None:
-        """`uuids`: each rank's GPU. `budget_bytes` on each GPU, as far as it is free beyond `margin_bytes`.
+        """Each rank's block and GPU. `budget_bytes` on each GPU, as far as it is free beyond `margin_bytes`.
 
         `owner`: `daemon` or `engine`."""
-        self._host, self.owner = host, owner
+        self.owner, self._block_bytes, self._uuids = owner, list(block_bytes), sorted(set(uuids))
+        self._host: HostStaging | None = None
         self._lock = threading.Lock()  # around the device's use: a stream is for one thread, and a copy may take long
         self._ended = False
         self._ranks: list[_Rank] = []
-        devices = {uuid: cuda.open_device(uuid) for uuid in sorted(set(uuids))}
+        with calls.to(self._uuids):
+            self._allocate(uuids, budget_bytes, margin_bytes)
+
+    def _allocate(self, uuids: Sequence[str], budget_bytes: int, margin_bytes: int) -> None:
+        devices = {uuid: cuda.open_device(uuid) for uuid in self._uuids}
         sharing = Counter(uuids)
         room = {
             uuid: min(budget_bytes, device.free_bytes() - margin_bytes) // sharing[uuid] // GRAIN_BYTES * GRAIN_BYTES
             for uuid, device in devices.items()
         }
-        sizes = list(zip(uuids, host.block_bytes, strict=True))
+        sizes = list(zip(uuids, self._block_bytes, strict=True))
         self.slots = min(MAX_SLOTS, *(max(0, room[uuid]) // size for uuid, size in sizes))
         if self.slots == 0:
             least = min(room, key=lambda uuid: room[uuid])
             raise DeviceError(
                 f"no room for a block: uuid={least} room_bytes={max(0, room[least])} "
-                f"block_bytes={max(host.block_bytes)} device_staging={budget_bytes} device_margin={margin_bytes}"
+                f"block_bytes={max(self._block_bytes)} device_staging={budget_bytes} device_margin={margin_bytes}"
             )
         try:
             for uuid, size in sizes:
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
                 rank = _Rank(devices[uuid], size, ours, theirs)
                 self._ranks.append(rank)
-                if owner == "daemon":
+                if self.owner == "daemon":
                     rank.memory = rank.device.allocate(cuda.exported_bytes(self.slots * size))
                     rank.handle = rank.memory.handle()
         except BaseException:
             self.hang_up()
             self.close()
             raise
+
+    def follow(self, host: HostStaging) -> None:
+        """The slots of this host staging, of the same ranks, are those before ours, and where copies come from."""
+        self._host = host
 
     # --- the handshake, on the main loop ----------------------------------------------------------------------------
 
@@ -114,10 +124,11 @@ class DeviceStaging:
 
     def pieces(self) -> list[tuple[int, int, int]]:
         """(rank, address, bytes) of the pieces of host staging to pin."""
+        assert self._host is not None
         return [
             (number, base + offset, size)
             for number, (base, whole) in enumerate(self._host.areas())
-            for offset, size in cuda.pieces(whole, self._host.block_bytes[number])
+            for offset, size in cuda.pieces(whole, self._block_bytes[number])
         ]
 
     def pin(self, number: int, address: int, size_bytes: int) -> str:
@@ -144,7 +155,8 @@ class DeviceStaging:
             try:
                 if self._ended:
                     return "the engine is gone"
-                work()
+                with calls.to(self._uuids):
+                    work()
             except DeviceError as error:
                 return str(error)
             return ""
@@ -153,6 +165,7 @@ class DeviceStaging:
         """Queue a rank's copies; the event behind them."""
         assert rank.stream is not None
         assert rank.memory is not None
+        assert self._host is not None
         for host, device in slots:
             target = rank.memory.address + (device - self._host.slot_count) * rank.slot_bytes
             rank.stream.copy(target, self._host.addresses(host)[number], rank.slot_bytes)
@@ -162,7 +175,7 @@ class DeviceStaging:
 
     def unpin(self) -> None:
         """Let go of the host staging, after the copy that runs now, and copy nothing any more."""
-        with self._lock:
+        with self._lock, calls.to(self._uuids):
             self._ended = True
             for rank in self._ranks:
                 if rank.stream is not None:
@@ -187,7 +200,7 @@ def _give_back(ranks: Sequence[_Rank], owner: str) -> None:
         if owner == "daemon":
             _wait_for_end(rank.ours)
         if rank.memory is not None:
-            with contextlib.suppress(DeviceError):
+            with contextlib.suppress(DeviceError), calls.to((rank.device.uuid,)):
                 rank.memory.close()
         rank.ours.close()
 

@@ -1,8 +1,7 @@
 """Whether the daemon is well, judged by the work it should be doing: the loop's heartbeat and the oldest store call.
 
 Ready: engines may count on it now.  Healthy: it may recover by itself; when it is not, only a restart helps.  A process
-that is there and does nothing is neither.  A copy to device memory that hangs is no reason for either: no request waits
-for it.
+that is there and does nothing is neither.  A call to a GPU that hangs is no reason for either: no request waits for it.
 """
 
 from __future__ import annotations

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from ..shmring.cuda import DeviceError
+from ..shmring.device_calls import calls
 from ..shmring.errors import SegmentError
 from ..shmring.layout import Layout, power_of_two_at_least
 from ..shmring.messages import Hello
@@ -13,6 +17,7 @@ from ..shmring.segment import Segment
 from .config import DaemonConfig
 from .device import DeviceStaging
 from .host import available_bytes
+from .pools import Pools
 from .staging import HostStaging, slots_for
 
 MAX_TABLE_BYTES = 16 << 20
@@ -37,26 +42,33 @@ class EngineMemory:
         return self.layout.slot_count - self.save_slots
 
     @classmethod
-    def create(cls, config: DaemonConfig, epoch: int, scheduler: Hello, workers: Sequence[Hello]) -> EngineMemory:
-        """Reserve everything; takes as long as the kernel takes to zero it, so not on the main loop.
+    def create(
+        cls, config: DaemonConfig, epoch: int, scheduler: Hello, workers: Sequence[Hello],
+        device: DeviceStaging | None = None, device_error: str = "",
+    ) -> EngineMemory:  # fmt: skip
+        """Reserve everything; takes as long as the kernel takes to zero it, so not on the main loop. Owns `device`.
 
         Raises StagingTooSmall, SegmentError, and ValueError for a layout out of bounds.
         """
-        wants = scheduler.scheduler
-        if wants is None:
-            raise ValueError("scheduler: field required")
-        block_bytes = [worker.worker.block_bytes[0] for worker in workers if worker.worker is not None]
-        slots = slots_for(config.staging, block_bytes)
-        if (available := available_bytes()) <= slots * sum(block_bytes):
-            # The kernel would hand it out all the same, and then kill somebody.
-            raise SegmentError(
-                f"staging: not enough memory for another engine: staging={config.staging} "
-                f"engine={scheduler.engine_id!r} available={available}"
-            )
-        save_slots = min(slots - 1, max(1, int(slots * config.save_share))) if wants.saves else 0
-        staging = HostStaging(slots, block_bytes)
-        device, device_error = _device(config, staging, workers)
-        try:
+        with contextlib.ExitStack() as undo:
+            if device is not None:
+                undo.callback(device.close)
+            wants = scheduler.scheduler
+            if wants is None:
+                raise ValueError("scheduler: field required")
+            block_bytes = [worker.worker.block_bytes[0] for worker in workers if worker.worker is not None]
+            slots = slots_for(config.staging, block_bytes)
+            if (available := available_bytes()) <= slots * sum(block_bytes):
+                # The kernel would hand it out all the same, and then kill somebody.
+                raise SegmentError(
+                    f"staging: not enough memory for another engine: staging={config.staging} "
+                    f"engine={scheduler.engine_id!r} available={available}"
+                )
+            save_slots = min(slots - 1, max(1, int(slots * config.save_share))) if wants.saves else 0
+            staging = HostStaging(slots, block_bytes)
+            undo.callback(staging.close)
+            if device is not None:
+                device.follow(staging)
             layout = Layout(
                 ring_bytes=max(config.hint_ring, power_of_two_at_least(4 * wants.max_hint_bytes)),
                 flag_count=max(16, min(1024, MAX_TABLE_BYTES // (4 * wants.max_blocks))),
@@ -67,11 +79,7 @@ class EngineMemory:
                 device_slots=device.slots if device is not None else 0,
             )
             control = Segment.create(layout.total_bytes)
-        except BaseException:
-            staging.close()
-            if device is not None:
-                device.close()
-            raise
+            undo.pop_all()
         layout.write(control.buffer)
         return cls(layout, control, staging, save_slots, device, device_error)
 
@@ -82,18 +90,56 @@ class EngineMemory:
         self.control.close()
 
 
-def _device(config: DaemonConfig, host: HostStaging, workers: Sequence[Hello]) -> tuple[DeviceStaging | None, str]:
-    """Device slots for all ranks or for none, and why for none."""
+def prepare(
+    pools: Pools, config: DaemonConfig, epoch: int, scheduler: Hello, workers: Sequence[Hello],
+    done: Callable[[EngineMemory | Exception], None],
+) -> None:  # fmt: skip
+    """Reserve the memory of an epoch, and call back with it, or with what went wrong, on the main loop.
+
+    A GPU that fails, or has not answered within a call's deadline, is left out; what it still gives is given back.
+    """
+
+    def reserve(device: DeviceStaging | None, device_error: str) -> None:
+        def reserved(future: Future[EngineMemory]) -> None:
+            error = future.exception()
+            done(error if isinstance(error, Exception) else future.result())
+
+        pools.attach(partial(EngineMemory.create, config, epoch, scheduler, workers, device, device_error), reserved)
+
     uuids = [worker.worker.device for worker in workers if worker.worker is not None]
     if config.device_staging == 0 or not any(uuids):
-        return None, ""
+        reserve(None, "")
+        return
+    late = False
+
+    def made(future: Future[DeviceStaging]) -> None:
+        error = future.exception()
+        if not late:
+            reserve(None if error else future.result(), _line(error))
+        elif error is None:
+            future.result().close()
+
+    def overdue() -> None:
+        nonlocal late
+        late = True
+        reserve(None, f"the GPU does not answer: uuid={','.join(sorted(set(uuids)))} call_timeout_ms={timeout_ms}")
+
+    timeout_ms = config.call_timeout_ms
+    pools.slab(partial(device_staging, config, workers), made, overdue)
+
+
+def device_staging(config: DaemonConfig, workers: Sequence[Hello]) -> DeviceStaging:
+    """Device slots for all ranks. Raises DeviceError where there can be none."""
+    shapes = [worker.worker for worker in workers if worker.worker is not None]
+    uuids = [shape.device for shape in shapes]
     if not all(uuids):
-        return None, f"not every worker has a GPU that staging can use: rank={uuids.index('')}"
-    try:
-        device = DeviceStaging(
-            host, uuids, budget_bytes=config.device_staging, margin_bytes=config.device_margin,
-            owner=config.device_owner,
-        )  # fmt: skip
-    except DeviceError as error:
-        return None, str(error)
-    return device, ""
+        raise DeviceError(f"not every worker has a GPU that staging can use: rank={uuids.index('')}")
+    calls.check(uuids, config.call_timeout_ms / 1e3)
+    return DeviceStaging(
+        [shape.block_bytes[0] for shape in shapes], uuids, budget_bytes=config.device_staging,
+        margin_bytes=config.device_margin, owner=config.device_owner,
+    )  # fmt: skip
+
+
+def _line(error: BaseException | None) -> str:
+    return str(error) if isinstance(error, DeviceError) else repr(error) if error is not None else ""

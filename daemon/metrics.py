@@ -96,7 +96,7 @@ CATALOGUE: dict[str, Described] = {
     "ready": Described("gauge", "1 when /readyz says so"),
     "loop_age_seconds": Described("gauge", "Since the main loop's last heartbeat; a tenth when it is well"),
     "call_age_seconds": Described(
-        "gauge", "Age of the oldest store call in flight, or copy to device memory; no series without one", ("call",)
+        "gauge", "Age of the oldest store call in flight, or call to a GPU (`copy`); no series without one", ("call",)
     ),
     "info": Described("gauge", "Always 1", ("version",)),
 }

@@ -25,6 +25,7 @@ from .width import Width
 FETCH_NICE = 5
 SLOW_NS = 1_000_000_000
 LOOK_UPS = 8  # at a time; an engine has one in flight, so that few of them ever meet
+COPY_THREADS = 8  # to device memory: an engine's wait for each other, those of engines on other GPUs need not
 MAX_STUCK = 4  # calls past their deadline, of each kind; beyond, none is started for an engine that has one of them
 
 Done = Callable[[Future[Any]], None]
@@ -160,6 +161,7 @@ class Pools:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.timeout_ns, self._clock_ns = timeout_ns, clock_ns
         self._finished: deque[Callable[[], None]] = deque()
+        self._bell = threading.Lock()  # a thread that rings must not find the number closed, and another file's by then
         self._look_ups = Pool("lookup", LOOK_UPS, self._announce, clock_ns)
         # A call that waits for a transfer spins; Mooncake's own threads, which carry the transfer, must come first.
         # Measured on two busy cores: time to first token 10 to 15 % lower than with equal priority; SCHED_IDLE instead
@@ -171,7 +173,8 @@ class Pools:
         self.widths = tuple(Width(fetch_threads) for _ in Lane)
         self._saves = Pool("save", 1, self._announce, clock_ns)
         self._attaches = Pool("attach", 1, self._announce, clock_ns)
-        self._copies = Pool("copy", 1, self._announce, clock_ns)
+        self._slabs = Pool("slab", 1, self._announce, clock_ns)
+        self._copies = Pool("copy", COPY_THREADS, self._announce, clock_ns)
 
     def look_up(
         self, work: Callable[[], Any], done: Done, overdue: Callable[[], None] | None = None, owner: Owner = None
@@ -181,6 +184,10 @@ class Pools:
     def attach(self, work: Callable[[], Any], done: Done) -> None:
         """For memory, not the store: it must not wait behind a store call that hangs, and has no deadline."""
         self._attaches.submit(work, done)
+
+    def slab(self, work: Callable[[], Any], done: Done, overdue: Callable[[], None]) -> None:
+        """For device memory. One at a time, as they go by what is free then."""
+        self._slabs.submit(work, done, overdue)
 
     def copy(
         self, work: Callable[[], Any], done: Done, overdue: Callable[[], None] | None = None, owner: Owner = None
@@ -218,7 +225,7 @@ class Pools:
             "fetch": self._fetches,
             "save": (self._saves,),
             "attach": (self._attaches,),
-            "copy": (self._copies,),
+            "copy": (self._slabs, self._copies),
         }
         began = {kind: [since for pool in pools if (since := pool.oldest_ns())] for kind, pools in kinds.items()}
         return {kind: min(since) for kind, since in began.items() if since}
@@ -230,7 +237,7 @@ class Pools:
 
     @property
     def _all(self) -> tuple[Pool, ...]:
-        return (self._look_ups, *self._fetches, self._saves, self._attaches, self._copies)
+        return (self._look_ups, *self._fetches, self._saves, self._attaches, self._slabs, self._copies)
 
     def run_finished(self) -> int:
         """On the main loop: run the callbacks of finished calls; how many."""
@@ -258,9 +265,13 @@ class Pools:
             if not self.run_finished():
                 time.sleep(0.01)
         if not calls:
-            os.close(self.fd)
+            with self._bell:
+                os.close(self.fd)
+                self.fd = -1
         return not any(pool.in_flight + pool.stuck for pool in (self._look_ups, *self._fetches, self._saves))
 
     def _announce(self, callback: Callable[[], None]) -> None:
         self._finished.append(callback)
-        os.eventfd_write(self.fd, 1)
+        with self._bell:
+            if self.fd >= 0:
+                os.eventfd_write(self.fd, 1)

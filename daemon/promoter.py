@@ -53,7 +53,8 @@ class Promoter:
         slots = device.slots if device is not None else 0
         self._promotions = Promotions(first_slot, slots, _Tables(table), chunk_blocks=COPY_BYTES // block_bytes)
         self._copying = 0
-        self._on = False
+        self._on = False  # copies are made
+        self._given_up = False
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -69,15 +70,15 @@ class Promoter:
                 return
         handles = [mapped.device_handle for mapped in workers]
 
-        def opened(error: str | None) -> None:
+        def opened(error: str) -> None:
             if error:
                 self._off(error)
-                return
-            self._on = True
-            self._log.info("device.ready", device_slots=device.slots, owner=device.owner)
-            self._pin(device.pieces())
+            elif not self._given_up:
+                self._on = True
+                self._log.info("device.ready", device_slots=device.slots, owner=device.owner)
+                self._pin(device.pieces())
 
-        self._jobs.start(self._pools.copy, partial(device.open, handles), opened, "the job failed")
+        self._start(partial(device.open, handles), opened, partial(self._silent, "to get ready for copies"))
 
     def end(self) -> None:
         """No more copies; behind the last one the host staging is let go."""
@@ -91,18 +92,26 @@ class Promoter:
         if not pieces or self._device is None:
             return
 
-        def pinned(error: str | None) -> None:
+        def pinned(error: str) -> None:
             if error:
                 self._log.warning("device.unpinned", error=error)
-            else:
+            elif not self._given_up:
                 self._pin(pieces[1:])
 
-        self._jobs.start(self._pools.copy, partial(self._device.pin, *pieces[0]), pinned, "the job failed")
+        self._start(partial(self._device.pin, *pieces[0]), pinned, partial(self._silent, "to pin host memory"))
+
+    def _start(self, job: Callable[[], str], done: Callable[[str], None], overdue: Callable[[], None]) -> None:
+        self._jobs.start(self._pools.copy, job, done, "the job failed", overdue)
+
+    def _silent(self, asked: str) -> None:
+        self._off(f"the GPU does not answer: it was asked {asked}")
 
     def _off(self, error: str) -> None:
-        self._on = False
-        self._promotions.close()
-        self._log.warning("device.off", error=error)
+        """Once, and for this epoch."""
+        if not self._given_up:
+            self._on, self._given_up = False, True
+            self._promotions.close()
+            self._log.warning("device.off", error=error)
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -134,7 +143,7 @@ class Promoter:
                 return
             self._copying += 1
             job, done = partial(self._device.copy, order.slots), partial(self._copied, order, self._clock_ns())
-            self._jobs.start(self._pools.copy, job, done, "the job failed", partial(self._overdue, order))
+            self._start(job, done, partial(self._overdue, order))
 
     def _copied(self, order: CopyOrder, started_ns: int, error: str) -> None:
         self._copying -= 1
@@ -142,14 +151,13 @@ class Promoter:
         self._totals.promoted_blocks += 0 if error else len(order.slots)
         duration_ms = round((self._clock_ns() - started_ns) / 1e6, 3)
         self._log.debug("copy.done", blocks=len(order.slots), duration_ms=duration_ms)
-        if error and self._on:
+        if error:
             self._off(error)
         self.pump()
 
     def _overdue(self, order: CopyOrder) -> None:
         self._log.warning("call.overdue", call="copy", blocks=len(order.slots))
-        if self._on:
-            self._off("a copy did not come back in time")
+        self._off("a copy did not come back in time")
 
     def gauges(self) -> dict[str, int]:
         return self._promotions.gauges()

@@ -24,7 +24,7 @@ from .embedded import DISK_BUFFER_BYTES, DiskSpec, EmbeddedMaster
 from .events import Ending
 from .host import MIN_CORES, quota_cores, usable_cores
 from .logs import Log, event_counts, finish, tend, threshold
-from .memory import EngineMemory
+from .memory import EngineMemory, prepare
 from .metrics import MetricsServer
 from .notify import Notifier, inherited_socket
 from .planner import Lane
@@ -89,7 +89,7 @@ class Daemon:
                 )
             store = self._store = self._open_store()
             self._control = Control(
-                sock, partial(self._prepare, pools), partial(self._session, store, pools),
+                sock, lambda *epoch: prepare(pools, self._config, *epoch), partial(self._session, store, pools),
                 self._log, access=access_of(sock, self._config), status=self._status, steer=partial(self._steer, pools),
                 max_engines=self._config.max_engines, watch=self._watch, unwatch=self._unwatch,
             )  # fmt: skip
@@ -174,10 +174,13 @@ class Daemon:
                     session.register_staging()
                 except (StoreError, StoreUnavailable):
                     control.end(session, Ending.ENGINE_GONE)  # its processes come back, and are told why
-        for session in [ended for ended in control.ended if ended.idle]:
-            control.ended.remove(session)
-            self._board.retire(session.totals)
-            session.close()
+        for session in list(control.ended):
+            if session.idle:
+                control.ended.remove(session)
+                self._board.retire(session.totals)
+                session.close()
+            else:
+                session.held(now_ns)
         tend()
         if self._reload_wanted:
             self._reload(control)
@@ -235,16 +238,6 @@ class Daemon:
                 self._store_is_open = True
                 self._store_opened.set()
                 return
-
-    def _prepare(
-        self, pools: Pools, epoch: int, scheduler: Hello, workers: Sequence[Hello],
-        done: Callable[[EngineMemory | Exception], None],
-    ) -> None:  # fmt: skip
-        def finished(future: Future[EngineMemory]) -> None:
-            error = future.exception()
-            done(error if isinstance(error, Exception) else future.result())
-
-        pools.attach(partial(EngineMemory.create, self._config, epoch, scheduler, workers), finished)
 
     def _session(
         self, store: Store, pools: Pools, memory: EngineMemory, scheduler: Hello, workers: Sequence[Hello]

@@ -101,6 +101,7 @@ class EngineSession:
             _Answers(self), self.planner.requests, self._negative, timeout_ns=pools.timeout_ns, lease_ns=lease_ns
         )
         self._to_scan: deque[Key] = deque()
+        self._ended_ns = 0  # when it ended, until held() said that it is not over
         self.saver = Saver(
             store, self.shape, CreditGranter(self.control.buffer, self.words, self.layout),
             range(memory.save_slots_from, self.slot_count), partial(self.jobs.start, pools.save), self._log, clock_ns,
@@ -366,6 +367,7 @@ class EngineSession:
         others end as `ending` says.
         """
         self.jobs.closing = True
+        self._ended_ns = self._clock_ns()
         self.warming.stop("the engine is gone")
         self.liveness.set_state(PeerState.CLOSING)
         self.drain(LAST_RECORDS)
@@ -374,6 +376,12 @@ class EngineSession:
             self.stories.tell(request, Ending.ENGINE_CORRUPT if self.corrupt is not None else ending)
         self.planner.end()
         self._count_waste()
+
+    def held(self, now_ns: int) -> None:
+        """It ended and is not idle: past the deadline of calls, say once what keeps its memory."""
+        if self._ended_ns and now_ns - self._ended_ns > self._pools.timeout_ns:
+            self._ended_ns = 0
+            self._log.warning("engine.held", in_flight=self.jobs.running)
 
     def close(self) -> None:
         """Free everything; only when idle and after the last process of the engine is gone."""

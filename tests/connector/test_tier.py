@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvprefetch.connector import tier as tier_module
 from kvprefetch.connector.session import WorkerSession
 from kvprefetch.connector.tier import DeviceTier
 from kvprefetch.shmring import cuda
@@ -245,6 +246,92 @@ print("exit", flush=True)
 def test_a_process_that_ends_begins_no_calls_into_the_driver() -> None:
     done = subprocess.run([sys.executable, "-c", AT_EXIT], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "exit\n", "")
+
+
+@pytest.fixture
+def gate(device: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """As long as it is there, what `device.hang` names does not return."""
+    monkeypatch.setattr(tier_module, "TIMEOUT_S", 0.3)
+    device.gate = tmp_path / "gate"
+    device.gate.touch()
+    yield device.gate
+    device.gate.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("hang", ["allocate", "handle"])
+def test_a_gpu_that_does_not_answer_leaves_the_host_slots_and_nothing_is_kept_of_it(
+    device: HostDevice, gate: Path, caplog: pytest.LogCaptureFixture, hang: str
+) -> None:
+    """Also the next attachment does not wait for it, and one after it came back has a slab."""
+    device.hang = {hang}
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        made, lease = session(device, attached(device_slots=DEVICE_SLOTS))
+    assert time.monotonic() - began < 5
+    assert made.mapped() == Mapped(epoch=3)
+    assert "no staging in device memory: the GPU does not answer" in caplog.text
+    assert lease is not None
+    lease.settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        lease.recv(1)
+    with caplog.at_level(logging.WARNING):
+        again, _ = session(device, attached(device_slots=DEVICE_SLOTS))
+    assert again.mapped() == Mapped(epoch=3)
+    eventually(lambda: "cannot pin staging: pinned_slots=0 slots=5: the GPU does not answer" in caplog.text)
+    gate.unlink()
+    lease.settimeout(10)
+    assert lease.recv(1) == b""
+    assert device.live["allocated"] == 0
+    eventually(lambda: made.tier is not None and made.tier.pinned == SLOTS)
+    last, lease = session(device, attached(device_slots=DEVICE_SLOTS))
+    assert last.mapped().device
+    assert lease is not None
+    lease.close()
+
+
+def test_a_gpu_that_does_not_answer_while_slots_are_pinned_is_named_once_and_keeps_what_it_may_touch(
+    device: HostDevice, gate: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    device.hang = {"register"}
+    made, lease = session(device, attached(device_slots=DEVICE_SLOTS))
+    tier = made.tier
+    assert tier is not None
+    assert made.mapped().device
+    with caplog.at_level(logging.WARNING):
+        deadline = time.monotonic() + 10
+        while not caplog.records:
+            assert time.monotonic() < deadline
+            made.beat(0)
+        made.beat(0)
+    assert [record.getMessage() for record in caplog.records] == [caplog.records[0].getMessage()]
+    assert "the GPU does not answer" in caplog.text
+    assert "device_slots=3 pinned_slots=0 slots=5" in caplog.text
+    del made
+    assert lease is not None
+    lease.close()
+    assert not tier.join(0.2)
+    assert device.live["allocated"] == 1
+    gate.unlink()
+    assert tier.join(10)
+
+
+@pytest.mark.parametrize("hang", ["unregister", "close"])
+def test_a_slab_counts_as_mapped_as_long_as_the_gpu_did_not_say_otherwise(
+    device: HostDevice, gate: Path, hang: str
+) -> None:
+    device.hang = {hang}
+    made, lease = session(device, attached(device_slots=DEVICE_SLOTS))
+    tier = made.tier
+    assert tier is not None
+    eventually(lambda: tier.pinned == SLOTS)
+    assert lease is not None
+    lease.shutdown(socket.SHUT_WR)  # the daemon let go
+    del made
+    lease.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        lease.recv(1)
+    gate.unlink()
+    assert tier.join(10)
 
 
 def test_a_lease_that_is_missing_is_an_error() -> None:

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 from benchmarks.lab.daemon import Daemon
 from kvprefetch.daemon.config import load
-from kvprefetch.daemon.memory import EngineMemory
+from kvprefetch.daemon.memory import EngineMemory, prepare
+from kvprefetch.daemon.pools import Pools
 from kvprefetch.shmring import cuda, messages
 from kvprefetch.shmring.protocol import PROTOCOL, FlagState
 from tests.daemon.conftest import keeps_to_the_catalogue, starter
 from tests.daemon.fake_engine import FakeEngine, wait_for
-from tests.daemon.stores import stored
-from tests.support.auditor import Auditor, ask_daemon, device_memories
-from tests.support.device_daemon import with_device
-from tests.support.host_device import UUID, UUIDS, HostDevices
-
-BLOCK = 256 << 10
-DEVICE_SLOTS = (4 << 20) // BLOCK
-Key = tuple[int, int]
-Start = Callable[..., Daemon]
-
-
-def daemon_with(*extra: str, fail: str = "-", gate: str | Path = "-") -> Daemon:
-    """With a GPU of 64 MiB, 4 MiB of it for staging; while the file `gate` exists, no copy to it is over."""
-    options = ("--device-staging", "4MiB", "--device-margin", "0", "--log-level", "debug", *extra)
-    return with_device(Daemon(memory="64MiB", staging="16MiB", extra=options), fail=fail, gate=gate)
+from tests.daemon.near import (
+    BLOCK,
+    DEVICE_SLOTS,
+    Start,
+    daemon_with,
+    engine_at,
+    numbers,
+    on_device,
+    save,
+    slots_of,
+    take,
+    values_of,
+)  # fmt: skip
+from tests.support.auditor import Auditor, device_memories
+from tests.support.host_device import UUID, HostDevices
 
 
 @pytest.fixture
@@ -56,51 +53,6 @@ def _device_memory_is_given_back(request: pytest.FixtureRequest) -> Iterator[Non
         while FakeEngine.made:
             FakeEngine.made.pop().close()
         wait_for(lambda: device_memories(pid) == 0, what="the memory given back")
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Path:
-    (gate := tmp_path / "gate").touch()
-    return gate
-
-
-def engine_at(daemon: Daemon, *, on: str = UUID, **options: Any) -> FakeEngine:
-    return FakeEngine(daemon.socket, block_bytes=BLOCK, devices=HostDevices(64 << 20, on=on), **options)
-
-
-def values_of(name: str, count: int, content: str = "") -> dict[bytes, bytes]:
-    digests = [hashlib.sha256(f"{name}-{i}".encode()).digest() for i in range(count)]
-    contents = [hashlib.sha256(digest + content.encode()).digest() for digest in digests]
-    return {digest: each * (BLOCK // 32) for digest, each in zip(digests, contents, strict=True)}
-
-
-def save(daemon: Daemon, engine: FakeEngine, values: dict[bytes, bytes]) -> None:
-    before = sum(line["stored_blocks"] for line in daemon.records("save.done"))
-    engine.save(values)
-    stored(daemon, before + len(values))
-
-
-def slots_of(engine: FakeEngine, key: Key) -> list[int]:
-    return engine.table.read_slots(key[0], 0, engine.flag(key).count)
-
-
-def on_device(engine: FakeEngine, key: Key) -> int:
-    return sum(slot >= engine.layout.slot_count for slot in slots_of(engine, key))
-
-
-def take(engine: FakeEngine, key: Key, values: dict[bytes, bytes]) -> int:
-    """Claim, read from where the table says, release; how many blocks came from the device."""
-    assert engine.move(key, FlagState.CLAIMED)
-    slots = slots_of(engine, key)
-    for rank in range(engine.ranks):
-        assert [engine.read(slot, rank) for slot in slots] == list(values.values())
-    assert engine.move(key, FlagState.RELEASED)
-    engine.done(key, loaded=len(slots))
-    return sum(slot >= engine.layout.slot_count for slot in slots)
-
-
-def numbers(daemon: Daemon) -> dict[str, int | str]:
-    return ask_daemon(daemon.socket).engines[0]
 
 
 def check_near(daemon: Daemon, auditor: Auditor, owner: str) -> None:
@@ -198,98 +150,6 @@ def test_a_device_that_fails_while_it_copies_is_left_alone(start: Start, auditor
     wait_for(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
 
 
-HUNG = ("--call-timeout-ms", "1000")
-
-
-def hang(daemon: Daemon, engine: FakeEngine, *each: dict[bytes, bytes]) -> list[Key]:
-    """Requests that nobody claimed, each with a copy of its own; the first one's is past its deadline now."""
-    for values in each:
-        save(daemon, engine, values)
-    keys: list[Key] = []
-    copies = 0
-    for values in each:
-        keys.append(engine.hint(list(values)))
-        assert engine.settled(keys[-1]).count == len(values)
-        copies += len(values)
-        wait_for(lambda copies=copies: numbers(daemon)["device_copies"] == copies, what="the copy's start")
-    overdue = daemon.wait_record("call.overdue")
-    assert overdue is not None
-    assert (overdue["call"], overdue["blocks"]) == ("copy", len(each[0]))
-    off = daemon.wait_record("device.off")
-    assert off is not None
-    assert off["error"] == "a copy did not come back in time"
-    return keys
-
-
-def test_a_copy_that_hangs_holds_nobody_up_and_takes_nothing_but_its_slots(
-    start: Start, auditor: Auditor, gate: Path
-) -> None:
-    """Nobody is told its slots, also once it is over; by then other blocks lie in the host slots that it reads."""
-    daemon = start(*HUNG, gate=gate)
-    engine = engine_at(daemon, engine_id="hung")
-    held, values = values_of("held", 2), values_of("hung", 4)
-    waiting, key = hang(daemon, engine, held, values)
-    reads = slots_of(engine, key)
-    assert take(engine, key, values) == 0
-    reused: set[int] = set()
-    for turn in range(6):  # more blocks than the host has slots
-        others = values_of(f"other-{turn}", 10)
-        save(daemon, engine, others)
-        other = engine.hint(list(others))
-        engine.settled(other)
-        reused.update(slots_of(engine, other))
-        assert take(engine, other, others) == 0
-    assert reused >= set(reads)
-    assert numbers(daemon)["device_copies"] == 6
-    elsewhere = engine_at(daemon, engine_id="elsewhere", on=UUIDS[1])
-    assert daemon.wait_record("device.ready", count=2) is not None
-    near = elsewhere.hint(list(values))
-    elsewhere.settled(near)
-    wait_for(lambda: on_device(elsewhere, near) == 4, what="promotion to the other GPU")
-    assert take(elsewhere, near, values) == 4
-    elsewhere.close()
-    wait_for(lambda: len(ask_daemon(daemon.socket).engines) == 1, what="the other engine's end")
-    gate.unlink()
-    wait_for(lambda: numbers(daemon)["device_slots_free"] == DEVICE_SLOTS, what="the slots")
-    assert take(engine, waiting, held) == 0
-    assert engine.load(list(values)) == list(values.values())
-    auditor.assert_idle(daemon.pid, daemon.socket)
-    assert len(daemon.records("device.off")) == 1
-    engine.close()
-    wait_for(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
-
-
-def test_what_a_copy_that_hangs_reads_and_writes_outlives_its_engine(start: Start, gate: Path) -> None:
-    daemon = start(*HUNG, gate=gate)
-    engine = engine_at(daemon)
-    hang(daemon, engine, values_of("hung", 4))
-    engine.close()
-    wait_for(lambda: not ask_daemon(daemon.socket).engines, what="the end of the epoch")
-    with pytest.raises(AssertionError, match="freed"):
-        wait_for(lambda: device_memories(daemon.pid) == 0 or daemon.records("engine.detached"), 2.0, "freed")
-    gate.unlink()
-    assert daemon.wait_record("engine.detached") is not None
-    wait_for(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
-
-
-def test_a_stop_neither_waits_for_a_copy_that_hangs_nor_loses_what_the_disk_has_not(
-    start: Start, gate: Path, tmp_path: Path
-) -> None:
-    daemon = start(*HUNG, "--disk", f"{tmp_path / 'disk'}:256MiB", gate=gate)
-    engine = engine_at(daemon)
-    values = values_of("hung", 4)
-    hang(daemon, engine, values)
-    started = time.monotonic()
-    assert daemon.sigterm(40) == 0
-    assert time.monotonic() - started < 25
-    assert daemon.records("store.unflushed") == []
-    engine.close()
-    gate.unlink()
-    daemon.start()
-    engine = engine_at(daemon)
-    assert engine.load(list(values)) == list(values.values()), "found on the disk"
-
-
 def test_host_memory_that_cannot_be_pinned_is_copied_all_the_same(start: Start) -> None:
     daemon = start(fail="register")
     engine = engine_at(daemon)
@@ -344,8 +204,7 @@ def test_where_there_can_be_no_device_slots_there_are_host_slots_and_a_reason(
     devices = HostDevices(64 << 20)
     devices.device.fail.add(fail)
     monkeypatch.setattr(cuda, "devices", devices)
-    config = load({"staging": "16MiB", "device_staging": "4MiB", "device_margin": 0, **options})
-    memory = EngineMemory.create(config, 7, hello("scheduler", 0, ""), [hello("worker", 0, UUID)])
+    memory = prepared({"staging": "16MiB", "device_staging": "4MiB", "device_margin": 0, **options}, UUID)
     assert (memory.device, memory.layout.device_slots) == (None, 0)
     assert words in memory.device_error
     assert bool(words) == bool(memory.device_error)
@@ -353,10 +212,21 @@ def test_where_there_can_be_no_device_slots_there_are_host_slots_and_a_reason(
     wait_for(lambda: not any(devices.device.live.values()), what="the memory given back")
 
 
+def prepared(options: dict[str, object], *devices: str) -> EngineMemory:
+    """The memory of an epoch whose ranks are on these devices."""
+    pools = Pools(1)
+    workers = [hello("worker", rank, device) for rank, device in enumerate(devices)]
+    made: list[EngineMemory | Exception] = []
+    prepare(pools, load(options), 7, hello("scheduler", 0, ""), workers, made.append)
+    wait_for(lambda: pools.run_finished() and made, what="the memory")
+    pools.close()
+    assert isinstance(made[0], EngineMemory)
+    return made[0]
+
+
 def test_a_worker_without_a_gpu_keeps_all_ranks_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "devices", HostDevices(64 << 20))
-    workers = [hello("worker", rank, device) for rank, device in enumerate((UUID, ""))]
-    memory = EngineMemory.create(load({"device_margin": 0}), 7, hello("scheduler", 0, ""), workers)
+    memory = prepared({"device_margin": 0}, UUID, "")
     assert memory.device is None
     assert memory.device_error == "not every worker has a GPU that staging can use: rank=1"
     memory.close()

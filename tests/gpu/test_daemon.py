@@ -99,7 +99,8 @@ class Rig:
         self.gpu.stream().close()  # the context is there
         self.before = self.gpu.free_bytes()
         staging: Any = self.host
-        self.staging = DeviceStaging(staging, [uuid], budget_bytes=SLAB_BYTES, margin_bytes=0, owner=owner)
+        self.staging = DeviceStaging([SLOT_BYTES], [uuid], budget_bytes=SLAB_BYTES, margin_bytes=0, owner=owner)
+        self.staging.follow(staging)
         assert self.staging.slots == NEAR
         self.pools, self.jobs, self.totals = Pools(1), Jobs(self.log), Account()
         self.requests: dict[tuple[int, int], Request] = {}

@@ -1,7 +1,7 @@
-"""kvprefetchd with GPUs of host memory: `python -m tests.support.device_daemon TOTAL_BYTES FAIL GATE serve …`.
+"""kvprefetchd with GPUs of host memory: `python -m tests.support.device_daemon TOTAL_BYTES FAIL GATE HANG serve …`.
 
 FAIL names the methods of the first one that fail, with commas in between, or is `-`.  As long as the file GATE exists
-its copies are not done.
+those that HANG names do not return.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from kvprefetch.daemon.cli import main
 from tests.support import host_device
 
 
-def with_device(daemon: Daemon, total_bytes: int = 64 << 20, fail: str = "-", gate: str | Path = "-") -> Daemon:
+def with_device(
+    daemon: Daemon, total_bytes: int = 64 << 20, fail: str = "-", gate: str | Path = "-", hang: str = "copy"
+) -> Daemon:
     """Let this daemon, which is not started yet, find such GPUs."""
     at = daemon.argv.index("kvprefetch.daemon")
-    daemon.argv[at : at + 1] = ["tests.support.device_daemon", str(total_bytes), fail, str(gate)]
+    daemon.argv[at : at + 1] = ["tests.support.device_daemon", str(total_bytes), fail, str(gate), hang]
     return daemon
 
 
@@ -26,7 +28,8 @@ def run(arguments: list[str]) -> Any:
     devices = host_device.install(int(arguments[0]))
     devices.device.fail.update(arguments[1].split(","))
     devices.device.gate = Path(arguments[2]) if arguments[2] != "-" else None
-    sys.argv[1:] = arguments[3:]
+    devices.device.hang = set(arguments[3].split(","))
+    sys.argv[1:] = arguments[4:]
     return main()
 
 

@@ -4,6 +4,8 @@ Their memory is a memfd.  The handle names process, descriptor and file, so that
 /proc, a handle whose exporter is dead cannot be opened, and what is mapped stays when its exporter dies.  What CUDA
 would not forgive is an AssertionError: registering a page twice, or not whole pages; unregistering what is not
 registered; a copy that touches no device memory mapped here.
+
+It may also hang, as a driver does whose device is lost: calls that do not return as long as a file exists.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class HostDevice:
     """What it did is counted in `live`: allocations, mappings of others' memory, registrations and streams.
 
     `fail` names methods that raise DeviceError.  With `hold`, copies are done at `run` only.  As long as the file
-    `gate` exists no copy is done, and whoever waits for one waits.
+    `gate` exists the methods named in `hang` do not return; `copy` stands for waiting until one is done.
     """
 
     processors = 2
@@ -66,6 +68,7 @@ class HostDevice:
     def __init__(self, total_bytes: int, uuid: str) -> None:
         self.uuid, self.total_bytes = uuid, total_bytes
         self.fail: set[str] = set()
+        self.hang = {"copy"}
         self.hold = False
         self.gate: Path | None = None
         self.allocated: set[HostMemory] = set()
@@ -82,11 +85,17 @@ class HostDevice:
             "registered": len(self.registered), "streams": len(self.streams),
         }  # fmt: skip
 
-    @property
-    def stalled(self) -> bool:
-        return self.gate is not None and self.gate.exists()
+    def stalled(self, name: str) -> bool:
+        return name in self.hang and self.gate is not None and self.gate.exists()
+
+    def wait(self, name: str) -> None:
+        """Until `name` does not hang."""
+        while self.stalled(name):
+            time.sleep(0.005)
 
     def check(self, name: str) -> None:
+        if name != "copy":  # that is queued; who waits for it is held up
+            self.wait(name)
         if name in self.fail:
             raise DeviceError(f"{name}: told to fail")
 
@@ -130,6 +139,7 @@ class HostDevice:
             self.registered[address] = end - address
 
     def unregister(self, address: int) -> None:
+        self.wait("unregister")
         with self.lock:
             assert address in self.registered, "not registered"
             del self.registered[address]
@@ -175,6 +185,7 @@ class HostMemory:
         fd, self._fd = self._fd, -1
         if fd < 0:
             return
+        self._device.wait("close")
         self._alive.discard(self)
         os.close(fd)
         try:
@@ -212,12 +223,11 @@ class HostStream:
         return event
 
     def _go_on(self) -> None:
-        if not (self._device.hold or self._device.stalled):
+        if not (self._device.hold or self._device.stalled("copy")):
             self.run()
 
     def run(self) -> None:
-        while self._device.stalled:
-            time.sleep(0.005)
+        self._device.wait("copy")
         queue, self._queue = self._queue, []
         for job in queue:
             job()

@@ -1,0 +1,66 @@
+"""What tests of a daemon's device tier share: a daemon with a GPU of host memory, and engines with blocks on it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lab.daemon import Daemon
+from kvprefetch.shmring.protocol import FlagState
+from tests.daemon.fake_engine import FakeEngine
+from tests.daemon.stores import stored
+from tests.support.auditor import ask_daemon
+from tests.support.device_daemon import with_device
+from tests.support.host_device import UUID, HostDevices
+
+BLOCK = 256 << 10
+DEVICE_SLOTS = (4 << 20) // BLOCK
+Key = tuple[int, int]
+Start = Callable[..., Daemon]
+
+
+def daemon_with(*extra: str, fail: str = "-", gate: str | Path = "-", hang: str = "copy") -> Daemon:
+    """With a GPU of 64 MiB, 4 MiB of it for staging; while the file `gate` exists what `hang` names hangs."""
+    options = ("--device-staging", "4MiB", "--device-margin", "0", "--log-level", "debug", *extra)
+    return with_device(Daemon(memory="64MiB", staging="16MiB", extra=options), fail=fail, gate=gate, hang=hang)
+
+
+def engine_at(daemon: Daemon, *, on: str = UUID, **options: Any) -> FakeEngine:
+    return FakeEngine(daemon.socket, block_bytes=BLOCK, devices=HostDevices(64 << 20, on=on), **options)
+
+
+def values_of(name: str, count: int, content: str = "") -> dict[bytes, bytes]:
+    digests = [hashlib.sha256(f"{name}-{i}".encode()).digest() for i in range(count)]
+    contents = [hashlib.sha256(digest + content.encode()).digest() for digest in digests]
+    return {digest: each * (BLOCK // 32) for digest, each in zip(digests, contents, strict=True)}
+
+
+def save(daemon: Daemon, engine: FakeEngine, values: dict[bytes, bytes]) -> None:
+    before = sum(line["stored_blocks"] for line in daemon.records("save.done"))
+    engine.save(values)
+    stored(daemon, before + len(values))
+
+
+def slots_of(engine: FakeEngine, key: Key) -> list[int]:
+    return engine.table.read_slots(key[0], 0, engine.flag(key).count)
+
+
+def on_device(engine: FakeEngine, key: Key) -> int:
+    return sum(slot >= engine.layout.slot_count for slot in slots_of(engine, key))
+
+
+def take(engine: FakeEngine, key: Key, values: dict[bytes, bytes]) -> int:
+    """Claim, read from where the table says, release; how many blocks came from the device."""
+    assert engine.move(key, FlagState.CLAIMED)
+    slots = slots_of(engine, key)
+    for rank in range(engine.ranks):
+        assert [engine.read(slot, rank) for slot in slots] == list(values.values())
+    assert engine.move(key, FlagState.RELEASED)
+    engine.done(key, loaded=len(slots))
+    return sum(slot >= engine.layout.slot_count for slot in slots)
+
+
+def numbers(daemon: Daemon) -> dict[str, int | str]:
+    return ask_daemon(daemon.socket).engines[0]
