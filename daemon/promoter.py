@@ -77,6 +77,7 @@ class Promoter:
                 self._on = True
                 self._log.info("device.ready", device_slots=device.slots, owner=device.owner)
                 self._pin(device.pieces())
+                self.pump()
 
         self._start(partial(device.open, handles), opened, partial(self._silent, "to get ready for copies"))
 
@@ -116,8 +117,11 @@ class Promoter:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def published(self, key: Key, start: int, slots: Sequence[int]) -> Sequence[int]:
-        """The slots to enter for blocks that are about to be published from `start` on."""
-        return self._promotions.published(self._requests[key], start, slots) if self._on else slots
+        """The slots to enter for blocks that are about to be published from `start` on.
+
+        Also before copies are made: those who wait then are the first to be promoted.
+        """
+        return self._promotions.published(self._requests[key], start, slots) if self._device is not None else slots
 
     def asked(self, key: Key) -> None:
         self._promotions.asked(key)

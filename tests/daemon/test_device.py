@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +75,29 @@ def check_near(daemon: Daemon, auditor: Auditor, owner: str) -> None:
 def test_near_blocks_are_on_the_device_and_loaded_from_there(daemon: Daemon, auditor: Auditor) -> None:
     """On every rank; a second request finds the copies that the first one left."""
     check_near(daemon, auditor, "daemon")
+
+
+def test_requests_that_are_staged_before_the_device_is_ready_are_promoted_when_it_is(
+    start: Start, auditor: Auditor, tmp_path: Path
+) -> None:
+    """As an engine's first requests are, which may wait for minutes."""
+    (gate := tmp_path / "gate").touch()
+    daemon = start("--call-timeout-ms", "60000", gate=gate, hang="stream")
+    engine = engine_at(daemon)
+    waiting, asked = values_of("waiting", DEVICE_SLOTS), values_of("asked", DEVICE_SLOTS)
+    save(daemon, engine, waiting)
+    save(daemon, engine, asked)
+    keys = [engine.hint(list(values)) for values in (waiting, asked)]
+    for key in keys:
+        assert engine.settled(key).count == DEVICE_SLOTS
+    engine.ask(keys[1])
+    assert daemon.records("device.ready") == []
+    gate.unlink()
+    wait_for(lambda: [on_device(engine, key) for key in keys] == [0, DEVICE_SLOTS], what="promotion")
+    assert take(engine, keys[1], asked) == DEVICE_SLOTS
+    wait_for(lambda: on_device(engine, keys[0]) == DEVICE_SLOTS, what="promotion of the other")
+    assert take(engine, keys[0], waiting) == DEVICE_SLOTS
+    auditor.assert_idle(daemon.pid, daemon.socket)
 
 
 def test_the_engine_may_own_the_memory(start: Start, auditor: Auditor) -> None:
