@@ -50,7 +50,8 @@ class _Copy:
 class _Holder:
     """A published request.
 
-    `next`: blocks before it were looked at.  `settled`: it was claimed, or is of before a reset, and gets no more.
+    `next`: blocks before it were looked at.  `settled`: it was claimed when last looked at, and gets no more until it
+    is seen unclaimed.  `void`: of before a reset, and gets no more.
     `queued`, `listed`: its entries in the queue and among the victims.
     """
 
@@ -60,6 +61,7 @@ class _Holder:
     copies: dict[int, _Copy] = field(default_factory=dict)
     next: int = 0
     settled: bool = False
+    void: bool = False
     queued: Urgency | None = None
     listed: Urgency | None = None
 
@@ -89,6 +91,7 @@ class Promotions:
         self._victims: list[Urgency] = []  # negated, of requests that hold copies: least urgent first
         self._orders: dict[int, list[_Copy]] = {}
         self._number = 0
+        self._settled: list[_Holder] = []
         self._stopped = False  # there was no room for the most urgent one, until something changes
         self._closed = False
 
@@ -151,8 +154,19 @@ class Promotions:
         self._stopped = False
 
     def tick(self) -> None:
-        """Called now and then: flags change hands unseen, so look again for room."""
+        """Called now and then: flags change hands unseen, so look again for room, and for claims that were given up."""
         self._stopped = False
+        settled, self._settled = self._settled, []
+        for holder in settled:
+            if self._holders.get(holder.request.key) is not holder or holder.void:
+                continue
+            if not self._port.unclaimed(holder.request.key):
+                self._settled.append(holder)
+                continue
+            holder.settled, holder.next = False, holder.start
+            if moves := [(block, copy.slot) for block, copy in holder.copies.items() if copy.there]:
+                self._port.move(holder.request.key, moves)  # some were sent back to the host just before the claim
+            self._enter(holder)
 
     def reset(self) -> None:
         """Every block's KV is void: copies serve those who hold them, and nobody else."""
@@ -160,7 +174,7 @@ class Promotions:
             self._forget(copy)
             self._settle(copy)
         for holder in self._holders.values():
-            holder.settled = True
+            holder.settled = holder.void = True
 
     def close(self) -> None:
         """No more copies. Whoever is not claimed is sent back to its host slots."""
@@ -261,7 +275,7 @@ class Promotions:
             return False
         self._port.move(key, [(block, holder.host[block - holder.start]) for block in alone])
         if not self._port.unclaimed(key):
-            holder.settled = True  # claimed just now: it may have read the numbers, so its copies stay until it ends
+            self._settle_claimed(holder)  # just now: it may have read the numbers, so its copies stay until it ends
             return True
         for block in alone:
             copy = holder.copies.pop(block)
@@ -277,8 +291,12 @@ class Promotions:
     def _may_be_told(self, holder: _Holder) -> bool:
         """Whether the engine may still read what is entered for this request now."""
         if not holder.settled and not self._port.unclaimed(holder.request.key):
-            holder.settled = True  # it loads from where its table says
+            self._settle_claimed(holder)  # it loads from where its table says
         return not holder.settled
+
+    def _settle_claimed(self, holder: _Holder) -> None:
+        holder.settled = True
+        self._settled.append(holder)
 
     def _enter(self, holder: _Holder) -> None:
         """Put it where its urgency belongs, if it has blocks to promote, and if it has copies to take."""

@@ -161,6 +161,40 @@ def test_a_claimed_request_keeps_what_it_may_have_read() -> None:
     assert device.on_device(early) == 2
 
 
+def test_a_request_that_gave_its_claim_up_is_promoted_after_all() -> None:
+    """An answer that the scheduler finds no room for is taken back; until then every pass claims anew."""
+    device = Device(4, chunk=2)
+    request = request_of(1, [1, 2, 3, 4])
+    device.publish(request, 0, [0, 1, 2, 3], [1, 2, 3, 4])
+    device.order()
+    device.tables.claim(request.key)
+    device.copy()
+    assert device.order() is None
+    device.promotions.tick()
+    assert device.order() is None
+    device.tables.claims[request.key] = None
+    device.promotions.tick()
+    device.promote()
+    assert sorted(device.tables.entries[request.key]) == [HOST, HOST + 1, HOST + 2, HOST + 3]
+    device.drop(request.key)
+    device.promotions.tick()
+    assert device.promotions.gauges()["device_slots_idle"] == 4
+
+
+def test_what_was_sent_back_just_before_a_claim_is_named_again_when_that_is_given_up() -> None:
+    device = Device(2)
+    late, early = request_of(2, [1, 2]), request_of(1, [3, 4])
+    device.publish(late, 0, [0, 1], [1, 2])
+    device.promote()
+    device.publish(early, 0, [2, 3], [3, 4])
+    device.tables.claim_next = late.key
+    device.promote()
+    device.tables.claims[late.key] = None
+    device.drop(early.key)
+    device.promotions.tick()
+    assert device.on_device(late) == 2
+
+
 def test_a_copy_whose_requests_are_gone_is_void() -> None:
     """Nothing pinned its host slot any more while it was copied."""
     device = Device(2)
