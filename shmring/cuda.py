@@ -2,7 +2,8 @@
 
 cupy is imported at the first question about a CUDA device, never before, and no CUDA context exists before the first
 method of a Device is called.  Only raw runtime calls are used: cupy's memory pools would hold what others map, and
-memory of the asynchronous allocator has no IPC handle.
+memory of the asynchronous allocator has no IPC handle.  Those that may take long and that cupy makes under the
+interpreter's lock go to the driver instead (cuda_driver.py).
 
 What CUDA's documentation says and the code rests on: `cudaSetDevice` is per thread, so each call that depends on it is
 preceded by it; an IPC handle names a whole allocation, and `cudaMalloc` may cut small ones from a larger one, so an
@@ -22,7 +23,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-HANDLE_BYTES = 64
+from .cuda_driver import HANDLE_BYTES as HANDLE_BYTES
+from .cuda_driver import Driver
+from .errors import DeviceError as DeviceError
+
 # Exported allocations are multiples of this: less could share its handle with another allocation.
 GRAIN_BYTES = 2 << 20
 # Registered host memory goes in whole pages.
@@ -31,10 +35,6 @@ PAGE_BYTES = 4096
 PIECE_BYTES = 16 << 20
 
 Argument = npt.NDArray[np.void]
-
-
-class DeviceError(Exception):
-    """What CUDA or cupy said, in one line."""
 
 
 class Event(Protocol):
@@ -174,23 +174,35 @@ def _uuid(runtime: Any, index: int) -> str:
 class CudaDevices:
     """The devices that this process may see. Asking for UUIDs makes no CUDA context."""
 
+    def __init__(self) -> None:
+        self._driver = Driver()
+        self._opened: dict[str, CudaDevice] = {}
+
     def open(self, uuid: str) -> Device:
+        if (opened := self._opened.get(uuid)) is not None:
+            return opened  # the others, of which one may not answer, are not asked again
         runtime = _cupy().cuda.runtime
+        self._driver.init()
         count = _said("cudaGetDeviceCount", runtime.getDeviceCount)
         found = [index for index in range(count) if _uuid(runtime, index) == uuid]
         if len(found) != 1:
             raise DeviceError(f"not exactly one device has this UUID: uuid={uuid} found={len(found)} devices={count}")
-        return CudaDevice(found[0], uuid)
+        return self._opened.setdefault(uuid, CudaDevice(found[0], uuid, self._driver))
 
     def uuid_of(self, kind: str, index: int) -> str:
-        return _uuid(_cupy().cuda.runtime, index) if kind == "cuda" else ""
+        if kind != "cuda":
+            return ""
+        runtime = _cupy().cuda.runtime
+        self._driver.init()
+        return _uuid(runtime, index)
 
 
 class CudaDevice:
     """A device by its index in this process."""
 
-    def __init__(self, index: int, uuid: str) -> None:
-        self.index, self.uuid = index, uuid
+    def __init__(self, index: int, uuid: str, driver: Driver) -> None:
+        self.index, self.uuid, self.driver = index, uuid, driver
+        self._started = False
         self.cupy = _cupy()
         self.runtime = self.cupy.cuda.runtime
         properties = _said("cudaGetDeviceProperties", self.runtime.getDeviceProperties, index)
@@ -202,13 +214,21 @@ class CudaDevice:
             )
         )  # fmt: skip
 
+    def make_current(self) -> None:
+        """For this thread; the first time it makes the context. Raises DeviceError."""
+        if not self._started:
+            self.driver.start(self.index)
+            self._started = True
+        _said("cudaSetDevice", self.runtime.setDevice, self.index)
+
     def call(self, what: str, *values: Any) -> Any:
         """runtime.`what`(*values) with this device current. Raises DeviceError."""
-        _said("cudaSetDevice", self.runtime.setDevice, self.index)
+        self.make_current()
         return _said(what, getattr(self.runtime, what), *values)
 
     def free_bytes(self) -> int:
-        return int(self.call("memGetInfo")[0])
+        self.make_current()
+        return self.driver.free_bytes()
 
     def allocate(self, size_bytes: int) -> Memory:
         return CudaMemory(self, int(self.call("malloc", size_bytes)), size_bytes, "free")
@@ -216,8 +236,8 @@ class CudaDevice:
     def open(self, handle: bytes, size_bytes: int) -> Memory:
         if len(handle) != HANDLE_BYTES:
             raise DeviceError(f"handle has another size: bytes={len(handle)} expected={HANDLE_BYTES}")
-        address = int(self.call("ipcOpenMemHandle", handle, self.runtime.cudaIpcMemLazyEnablePeerAccess))
-        return CudaMemory(self, address, size_bytes, "ipcCloseMemHandle")
+        self.make_current()
+        return CudaMemory(self, self.driver.open(handle), size_bytes, "ipcCloseMemHandle")
 
     def register(self, address: int, size_bytes: int) -> None:
         if not self._same_addresses:
@@ -232,7 +252,7 @@ class CudaDevice:
         return CudaStream(self)
 
     def kernel(self, source: str, name: str) -> Kernel:
-        _said("cudaSetDevice", self.runtime.setDevice, self.index)
+        self.make_current()
 
         def load() -> Any:
             # RawModule compiles and loads for the current device; its Function keeps the module loaded.
@@ -254,12 +274,16 @@ class CudaMemory:
                 f"only whole allocations can be exported: address={self.address:#x} bytes={self.size_bytes} "
                 f"both multiples of {GRAIN_BYTES}"
             )
-        return bytes(self._device.call("ipcGetMemHandle", self.address))
+        self._device.make_current()
+        return self._device.driver.handle(self.address)
 
     def close(self) -> None:
         undo, self._undo = self._undo, ""
-        if undo:
+        if undo == "free":
             self._device.call(undo, self.address)
+        elif undo:
+            self._device.make_current()
+            self._device.driver.close(self.address)
 
 
 class CudaStream:

@@ -7,3 +7,7 @@ class SegmentCorrupt(Exception):
 
 class SegmentError(OSError):
     """A segment could not be created or mapped (no room in shared memory, wrong size, wrong magic)."""
+
+
+class DeviceError(Exception):
+    """What CUDA or cupy said, in one line."""

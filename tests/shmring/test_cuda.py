@@ -151,9 +151,7 @@ def test_pieces_are_whole_pages_and_whole_slots(slot_bytes: int, slots: int) -> 
 
 
 class Runtime:
-    """Records what is called; stands in for cupy.cuda.runtime."""
-
-    cudaIpcMemLazyEnablePeerAccess = 1
+    """Records what is called; stands in for cupy.cuda.runtime and the driver."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -164,16 +162,17 @@ class Runtime:
 
 def cuda_memory(undo: str, address: int = GRAIN_BYTES, size_bytes: int = GRAIN_BYTES) -> tuple[CudaMemory, Runtime]:
     device = cuda.CudaDevice.__new__(cuda.CudaDevice)
-    device.index, device.runtime = 3, Runtime()
+    device.index, device._started = 3, False
+    device.runtime = device.driver = Runtime()  # type: ignore[assignment]
     return CudaMemory(device, address, size_bytes, undo), device.runtime
 
 
-@pytest.mark.parametrize("undo", ["free", "ipcCloseMemHandle"])
-def test_memory_is_given_back_once_on_its_device(undo: str) -> None:
+@pytest.mark.parametrize(("undo", "call"), [("free", "free"), ("ipcCloseMemHandle", "close")])
+def test_memory_is_given_back_once_on_its_device(undo: str, call: str) -> None:
     memory, runtime = cuda_memory(undo)
     memory.close()
     memory.close()
-    assert runtime.calls == [("setDevice", 3), (undo, GRAIN_BYTES)]
+    assert runtime.calls == [("start", 3), ("setDevice", 3), (call, GRAIN_BYTES)]
 
 
 @pytest.mark.parametrize("wrong", [{"undo": "ipcCloseMemHandle"}, {"address": 512}, {"size_bytes": 4096}])
