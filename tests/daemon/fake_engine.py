@@ -40,6 +40,12 @@ def wait_for(condition, timeout_s: float = 10.0, what: str = "the condition"):  
     raise AssertionError(f"{what} did not come within {timeout_s} s")
 
 
+def listening(path: Path) -> bool:
+    """Whether connections are taken there: a bound socket's file is there before (`__SO_ACCEPTCON`, proc(5))."""
+    sockets = (line.split() for line in Path("/proc/net/unix").read_text().splitlines())
+    return any(fields[3] == "00010000" and fields[-1] == str(path) for fields in sockets)
+
+
 class FakeEngine:
     """Scheduler and `ranks` workers of one engine, attached to the daemon behind `path`."""
 

@@ -19,7 +19,7 @@ from kvprefetch.daemon import config
 from kvprefetch.daemon.log_writer import LogWriter
 from kvprefetch.daemon.service import Daemon
 from kvprefetch.shmring.protocol import RecordKind
-from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.fake_engine import FakeEngine, listening, wait_for
 from tests.daemon.stores import blocks
 from tests.support.auditor import ask_daemon
 
@@ -116,7 +116,7 @@ def serve(tmp_path: Path, stdout: int) -> subprocess.Popen[bytes]:
         "0",
     ]
     process = subprocess.Popen([*command, "--memory", "64MiB", "--staging", "1MiB"], stdout=stdout)
-    wait_for((tmp_path / "s").exists, 60, "the socket")
+    wait_for(lambda: listening(tmp_path / "s"), 60, "the socket")
     return process
 
 

@@ -19,7 +19,7 @@ from benchmarks.lab.daemon import Daemon
 from kvprefetch.daemon.config import ConfigError
 from kvprefetch.daemon.notify import Notifier, inherited_socket
 from kvprefetch.shmring import messages
-from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.fake_engine import FakeEngine, listening, wait_for
 
 WATCHDOG_US = 900_000
 
@@ -201,7 +201,7 @@ def test_systemd_starts_it_at_the_first_connection(folder: Path) -> None:
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        wait_for(path.exists, what="the socket")
+        wait_for(lambda: listening(path), 60, "the socket")
         attach_and_stop(child, path)
     finally:
         child.kill()
