@@ -6,7 +6,6 @@ import ctypes
 import json
 import mmap
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -21,6 +20,7 @@ from kvprefetch.daemon.embedded import EmbeddedMaster
 from kvprefetch.daemon.store import Store, StoreError, StoreUnavailable
 from kvprefetch.daemon.store_errors import ErrorClass, classify
 from kvprefetch.daemon.store_settings import MooncakeSettings, SettingsError
+from tests.daemon.fake_engine import wait_for
 
 SETTINGS = MooncakeSettings("127.0.0.1", "P2PHANDSHAKE", "127.0.0.1:1", "tcp", "", 0, 16 << 20, "default")
 BLOCK = 65536
@@ -127,7 +127,7 @@ def test_should_close_once_and_only_after_calls_in_flight() -> None:
     assert client.entered.wait(5)
     closer = threading.Thread(target=store.close)
     closer.start()
-    time.sleep(0.05)
+    wait_for(lambda: not store.answering, what="the refusal")
     assert client.closed == 0
     with pytest.raises(StoreUnavailable):
         store.exist(["k"])
@@ -390,7 +390,7 @@ def test_should_call_a_put_done_only_when_its_owner_has_the_bytes(
         with ThreadPoolExecutor() as pool:
             with frozen(cluster.owner_pid):
                 put = pool.submit(store.put_from, [f"ack@0{protocol}"], [base], [PAGE])
-                done, _ = wait([put], 1.5)
+                done, _ = wait([put], 30 if early else 1.5)
                 assert bool(done) is early
             assert put.result(30) == [ErrorClass.OK]
 
@@ -402,7 +402,7 @@ def test_should_not_confirm_a_removal_before_a_put_that_hangs_has_returned(joine
     with ThreadPoolExecutor() as pool:
         with frozen(cluster.owner_pid):
             put = pool.submit(store.put_from, ["m@01"], [base], [PAGE])
-            time.sleep(1)
+            wait_for(lambda: store._puts, what="the put")
             assert store.remove_matching(["other@"], 1.0), "others do not wait"
             assert not store.remove_matching(["m@"], 1.0)
             assert not put.done()

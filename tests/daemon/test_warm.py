@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -204,7 +203,7 @@ def test_an_engine_that_goes_ends_its_orders(serve: Serve) -> None:
         with frozen(master):
             chain = [digest.hex() for digest in blocks("going", 3)]
             messages.send_message(sock, Warm(run=uuid.uuid4().hex, chains=[chain]))
-            time.sleep(0.3)
+            ask_daemon(daemon.socket)  # by then it has read the order, which came before
             engine.close()
             received = messages.receive_message(sock)
     assert received is not None
