@@ -297,6 +297,10 @@ def test_an_account_takes_a_request_in() -> None:
     assert sum(total.exposed.counts) == 2, "of loaded and late ones"
     assert sum(total.ready_to_seen.counts) == 2
     assert total.ready_to_seen.sum_s == pytest.approx(0.002)
+    assert sum(total.look_up.counts) == 4
+    assert total.look_up.sum_s == pytest.approx(0.008)
+    assert total.exposed.sum_s == pytest.approx(0.022)
+    assert total.loaded_blocks == 14
     assert account.totals()["loaded_blocks"] == 7, "what was added stays as it was"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -50,20 +52,53 @@ def calls() -> Iterator[Calls]:
     calls.release.set()
     calls.until(lambda: pools.stuck == 0)
     assert pools.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(pools.fd)
 
 
 def test_a_call_that_hangs_is_given_up_once_and_the_next_one_runs_meanwhile(calls: Calls) -> None:
-    calls.start("hung", calls.pools.save, hang=True)
-    calls.start("next", calls.pools.save)
-    calls.until(lambda: "next" in calls.results)
-    assert calls.overdue == ["hung"]
-    assert calls.pools.stuck == 1
+    """And so it is again the next time; no thread is left over."""
+    for number in range(3):
+        calls.release.clear()
+        calls.overdue.clear()
+        calls.start(f"hung-{number}", calls.pools.save, hang=True)
+        calls.start(f"next-{number}", calls.pools.save)
+        calls.until(lambda number=number: f"next-{number}" in calls.results)  # type: ignore[misc]
+        assert calls.overdue == [f"hung-{number}"]
+        assert calls.pools.stuck == 1
+        calls.release.set()
+        calls.until(lambda number=number: f"hung-{number}" in calls.results)  # type: ignore[misc]
+        assert calls.pools.stuck == 0
+        assert calls.overdue == [f"hung-{number}"]
+        calls.start(f"after-{number}", calls.pools.save)
+        calls.until(lambda number=number: f"after-{number}" in calls.results)  # type: ignore[misc]
+    calls.until(lambda: sum(thread.name.startswith("save-") for thread in threading.enumerate()) <= 1)
+
+
+def test_results_are_announced_at_the_descriptor_until_they_are_fetched(calls: Calls) -> None:
+    """The main loop sleeps in an epoll over it."""
+    calls.start("one", calls.pools.look_up)
+    assert select.select([calls.pools.fd], [], [], 30)[0]
+    calls.pools.clear_bell()
+    calls.until(lambda: "one" in calls.results)
+    assert not select.select([calls.pools.fd], [], [], 0)[0]
+    calls.pools.clear_bell()  # nothing is there, and that is no error
+
+
+def test_what_waits_for_a_thread_is_given_up_when_as_many_hang_as_may(calls: Calls) -> None:
+    """Without having run: what it would write to may be gone by the time there is a thread again."""
+    ran: list[str] = []
+    for number in range(MAX_STUCK):
+        calls.start(f"hung-{number}", calls.pools.save, hang=True)
+    calls.pools.save(lambda: ran.append("late"), partial(calls._done, "late"), lambda: None, "engine")
+    calls.until(lambda: "late" in calls.results)
+    assert isinstance(calls.results["late"], TimeoutError)
+    assert calls.pools.stuck == MAX_STUCK
     calls.release.set()
-    calls.until(lambda: "hung" in calls.results)
-    assert calls.pools.stuck == 0
-    assert calls.overdue == ["hung"]
+    calls.until(lambda: calls.pools.stuck == 0)
     calls.start("after", calls.pools.save)
     calls.until(lambda: "after" in calls.results)
+    assert ran == []
 
 
 def test_a_lane_that_hangs_leaves_the_other_alone_and_has_room_again_when_its_calls_return(calls: Calls) -> None:

@@ -10,10 +10,10 @@ import structlog
 
 from kvprefetch.daemon import saver as module
 from kvprefetch.daemon.account import Account
-from kvprefetch.daemon.saver import LOADS_FIRST_NS, PAUSE_NS, TRIES, Saver
+from kvprefetch.daemon.saver import LOADS_FIRST_NS, PAUSE_NS, RESET_SLACK_S, TRIES, Saver
 from kvprefetch.daemon.transfers import SaveResult
 from kvprefetch.shmring.messages import Stored
-from kvprefetch.shmring.protocol import Saved
+from kvprefetch.shmring.protocol import ProtocolError, Saved
 
 
 class Credits:
@@ -76,6 +76,9 @@ def test_a_long_save_is_put_in_parts_and_each_part_gives_its_slots_back() -> Non
         ([], [3, 4, 5], []),
         ([6, 7], [], []),
     ]
+    counters = setup.saver.counters
+    assert (counters.saved_blocks, counters.present_blocks, counters.lost_saves) == (8, 0, 0)
+    assert setup.saver.gauges() == {"save_slots": 8, "save_slots_busy": 0, "saves_queued": 0}
 
 
 def test_loads_go_first_but_not_for_ever() -> None:
@@ -145,6 +148,85 @@ def test_a_save_of_old_weights_is_told_as_lost() -> None:
     setup.told.clear()
     setup.save(2, save_id=2)  # copied before the engine heard of the reset
     assert [(told.save_id, told.lost) for told in setup.told] == [(2, [0, 1])]
+    assert (setup.saver.counters.saved_blocks, setup.saver.counters.lost_saves) == (2, 4)
+
+
+def test_a_reset_removes_once_the_put_in_flight_has_returned_and_tells_what_came_of_it() -> None:
+    """Saves go on behind it, and one reset does not answer for another."""
+    setup = Setup()
+    replies: list[tuple[int, bool]] = []
+    setup.save(3)
+    for generation in (1, 2):
+        setup.saver.reset(generation, 1.0, lambda ok, generation=generation: replies.append((generation, ok)))  # type: ignore[misc]
+    setup.saver.saved(Saved(2, 2, False, [3], [b"\3" * 32]))
+    assert len(setup.jobs) == 1, "the put"
+    assert setup.saver.resetting
+    setup.end()
+    assert [blocks for blocks, _ in setup.jobs] == [[]], "the first removal"
+    setup.jobs.pop()[1](True)
+    assert replies == [(1, True)]
+    assert [blocks for blocks, _ in setup.jobs] == [[]], "the second one"
+    setup.jobs.pop()[1](False)
+    assert replies == [(1, True), (2, False)]
+    assert not setup.saver.resetting
+    assert setup.end() == [3], "the save of the new weights"
+
+
+def test_a_reset_whose_time_is_up_is_not_confirmed_whatever_comes_of_it() -> None:
+    setup = Setup()
+    replies: list[bool] = []
+    setup.save(1)
+    setup.saver.reset(1, 1.0, replies.append)
+    setup.now += int((1.0 + RESET_SLACK_S) * 1e9) - 1
+    setup.saver.next()
+    assert replies == []
+    setup.now += 1
+    setup.saver.next()
+    assert replies == [False]
+    setup.end()
+    setup.jobs.pop()[1](True)
+    assert replies == [False]
+    assert not setup.saver.resetting
+
+
+def test_nothing_of_a_full_store_is_tried_again_after_a_reset() -> None:
+    """It would bring a key back that was removed."""
+    setup = Setup()
+    setup.save(2)
+    setup.saver.reset(1, 1.0, lambda ok: None)
+    setup.end(again=True)
+    assert setup.credits.granted == [0, 1]
+    assert setup.told[-1].lost == [0, 1]
+    setup.jobs.pop()[1](True)
+    setup.now += 10 * PAUSE_NS[1]
+    setup.saver.next()
+    assert setup.jobs == []
+
+
+def test_slots_that_come_back_while_saving_is_off_are_granted_when_it_is_on_again() -> None:
+    setup = Setup()
+    setup.save(2)
+    setup.saver.switch(False)
+    setup.end()
+    setup.saver.saved(Saved(2, 0, False, [2], [b"\2" * 32]))
+    assert setup.credits.granted == []
+    assert setup.jobs == []
+    assert setup.told[-1].lost == [2]
+    assert setup.saver.gauges()["save_slots_busy"] == 3
+    setup.saver.switch(True)
+    assert setup.credits.granted == [0, 1, 2]
+    setup.save(3, save_id=3)
+    assert setup.end() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("slots", [[0, 0], [0, 8], [3]])
+def test_slots_that_are_not_out_are_refused_and_nothing_is_put(slots: list[int]) -> None:
+    setup = Setup()
+    setup.saver.saved(Saved(1, 0, False, [3], [b"\3" * 32]))
+    with pytest.raises(ProtocolError, match="slots were not granted"):
+        setup.saver.saved(Saved(2, 0, False, slots, [bytes([slot]) * 32 for slot in slots]))
+    assert setup.end() == [3]
+    assert setup.jobs == []
 
 
 def test_without_kv_events_the_store_is_not_asked_for_tiers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from kvprefetch.daemon.account import Account
 from kvprefetch.daemon.events import Ending
 from kvprefetch.daemon.planner import Request
-from kvprefetch.daemon.timeline import Timeline
+from kvprefetch.daemon.timeline import Stories, Timeline
 from kvprefetch.shmring.protocol import Done, Hint, Outcome
 
 MS = 1_000_000
@@ -28,9 +32,36 @@ def test_the_wait_and_what_was_hidden(asked: int, claimed: int, ended: int, expo
     timeline.looked_up_ns = 26 * MS
     request = Request((0, 1), b"", 32, 4, 0, 0, 1)
     request.first_byte_ns, request.last_byte_ns, request.fetched_blocks = 41 * MS, 101 * MS, 4
+    request.disk_blocks = 1
     times = [(at + 1) * MS if at else 0 for at in (asked, claimed)]
     done = Done(0, 1, Outcome.LOADED, 0, 4, times[0], times[1], 0)
     story = timeline.fields(request, Ending.LOADED, done, 1000, (ended + 1) * MS)
     assert (story["exposed_ms"], story["hidden_fraction"]) == (exposed, hidden)
     assert (story["hint_seen_ms"], story["last_byte_ms"], story["ended_ms"]) == (20.0, 100.0, ended)
     assert story["asked_ms"] == (asked or None)
+    assert (story["bytes"], story["bytes_memory"], story["bytes_disk"]) == (4000, 3000, 1000)
+
+
+def test_a_request_is_told_once_and_entered_into_the_totals() -> None:
+    """One that the engine said nothing of has loaded nothing, and no time at which it did."""
+    totals, written = Account(), []
+    log: Any = SimpleNamespace(info=lambda event, **fields: written.append((event, fields)))
+    stories = Stories(totals, log, 1000, lambda: 61 * MS)
+    request = Request((0, 1), b"", 32, 4, 1, 0, 1)
+    request.last_byte_ns, request.fetched_blocks = 51 * MS, 2
+    stories.begin(request.key, Hint(0, 1, "r", 4, 1, 0, 129, 1 * MS, 32, memoryview(b"")), 11 * MS)
+    stories.looked_up(request.key, 3, 21 * MS, unavailable=False)
+    stories.asked(request.key, 31 * MS)
+    stories.asked((7, 7), 31 * MS)  # not a request of ours: nothing happens
+    for _ in range(2):
+        stories.tell(request, Ending.ENGINE_GONE)
+    [(at, story)] = stories.recent
+    assert at == 61 * MS
+    assert written == [("request.done", story)]
+    assert [story[f"{name}_ms"] for name in ("arrived", "hint_seen", "looked_up", "asked", "last_byte", "ended")] == [
+        0.0, 10.0, 20.0, 30.0, 50.0, 60.0
+    ]  # fmt: skip
+    assert [story[name] for name in ("claimed_ms", "loaded_ms", "loaded_blocks")] == [None, None, 0]
+    assert (story["exposed_ms"], story["hidden_fraction"]) == (30.0, 0.5)
+    assert totals.endings == {"engine_gone": 1}
+    assert totals.miss_blocks == 1

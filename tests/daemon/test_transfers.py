@@ -173,3 +173,50 @@ def test_a_part_that_several_ranks_hold_is_read_once_and_is_there_for_all() -> N
         parts = [ctypes.string_at(address, 64) for address in staging.addresses(slot)]
         assert parts == [bytes([ord(name) + block]) * 64 for name in "aab"]
     staging.close()
+
+
+class Answers:
+    """A store that holds the keys `there`, and answers a put of each other one by its last digit."""
+
+    def __init__(self, there: set[str], puts: dict[str, ErrorClass]) -> None:
+        self.there, self.puts = there, puts
+        self.gone: str | None = None  # the call that finds the store gone
+
+    def _asked(self, call: str) -> None:
+        if call == self.gone:
+            raise StoreUnavailable("planted")
+
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        self._asked("exist")
+        return [key in self.there for key in keys]
+
+    def put_from(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[ErrorClass]:
+        self._asked("put_from")
+        return [self.puts[key[-1]] for key in keys]
+
+    def tiers(self, keys: Sequence[str]) -> list[str]:
+        self._asked("tiers")
+        return ["disk" if key.endswith("1") else "memory" for key in keys]
+
+
+def test_what_became_of_each_block_of_a_save() -> None:
+    """Stored, there already, to be tried again, or failed: each block is one of them, whatever its ranks' parts did."""
+    staging = HostStaging(8, [64, 64])
+    shape = Shape(("a@", "b@"), ((1, 0), (1, 0)), staging)
+    puts = {"0": ErrorClass.OK, "3": ErrorClass.NO_SPACE, "4": ErrorClass.RETRY, "5": ErrorClass.TRANSIENT,
+            "6": ErrorClass.WRITE, "7": ErrorClass.BUG, "2": ErrorClass.OK}  # fmt: skip
+    store: Any = Answers({"a@01", "b@01", "a@02"}, puts)
+    blocks = [(bytes([digit]), 7 - digit) for digit in range(8)]
+    result = transfers.save(store, shape, blocks, locate=True)
+    assert (result.stored, result.present) == (2, 1), "of the second one rank's part was there"
+    assert result.stored + result.present + result.failed + len(result.again) == 8
+    assert {(bytes([digit]), 7 - digit) for digit in (3, 4, 5)} <= set(result.again)
+    assert (b"\7", 0) not in result.again, "what cannot be put is not tried for ever"
+    assert (result.memory, result.disk) == ([7, 5], [6]), "slots of what is in the store now"
+    assert (transfers.save(store, shape, blocks).memory, transfers.save(store, shape, blocks).disk) == ([], [])
+    store.gone = "tiers"
+    assert transfers.save(store, shape, blocks, locate=True).memory == [7, 6, 5], "just put, so it lies in memory"
+    for store.gone in ("exist", "put_from"):
+        result = transfers.save(store, shape, blocks)
+        assert (result.stored, result.present, result.failed, result.again) == (0, 0, 0, blocks)
+    staging.close()

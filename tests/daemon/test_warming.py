@@ -218,9 +218,13 @@ def test_known_misses_and_a_silent_store() -> None:
     setup.fetch()
     assert setup.last() == {"fetched": 1, "absent": 2}
     setup.order("xyz")
+    setup.order("c", run=OTHER)
     setup.pending.pop()(None)
     assert isinstance(setup.replies[-1], Report)
     assert "store" in setup.replies[-1].text
+    setup.answer()  # to the order that waited behind it
+    assert setup.fetch() == ["c"]
+    assert setup.last() == {"fetched": 1}
     setup.answering = False
     setup.order("xyz")
     assert isinstance(setup.replies[-1], Report)
