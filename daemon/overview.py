@@ -106,7 +106,7 @@ def percent(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """42 s, 7 min, 3.2 h, 12 d."""
+    """42 s, 7 min, 3 h, 12 d."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"

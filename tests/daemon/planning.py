@@ -25,6 +25,7 @@ class FlagsModel:
         assert key not in self.expired
         assert key not in self.final
         assert count >= self.count.get(key, 0)
+        assert start + len(slots) == count, "exactly the slots of what is new"
         table = self.slots.setdefault(key, {})
         table.update(dict(enumerate(slots, start)))
         self.count[key] = count

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvprefetch.daemon.config import RELOADABLE, ConfigError, DaemonConfig
+from kvprefetch.daemon.config import RELOADABLE, ConfigError, DaemonConfig, parse_size, size_text
 from kvprefetch.daemon.host import available_bytes, quota_cores
 from kvprefetch.daemon.reload import reloaded
 from kvprefetch.daemon.sources import PREFIX, Sources, resolve
@@ -178,3 +178,12 @@ def test_available_memory_is_what_the_group_can_still_get(tmp_path: Path) -> Non
     )
     assert available_bytes(tmp_path, own) == 615
     assert available_bytes(tmp_path, tmp_path / "absent") > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (1000, "1000"), (1024, "1KiB"), (1536, "1536"), (3 << 20, "3MiB"), (5 << 30, "5GiB"), (1 << 40, "1TiB")],
+)
+def test_a_size_is_shown_as_it_may_be_written(count: int, text: str) -> None:
+    assert size_text(count) == text
+    assert parse_size(text) == count

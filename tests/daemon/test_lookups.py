@@ -114,6 +114,21 @@ def test_a_store_that_stops_answering_makes_all_who_wait_misses_at_once() -> Non
     assert len(setup.sent) == 2
 
 
+def test_an_answer_that_comes_past_its_deadline_is_not_taken_for_the_next_question_s() -> None:
+    setup = Setup()
+    setup.store("a", "b")
+    setup.hint(1, "a", "b")
+    setup.look_ups.next(0)
+    setup.look_ups.answered(setup.sent[0][0], None, 4 * SECOND)
+    key = setup.hint(2, "x", "y")
+    setup.look_ups.next(4 * SECOND)
+    assert len(setup.sent) == 2
+    setup.look_ups.answered(setup.sent[0][0], [(2, bytes(2))], 5 * SECOND)
+    assert key not in setup.answers
+    setup.answer(5 * SECOND)
+    assert setup.answers[key] == (0, False)
+
+
 def test_no_request_waits_for_its_turn_past_the_deadline() -> None:
     setup = Setup()
     for number in range(9):
@@ -202,6 +217,8 @@ def test_a_foreign_object_stays_known_after_we_stored_the_key() -> None:
     assert cache.first([b"miss", b"foreign"], 1) == 1
     assert cache.first([b"foreign"], LASTING_NS) == 1
     cache.add(b"foreign", 0, lasting=True)
+    cache.add(b"foreign", 0)
+    assert cache.first([b"foreign"], MISS_NS) == 0, "a look-up that misses it meanwhile makes it no plain miss"
     cache.clear()
     assert cache.first([b"foreign"], 1) == 1
 

@@ -382,3 +382,47 @@ def test_what_was_staged_ahead_or_came_too_late_or_is_void_is_waste_of_its_tier(
     assert planner.wasted == [2, 0]
     planner.reset()
     assert planner.wasted == [2, 1]
+
+
+def test_the_times_of_the_first_and_the_last_byte_are_those_of_fetches_for_this_request() -> None:
+    planner = Planner(8, FlagsModel(), chunk_blocks=1)
+    key = hint(planner, 1, "a", "b", "c")
+    planner.looked_up(key, 3)
+    orders = [planner.next_order()[0] for _ in range(3)]
+    for at, now_ns in ((0, 10), (2, 20), (1, 30)):
+        order = orders[at]
+        assert order is not None
+        planner.fetched(order.number, [True], now_ns)
+    assert (planner.requests[key].first_byte_ns, planner.requests[key].last_byte_ns) == (10, 30)
+    again = hint(planner, 2, "a", "b")
+    planner.looked_up(again, 2)
+    assert (planner.requests[again].first_byte_ns, planner.requests[again].last_byte_ns) == (0, 0), "it was staged"
+    assert planner.gauges()["blocks_pinned"] == 3
+
+
+def test_an_order_has_no_block_twice_and_none_that_is_here() -> None:
+    planner = Planner(8, FlagsModel(), chunk_blocks=8)
+    first = hint(planner, 1, "a", "b", "c", "b", "d")
+    planner.looked_up(first, 5)
+    assert run(planner) == [["a", "b", "c", "d"]]
+    planner.looked_up(hint(planner, 2, "x", "y", "c", "z"), 4)
+    assert run(planner) == [["x", "y", "z"]]
+    audit(planner)
+
+
+def test_what_an_engine_took_meanwhile_gets_nothing_more() -> None:
+    """It claimed the flag: its prefix is what it is, and the rest would be pinned for nobody."""
+    flags = FlagsModel()
+    planner = Planner(8, flags, chunk_blocks=1)
+    key = hint(planner, 1, "a", "b", "c")
+    planner.looked_up(key, 3)
+    order = planner.next_order()[0]
+    assert order is not None
+    flags.claimed.add(key)
+    planner.fetched(order.number, [True], 1)
+    planner.looked_up(key, 3)
+    assert planner.next_order()[0] is None
+    assert planner.gauges()["leases"] == 0
+    planner.looked_up((9, 9), 3)  # one that has ended
+    planner.finish(key)
+    audit(planner)

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from kvprefetch.daemon.planner import Lane
-from kvprefetch.daemon.pools import MAX_STUCK, Pools
+from kvprefetch.daemon.pools import MAX_STUCK, SLOW_NS, Pools
+from tests.daemon.fake_engine import wait_for
 
 TIMEOUT_NS = 200_000_000
 
@@ -183,3 +184,23 @@ def test_closing_does_not_wait_for_a_call_that_hangs() -> None:
     assert not pools.close()
     assert time.monotonic() - started < 10
     calls.release.set()
+
+
+def test_what_other_engines_fetch_counts_until_it_is_slow_and_the_oldest_call_is_known() -> None:
+    """The clock stands still but for the test: a call is slow when it says so."""
+    now = [5]
+    pools = Pools(1, timeout_ns=60_000_000_000, clock_ns=lambda: now[0])
+    calls = Calls(pools)
+    assert pools.running() == {}
+    for number, lane in enumerate(Lane):
+        now[0] = 10 * (number + 1)
+        calls.start(lane.name, partial(pools.fetch, lane), hang=True, owner="other")
+        wait_for(lambda lane=lane: pools._fetches[lane].oldest_ns() is not None)
+    assert not pools.fetch_room(Lane.MEMORY, "engine"), "a lane's width is for all engines together"
+    now[0] += SLOW_NS
+    assert pools.fetch_room(Lane.MEMORY, "engine")
+    assert not pools.fetch_room(Lane.MEMORY, "other")
+    assert pools.running() == {"fetch": 10}
+    calls.release.set()
+    assert pools.close(), "waits for what is in flight"
+    assert set(calls.results) == {"MEMORY", "DISK"}

@@ -14,6 +14,7 @@ from kvprefetch.daemon.promotion import CopyOrder, Promotions
 from kvprefetch.daemon.requests import Key, Request
 
 HOST = 100  # host slots come first
+LOCAL = 2  # blocks that the engine has itself before those that are named here
 BLOCKS = 6
 
 
@@ -22,13 +23,16 @@ def digest(name: int) -> bytes:
 
 
 def request_of(number: int, names: Sequence[int], priority: int = 0) -> Request:
-    hashes = b"".join(digest(name) for name in names)
-    return Request((number, 1), hashes, 8, len(names), 0, priority, number)
+    hashes = b"".join(digest(name) for name in (*range(1_000_000, 1_000_000 + LOCAL), *names))
+    return Request((number, 1), hashes, 8, LOCAL + len(names), LOCAL, priority, number)
 
 
 @dataclass
 class Tables:
-    """Slot tables and claims, as the engine sees them. `claim_next` is claimed between a move and the look after it."""
+    """Slot tables from block LOCAL on, and claims, as the engine sees them.
+
+    `claim_next` is claimed between a move and the look after it.
+    """
 
     entries: dict[Key, list[int]] = field(default_factory=dict)
     claims: dict[Key, list[int] | None] = field(default_factory=dict)
@@ -38,7 +42,8 @@ class Tables:
         if self.claim_next == key:  # before the fence: it still reads the old entries
             self.claim(key)
         for block, slot in moves:
-            self.entries[key][block] = slot
+            assert block >= LOCAL
+            self.entries[key][block - LOCAL] = slot
 
     def unclaimed(self, key: Key) -> bool:
         return self.claims[key] is None
@@ -62,7 +67,7 @@ class Device:
     def publish(self, request: Request, start: int, slots: Sequence[int], names: Sequence[int]) -> None:
         self.live[request.key] = request
         self.host.update(zip(slots, names, strict=True))
-        entries = self.promotions.published(request, start, slots)
+        entries = self.promotions.published(request, LOCAL + start, slots)
         self.tables.entries.setdefault(request.key, []).extend(entries)
         self.tables.claims.setdefault(request.key, None)
 

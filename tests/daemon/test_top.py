@@ -197,3 +197,11 @@ def test_without_a_daemon_it_is_one_line(command: str) -> None:
     assert done.returncode == 69
     assert "/nonexistent/s" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7199, "120 min"), (7200, "2 h"), (86400 * 12.4, "12 d")],
+)
+def test_a_time_is_shown_in_the_largest_unit_of_which_it_has_two(seconds: float, text: str) -> None:
+    assert overview.duration(seconds) == text
