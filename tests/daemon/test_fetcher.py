@@ -13,7 +13,7 @@ from kvprefetch.daemon.account import Account
 from kvprefetch.daemon.fetcher import Fetcher
 from kvprefetch.daemon.jobs import Jobs
 from kvprefetch.daemon.negative import LASTING_NS, MISS_NS, NegativeCache
-from kvprefetch.daemon.planner import Lane, Order, Planner
+from kvprefetch.daemon.planner import Lane, Order, Planner, Request
 from kvprefetch.daemon.store_errors import ErrorClass
 from tests.daemon.planning import FlagsModel, digests, hint
 
@@ -30,6 +30,7 @@ class Setup:
         self.ahead: Order | None = None
         self.room = True
         self.returned = 0
+        self.revoked: list[Request] = []
         self.totals, self.negative = Account(), NegativeCache()
         self.planner = Planner(8, FlagsModel(), chunk_blocks=8)
         log = structlog.get_logger()
@@ -45,7 +46,7 @@ class Setup:
         store: Any = None
         self.fetcher = Fetcher(
             self.planner, warming, store, shape, pools, Jobs(log), self.negative, self.totals, log, lambda: self.now,
-            revoked=lambda request: None, returned=self._returned,
+            revoked=self.revoked.append, returned=self._returned,
         )  # fmt: skip
 
     def _returned(self) -> None:
@@ -138,3 +139,15 @@ def test_what_is_staged_ahead_needs_room_too() -> None:
     assert setup.fetcher.pump_ahead(Lane.MEMORY)
     setup.end([ErrorClass.OK])
     assert setup.staged_ahead == [1]
+
+
+def test_whoever_loses_its_room_to_a_fetch_is_named() -> None:
+    setup = Setup()
+    setup.want(*"abcdefgh")
+    [loser] = setup.planner.requests.values()
+    setup.fetcher.pump(Lane.MEMORY)
+    setup.end([ErrorClass.OK] * 8)
+    setup.want("x")
+    setup.planner.ask((2, 1))
+    assert setup.fetcher.pump(Lane.MEMORY)
+    assert setup.revoked == [loser]

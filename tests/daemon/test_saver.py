@@ -172,6 +172,14 @@ def test_a_reset_removes_once_the_put_in_flight_has_returned_and_tells_what_came
     assert setup.end() == [3], "the save of the new weights"
 
 
+def test_a_reset_while_nothing_is_saved_removes_at_once() -> None:
+    setup = Setup()
+    replies: list[bool] = []
+    setup.saver.reset(1, 1.0, replies.append)
+    setup.jobs.pop()[1](True)
+    assert replies == [True]
+
+
 def test_a_reset_whose_time_is_up_is_not_confirmed_whatever_comes_of_it() -> None:
     setup = Setup()
     replies: list[bool] = []
