@@ -418,6 +418,7 @@ def test_what_an_engine_took_meanwhile_gets_nothing_more() -> None:
     planner.looked_up(key, 3)
     order = planner.next_order()[0]
     assert order is not None
+    assert planner.gauges()["leases"] == 2
     flags.claimed.add(key)
     planner.fetched(order.number, [True], 1)
     planner.looked_up(key, 3)
@@ -426,3 +427,37 @@ def test_what_an_engine_took_meanwhile_gets_nothing_more() -> None:
     planner.looked_up((9, 9), 3)  # one that has ended
     planner.finish(key)
     audit(planner)
+
+
+def test_a_victim_that_had_nothing_to_give_is_looked_at_again() -> None:
+    """Its blocks were still on their way, or it was claimed and let go; neither spares it for ever."""
+    flags = FlagsModel()
+    planner = Planner(2, flags, chunk_blocks=2)
+    victim = hint(planner, 1, "a", "b", priority=5)
+    planner.looked_up(victim, 2)
+    run(planner)
+    flags.claimed.add(victim)
+    urgent = hint(planner, 2, "x")
+    planner.looked_up(urgent, 1)
+    assert planner.next_order() == (None, [])
+    flags.claimed.discard(victim)
+    planner.tick()
+    order, revoked = planner.next_order()
+    assert order is not None
+    assert [request.key for request in revoked] == [victim]
+    audit(planner)
+
+
+def test_room_of_a_lane_is_taken_from_one_who_holds_some_of_it() -> None:
+    """Revoking a request whose blocks lie in memory would bring a fetch from disk no room."""
+    flags = FlagsModel()
+    planner = Planner(4, flags, chunk_blocks=4)
+    for number, names, disk in ((1, "abc", b"\1\1\1"), (2, "d", b"")):
+        key = hint(planner, number, *names, priority=number)
+        planner.looked_up(key, len(names), disk)
+    run(planner)
+    urgent = hint(planner, 3, "x")
+    planner.looked_up(urgent, 1, b"\1")
+    order, revoked = planner.next_order(Lane.DISK)
+    assert order is not None
+    assert [request.key for request in revoked] == [(1, 1)], "who holds the three that blocks from disk may have"
