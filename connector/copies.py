@@ -105,7 +105,9 @@ class TorchStreams:
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        self.side = torch.cuda.Stream(device)
+        # With a higher priority than torch's own: its few blocks of threads need not wait for all those of the forward,
+        # and it shares no hardware queue with the compute stream, where it would stand behind the forward's events.
+        self.side = torch.cuda.Stream(device, priority=-1)
 
     def current(self) -> Any:
         return torch.cuda.current_stream(self._device)

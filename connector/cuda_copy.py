@@ -32,9 +32,9 @@ WIDE_BLOCKS = 4000
 # Blocks of threads per multiprocessor: as many as are resident at a time, and some to smooth the end.
 BLOCKS_PER_PROCESSOR = 16
 # Blocks of threads, in all, that read host memory beside a forward. What is resident keeps its place until it is done,
-# and warps that wait for the bus would keep the forward's out of every multiprocessor; these have 1 MiB in flight, some
-# ten times what the bus delivers in the time that one access takes.
-BESIDE_BLOCKS = 32
+# and warps that wait for the bus would keep the forward's out of every multiprocessor. These have 512 KiB in flight,
+# several times what a bus delivers while one access takes its microsecond.
+BESIDE_BLOCKS = 16
 
 # As the source declares them. `parts`: units of a segment; `first`: units before the piece.
 PIECE = np.dtype(

@@ -27,7 +27,7 @@ from kvprefetch.daemon.promoter import Promoter
 from kvprefetch.daemon.requests import Request
 from kvprefetch.shmring import cuda
 from kvprefetch.shmring.protocol import FlagState
-from tests.gpu.peer import pattern
+from tests.gpu.peer import pattern, write
 from tests.gpu.worker import SLOT_BYTES, Worker, digest
 from tests.support.host_device import HostDevices
 
@@ -96,7 +96,7 @@ class Rig:
         self.sees_slab = kind == "cuda" or owner == "daemon"  # a GPU of host memory knows what its process allocated
         uuid = cuda.uuid_of(kind, 0)
         self.gpu = cuda.open_device(uuid)
-        self.gpu.stream().close()  # the context is there
+        self._warm_up()
         self.before = self.gpu.free_bytes()
         staging: Any = self.host
         self.staging = DeviceStaging([SLOT_BYTES], [uuid], budget_bytes=SLAB_BYTES, margin_bytes=0, owner=owner)
@@ -119,6 +119,13 @@ class Rig:
         except BaseException:
             self.close()
             raise
+
+    def _warm_up(self) -> None:
+        """Whatever the first use of a GPU keeps is there before anything is counted."""
+        memory, stream = self.gpu.allocate(cuda.GRAIN_BYTES), self.gpu.stream()
+        write(stream, memory, 0)
+        stream.close()
+        memory.close()
 
     def until(self, condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
