@@ -23,7 +23,7 @@ RENEWED_PER_TICK = 2048  # digests: bounds what renewal costs, a few per cent of
 class Question(NamedTuple):
     """Digests of the request's blocks from `start` on. `renewal`: they were there once."""
 
-    key: Key
+    request: Request
     start: int
     digests: Sequence[bytes]
     renewal: bool = False
@@ -80,7 +80,7 @@ class LookUps:
         if known == 0:
             self._ports.found(request, request.issued, b"", unavailable=False)
             return
-        self._waiting[request.key] = (now_ns, Question(request.key, request.issued, digests[:known]))
+        self._waiting[request.key] = (now_ns, Question(request, request.issued, digests[:known]))
         heapq.heappush(self._queue, (request.urgency, request.key))
 
     def asked(self, request: Request) -> None:
@@ -102,7 +102,7 @@ class LookUps:
         room = BATCH_DIGESTS
         while self._queue and room > 0:
             _, key = heapq.heappop(self._queue)
-            if (waiting := self._waiting.pop(key, None)) is not None and key in self._requests:
+            if (waiting := self._waiting.pop(key, None)) is not None and self._lives(waiting[1].request):
                 batch.append(waiting[1])
                 room -= len(waiting[1].digests)
         while self._renewing and room > 0:
@@ -123,8 +123,8 @@ class LookUps:
         for question, (run, on_disk) in zip(batch, answers or (), strict=False):
             if run < len(question.digests):
                 self._negative.add(question.digests[run], now_ns)
-            request = self._requests.get(question.key)
-            if request is None:
+            request = question.request
+            if not self._lives(request):
                 continue
             found, where = question.start + run, bytes(question.start - request.local) + on_disk
             if question.renewal:
@@ -144,13 +144,17 @@ class LookUps:
             request = self._requests.get(self._renewals.popleft()[1])
             if request is not None and request.wants_work:
                 digests = request.digests(request.issued, request.limit)
-                self._renewing.append(Question(request.key, request.issued, digests, renewal=True))
+                self._renewing.append(Question(request, request.issued, digests, renewal=True))
                 room -= len(digests)
         self.next(now_ns)
 
     def _give_up(self, questions: Sequence[Question]) -> None:
         """They are served what is in staging already; hits stay hits as long as they are not renewed."""
         for question in questions:
-            request = self._requests.get(question.key)
-            if request is not None and not question.renewal:
+            request = question.request
+            if self._lives(request) and not question.renewal:
                 self._ports.found(request, request.issued, b"", unavailable=True)
+
+    def _lives(self, request: Request) -> bool:
+        """Whether it has not ended: an engine that does wrong may have hinted another one under its key."""
+        return self._requests.get(request.key) is request

@@ -243,6 +243,11 @@ class EngineSession:
         key = (done.flag, done.generation)
         if done.flag >= self.layout.flag_count:
             raise ProtocolError(f"flag out of bounds: flag={done.flag} max={self.layout.flag_count - 1}")
+        if done.loaded_from + done.loaded_blocks > self.layout.table_entries:
+            raise ProtocolError(
+                f"loaded blocks out of bounds: from={done.loaded_from} blocks={done.loaded_blocks} "
+                f"max={self.layout.table_entries}"
+            )
         state = unpack(self.table.load(done.flag))
         if state.generation == done.generation and state.state in (FlagState.RELEASED, FlagState.CANCELLED):
             self._finish(key, Ending[done.outcome.name], done)

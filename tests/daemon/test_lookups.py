@@ -68,6 +68,20 @@ class Setup:
         self.look_ups.answered(number, runs, now)
 
 
+def test_an_answer_is_the_request_s_that_asked_also_where_another_has_its_key() -> None:
+    """An engine that uses a flag's generation again must not end the daemon."""
+    setup = Setup()
+    key = setup.hint(1, "a", "b")
+    setup.look_ups.next(0)
+    setup.planner.finish(key)
+    again = setup.planner.hint(key, b"c" * 24, 8, 3, 2, 0)
+    setup.look_ups.add(again, 0)
+    setup.answer()
+    assert setup.answers == {}
+    setup.answer()
+    assert setup.answers == {key: (2, False)}
+
+
 def test_hints_that_come_while_a_question_is_out_are_one_question_more_the_asked_for_first() -> None:
     setup = Setup()
     first = setup.hint(1, "a")
@@ -80,7 +94,7 @@ def test_hints_that_come_while_a_question_is_out_are_one_question_more_the_asked
     setup.answer()
     assert setup.answers == {first: (0, False)}
     assert len(setup.sent) == 2
-    assert setup.sent[1][1][0].key == later[30]
+    assert setup.sent[1][1][0].request.key == later[30]
     assert len(setup.sent[1][1]) == 48
     setup.answer()
     assert len(setup.answers) == 49
@@ -187,7 +201,7 @@ def test_hits_that_wait_longer_than_half_their_lease_are_asked_for_again() -> No
     setup.look_ups.tick(5 * SECOND - 1)
     assert len(setup.sent) == 1
     setup.look_ups.tick(5 * SECOND)
-    assert [(q.key, q.renewal) for q in setup.sent[1][1]] == [(waiting, True)]
+    assert [(q.request.key, q.renewal) for q in setup.sent[1][1]] == [(waiting, True)]
     setup.stored.discard(b"c".ljust(8, b"."))
     setup.answer(5 * SECOND)
     assert setup.renewals == {waiting: 2}

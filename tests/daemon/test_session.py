@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -52,7 +53,9 @@ class Answering:
     answering = True
 
 
-def make_session(store: Any = None, ranks: int = 1) -> EngineSession:
+def make_session(
+    store: Any = None, ranks: int = 1, pools: Any = None, clock_ns: Callable[[], int] = lambda: 1
+) -> EngineSession:
     common = {
         "protocol": PROTOCOL, "version": "t", "engine_id": "e", "incarnation": "0" * 32, "world_size": ranks,
         "groups": 1, "block_tokens": 32,
@@ -64,15 +67,14 @@ def make_session(store: Any = None, ranks: int = 1) -> EngineSession:
     wants = SchedulerShape(max_blocks=8, max_hint_bytes=512, loads=True, saves=True)
     scheduler = Hello(**common, role="scheduler", rank=0, scheduler=wants)
     memory = EngineMemory.create(load({"staging": "64KiB"}), 7, scheduler, workers)
-    nothing: Any = NoPools()
     return EngineSession(
         memory,
         scheduler,
         workers,
         store or Answering(),
-        nothing,
+        pools or NoPools(),
         structlog.get_logger(),
-        lambda: 1,
+        clock_ns,
         chunk_bytes=4096,
         tiers=False,
         disk_call_bytes=1 << 20,

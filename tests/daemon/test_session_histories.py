@@ -1,0 +1,173 @@
+"""Random records, flags and store answers: whatever an engine does, its session raises nothing and can be closed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvprefetch.daemon.blocks import Lane
+from kvprefetch.daemon.board import Board
+from kvprefetch.daemon.events import Ending
+from kvprefetch.daemon.report import status
+from kvprefetch.daemon.session import EngineSession
+from kvprefetch.daemon.store_errors import ErrorClass
+from kvprefetch.daemon.transfers import Found, SaveResult
+from kvprefetch.daemon.width import Width
+from kvprefetch.shmring.flags import MAX_COUNT, MAX_GENERATION, pack
+from kvprefetch.shmring.protocol import (
+    Ask,
+    Done,
+    Hint,
+    Outcome,
+    RecordKind,
+    Saved,
+    encode_ask,
+    encode_done,
+    encode_hint,
+    encode_saved,
+)  # fmt: skip
+from kvprefetch.shmring.ring import Producer
+from tests.daemon.test_session import make_session
+
+U32, U64 = (1 << 32) - 1, (1 << 64) - 1
+
+
+class Store:
+    """Answers, until it does not."""
+
+    answering = True
+
+    def suspect(self, _: str) -> None:
+        self.answering = False
+
+    def unregister(self, _: int) -> None: ...
+
+
+class Pools:
+    """Calls come back in any order, some past their deadline first, some with an exception."""
+
+    timeout_ns, fetches_in_flight = 1_000_000_000, 0
+
+    def __init__(self, chance: Random) -> None:
+        self.chance, self.widths = chance, (Width(4), Width(4))
+        self.calls: list[tuple[Any, Callable[[Future[Any]], None], Callable[[], None] | None]] = []
+
+    def exhausted(self, *_: Any) -> bool:
+        return self.chance.random() < 0.01
+
+    def fetch_room(self, *_: Any) -> bool:
+        return self.chance.random() < 0.7
+
+    def look_up(self, work: Any, done: Any, overdue: Any, _: object) -> None:
+        self.calls.append((work, done, overdue))
+
+    save = look_up
+
+    def fetch(self, _: Lane, work: Any, done: Any, overdue: Any, __: object) -> None:
+        self.calls.append((work, done, overdue))
+
+    def step(self) -> None:
+        """One of them goes on."""
+        if not self.calls:
+            return
+        at = self.chance.randrange(len(self.calls))
+        work, done, overdue = self.calls[at]
+        if overdue is not None and self.chance.random() < 0.1:
+            self.calls[at] = (work, done, None)
+            overdue()
+            return
+        del self.calls[at]
+        future: Future[Any] = Future()
+        if self.chance.random() < 0.05:
+            future.set_exception(RuntimeError("the call broke"))
+        else:
+            future.set_result(self.answer(work.func.__name__, work.args[2]))
+        done(future)
+
+    def answer(self, kind: str, asked: Any) -> Any:
+        if kind == "look_up":
+            runs = [self.chance.randint(0, len(digests)) for digests in asked]
+            return [Found(run, self.chance.choice([b"", bytes(run), b"\1" * run])) for run in runs]
+        if kind == "fetch":
+            return self.chance.choices(list(ErrorClass), [30] + [1] * (len(ErrorClass) - 1), k=len(asked))
+        if kind == "save":
+            stored = self.chance.randint(0, len(asked))
+            return SaveResult(stored, 0, 0, list(asked[stored:]))
+        return self.chance.random() < 0.5  # a removal
+
+
+def records(session: EngineSession, chance: Random) -> Iterator[tuple[int, bytes]]:
+    """What an engine pushes that obeys little; it sets the flags to match, or not."""
+    flags, names = session.layout.flag_count, [bytes([i]) * 32 for i in range(12)]
+    pick = chance.choice
+    while True:
+        flag, generation = chance.randrange(2), chance.randint(1, 2)
+        if chance.random() < 0.1:
+            flag, generation = pick([flags - 1, flags, U32]), pick([0, MAX_GENERATION, U64])
+        kind = pick([1, 1, 1, 2, 3, 3, 3, 4, 5])
+        if kind in (1, 3) and flag < flags and generation <= MAX_GENERATION and chance.random() < 0.9:
+            state = pick([1, 1, 1, 1, 2, 3, 6, 0, 9]) if kind == 1 else pick([4, 5, 3])
+            word = pack(generation, state, pick([0, 3, MAX_COUNT]))
+            session.table.exchange(flag, session.table.load(flag), word)
+        if kind == 1:
+            blocks, size = chance.randint(1, 9), pick([32, 32, 32, 1, 64])
+            hashes = b"".join(pick(names)[:size].ljust(size) for _ in range(blocks))
+            local, priority, tokens = chance.randint(0, blocks), chance.randint(-9, 9), pick([0, U32])
+            hint = Hint(flag, generation, "r" * pick([0, 512]), blocks, local, priority, tokens, pick([0, U64]), size,
+                        memoryview(hashes))  # fmt: skip
+            yield RecordKind.HINT, b"".join(encode_hint(hint))
+        elif kind == 2:
+            yield RecordKind.ASK, encode_ask(Ask(flag, generation, pick([0, 1, U64])))
+        elif kind == 3:
+            numbers = pick([0, 1, U32]), pick([0, 1, 8, U32]), pick([0, 1, U64]), pick([0, U64]), pick([0, U64])
+            yield RecordKind.DONE, encode_done(Done(flag, generation, pick(list(Outcome)), *numbers))
+        elif kind == 4:
+            count = chance.randint(0, 4)
+            slots = [pick([*range(session.slot_count), U32]) for _ in range(count)]
+            saved = Saved(1, pick([0, 1, U64]), chance.random() < 0.2, slots, [pick(names) for _ in range(count)])
+            yield RecordKind.SAVED, encode_saved(saved)
+        else:
+            yield chance.randint(0, 9), chance.randbytes(chance.randint(0, 99))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_that_an_engine_pushes_raises(seed: int) -> None:
+    for round_ in range(8):
+        chance = Random(100 * seed + round_)
+        clock, store, pools = [1], Store(), Pools(chance)
+        session = make_session(store, pools=pools, clock_ns=lambda clock=clock: clock[0])  # type: ignore[misc]
+        producer = Producer(session.control.buffer, session.words, session.layout, lambda: None)
+        pushed = records(session, chance)
+        for _ in range(300):
+            clock[0] += chance.choice([1, 100, 1_000_000, 100_000_000])
+            what = chance.random()
+            if what < 0.6:
+                producer.push(*next(pushed))
+            elif what < 0.66:
+                session.scan()
+            elif what < 0.68:
+                session.reset(chance.randint(0, 5), 1.0, lambda _: None)
+            elif what < 0.70:
+                session.switch(chance.choice(["on", "off", "shadow"]))
+            elif what < 0.72:
+                store.answering = True
+            elif what < 0.74:
+                status([session], Board(), True, True, "on", "")
+            else:
+                pools.step()
+            session.drain(chance.choice([1, 256]))
+            for lane in Lane:
+                session.pump(lane)
+                session.pump_ahead(lane)
+        assert session.corrupt is None
+        assert session.totals.loaded_blocks < 300 * session.layout.table_entries
+        del producer
+        session.end(Ending.ENGINE_GONE)
+        while pools.calls:
+            pools.step()
+        assert session.idle
+        session.close()
