@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import io
 import json
 import os
@@ -65,8 +66,8 @@ def _metrics(config: DaemonConfig) -> str:
         with urllib.request.urlopen(
             f"http://{config.metrics_address}:{config.metrics_port}/metrics", timeout=5
         ) as page:
-            return str(page.read().decode())
-    except OSError as error:
+            return str(page.read().decode(errors="replace"))
+    except (OSError, ValueError, http.client.HTTPException) as error:  # something else may have that port
         return f"not answered: {error}"
 
 

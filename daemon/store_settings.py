@@ -77,8 +77,11 @@ class MooncakeSettings:
             )
         }
         master = text["master_server_address"]
-        if "://" not in master and re.fullmatch(r".+:\d{1,5}", master) is None:
-            raise SettingsError(f"{path}: master_server_address={master!r} must be host:port")
+        port = re.fullmatch(r".+:(\d{1,5})", master)
+        if "://" not in master and (port is None or not 1 <= int(port[1]) <= 65535):
+            raise SettingsError(
+                f"{path}: master_server_address={master!r} must be host:port, with a port of 1 to 65535"
+            )
         if text["mode"] not in ("embedded", "standalone-store"):
             raise SettingsError(f"{path}: mode={text['mode']!r} must be 'embedded' or 'standalone-store'")
         if not isinstance(raw.get("enable_offload", False), bool):
@@ -127,7 +130,10 @@ def _size(path: object, raw: dict[str, Any], key: str, default: int, minimum: in
 def _own_address(master: str) -> str:
     """The address of this host that a packet to `master` would carry; nothing is sent."""
     host, _, port = master.rpartition("://")[2].split(",")[0].rpartition(":")
-    with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with (
+        contextlib.suppress(OSError, ValueError, OverflowError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+    ):
         probe.connect((host, int(port)))
         return str(probe.getsockname()[0])
     return "127.0.0.1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import http.client
 import re
 import sys
 import urllib.parse
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from ...shmring import messages
 from ..client import Unavailable, ask
 from ..config import ConfigError
+from ..pretty import printable
 from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare, report
 from .page import Page
 
@@ -102,5 +104,5 @@ def listed(master: str, prefix: str) -> Iterator[str]:
                 key = line.decode(errors="replace").rstrip("\n")
                 if key.startswith(prefix) and key:
                     yield key
-    except (OSError, ValueError) as error:
-        raise Unavailable(f"the master does not answer: {url}: {error}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:  # the last: what answers there is no HTTP
+        raise Unavailable(f"the master does not answer: {url}: {printable(str(error).strip())}") from None

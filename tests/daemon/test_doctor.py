@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import tarfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.process import free_ports
+from kvprefetch.daemon.bundle import _metrics as metrics_of
 from kvprefetch.daemon.bundle import without_secrets
-from kvprefetch.daemon.commands.store import namespace
+from kvprefetch.daemon.client import Unavailable
+from kvprefetch.daemon.commands.store import listed, namespace
+from kvprefetch.daemon.config import load
 from kvprefetch.daemon.host import machine_bytes
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import absent_cluster, blocks, stored
@@ -69,6 +76,28 @@ def test_secrets_are_removed() -> None:
     assert without_secrets(text) == (
         'x = "redis://[removed]@host:1"\n"api_key": [removed],\nAUTH_TOKEN=[removed] chunk = 5'
     )
+
+
+def test_what_answers_and_is_no_http_is_one_line_and_leaves_the_bundle_whole() -> None:
+    """Most of all the master's own port, which is one digit or so away from its HTTP port."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+
+        def answer() -> None:
+            for _ in range(2):
+                client, _ = stranger.accept()
+                with client:
+                    client.recv(1000)
+                    client.sendall(b"\x00\x01garbage\n\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with pytest.raises(Unavailable, match=r"^the master does not answer: http://127[^\n\x00]*garbage$"):
+            list(listed(f"127.0.0.1:{port}", ""))
+        assert "not answered: " in metrics_of(load({"metrics_port": port}))
+        thread.join(10)
+    with pytest.raises(Unavailable, match="nonnumeric port"):
+        list(listed("localhost:abc", ""))
 
 
 def test_a_namespace_is_listed_counted_and_purged(serve: Callable[..., Daemon]) -> None:

@@ -272,6 +272,10 @@ def test_should_read_the_file_that_vllm_reads(tmp_path: Path) -> None:
         ({"enable_offload": "yes"}, "enable_offload='yes'"),
         ({"master_server_address": ""}, "master_server_address=''"),
         ({"master_server_address": "somewhere"}, "master_server_address='somewhere' must be host:port"),
+        (
+            {"master_server_address": "h:99999"},
+            "master_server_address='h:99999' must be host:port, with a port of 1 to",
+        ),
         ({"global_segment_size": float("inf")}, "global_segment_size=inf"),
         ({"local_buffer_size": float("nan")}, "local_buffer_size=nan"),
     ],
