@@ -7,19 +7,24 @@ from collections.abc import Sequence
 
 from ..shmring.segment import Segment
 
+MAX_SLOTS = 1 << 22  # of an engine: what the daemon keeps of each adds up, and an engine may name blocks of one byte
+
 
 class StagingTooSmall(ValueError):
     """The budget does not hold one block."""
 
 
 def slots_for(budget_bytes: int, block_bytes: Sequence[int]) -> int:
-    """How many slots the budget holds when each rank stages `block_bytes[rank]` per slot. StagingTooSmall for none."""
+    """How many slots the budget holds when each rank stages `block_bytes[rank]` per slot, MAX_SLOTS at most.
+
+    Raises StagingTooSmall for none.
+    """
     per_slot = sum(block_bytes)
     if budget_bytes < per_slot:
         raise StagingTooSmall(
             f"staging is smaller than one block: staging={budget_bytes} block_bytes={per_slot} (all ranks)"
         )
-    return budget_bytes // per_slot
+    return min(MAX_SLOTS, budget_bytes // per_slot)
 
 
 class HostStaging:

@@ -7,6 +7,7 @@ import pytest
 from kvprefetch.daemon import memory
 from kvprefetch.daemon.config import load
 from kvprefetch.daemon.memory import EngineMemory
+from kvprefetch.daemon.staging import MAX_SLOTS, slots_for
 from kvprefetch.shmring.errors import SegmentError
 from kvprefetch.shmring.messages import Hello, SchedulerShape, WorkerShape
 from kvprefetch.shmring.protocol import PROTOCOL
@@ -28,3 +29,9 @@ def test_staging_that_the_machine_has_not_left_is_refused_before_it_is_taken(mon
         EngineMemory.create(config, 7, scheduler, [worker])
     monkeypatch.setattr(memory, "available_bytes", lambda: 70 << 20, raising=False)
     EngineMemory.create(config, 7, scheduler, [worker]).close()
+
+
+def test_blocks_of_one_byte_make_no_more_slots_than_the_daemon_can_keep() -> None:
+    """An engine says how large its blocks are; each slot costs the daemon memory of its own, and time at attach."""
+    assert slots_for(1 << 40, [1]) == MAX_SLOTS
+    assert slots_for(10_000, [1000, 2000]) == 3
