@@ -87,6 +87,12 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                     transfer.kv_load_failure_policy,
                 )
             hello = support.scheduler_hello(vllm_config, self._geometry)
+            if hello.scheduler is not None and not hello.scheduler.hash_probe:
+                log.warning(
+                    "kvprefetch: prefix_caching_hash_algo=%s begins with a random number in each process, so no other "
+                    "engine and no later start finds what this one saves: set PYTHONHASHSEED",
+                    hello.scheduler.hash_algorithm,
+                )
             link = Link(self._settings.socket, hello, SchedulerSession.map)
             self._scheduler = SchedulerSide(
                 self._settings, self._geometry, link, publish=support.publishes_events(vllm_config)

@@ -147,6 +147,26 @@ def test_a_failure_policy_other_than_recompute_is_warned_about(
     assert any("kv_load_failure_policy" in record.message for record in caplog.records)
 
 
+def test_saves_that_nobody_else_will_find_are_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's fast hashes begin with a random number in each process, unless it is told another."""
+
+    def warned(algorithm: str) -> bool:
+        caplog.clear()
+        config = vllm_config(tmp_path / "s", cache={"prefix_caching_hash_algo": algorithm})
+        with caplog.at_level(logging.WARNING, "vllm.kvprefetch"):
+            KVPrefetchConnector(config, SCHEDULER, kv_cache_config()).shutdown()
+        return f"{algorithm} begins with a random number" in caplog.text
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert not warned("sha256_cbor")
+    assert warned("xxhash")
+    # With a seed the hash is really made, which needs a package that is not everywhere.
+    monkeypatch.setattr(support, "hash_probe", lambda algorithm: "00")
+    assert not warned("xxhash")
+
+
 def test_mode_off_does_nothing(tmp_path: Path) -> None:
     for role in (SCHEDULER, WORKER):
         connector = KVPrefetchConnector(vllm_config(tmp_path / "s", extra={"mode": "off"}), role, kv_cache_config())
