@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from .. import bundle
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     sources = configuration_sources(arguments)
     effective = accepted(sources)
     if effective.origin["socket"] == "default":  # the daemon to look at, not the one to start
-        config = effective.config.model_copy(update={"socket": find_socket(sources.environ)})
+        config = effective.config.model_copy(update={"socket": find_socket(os.environ)})
     else:
         config = effective.config
     lines, bad = [], 0

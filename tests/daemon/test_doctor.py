@@ -32,13 +32,18 @@ def kvprefetchd(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_doctor_sees_a_daemon_a_store_round_trip_and_bundles_it(serve: Callable[..., Daemon], tmp_path: Path) -> None:
+def test_doctor_sees_a_daemon_a_store_round_trip_and_bundles_it(
+    serve: Callable[..., Daemon], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (port,) = free_ports(1)
     daemon = serve(extra=("--metrics-port", str(port)))
     log = tmp_path / "log.jsonl"
     log.write_text("\n".join(daemon.lines))
+    (tmp_path / "kvprefetch").mkdir()
+    (tmp_path / "kvprefetch/kvprefetchd.sock").symlink_to(daemon.socket)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     result = kvprefetchd(
-        "doctor", "--socket", daemon.socket, "--staging", "64MiB", "--memory", "64MiB", "--metrics-port", str(port),
+        "doctor", "--staging", "64MiB", "--memory", "64MiB", "--metrics-port", str(port),
         "--bundle", tmp_path / "bundle.tar.gz", "--log", log,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
@@ -117,6 +122,9 @@ def test_a_namespace_is_listed_counted_and_purged(serve: Callable[..., Daemon]) 
     refused = kvprefetchd("store", "purge", "--engine", "one", *at)
     assert refused.returncode == 78
     assert "--yes" in refused.stderr
+    part = kvprefetchd("store", "purge", "--prefix", "on", "--yes", *at)
+    assert part.returncode == 78
+    assert "prefix='on'" in part.stderr
     assert kvprefetchd("store", "purge", "--engine", "none", "--yes", *at).returncode == 1
     purged = kvprefetchd("store", "purge", "--engine", "one", "--yes", *at)
     assert purged.returncode == 0, purged.stdout + purged.stderr
