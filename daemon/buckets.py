@@ -6,15 +6,17 @@ import contextlib
 import re
 from pathlib import Path
 
+_OF_A_KEY = rb"[ -~\x80-\xff]"
 
-def purge(directory: Path, ours: re.Pattern[str], checked: set[str]) -> int:
-    """Delete the bucket files that hold a matching key; the number deleted. `checked` are names already looked at.
 
-    Mooncake's bucket backend writes `<id>.bucket` with the values and `<id>.meta` with the keys as plain bytes
-    (protobuf); the embedded store keeps one key in each. The .meta goes first: a .bucket without one is ignored at
-    the next start.
+def purge(directory: Path, a_key: str, checked: set[str]) -> int:
+    """Delete the bucket files with a key that `a_key`, a regular expression, matches as a whole; the number deleted.
+
+    `checked` are names already looked at.  Mooncake's bucket backend writes `<id>.bucket` with the values and
+    `<id>.meta` with the keys as plain bytes (protobuf), control characters before and behind; the embedded store keeps
+    one key in each.  The .meta goes first: a .bucket without one is ignored at the next start.
     """
-    pattern = re.compile(ours.pattern.encode())
+    pattern = re.compile(rb"(?<!%b)%b(?!%b)" % (_OF_A_KEY, a_key.encode(), _OF_A_KEY))
     deleted = 0
     for meta in directory.glob("*.meta"):
         if meta.name in checked:

@@ -334,7 +334,7 @@ class Store:
             time.sleep(0.1)
 
     def remove_matching(self, prefixes: Sequence[str], timeout_s: float) -> bool:
-        """Remove every value whose key is one of `prefixes` and a hex digit, leased ones too; True if it is gone.
+        """Remove every value whose key is one of `prefixes` and hex digits, leased ones too; True if it is gone.
 
         The master forgets an object at once, but no file of a disk tier goes with it, and its owner would find it
         again at its next start. So with a disk tier of this process the matching files are deleted too, and the sweep
@@ -351,7 +351,8 @@ class Store:
         # Every special character of ECMAScript's grammar, and nothing else: std::regex refuses needless escapes of
         # letters.
         escaped = "|".join(re.sub(r"([\\^$.|?*+()\[\]{}])", r"\\\1", prefix) for prefix in prefixes)
-        ours = re.compile(f"(?:{'|'.join(map(re.escape, prefixes))})[0-9a-fA-F]")
+        a_key = f"(?:{'|'.join(map(re.escape, prefixes))})[0-9a-fA-F]+"
+        ours = re.compile(rf"{a_key}\Z")
         disk = Path(self._settings.ssd_offload_path) if self._settings.enable_ssd_offload else None
         deadline = self._clock() + timeout_s
         with self._state:
@@ -368,9 +369,9 @@ class Store:
                 if disk is None and quiet_since is None:
                     reach = all(each.is_memory_replica() for replicas in self._described(seen) for each in replicas)
                 with self._call() as (client, attempt):
-                    count = int(client.remove_by_regex(f"^(?:{escaped})[0-9a-fA-F]", True))
+                    count = int(client.remove_by_regex(f"^(?:{escaped})[0-9a-fA-F]+$", True))
                     self._verdict(attempt, classify(count) is ErrorClass.TRANSIENT, "remove", count)
-                files = purge(disk, ours, checked) if disk else 0
+                files = purge(disk, a_key, checked) if disk else 0
                 now = self._clock()
                 if count != 0 or files or quiet_since is None or any(self.exist(seen)):
                     quiet_since = now

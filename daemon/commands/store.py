@@ -29,7 +29,10 @@ PAGE = Page(
         ("kvprefetchd store stat", "values of each namespace"),
         ("kvprefetchd store ls --prefix some-model", "keys that begin so"),
         ("kvprefetchd store ls --master-http 10.0.0.1:9003", "of a cluster, by its master"),
-        ("kvprefetchd store purge --prefix some-model@tp_rank:0@ --yes", "one namespace, as stat prints it"),
+        (
+            "kvprefetchd store purge --prefix some-model@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@ --yes",
+            "one namespace, as stat prints it",
+        ),
         ("kvprefetchd store purge --engine ENGINE --yes", "an attached engine's; `status --json` has its id"),
     ),
     exits={0: "done; for purge: confirmed", 1: "purge: not confirmed", 69: "the daemon or the master does not answer"},
@@ -71,6 +74,11 @@ def run(arguments: argparse.Namespace) -> int:
 def purge(arguments: argparse.Namespace) -> int:
     if bool(arguments.prefix) == bool(arguments.engine):
         raise ConfigError("store purge: one of --prefix and --engine is wanted")
+    if arguments.prefix and not arguments.prefix.endswith("@"):
+        raise ConfigError(
+            f"store purge: prefix should be a whole namespace, as `store stat` prints it, up to the last @: "
+            f"prefix={arguments.prefix!r}"
+        )
     if not arguments.yes:
         raise ConfigError("store purge: removes stored KV for every engine of the namespace; say --yes to do it")
     order = messages.Purge(

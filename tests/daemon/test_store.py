@@ -358,11 +358,14 @@ def test_should_tell_an_object_of_another_size(real: tuple[Store, int, mmap.mmap
 
 def test_should_remove_leased_values_by_prefix_and_no_others(real: tuple[Store, int, mmap.mmap]) -> None:
     store, base, _ = real
-    gone, kept = ["a.b-c/d@x:1@00ff", "a.b-c/d@x:1@ff00"], ["aXb-c/d@x:1@00ff", "a.b-c/d@x:1@zz", "z@a.b-c/d@x:1@00"]
-    store.put_from(gone + kept, [base] * 5, [BLOCK] * 5)
+    gone, kept = (
+        ["a.b-c/d@x:1@00ff", "a.b-c/d@x:1@ff00"],
+        ["aXb-c/d@x:1@00ff", "a.b-c/d@x:1@zz", "a.b-c/d@x:1@0z", "z@a.b-c/d@x:1@00"],
+    )
+    store.put_from(gone + kept, [base] * 6, [BLOCK] * 6)
     assert all(store.exist(gone + kept))
     assert store.remove_matching(["a.b-c/d@x:1@", "none(+)@"], 5.0)
-    assert store.exist(gone + kept) == [False, False, True, True, True]
+    assert store.exist(gone + kept) == [False, False, True, True, True, True]
 
 
 Joined = tuple[LabStore, Store, int]
