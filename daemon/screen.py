@@ -72,10 +72,20 @@ def frame(status: Status, rates: overview.Rates) -> RenderableType:
     else:
         parts.append(Text("no engine is attached", style="dim"))
     if status.slowest:
-        table = Table(expand=True, box=None, title="waited longest in the last five minutes", title_justify="left")
-        for name in ("waited", "outcome", "fetched", "ended", "engine", "request"):
-            table.add_column(name, no_wrap=True, ratio=1 if name == "request" else None)
-        for cells in overview.slowest(status):
+        table = Table(
+            expand=True,
+            box=None,
+            padding=(0, 1, 0, 0),
+            title="waited longest in the last five minutes",
+            title_justify="left",
+        )
+        rows = overview.slowest(status)
+        for i, name in enumerate(("waited", "outcome", "fetched", "ended", "engine", "request")):
+            if name in ("engine", "request"):  # these share what is left, and may be cut short
+                table.add_column(name, no_wrap=True, ratio=2 if name == "request" else 1, min_width=8)
+            else:
+                table.add_column(name, no_wrap=True, min_width=max(len(name), *(len(cells[i]) for cells in rows)))
+        for cells in rows:
             table.add_row(*map(Text, cells))
         parts += [Text(), table]
     return Group(*parts)

@@ -97,11 +97,18 @@ def test_a_frame_shows_engines_and_slow_requests() -> None:
 
 def test_a_narrow_terminal_cuts_names_short_and_no_number() -> None:
     console = Console(file=io.StringIO(), width=80)
-    now = status(engine(engine="4f1c" * 8, hints=1234567, slots_idle=76800))
+    slow = SlowRequest(
+        request_id="cmpl-" + "9" * 40, engine="e" * 36, outcome="recomputed", exposed_ms=31.6, fetched_bytes=99_900_000,
+        ago_s=118.0,
+    )  # fmt: skip
+    now = status(engine(engine="4f1c" * 8, hints=1234567, slots_idle=76800), slowest=[slow])
     console.print(screen.frame(now, overview.Rates(0.0, 0.0, None)))
     assert isinstance(console.file, io.StringIO)
     line = next(line for line in console.file.getvalue().splitlines() if line.startswith("4f1c"))
     assert line.split()[1:] == ["3", "1", "4", "76800", "6", "2", "1234567", "75", "%", "75", "%", "8", "9"]
+    line = next(line for line in console.file.getvalue().splitlines() if "recomputed" in line)
+    assert line.split()[:7] == ["31.6", "ms", "recomputed", "99.9", "MB", "118", "s"]
+    assert "cmpl-" in line
 
 
 def test_status_of_another_release_is_understood() -> None:
