@@ -95,7 +95,7 @@ FIELDS: dict[str, Field] = {
     "last_byte_ms": Field("number?", "the last one was"),
     "asked_ms": Field("number?", "the scheduler reached the request and found it pending; null: it never had to wait"),
     "claimed_ms": Field("number?", "the scheduler took what was staged"),
-    "loaded_ms": Field("number?", "every rank had copied it"),
+    "loaded_ms": Field("number?", "the scheduler heard that every rank had copied it, at the end of that step"),
     "ended_ms": Field("number", "the daemon learned of the end, or made it"),
     "exposed_ms": Field(
         "number", "how long the scheduler waited for it at the queue's head, steps in between included"

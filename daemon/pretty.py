@@ -6,23 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 _COLOURS = {"debug": "2", "info": "", "warning": "33", "error": "31;1"}
+_FETCH = ("hint_seen_ms", "last_byte_ms")
+_MOST = 1e18  # beyond it, or not finite: no number of ours
 _HIDDEN = {"ts", "level", "event", "run_id", "engine", "epoch"}
 
 
 def line(record: Mapping[str, Any], *, colour: bool = False) -> str:
-    """`time level event engine field=value …`; a request's end is told in words of its own."""
+    """`month-day time level event engine field=value …`, UTC; a request's end is told in words of its own."""
     level, event = str(record.get("level", "")), str(record.get("event", ""))
-    time = str(record.get("ts", ""))[11:23]
+    time = str(record.get("ts", ""))[5:23].replace("T", " ")
     engine = str(record.get("engine", ""))
-    head = f"{time:12} {level:7} {event:16} {engine[:12]:12}"
+    head = f"{time:18} {level:7} {event:16} {engine[:12]:12}"
     body = _request(record) if event == "request.done" else _fields(record)
-    text = f"{head} {body}".rstrip()
+    text = printable(f"{head} {body}".rstrip())
     code = _COLOURS.get(level, "")
     return f"\x1b[{code}m{text}\x1b[0m" if colour and code else text
 
 
 def _fields(record: Mapping[str, Any]) -> str:
-    return printable(" ".join(f"{name}={value}" for name, value in record.items() if name not in _HIDDEN))
+    return " ".join(f"{name}={value}" for name, value in record.items() if name not in _HIDDEN)
 
 
 def _request(record: Mapping[str, Any]) -> str:
@@ -33,11 +35,17 @@ def _request(record: Mapping[str, Any]) -> str:
     ]
     if get("local_blocks"):
         parts.append(f"({get('local_blocks')} local)")
-    if get("bytes"):
-        parts.append(f"fetched {size(get('bytes', 0))} in {milliseconds(get('hint_seen_ms'), get('last_byte_ms'))}")
-    parts.append(f"waited {number(get('exposed_ms'))} ms")
-    parts.append(f"hidden {100 * float(get('hidden_fraction') or 0):.0f} %")
-    return printable(" ".join(parts))
+    if fetched := figure(record, "bytes"):
+        parts.append(f"fetched {size(fetched)} in {milliseconds(*(figure(record, name) for name in _FETCH))}")
+    parts.append(f"waited {number(figure(record, 'exposed_ms'))} ms")
+    parts.append(f"hidden {100 * (figure(record, 'hidden_fraction') or 0.0):.0f} %")
+    return " ".join(parts)
+
+
+def figure(record: Mapping[str, Any], name: str) -> float | None:
+    """A field that should be a number; None when it is absent, null or, in a line that others wrote, none at all."""
+    value = record.get(name)
+    return value if isinstance(value, (int, float)) and -_MOST < value < _MOST else None
 
 
 def milliseconds(start: Any, end: Any) -> str:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -90,11 +89,22 @@ def last_lines(file: IO[bytes], last: int) -> Generator[bytes, None, None]:
 
 
 def _seek_last(file: IO[bytes], last: int) -> None:
-    starts: deque[int] = deque(maxlen=last + 1)
-    starts.append(0)
-    for line in stream(file):
-        starts.append(starts[-1] + len(line))
-    file.seek(starts[0] if last else starts[-1])
+    """To the start of the last `last` lines, found from the end: logs are large."""
+    at = file.seek(0, os.SEEK_END)
+    end = at - 1  # a newline there ends the last line and begins none
+    while last and at:
+        start = max(0, at - (1 << 16))
+        file.seek(start)
+        block = file.read(at - start)
+        stop = min(end - start, len(block))
+        while last and (stop := block.rfind(b"\n", 0, stop)) >= 0:
+            last -= 1
+            if not last:
+                file.seek(start + stop + 1)
+                return
+        at = start
+    if last:
+        file.seek(0)
 
 
 def journal(unit: str, *, following: bool, last: int | None) -> Generator[bytes, None, None]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .events import Ending
-from .pretty import number, printable, size
+from .pretty import figure, number, printable, size
 from .reader import Record
 
 WIDTH = 56
+COPY = "copy, until its step ends"
 _SHOWN = 0.05  # a part of a wait below this share is not mentioned
 
 
@@ -27,8 +28,10 @@ def explain(record: Record) -> str:
 
 def headline(record: Record) -> list[str]:
     hinted, local, found = (_count(record, f"{name}_blocks") for name in ("hint", "local", "found"))
+    ended = str(record.get("ts", "?"))[:23].replace("T", " ")
     lines = [
         printable(f"request {record.get('request_id')} of engine {record.get('engine', '?')}: {record.get('outcome')}"),
+        printable(f"ended {ended} UTC"),
         f"{hinted} blocks ({_count(record, 'prompt_tokens')} tokens): {local} local, {found - local} more in the store,"
         f" {hinted - found} nowhere; {_count(record, 'loaded_blocks')} loaded",
     ]
@@ -63,7 +66,7 @@ def spans(record: Record) -> list[Span]:
         ("the other fetches", first, last if last != first else None),
         after,
         ("scheduler waits", asked, end),
-        ("copy to the GPU's blocks", claimed, loaded),
+        (COPY, claimed, loaded),
     ]
     return [
         Span(name, start, max(start, end)) for name, start, end in found if start is not None and end is not None
@@ -135,7 +138,7 @@ def _wait(record: Record, waited: float) -> str:
     until = asked + waited
     during = []
     for part in spans(record):
-        if part.name in ("in the engine's queue", "scheduler waits", "copy to the GPU's blocks"):
+        if part.name in ("in the engine's queue", "scheduler waits", COPY):
             continue
         overlap = min(until, part.end_ms) - max(asked, part.start_ms)
         if overlap >= _SHOWN * waited:
@@ -156,13 +159,11 @@ def _during(name: str) -> str:
 
 
 def _ms(record: Record, name: str) -> float | None:
-    value: Any = record.get(f"{name}_ms")
-    return float(value) if isinstance(value, (int, float)) else None
+    return figure(record, f"{name}_ms")
 
 
 def _number(record: Record, name: str) -> float:
-    value: Any = record.get(name)
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    return figure(record, name) or 0.0
 
 
 def _count(record: Record, name: str) -> int:

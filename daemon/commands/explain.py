@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 from collections.abc import Iterable
 
 from ..client import Unavailable
@@ -29,6 +30,8 @@ PAGE = Page(
     also="kvprefetchd tail; docs/EVENTS.md has the fields of the line",
 )
 
+NAMED = 5  # ids that are told when a part of one fits several
+
 
 def add(commands: Commands) -> None:
     parser = declare(
@@ -41,7 +44,8 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(KeyboardInterrupt), lines(arguments) as source:
-        for record in find(records(source), arguments.request):
+        spelt = json.dumps(arguments.request)[1:-1].encode()  # a line without it is not worth parsing
+        for record in find(records(line for line in source if spelt in line), arguments.request):
             print(explain(record), end="\n\n")
     return 0
 
@@ -56,17 +60,17 @@ def find(log: Iterable[Record], wanted: str) -> list[Record]:
             continue
         if name == wanted:
             exact.append(record)
-        elif wanted in name:
+        elif wanted in name and (name in partly or len(partly) <= NAMED):  # a large log may have any number of them
             partly.setdefault(name, []).append(record)
     if exact:
         return exact
     if len(partly) == 1:
         return next(iter(partly.values()))
     if partly:
-        some = printable(", ".join(list(partly)[:5]))
-        raise Unavailable(
-            f"{len(partly)} requests have {wanted!r} in their id: {some}{', …' if len(partly) > 5 else ''}"
-        )
+        some = printable(", ".join(list(partly)[:NAMED]))
+        if len(partly) > NAMED:
+            raise Unavailable(f"more than {NAMED} requests have {wanted!r} in their id: {some}, …")
+        raise Unavailable(f"{len(partly)} requests have {wanted!r} in their id: {some}")
     raise Unavailable(
         f"no request.done line has {wanted!r} in its id: it has not ended, was not hinted, or the log begins later"
     )

@@ -36,7 +36,8 @@ PAGE = Page(
 def add(commands: Commands) -> None:
     parser = declare(
         commands, "tail", "print the log as readable lines", run, PAGE,
-        details="Lines that are not the daemon's are passed on as they are, unless a filter or --json is given.",
+        details="Times are UTC. Lines that are not the daemon's are passed on as they are, unless a filter or --json "
+        "is given.",
     )  # fmt: skip
     add_source(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="go on with what comes, across rotation")
@@ -50,7 +51,10 @@ def add(commands: Commands) -> None:
     parser.add_argument("--engine", metavar="ID", help="only this engine: its id or the start of it")
     parser.add_argument("--level", choices=LEVELS, help="only this level and above")
     parser.add_argument(
-        "--slow", metavar="MS", type=float, help="only requests for which the scheduler waited at least MS milliseconds"
+        "--slow",
+        metavar="MS",
+        type=_milliseconds,
+        help="only requests for which the scheduler waited at least MS milliseconds",
     )
     parser.add_argument("--json", action="store_true", help="print the lines as JSON, as they were written")
 
@@ -93,11 +97,20 @@ def predicate(arguments: argparse.Namespace) -> Callable[[Record], bool] | None:
 
 
 def _waited_ms(record: Record) -> float:
-    value = record.get("exposed_ms")
-    return value if isinstance(value, (int, float)) else 0.0
+    return pretty.figure(record, "exposed_ms") or 0.0
 
 
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"should be a number of lines, 0 or more: {text!r}")
     return int(text)
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"should be milliseconds, 0 or more: {text!r}")
+    return value

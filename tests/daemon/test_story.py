@@ -92,7 +92,8 @@ def test_the_sentence_says_where_the_time_went(changes: dict[str, Any], expected
 @pytest.mark.parametrize("ending", Ending)
 def test_every_outcome_has_a_sentence_and_nothing_breaks_it(ending: Ending) -> None:
     bare = {"event": "request.done", "ts": "x", "outcome": ending.value}
-    for record in ({**LINE, "outcome": ending.value}, bare, {**bare, "exposed_ms": "?", "asked_ms": [1]}):
+    for record in ({**LINE, "outcome": ending.value}, bare, {**bare, "exposed_ms": "?", "asked_ms": [1]},
+                   {**bare, "hint_blocks": float("nan"), "bytes": 1e999, "loaded_ms": 10**400}):  # fmt: skip
         assert story.explain(record).rstrip().endswith(".")
 
 
@@ -127,6 +128,8 @@ def test_a_request_is_found_by_its_id_or_a_part_of_it(tmp_path: Path) -> None:
     several = explain("cmpl", str(log))
     assert several.returncode == 69
     assert "2 requests have 'cmpl' in their id: cmpl-1, cmpl-12" in several.stderr
+    many = explain("c", given="".join(json.dumps({**LINE, "request_id": f"c{i}"}) + "\n" for i in range(9)))
+    assert many.stderr.endswith("more than 5 requests have 'c' in their id: c0, c1, c2, c3, c4, …\n")
     none = explain("nobody", given=log.read_text())
     assert none.returncode == 69
     assert "'nobody'" in none.stderr

@@ -80,6 +80,23 @@ def test_foreign_lines_are_passed_on_harmlessly_and_left_out_by_a_filter(tmp_pat
     assert len(tail(str(path), "--level", "debug").stdout.splitlines()) == 1
 
 
+def test_a_line_of_strange_values_is_shown_and_harms_nothing(tmp_path: Path) -> None:
+    """Another release's line, or another program's: the ones after it are read all the same."""
+    strange: list[Any] = ["x", [1], None, float("nan"), float("inf"), 10**400, {"a": 1}]
+    names = ("bytes", "hidden_fraction", "exposed_ms", "hint_seen_ms", "last_byte_ms", "hint_blocks", "request_id")
+    lines = [record(**dict.fromkeys(names, value)) for value in strange]
+    hostile = record(engine="\x1b[31m", request_id="\ud800") | {"level": "\x1b[1m", "ts": "\x1b]0;x\x07"}
+    path = written(tmp_path / "log", *lines, hostile, LOG[2])
+    shown = tail(str(path))
+    assert shown.returncode == 0, shown.stderr
+    assert len(shown.stdout.splitlines()) == len(lines) + 2
+    assert "\x1b" not in shown.stdout
+    assert shown.stdout.splitlines()[-1].startswith(
+        "01-02 03:04:05.678 info    request.done     beta         two miss:"
+    )
+    assert len(tail(str(path), "--slow", "100", "--json").stdout.splitlines()) == 1
+
+
 def test_standard_input_and_lines_with_a_journal_priority_are_read() -> None:
     line = b"<4>" + json.dumps(LOG[3]).encode() + b"\n\xff\xfe\n"
     assert "record.bad" in tail(given=line).stdout
@@ -94,7 +111,8 @@ def test_standard_input_and_lines_with_a_journal_priority_are_read() -> None:
         (["--level", "loud"], 78, ["--level", "'loud'", "warning"]),
         (["-n", "-3"], 78, ["-n"]),
         (["-n", "x"], 78, ["-n", "'x'", "0 or more"]),
-        (["--slow", "much"], 78, ["--slow", "'much'"]),
+        (["--slow", "much"], 78, ["--slow", "'much'", "0 or more"]),
+        (["--slow", "nan"], 78, ["--slow", "'nan'"]),
         (["log", "--journal"], 78, ["FILE='log'", "--journal"]),
     ],
 )
@@ -159,6 +177,17 @@ def test_follow_begins_with_the_last_lines_and_waits_for_whole_ones(tmp_path: Pa
     path = tmp_path / "log"
     path.write_text("1\n2\n3\n")
     assert followed(path, appended(path, "4\n5"), appended(path, "5\n6"), last=2) == [b"2", b"3", b"4", b"55"]
+
+
+@pytest.mark.parametrize("text", ["", "\n", "a", "a\n", "a\nb", "a\n\n", "\n\nb\n"])
+@pytest.mark.parametrize("wide", [1, 40_000, 65_535, 65_536])
+def test_the_last_lines_are_found_from_the_end(tmp_path: Path, text: str, wide: int) -> None:
+    path = tmp_path / "log"
+    path.write_text(text.replace("a", "a" * wide).replace("b", "b" * wide))
+    lines = path.read_bytes().splitlines(keepends=True)
+    for last in range(4):
+        with path.open("rb") as file:
+            assert list(reader.last_lines(file, last)) == lines[max(0, len(lines) - last) :], last
 
 
 def test_follow_reads_the_old_file_to_its_end_and_goes_on_with_the_new_one(tmp_path: Path) -> None:
