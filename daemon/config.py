@@ -109,7 +109,9 @@ class DaemonConfig(BaseModel):
     spin_us: Number = Field(default=50, ge=0, le=10_000, description="how long the idle loop spins before it sleeps")
     hint_ring: Size = Field(default=4 << 20, ge=1 << 16, le=1 << 30, description="bytes of each engine's hint ring")
     rpc_timeout_ms: Number = Field(default=2000, ge=10, le=60_000, description="one question to the master")
-    metrics_address: str = Field(default="127.0.0.1", min_length=1, description="address of /metrics and /healthz")
+    metrics_address: str = Field(
+        default="127.0.0.1", min_length=1, description="address of /metrics, /healthz, /readyz"
+    )
     metrics_port: Number = Field(default=9655, ge=0, le=65535, description="its TCP port; 0: no metrics")
     call_timeout_ms: Number = Field(
         default=4000,

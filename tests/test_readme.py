@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from kvprefetch.connector.config import ConnectorConfig
+from kvprefetch.daemon.commands.common import default_text
 from kvprefetch.daemon.config import SIZES, DaemonConfig, size_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +30,9 @@ def documented(model: type[BaseModel], rows: dict[str, str]) -> None:
     assert list(rows) == list(model.model_fields)
     for name, field in model.model_fields.items():
         default: Any = field.default
-        if field.default_factory is None and default is not None:
+        if model is DaemonConfig and field.get_default(call_default_factory=True) in (None, ()):
+            assert rows[name] == default_text(name, field)
+        elif field.default_factory is None and default is not None:
             shown = rows[name].strip("`")
             if model is DaemonConfig and name in SIZES:
                 default = size_text(default)

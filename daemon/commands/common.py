@@ -23,6 +23,7 @@ from .page import Formatter, Page
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 _OPTION_WIDTH = 24  # beyond it the usage does not fit a narrow terminal: then the description names the choices
+_UNSET = {"socket_group": "the process's", "master_port": "a free one", "lease_ms": "as the store's"}
 Run = Callable[[argparse.Namespace], int]
 
 SYSTEM_SOCKET = Path("/run/kvprefetch/kvprefetchd.sock")
@@ -76,14 +77,21 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     """`--config` and one option per key of the configuration."""
     parser.add_argument("--config", metavar="FILE", type=Path, help=f"TOML file of the same keys (or ${FILE_VARIABLE})")
     for name, field in DaemonConfig.model_fields.items():
-        default: Any = field.get_default(call_default_factory=True)
-        shown = "none" if default in (None, ()) else size_text(default) if name in SIZES else default
+        shown = default_text(name, field)
         kind = "SIZE" if name in SIZES else kind_of(field)
         if len(name) + len(kind) > _OPTION_WIDTH:
             kind = "VALUE"
         parser.add_argument(
             f"--{name.replace('_', '-')}", metavar=kind, help=f"{field.description or ''} (default: {shown})"
         )
+
+
+def default_text(name: str, field: FieldInfo) -> str:
+    """A key's default in words, where it is none what that comes to."""
+    default: Any = field.get_default(call_default_factory=True)
+    if default in (None, ()):
+        return _UNSET.get(name, "none")
+    return size_text(default) if name in SIZES else str(default)
 
 
 def kind_of(field: FieldInfo) -> str:
