@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.lab import connectors, process
 from benchmarks.lab.checkpoint import Shape, make_checkpoint
 from benchmarks.lab.daemon import Daemon, Record
-from benchmarks.lab.engine import Engine, EngineSpec
+from benchmarks.lab.engine import Engine, EngineError, EngineSpec
 from benchmarks.lab.passes import Pass
 from benchmarks.lab.prompts import make_prompts
 
@@ -165,7 +165,11 @@ def timeline(record: Record) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__).parse_args(argv)
     process.exit_on_sigterm()
-    modes = Demo().run()
+    try:
+        modes = Demo().run()
+    except EngineError as error:
+        print(f"demo: an engine failed: {error}", file=sys.stderr)
+        return 1
     print()
     print("\n".join(table(modes)))
     prefetched = next(mode for mode in modes if mode.name == "prefetched")

@@ -326,7 +326,9 @@ class Engine:
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([child.stdout], [], [], left)[0]:
-                raise EngineError(f"no answer within the time\n--- log of the engine\n{process.tail(self.log)}")
+                raise EngineError(
+                    f"no answer in time; is the machine busy?\n--- log of the engine\n{process.tail(self.log)}"
+                )
             received = os.read(child.stdout.fileno(), 1 << 20)
             if not received:
                 raise EngineError(f"the engine died\n--- log of the engine\n{process.tail(self.log)}")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import demo
 from benchmarks.lab import connectors, control, link, process
 from benchmarks.lab.checkpoint import TINY, make_checkpoint
 from benchmarks.lab.engine import Engine, EngineError, EngineSpec
@@ -140,6 +141,18 @@ def test_functions_run_in_the_schedulers_process(engine: Engine) -> None:
     assert engine.scheduler_pid != os.getpid()
     with pytest.raises(EngineError, match="AttributeError"):
         engine.call(f"{__name__}:no_such_function")
+
+
+def test_the_demo_says_that_an_engine_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(_: demo.Demo) -> list[demo.Mode]:
+        raise EngineError("no answer in time")
+
+    monkeypatch.setattr(process, "exit_on_sigterm", lambda: None)
+    monkeypatch.setattr(demo.Demo, "run", failing)
+    assert demo.main([]) == 1
+    assert capsys.readouterr().err == "demo: an engine failed: no answer in time\n"
 
 
 def test_a_killed_owner_of_a_child_takes_it_along(tmp_path: Path) -> None:
