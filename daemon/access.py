@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import grp
 import os
 import socket
 import stat
 import struct
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ..shmring.messages import shown
 from .config import ConfigError, DaemonConfig
 
 _CREDENTIALS = struct.Struct("3i")
 _SO_PEERGROUPS = 59  # asm-generic/socket.h; Python has no name for it
+_LOCK_S = 2.0
+_MAX_GID = (1 << 32) - 2
 _MAX_GROUPS = 256  # the 1024 bytes that Python reads at most; of a user in more groups only the primary one counts
 
 
@@ -55,12 +61,14 @@ class Access:
 
 def group_id(name: str) -> int:
     """Number of a group given by name or number. Raises ConfigError."""
-    if name.isdigit():
+    if name.isascii() and name.isdigit():
+        if len(name) > 10 or int(name) > _MAX_GID:
+            raise ConfigError(f"socket_group: should be a name or 0 to {_MAX_GID}: socket_group={shown(name)}")
         return int(name)
     try:
         return grp.getgrnam(name).gr_gid
     except KeyError:
-        raise ConfigError(f"socket_group: no such group: socket_group={name!r}") from None
+        raise ConfigError(f"socket_group: no such group: socket_group={shown(name)}") from None
 
 
 def access_of(sock: socket.socket, config: DaemonConfig) -> Access:
@@ -78,19 +86,9 @@ def listen(config: DaemonConfig) -> socket.socket:
     gid = group_id(config.socket_group) if config.socket_group is not None else -1
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _make_way(path)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        try:
-            sock.bind(str(path))
-            if gid != -1:
-                os.chown(path, -1, gid)
-            os.chmod(path, int(config.socket_mode, 8))
-            sock.listen(64)
-            sock.setblocking(False)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
+        with _alone_in(path.parent):
+            _make_way(path)
+            return _bound(path, gid, int(config.socket_mode, 8))
     except OSError as error:
         raise ConfigError(
             f"socket: cannot be bound: {error.strerror or error}: socket={str(path)!r} "
@@ -99,10 +97,34 @@ def listen(config: DaemonConfig) -> socket.socket:
 
 
 def take_away(path: Path, bound: os.stat_result) -> None:
-    """Remove the socket file that was `bound`, unless another daemon has put its own there since."""
-    with contextlib.suppress(FileNotFoundError):
+    """Remove the socket file that was `bound`, unless another daemon has put its own there since.
+
+    Where that cannot be done the file stays, and the next daemon replaces it.
+    """
+    with contextlib.suppress(OSError), _alone_in(path.parent):
         if os.path.samestat(path.stat(), bound):
             path.unlink()
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """No other daemon makes or removes a socket in this folder meanwhile: of two that start at once one would take
+    the other's, bound and not yet listening, for a dead one.
+
+    Each needs it for a moment; whoever keeps it for longer is no daemon that starts, and is not waited for.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + _LOCK_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _make_way(path: Path) -> None:
@@ -111,9 +133,32 @@ def _make_way(path: Path) -> None:
     if not stat.S_ISSOCK(path.stat().st_mode):
         raise ConfigError(f"socket: the path exists and is not a socket: socket={str(path)!r}")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.setblocking(False)  # a daemon that hangs, with a full queue, would let us wait
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink()
-        else:
-            raise ConfigError(f"socket: another daemon is serving: socket={str(path)!r}")
+            return
+        except BlockingIOError:
+            pass
+    raise ConfigError(f"socket: another daemon is serving: socket={str(path)!r}")
+
+
+def _bound(path: Path, gid: int, mode: int) -> socket.socket:
+    """A socket that listens at a free path, or nothing there. Raises OSError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        sock.bind(str(path))
+        try:
+            if gid != -1:
+                os.chown(path, -1, gid)
+            os.chmod(path, mode)
+            sock.listen(64)
+            sock.setblocking(False)
+        except BaseException:
+            path.unlink()
+            raise
+    except BaseException:
+        sock.close()
+        raise
+    return sock

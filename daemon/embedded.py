@@ -16,15 +16,17 @@ evicted. Room returns about three seconds later (heartbeat, then the lease that 
 
 from __future__ import annotations
 
-import collections
+import errno
 import fcntl
 import importlib.util
 import os
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -39,6 +41,8 @@ DISK_BUFFER_BYTES = 256 << 20  # of the disk tier: all that is read from it at a
 DISK_LEASE_MS = 2000
 _START_TIMEOUT_S = 10.0
 _ATTEMPTS = 5
+_SAID_CHARACTERS = 200
+_WRONG = re.compile(r"^[EF]\d{4} |what\(\):|fatal error:")  # glog's levels, C++'s and Go's last words
 
 # Runs in the child and then becomes the master: the death signal outlives execve. A parent that died before the prctl
 # would never send it, so the parent's pid is compared afterwards. PR_SET_PDEATHSIG is 1 (linux/prctl.h). Not a
@@ -76,27 +80,32 @@ class DiskSpec:
                 raise SettingsError(f"disk: {error}: disk={shown(text)}") from None
             if not MIN_MEMORY_BYTES <= size <= MAX_DISK_BYTES:
                 raise SettingsError(f"disk: size should be 16MiB to 1024TiB: disk={shown(text)}")
-        if not head.startswith("/") or ".." in Path(head).parts:
-            raise SettingsError(f"disk: directory should be absolute and without '..': disk={shown(text)}")
+        if not head.startswith("/") or ".." in Path(head).parts or "\0" in head:
+            raise SettingsError(f"disk: directory should be absolute, without '..' and zeros: disk={shown(text)}")
         return cls(Path(head), size)
 
 
 class EmbeddedMaster:
     """A `mooncake_master` process on loopback that dies with this process, even by SIGKILL.
 
-    `memory_bytes` is the DRAM segment the store in this process will own (raised to whole units of 16 MiB).
+    `memory_bytes` is the DRAM segment the store in this process will own (raised to whole units of 16 MiB); a start
+    is given up when `stopping`.
     """
 
-    def __init__(self, memory_bytes: int, disk: DiskSpec | None, log: Any, *, master_port: int | None = None) -> None:
+    def __init__(
+        self, memory_bytes: int, disk: DiskSpec | None, log: Any, *, master_port: int | None = None,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
         self._memory_bytes = -(-max(memory_bytes, 1) // MIN_MEMORY_BYTES) * MIN_MEMORY_BYTES
         self._disk = disk
         self._log = log
         self._port = master_port
+        self._stopping = stopping
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._disk_fd = -1  # its folder, locked
         self.http = ""  # host:port of its HTTP interface, once it was started
-        self._last: collections.deque[str] = collections.deque(maxlen=20)
+        self._said = self._wrong = ""  # its last line, and the first that tells of something wrong
 
     @property
     def pid(self) -> int | None:
@@ -112,7 +121,7 @@ class EmbeddedMaster:
 
         Call it on the main thread: the kernel sends the death signal when the *thread* that forked ends. It sets
         MOONCAKE_* and MC_* variables of this process, which Mooncake reads when it is loaded, so call it before any
-        Store.open. Raises EmbeddedError.
+        Store.open. Raises EmbeddedError, also when it was told to stop meanwhile.
         """
         if threading.current_thread() is not threading.main_thread():
             raise EmbeddedError("the private master must be started on the main thread: it would die with this one")
@@ -124,14 +133,20 @@ class EmbeddedMaster:
             port = self._port or _free_port()
             if self._port and not _bindable(port):
                 raise SettingsError(f"master_port={port}: the port is in use on 127.0.0.1")
-            self._spawn(binary, port)
+            try:
+                self._spawn(binary, port)
+            except OSError as error:  # no process can be had
+                self._wrong = str(error)
+                break
             if self._answers(port):
                 self._log.info("master.started", pid=self.pid, port=port, memory_bytes=self._memory_bytes)
                 return self._settings(port)
             self._log.debug("master.retried", port=port, attempt=attempt)
             self._end()
-        self._release_disk()
-        raise EmbeddedError(f"mooncake_master did not start: {self._last[-1] if self._last else 'it said nothing'}")
+            if self._stopping():
+                break
+        self.stop()
+        raise EmbeddedError(f"mooncake_master did not start: {self._wrong or self._said or 'it said nothing'}")
 
     def stop(self) -> None:
         """End the master. Close the store first: it tells the master goodbye. Idempotent."""
@@ -148,7 +163,7 @@ class EmbeddedMaster:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        if self._reader:
+        if self._reader is not None:
             self._reader.join(1.0)
         self._log.info("master.stopped", pid=process.pid, code=process.returncode)
 
@@ -158,6 +173,8 @@ class EmbeddedMaster:
             return
         try:
             self._disk.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not os.access(self._disk.path, os.R_OK | os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "it must be readable and writable")
             self._claim_disk()
         except OSError as error:
             raise SettingsError(f"disk: cannot be used: {error.strerror}: disk={str(self._disk.path)!r}") from None
@@ -211,21 +228,24 @@ class EmbeddedMaster:
             errors="replace",
         )
         assert self._process.stdout is not None
-        self._reader = threading.Thread(
+        reader = threading.Thread(
             target=self._read, args=(self._process.stdout,), name="kvprefetch-master-log", daemon=True
         )
-        self._reader.start()
+        reader.start()
+        self._reader = reader
 
     def _read(self, stream: IO[str]) -> None:
         with stream:
             for line in stream:
-                self._last.append(line.rstrip())
-                self._log.debug("master.said", line=self._last[-1])
+                self._said = line.strip()[:_SAID_CHARACTERS]
+                if not self._wrong and _WRONG.search(line):
+                    self._wrong = self._said
+                self._log.debug("master.said", line=line.rstrip())
 
     def _answers(self, port: int) -> bool:
         """Whether our child, and not a stranger that took the port first, listens."""
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while self.alive() and time.monotonic() < deadline:
+        while self.alive() and not self._stopping() and time.monotonic() < deadline:
             try:
                 socket.create_connection(("127.0.0.1", port), timeout=0.5).close()
             except OSError:

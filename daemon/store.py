@@ -92,22 +92,25 @@ class Store:
         client_class = _import_client()
         self._reach_master()
         client = client_class()
-        code = client.setup(
-            s.local_hostname,
-            s.metadata_server,
-            s.global_segment_size,
-            s.local_buffer_size,
-            s.protocol,
-            s.device_name,
-            s.master_server_address,
-            enable_ssd_offload=s.enable_ssd_offload,
-            ssd_offload_path=s.ssd_offload_path,
-            tenant_id=s.tenant_id,
-        )
-        if code != 0:
-            raise StoreError(
-                f"mooncake set-up failed with code {code} (master {s.master_server_address}, {s.protocol})"
+        try:
+            code = client.setup(
+                s.local_hostname,
+                s.metadata_server,
+                s.global_segment_size,
+                s.local_buffer_size,
+                s.protocol,
+                s.device_name,
+                s.master_server_address,
+                enable_ssd_offload=s.enable_ssd_offload,
+                ssd_offload_path=s.ssd_offload_path,
+                tenant_id=s.tenant_id,
             )
+            why = f" with code {code}"
+        except Exception as error:  # whatever C++ exception it was
+            code, why = -1, f": {str(error) or type(error).__name__}"
+        if code != 0:
+            del client  # leaves the master while there is one
+            raise StoreError(f"mooncake set-up failed{why} (master {s.master_server_address}, {s.protocol})")
         with self._state:
             self._client, self._open = client, True
         self._log.info("store.opened", master=s.master_server_address, protocol=s.protocol)
@@ -120,8 +123,9 @@ class Store:
             return
         try:
             socket.create_connection((host, int(port)), timeout=self._rpc_timeout_ms / 1e3).close()
-        except OSError as error:
-            raise StoreError(f"no Mooncake master answers at {address}: {error.strerror or error}") from None
+        except (OSError, ValueError, TypeError, OverflowError) as error:  # the others: not a name, not a port
+            why = getattr(error, "strerror", None) or error
+            raise StoreError(f"no Mooncake master answers at {address[:200]}: {why}") from None
 
     def close(self) -> None:
         """Refuse new calls, wait for those in flight, then leave the cluster; may hold the GIL for 1.85 s. Idempotent.

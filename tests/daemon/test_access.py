@@ -1,0 +1,104 @@
+"""Who gets the control socket's path, and what the operator reads who does not."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import structlog
+
+from kvprefetch.daemon.access import listen
+from kvprefetch.daemon.config import ConfigError, load
+from kvprefetch.daemon.embedded import DiskSpec, EmbeddedMaster
+
+NOBODY = 65534
+
+
+def test_of_daemons_that_start_at_once_one_gets_the_path(tmp_path: Path) -> None:
+    """Also over a dead one's socket. None takes another's, bound and not yet listening, for dead."""
+    for turn in range(60):
+        path = tmp_path / f"{turn}.sock"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+            dead.bind(str(path))
+        start = threading.Barrier(8)
+        won: list[socket.socket] = []
+        lost: list[str] = []
+
+        def begin(path: Path = path, start: threading.Barrier = start, won: list[socket.socket] = won,
+                  lost: list[str] = lost) -> None:  # fmt: skip
+            start.wait(10)
+            try:
+                won.append(listen(load({"socket": str(path)})))
+            except ConfigError as error:
+                lost.append(str(error))
+
+        threads = [threading.Thread(target=begin) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for sock in won:
+            sock.close()
+        assert (len(won), set(lost)) == (1, {f"socket: another daemon is serving: socket={str(path)!r}"})
+
+
+def test_a_daemon_that_hangs_with_a_full_queue_still_serves_there(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hangs:
+        hangs.bind(str(path))
+        hangs.listen(0)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waits:
+            waits.connect(str(path))
+            with pytest.raises(ConfigError, match="another daemon is serving"):
+                listen(load({"socket": str(path)}))
+
+
+@pytest.mark.parametrize("group", ["4294967295", "9" * 5000, "²"])
+def test_a_group_that_cannot_be_is_one_line(tmp_path: Path, group: str) -> None:
+    with pytest.raises(ConfigError, match=r"^socket_group: .{,200}$"):
+        listen(load({"socket": str(tmp_path / "s"), "socket_group": group}))
+
+
+def as_nobody(work: Callable[[], object]) -> str:
+    """What `work` raises in a child of user and group nobody."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            work()
+        except BaseException as error:
+            os.write(write, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as said:
+        text = said.read().decode()
+    os.waitpid(child, 0)
+    return text
+
+
+def test_a_group_that_is_not_ones_own_leaves_no_socket_behind() -> None:
+    with tempfile.TemporaryDirectory(prefix="kva-") as folder:
+        os.chmod(folder, 0o777)
+        path = Path(folder) / "s"
+        text = as_nobody(lambda: listen(load({"socket": str(path), "socket_group": "0"})))
+        assert text.startswith("ConfigError: socket: cannot be bound: Operation not permitted: ")
+        assert "socket_group='0'" in text
+        assert not path.exists()
+
+
+def test_a_folder_for_the_disk_that_is_not_ones_own_is_a_setting() -> None:
+    with tempfile.TemporaryDirectory(prefix="kva-") as folder:
+        os.chmod(folder, 0o755)
+        master = EmbeddedMaster(1, DiskSpec(Path(folder), None), structlog.get_logger())
+        text = as_nobody(master.start)
+        assert text == f"SettingsError: disk: cannot be used: it must be readable and writable: disk={folder!r}"
