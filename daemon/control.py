@@ -8,6 +8,7 @@ active.  The first end of file ends the epoch for all of them: they come back wi
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -43,7 +44,9 @@ from .store import StoreError
 from .transfers import check_turns
 
 MAX_STRANGERS = 64  # connections of users who may not attach, until they spoke and were told
+MAX_SILENT = 256  # connections without a hello; beyond, the oldest is hung up on
 MAX_STAT = 64  # descriptors in one message; the kernel takes 253
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(eq=False)
@@ -113,6 +116,7 @@ class Control:
         self._watch, self._unwatch = watch, unwatch
         self._peers: dict[int, Peer] = {}
         self._groups: dict[tuple[str, str], Group] = {}
+        self._paused = False
         self.ended: list[EngineSession] = []  # ended sessions, until the owner of the loop closes them
 
     def sessions(self) -> list[EngineSession]:
@@ -155,7 +159,10 @@ class Control:
     def _accept(self) -> None:
         try:
             sock, _ = self.sock.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in _NO_ROOM and not self._hang_up(os.strerror(error.errno)):
+                self._unwatch(self.sock.fileno())  # it stays readable: without a pause the loop would spin
+                self._paused = True
             return
         sock.setblocking(False)
         credentials = credentials_of(sock)
@@ -165,6 +172,24 @@ class Control:
             return
         self._peers[sock.fileno()] = peer
         self._watch(sock.fileno())
+        if sum(each.hello is None for each in self._peers.values()) > MAX_SILENT:
+            self._hang_up(f"connections without a hello: max={MAX_SILENT}")
+
+    def _hang_up(self, error: str) -> bool:
+        """No room for another connection: the oldest without a hello goes. False when there is none."""
+        oldest = next((peer for peer in self._peers.values() if peer.hello is None), None)
+        if oldest is None:
+            self._log.warning("peers.full", error=error)
+            return False
+        self._log.warning("peers.full", error=error, pid=oldest.credentials.pid)
+        self._close_peer(oldest)
+        return True
+
+    def tick(self) -> None:
+        """Listen again after a pause. Called a few times a second."""
+        if self._paused:
+            self._paused = False
+            self._watch(self.sock.fileno())
 
     def _handle(self, peer: Peer, message: Message) -> None:
         if not peer.allowed:  # said only now: closing with its message unread would lose ours

@@ -204,6 +204,8 @@ EVENTS: dict[str, Event] = {
     "peer.hello": Event("info", "A process of an engine came.", ("role", "rank", "pid", "version")),
     "peer.refused": Event("warning", "A process was refused, or turned away for now.",
                           ("pid", "uid", "error", "final"), floods=True),
+    "peers.full": Event("warning", "No room for another connection; the oldest without a hello (`pid`) was hung up on.",
+                        ("error", "pid?"), floods=True),
     "peer.lost": Event("debug", "A process went away while it was spoken to.", ("error", "pid?")),
     "engine.attached": Event("info", "All processes of an engine mapped their memory: hints are welcome.",
                              ("ranks", "slots", "save_slots", "block_bytes")),

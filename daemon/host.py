@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 MIN_CORES = 2
+MIN_THREADS = 64  # the daemon and the master it starts have 59 on two cores, with a disk tier 63
 # What the kernel takes back from a control group before its limit hurts: its share of the page cache, above all.
 _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")
 
@@ -23,6 +25,23 @@ def quota_cores(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/sel
     """
     quotas = [line.partition(" ") for folder in _groups(root, own) for line in _lines(folder / "cpu.max")[:1]]
     return min((int(quota) / int(period) for quota, _, period in quotas if quota != "max"), default=None)
+
+
+def startable_threads(most: int) -> int:
+    """How many threads, up to `most`, may be started beside those that run (RLIMIT_NPROC, pids.max)."""
+    over = threading.Event()
+    threads = [threading.Thread(target=over.wait, daemon=True) for _ in range(most)]
+    started = 0
+    try:
+        for thread in threads:
+            thread.start()
+            started += 1
+    except RuntimeError:
+        pass
+    over.set()
+    for thread in threads[:started]:
+        thread.join()
+    return started
 
 
 def machine_bytes() -> int:

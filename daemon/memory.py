@@ -10,6 +10,7 @@ from functools import partial
 
 from ..shmring.cuda import DeviceError
 from ..shmring.device_calls import calls
+from ..shmring.doorbell import Doorbell
 from ..shmring.errors import SegmentError
 from ..shmring.layout import Layout, power_of_two_at_least
 from ..shmring.messages import Hello
@@ -32,6 +33,7 @@ class EngineMemory:
 
     layout: Layout
     control: Segment
+    doorbell: Doorbell
     staging: HostStaging
     save_slots: int
     device: DeviceStaging | None = None
@@ -48,7 +50,7 @@ class EngineMemory:
     ) -> EngineMemory:  # fmt: skip
         """Reserve everything; takes as long as the kernel takes to zero it, so not on the main loop. Owns `device`.
 
-        Raises StagingTooSmall, SegmentError, and ValueError for a layout out of bounds.
+        Raises StagingTooSmall, SegmentError, OSError, and ValueError for a layout out of bounds.
         """
         with contextlib.ExitStack() as undo:
             if device is not None:
@@ -79,15 +81,18 @@ class EngineMemory:
                 device_slots=device.slots if device is not None else 0,
             )
             control = Segment.create(layout.total_bytes)
+            undo.callback(control.close)
+            layout.write(control.buffer)
+            doorbell = Doorbell.create()
             undo.pop_all()
-        layout.write(control.buffer)
-        return cls(layout, control, staging, save_slots, device, device_error)
+        return cls(layout, control, doorbell, staging, save_slots, device, device_error)
 
     def close(self) -> None:
         if self.device is not None:
             self.device.close()
         self.staging.close()
         self.control.close()
+        self.doorbell.close()
 
 
 def prepare(

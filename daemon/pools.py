@@ -118,8 +118,12 @@ class Pool:
         """As many as there are calls, up to `size`; calls that hang or have become slow, and their threads, beside."""
         slow = self._slow()
         while self._threads - slow < min(self._size, len(self._jobs) - slow):
+            thread = threading.Thread(target=self._run, name=f"{self._name}-{self._threads + 1}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # none can be had now; `check` tries again
+                return
             self._threads += 1
-            threading.Thread(target=self._run, name=f"{self._name}-{self._threads}", daemon=True).start()
 
     def _slow(self) -> int:
         now = self._clock_ns()

@@ -20,9 +20,9 @@ from .access import access_of, listen, take_away
 from .board import Board
 from .config import ConfigError, DaemonConfig, Mode
 from .control import Control
-from .embedded import DISK_BUFFER_BYTES, DiskSpec, EmbeddedMaster
+from .embedded import DISK_BUFFER_BYTES, DiskSpec, EmbeddedError, EmbeddedMaster
 from .events import Ending
-from .host import MIN_CORES, quota_cores, usable_cores
+from .host import MIN_CORES, MIN_THREADS, quota_cores, startable_threads, usable_cores
 from .logs import Log, event_counts, finish, tend, threshold
 from .memory import EngineMemory, prepare
 from .metrics import MetricsServer
@@ -66,7 +66,7 @@ class Daemon:
     def run(self) -> bool:
         """Serve until told to stop; False when the store's master ended before. Raises what keeps it from starting:
         ConfigError, StoreError, EmbeddedError."""
-        self._check_cores()
+        self._check_machine()
         # Store threads return from C with little Python to do: let them have the GIL soon.
         sys.setswitchinterval(0.0005)
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -87,7 +87,9 @@ class Daemon:
                 self._metrics = MetricsServer(
                     self._config.metrics_address, self._config.metrics_port, self._board, event_counts
                 )
-            store = self._store = self._open_store()
+            store = self._open_store()
+            if store is None:
+                return True
             self._control = Control(
                 sock, lambda *epoch: prepare(pools, self._config, *epoch), partial(self._session, store, pools),
                 self._log, access=access_of(sock, self._config), status=self._status, steer=partial(self._steer, pools),
@@ -157,6 +159,7 @@ class Daemon:
 
     def _tick(self, control: Control, sessions: Sequence[EngineSession], pools: Pools, now_ns: int) -> None:
         pools.check(now_ns)
+        control.tick()
         if self._store is not None and self._store.due_for_probe:
             pools.look_up(self._store.probe, lambda _: None, lambda: None)
         if self._master is not None and not self._master.alive():
@@ -207,16 +210,24 @@ class Daemon:
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def _open_store(self) -> Store:
-        """The configured cluster, or the embedded store. A cluster that is not there yet is tried again later."""
+    def _open_store(self) -> Store | None:
+        """The configured cluster, which is tried again later when it is not there yet, or the embedded store. None when
+        we were told to stop meanwhile."""
         config = self._config
         if config.mooncake_config is not None:
             settings = MooncakeSettings.from_file(config.mooncake_config)
         else:
             disk = DiskSpec.parse(config.disk) if config.disk is not None else None
-            self._master = EmbeddedMaster(config.memory, disk, self._log, master_port=config.master_port)
-            settings = self._master.start()
-        store = Store(settings, self._log, rpc_timeout_ms=config.rpc_timeout_ms)
+            self._master = EmbeddedMaster(
+                config.memory, disk, self._log, master_port=config.master_port, stopping=lambda: self._stopping
+            )
+            try:
+                settings = self._master.start()
+            except EmbeddedError:
+                if self._stopping:
+                    return None
+                raise
+        store = self._store = Store(settings, self._log, rpc_timeout_ms=config.rpc_timeout_ms)
         try:
             store.open()
             self._store_is_open = True
@@ -225,7 +236,7 @@ class Daemon:
                 raise
             self._log.warning("store.degraded", error=str(error), retry_s=REOPEN_S)
             threading.Thread(target=self._reopen, args=(store,), name="reopen", daemon=True).start()
-        return store
+        return None if self._stopping else store
 
     def _reopen(self, store: Store) -> None:
         while not self._stopping:
@@ -277,11 +288,17 @@ class Daemon:
 
     # --- orders from outside ----------------------------------------------------------------------------------------
 
-    def _check_cores(self) -> None:
-        """With one core Mooncake's spinning calls starve its own transport: every get would fail after 60 s."""
+    def _check_machine(self) -> None:
+        """With one core Mooncake's spinning calls starve its own transport: every get would fail after 60 s. With too
+        few threads it ends, or hangs, in its set-up."""
         cores, quota = usable_cores(), quota_cores()
         if cores < MIN_CORES:
             raise ConfigError(f"too few cores, transfers would starve (CPU affinity): cores={cores} min={MIN_CORES}")
+        if (threads := startable_threads(MIN_THREADS)) < MIN_THREADS:
+            raise ConfigError(
+                f"too few threads can be started (RLIMIT_NPROC, RLIMIT_AS, pids.max): threads={threads} "
+                f"min={MIN_THREADS}"
+            )
         if quota is not None and quota < MIN_CORES:
             self._log.warning("cores.few", cores=quota, min_cores=MIN_CORES)
 

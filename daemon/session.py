@@ -14,7 +14,6 @@ from functools import partial
 from ..shmring import protocol
 from ..shmring._atomics import Words
 from ..shmring.credits import CreditGranter
-from ..shmring.doorbell import Doorbell
 from ..shmring.flags import FlagTable, unpack
 from ..shmring.liveness import Liveness, PeerState
 from ..shmring.messages import MAX_WARM_DIGESTS, Hello, Mapped, Message, Report, Warm
@@ -79,7 +78,7 @@ class EngineSession:
         self.totals = Account()
         self.shape = transfers.Shape.of(shapes, self.staging)
         self.words = Words(self.control.buffer)
-        self.doorbell = Doorbell.create()
+        self.doorbell = memory.doorbell
         self.ring = Consumer(self.control.buffer, self.words, self.layout)
         self.table = FlagTable(self.control.buffer, self.words, self.layout)
         self.liveness = Liveness(self.words, consumer=True)
@@ -400,4 +399,3 @@ class EngineSession:
         del self.warming, self.promoter
         self.words.release()
         self.memory.close()
-        self.doorbell.close()
