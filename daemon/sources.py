@@ -22,6 +22,7 @@ else:
 
 PREFIX = "KVPREFETCHD_"
 FILE_VARIABLE = PREFIX + "CONFIG"
+MAX_FILE_BYTES = 1 << 16  # read on the main loop; the parser's time may grow with its square
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,12 @@ def _known(name: str, shown: str, place: str, form: str, *, upper: bool = False)
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ConfigError(f"config: is too large: max_bytes={MAX_FILE_BYTES} config={str(path)!r}")
+        return tomllib.loads(data.decode())
     except OSError as error:
         raise ConfigError(f"config: cannot be read: {error.strerror or error}: config={str(path)!r}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, brackets a thousand deep
         raise ConfigError(f"config: not TOML: {error}: config={str(path)!r}") from None

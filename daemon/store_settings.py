@@ -58,7 +58,7 @@ class MooncakeSettings:
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise SettingsError(f"{path}: cannot be read: {why}") from None
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise SettingsError(f"{path}: not JSON: {error}") from None
         if not isinstance(raw, dict):
             raise SettingsError(f"{path}: must be a JSON object, is a {type(raw).__name__}")
@@ -131,7 +131,7 @@ def _own_address(master: str) -> str:
     """The address of this host that a packet to `master` would carry; nothing is sent."""
     host, _, port = master.rpartition("://")[2].split(",")[0].rpartition(":")
     with (
-        contextlib.suppress(OSError, ValueError, OverflowError),
+        contextlib.suppress(OSError, ValueError, TypeError, OverflowError),
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
     ):
         probe.connect((host, int(port)))

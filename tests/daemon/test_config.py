@@ -187,3 +187,20 @@ def test_available_memory_is_what_the_group_can_still_get(tmp_path: Path) -> Non
 def test_a_size_is_shown_as_it_may_be_written(count: int, text: str) -> None:
     assert size_text(count) == text
     assert parse_size(text) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a = " + "[" * 3000, "config: not TOML: "),
+        ("staging = " + "1" * 5000, "config: not TOML: "),
+        ("# " + "x" * (1 << 16), "config: is too large: max_bytes=65536 "),
+    ],
+)
+def test_a_file_that_no_parser_takes_ends_no_daemon_that_reads_it_again(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "kvprefetchd.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        resolve(Sources({}, {}, file))
+    assert str(caught.value).startswith(words)
+    assert "\n" not in str(caught.value)
