@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -47,6 +48,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is its own, 69 (store or daemon not available) or 78 (bad configuration)."""
+    _fill_standard_streams()
     try:
         parsed, unknown = build_parser().parse_known_args(arguments)
         if unknown:
@@ -68,10 +70,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Unavailable as error:
         print(f"kvprefetchd: {error}", file=sys.stderr)
         return EX_UNAVAILABLE
+    except KeyboardInterrupt:  # before the command handles it itself, or in one that ends with it
+        return 128 + signal.SIGINT
     except ModuleNotFoundError as error:  # the plain install has what an engine needs, not what serves
         extras = "daemon-cpu, daemon-cuda12 or daemon-cuda13"
         print(f"kvprefetchd: {error.name} is not installed: install kvprefetch with {extras}", file=sys.stderr)
         return EX_UNAVAILABLE
+
+
+def _fill_standard_streams() -> None:
+    """What was closed at our start: else the first sockets and files would get these numbers, and be written to as if
+    they were streams."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is `fd`
+            setattr(sys, name, os.fdopen(fd, "r" if fd == 0 else "w", closefd=False))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -10,10 +10,12 @@ import dataclasses
 import json
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import NamedTuple
+from socketserver import TCPServer
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -217,6 +219,9 @@ def _histogram(
     return family
 
 
+MAX_CLIENTS = 64  # at a time; each has a thread
+
+
 class MetricsServer:
     """Serves the board on (address, port) until closed. Raises ConfigError when it cannot be bound."""
 
@@ -232,10 +237,40 @@ class MetricsServer:
             address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
             daemon_threads = True
             block_on_close = False
+            room = threading.BoundedSemaphore(MAX_CLIENTS)
+
+            def server_bind(self) -> None:
+                TCPServer.server_bind(self)  # HTTPServer's asks the name service who we are, and nobody needs to know
+
+            def get_request(self) -> tuple[socket.socket, Any]:
+                try:
+                    return super().get_request()
+                except OSError:  # no descriptor is left: without a pause it would be asked again at once
+                    time.sleep(0.1)
+                    raise
+
+            def process_request(self, request: Any, client_address: Any) -> None:
+                if self.room.acquire(blocking=False):
+                    try:
+                        super().process_request(request, client_address)
+                    except BaseException:  # no thread can be had
+                        self.room.release()
+                        raise
+                else:
+                    self.shutdown_request(request)
+
+            def process_request_thread(self, request: Any, client_address: Any) -> None:
+                try:
+                    super().process_request_thread(request, client_address)
+                finally:
+                    self.room.release()
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                """Nothing: who asked has left, or could not be served."""
 
         try:
             self._server = Server((address, port), Handler)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, TypeError, ValueError) as error:  # the last two: not a name
             raise ConfigError(
                 f"metrics_port: cannot be bound: {getattr(error, 'strerror', None) or error}: "
                 f"metrics_address={address!r} metrics_port={port}; 0 turns the metrics off"

@@ -130,3 +130,19 @@ def test_a_reader_that_leaves_early_is_no_error(command: str) -> None:
     )  # fmt: skip
     os.close(write)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("closed", "said"), [("1", "the path exists and is not a socket"), ("2", ""), ("0 1 2", "")])
+def test_streams_that_were_closed_are_nowhere(tmp_path: Path, closed: str, said: str) -> None:
+    """No file or socket gets their numbers, and nothing is missing."""
+    path = tmp_path / "file"
+    path.write_text("precious")
+    command = f"{sys.executable} -m kvprefetch.daemon serve --metrics-port 0 --socket {path}"
+    redirect = " ".join(f"{fd}>&-" for fd in closed.split())
+    result = subprocess.run(
+        ["sh", "-c", f"{command} {redirect}"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 78, result
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+    assert path.read_text() == "precious"

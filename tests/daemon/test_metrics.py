@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -24,7 +26,7 @@ from kvprefetch.daemon.board import Board
 from kvprefetch.daemon.events import Ending
 from kvprefetch.daemon.health import CALL_HEALTHY_S, LOOP_HEALTHY_S, judge
 from kvprefetch.daemon.logs import EventCounts
-from kvprefetch.daemon.metrics import CATALOGUE, BoardCollector
+from kvprefetch.daemon.metrics import CATALOGUE, MAX_CLIENTS, BoardCollector, MetricsServer
 from kvprefetch.shmring.protocol import FlagState, Outcome
 from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
 from tests.daemon.stores import blocks
@@ -312,3 +314,27 @@ def test_every_metric_of_the_catalogue_is_exported_and_nothing_else() -> None:
 def test_the_document_is_the_catalogue() -> None:
     text = (ROOT / "docs/METRICS.md").read_text()
     assert metrics.document() in text, "run: python -m kvprefetch.daemon.metrics"
+
+
+def test_clients_that_leave_or_say_nothing_cost_no_traceback_and_no_thread(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()
+    server = MetricsServer(*address, Board(), EventCounts())
+    before = threading.active_count()
+    try:
+        for _ in range(20):
+            with socket.create_connection(address) as leaves:
+                leaves.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # with a reset
+                leaves.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        wait_for(lambda: threading.active_count() == before, what="the end of their threads")
+        silent = [socket.create_connection(address) for _ in range(MAX_CLIENTS + 20)]
+        assert silent[-1].recv(1) == b"", "beyond the bound"
+        assert threading.active_count() <= before + MAX_CLIENTS
+        for each in silent:
+            each.close()
+        wait_for(lambda: threading.active_count() == before, what="the end of their threads")
+        with urllib.request.urlopen(f"http://127.0.0.1:{address[1]}/metrics") as page:
+            assert b"kvprefetchd_info" in page.read()
+    finally:
+        server.close()
+    assert capfd.readouterr().err == ""
