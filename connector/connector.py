@@ -239,6 +239,11 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         self._link = link
         link.start()
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins. With drafts, model runner V1 says wait_for_save on the last pipeline stage only."""
+        if self.has_connector_metadata():
+            self.wait_for_save()
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._step_begins()

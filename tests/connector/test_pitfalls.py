@@ -39,7 +39,7 @@ from . import test_connector
 from .test_stats import transfer
 
 ROOT = Path(__file__).resolve().parents[2]
-COUNT = 29
+COUNT = 30
 Patch = pytest.MonkeyPatch
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
 pytest.importorskip("vllm")
+
+from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from kvprefetch.connector.claims import Entry
 from kvprefetch.connector.connector import KVPrefetchConnector
@@ -143,6 +146,47 @@ def test_p16_a_save_in_flight_pins_nothing_and_keeps_the_engine_stepping(make: M
 
     monkeypatch.setattr(KVPrefetchConnector, "build_connector_meta", pinning)
     with pytest.raises(AssertionError, match="pinned"):
+        check()
+
+
+def test_p30_a_step_whose_end_is_not_told_is_saved_before_the_next(make: Make, monkeypatch: Patch) -> None:
+    """The first of two stages of model runner V1 with drafts: it returns before vLLM says wait_for_save."""
+
+    def first_stage(engine: RealEngine, worker: Any, output: Any) -> Any:
+        with (
+            mock.patch.object(mixin, "get_kv_transfer_group", return_value=worker),
+            mock.patch.object(mixin, "get_forward_context", return_value=None),
+        ):
+            worker.handle_preemptions(output.kv_connector_metadata)
+            if not output.num_scheduled_tokens:
+                return mixin.KVConnectorModelRunnerMixin.kv_connector_no_forward(
+                    output, worker._vllm_config
+                ).kv_connector_output
+            with mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(output, defer_finalize=True) as report:
+                worker._worker._paged._pieces[0][0][:] = 7
+            return report
+
+    def check() -> None:
+        engine = make(ranks=2)
+        last_stage = engine.run_rank
+        engine.run_rank = lambda worker, output: (  # type: ignore[method-assign]
+            first_stage(engine, worker, output) if worker is engine.workers[0] else last_stage(worker, output)
+        )
+        engine.daemon.credits.grant(list(range(32, 64)))
+        engine.add("r", 3 * BLOCK, out=2)
+        staged(engine, "r", 0)
+        engine.run()
+        engine.daemon.drain()
+        (saved,) = engine.daemon.saved
+        assert len(saved.hashes) == 3
+        side = engine.workers[0]._worker
+        rows = side._link.mapped(engine.daemon.layout.epoch).rows
+        assert {int(rows[slot].min()) for slot in saved.slots if side._keys.saves(slot)} == {7}
+        assert engine.left() == []
+
+    check()
+    monkeypatch.setattr(KVPrefetchConnector, "handle_preemptions", lambda *args: None)
+    with pytest.raises(AssertionError, match="does not come to rest"):
         check()
 
 
