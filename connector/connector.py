@@ -168,7 +168,9 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is not None:
-            self._scheduler.outputs(connector_output.kv_connector_worker_meta)
+            self._scheduler.outputs(
+                connector_output.kv_connector_worker_meta, failed_blocks=bool(connector_output.invalid_block_ids)
+            )
 
     @_guarded((False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .claims import Entry
@@ -68,15 +68,9 @@ class Loads:
         """Those whose memory a rank may still read."""
         return {load.handle.session.epoch for load in self.running.values()}
 
-    def failed(self, load_ids: Iterable[int]) -> list[str]:
-        """The requests of these loads, which failed on a rank."""
-        known = [load.request_id for load_id in load_ids if (load := self.running.get(load_id)) is not None]
-        if known:
-            self._counters["failed_loads"] += len(known)
-        return known
-
-    def acknowledge(self, counts: dict[int, int]) -> list[Load]:
-        """Ranks that ended loads; the loads that all ranks ended now."""
+    def acknowledge(self, counts: dict[int, int], failed: set[int]) -> list[Load]:
+        """Ranks that ended (or failed to do) loads; the loads that all ranks ended now."""
+        self._counters["failed_loads"] += len(failed & self.running.keys())
         done: list[Load] = []
         for load_id, ranks in counts.items():
             load = self.running.get(load_id)

@@ -42,7 +42,6 @@ class Progress:
 class _Block(NamedTuple):
     """A full block to save. `event`: what to publish once it is stored."""
 
-    request_id: str
     block_id: int
     digest: bytes
     event: Any
@@ -51,7 +50,6 @@ class _Block(NamedTuple):
 @dataclass(slots=True)
 class _Save:
     session: SchedulerSession
-    request_ids: set[str]
     slots: list[int]
     digests: list[bytes]
     reset_generation: int
@@ -119,7 +117,7 @@ class Saves:
                 if len(wanted) >= room:
                     return wanted, number
                 event = None if self._events is None else self._events.describe(request, number)
-                wanted.append((number, _Block(request.request_id, block_ids[number], bytes(digest), event)))
+                wanted.append((number, _Block(block_ids[number], bytes(digest), event)))
         return wanted, stop
 
     def _order(self, session: SchedulerSession, blocks: Sequence[_Block]) -> SaveOrder | None:
@@ -130,10 +128,7 @@ class Saves:
             return None
         taken = blocks[: len(slots)]
         save_id, self._next_id = self._next_id, self._next_id + 1
-        save = _Save(
-            session, {block.request_id for block in taken}, slots, [block.digest for block in taken], self._generation,
-            self._geometry.world_size,
-        )  # fmt: skip
+        save = _Save(session, slots, [block.digest for block in taken], self._generation, self._geometry.world_size)
         self._waiting[save_id] = save
         if self._events is not None:
             self._events.saving(save_id, slots, [block.event for block in taken])
@@ -175,11 +170,10 @@ class Saves:
         self._left.extendleft(reversed(chosen[0 if order is None else len(order.slots) :]))
         return order
 
-    def forget_left(self, request_id: str | None = None) -> None:
-        """Give up what this request (None: any request) left."""
-        keep = deque(block for block in self._left if request_id is not None and block.request_id != request_id)
-        self._counters["save_blocks_unsaved"] += len(self._left) - len(keep)
-        self._left = keep
+    def forget_left(self) -> None:
+        """Give up what finished requests left."""
+        self._counters["save_blocks_unsaved"] += len(self._left)
+        self._left.clear()
 
     @property
     def left(self) -> int:
@@ -212,13 +206,12 @@ class Saves:
                 del self._waiting[save_id]
                 self._copied.append((save_id, save))
 
-    def drop(self, request_id: str) -> None:
-        """The request's KV is not what its tokens say: what was copied of it goes back unused."""
+    def drop(self) -> None:
+        """Some of the engine's KV is not what its tokens say: what was copied and is not pushed goes back unused."""
         for save in (*self._waiting.values(), *(save for _, save in self._copied)):
-            if request_id in save.request_ids:
-                save.dropped = True
-                self.note_absent(save.digests)
-        self.forget_left(request_id)
+            save.dropped = True
+            self.note_absent(save.digests)
+        self.forget_left()
 
     def flush(self) -> None:
         """Push what all ranks copied; what finds the ring full waits for the next step. Raises SegmentCorrupt."""

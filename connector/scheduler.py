@@ -62,9 +62,9 @@ def _detaching(default: Any) -> Callable[[_F], _F]:
 
     def wrap(method: _F) -> _F:
         @functools.wraps(method)
-        def guarded(self: SchedulerSide, *args: Any) -> Any:
+        def guarded(self: SchedulerSide, *args: Any, **options: Any) -> Any:
             try:
-                return method(self, *args)
+                return method(self, *args, **options)
             except SegmentCorrupt as error:
                 self._corrupt(error)
                 return default
@@ -271,18 +271,21 @@ class SchedulerSide:
         self._steps.ended(self._clock_ns())
 
     @_detaching(None)
-    def outputs(self, worker_meta: Any) -> None:
-        """vLLM's update_connector_output: what the ranks finished."""
+    def outputs(self, worker_meta: Any, *, failed_blocks: bool = False) -> None:
+        """vLLM's update_connector_output: what the ranks finished, and whether a load left blocks unfilled.
+
+        Ours or, in a MultiConnector, another's: the engine recomputes these blocks, but steps in flight computed on
+        what stood there, also those of requests that share them.
+        """
+        if failed_blocks:
+            self._saves.drop()
+            for entry in self._entries.values():
+                entry.progress.tainted |= entry.settled  # all that were admitted are
         if not isinstance(worker_meta, KVPrefetchWorkerMeta):
             return
-        for request_id in self._loads.failed(worker_meta.failed_loads):
-            # The engine recomputes these blocks, but steps in flight computed on what stood there.
-            self._saves.drop(request_id)
-            if (entry := self._entries.get(request_id)) is not None:
-                entry.progress.tainted = True
         self._saves.acknowledge(worker_meta.saves, worker_meta.failed_saves)
         now = self._clock_ns()
-        for load in self._loads.acknowledge(worker_meta.loads):
+        for load in self._loads.acknowledge(worker_meta.loads, worker_meta.failed_loads):
             if load.handle.session is self._session:
                 hints.finish(load.handle, Outcome.LOADED, loaded=load.blocks, loaded_ns=now)
         self._saves.flush()

@@ -256,13 +256,14 @@ class Engine:
         return meta
 
     def acknowledge(
-        self, meta: KVPrefetchMetadata, *, failed: Iterable[int] = (), failed_loads: Iterable[int] = (),
+        self, meta: KVPrefetchMetadata, *, failed: Iterable[int] = (), failed_loads: Sequence[int] = (),
         ranks: int | None = None,
     ) -> None:  # fmt: skip
         loads, saves = [load.load_id for load in meta.loads], [save.save_id for save in meta.saves]
         for _ in range(self.ranks if ranks is None else ranks):
             self.side.outputs(
-                KVPrefetchWorkerMeta(dict.fromkeys(loads, 1), dict.fromkeys(saves, 1), set(failed), set(failed_loads))
+                KVPrefetchWorkerMeta(dict.fromkeys(loads, 1), dict.fromkeys(saves, 1), set(failed), set(failed_loads)),
+                failed_blocks=bool(failed_loads),
             )
 
     def preempt(self, request: Request) -> None:
