@@ -32,7 +32,7 @@ class Progress:
 
     saved: int = 0
     # Tokens of the prefill: the prompt, or after a preemption everything known when it was scheduled again.
-    prefill_tokens: int = -1
+    prefill_tokens: int = 0
     # Its KV may come from other weights than the next reset's: never saved.
     tainted: bool = False
     # Blocks [saved, storable) could be saved, but found no slot so far.
@@ -77,24 +77,27 @@ class Saves:
         self._next_id = 1
         self._generation = 0
 
+    def complete(self, progress: Progress) -> bool:
+        """Whether nothing of this admission will be saved any more."""
+        if progress.tainted:
+            return True
+        return not self._decode and (progress.saved + 1) * self._geometry.block_tokens > progress.prefill_tokens
+
     def plan(
         self, session: SchedulerSession, progress: Progress, request: Any, scheduled_tokens: int,
-        block_ids: Sequence[int],
+        block_ids: Callable[[], Sequence[Sequence[int]]],
     ) -> SaveOrder | None:  # fmt: skip
         """The save of this step for one scheduled request; None when there is nothing to save or no credit.
 
-        `request.num_computed_tokens` does not count this step yet. Raises SegmentCorrupt.
+        `request.num_computed_tokens` does not count this step yet; `block_ids()` gives its block ids per group.  Raises
+        SegmentCorrupt.
         """
-        if progress.prefill_tokens < 0:
-            progress.prefill_tokens = request.num_tokens
         stop = self.storable_blocks(request, scheduled_tokens, progress)
-        stop = min(stop, len(block_ids))
         if progress.tainted or stop <= progress.saved:
             return None
-        progress.storable = stop
-        wanted, progress.saved = self._wanted(
-            request, progress.saved, stop, block_ids, room=session.credits.available()
-        )
+        held = block_ids()[self._geometry.group]
+        progress.storable = stop = max(progress.saved, min(stop, len(held)))
+        wanted, progress.saved = self._wanted(request, progress.saved, stop, held, room=session.credits.available())
         if not wanted:
             return None
         order = self._order(session, [block for _, block in wanted])
@@ -154,7 +157,7 @@ class Saves:
         Such a block is not pinned.  It is copied in this step because at this moment no request of this step has been
         given it, and what writes it later comes later on the stream.
         """
-        room = session.credits.available()
+        room = session.credits.available() if self._left else 0
         chosen: list[_Block] = []
         while self._left and len(chosen) < room:
             block = self._left.popleft()

@@ -27,7 +27,7 @@ from .claims import NOTHING, Claims, Entry, Reply
 from .config import ConnectorConfig
 from .events import SavedBlocks
 from .loads import Loads
-from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
+from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, SaveOrder
 from .policy import WaitPolicy
 from .saves import Saves
 from .session import SchedulerSession
@@ -97,6 +97,8 @@ class SchedulerSide:
         self._session: SchedulerSession | None = None
         self._entries: dict[str, Entry] = {}
         self._answered: set[str] = set()
+        # Admitted requests that may still have blocks to save.
+        self._unsaved: dict[str, Entry] = {}
         self._loads = Loads(geometry, self.counters)
         self._events = (
             SavedBlocks(
@@ -195,6 +197,8 @@ class SchedulerSide:
             self._loads.dispatch(entry, block_ids()[self._geometry.group], num_external_tokens)
         elif entry is not None:
             self._admitted_without_load(entry)
+        if entry is not None and self._saving and not self._saves.complete(entry.progress):
+            self._unsaved[request.request_id] = entry
 
     @_detaching(None)
     def disk_tokens(self, request: Any) -> int | None:
@@ -227,30 +231,24 @@ class SchedulerSide:
         session = self._usable_session()
         while self._answered:
             self._claims.withdraw(self._entries[self._answered.pop()])
-        if session is not None and self._saving and session.alive(self._clock_ns()):
-            blocks = output.kv_connector_block_state
-            for request_id, tokens in output.num_scheduled_tokens.items():
-                entry = self._entries.get(request_id)
-                if entry is None:
-                    continue
-                if entry.preemptions != entry.request.num_preemptions:
-                    entry.restart()
-                if entry.progress.prefill_tokens < 0:
-                    entry.progress.prefill_tokens = entry.request.num_tokens
-                progress = entry.progress
-                if progress.tainted or self._saves.storable_blocks(entry.request, tokens, progress) <= progress.saved:
-                    continue
-                block_ids = blocks.get_block_ids(request_id)
-                if block_ids is None:
-                    continue
-                order = self._saves.plan(
-                    session, entry.progress, entry.request, tokens, block_ids[self._geometry.group]
-                )
-                if order is not None:
-                    meta.saves.append(order)
-            if (order := self._saves.plan_left(session)) is not None:
-                meta.saves.append(order)
+        if session is not None and (self._unsaved or self._saves.left) and session.alive(self._clock_ns()):
+            meta.saves.extend(self._plan_saves(session, output))
         self._saves.flush()
+
+    def _plan_saves(self, session: SchedulerSession, output: Any) -> Iterator[SaveOrder]:
+        """This step's saves. vLLM asks about every request (`match`) before it schedules it, again when preempted."""
+        scheduled, block_tokens = output.num_scheduled_tokens, self._geometry.block_tokens
+        for request_id, entry in list(self._unsaved.items()):
+            request, progress, tokens = entry.request, entry.progress, scheduled.get(request_id)
+            if tokens is None or request.num_computed_tokens + tokens < (progress.saved + 1) * block_tokens:
+                continue  # not in this step, or no block of it ends in this step
+            block_ids = functools.partial(output.kv_connector_block_state.get_block_ids, request_id)
+            if (order := self._saves.plan(session, progress, request, tokens, block_ids)) is not None:
+                yield order
+            if self._saves.complete(progress):
+                del self._unsaved[request_id]
+        if (order := self._saves.plan_left(session)) is not None:
+            yield order
 
     def _step_begins(self, output: Any, *, loading: bool) -> None:
         scheduled = output.num_scheduled_tokens
@@ -315,6 +313,7 @@ class SchedulerSide:
     def finished(self, request: Any, block_ids: Sequence[int] = ()) -> None:
         """The request has ended, for whatever reason, and gives these blocks back; a dispatched load goes on."""
         self._running.discard(request.request_id)
+        self._unsaved.pop(request.request_id, None)
         entry = self._entries.pop(request.request_id, None)
         if entry is None:
             return

@@ -63,6 +63,14 @@ def test_a_block_that_was_given_away_meanwhile_is_never_saved() -> None:
         assert engine.side.counters["save_blocks_unsaved"] == int(honest)
 
 
+def test_more_than_a_record_holds_is_left_for_the_next_step() -> None:
+    engine = Engine(ring=4096, slots=256)
+    finish(engine, run_short(engine, "r", 60), 60)
+    engine.daemon.credits.grant(list(range(64)))
+    blocks = [block for _ in range(3) for save in engine.step().saves for block in save.block_ids]
+    assert blocks == list(range(100, 160))
+
+
 def test_what_is_left_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saves, "MAX_LEFT", 4)
     engine = Engine()
@@ -71,7 +79,7 @@ def test_what_is_left_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.side.counters["save_blocks_unsaved"] == 2
 
 
-@pytest.mark.parametrize("why", ["reset", "failed load", "preempted", "stale cache"])
+@pytest.mark.parametrize("why", ["reset", "failed load", "failed load before", "preempted", "stale cache"])
 def test_what_cannot_be_trusted_is_not_left(why: str) -> None:
     engine = Engine()
     request = engine.add("r", 4 * BLOCK)
@@ -79,6 +87,8 @@ def test_what_cannot_be_trusted_is_not_left(why: str) -> None:
     engine.match(request)
     engine.allocate(request, BLOCK)
     first = engine.step([(request, 3 * BLOCK)])
+    if why == "failed load before":
+        engine.acknowledge(first, failed_loads=[first.loads[0].load_id])
     if why == "preempted":
         engine.preempt(request)
     if why == "stale cache":

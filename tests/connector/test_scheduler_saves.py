@@ -26,11 +26,15 @@ def saved_digests(engine: Engine) -> list[bytes]:
     return [digest for saved in engine.daemon.saved for digest in saved.hashes]
 
 
-def test_a_prompt_is_saved_block_by_block_as_it_is_computed() -> None:
-    """Chunked prefill: each step saves the blocks it completes, from the current block table, into granted slots."""
-    engine = Engine(ranks=2)
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_a_prompt_is_saved_block_by_block_as_it_is_computed(ratio: int) -> None:
+    """Chunked prefill: each step saves the blocks it completes, from the current block table, into granted slots.
+
+    A block goes by the hash of its end, however many hashes it has.
+    """
+    engine = Engine(ranks=2, ratio=ratio)
     engine.daemon.credits.grant([40, 41, 42, 43])
-    request = engine.add("r", 3 * BLOCK + 3)
+    request = engine.add("r", 3 * BLOCK + 3, ratio=ratio)
     admit(engine, request)
     metas = [engine.step([(request, n)]) for n in (BLOCK - 1, 1, 2 * BLOCK, 3, 1)]
     assert [[save.block_ids for save in meta.saves] for meta in metas] == [[], [[100]], [[101, 102]], [], []]
@@ -57,6 +61,19 @@ def test_decode_blocks_only_when_asked(decode: bool, expected: bool) -> None:
         request.num_tokens += 1
         engine.acknowledge(engine.step([(request, 1)]))
     assert len(saved_digests(engine)) == expected
+    assert bool(engine.side._unsaved) is decode, "a step does not look at requests of which all is saved"
+
+
+def test_more_blocks_than_a_record_holds_are_saved_in_several_steps() -> None:
+    engine = Engine(ring=4096, slots=256)
+    engine.daemon.credits.grant(list(range(64)))
+    request = engine.add("r", 60 * BLOCK)
+    admit(engine, request)
+    saves = [engine.step([(request, tokens)]).saves for tokens in (60 * BLOCK, 1, 1)]
+    most = (4096 // 2 - 16 - 64) // (32 + 4)
+    assert [[len(save.slots) for save in step] for step in saves] == [[most], [60 - most], []]
+    assert [block for step in saves for save in step for block in save.block_ids] == list(range(100, 160))
+    assert (engine.side.counters["saves"], engine.side.counters["save_blocks"]) == (2, 60)
 
 
 def test_after_a_preemption_the_prefill_includes_the_outputs() -> None:
