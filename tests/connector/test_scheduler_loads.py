@@ -54,6 +54,12 @@ def test_requests_left_alone(tokens: int, local: int, fields: dict[str, bool]) -
     assert engine.daemon.hints == []
 
 
+def test_what_is_local_is_no_dropped_hint() -> None:
+    engine = Engine()
+    engine.add("r", 3 * BLOCK + 1, local=3 * BLOCK)
+    assert engine.side.counters == {}
+
+
 @pytest.mark.parametrize("settings", [{"loads": False}, {"hint_on_arrival": False}])
 def test_no_hint_at_arrival_when_not_wanted(settings: dict[str, bool]) -> None:
     engine = Engine(**settings)  # type: ignore[arg-type]

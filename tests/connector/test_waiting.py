@@ -57,6 +57,20 @@ def test_a_fetch_that_does_not_come_is_given_up_and_cancelled() -> None:
     assert engine.side.counters["recomputed"] == 1
 
 
+def test_only_the_first_of_those_that_wait_is_judged() -> None:
+    """Who is behind it is not late; its time begins when nobody before it waits any more, and ends as well."""
+    engine = measured()
+    first, second = (engine.add(name, 40 * BLOCK + 1) for name in ("first", "second"))
+    for count in range(0, 40, 4):
+        engine.daemon.stage("first", count, ready=False, found=40)
+        assert (engine.match(first), engine.match(second)) == (PENDING, PENDING)
+        step(engine)
+    engine.daemon.stage("first", 40)
+    assert engine.match(first)[0] == 40 * BLOCK
+    engine.allocate(first, 40 * BLOCK)
+    assert visits_until_decided(engine, second, most=50)[0] == NOTHING
+
+
 def test_a_fetch_that_stops_half_way_gives_what_it_brought() -> None:
     engine = measured()
     request = engine.add("r", 40 * BLOCK + 1)
