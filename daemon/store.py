@@ -73,6 +73,7 @@ class Store:
         self._clock = clock
         self._rpc_timeout_ms = rpc_timeout_ms
         self._client: Any = None
+        self._named: socket.socket | None = None  # holds the port in our name, so that no other client has it
         self._state = threading.Condition()
         self._open = False
         self._in_flight = 0
@@ -83,7 +84,10 @@ class Store:
         self._heartbeat_s = float(os.environ.get("MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS", "10"))
 
     def open(self) -> None:
-        """Join the cluster. Holds the GIL for 0.05 to 0.2 s. Raises StoreError."""
+        """Join the cluster. Raises StoreError.
+
+        Holds the GIL for 0.05 to 0.2 s, and for `rpc_timeout_ms` where the master accepts and then says nothing.
+        """
         s = self._settings
         with self._state:
             if self._client is not None:
@@ -94,7 +98,7 @@ class Store:
         client = client_class()
         try:
             code = client.setup(
-                s.local_hostname,
+                self._name(),
                 s.metadata_server,
                 s.global_segment_size,
                 s.local_buffer_size,
@@ -114,6 +118,14 @@ class Store:
         with self._state:
             self._client, self._open = client, True
         self._log.info("store.opened", master=s.master_server_address, protocol=s.protocol)
+
+    def _name(self) -> str:
+        """This client's host:port. Without a port Mooncake tries twenty, each until the master's time is up."""
+        host = self._settings.local_hostname
+        if self._named is None:
+            self._named = socket.socket()
+            self._named.bind(("", 0))
+        return f"{host}:{self._named.getsockname()[1]}"
 
     def _reach_master(self) -> None:
         """One line at once instead of Mooncake's own retries when nothing listens at a plain host:port."""
@@ -138,6 +150,8 @@ class Store:
             idle = self._state.wait_for(lambda: self._in_flight == 0, _CLOSE_WAIT_S)
         if was_open and idle:
             self._client.close()
+        if self._named is not None:
+            self._named.close()
         if was_open:
             self._log.info("store.closed", in_flight=self._in_flight)
 

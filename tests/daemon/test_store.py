@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +235,18 @@ def test_a_store_that_failed_is_asked_by_a_probe_and_by_no_request() -> None:
     client.codes = [0]
     store.probe()
     assert store.answering
+
+
+def test_should_give_up_soon_on_a_master_that_accepts_and_says_nothing() -> None:
+    pytest.importorskip("mooncake")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        store = Store(replace(SETTINGS, master_server_address=address), structlog.get_logger(), rpc_timeout_ms=1000)
+        begun = time.monotonic()
+        with pytest.raises(StoreError, match=f"set-up failed.*{address}"):
+            store.open()
+        assert time.monotonic() - begun < 15, "each of Mooncake's twenty tries waits, and holds the interpreter's lock"
+        store.close()
 
 
 def test_should_open_with_one_line_when_no_master_listens() -> None:
