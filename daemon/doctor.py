@@ -136,12 +136,15 @@ def disk(config: DaemonConfig) -> Iterator[Finding]:
         return
     spec = DiskSpec.parse(config.disk)
     there = next(folder for folder in (spec.path, *spec.path.parents) if folder.exists())
-    free = shutil.disk_usage(there).free
+    total, _, free = shutil.disk_usage(there)
     if not os.access(there, os.W_OK):
         yield Finding("bad", f"{there}: not writable for this user", "chown it to the daemon's user")
     elif spec.size_bytes is None:
         yield Finding("note", f"{spec.path}: no size given, {free >> 30} GiB free: it grows until the disk is full",
                       "disk = \"DIR:SIZE\"")  # fmt: skip
+    elif spec.size_bytes > total:
+        yield Finding("bad", f"{spec.path}: up to {spec.size_bytes >> 20} MiB, on a file system of {total >> 20} MiB",
+                      "a smaller size: the tier evicts at 90 % of it")  # fmt: skip
     else:
         yield Finding("ok", f"{spec.path}: up to {spec.size_bytes >> 20} MiB, {free >> 20} MiB free")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.process import free_ports
+from kvprefetch.daemon import doctor
 from kvprefetch.daemon.bundle import _metrics as metrics_of
 from kvprefetch.daemon.bundle import without_secrets
 from kvprefetch.daemon.client import Unavailable
@@ -57,6 +59,15 @@ def test_doctor_sees_a_daemon_a_store_round_trip_and_bundles_it(
     assert "# HELP kvprefetch" in parts["kvprefetch/metrics.txt"]
     assert 'staging = "64MiB"' in parts["kvprefetch/config.toml"]
     assert "kvprefetch" in json.loads(parts["kvprefetch/versions.json"])
+
+
+def test_doctor_knows_how_large_the_file_system_is(tmp_path: Path) -> None:
+    more = shutil.disk_usage(tmp_path).total + (1 << 20)
+    (finding,) = doctor.disk(load({"disk": f"{tmp_path}:{more}"}))
+    assert finding.level == "bad"
+    assert f"{more >> 20} MiB" in finding.what
+    (finding,) = doctor.disk(load({"disk": f"{tmp_path}:64MiB"}))
+    assert finding.level == "ok"
 
 
 def test_doctor_says_what_is_bad_and_what_to_do(tmp_path: Path) -> None:

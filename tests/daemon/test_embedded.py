@@ -215,6 +215,6 @@ def test_should_fail_fast_when_the_master_is_gone(tmp_path: Path) -> None:
         "for _ in range(3):\n"
         "    try: store.exist(keys); print('>>> answered')\n"
         "    except StoreUnavailable: pass\n"
-        "print('>>>', time.monotonic() - begun < 3); os._exit(0) if not sys.stdout.flush() else None"
+        "print('>>>', time.monotonic() - begun < 5); os._exit(0) if not sys.stdout.flush() else None"
     )
     assert run(script, tmp_path, 10) == ["True"]

@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.process import frozen
+from benchmarks.lab.process import free_ports, frozen
 from kvprefetch.daemon import metrics
 from kvprefetch.daemon.account import Account, Histogram
 from kvprefetch.daemon.board import Board
@@ -34,12 +34,6 @@ from tests.daemon.stores import blocks
 ROOT = Path(__file__).resolve().parents[2]
 Serve = Callable[..., Daemon]
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def get(port: int, path: str, timeout_s: float = 10.0) -> tuple[int, str]:
@@ -66,7 +60,7 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 
 
 def test_totals_follow_the_requests_and_never_fall_when_engines_leave(serve: Serve) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     daemon = serve(extra=("--metrics-port", str(port)))
     engine = FakeEngine(daemon.socket, engine_id="first", prefix="metrics")
     values = blocks("metrics", 6)
@@ -128,7 +122,7 @@ def test_totals_follow_the_requests_and_never_fall_when_engines_leave(serve: Ser
 
 
 def test_a_flood_is_counted_in_full_and_health_is_good_until_the_end(serve: Serve) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     daemon = serve(extra=("--metrics-port", str(port)))
     engine = FakeEngine(daemon.socket)
     for _ in range(500):
@@ -160,7 +154,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_hung_loop_is_seen_although_the_process_is_there(tmp_path: Path) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     arguments = ["serve", "--socket", str(tmp_path / "s"), "--memory", "64MiB", "--metrics-port", str(port)]
     daemon = subprocess.Popen([sys.executable, "-c", STALLING, *arguments], stdout=subprocess.DEVNULL)
     try:
@@ -185,7 +179,7 @@ def test_a_hung_loop_is_seen_although_the_process_is_there(tmp_path: Path) -> No
 
 def test_a_store_call_that_does_not_come_back_is_seen(serve: Serve) -> None:
     """The master is stopped, not gone: connections stay, and answers do not come."""
-    port = free_port()
+    (port,) = free_ports(1)
     daemon = serve(extra=("--metrics-port", str(port), "--rpc-timeout-ms", "60000"))
     engine = FakeEngine(daemon.socket)
     master = int(daemon.records("master.started")[0]["pid"])
