@@ -2,8 +2,8 @@
 
     python -m benchmarks.cuda_first_use
 
-As long as the longest gap a daemon's main loop stands still when the first engine on a GPU attaches: cupy holds the
-interpreter's lock while a context is made.  Milliseconds, as one JSON object.
+The longest gap is how long a daemon's main loop stands still when the first engine on a GPU attaches.  Milliseconds, as
+one JSON object: the gap should be far below the whole, since `shmring/cuda_driver.py` lets other threads run.
 """
 
 from __future__ import annotations
