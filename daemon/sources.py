@@ -89,6 +89,8 @@ def _known(name: str, shown: str, place: str, form: str, *, upper: bool = False)
 
 def _read(path: Path) -> dict[str, Any]:
     try:
+        if path.is_fifo():
+            raise ConfigError(f"config: is a pipe, which a reload cannot read again: config={str(path)!r}")
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:

@@ -204,3 +204,10 @@ def test_a_file_that_no_parser_takes_ends_no_daemon_that_reads_it_again(tmp_path
         resolve(Sources({}, {}, file))
     assert str(caught.value).startswith(words)
     assert "\n" not in str(caught.value)
+
+
+def test_a_pipe_is_refused_since_a_reload_would_wait_for_it(tmp_path: Path) -> None:
+    pipe = tmp_path / "kvprefetchd.toml"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match=r"config: is a pipe, .*kvprefetchd\.toml"):
+        resolve(Sources({}, {}, pipe))
