@@ -348,16 +348,23 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def device_there() -> bool:
+    """Whether there is a CUDA device; says why not."""
+    try:
+        cuda.uuid_of("cuda", 0)
+    except cuda.DeviceError as error:
+        print(f"no CUDA device: {error}", file=sys.stderr)
+        return False
+    return True
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--shape", choices=SHAPES, action="append", help="default: all")
     parser.add_argument("--blocks", type=int, action="append", help="default: 64 and 256")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    try:
-        cuda.uuid_of("cuda", 0)
-    except cuda.DeviceError as error:
-        print(f"no CUDA device: {error}", file=sys.stderr)
+    if not device_there():
         return 1
     head = {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from benchmarks import cuda as bench
 from kvprefetch.connector import cuda_copy
 from kvprefetch.connector.copies import CudaCopies
-from kvprefetch.shmring import cuda
 
 WITHIN = {"UNIT_BYTES": (2048, 4096, 8192, 16384), "BLOCKS_PER_PROCESSOR": (4, 8, 16, 32)}
 BESIDE = (4, 8, 16, 32, 64, 128)
@@ -61,10 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", choices=bench.SHAPES, action="append", help="default: all")
     parser.add_argument("--blocks", type=int, default=64)
     options = parser.parse_args(arguments)
-    try:
-        cuda.uuid_of("cuda", 0)
-    except cuda.DeviceError as error:
-        print(f"no CUDA device: {error}", file=sys.stderr)
+    if not bench.device_there():
         return 1
     for shape in options.shape or list(bench.SHAPES):
         for row in sweep(shape, options.blocks):

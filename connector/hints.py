@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..shmring.errors import SegmentCorrupt
-from ..shmring.flags import Flag, pack, unpack
+from ..shmring.flags import Flag, pack
 from ..shmring.protocol import (
     MAX_REQUEST_ID_BYTES,
     Ask,
@@ -74,7 +74,7 @@ def push(
 
 def look(handle: Handle) -> Flag:
     """The flag's state and absolute block count: one acquire load. Raises SegmentCorrupt."""
-    flag = unpack(handle.session.flags.load(handle.flag))
+    flag = handle.session.flags.flag(handle.flag)
     if flag.generation != handle.generation or flag.state not in _MINE or flag.count > handle.blocks:
         raise SegmentCorrupt(
             f"flag cannot be so: flag={handle.flag} state={flag.state} count={flag.count} blocks={handle.blocks} "

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from .requests import Key, Request, Urgency
+from .requests import Key, Request, Urgency, negated
 
 MAX_TRIES = 16  # requests looked at for one slot
 
@@ -308,8 +308,8 @@ class Promotions:
             self._push(self._queue, entry)
             if self._queue[0] == entry:
                 self._stopped = False
-        if holder.copies and holder.listed != _negated(entry):
-            holder.listed = _negated(entry)
+        if holder.copies and holder.listed != negated(entry):
+            holder.listed = negated(entry)
             self._push(self._victims, holder.listed)
 
     def _push(self, heap: list[Urgency], entry: Urgency) -> None:
@@ -353,8 +353,3 @@ class Promotions:
             "device_slots_idle": len(self._idle),
             "device_copies": sum(map(len, self._orders.values())),
         }
-
-
-def _negated(urgency: Urgency) -> Urgency:
-    asked, priority, sequence = urgency
-    return -asked, -priority, -sequence

@@ -95,3 +95,9 @@ def push(heap: list[Urgency], entry: Urgency, live: dict[int, Request]) -> None:
     heapq.heappush(heap, entry)
     if len(heap) > 4 * len(live) + 64:
         heap[:] = sorted({each for each in heap if abs(each[2]) in live})
+
+
+def negated(urgency: Urgency) -> Urgency:
+    """The smallest of these is of the least urgent."""
+    asked, priority, sequence = urgency
+    return -asked, -priority, -sequence

@@ -14,7 +14,7 @@ from functools import partial
 from ..shmring import protocol
 from ..shmring._atomics import Words
 from ..shmring.credits import CreditGranter
-from ..shmring.flags import FlagTable, unpack
+from ..shmring.flags import FlagTable
 from ..shmring.liveness import Liveness, PeerState
 from ..shmring.messages import MAX_WARM_DIGESTS, Hello, Mapped, Message, Report, Warm
 from ..shmring.protocol import FlagState, ProtocolError, RecordKind
@@ -187,7 +187,7 @@ class EngineSession:
                 f"blocks={hint.blocks} max={self.layout.table_entries}"
             )
         key = (hint.flag, hint.generation)
-        seen = unpack(self.table.load(hint.flag))
+        seen = self.table.flag(hint.flag)
         if seen.generation != hint.generation or key in self.planner.requests:
             raise ProtocolError(f"hint for another use of the flag: flag={hint.flag} generation={hint.generation}")
         if len(self.planner.requests) >= self.layout.flag_count:
@@ -247,7 +247,7 @@ class EngineSession:
                 f"loaded blocks out of bounds: from={done.loaded_from} blocks={done.loaded_blocks} "
                 f"max={self.layout.table_entries}"
             )
-        state = unpack(self.table.load(done.flag))
+        state = self.table.flag(done.flag)
         if state.generation == done.generation and state.state in (FlagState.RELEASED, FlagState.CANCELLED):
             self._finish(key, Ending[done.outcome.name], done)
 
@@ -277,7 +277,7 @@ class EngineSession:
             key = self._to_scan.popleft()
             if key not in self.planner.requests:
                 continue
-            flag = unpack(self.table.load(key[0]))
+            flag = self.table.flag(key[0])
             if flag.generation == key[1] and flag.state not in (
                 FlagState.RELEASED, FlagState.CANCELLED, FlagState.FREE,
             ):  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 
 from .blocks import Blocks, BlockState, Lane
-from .requests import FlagPort, Request, Urgency, push
+from .requests import FlagPort, Request, Urgency, negated, push
 
 MAX_TRIES = 64  # requests looked at for one revocation
 
@@ -21,12 +21,12 @@ class Victims:
         """Expire the flag of one that is less urgent, holds a slot (of this lane) alone, and is not claimed."""
         while self._blocks.exposed:
             if (request := self._numbers.get(self._blocks.exposed.pop())) is not None:
-                push(self._heap, _negated(request.urgency), self._numbers)
+                push(self._heap, negated(request.urgency), self._numbers)
         aside: list[Urgency] = []
         found = None
         while self._heap and found is None and len(aside) < MAX_TRIES:
             victim = self._numbers.get(-self._heap[0][2])
-            if victim is None or _negated(victim.urgency) != self._heap[0] or victim.sequence not in self._blocks.sole:
+            if victim is None or negated(victim.urgency) != self._heap[0] or victim.sequence not in self._blocks.sole:
                 heapq.heappop(self._heap)
                 continue
             if victim.urgency <= urgency:
@@ -45,8 +45,3 @@ class Victims:
             run.pins == 1 and run.state is BlockState.STAGED and (lane is None or run.lane is lane)
             for run in self._blocks.runs(request.held)
         )
-
-
-def _negated(urgency: Urgency) -> Urgency:
-    asked, priority, sequence = urgency
-    return -asked, -priority, -sequence

@@ -96,7 +96,7 @@ class FakeDaemon:
     def free(self) -> None:
         """Set free what the engine gave up."""
         for index in range(self.layout.flag_count):
-            flag = unpack(self.flags.load(index))
+            flag = self.flags.flag(index)
             if flag.state in (FlagState.RELEASED, FlagState.CANCELLED):
                 self.move(index, FlagState.FREE, 0)
 
@@ -106,7 +106,7 @@ class FakeDaemon:
         return next(hint for hint in reversed(self.hints) if hint.request_id == request_id)
 
     def flag(self, request_id: str) -> Flag:
-        return unpack(self.flags.load(self.hint(request_id).flag))
+        return self.flags.flag(self.hint(request_id).flag)
 
     def move(self, index: int, state: FlagState, count: int) -> None:
         word = self.flags.load(index)
@@ -130,7 +130,7 @@ class FakeDaemon:
     def unreturned(self) -> list[int]:
         """Flags that are neither free nor given up: leaks, when nothing is going on."""
         gone = (FlagState.FREE, FlagState.RELEASED, FlagState.CANCELLED)
-        return [i for i in range(self.layout.flag_count) if unpack(self.flags.load(i)).state not in gone]
+        return [i for i in range(self.layout.flag_count) if self.flags.flag(i).state not in gone]
 
 
 @dataclass

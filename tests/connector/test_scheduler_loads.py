@@ -303,14 +303,14 @@ def test_a_preempted_request_gets_a_new_handle() -> None:
     assert engine.match(request, 0) == PENDING
     again = engine.daemon.stage("r", 5, slots=[20, 21, 22, 23, 24])
     assert (again.blocks, again.flag != first.flag) == (5, True)
-    assert unpack(engine.daemon.flags.load(first.flag)).state == FlagState.CLAIMED
+    assert engine.daemon.flags.flag(first.flag).state == FlagState.CLAIMED
     assert engine.match(request, 0) == (5 * BLOCK, False)
     engine.allocate(request, 5 * BLOCK)
     second = engine.step([(request, 1)])
     assert second.loads[0].slots == [20, 21, 22, 23, 24]
     engine.acknowledge(meta)
-    assert unpack(engine.daemon.flags.load(first.flag)).state == FlagState.RELEASED
-    assert unpack(engine.daemon.flags.load(again.flag)).state == FlagState.CLAIMED
+    assert engine.daemon.flags.flag(first.flag).state == FlagState.RELEASED
+    assert engine.daemon.flags.flag(again.flag).state == FlagState.CLAIMED
     engine.acknowledge(second)
     assert engine.daemon.unreturned() == []
 

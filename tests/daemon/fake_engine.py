@@ -157,7 +157,7 @@ class FakeEngine:
         assert self.producer.push(RecordKind.ASK, protocol.encode_ask(ask))
 
     def flag(self, key: tuple[int, int]) -> Flag:
-        return unpack(self.table.load(key[0]))
+        return self.table.flag(key[0])
 
     def settled(self, key: tuple[int, int], timeout_s: float = 10.0) -> Flag:
         """The flag once it is no longer HINTED."""
