@@ -1,8 +1,8 @@
 """What the copies of the device tier cost on this GPU, beside the device's own copies measured in the same run.
 
 Everything runs on the real parts: connector/copies.py on a paged cache of a model's shape, host slots pinned and device
-slots allocated by connector/tier.py, promotion's copies by daemon/device.py.  It needs torch, cupy and numpy, but no
-vLLM or store.
+slots allocated by connector/tier.py, promotion's copies by daemon/engine/device.py.  It needs torch, cupy and numpy,
+but no vLLM or store.
 
     python -m benchmarks.cuda [--shape llama-8b] [--blocks 64] [--json PATH]
 
@@ -36,8 +36,8 @@ import torch
 from kvprefetch.connector.copies import Copy, CudaCopies, TorchStreams, checked
 from kvprefetch.connector.paged import PagedCache
 from kvprefetch.connector.tier import DeviceTier
-from kvprefetch.daemon.device import DeviceStaging
-from kvprefetch.daemon.promoter import COPY_BYTES
+from kvprefetch.daemon.engine.device import DeviceStaging
+from kvprefetch.daemon.engine.promoter import COPY_BYTES
 from kvprefetch.shmring import cuda
 
 # Layers, KV heads of a rank, K and V of a head; blocks of 16 tokens in bfloat16, in the layout LBNHC.
@@ -238,7 +238,7 @@ def launch_us(bench: Bench, calls: int = 2000) -> dict[str, float]:
 
 
 class HostSlots:
-    """Host staging of one rank, as daemon/device.py sees it."""
+    """Host staging of one rank, as daemon/engine/device.py sees it."""
 
     def __init__(self, blocks: int, block_bytes: int) -> None:
         self.slot_count, self.block_bytes = blocks, [block_bytes]

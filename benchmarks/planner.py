@@ -19,7 +19,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 
-from kvprefetch.daemon.planner import Key, Lane, Planner
+from kvprefetch.daemon.planning.planner import Key, Lane, Planner
 
 HASH_BYTES = 32
 SHARED = 0.9

@@ -36,12 +36,12 @@ from ..shmring.messages import (
 )
 from ..shmring.protocol import ProtocolError
 from .access import Access, Credentials, credentials_of
-from .events import Ending
-from .logs import Log
-from .memory import EngineMemory
-from .session import EngineSession
-from .store import StoreError
-from .transfers import check_turns
+from .engine.memory import EngineMemory
+from .engine.session import EngineSession
+from .engine.transfers import check_turns
+from .store.client import StoreError
+from .telemetry.events import Ending
+from .telemetry.logs import Log
 
 MAX_STRANGERS = 64  # connections of users who may not attach, until they spoke and were told
 MAX_SILENT = 256  # connections without a hello; beyond, the oldest is hung up on

@@ -22,9 +22,9 @@ from ..shmring.messages import Status, StatusQuery
 from ..shmring.segment import Segment
 from .client import Unavailable, ask
 from .config import DaemonConfig
-from .embedded import DiskSpec
 from .host import MIN_CORES, available_bytes, quota_cores, usable_cores
-from .store_settings import MooncakeSettings
+from .store.embedded import DiskSpec
+from .store.settings import MooncakeSettings
 
 ROUND_TRIP_S = 100.0
 TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
@@ -195,7 +195,7 @@ def store(config: DaemonConfig) -> Iterator[Finding]:
     what = "the cluster" if where else "a private store of its own"
     try:
         done = subprocess.run(
-            [sys.executable, "-m", f"{__package__}.round_trip", *where], capture_output=True, text=True,
+            [sys.executable, "-m", f"{__package__}.store.round_trip", *where], capture_output=True, text=True,
             timeout=ROUND_TRIP_S, check=False,
         )  # fmt: skip
         said = (done.stdout.strip().splitlines() or [f"failed it ended with status {done.returncode}"])[-1]

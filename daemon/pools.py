@@ -19,8 +19,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from .blocks import Lane
-from .width import Width
+from .planning.blocks import Lane
+from .planning.width import Width
 
 FETCH_NICE = 5
 SLOW_NS = 1_000_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .config import NEXT_ATTACH, RELOADABLE, ConfigError, DaemonConfig
-from .logs import Log
+from .telemetry.logs import Log
 
 
 def reloaded(config: DaemonConfig, reread: Callable[[], DaemonConfig], log: Log) -> DaemonConfig:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..shmring.messages import SlowRequest, Status
-from .board import Board
-from .session import EngineSession
+from .engine.session import EngineSession
+from .telemetry.board import Board
 
 MAX_ENGINES = 32  # in one answer, which must fit a control message
 SLOWEST = 10

@@ -17,22 +17,22 @@ from types import FrameType
 from ..shmring.messages import Hello, Message, Purge, Report, SetMode, Status, Warm
 from . import report
 from .access import access_of, listen, take_away
-from .board import Board
 from .config import ConfigError, DaemonConfig, Mode
 from .control import Control
-from .embedded import DISK_BUFFER_BYTES, DiskSpec, EmbeddedError, EmbeddedMaster
-from .events import Ending
+from .engine.memory import EngineMemory, prepare
+from .engine.session import EngineSession
 from .host import MIN_CORES, MIN_THREADS, quota_cores, startable_threads, usable_cores
-from .logs import Log, event_counts, finish, tend, threshold
-from .memory import EngineMemory, prepare
-from .metrics import MetricsServer
 from .notify import Notifier, inherited_socket
-from .planner import Lane
+from .planning.planner import Lane
 from .pools import Pools
 from .reload import reloaded
-from .session import EngineSession
-from .store import Store, StoreError, StoreUnavailable
-from .store_settings import MooncakeSettings
+from .store.client import Store, StoreError, StoreUnavailable
+from .store.embedded import DISK_BUFFER_BYTES, DiskSpec, EmbeddedError, EmbeddedMaster
+from .store.settings import MooncakeSettings
+from .telemetry.board import Board
+from .telemetry.events import Ending
+from .telemetry.logs import Log, event_counts, finish, tend, threshold
+from .telemetry.metrics import MetricsServer
 
 DRAIN_LIMIT = 256
 TICK_NS = 100_000_000

@@ -30,10 +30,17 @@ SPOKEN = ("shmring/protocol.py", "shmring/messages.py")
 ALSO = {"shmring/messages.py": {"pydantic"}, "shmring/cuda_driver.py": {"ctypes"}}
 # Packages with a border of their own: only these files may import them, whatever the folder allows.
 BORDERS: dict[str, tuple[str, ...]] = {
-    "mooncake": ("daemon/store.py",),
-    "rich": ("daemon/screen.py",),
+    "mooncake": ("daemon/store/client.py",),
+    "rich": ("daemon/commands/screen.py",),
     "vllm": ("daemon/prompts.py", "connector/*"),
     "cupy": ("shmring/cuda.py",),
+}
+# Inside the daemon: folder -> what of the daemon it may import beside itself.  What is not named here may import all.
+LAYERS: dict[str, set[str]] = {
+    "planning": set(),
+    "store": {"config"},
+    "telemetry": {"planning", "config"},
+    "engine": {"planning", "store", "telemetry", "config", "host", "pools"},
 }
 # Not even from the standard library: memory order has one home, the C extension, and ctypes has none at all.
 FORBIDDEN = {"shmring": {"ctypes"}}
@@ -79,6 +86,9 @@ def file_violations(root: Path, path: Path) -> Iterator[str]:
             other = target[1] if len(target) > 1 and target[1] in FOLDERS else ""
             if other and other != folder and other not in ours:
                 yield f"{where}: {folder or 'the root'} may not import {other}"
+            layer = parts[1] if folder == "daemon" else ""
+            if layer in LAYERS and other == folder and target[2] not in LAYERS[layer] | {layer}:
+                yield f"{where}: daemon/{layer} may not import daemon/{target[2]}"
             spoken = f"shmring/{target[2]}.py" if len(target) > 2 else ""
             if other == folder == "shmring" and spoken in SPOKEN and name not in SPOKEN:
                 yield f"{where}: {name} may not import {spoken}"
@@ -138,17 +148,19 @@ DOC = '"""Says what it is for."""\n'
         ("shmring/protocol.py", "import pydantic", "shmring may not import pydantic"),
         ("shmring/ring.py", "import ctypes", "shmring may not import ctypes"),
         ("shmring/ring.py", "def f():\n    import torch", "shmring may not import torch"),
-        ("connector/worker.py", "from ..daemon.store import Store", "connector may not import daemon"),
+        ("connector/worker.py", "from ..daemon.store.client import Store", "connector may not import daemon"),
         ("connector/worker.py", "from .. import daemon", "connector may not import daemon"),
         ("connector/worker.py", "import kvprefetch.shmring.ring", "inside the package imports are relative"),
         ("connector/worker.py", "import structlog", "connector may not import structlog"),
         ("connector/scheduler.py", "import cupy", "may not import cupy"),
         ("shmring/ring.py", "import cupy", "only shmring/cuda.py may import cupy"),
-        ("daemon/planner.py", "from ..connector.keys import key", "daemon may not import connector"),
-        ("daemon/planner.py", "from mooncake.store import Store", "only daemon/store.py may import mooncake"),
-        ("daemon/planner.py", "import importlib\nimportlib.import_module('mooncake.store')", "may import mooncake"),
-        ("daemon/planner.py", "import vllm.config", "only daemon/prompts.py"),
-        ("daemon/planner.py", "import shmring", "daemon may not import shmring"),
+        ("daemon/planning/planner.py", "from ...connector.keys import key", "daemon may not import connector"),
+        ("daemon/planning/blocks.py", "import mooncake.store", "only daemon/store/client.py may import mooncake"),
+        ("daemon/pools.py", "import importlib\nimportlib.import_module('mooncake.store')", "may import mooncake"),
+        ("daemon/planning/planner.py", "import vllm.config", "only daemon/prompts.py"),
+        ("daemon/planning/planner.py", "import shmring", "daemon may not import shmring"),
+        ("daemon/planning/blocks.py", "from ..store import errors", "daemon/planning may not import daemon/store"),
+        ("daemon/telemetry/metrics.py", "from .. import service", "daemon/telemetry may not import daemon/service"),
         ("__init__.py", "from .connector import register", "the root may not import connector"),
         ("tests/shmring/test_ring.py", "from shmring.ring import Ring", "write kvprefetch.shmring.ring.Ring"),
     ],
@@ -180,7 +192,8 @@ def test_what_the_rules_allow_is_not_reported(tmp_path: Path) -> None:
         "shmring/messages.py": "import pydantic\nfrom .protocol import PROTOCOL",
         "shmring/cuda.py": "def f():\n    import cupy",
         "connector/worker.py": "import torch, vllm\nfrom ..shmring import protocol\nfrom .. import __version__",
-        "daemon/store.py": "from mooncake.store import MooncakeDistributedStore\nfrom ..shmring.ring import Ring",
+        "daemon/store/client.py": "from mooncake.store import Store\nfrom ...shmring.ring import Ring",
+        "daemon/engine/session.py": "from ..planning.planner import Planner\nfrom .. import config\nfrom . import jobs",
         "tests/test_ring.py": "from kvprefetch.shmring.ring import Ring\nfrom benchmarks.lab import engine",
     }
     for file, source in allowed.items():

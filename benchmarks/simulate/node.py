@@ -13,7 +13,7 @@ from functools import partial
 from benchmarks.simulate.events import Event, Loop, ns
 from benchmarks.simulate.link import Link, TierModel
 from benchmarks.simulate.workload import HASH_BYTES, SimRequest, StoreContents
-from kvprefetch.daemon.planner import Key, Lane, Order, Planner
+from kvprefetch.daemon.planning.planner import Key, Lane, Order, Planner
 from kvprefetch.shmring.protocol import FlagState
 
 MAX_STUCK = 4  # calls past their deadline, with which no other is started

@@ -15,10 +15,10 @@ from ...shmring.messages import default_socket
 from ..access import group_id
 from ..client import Unavailable
 from ..config import SIZES, ConfigError, DaemonConfig, size_text
-from ..embedded import DiskSpec
 from ..host import machine_bytes
 from ..sources import FILE_VARIABLE, PREFIX, Effective, Sources, resolve
-from ..store_settings import MooncakeSettings, SettingsError
+from ..store.embedded import DiskSpec
+from ..store.settings import MooncakeSettings, SettingsError
 from .page import Formatter, Page
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"

@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterable
 
 from ..client import Unavailable
-from ..pretty import printable
-from ..reader import Record, records
-from ..story import explain
+from ..telemetry.pretty import printable
+from ..telemetry.reader import Record, records
+from ..telemetry.story import explain
 from .common import Commands, declare
 from .page import Page
 from .source import SOURCE_FILE, add_source, lines

@@ -59,11 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
     sources = configuration_sources(arguments)
     config = accepted(sources).config
     # Imported late: `kvprefetchd --help` and configuration errors need neither Mooncake nor structlog.
-    from ..embedded import EmbeddedError
-    from ..logs import configure
     from ..service import Daemon
-    from ..store import StoreError
-    from ..store_settings import SettingsError
+    from ..store.client import StoreError
+    from ..store.embedded import EmbeddedError
+    from ..store.settings import SettingsError
+    from ..telemetry.logs import configure
 
     try:
         well = Daemon(config, configure(config.log_level), lambda: accepted(sources).config).run()

@@ -9,9 +9,9 @@ import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-from .. import reader
 from ..client import Unavailable
 from ..config import ConfigError
+from ..telemetry import reader
 
 POLL_S = 0.2
 UNIT = "kvprefetchd.service"

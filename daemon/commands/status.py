@@ -6,7 +6,7 @@ import argparse
 
 from ...shmring import messages
 from ..client import ask
-from ..overview import describe
+from ..telemetry.overview import describe
 from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare
 from .page import Page
 

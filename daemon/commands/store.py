@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from ...shmring import messages
 from ..client import Unavailable, ask
 from ..config import ConfigError
-from ..pretty import printable
+from ..telemetry.pretty import printable
 from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare, report
 from .page import Page
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
-from .. import pretty
-from ..events import LEVELS
-from ..reader import Record, parse
+from ..telemetry import pretty
+from ..telemetry.events import LEVELS
+from ..telemetry.reader import Record, parse
 from .common import Commands, declare
 from .page import Page
 from .source import SOURCE_FILE, add_source, lines

@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from .. import screen  # rich is slow to import, and only this command needs it
+    from . import screen  # rich is slow to import, and only this command needs it
 
     with contextlib.suppress(KeyboardInterrupt):
         if arguments.once or not sys.stdout.isatty():

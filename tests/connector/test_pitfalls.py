@@ -31,9 +31,9 @@ from benchmarks.lab.checkpoint import TINY, make_checkpoint
 from kvprefetch.connector import support
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.paged import PagedCache
-from kvprefetch.daemon import transfers
-from kvprefetch.daemon.store import Store
-from kvprefetch.daemon.store_errors import ErrorClass, classify
+from kvprefetch.daemon.engine import transfers
+from kvprefetch.daemon.store.client import Store
+from kvprefetch.daemon.store.errors import ErrorClass, classify
 
 from . import test_connector
 from .test_stats import transfer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.lab.daemon import Daemon
-from kvprefetch.daemon import events
+from kvprefetch.daemon.telemetry import events
 from tests.daemon.fake_engine import FakeEngine
 from tests.support.auditor import Auditor
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from kvprefetch.daemon.blocks import BlockState
-from kvprefetch.daemon.planner import Key, Lane, Planner
+from kvprefetch.daemon.planning.blocks import BlockState
+from kvprefetch.daemon.planning.planner import Key, Lane, Planner
 
 
 class FlagsModel:

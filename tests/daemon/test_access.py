@@ -14,7 +14,7 @@ import structlog
 
 from kvprefetch.daemon.access import listen
 from kvprefetch.daemon.config import ConfigError, load
-from kvprefetch.daemon.embedded import DiskSpec, EmbeddedMaster
+from kvprefetch.daemon.store.embedded import DiskSpec, EmbeddedMaster
 
 NOBODY = 65534
 

@@ -10,7 +10,7 @@ import structlog
 
 from kvprefetch.daemon.access import Access
 from kvprefetch.daemon.control import Control
-from kvprefetch.daemon.store import StoreError
+from kvprefetch.daemon.store.client import StoreError
 from kvprefetch.shmring import messages
 from tests.daemon.fake_engine import FakeEngine
 

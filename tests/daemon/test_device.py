@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.lab.daemon import Daemon
 from kvprefetch.daemon.config import load
-from kvprefetch.daemon.memory import EngineMemory, prepare
+from kvprefetch.daemon.engine.memory import EngineMemory, prepare
 from kvprefetch.daemon.pools import Pools
 from kvprefetch.shmring import cuda, messages
 from kvprefetch.shmring.protocol import PROTOCOL, FlagState

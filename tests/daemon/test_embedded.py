@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import structlog
 
-from kvprefetch.daemon.embedded import DiskSpec, EmbeddedError, EmbeddedMaster
-from kvprefetch.daemon.store_settings import SettingsError
+from kvprefetch.daemon.store.embedded import DiskSpec, EmbeddedError, EmbeddedMaster
+from kvprefetch.daemon.store.settings import SettingsError
 
 pytest.importorskip("mooncake")
 
@@ -26,9 +26,9 @@ DAEMON = """
 import ctypes, mmap, os, sys, time
 import structlog
 from pathlib import Path
-from kvprefetch.daemon.embedded import DiskSpec, EmbeddedMaster
-from kvprefetch.daemon.store import Store, StoreUnavailable
-from kvprefetch.daemon.store_errors import ErrorClass
+from kvprefetch.daemon.store.embedded import DiskSpec, EmbeddedMaster
+from kvprefetch.daemon.store.client import Store, StoreUnavailable
+from kvprefetch.daemon.store.errors import ErrorClass
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 log = structlog.get_logger()
 directory, disk_bytes, count = Path(sys.argv[1]), int(sys.argv[2]) or None, int(sys.argv[3])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvprefetch.daemon import events
-from kvprefetch.daemon.events import COMMON, EVENTS, FIELDS, LEVELS, Ending
+from kvprefetch.daemon.telemetry import events
+from kvprefetch.daemon.telemetry.events import COMMON, EVENTS, FIELDS, LEVELS, Ending
 from kvprefetch.shmring.protocol import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,7 +90,7 @@ def test_every_event_is_logged_somewhere() -> None:
 def test_the_document_is_the_catalogue() -> None:
     text = (ROOT / "docs/EVENTS.md").read_text()
     tables = text[text.index("## Fields of every line") :]
-    assert tables == events.document(), "run: python -m kvprefetch.daemon.events"
+    assert tables == events.document(), "run: python -m kvprefetch.daemon.telemetry.events"
 
 
 def test_the_catalogue_is_consistent() -> None:

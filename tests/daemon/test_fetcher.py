@@ -9,12 +9,12 @@ from typing import Any
 
 import structlog
 
-from kvprefetch.daemon.account import Account
-from kvprefetch.daemon.fetcher import Fetcher
-from kvprefetch.daemon.jobs import Jobs
-from kvprefetch.daemon.negative import LASTING_NS, MISS_NS, NegativeCache
-from kvprefetch.daemon.planner import Lane, Order, Planner, Request
-from kvprefetch.daemon.store_errors import ErrorClass
+from kvprefetch.daemon.engine.fetcher import Fetcher
+from kvprefetch.daemon.engine.jobs import Jobs
+from kvprefetch.daemon.planning.negative import LASTING_NS, MISS_NS, NegativeCache
+from kvprefetch.daemon.planning.planner import Lane, Order, Planner, Request
+from kvprefetch.daemon.store.errors import ErrorClass
+from kvprefetch.daemon.telemetry.account import Account
 from tests.daemon.planning import FlagsModel, digests, hint
 
 BLOCK_BYTES = 64

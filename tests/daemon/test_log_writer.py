@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvprefetch.daemon import config
-from kvprefetch.daemon.log_writer import LogWriter
 from kvprefetch.daemon.service import Daemon
+from kvprefetch.daemon.telemetry.log_writer import LogWriter
 from kvprefetch.shmring.protocol import RecordKind
 from tests.daemon.fake_engine import FakeEngine, listening, wait_for
 from tests.daemon.stores import blocks

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import structlog
 
-from kvprefetch.daemon import logs, pretty
-from kvprefetch.daemon.logs import FLOOD_NS, EventCounts, Floods
+from kvprefetch.daemon.telemetry import logs, pretty
+from kvprefetch.daemon.telemetry.logs import FLOOD_NS, EventCounts, Floods
 
 
 class Clock:
@@ -72,7 +72,7 @@ def test_held_back_lines_are_counted_as_events() -> None:
 
 
 SPEAK = """
-from kvprefetch.daemon import logs
+from kvprefetch.daemon.telemetry import logs
 log = logs.configure("info")
 log.debug("master.said", line="not shown")
 log.bind(engine="e1", epoch=7).warning("record.bad", error="kind=77", count=1)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprefetch.daemon.lookups import BATCH_DIGESTS, LookUps, Question
-from kvprefetch.daemon.negative import LASTING_NS, MAX_ENTRIES, MISS_NS, NegativeCache
-from kvprefetch.daemon.planner import Key, Planner, Request
+from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, LookUps, Question
+from kvprefetch.daemon.planning.negative import LASTING_NS, MAX_ENTRIES, MISS_NS, NegativeCache
+from kvprefetch.daemon.planning.planner import Key, Planner, Request
 
 SECOND = 1_000_000_000
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvprefetch.daemon import memory
 from kvprefetch.daemon.config import load
-from kvprefetch.daemon.memory import EngineMemory
-from kvprefetch.daemon.staging import MAX_SLOTS, slots_for
+from kvprefetch.daemon.engine import memory
+from kvprefetch.daemon.engine.memory import EngineMemory
+from kvprefetch.daemon.engine.staging import MAX_SLOTS, slots_for
 from kvprefetch.shmring.errors import SegmentError
 from kvprefetch.shmring.messages import Hello, SchedulerShape, WorkerShape
 from kvprefetch.shmring.protocol import PROTOCOL

@@ -20,13 +20,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.process import free_ports, frozen
-from kvprefetch.daemon import metrics
-from kvprefetch.daemon.account import Account, Histogram
-from kvprefetch.daemon.board import Board
-from kvprefetch.daemon.events import Ending
-from kvprefetch.daemon.health import CALL_HEALTHY_S, LOOP_HEALTHY_S, judge
-from kvprefetch.daemon.logs import EventCounts
-from kvprefetch.daemon.metrics import CATALOGUE, MAX_CLIENTS, BoardCollector, MetricsServer
+from kvprefetch.daemon.telemetry import metrics
+from kvprefetch.daemon.telemetry.account import Account, Histogram
+from kvprefetch.daemon.telemetry.board import Board
+from kvprefetch.daemon.telemetry.events import Ending
+from kvprefetch.daemon.telemetry.health import CALL_HEALTHY_S, LOOP_HEALTHY_S, judge
+from kvprefetch.daemon.telemetry.logs import EventCounts
+from kvprefetch.daemon.telemetry.metrics import CATALOGUE, MAX_CLIENTS, BoardCollector, MetricsServer
 from kvprefetch.shmring.protocol import FlagState, Outcome
 from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
 from tests.daemon.stores import blocks
@@ -307,7 +307,7 @@ def test_every_metric_of_the_catalogue_is_exported_and_nothing_else() -> None:
 
 def test_the_document_is_the_catalogue() -> None:
     text = (ROOT / "docs/METRICS.md").read_text()
-    assert metrics.document() in text, "run: python -m kvprefetch.daemon.metrics"
+    assert metrics.document() in text, "run: python -m kvprefetch.daemon.telemetry.metrics"
 
 
 def test_clients_that_leave_or_say_nothing_cost_no_traceback_and_no_thread(capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvprefetch.daemon.metrics import CATALOGUE, PREFIX, exported
+from kvprefetch.daemon.telemetry.metrics import CATALOGUE, PREFIX, exported
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs/monitoring"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvprefetch.daemon.planner import Key, Lane, Planner
+from kvprefetch.daemon.planning.planner import Key, Lane, Planner
 from tests.daemon.planning import FlagsModel, audit, hint, run
 
 

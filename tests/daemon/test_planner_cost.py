@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import tracemalloc
 
-from kvprefetch.daemon.planner import Planner
+from kvprefetch.daemon.planning.planner import Planner
 from tests.daemon.planning import FlagsModel, digests, hint, run
 
 

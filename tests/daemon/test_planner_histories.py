@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from kvprefetch.daemon.planner import Key, Lane, Order, Planner
+from kvprefetch.daemon.planning.planner import Key, Lane, Order, Planner
 from tests.daemon.planning import FlagsModel, audit, digests, hint
 
 HISTORIES = 500

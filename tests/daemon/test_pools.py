@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.daemon.planner import Lane
+from kvprefetch.daemon.planning.planner import Lane
 from kvprefetch.daemon.pools import MAX_STUCK, SLOW_NS, Pools
 from tests.daemon.fake_engine import wait_for
 

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvprefetch.daemon.promotion import CopyOrder, Promotions
-from kvprefetch.daemon.requests import Key, Request
+from kvprefetch.daemon.planning.promotion import CopyOrder, Promotions
+from kvprefetch.daemon.planning.requests import Key, Request
 
 HOST = 100  # host slots come first
 LOCAL = 2  # blocks that the engine has itself before those that are named here

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import structlog
 
-from kvprefetch.daemon import saver as module
-from kvprefetch.daemon.account import Account
-from kvprefetch.daemon.saver import LOADS_FIRST_NS, PAUSE_NS, RESET_SLACK_S, TRIES, Saver
-from kvprefetch.daemon.transfers import SaveResult
+from kvprefetch.daemon.engine import saver as module
+from kvprefetch.daemon.engine.saver import LOADS_FIRST_NS, PAUSE_NS, RESET_SLACK_S, TRIES, Saver
+from kvprefetch.daemon.engine.transfers import SaveResult
+from kvprefetch.daemon.telemetry.account import Account
 from kvprefetch.shmring.messages import Stored
 from kvprefetch.shmring.protocol import ProtocolError, Saved
 

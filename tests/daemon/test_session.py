@@ -10,11 +10,11 @@ import pytest
 import structlog
 
 from kvprefetch.daemon.config import load
-from kvprefetch.daemon.events import Ending
-from kvprefetch.daemon.memory import EngineMemory
-from kvprefetch.daemon.planner import Lane
-from kvprefetch.daemon.session import EngineSession
-from kvprefetch.daemon.store import StoreError
+from kvprefetch.daemon.engine.memory import EngineMemory
+from kvprefetch.daemon.engine.session import EngineSession
+from kvprefetch.daemon.planning.planner import Lane
+from kvprefetch.daemon.store.client import StoreError
+from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.shmring.flags import FlagTable, pack
 from kvprefetch.shmring.messages import Hello, SchedulerShape, WorkerShape
 from kvprefetch.shmring.protocol import (

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.daemon.blocks import Lane
-from kvprefetch.daemon.board import Board
-from kvprefetch.daemon.events import Ending
+from kvprefetch.daemon.engine.session import EngineSession
+from kvprefetch.daemon.engine.transfers import Found, SaveResult
+from kvprefetch.daemon.planning.blocks import Lane
+from kvprefetch.daemon.planning.width import Width
 from kvprefetch.daemon.report import status
-from kvprefetch.daemon.session import EngineSession
-from kvprefetch.daemon.store_errors import ErrorClass
-from kvprefetch.daemon.transfers import Found, SaveResult
-from kvprefetch.daemon.width import Width
+from kvprefetch.daemon.store.errors import ErrorClass
+from kvprefetch.daemon.telemetry.board import Board
+from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.shmring.flags import MAX_COUNT, MAX_GENERATION, pack
 from kvprefetch.shmring.protocol import (
     Ask,

@@ -19,10 +19,10 @@ import structlog
 
 from benchmarks.lab.process import frozen
 from benchmarks.lab.store import Store as LabStore
-from kvprefetch.daemon.embedded import EmbeddedMaster
-from kvprefetch.daemon.store import Store, StoreError, StoreUnavailable
-from kvprefetch.daemon.store_errors import ErrorClass, classify
-from kvprefetch.daemon.store_settings import MooncakeSettings, SettingsError
+from kvprefetch.daemon.store.client import Store, StoreError, StoreUnavailable
+from kvprefetch.daemon.store.embedded import EmbeddedMaster
+from kvprefetch.daemon.store.errors import ErrorClass, classify
+from kvprefetch.daemon.store.settings import MooncakeSettings, SettingsError
 from tests.daemon.fake_engine import wait_for
 
 SETTINGS = MooncakeSettings("127.0.0.1", "P2PHANDSHAKE", "127.0.0.1:1", "tcp", "", 0, 16 << 20, "default")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks.lab.daemon import Daemon
-from kvprefetch.daemon import events, story
-from kvprefetch.daemon.events import Ending
+from kvprefetch.daemon.telemetry import events, story
+from kvprefetch.daemon.telemetry.events import Ending
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import blocks
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.daemon import reader
 from kvprefetch.daemon.cli import main
+from kvprefetch.daemon.telemetry import reader
 from tests.daemon.fake_engine import wait_for
 
 TAIL = [sys.executable, "-m", "kvprefetch.daemon", "tail"]

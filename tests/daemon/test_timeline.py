@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.daemon.account import Account
-from kvprefetch.daemon.events import Ending
-from kvprefetch.daemon.planner import Request
-from kvprefetch.daemon.timeline import Stories, Timeline
+from kvprefetch.daemon.planning.planner import Request
+from kvprefetch.daemon.telemetry.account import Account
+from kvprefetch.daemon.telemetry.events import Ending
+from kvprefetch.daemon.telemetry.timeline import Stories, Timeline
 from kvprefetch.shmring.protocol import Done, Hint, Outcome
 
 MS = 1_000_000

@@ -18,7 +18,9 @@ import pytest
 from rich.console import Console
 
 from benchmarks.lab.daemon import Daemon
-from kvprefetch.daemon import overview, report, screen
+from kvprefetch.daemon import report
+from kvprefetch.daemon.commands import screen
+from kvprefetch.daemon.telemetry import overview
 from kvprefetch.shmring import messages, protocol
 from kvprefetch.shmring.messages import SlowRequest, Status
 from kvprefetch.shmring.protocol import Outcome

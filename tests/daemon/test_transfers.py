@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.daemon import transfers
-from kvprefetch.daemon.staging import HostStaging
-from kvprefetch.daemon.store import StoreUnavailable
-from kvprefetch.daemon.store_errors import ErrorClass
-from kvprefetch.daemon.transfers import Found, Shape
+from kvprefetch.daemon.engine import transfers
+from kvprefetch.daemon.engine.staging import HostStaging
+from kvprefetch.daemon.engine.transfers import Found, Shape
+from kvprefetch.daemon.store.client import StoreUnavailable
+from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.shmring.messages import WorkerShape
 
 

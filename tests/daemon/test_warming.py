@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvprefetch.daemon.negative import NegativeCache
-from kvprefetch.daemon.planner import Lane, Planner
-from kvprefetch.daemon.transfers import Found
-from kvprefetch.daemon.warming import MAX_WAITING, PATIENCE_NS, QUIET_NS, Warming
+from kvprefetch.daemon.engine.transfers import Found
+from kvprefetch.daemon.engine.warming import MAX_WAITING, PATIENCE_NS, QUIET_NS, Warming
+from kvprefetch.daemon.planning.negative import NegativeCache
+from kvprefetch.daemon.planning.planner import Lane, Planner
 from kvprefetch.shmring.messages import Message, Report, Warm, Warmed
 from tests.daemon.planning import FlagsModel, digests, hint, run
 

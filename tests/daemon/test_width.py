@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvprefetch.daemon.width import Width
+from kvprefetch.daemon.planning.width import Width
 
 CALL_BYTES = 4 << 20
 

@@ -19,12 +19,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvprefetch.daemon.account import Account
-from kvprefetch.daemon.device import DeviceStaging
-from kvprefetch.daemon.jobs import Jobs
+from kvprefetch.daemon.engine.device import DeviceStaging
+from kvprefetch.daemon.engine.jobs import Jobs
+from kvprefetch.daemon.engine.promoter import Promoter
+from kvprefetch.daemon.planning.requests import Request
 from kvprefetch.daemon.pools import Pools
-from kvprefetch.daemon.promoter import Promoter
-from kvprefetch.daemon.requests import Request
+from kvprefetch.daemon.telemetry.account import Account
 from kvprefetch.shmring import cuda
 from kvprefetch.shmring.protocol import FlagState
 from tests.gpu.peer import pattern, write

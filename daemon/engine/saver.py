@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from ..shmring.credits import CreditGranter
-from ..shmring.messages import Stored
-from ..shmring.protocol import ProtocolError, Saved
+from ...shmring.credits import CreditGranter
+from ...shmring.messages import Stored
+from ...shmring.protocol import ProtocolError, Saved
+from ..store.client import Store
+from ..telemetry.account import Account
+from ..telemetry.logs import Log
 from . import transfers
-from .account import Account
-from .logs import Log
-from .store import Store
 
 PAUSE_NS = (100_000_000, 2_000_000_000)
 TRIES = 8  # in a row without a block getting in: about ten seconds of a full store

@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 from .breaker import Attempt, Breaker
 from .buckets import purge
-from .store_errors import ErrorClass, classify
-from .store_settings import MooncakeSettings
+from .errors import ErrorClass, classify
+from .settings import MooncakeSettings
 
 Tier = Literal["memory", "disk"]
 

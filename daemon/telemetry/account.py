@@ -17,6 +17,8 @@ from .events import Ending
 # Upper bounds in seconds. Fast ones are for shared memory, slow ones for what goes over a network or waits for a disk.
 FAST_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 0.01, 0.05, 0.25, 1.0)
 SLOW_S = (1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+# What becomes of a block that an operator has staged ahead, as Warmed says it.
+WARM_RESULTS = ("staged", "fetched", "absent", "no_room", "failed")
 
 
 class Histogram:

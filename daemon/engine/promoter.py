@@ -10,18 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..shmring.protocol import FlagState
-from .account import Account
+from ...shmring.protocol import FlagState
+from ..planning.promotion import CopyOrder, Promotions
+from ..planning.requests import Key, Request
+from ..pools import Pools
+from ..telemetry.account import Account
 from .device import DeviceStaging
 from .jobs import Jobs
-from .pools import Pools
-from .promotion import CopyOrder, Promotions
-from .requests import Key, Request
 
 if TYPE_CHECKING:  # what tests on a GPU do without (docs/PERFORMANCE.md)
-    from ..shmring.flags import FlagTable
-    from ..shmring.messages import Mapped
-    from .logs import Log
+    from ...shmring.flags import FlagTable
+    from ...shmring.messages import Mapped
+    from ..telemetry.logs import Log
 
 COPY_BYTES = 32 << 20  # of one job: what it takes beside the copy itself, in Python, must not count
 IN_FLIGHT = 2  # copy jobs of one engine: one runs, and the next is ready when it ends

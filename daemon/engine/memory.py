@@ -8,17 +8,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from ..shmring.cuda import DeviceError
-from ..shmring.device_calls import calls
-from ..shmring.doorbell import Doorbell
-from ..shmring.errors import SegmentError
-from ..shmring.layout import Layout, power_of_two_at_least
-from ..shmring.messages import Hello
-from ..shmring.segment import Segment
-from .config import DaemonConfig
+from ...shmring.cuda import DeviceError
+from ...shmring.device_calls import calls
+from ...shmring.doorbell import Doorbell
+from ...shmring.errors import SegmentError
+from ...shmring.layout import Layout, power_of_two_at_least
+from ...shmring.messages import Hello
+from ...shmring.segment import Segment
+from ..config import DaemonConfig
+from ..host import available_bytes
+from ..pools import Pools
 from .device import DeviceStaging
-from .host import available_bytes
-from .pools import Pools
 from .staging import HostStaging, slots_for
 
 MAX_TABLE_BYTES = 16 << 20

@@ -1,7 +1,7 @@
 """A value put into a Mooncake store, found, read back, compared and removed; `doctor` runs it as a process.
 
-`python -m kvprefetch.daemon.round_trip [MOONCAKE_CONFIG]`: that cluster, or without it a private store of 16 MiB on
-loopback. Its last line is `ok MILLISECONDS` or `failed REASON`; Mooncake's own output goes before.
+`python -m kvprefetch.daemon.store.round_trip [MOONCAKE_CONFIG]`: that cluster, or without it a private store of 16 MiB
+on loopback. Its last line is `ok MILLISECONDS` or `failed REASON`; Mooncake's own output goes before.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import uuid
 
 import structlog
 
+from .client import Store, StoreError, StoreUnavailable
 from .embedded import EmbeddedError, EmbeddedMaster
-from .store import Store, StoreError, StoreUnavailable
-from .store_errors import ErrorClass
-from .store_settings import MooncakeSettings, SettingsError
+from .errors import ErrorClass
+from .settings import MooncakeSettings, SettingsError
 
 SIZE = 4096
 

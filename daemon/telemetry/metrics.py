@@ -1,7 +1,7 @@
 """Prometheus metrics and health over HTTP, from a thread of its own: /metrics, /healthz, /readyz.
 
 There is no second bookkeeping: each scrape renders the loop's last snapshot.  docs/METRICS.md, the dashboard and the
-alert rules are tested against the catalogue below; `python -m kvprefetch.daemon.metrics` prints its table.
+alert rules are tested against the catalogue below; `python -m kvprefetch.daemon.telemetry.metrics` prints its table.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from prometheus_client import CollectorRegistry, ProcessCollector, exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .. import __version__
-from .account import Account, Histogram
+from ... import __version__
+from ..config import ConfigError
+from .account import WARM_RESULTS, Account, Histogram
 from .board import Board
-from .config import ConfigError
 from .events import Ending
 from .health import judge
 from .logs import EventCounts
-from .warming import RESULTS
 
 PREFIX = "kvprefetchd_"
 TIERS = ("memory", "disk")
@@ -167,7 +166,7 @@ class BoardCollector(Collector):
             "failed_blocks": [((tier,), totals.failed_blocks[tier]) for tier in TIERS],
             "fetched_bytes": [((tier,), totals.fetched_bytes[tier]) for tier in TIERS],
             "wasted_bytes": [((tier,), totals.wasted_bytes[tier]) for tier in TIERS],
-            "warmed_blocks": [((result,), totals.warmed_blocks[result]) for result in RESULTS],
+            "warmed_blocks": [((result,), totals.warmed_blocks[result]) for result in WARM_RESULTS],
             "events": [((event,), count) for event, count in self._events.counts.items()],
         }
 

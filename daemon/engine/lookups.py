@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from .negative import NegativeCache
-from .requests import Key, Request, Urgency
+from ..planning.negative import NegativeCache
+from ..planning.requests import Key, Request, Urgency
 
 BATCH_DIGESTS = 1024  # of one store call, about a millisecond
 RENEWED_PER_TICK = 2048  # digests: bounds what renewal costs, a few per cent of a core

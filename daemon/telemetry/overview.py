@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..shmring.messages import Status
+from ...shmring.messages import Status
 from .pretty import number, printable, size
 
 Numbers = Mapping[str, int | str]

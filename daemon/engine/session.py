@@ -11,32 +11,32 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..shmring import protocol
-from ..shmring._atomics import Words
-from ..shmring.credits import CreditGranter
-from ..shmring.flags import FlagTable
-from ..shmring.liveness import Liveness, PeerState
-from ..shmring.messages import MAX_WARM_DIGESTS, Hello, Mapped, Message, Report, Warm
-from ..shmring.protocol import FlagState, ProtocolError, RecordKind
-from ..shmring.ring import Consumer, Record
+from ...shmring import protocol
+from ...shmring._atomics import Words
+from ...shmring.credits import CreditGranter
+from ...shmring.flags import FlagTable
+from ...shmring.liveness import Liveness, PeerState
+from ...shmring.messages import MAX_WARM_DIGESTS, Hello, Mapped, Message, Report, Warm
+from ...shmring.protocol import FlagState, ProtocolError, RecordKind
+from ...shmring.ring import Consumer, Record
+from ..config import Mode
+from ..planning.negative import NegativeCache
+from ..planning.planner import Key, Lane, Planner, Request
+from ..pools import Pools
+from ..store.client import Store, StoreError, StoreUnavailable
+from ..telemetry.account import WARM_RESULTS, Account
+from ..telemetry.events import Ending
+from ..telemetry.logs import Log
+from ..telemetry.timeline import Stories
 from . import transfers
-from .account import Account
-from .config import Mode
-from .events import Ending
 from .fetcher import Fetcher
 from .flags import SessionFlags
 from .jobs import Jobs
-from .logs import Log
 from .lookups import LookUps, Question
 from .memory import EngineMemory
-from .negative import NegativeCache
-from .planner import Key, Lane, Planner, Request
-from .pools import Pools
 from .promoter import Promoter
 from .saver import Saver
-from .store import Store, StoreError, StoreUnavailable
-from .timeline import Stories
-from .warming import RESULTS, Warming, about
+from .warming import Warming, about
 
 SCANNED_PER_TICK = 256
 LAST_RECORDS = 4096  # read at the end of a session: all that an honest engine can have on the way, and no flood
@@ -290,7 +290,7 @@ class EngineSession:
         self.planner.tick()
         self.warming.tick()
         if (counts := self.warming.tell()) is not None:
-            self._log.info("warm.done", **{f"{result}_blocks": counts[result] for result in RESULTS})
+            self._log.info("warm.done", **{f"{result}_blocks": counts[result] for result in WARM_RESULTS})
         self.promoter.tick()
         for lane in Lane:
             if self._pools.exhausted(lane, self.jobs):

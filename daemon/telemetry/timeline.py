@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..shmring.protocol import Done, Hint
+from ...shmring.protocol import Done, Hint
+from ..planning.planner import Key, Request
 from .account import Account
 from .events import Ending
 from .logs import Log
-from .planner import Key, Request
 
 RECENT = 256
 

@@ -13,15 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..shmring.messages import Hello, Message, Report, Warm, Warmed
-from .blocks import Lane
-from .negative import NegativeCache
-from .planner import Planner
-from .requests import Order
+from ...shmring.messages import Hello, Message, Report, Warm, Warmed
+from ..planning.blocks import Lane
+from ..planning.negative import NegativeCache
+from ..planning.planner import Planner
+from ..planning.requests import Order
 from .transfers import Found
 
 MAX_WAITING = 4  # orders, each of another connection
-RESULTS = ("staged", "fetched", "absent", "no_room", "failed")  # what becomes of a block, as Warmed says it
 PATIENCE_NS = 30_000_000_000
 QUIET_NS = 1_000_000_000  # without an order: then what was done so far is told
 

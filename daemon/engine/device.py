@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..shmring import cuda
-from ..shmring.cuda import GRAIN_BYTES, Device, DeviceError, Event, Memory, Stream
-from ..shmring.device_calls import calls
+from ...shmring import cuda
+from ...shmring.cuda import GRAIN_BYTES, Device, DeviceError, Event, Memory, Stream
+from ...shmring.device_calls import calls
 
 if TYPE_CHECKING:  # what tests on a GPU do without (docs/PERFORMANCE.md)
     from .staging import HostStaging

@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from ..shmring.messages import shown
-from .config import parse_size
-from .store_settings import MooncakeSettings, SettingsError
+from ...shmring.messages import shown
+from ..config import parse_size
+from .settings import MooncakeSettings, SettingsError
 
 MAX_DISK_BYTES = 1 << 50
 MIN_MEMORY_BYTES = 16 << 20  # one allocation unit of Mooncake's segment; 8 MiB is refused at set-up

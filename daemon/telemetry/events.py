@@ -1,7 +1,8 @@
 """The log's catalogue: every event, its level, its fields and what they mean. docs/EVENTS.md is made from it.
 
-`python -m kvprefetch.daemon.events` prints the tables of docs/EVENTS.md.  A test reads every log call of the daemon and
-compares it with the catalogue, and the tests against a real daemon compare every line that it writes (`problems`).
+`python -m kvprefetch.daemon.telemetry.events` prints the tables of docs/EVENTS.md.  A test reads every log call of the
+daemon and compares it with the catalogue, and the tests against a real daemon compare every line that it writes
+(`problems`).
 A field means the same in every event; its unit is the end of its name (`_ms`, `_s`, `_bytes`, `_blocks`).
 """
 

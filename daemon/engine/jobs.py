@@ -10,10 +10,10 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..shmring.errors import SegmentCorrupt
+from ...shmring.errors import SegmentCorrupt
 
 if TYPE_CHECKING:  # what tests on a GPU do without (docs/PERFORMANCE.md)
-    from .logs import Log
+    from ..telemetry.logs import Log
 
 _T = TypeVar("_T")
 

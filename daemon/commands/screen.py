@@ -11,10 +11,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..shmring.messages import Status, StatusQuery
-from . import overview
-from .client import Unavailable, ask
-from .pretty import number, size
+from ...shmring.messages import Status, StatusQuery
+from ..client import Unavailable, ask
+from ..telemetry import overview
+from ..telemetry.pretty import number, size
 
 
 def once(socket: Path, interval_s: float) -> None:

@@ -15,10 +15,10 @@ from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
-from ..shmring.messages import WorkerShape
+from ...shmring.messages import WorkerShape
+from ..store.client import Store, StoreUnavailable, Tier
+from ..store.errors import ErrorClass
 from .staging import HostStaging
-from .store import Store, StoreUnavailable, Tier
-from .store_errors import ErrorClass
 
 AT_ONCE = 64  # digests of one call, which then costs little more than that of one
 RETRY_S = 0.02  # a replica being written or busy is usually there by then

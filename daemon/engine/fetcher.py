@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from ..planning.negative import NegativeCache
+from ..planning.planner import Lane, Order, Planner, Request
+from ..pools import Pools
+from ..store.client import Store
+from ..store.errors import ErrorClass
+from ..telemetry.account import Account
+from ..telemetry.logs import Log
 from . import transfers
-from .account import Account
 from .jobs import Jobs
-from .logs import Log
-from .negative import NegativeCache
-from .planner import Lane, Order, Planner, Request
-from .pools import Pools
-from .store import Store
-from .store_errors import ErrorClass
 from .warming import Warming
 
 

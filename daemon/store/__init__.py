@@ -1,0 +1,1 @@
+"""The Mooncake store: the client and its guards, the settings of a cluster, and a store of one node's own."""
