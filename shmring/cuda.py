@@ -231,13 +231,13 @@ class CudaDevice:
         return self.driver.free_bytes()
 
     def allocate(self, size_bytes: int) -> Memory:
-        return CudaMemory(self, int(self.call("malloc", size_bytes)), size_bytes, "free")
+        return CudaMemory(self, int(self.call("malloc", size_bytes)), size_bytes, ours=True)
 
     def open(self, handle: bytes, size_bytes: int) -> Memory:
         if len(handle) != HANDLE_BYTES:
             raise DeviceError(f"handle has another size: bytes={len(handle)} expected={HANDLE_BYTES}")
         self.make_current()
-        return CudaMemory(self, self.driver.open(handle), size_bytes, "ipcCloseMemHandle")
+        return CudaMemory(self, self.driver.open(handle), size_bytes, ours=False)
 
     def register(self, address: int, size_bytes: int) -> None:
         if not self._same_addresses:
@@ -262,14 +262,14 @@ class CudaDevice:
 
 
 class CudaMemory:
-    """An allocation or a mapping; `undo` names the call that ends it."""
+    """An allocation of ours, or a mapping of another process's."""
 
-    def __init__(self, device: CudaDevice, address: int, size_bytes: int, undo: str) -> None:
-        self._device, self._undo = device, undo
+    def __init__(self, device: CudaDevice, address: int, size_bytes: int, *, ours: bool) -> None:
+        self._device, self._ours, self._closed = device, ours, False
         self.address, self.size_bytes = address, size_bytes
 
     def handle(self) -> bytes:
-        if self._undo != "free" or self.size_bytes % GRAIN_BYTES or self.address % GRAIN_BYTES:
+        if not self._ours or self._closed or self.size_bytes % GRAIN_BYTES or self.address % GRAIN_BYTES:
             raise DeviceError(
                 f"only whole allocations can be exported: address={self.address:#x} bytes={self.size_bytes} "
                 f"both multiples of {GRAIN_BYTES}"
@@ -278,10 +278,12 @@ class CudaMemory:
         return self._device.driver.handle(self.address)
 
     def close(self) -> None:
-        undo, self._undo = self._undo, ""
-        if undo == "free":
-            self._device.call(undo, self.address)
-        elif undo:
+        if self._closed:
+            return
+        self._closed = True
+        if self._ours:
+            self._device.call("free", self.address)
+        else:
             self._device.make_current()
             self._device.driver.close(self.address)
 
