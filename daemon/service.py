@@ -373,7 +373,8 @@ class Daemon:
             if not flushed:
                 self._log.warning("store.unflushed", waited_s=round(time.monotonic() - began, 1))
             if quiet:  # else the memory and the client of a call that hangs stay for the end of the process
-                self._store.close()
+                # A private master ends with us: nobody is there whom a goodbye of two seconds would tell anything.
+                self._store.close(goodbye=self._master is None or not self._stopping)
         if self._master is not None:
             self._master.stop()
         if self._metrics is not None:

@@ -139,16 +139,16 @@ class Store:
             why = getattr(error, "strerror", None) or error
             raise StoreError(f"no Mooncake master answers at {address[:200]}: {why}") from None
 
-    def close(self) -> None:
-        """Refuse new calls, wait for those in flight, then leave the cluster; may hold the GIL for 1.85 s. Idempotent.
+    def close(self, *, goodbye: bool = True) -> None:
+        """Refuse new calls, wait for those in flight, then leave the cluster; may hold the GIL for 2 s. Idempotent.
 
         A call still in flight after 65 s would crash the process if the client went away under it; the client is then
-        left as it is, for the end of the process.
+        left as it is, for the end of the process. So it is without `goodbye`, for a process that ends with its master.
         """
         with self._state:
             was_open, self._open = self._open, False
             idle = self._state.wait_for(lambda: self._in_flight == 0, _CLOSE_WAIT_S)
-        if was_open and idle:
+        if was_open and idle and goodbye:
             self._client.close()
         if self._named is not None:
             self._named.close()
