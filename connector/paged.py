@@ -65,7 +65,6 @@ class PagedCache:
             raise LayoutUnsupported("layers lie in more than one allocation")
         segments = _segments(tensors, num_blocks)
         self.block_bytes = sum(segment.length for segment in segments)
-        self.segment_count = len(segments)
         raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(base)
         self._on_host = self.device.type == "cpu"
         memory = raw.numpy() if self._on_host else raw

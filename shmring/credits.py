@@ -5,9 +5,8 @@
 * SYNC taken: entry read before it is written again.  The engine reads the entry, then stores `taken` (release);
   whoever wants to know what is outstanding loads `taken` (acquire).
 
-The daemon never has more slots outstanding than there are entries.  It knows what was taken from the SAVED records
-too: a slot comes back after it was taken, through the ring (SYNC tail), so an entry is never written again before it
-was read.
+The daemon never has more slots outstanding than there are entries.  It knows what was taken from the SAVED records: a
+slot comes back after it was taken, through the ring (SYNC tail), so an entry is never written again before it was read.
 """
 
 from __future__ import annotations
@@ -46,14 +45,6 @@ class CreditGranter:
         self._granted = granted
         # SYNC credit: slot number visible with the counter
         self._words.store_release(Line.CREDITS_GRANTED, self._granted)
-
-    def outstanding(self) -> int:
-        """Slots granted and not yet taken. SegmentCorrupt when the engine's counter is impossible."""
-        # SYNC taken: entry read before it is written again
-        count = self._granted - self._words.load_acquire(Line.CREDITS_TAKEN)
-        if not 0 <= count <= self._mask + 1:
-            raise SegmentCorrupt(f"credit counter is impossible: outstanding={count} max={self._mask + 1}")
-        return count
 
 
 class CreditTaker:

@@ -188,7 +188,10 @@ class FlagAllocator:
         Looks at most at the 64 flags given back longest ago, so that a daemon that frees nothing costs a bounded time.
         """
         if not self._free:
-            self._look(min(len(self._returning), _LOOKS_PER_TAKE))
+            for _ in range(min(len(self._returning), _LOOKS_PER_TAKE)):
+                index = self._returning.popleft()
+                free = unpack(self._table.load(index)).state == FREE
+                (self._free if free else self._returning).append(index)
         while self._free:
             index = self._free.pop()
             word = self._table.load(index)
@@ -202,16 +205,3 @@ class FlagAllocator:
     def give_back(self, index: int) -> None:
         """The engine is done with this flag; it can be taken again once the daemon set it FREE."""
         self._returning.append(index)
-
-    def collect(self) -> int:
-        """Look at all flags given back; how many are still with the daemon."""
-        self._look(len(self._returning))
-        return len(self._returning)
-
-    def _look(self, count: int) -> None:
-        for _ in range(count):
-            index = self._returning.popleft()
-            if unpack(self._table.load(index)).state == FREE:
-                self._free.append(index)
-            else:
-                self._returning.append(index)

@@ -51,7 +51,7 @@ class Line(enum.IntEnum):
     CONSUMER_GONE = TAIL + 56  # engine's watching thread -> engine: 1 after the daemon's end of file
     PRODUCER_GONE = TAIL + 64  # daemon's watching loop -> daemon, stat: 1 after the engine's end of file
     CREDITS_GRANTED = TAIL + 72  # daemon -> engine: slots ever granted for saves
-    CREDITS_TAKEN = TAIL + 80  # engine -> daemon: slots ever taken
+    CREDITS_TAKEN = TAIL + 80  # engine -> stat: slots ever taken
     HINTS_DROPPED = TAIL + 88  # engine -> stat: hints not pushed (ring or flags full)
 
 

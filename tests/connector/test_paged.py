@@ -78,7 +78,7 @@ def test_layers_that_share_memory_stand_once_in_the_value() -> None:
     rows = np.zeros((1, paged.block_bytes), dtype=np.uint8)
     paged.save(rows, [0], [1])
     assert rows[0].tobytes() == upstream_value(kv_caches, 1)
-    assert paged.segment_count == LAYERS
+    assert paged.block_bytes == len(upstream_value(kv_caches, 1))
 
 
 def test_layers_of_other_groups_are_left_out() -> None:
