@@ -46,7 +46,7 @@ class Geometry:
 
 def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise ValueError, in one line, for an engine this connector cannot serve correctly."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     if not vllm_version.startswith(VLLM_SERIES):
         raise _refused(f"vLLM must be {VLLM_SERIES}x: vllm={vllm_version}")
@@ -71,9 +71,7 @@ def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
         )
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
         raise _refused("host-resident KV caches are not served: hisparse_host_num_blocks is set")
-    spec = groups[0].kv_cache_spec
-    inner = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    for one in inner:
+    for one in _layer_specs(kv_cache_config):
         if type(one) not in (FullAttentionSpec, MLAAttentionSpec):
             raise _refused(f"only full attention and MLA are served: kv_cache_spec={type(one).__name__}")
 
@@ -104,28 +102,34 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometr
     )
 
 
-def is_mla(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether the whole value is the same on every tensor-parallel rank (upstream's _spec_tp_replication_factor)."""
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec, UniformTypeKVCacheSpecs
+def _layer_specs(kv_cache_config: KVCacheConfig) -> list[Any]:
+    """What kind of cache the layers of the one group have; one where they are alike."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    inner = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
-    return all(isinstance(one, MLAAttentionSpec) for one in inner)
+    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
 
 
 def keys_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tp_rank: int, cache_prefix: str) -> RankKeys:
     """The store keys of this process's rank."""
-    parallel = vllm_config.parallel_config
-    tp_size = parallel.tensor_parallel_size
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
     return rank_keys(
         model=vllm_config.model_config.model,
         tp_rank=tp_rank,
-        tp_size=tp_size,
-        pp_rank=parallel.rank // tp_size % parallel.pipeline_parallel_size,
+        tp_size=vllm_config.parallel_config.tensor_parallel_size,
+        pp_rank=_pp_rank(vllm_config),
         kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
-        mla=is_mla(kv_cache_config),
+        # As upstream's _spec_tp_replication_factor.
+        mla=all(isinstance(one, MLAAttentionSpec) for one in _layer_specs(kv_cache_config)),
         cache_prefix=cache_prefix,
     )
+
+
+def _pp_rank(vllm_config: VllmConfig) -> int:
+    parallel = vllm_config.parallel_config
+    rank: int = parallel.rank // parallel.tensor_parallel_size % parallel.pipeline_parallel_size
+    return rank
 
 
 def publishes_events(vllm_config: VllmConfig) -> bool:
@@ -175,13 +179,11 @@ def worker_hello(
     vllm_config: VllmConfig, shape: Geometry, *, tp_rank: int, block_bytes: int, keys: RankKeys, device: str = ""
 ) -> Hello:
     """`device`: UUID of the rank's GPU, "" without staging in its memory."""
-    parallel = vllm_config.parallel_config
-    pp_rank = parallel.rank // parallel.tensor_parallel_size % parallel.pipeline_parallel_size
     mine = WorkerShape(
         block_bytes=[block_bytes], key_prefix=[keys.prefix], put_factor=keys.put_factor, put_turn=keys.put_turn,
         device=device,
     )  # fmt: skip
-    rank = pp_rank * parallel.tensor_parallel_size + tp_rank
+    rank = _pp_rank(vllm_config) * vllm_config.parallel_config.tensor_parallel_size + tp_rank
     return Hello(**_common(vllm_config, shape), role="worker", rank=rank, worker=mine)
 
 
