@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from .requests import Key, Request, Urgency, negated
+from .requests import Key, Request, Urgency, negated, push
 
 MAX_TRIES = 16  # requests looked at for one slot
 
@@ -305,17 +305,12 @@ class Promotions:
         entry = holder.request.urgency
         if holder.next < holder.stop and holder.queued != entry:
             holder.queued = entry
-            self._push(self._queue, entry)
+            push(self._queue, entry, self._numbers)
             if self._queue[0] == entry:
                 self._stopped = False
         if holder.copies and holder.listed != negated(entry):
             holder.listed = negated(entry)
-            self._push(self._victims, holder.listed)
-
-    def _push(self, heap: list[Urgency], entry: Urgency) -> None:
-        heapq.heappush(heap, entry)
-        if len(heap) > 4 * len(self._holders) + 64:  # mostly outdated: of requests that ended or moved
-            heap[:] = sorted({each for each in heap if abs(each[2]) in self._numbers})
+            push(self._victims, holder.listed, self._numbers)
 
     def _hold(self, copy: _Copy, holder: _Holder, block: int) -> bool:
         """Note that this block's entry names the copy, or will; False for a digest that stands in a hint twice."""

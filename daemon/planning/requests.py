@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from struct import Struct
 from typing import NamedTuple, Protocol
@@ -90,8 +90,11 @@ class Order(NamedTuple):
     slots: Sequence[int]
 
 
-def push(heap: list[Urgency], entry: Urgency, live: dict[int, Request]) -> None:
-    """Enter it; entries of requests that ended or moved stay until they come up, or until they are most of the heap."""
+def push(heap: list[Urgency], entry: Urgency, live: Mapping[int, object]) -> None:
+    """Enter it; entries of requests that ended or moved stay until they come up, or until they are most of the heap.
+
+    `live`: the requests by number.
+    """
     heapq.heappush(heap, entry)
     if len(heap) > 4 * len(live) + 64:
         heap[:] = sorted({each for each in heap if abs(each[2]) in live})
