@@ -12,7 +12,7 @@ import errno
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -36,7 +36,7 @@ from ..shmring.messages import (
 )
 from ..shmring.protocol import ProtocolError
 from .access import Access, Credentials, credentials_of
-from .engine.memory import EngineMemory
+from .engine.memory import EngineMemory, EngineShape
 from .engine.session import EngineSession
 from .engine.transfers import check_turns
 from .store.client import StoreError
@@ -81,20 +81,23 @@ class Group:
     def complete(self) -> bool:
         return self.scheduler is not None and len(self.workers) == self.world_size
 
-    def hellos(self) -> tuple[Hello, list[Hello]]:
-        """What the scheduler and the workers, by rank, said; only when complete."""
+    def engine(self) -> EngineShape:
+        """What its processes said; only when complete."""
         assert self.scheduler is not None
-        assert self.scheduler.hello is not None
-        workers = [self.workers[rank].hello for rank in range(self.world_size)]
-        return self.scheduler.hello, [hello for hello in workers if hello is not None]
+        hello = self.scheduler.hello
+        assert hello is not None
+        assert hello.scheduler is not None
+        said = [self.workers[rank].hello for rank in range(self.world_size)]
+        workers = [each.worker for each in said if each is not None and each.worker is not None]
+        return EngineShape(hello.engine_id, hello.block_tokens, hello.scheduler, workers)
 
 
-# Reserve the memory of (epoch, scheduler, workers) and call back, on the main loop, with it or with what went wrong.
-Prepare = Callable[[int, Hello, Sequence[Hello], Callable[["EngineMemory | Exception"], None]], None]
+# Reserve the memory of (epoch, engine) and call back, on the main loop, with it or with what went wrong.
+Prepare = Callable[[int, EngineShape, Callable[["EngineMemory | Exception"], None]], None]
 # Do what an operator asked (SetMode, Purge, Warm), and call back, now or later, with the answer.
 Steer = Callable[[Message, Callable[[Message], None]], None]
 # Owns the memory; raises StoreError where the store refuses it.
-MakeSession = Callable[[EngineMemory, Hello, Sequence[Hello]], EngineSession]
+MakeSession = Callable[[EngineMemory, EngineShape], EngineSession]
 
 
 class Control:
@@ -258,14 +261,14 @@ class Control:
 
     def _attach(self, group: Group) -> None:
         """All said hello: reserve memory, and go on when it is there."""
-        scheduler, workers = group.hellos()
+        engine = group.engine()
         group.attaching = True
         try:
-            check_turns([worker.worker for worker in workers if worker.worker is not None])
+            check_turns(engine.workers)
         except ValueError as error:
             self._attached(group, error)
             return
-        self._prepare(secrets.randbits(62) + 1, scheduler, workers, partial(self._attached, group))
+        self._prepare(secrets.randbits(62) + 1, engine, partial(self._attached, group))
 
     def _attached(self, group: Group, memory: EngineMemory | Exception) -> None:
         if isinstance(memory, Exception):
@@ -275,14 +278,14 @@ class Control:
             memory.close()
             self._dissolve(group)
             return
+        engine = group.engine()
         try:
-            session = group.session = self._make_session(memory, *group.hellos())
+            session = group.session = self._make_session(memory, engine)
         except StoreError as error:
             self._refuse_engine(group, error)
             return
-        assert group.scheduler is not None
-        assert group.scheduler.hello is not None
-        if group.scheduler.hello.scheduler is not None and group.scheduler.hello.scheduler.events:
+        if engine.scheduler.events:
+            assert group.scheduler is not None
             session.saver.tell = partial(self._tell, group.scheduler)
         self._watch(session.doorbell.fd)
         try:

@@ -14,12 +14,12 @@ from concurrent.futures import Future
 from functools import partial
 from types import FrameType
 
-from ..shmring.messages import Hello, Message, Purge, Report, SetMode, Status, Warm
+from ..shmring.messages import Message, Purge, Report, SetMode, Status, Warm
 from . import report
 from .access import access_of, listen, take_away
 from .config import ConfigError, DaemonConfig, Mode
 from .control import Control
-from .engine.memory import EngineMemory, prepare
+from .engine.memory import EngineMemory, EngineShape, prepare
 from .engine.session import EngineSession
 from .host import MIN_CORES, MIN_THREADS, quota_cores, startable_threads, usable_cores
 from .notify import Notifier, inherited_socket
@@ -250,11 +250,9 @@ class Daemon:
                 self._store_opened.set()
                 return
 
-    def _session(
-        self, store: Store, pools: Pools, memory: EngineMemory, scheduler: Hello, workers: Sequence[Hello]
-    ) -> EngineSession:
+    def _session(self, store: Store, pools: Pools, memory: EngineMemory, engine: EngineShape) -> EngineSession:
         session = EngineSession(
-            memory, scheduler, workers, store, pools, self._log, time.monotonic_ns, chunk_bytes=self._config.chunk,
+            memory, engine, store, pools, self._log, time.monotonic_ns, chunk_bytes=self._config.chunk,
             tiers=self._config.disk is not None or self._config.mooncake_config is not None,
             disk_call_bytes=DISK_BUFFER_BYTES // self._config.fetch_threads, lease_ns=self._config.lease_ns,
         )  # fmt: skip

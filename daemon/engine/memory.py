@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from ...shmring.cuda import DeviceError
 from ...shmring.device_calls import calls
 from ...shmring.doorbell import Doorbell
 from ...shmring.errors import SegmentError
 from ...shmring.layout import Layout, power_of_two_at_least
-from ...shmring.messages import Hello
+from ...shmring.messages import SchedulerShape, WorkerShape
 from ...shmring.segment import Segment
 from ..config import DaemonConfig
 from ..host import available_bytes
@@ -22,6 +23,20 @@ from .device import DeviceStaging
 from .staging import HostStaging, slots_for
 
 MAX_TABLE_BYTES = 16 << 20
+
+
+class EngineShape(NamedTuple):
+    """What the processes of one engine said of it; `workers` by rank."""
+
+    engine_id: str
+    block_tokens: int
+    scheduler: SchedulerShape
+    workers: Sequence[WorkerShape]
+
+    @property
+    def block_bytes(self) -> list[int]:
+        """Of each rank's part of a block."""
+        return [worker.block_bytes[0] for worker in self.workers]
 
 
 @dataclass(frozen=True)
@@ -45,8 +60,8 @@ class EngineMemory:
 
     @classmethod
     def create(
-        cls, config: DaemonConfig, epoch: int, scheduler: Hello, workers: Sequence[Hello],
-        device: DeviceStaging | None = None, device_error: str = "",
+        cls, config: DaemonConfig, epoch: int, engine: EngineShape, device: DeviceStaging | None = None,
+        device_error: str = "",
     ) -> EngineMemory:  # fmt: skip
         """Reserve everything; takes as long as the kernel takes to zero it, so not on the main loop. Owns `device`.
 
@@ -55,16 +70,13 @@ class EngineMemory:
         with contextlib.ExitStack() as undo:
             if device is not None:
                 undo.callback(device.close)
-            wants = scheduler.scheduler
-            if wants is None:
-                raise ValueError("scheduler: field required")
-            block_bytes = [worker.worker.block_bytes[0] for worker in workers if worker.worker is not None]
+            wants, block_bytes = engine.scheduler, engine.block_bytes
             slots = slots_for(config.staging, block_bytes)
             if (available := available_bytes()) <= slots * sum(block_bytes):
                 # The kernel would hand it out all the same, and then kill somebody.
                 raise SegmentError(
                     f"staging: not enough memory for another engine: staging={config.staging} "
-                    f"engine={scheduler.engine_id!r} available={available}"
+                    f"engine={engine.engine_id!r} available={available}"
                 )
             save_slots = min(slots - 1, max(1, int(slots * config.save_share))) if wants.saves else 0
             staging = HostStaging(slots, block_bytes)
@@ -96,7 +108,7 @@ class EngineMemory:
 
 
 def prepare(
-    pools: Pools, config: DaemonConfig, epoch: int, scheduler: Hello, workers: Sequence[Hello],
+    pools: Pools, config: DaemonConfig, epoch: int, engine: EngineShape,
     done: Callable[[EngineMemory | Exception], None],
 ) -> None:  # fmt: skip
     """Reserve the memory of an epoch, and call back with it, or with what went wrong, on the main loop.
@@ -109,9 +121,9 @@ def prepare(
             error = future.exception()
             done(error if isinstance(error, Exception) else future.result())
 
-        pools.attach(partial(EngineMemory.create, config, epoch, scheduler, workers, device, device_error), reserved)
+        pools.attach(partial(EngineMemory.create, config, epoch, engine, device, device_error), reserved)
 
-    uuids = [worker.worker.device for worker in workers if worker.worker is not None]
+    uuids = [worker.device for worker in engine.workers]
     if config.device_staging == 0 or not any(uuids):
         reserve(None, "")
         return
@@ -130,19 +142,18 @@ def prepare(
         reserve(None, f"the GPU does not answer: uuid={','.join(sorted(set(uuids)))} call_timeout_ms={timeout_ms}")
 
     timeout_ms = config.call_timeout_ms
-    pools.slab(partial(device_staging, config, workers), made, overdue)
+    pools.slab(partial(device_staging, config, engine), made, overdue)
 
 
-def device_staging(config: DaemonConfig, workers: Sequence[Hello]) -> DeviceStaging:
+def device_staging(config: DaemonConfig, engine: EngineShape) -> DeviceStaging:
     """Device slots for all ranks. Raises DeviceError where there can be none."""
-    shapes = [worker.worker for worker in workers if worker.worker is not None]
-    uuids = [shape.device for shape in shapes]
+    uuids = [worker.device for worker in engine.workers]
     if not all(uuids):
         raise DeviceError(f"not every worker has a GPU that staging can use: rank={uuids.index('')}")
     calls.check(uuids, config.call_timeout_ms / 1e3)
     return DeviceStaging(
-        [shape.block_bytes[0] for shape in shapes], uuids, budget_bytes=config.device_staging,
-        margin_bytes=config.device_margin, owner=config.device_owner,
+        engine.block_bytes, uuids, budget_bytes=config.device_staging, margin_bytes=config.device_margin,
+        owner=config.device_owner,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from ...shmring._atomics import Words
 from ...shmring.credits import CreditGranter
 from ...shmring.flags import FlagTable
 from ...shmring.liveness import Liveness, PeerState
-from ...shmring.messages import MAX_WARM_DIGESTS, Hello, Mapped, Message, Report, Warm
+from ...shmring.messages import MAX_WARM_DIGESTS, Mapped, Message, Report, Warm
 from ...shmring.protocol import FlagState, ProtocolError, RecordKind
 from ...shmring.ring import Consumer, Record
 from ..config import Mode
@@ -33,7 +33,7 @@ from .fetcher import Fetcher
 from .flags import SessionFlags
 from .jobs import Jobs
 from .lookups import LookUps, Question
-from .memory import EngineMemory
+from .memory import EngineMemory, EngineShape
 from .promoter import Promoter
 from .saver import Saver
 from .warming import Warming, about
@@ -65,18 +65,17 @@ class EngineSession:
     """
 
     def __init__(
-        self, memory: EngineMemory, scheduler: Hello, workers: Sequence[Hello], store: Store, pools: Pools, log: Log,
+        self, memory: EngineMemory, engine: EngineShape, store: Store, pools: Pools, log: Log,
         clock_ns: Callable[[], int], *, chunk_bytes: int, tiers: bool, disk_call_bytes: int, lease_ns: int,
     ) -> None:  # fmt: skip
-        shapes = [worker.worker for worker in workers if worker.worker is not None]
-        self.engine_id = scheduler.engine_id
+        self.engine_id = engine.engine_id
         self.memory, self.layout, self.staging, self.control = memory, memory.layout, memory.staging, memory.control
         self.epoch, self.slot_count, self.save_slots = self.layout.epoch, self.layout.slot_count, memory.save_slots
         self.block_bytes = sum(self.staging.block_bytes)
         self._store, self._pools, self._clock_ns, self._tiers = store, pools, clock_ns, tiers
         self._log = log.bind(engine=self.engine_id, epoch=self.epoch)
         self.totals = Account()
-        self.shape = transfers.Shape.of(shapes, self.staging)
+        self.shape = transfers.Shape.of(engine.workers, self.staging)
         self.words = Words(self.control.buffer)
         self.doorbell = memory.doorbell
         self.ring = Consumer(self.control.buffer, self.words, self.layout)
@@ -109,7 +108,7 @@ class EngineSession:
         )  # fmt: skip
         self.saver.stored = self._negative.stored
         self.warming = Warming(
-            self.planner, self._negative, about(scheduler, self.epoch), self.totals.warmed_blocks, clock_ns,
+            self.planner, self._negative, about(engine, self.epoch), self.totals.warmed_blocks, clock_ns,
             answering=lambda: store.answering, look_up=self._look_up,
         )  # fmt: skip
         self.promoter = self._flags.tier = Promoter(

@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ...shmring.messages import Hello, Message, Report, Warm, Warmed
+from ...shmring.messages import Message, Report, Warm, Warmed
 from ..planning.blocks import Lane
 from ..planning.negative import NegativeCache
 from ..planning.planner import Planner
 from ..planning.requests import Order
+from .memory import EngineShape
 from .transfers import Found
 
 MAX_WAITING = 4  # orders, each of another connection
@@ -29,13 +30,11 @@ Reply = Callable[[Message], None]
 LookUp = Callable[[Sequence[Sequence[bytes]], Callable[[Sequence[Found] | None], None]], None]
 
 
-def about(scheduler: Hello, epoch: int) -> Warmed:
-    """An answer about the engine whose scheduler said this, without counts."""
-    wants = scheduler.scheduler
+def about(engine: EngineShape, epoch: int) -> Warmed:
+    """An answer about the engine, without counts."""
     return Warmed(
-        engine=scheduler.engine_id, epoch=epoch, block_tokens=scheduler.block_tokens,
-        hash_algorithm=wants.hash_algorithm if wants is not None else "",
-        hash_probe=wants.hash_probe if wants is not None else "",
+        engine=engine.engine_id, epoch=epoch, block_tokens=engine.block_tokens,
+        hash_algorithm=engine.scheduler.hash_algorithm, hash_probe=engine.scheduler.hash_probe,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def test_an_engine_whose_memory_the_store_refuses_is_refused_and_the_daemon_goes
 
     nothing: Any = None
     control = Control(
-        listening, lambda _epoch, _scheduler, _workers, done: done(nothing), refuses, structlog.get_logger(),
+        listening, lambda _epoch, _engine, done: done(nothing), refuses, structlog.get_logger(),
         access=Access(-1, frozenset()), status=nothing, steer=nothing, max_engines=1, watch=watched.append,
         unwatch=watched.remove,
     )  # fmt: skip

@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.lab.daemon import Daemon
 from kvprefetch.daemon.config import load
-from kvprefetch.daemon.engine.memory import EngineMemory, prepare
+from kvprefetch.daemon.engine.memory import EngineMemory, EngineShape, prepare
 from kvprefetch.daemon.pools import Pools
 from kvprefetch.shmring import cuda, messages
-from kvprefetch.shmring.protocol import PROTOCOL, FlagState
+from kvprefetch.shmring.protocol import FlagState
 from tests.daemon.conftest import keeps_to_the_catalogue, starter
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.near import (
@@ -200,16 +200,6 @@ def test_a_device_is_opened_for_an_engine_that_has_one_and_no_other(start: Start
     assert numbers(daemon)["device_slots"] == 0
 
 
-def hello(role: str, rank: int, device: str) -> messages.Hello:
-    worker = messages.WorkerShape(block_bytes=[BLOCK], key_prefix=["k@"], put_factor=1, put_turn=0, device=device)
-    shape = messages.SchedulerShape(max_blocks=8, max_hint_bytes=512, loads=True, saves=True)
-    return messages.Hello(
-        protocol=PROTOCOL, version="t", engine_id="e", incarnation="0" * 32, role=role, rank=rank, world_size=1,
-        groups=1, block_tokens=32, worker=worker if role == "worker" else None,
-        scheduler=shape if role == "scheduler" else None,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("fail", "options", "words"),
     [
@@ -239,9 +229,13 @@ def test_where_there_can_be_no_device_slots_there_are_host_slots_and_a_reason(
 def prepared(options: dict[str, object], *devices: str) -> EngineMemory:
     """The memory of an epoch whose ranks are on these devices."""
     pools = Pools(1)
-    workers = [hello("worker", rank, device) for rank, device in enumerate(devices)]
+    workers = [
+        messages.WorkerShape(block_bytes=[BLOCK], key_prefix=["k@"], put_factor=1, put_turn=0, device=device)
+        for device in devices
+    ]
+    wants = messages.SchedulerShape(max_blocks=8, max_hint_bytes=512, loads=True, saves=True)
     made: list[EngineMemory | Exception] = []
-    prepare(pools, load(options), 7, hello("scheduler", 0, ""), workers, made.append)
+    prepare(pools, load(options), 7, EngineShape("e", 32, wants, workers), made.append)
     wait_for(lambda: pools.run_finished() and made, what="the memory")
     pools.close()
     assert isinstance(made[0], EngineMemory)

@@ -6,29 +6,22 @@ import pytest
 
 from kvprefetch.daemon.config import load
 from kvprefetch.daemon.engine import memory
-from kvprefetch.daemon.engine.memory import EngineMemory
+from kvprefetch.daemon.engine.memory import EngineMemory, EngineShape
 from kvprefetch.daemon.engine.staging import MAX_SLOTS, slots_for
 from kvprefetch.shmring.errors import SegmentError
-from kvprefetch.shmring.messages import Hello, SchedulerShape, WorkerShape
-from kvprefetch.shmring.protocol import PROTOCOL
+from kvprefetch.shmring.messages import SchedulerShape, WorkerShape
 
 
 def test_staging_that_the_machine_has_not_left_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel would hand it out and then kill somebody, the engine perhaps."""
-    common = {
-        "protocol": PROTOCOL, "version": "t", "engine_id": "e", "incarnation": "0" * 32, "rank": 0, "world_size": 1,
-        "groups": 1, "block_tokens": 32,
-    }  # fmt: skip
-    shape = WorkerShape(block_bytes=[4096], key_prefix=["k@"], put_factor=1, put_turn=0)
-    worker = Hello(**common, role="worker", worker=shape)
-    wants = SchedulerShape(max_blocks=8, max_hint_bytes=512, loads=True, saves=True)
-    scheduler = Hello(**common, role="scheduler", scheduler=wants)
+    worker = WorkerShape(block_bytes=[4096], key_prefix=["k@"], put_factor=1, put_turn=0)
+    engine = EngineShape("e", 32, SchedulerShape(max_blocks=8, max_hint_bytes=512, loads=True, saves=True), [worker])
     config = load({"staging": "64MiB", "hint_ring": "1MiB"})
     monkeypatch.setattr(memory, "available_bytes", lambda: 64 << 20, raising=False)
     with pytest.raises(SegmentError, match=r"^staging: not enough memory .*: staging=67108864 .* available=67108864$"):
-        EngineMemory.create(config, 7, scheduler, [worker])
+        EngineMemory.create(config, 7, engine)
     monkeypatch.setattr(memory, "available_bytes", lambda: 70 << 20, raising=False)
-    EngineMemory.create(config, 7, scheduler, [worker]).close()
+    EngineMemory.create(config, 7, engine).close()
 
 
 def test_blocks_of_one_byte_make_no_more_slots_than_the_daemon_can_keep() -> None:

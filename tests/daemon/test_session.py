@@ -10,15 +10,14 @@ import pytest
 import structlog
 
 from kvprefetch.daemon.config import load
-from kvprefetch.daemon.engine.memory import EngineMemory
+from kvprefetch.daemon.engine.memory import EngineMemory, EngineShape
 from kvprefetch.daemon.engine.session import EngineSession
 from kvprefetch.daemon.planning.planner import Lane
 from kvprefetch.daemon.store.client import StoreError
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.shmring.flags import FlagTable, pack
-from kvprefetch.shmring.messages import Hello, SchedulerShape, WorkerShape
+from kvprefetch.shmring.messages import SchedulerShape, WorkerShape
 from kvprefetch.shmring.protocol import (
-    PROTOCOL,
     Done,
     FlagState,
     Hint,
@@ -56,21 +55,14 @@ class Answering:
 def make_session(
     store: Any = None, ranks: int = 1, pools: Any = None, clock_ns: Callable[[], int] = lambda: 1
 ) -> EngineSession:
-    common = {
-        "protocol": PROTOCOL, "version": "t", "engine_id": "e", "incarnation": "0" * 32, "world_size": ranks,
-        "groups": 1, "block_tokens": 32,
-    }  # fmt: skip
-    shapes = [
+    workers = [
         WorkerShape(block_bytes=[4096], key_prefix=[f"k{rank}@"], put_factor=1, put_turn=0) for rank in range(ranks)
     ]
-    workers = [Hello(**common, role="worker", rank=rank, worker=shape) for rank, shape in enumerate(shapes)]
-    wants = SchedulerShape(max_blocks=8, max_hint_bytes=512, loads=True, saves=True)
-    scheduler = Hello(**common, role="scheduler", rank=0, scheduler=wants)
-    memory = EngineMemory.create(load({"staging": "64KiB"}), 7, scheduler, workers)
+    engine = EngineShape("e", 32, SchedulerShape(max_blocks=8, max_hint_bytes=512, loads=True, saves=True), workers)
+    memory = EngineMemory.create(load({"staging": "64KiB"}), 7, engine)
     return EngineSession(
         memory,
-        scheduler,
-        workers,
+        engine,
         store or Answering(),
         pools or NoPools(),
         structlog.get_logger(),
