@@ -14,7 +14,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from ..shmring.messages import StatusQuery
+from ..shmring.messages import Status, StatusQuery
 from .client import Unavailable, ask
 from .config import DaemonConfig
 
@@ -54,7 +54,7 @@ def write(target: Path, config: DaemonConfig, shown: str, findings: str, version
 
 def _status(path: Path) -> str:
     try:
-        return ask(path, StatusQuery())[0].model_dump_json(indent=2)
+        return ask(path, StatusQuery(), Status).model_dump_json(indent=2)
     except Unavailable as error:
         return str(error)
 

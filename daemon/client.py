@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel
 
 from ..shmring import messages, protocol
 
-MAX_SEGMENTS = 64  # descriptors in one answer
 TIMEOUT_S = 5.0
 EX_UNAVAILABLE = 69
+
+Answer = TypeVar("Answer", bound=BaseModel)
 
 
 class Unavailable(Exception):
@@ -30,26 +34,33 @@ class Conversation:
     def __exit__(self, *exc: object) -> None:
         self._sock.close()
 
-    def ask(self, query: messages.Message) -> tuple[messages.Message, list[int]]:
-        """One question and its answer; the caller owns the descriptors. Raises Unavailable."""
+    def ask(self, query: messages.Message, wanted: type[Answer]) -> tuple[Answer, list[int]]:
+        """One question and its answer, of this kind; the caller owns the descriptors. Raises Unavailable."""
         try:
             if not self._connected:
                 self._sock.settimeout(self._timeout_s)
                 self._sock.connect(str(self._path))
                 self._connected = True
             messages.send_message(self._sock, query)
-            received = messages.receive_message(self._sock, max_fds=MAX_SEGMENTS)
+            received = messages.receive_message(self._sock, max_fds=messages.MAX_SEGMENTS)
         except (OSError, protocol.ProtocolError) as error:
             why = (error.strerror if isinstance(error, OSError) else None) or error
             raise Unavailable(f"no daemon answers: socket={str(self._path)!r}: {why}") from None
         if received is None:
             raise Unavailable(f"no daemon answers: socket={str(self._path)!r}: it hung up")
-        if isinstance(received[0], messages.Refused):
-            raise Unavailable(f"the daemon refused: socket={str(self._path)!r}: {received[0].error}")
-        return received
+        answer, fds = received
+        if isinstance(answer, wanted):
+            return answer, fds
+        for fd in fds:
+            socket.close(fd)
+        if isinstance(answer, messages.Refused):
+            raise Unavailable(f"the daemon refused: socket={str(self._path)!r}: {answer.error}")
+        if isinstance(answer, messages.Report):
+            raise Unavailable(answer.text)
+        raise Unavailable(f"the daemon answered with something else: type={answer.type}")
 
 
-def ask(path: Path, query: messages.Message, timeout_s: float = TIMEOUT_S) -> tuple[messages.Message, list[int]]:
-    """One question to the daemon behind the socket; the caller owns the descriptors. Raises Unavailable."""
+def ask(path: Path, query: messages.Message, wanted: type[Answer], timeout_s: float = TIMEOUT_S) -> Answer:
+    """One question to the daemon behind the socket, whose answer has no descriptors. Raises Unavailable."""
     with Conversation(path, timeout_s) as daemon:
-        return daemon.ask(query)
+        return daemon.ask(query, wanted)[0]

@@ -45,7 +45,6 @@ from .telemetry.logs import Log
 
 MAX_STRANGERS = 64  # connections of users who may not attach, until they spoke and were told
 MAX_SILENT = 256  # connections without a hello; beyond, the oldest is hung up on
-MAX_STAT = 64  # descriptors in one message; the kernel takes 253
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -350,7 +349,7 @@ class Control:
         session.reset(message.reset_generation, message.timeout_ms / 1e3, reply)
 
     def _show_segments(self, peer: Peer) -> None:
-        sessions = self.sessions()[:MAX_STAT]
+        sessions = self.sessions()[: messages.MAX_SEGMENTS]
         fds: list[int] = []
         try:
             fds += [session.control.read_only_fd() for session in sessions]

@@ -113,7 +113,7 @@ def limits(config: DaemonConfig) -> Iterator[Finding]:
 def control_socket(config: DaemonConfig) -> Iterator[Finding]:
     path = config.socket
     try:
-        answer, _ = ask(path, StatusQuery())
+        answer = ask(path, StatusQuery(), Status)
     except Unavailable as error:
         group = path.group() if path.exists() else ""
         if group and not os.access(path, os.W_OK):
@@ -121,14 +121,13 @@ def control_socket(config: DaemonConfig) -> Iterator[Finding]:
         else:
             yield Finding("note", str(error), "start one: kvprefetchd serve, or systemctl start kvprefetchd")
         return
-    if isinstance(answer, Status):
-        if answer.version != __version__:
-            yield Finding("note", f"the daemon is {answer.version}, this is {__version__}", "restart the daemon")
-        good = answer.store_open and answer.store_answering
-        yield Finding("ok" if good else "bad",
-                      f"daemon answers: pid {answer.pid}, engines {answer.engine_count}, mode {answer.mode}, store "
-                      + ("open" if good else "away"),
-                      "" if good else "its log says why: store.degraded, store.failed")  # fmt: skip
+    if answer.version != __version__:
+        yield Finding("note", f"the daemon is {answer.version}, this is {__version__}", "restart the daemon")
+    good = answer.store_open and answer.store_answering
+    yield Finding("ok" if good else "bad",
+                  f"daemon answers: pid {answer.pid}, engines {answer.engine_count}, mode {answer.mode}, store "
+                  + ("open" if good else "away"),
+                  "" if good else "its log says why: store.degraded, store.failed")  # fmt: skip
 
 
 def disk(config: DaemonConfig) -> Iterator[Finding]:

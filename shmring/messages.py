@@ -18,6 +18,7 @@ from .protocol import PROTOCOL, ProtocolError
 
 MAX_MESSAGE_BYTES = 1 << 16
 MAX_WARM_DIGESTS = 256  # of one Warm order, which must fit a message
+MAX_SEGMENTS = 64  # descriptors beside one message; the kernel takes 253
 HASH_PROBE_TOKENS = (1, 2, 3)  # see SchedulerShape.hash_probe
 MAX_SOCKET_PATH_BYTES = 107  # sun_path has 108, one of them the final zero
 SHOWN_CHARACTERS = 120  # of a bad value, in the line that names it

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from ...shmring import messages
 from ...shmring.messages import default_socket
 from ..access import group_id
-from ..client import Unavailable
+from ..client import TIMEOUT_S, ask
 from ..config import SIZES, ConfigError, DaemonConfig, size_text
 from ..host import machine_bytes
 from ..sources import FILE_VARIABLE, PREFIX, Effective, Sources, resolve
@@ -129,10 +129,8 @@ def accepted(sources: Sources) -> Effective:
     return effective
 
 
-def report(received: tuple[messages.Message, list[int]]) -> int:
-    """Print a running daemon's answer to an order; the exit status is 0 when it was carried out, else 1."""
-    answer, _ = received
-    if not isinstance(answer, messages.Report):
-        raise Unavailable(f"the daemon answered with something else: type={answer.type}")
+def give(order: messages.Message, socket: Path, timeout_s: float = TIMEOUT_S) -> int:
+    """Have a running daemon do it, and print what it says; the exit status is 0 when it was carried out, else 1."""
+    answer = ask(socket, order, messages.Report, timeout_s)
     print(answer.text)
     return 0 if answer.ok else 1

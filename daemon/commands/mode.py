@@ -6,9 +6,8 @@ import argparse
 from typing import get_args
 
 from ...shmring import messages
-from ..client import ask
 from ..config import Mode
-from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare, report
+from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare, give
 from .page import Page
 
 DETAILS = (
@@ -37,4 +36,4 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return report(ask(arguments.socket, messages.SetMode(mode=arguments.mode)))
+    return give(messages.SetMode(mode=arguments.mode), arguments.socket)

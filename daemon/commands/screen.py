@@ -19,33 +19,25 @@ from ..telemetry.pretty import number, size
 
 def once(socket: Path, interval_s: float) -> None:
     """Look twice and print. Raises Unavailable."""
-    before, since = look(socket), time.monotonic()
+    before, since = ask(socket, StatusQuery(), Status), time.monotonic()
     time.sleep(interval_s)
-    now = look(socket)
+    now = ask(socket, StatusQuery(), Status)
     Console().print(frame(now, overview.rates(before, now, time.monotonic() - since)))
 
 
 def live(socket: Path, interval_s: float) -> NoReturn:
     """Until Ctrl-C. Raises Unavailable when no daemon answers at the start; later it may be restarting."""
-    before, since = look(socket), time.monotonic()
+    before, since = ask(socket, StatusQuery(), Status), time.monotonic()
     with Live(frame(before, overview.rates(None, before, 0)), screen=True, auto_refresh=False) as shown:
         while True:
             time.sleep(interval_s)
             try:
-                now, at = look(socket), time.monotonic()
+                now, at = ask(socket, StatusQuery(), Status), time.monotonic()
             except Unavailable as error:
                 shown.update(Text(str(error), style="red"), refresh=True)
                 continue
             shown.update(frame(now, overview.rates(before, now, at - since)), refresh=True)
             before, since = now, at
-
-
-def look(socket: Path) -> Status:
-    """Ask the daemon. Raises Unavailable."""
-    answer, _ = ask(socket, StatusQuery())
-    if not isinstance(answer, Status):
-        raise Unavailable(f"the daemon answered with something else: type={answer.type}")
-    return answer
 
 
 def frame(status: Status, rates: overview.Rates) -> RenderableType:

@@ -9,7 +9,7 @@ import time
 
 from ...shmring import messages, protocol, view
 from ...shmring.errors import SegmentCorrupt, SegmentError
-from ..client import Unavailable, ask
+from ..client import Conversation, Unavailable
 from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare
 from .page import Page
 
@@ -32,10 +32,11 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    answer, fds = ask(arguments.socket, messages.StatQuery())
+    with Conversation(arguments.socket) as daemon:
+        answer, fds = daemon.ask(messages.StatQuery(), messages.Segments)
     names = {state.value: state.name.lower() for state in protocol.FlagState}
     shown = []
-    for fd, engine in zip(fds, answer.engines if isinstance(answer, messages.Segments) else [], strict=False):
+    for fd, engine in zip(fds, answer.engines, strict=False):
         try:
             shown.append({"engine": engine, **view.read(fd, time.monotonic_ns(), names)})
         except (SegmentCorrupt, SegmentError) as error:  # of another release, or spoiled

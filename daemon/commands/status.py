@@ -34,9 +34,6 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    answer, _ = ask(arguments.socket, messages.StatusQuery())
-    if arguments.json or not isinstance(answer, messages.Status):
-        print(answer.model_dump_json(indent=2))
-    else:
-        print("\n".join(describe(answer)))
+    status = ask(arguments.socket, messages.StatusQuery(), messages.Status)
+    print(status.model_dump_json(indent=2) if arguments.json else "\n".join(describe(status)))
     return 0

@@ -15,7 +15,7 @@ from ...shmring import messages
 from ..client import Unavailable, ask
 from ..config import ConfigError
 from ..telemetry.pretty import printable
-from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare, report
+from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare, give
 from .page import Page
 
 DETAILS = (
@@ -85,7 +85,7 @@ def purge(arguments: argparse.Namespace) -> int:
         engine=arguments.engine or "", prefixes=[arguments.prefix] if arguments.prefix else [],
         timeout_ms=PURGE_TIMEOUT_S * 1000,
     )  # fmt: skip
-    return report(ask(arguments.socket, order, PURGE_TIMEOUT_S + 10))
+    return give(order, arguments.socket, PURGE_TIMEOUT_S + 10)
 
 
 def namespace(key: str) -> str:
@@ -97,9 +97,8 @@ def master_of(arguments: argparse.Namespace) -> str:
     """host:port of the master's HTTP interface. Raises Unavailable when nobody knows it."""
     if arguments.master_http:
         return str(arguments.master_http)
-    answer, _ = ask(arguments.socket, messages.StatusQuery())
-    if isinstance(answer, messages.Status) and answer.master_http:
-        return answer.master_http
+    if master := ask(arguments.socket, messages.StatusQuery(), messages.Status).master_http:
+        return master
     raise Unavailable("the daemon joined a cluster: name its master's HTTP interface with --master-http HOST:PORT")
 
 

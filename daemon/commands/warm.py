@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from ...shmring import messages
 from ...shmring.messages import MAX_WARM_DIGESTS, Warm, Warmed
 from ..client import Conversation, Unavailable
 from ..listed import read
@@ -90,7 +89,7 @@ class Orders:
         self._room = MAX_WARM_DIGESTS
         self._shown_s = 0.0
         self.counts: Counter[str] = Counter()
-        self.engine = self._ask(Warm(run=self._run, engine=engine))
+        self.engine = daemon.ask(Warm(run=self._run, engine=engine), Warmed)[0]
 
     def add(self, digests: list[bytes]) -> None:
         """A chain of any length. Its next part is sent once the store is known to have all of this one."""
@@ -112,7 +111,7 @@ class Orders:
             return 0
         order = Warm(run=self._run, engine=self.engine.engine, chains=self._chains)
         self._chains, self._room = [], MAX_WARM_DIGESTS
-        answer = self._ask(order)
+        answer, _ = self._daemon.ask(order, Warmed)
         if answer.epoch != self.engine.epoch:
             raise Unavailable(f"engine {answer.engine} was attached anew: what was staged for it is gone")
         for name in ("staged", "fetched", "absent", "no_room", "failed"):
@@ -124,14 +123,6 @@ class Orders:
         if self._shown_s:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
-
-    def _ask(self, order: Warm) -> Warmed:
-        answer, _ = self._daemon.ask(order)
-        if isinstance(answer, messages.Report):
-            raise Unavailable(answer.text)
-        if not isinstance(answer, Warmed):
-            raise Unavailable(f"the daemon answered with something else: type={answer.type}")
-        return answer
 
     def _show(self) -> None:
         if self._progress and time.monotonic() - self._shown_s > PROGRESS_S:
