@@ -73,22 +73,23 @@ class RunJob(Protocol):
 
 
 class Saver:
-    """Owns the save slots [first_slot, last_slot) of one engine.
+    """Owns the save `slots` of one engine.
 
-    `loading` says whether a fetch is in flight or wanted.  `tell`, once set, hears what became of every save.
+    `loading` says whether a fetch is in flight or wanted.  `stored` hears the digests that are in the store now, and
+    `tell`, once set, what became of every save.
     """
 
     def __init__(
         self, store: Store, shape: transfers.Shape, credits: CreditGranter, slots: range, run: RunJob, log: Log,
         clock_ns: Callable[[], int], *, job_blocks: int, loading: Callable[[], bool], counters: Account,
+        stored: Callable[[list[bytes]], None],
     ) -> None:  # fmt: skip
         self._store, self._shape, self._credits, self._run = store, shape, credits, run
         self._log, self._clock_ns = log, clock_ns
         self._job_blocks = max(1, min(job_blocks, MAX_JOB_BLOCKS))
-        self._loading = loading
+        self._loading, self._in_store = loading, stored
         self._yielded_ns = 0  # since when the next job has let loads go first
         self.tell: Callable[[Stored], None] | None = None
-        self.stored: Callable[[list[bytes]], None] | None = None  # hears the digests that are in the store now
         self.counters = counters
         self.slot_count = len(slots)
         self.generation = 0
@@ -155,9 +156,8 @@ class Saver:
 
     def _stored(self, job: _Job, result: transfers.SaveResult) -> None:
         self._busy = False
-        if self.stored is not None:
-            left = {digest for digest, _ in result.again}
-            self.stored([digest for digest, _ in job.blocks if digest not in left])
+        left = {digest for digest, _ in result.again}
+        self._in_store([digest for digest, _ in job.blocks if digest not in left])
         job.tries += 1
         self._fruitless = 0 if result.stored or result.present or not result.again else self._fruitless + 1
         job.stored += result.stored

@@ -43,20 +43,6 @@ LAST_RECORDS = 4096  # read at the end of a session: all that an honest engine c
 PUTS_PER_CHUNK = 4  # a load that comes while a put is in flight waits for a quarter of a chunk at most
 
 
-class _Answers:
-    """What a session does for its look-ups."""
-
-    def __init__(self, session: EngineSession) -> None:
-        self._session = session
-        self.ask_store, self.found = session._ask_store, session._found
-
-    def answering(self) -> bool:
-        return self._session._store.answering
-
-    def renewed(self, request: Request, blocks: int, on_disk: bytes) -> None:
-        self._session.planner.looked_up(request.key, blocks, on_disk)
-
-
 class EngineSession:
     """One epoch of one engine incarnation, from the moment all its processes said hello until the last one is gone.
 
@@ -96,7 +82,7 @@ class EngineSession:
         )  # fmt: skip
         self._negative = NegativeCache()
         self.look_ups = LookUps(
-            _Answers(self), self.planner.requests, self._negative, timeout_ns=pools.timeout_ns, lease_ns=lease_ns
+            self, self.planner.requests, self._negative, timeout_ns=pools.timeout_ns, lease_ns=lease_ns
         )
         self._to_scan: deque[Key] = deque()
         self._ended_ns = 0  # when it ended, until held() said that it is not over
@@ -104,12 +90,11 @@ class EngineSession:
             store, self.shape, CreditGranter(self.control.buffer, self.words, self.layout),
             range(memory.save_slots_from, self.slot_count), partial(self.jobs.start, pools.save), self._log, clock_ns,
             job_blocks=chunk_blocks // PUTS_PER_CHUNK, counters=self.totals,
-            loading=lambda: pools.fetches_in_flight > 0 or self.planner.has_work,
+            loading=lambda: pools.fetches_in_flight > 0 or self.planner.has_work, stored=self._negative.stored,
         )  # fmt: skip
-        self.saver.stored = self._negative.stored
         self.warming = Warming(
             self.planner, self._negative, about(engine, self.epoch), self.totals.warmed_blocks, clock_ns,
-            answering=lambda: store.answering, look_up=self._look_up,
+            answering=self.answering, look_up=self._look_up,
         )  # fmt: skip
         self.promoter = self._flags.tier = Promoter(
             memory.device, self.table, self.planner.requests, pools, self.jobs, self.totals, self._log, clock_ns,
@@ -207,36 +192,6 @@ class EngineSession:
             return
         self.look_ups.add(request, now)
 
-    def _ask_store(self, number: int, questions: Sequence[Question]) -> None:
-        generation = self.saver.generation
-
-        def done(answers: list[transfers.Found] | None) -> None:
-            # Keys of the old weights were asked for: a miss.
-            void = generation != self.saver.generation
-            self.look_ups.answered(number, [(0, b"")] * len(questions) if void else answers, self._clock_ns())
-
-        self._look_up([question.digests for question in questions], done)
-
-    def _look_up(
-        self, questions: Sequence[Sequence[bytes]], done: Callable[[list[transfers.Found] | None], None]
-    ) -> None:
-        """Call back with what the store has; with None when it cannot say, or has not in time (and once more then)."""
-
-        def overdue() -> None:
-            self._log.warning("call.overdue", call="look_up", blocks=sum(map(len, questions)))
-            self._store.suspect("look_up")
-            done(None)
-
-        job = partial(transfers.look_up, self._store, self.shape, questions, tiers=self._tiers)
-        self.jobs.start(self._pools.look_up, job, done, None, overdue)
-
-    def _found(self, request: Request, blocks: int, on_disk: bytes, *, unavailable: bool) -> None:
-        self.stories.looked_up(request.key, blocks, self._clock_ns(), unavailable=unavailable)
-        staged, disk = request.issued - request.local, sum(on_disk)
-        self.totals.hit_blocks.update(staging=staged, memory=blocks - request.local - staged - disk, disk=disk)
-        self.table.set_found(request.key[0], blocks)
-        self.planner.looked_up(request.key, blocks if self._mode == "on" else request.local, on_disk)
-
     def _done(self, done: protocol.Done) -> None:
         key = (done.flag, done.generation)
         if done.flag >= self.layout.flag_count:
@@ -300,6 +255,44 @@ class EngineSession:
     def _count_waste(self) -> None:
         for lane in Lane:
             self.totals.wasted_bytes[lane.name.lower()] = self.planner.wasted[lane] * self.block_bytes
+
+    # --- what look-ups are told and ask for (lookups.Ports) ---------------------------------------------------------
+
+    def answering(self) -> bool:
+        return self._store.answering
+
+    def ask_store(self, number: int, questions: Sequence[Question]) -> None:
+        generation = self.saver.generation
+
+        def done(answers: list[transfers.Found] | None) -> None:
+            # Keys of the old weights were asked for: a miss.
+            void = generation != self.saver.generation
+            self.look_ups.answered(number, [(0, b"")] * len(questions) if void else answers, self._clock_ns())
+
+        self._look_up([question.digests for question in questions], done)
+
+    def found(self, request: Request, blocks: int, on_disk: bytes, *, unavailable: bool) -> None:
+        self.stories.looked_up(request.key, blocks, self._clock_ns(), unavailable=unavailable)
+        staged, disk = request.issued - request.local, sum(on_disk)
+        self.totals.hit_blocks.update(staging=staged, memory=blocks - request.local - staged - disk, disk=disk)
+        self.table.set_found(request.key[0], blocks)
+        self.planner.looked_up(request.key, blocks if self._mode == "on" else request.local, on_disk)
+
+    def renewed(self, request: Request, blocks: int, on_disk: bytes) -> None:
+        self.planner.looked_up(request.key, blocks, on_disk)
+
+    def _look_up(
+        self, questions: Sequence[Sequence[bytes]], done: Callable[[list[transfers.Found] | None], None]
+    ) -> None:
+        """Call back with what the store has; with None when it cannot say, or has not in time (and once more then)."""
+
+        def overdue() -> None:
+            self._log.warning("call.overdue", call="look_up", blocks=sum(map(len, questions)))
+            self._store.suspect("look_up")
+            done(None)
+
+        job = partial(transfers.look_up, self._store, self.shape, questions, tiers=self._tiers)
+        self.jobs.start(self._pools.look_up, job, done, None, overdue)
 
     # --- fetching ---------------------------------------------------------------------------------------------------
 

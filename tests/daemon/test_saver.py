@@ -39,7 +39,7 @@ class Setup:
         credits: Any = self.credits
         self.saver = Saver(
             nothing, nothing, credits, range(slots), self.run, structlog.get_logger(), lambda: self.now,
-            job_blocks=job_blocks, loading=lambda: self.loading, counters=Account(),
+            job_blocks=job_blocks, loading=lambda: self.loading, counters=Account(), stored=lambda _: None,
         )  # fmt: skip
         self.credits.granted.clear()
         self.saver.tell = self.told.append
