@@ -56,8 +56,7 @@ class Daemon:
         self._master: EmbeddedMaster | None = None
         self._master_died = False
         self._store: Store | None = None
-        self._store_is_open = False
-        self._store_opened = threading.Event()  # set by the thread that reopens, taken by the loop
+        self._joined = False  # the store is open, and every session knows
         self._control: Control | None = None
         self._turn = 0
         self._board = Board()
@@ -169,8 +168,8 @@ class Daemon:
         for session in sessions:
             session.liveness.beat(now_ns)
             session.scan()
-        if self._store_opened.is_set():
-            self._store_opened.clear()
+        if self._store_is_open and not self._joined:
+            self._joined = True
             self._log.info("store.joined")
             for session in sessions:
                 try:
@@ -230,7 +229,7 @@ class Daemon:
         store = self._store = Store(settings, self._log, rpc_timeout_ms=config.rpc_timeout_ms)
         try:
             store.open()
-            self._store_is_open = True
+            self._joined = True
         except StoreError as error:
             if self._master is not None:
                 raise
@@ -243,12 +242,9 @@ class Daemon:
             time.sleep(REOPEN_S)
             try:
                 store.open()
+                return
             except StoreError as error:
                 self._log.debug("store.retried", error=str(error), retry_s=REOPEN_S)
-            else:
-                self._store_is_open = True
-                self._store_opened.set()
-                return
 
     def _session(self, store: Store, pools: Pools, memory: EngineMemory, engine: EngineShape) -> EngineSession:
         session = EngineSession(
@@ -271,6 +267,10 @@ class Daemon:
         sessions = self._control.sessions() if self._control is not None else []
         http = self._master.http if self._master is not None else ""
         return report.status(sessions, self._board, self._store_is_open, self._answering, self._mode, http)
+
+    @property
+    def _store_is_open(self) -> bool:
+        return self._store is not None and self._store.is_open
 
     @property
     def _answering(self) -> bool:

@@ -191,6 +191,10 @@ class Store:
             self._log.info("store.recovered", call=what)
 
     @property
+    def is_open(self) -> bool:
+        return self._open
+
+    @property
     def answering(self) -> bool:
         """Whether a call is worth making: the store is open, and its last call did not fail as a whole."""
         return self._open and self._breaker.closed
