@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..shmring.messages import HASH_PROBE_TOKENS, Hello, SchedulerShape, WorkerShape
-from ..shmring.protocol import MAX_REQUEST_ID_BYTES, PROTOCOL
+from ..shmring.protocol import GROUPS, MAX_REQUEST_ID_BYTES, PROTOCOL
 from .keys import RankKeys, rank_keys
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def worker_hello(
 def _common(vllm_config: VllmConfig, shape: Geometry) -> dict[str, Any]:
     return {
         "protocol": PROTOCOL, "version": __version__, "engine_id": vllm_config.kv_transfer_config.engine_id,
-        "incarnation": incarnation(vllm_config), "world_size": shape.world_size, "groups": 1,
+        "incarnation": incarnation(vllm_config), "world_size": shape.world_size, "groups": GROUPS,
         "block_tokens": shape.block_tokens,
     }  # fmt: skip
 

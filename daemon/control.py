@@ -34,7 +34,7 @@ from ..shmring.messages import (
     Stored,
     Warm,
 )
-from ..shmring.protocol import ProtocolError
+from ..shmring.protocol import GROUPS, ProtocolError
 from .access import Access, Credentials, credentials_of
 from .engine.memory import EngineMemory, EngineShape
 from .engine.session import EngineSession
@@ -224,8 +224,8 @@ class Control:
     def _hello(self, peer: Peer, hello: Hello) -> None:
         if peer.hello is not None:
             raise ProtocolError("hello was said before")
-        if hello.groups != 1:
-            raise ProtocolError(f"only one KV-cache group is served: groups={hello.groups} max=1")
+        if hello.groups != GROUPS:
+            raise ProtocolError(f"only one KV-cache group is served: groups={hello.groups} max={GROUPS}")
         if (hello.worker if hello.role == "worker" else hello.scheduler) is None:
             raise ProtocolError(f"{hello.role}: field required: role={hello.role}")
         if hello.rank >= (hello.world_size if hello.role == "worker" else 1):

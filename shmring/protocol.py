@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 PROTOCOL = 4
 MAX_REQUEST_ID_BYTES = 512
+GROUPS = 1  # of KV caches of one engine that are served
 
 
 class ProtocolError(Exception):
@@ -135,11 +136,11 @@ class Saved(NamedTuple):
     hashes: list[bytes]
 
 
-def encode_hint(hint: Hint, *, groups: int = 1) -> tuple[bytes, bytes, memoryview]:
+def encode_hint(hint: Hint) -> tuple[bytes, bytes, memoryview]:
     """The parts of a HINT record, in order; the hashes are not copied."""
     request_id = hint.request_id.encode(errors="replace")[:MAX_REQUEST_ID_BYTES]
     head = _HINT.pack(
-        PROTOCOL, groups, hint.hash_bytes, len(request_id), hint.flag, hint.blocks, hint.local_blocks,
+        PROTOCOL, GROUPS, hint.hash_bytes, len(request_id), hint.flag, hint.blocks, hint.local_blocks,
         max(-(1 << 31), min((1 << 31) - 1, hint.priority)), hint.prompt_tokens, hint.generation, hint.arrival_ns,
     )  # fmt: skip
     return head, request_id, hint.hashes
@@ -147,10 +148,8 @@ def encode_hint(hint: Hint, *, groups: int = 1) -> tuple[bytes, bytes, memoryvie
 
 def decode_hint(payload: memoryview) -> Hint:
     """Parse a HINT record; `hashes` is a view into it. Raises ProtocolError."""
-    version, groups, hash_bytes, id_bytes, flag, blocks, local, priority, tokens, generation, arrival = _unpack(
-        _HINT, payload
-    )
-    _check_version(version, groups)
+    groups, hash_bytes, id_bytes, flag, blocks, local, priority, tokens, generation, arrival = _unpack(_HINT, payload)
+    _check_groups(groups)
     wanted = _HINT.size + id_bytes + blocks * hash_bytes
     if not 1 <= hash_bytes <= 64 or len(payload) != wanted or id_bytes > MAX_REQUEST_ID_BYTES:
         raise ProtocolError(f"hint size differs: bytes={len(payload)} expected={wanted} hash_bytes={hash_bytes}")
@@ -166,8 +165,7 @@ def encode_ask(ask: Ask) -> bytes:
 
 
 def decode_ask(payload: memoryview) -> Ask:
-    version, flag, generation, asked = _unpack(_ASK, payload)
-    _check_version(version, 1)
+    flag, generation, asked = _unpack(_ASK, payload)
     return Ask(flag, generation, asked)
 
 
@@ -179,25 +177,24 @@ def encode_done(done: Done) -> bytes:
 
 
 def decode_done(payload: memoryview) -> Done:
-    version, outcome, flag, start, blocks, generation, asked, claimed, loaded = _unpack(_DONE, payload)
-    _check_version(version, 1)
+    outcome, flag, start, blocks, generation, asked, claimed, loaded = _unpack(_DONE, payload)
     try:
         return Done(flag, generation, Outcome(outcome), start, blocks, asked, claimed, loaded)
     except ValueError:
         raise ProtocolError(f"unknown outcome: outcome={outcome}") from None
 
 
-def encode_saved(saved: Saved, *, groups: int = 1) -> bytes:
+def encode_saved(saved: Saved) -> bytes:
     hash_bytes = len(saved.hashes[0]) if saved.hashes else 0
     head = _SAVED.pack(
-        PROTOCOL, groups, hash_bytes, saved.dropped, len(saved.slots), saved.reset_generation, saved.save_id
+        PROTOCOL, GROUPS, hash_bytes, saved.dropped, len(saved.slots), saved.reset_generation, saved.save_id
     )
     return b"".join((head, struct.pack(f"<{len(saved.slots)}I", *saved.slots), *saved.hashes))
 
 
 def decode_saved(payload: memoryview) -> Saved:
-    version, groups, hash_bytes, dropped, blocks, reset_generation, save_id = _unpack(_SAVED, payload)
-    _check_version(version, groups)
+    groups, hash_bytes, dropped, blocks, reset_generation, save_id = _unpack(_SAVED, payload)
+    _check_groups(groups)
     wanted = _SAVED.size + blocks * 4 + (0 if dropped else blocks * hash_bytes)
     if len(payload) != wanted or hash_bytes > 64 or (not dropped and hash_bytes == 0):
         raise ProtocolError(f"saved size differs: bytes={len(payload)} expected={wanted} hash_bytes={hash_bytes}")
@@ -209,14 +206,16 @@ def decode_saved(payload: memoryview) -> Saved:
     return Saved(save_id, reset_generation, bool(dropped), slots, hashes)
 
 
-def _unpack(record: struct.Struct, payload: memoryview) -> tuple[Any, ...]:
+def _unpack(record: struct.Struct, payload: memoryview) -> list[Any]:
+    """The fields behind the version."""
     if len(payload) < record.size:
         raise ProtocolError(f"record too short: bytes={len(payload)} min={record.size}")
-    return record.unpack_from(payload, 0)
-
-
-def _check_version(version: int, groups: int) -> None:
+    version, *fields = record.unpack_from(payload, 0)
     if version != PROTOCOL:
         raise ProtocolError(f"record protocol differs: protocol={version} expected={PROTOCOL}")
-    if groups != 1:
-        raise ProtocolError(f"only one KV-cache group is served: groups={groups} max=1")
+    return fields
+
+
+def _check_groups(groups: int) -> None:
+    if groups != GROUPS:
+        raise ProtocolError(f"only one KV-cache group is served: groups={groups} max={GROUPS}")
