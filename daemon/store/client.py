@@ -61,17 +61,10 @@ class Store:
     """
 
     def __init__(
-        self,
-        settings: MooncakeSettings,
-        log: Any,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, settings: MooncakeSettings, log: Any, *, clock: Callable[[], float] = time.monotonic,
         rpc_timeout_ms: int = 2000,
-    ) -> None:
-        self._settings = settings
-        self._log = log
-        self._clock = clock
-        self._rpc_timeout_ms = rpc_timeout_ms
+    ) -> None:  # fmt: skip
+        self._settings, self._log, self._clock, self._rpc_timeout_ms = settings, log, clock, rpc_timeout_ms
         self._client: Any = None
         self._named: socket.socket | None = None  # holds the port in our name, so that no other client has it
         self._state = threading.Condition()
@@ -98,17 +91,10 @@ class Store:
         client = client_class()
         try:
             code = client.setup(
-                self._name(),
-                s.metadata_server,
-                s.global_segment_size,
-                s.local_buffer_size,
-                s.protocol,
-                s.device_name,
-                s.master_server_address,
-                enable_ssd_offload=s.enable_ssd_offload,
-                ssd_offload_path=s.ssd_offload_path,
+                self._name(), s.metadata_server, s.global_segment_size, s.local_buffer_size, s.protocol, s.device_name,
+                s.master_server_address, enable_ssd_offload=s.enable_ssd_offload, ssd_offload_path=s.ssd_offload_path,
                 tenant_id=s.tenant_id,
-            )
+            )  # fmt: skip
             why = f" with code {code}"
         except Exception as error:  # whatever C++ exception it was
             code, why = -1, f": {str(error) or type(error).__name__}"

@@ -132,15 +132,14 @@ event_counts = EventCounts()
 _sink: Sink | None = None
 
 
-def configure(level: str = "info", stream: TextIO | None = None, environ: Mapping[str, str] = os.environ) -> Log:
-    """The daemon's logger, writing to `stream` (standard output by default): ts, level, event, run_id, …"""
+def configure(level: str) -> Log:
+    """The daemon's logger, writing to standard output: ts, level, event, run_id, …"""
     global _sink
-    out = stream if stream is not None else sys.stdout
-    out.flush()
-    sink = _sink = Sink(out.fileno())
-    terminal = out.isatty()
-    prefix = not terminal and goes_to_journald(out, environ)
-    colour = terminal and "NO_COLOR" not in environ
+    sys.stdout.flush()
+    sink = _sink = Sink(sys.stdout.fileno())
+    terminal = sys.stdout.isatty()
+    prefix = not terminal and goes_to_journald(sys.stdout, os.environ)
+    colour = terminal and "NO_COLOR" not in os.environ
 
     def render(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> str:
         ordered = {name: line[name] for name in _ORDER if name in line} | dict(line)
