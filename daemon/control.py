@@ -7,13 +7,11 @@ active.  The first end of file ends the epoch for all of them: they come back wi
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import secrets
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 from ..shmring import messages
@@ -31,14 +29,14 @@ from ..shmring.messages import (
     StatQuery,
     Status,
     StatusQuery,
-    Stored,
     Warm,
 )
 from ..shmring.protocol import GROUPS, ProtocolError
-from .access import Access, Credentials, credentials_of
+from .access import Access, credentials_of
 from .engine.memory import EngineMemory, EngineShape
 from .engine.session import EngineSession
 from .engine.transfers import check_turns
+from .group import Group, Peer
 from .store.client import StoreError
 from .telemetry.events import Ending
 from .telemetry.logs import Log
@@ -46,49 +44,6 @@ from .telemetry.logs import Log
 MAX_STRANGERS = 64  # connections of users who may not attach, until they spoke and were told
 MAX_SILENT = 256  # connections without a hello; beyond, the oldest is hung up on
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-
-@dataclass(eq=False)
-class Peer:
-    """One connected process."""
-
-    sock: socket.socket
-    credentials: Credentials
-    allowed: bool
-    hello: Hello | None = None
-    group: Group | None = None
-    mapped: Mapped | None = None
-
-
-@dataclass(eq=False)
-class Group:
-    """The processes of one engine incarnation, and their session once all have said hello."""
-
-    key: tuple[str, str]
-    world_size: int
-    uid: int
-    scheduler: Peer | None = None
-    workers: dict[int, Peer] = field(default_factory=dict)
-    attaching: bool = False
-    session: EngineSession | None = None
-
-    @property
-    def peers(self) -> list[Peer]:
-        return [*self.workers.values(), *([self.scheduler] if self.scheduler is not None else [])]
-
-    @property
-    def complete(self) -> bool:
-        return self.scheduler is not None and len(self.workers) == self.world_size
-
-    def engine(self) -> EngineShape:
-        """What its processes said; only when complete."""
-        assert self.scheduler is not None
-        hello = self.scheduler.hello
-        assert hello is not None
-        assert hello.scheduler is not None
-        said = [self.workers[rank].hello for rank in range(self.world_size)]
-        workers = [each.worker for each in said if each is not None and each.worker is not None]
-        return EngineShape(hello.engine_id, hello.block_tokens, hello.scheduler, workers)
 
 
 # Reserve the memory of (epoch, engine) and call back, on the main loop, with it or with what went wrong.
@@ -214,12 +169,7 @@ class Control:
     def _steered(self, peer: Peer, message: Message) -> None:
         if not self.access.may_steer(peer.credentials):
             raise ProtocolError(f"only root and the daemon's own user may do this: uid={peer.credentials.uid}")
-
-        def reply(answer: Message) -> None:
-            with contextlib.suppress(OSError):  # nobody waits any more
-                messages.send_message(peer.sock, answer)
-
-        self._steer(message, reply)
+        self._steer(message, peer.tell)
 
     def _hello(self, peer: Peer, hello: Hello) -> None:
         if peer.hello is not None:
@@ -237,20 +187,10 @@ class Control:
                 self._turn_away(peer, f"too many engines: max_engines={self.max_engines}")
                 return
             group = self._groups[key] = Group(key, hello.world_size, peer.credentials.uid)
-        taken = group.scheduler is not None if hello.role == "scheduler" else hello.rank in group.workers
-        if taken or group.attaching:
+        if not group.has_place(hello):
             self._turn_away(peer, f"already attached: role={hello.role} rank={hello.rank}")
             return
-        if hello.world_size != group.world_size or peer.credentials.uid != group.uid:
-            raise ProtocolError(
-                f"differs from its engine's other processes: world_size={hello.world_size} "
-                f"expected={group.world_size} uid={peer.credentials.uid} expected={group.uid}"
-            )
-        peer.hello, peer.group = hello, group
-        if hello.role == "scheduler":
-            group.scheduler = peer
-        else:
-            group.workers[hello.rank] = peer
+        group.join(peer, hello)
         self._log.info(
             "peer.hello", engine=hello.engine_id, role=hello.role, rank=hello.rank, pid=peer.credentials.pid,
             version=hello.version,
@@ -285,7 +225,7 @@ class Control:
             return
         if engine.scheduler.events:
             assert group.scheduler is not None
-            session.saver.tell = partial(self._tell, group.scheduler)
+            session.saver.tell = group.scheduler.tell
         self._watch(session.doorbell.fd)
         try:
             self._hand_over(group, session)
@@ -298,11 +238,6 @@ class Control:
         for peer in group.peers:
             self._refuse(peer, str(error), final=True)
         self._dissolve(group)
-
-    def _tell(self, scheduler: Peer, stored: Stored) -> None:
-        """Events are worth no waiting: they are lost for a scheduler that does not read, or is gone."""
-        with contextlib.suppress(OSError):
-            messages.send_message(scheduler.sock, stored)
 
     def _hand_over(self, group: Group, session: EngineSession) -> None:
         device = session.memory.device
@@ -329,9 +264,8 @@ class Control:
         if peer.mapped is not None:
             raise ProtocolError(f"mapped was said before: epoch={message.epoch}")
         peer.mapped = message
-        if all(other.mapped is not None for other in peer.group.peers):
-            workers = [peer.group.workers[rank].mapped for rank in range(peer.group.world_size)]
-            session.activate([mapped for mapped in workers if mapped is not None])
+        if (workers := peer.group.mapped()) is not None:
+            session.activate(workers)
             self._log.info(
                 "engine.attached", engine=session.engine_id, epoch=session.epoch, ranks=peer.group.world_size,
                 slots=session.slot_count, save_slots=session.save_slots, block_bytes=session.block_bytes,
@@ -343,8 +277,7 @@ class Control:
             raise ProtocolError("reset before the engine is attached")
 
         def reply(ok: bool) -> None:
-            with contextlib.suppress(OSError):  # the engine is gone; its end of file says so
-                messages.send_message(peer.sock, ResetDone(reset_generation=message.reset_generation, ok=ok))
+            peer.tell(ResetDone(reset_generation=message.reset_generation, ok=ok))
 
         session.reset(message.reset_generation, message.timeout_ms / 1e3, reply)
 
@@ -367,8 +300,7 @@ class Control:
     def _refuse(self, peer: Peer, error: str, *, final: bool) -> None:
         pid, uid, _ = peer.credentials
         self._log.warning("peer.refused", pid=pid, uid=uid, error=error, final=final)
-        with contextlib.suppress(OSError):
-            messages.send_message(peer.sock, Refused(error=error, final=final))
+        peer.tell(Refused(error=error, final=final))
 
     def _drop(self, peer: Peer) -> None:
         group = peer.group
@@ -376,10 +308,7 @@ class Control:
         if group is None:
             return
         if group.session is None:
-            if group.scheduler is peer:
-                group.scheduler = None
-            if peer.hello is not None:
-                group.workers = {rank: other for rank, other in group.workers.items() if other is not peer}
+            group.leave(peer)
             if not group.peers:
                 self._groups.pop(group.key, None)
             return
