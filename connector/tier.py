@@ -3,10 +3,6 @@
 A thread of its own pins, piece by piece, so that a late attachment stalls no step, and gives everything back once the
 epoch's session is gone, which is when no copy that names its memory is under way.
 
-The slab's owner may free it only when the other side has unmapped it: freeing memory that another process has mapped is
-undefined.  Each side holds one end of a socket pair, the lease.  Who imported closes its end after unmapping (the
-kernel does, when it dies); who exported waits for that.
-
 A driver whose device is lost may never return.  Only this thread calls it: without a slab in time there is none in this
 epoch, and what is not pinned is copied as if it could not be.
 """
@@ -26,6 +22,7 @@ import numpy as np
 from ..shmring import cuda
 from ..shmring.cuda import Device, DeviceError, Memory
 from ..shmring.device_calls import calls
+from ..shmring.lease import wait_for_end
 from .paged import Rows
 
 if TYPE_CHECKING:
@@ -165,13 +162,13 @@ class DeviceTier:
             self.pinned = min(len(self._rows), (offset + size) // self._slot_bytes)
 
     def _let_go(self) -> None:
-        """Of the slab: the lease ends after our mapping of it, and our own allocation after the other's."""
+        """Of the slab: the lease ends after our mapping of it, and our own allocation after the other's (lease.py)."""
         lease, self._lease = self._lease, None
         memory, self._memory = self._memory, None
         if lease is None:
             return
         if self.handle:
-            _wait_for_end(lease)
+            wait_for_end(lease)
         if memory is not None:
             self._give_back(memory.close)
         lease.close()
@@ -182,12 +179,3 @@ class DeviceTier:
                 how(*values)
         except Exception as error:
             log.warning("kvprefetch: device memory could not be given back: %s", error)
-
-
-def _wait_for_end(lease: socket.socket) -> None:
-    lease.setblocking(True)
-    try:
-        while lease.recv(64):
-            pass
-    except OSError:
-        pass  # a reset connection is an end too

@@ -171,8 +171,6 @@ class Pools:
             return Pool(name, size, self._announce, clock_ns, nice=nice)
 
         # A call that waits for a transfer spins; Mooncake's own threads, which carry the transfer, must come first.
-        # Measured on two busy cores: time to first token 10 to 15 % lower than with equal priority; SCHED_IDLE instead
-        # sees the completion late. Where there are cores to spare it changes nothing.
         self._fetches = tuple(pool(f"fetch-{lane.name.lower()}", fetch_threads, FETCH_NICE) for lane in Lane)
         self.widths = tuple(Width(fetch_threads) for _ in Lane)
         look_ups, saves, attaches = pool("lookup", LOOK_UPS), pool("save", 1), pool("attach", 1)

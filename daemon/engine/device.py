@@ -1,10 +1,7 @@
 """Device staging: one slab of device memory per rank, cut into the same slots as its host staging, and copies into it.
 
 Made and used on threads that may wait for the device; none of it is for the main loop but what says so.  CUDA is first
-touched when an engine with GPUs attaches.
-
-A slab may be freed only when nobody else has it mapped: freeing before is undefined.  Its importer holds one end of a
-socket pair, the lease, and closes that after unmapping (the kernel does, when it dies); the owner waits for the end.
+touched when an engine with GPUs attaches.  When a slab may be freed, its lease says (shmring/lease.py).
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ from typing import TYPE_CHECKING
 from ...shmring import cuda
 from ...shmring.cuda import GRAIN_BYTES, Device, DeviceError, Event, Memory, Stream
 from ...shmring.device_calls import calls
+from ...shmring.lease import wait_for_end
 
 if TYPE_CHECKING:  # what tests on a GPU do without (docs/PERFORMANCE.md)
     from .staging import HostStaging
@@ -198,14 +196,8 @@ class DeviceStaging:
 def _give_back(ranks: Sequence[_Rank], owner: str) -> None:
     for rank in ranks:
         if owner == "daemon":
-            _wait_for_end(rank.ours)
+            wait_for_end(rank.ours)
         if rank.memory is not None:
             with contextlib.suppress(DeviceError), calls.to((rank.device.uuid,)):
                 rank.memory.close()
         rank.ours.close()
-
-
-def _wait_for_end(lease: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # a reset connection is an end too
-        while lease.recv(64):
-            pass
