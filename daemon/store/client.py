@@ -24,6 +24,7 @@ from typing import Any, Literal
 from .breaker import Attempt, Breaker
 from .buckets import purge
 from .errors import ErrorClass, classify
+from .places import Places, places, take_back
 from .settings import MooncakeSettings
 
 Tier = Literal["memory", "disk"]
@@ -74,6 +75,7 @@ class Store:
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._unflushed: OrderedDict[str, None] = OrderedDict()
         self._puts: dict[object, Sequence[str]] = {}  # keys of the puts in flight
+        self._removing = self._removals = 0  # by force: now, and ever begun
         self._heartbeat_s = float(os.environ.get("MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS", "10"))
 
     def open(self) -> None:
@@ -234,7 +236,8 @@ class Store:
         return found
 
     def get_into(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[ErrorClass]:
-        """Read each value to its address; OK only if exactly its `size` bytes arrived. Raises StoreUnavailable.
+        """Read each value to its address; OK only if exactly its `size` bytes arrived from where it lay before and
+        after (places.py). Raises StoreUnavailable.
 
         Each key once: of one that stands twice Mooncake fills the last destination only, and says OK for both.
         Mooncake answers a wrong size with -600 or -800, and a disk tier that hangs with -901, all of which also mean
@@ -245,11 +248,20 @@ class Store:
         if len(set(keys)) != len(keys):
             raise ValueError(f"a key stands twice in one get: keys={len(keys)} different={len(set(keys))}")
         with self._call() as (client, attempt):
+            before = self._places(client, keys)
             codes: list[int] = client.batch_get_into(list(keys), list(addresses), list(sizes))
             results = self._sized(client, keys, sizes, codes)
             self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "get", codes[0] if codes else -1)
+            if ErrorClass.OK in results:
+                take_back(results, keys, before, self._places(client, keys))
         self._remember((key for key, r in zip(keys, results, strict=True) if r is ErrorClass.OK), self._seen)
         return results
+
+    def _places(self, client: Any, keys: Sequence[str]) -> Places:
+        """Where they lie; in memory of our own, from which only we remove by force, the number of removals tells."""
+        if self._settings.global_segment_size == 0:
+            return places(client.batch_get_replica_desc(list(keys)))
+        return {} if self._removing else dict.fromkeys(keys, frozenset([("", self._removals)]))
 
     def _sized(self, client: Any, keys: Sequence[str], sizes: Sequence[int], codes: list[int]) -> list[ErrorClass]:
         results = []
@@ -299,6 +311,17 @@ class Store:
             with self._state:
                 del self._puts[put]
                 self._state.notify_all()
+
+    @contextlib.contextmanager
+    def _removal(self) -> Iterator[None]:
+        with self._state:
+            self._removing += 1
+            self._removals += 1
+        try:
+            yield
+        finally:
+            with self._state:
+                self._removing -= 1
 
     def _described(self, keys: Sequence[str]) -> list[Sequence[Any]]:
         with self._call() as (client, _):
@@ -377,7 +400,8 @@ class Store:
                 if disk is None and quiet_since is None:
                     reach = all(each.is_memory_replica() for replicas in self._described(seen) for each in replicas)
                 with self._call() as (client, attempt):
-                    count = int(client.remove_by_regex(f"^(?:{escaped})[0-9a-fA-F]+$", True))
+                    with self._removal():
+                        count = int(client.remove_by_regex(f"^(?:{escaped})[0-9a-fA-F]+$", True))
                     self._verdict(attempt, classify(count) is ErrorClass.TRANSIENT, "remove", count)
                 files = purge(disk, a_key, checked) if disk else 0
                 now = self._clock()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,11 +31,25 @@ BLOCK = 65536
 PAGE = 4096
 
 
+class Replica:
+    """In memory at `address`, or on a disk."""
+
+    def __init__(self, address: int | None) -> None:
+        self.buffer_descriptor = SimpleNamespace(transport_endpoint="there", buffer_address=address)
+
+    def is_memory_replica(self) -> bool:
+        return self.buffer_descriptor.buffer_address is not None
+
+    def get_memory_descriptor(self) -> Replica:
+        return self
+
+
 class FakeClient:
     """Answers what it is told to, counts calls, and can hold one in flight."""
 
     def __init__(self) -> None:
         self.codes: list[int] = []
+        self.places: dict[str, list[int | None]] = {}  # of keys that do not lie at 0
         self.size = -704
         self.calls = 0
         self.closed = 0
@@ -51,6 +66,12 @@ class FakeClient:
         return self.codes
 
     batch_is_exist = batch_get_into = batch_put_from = _answer
+
+    def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[Replica]]:
+        return {key: [Replica(address) for address in self.places.get(key, [0])] for key in keys}
+
+    def remove_by_regex(self, *_: Any) -> int:
+        return 0
 
     def register_buffer(self, address: int, _: int) -> int:
         self.registered.append(address)
@@ -78,9 +99,9 @@ class Clock:
         return self.now
 
 
-def opened(clock: Clock | None = None) -> tuple[Store, FakeClient]:
+def opened(clock: Clock | None = None, settings: MooncakeSettings = SETTINGS) -> tuple[Store, FakeClient]:
     """A store that believes it is open, on a fake client."""
-    store = Store(SETTINGS, structlog.get_logger(), clock=clock or Clock())
+    store = Store(settings, structlog.get_logger(), clock=clock or Clock())
     client = FakeClient()
     store._client, store._open = client, True
     return store, client
@@ -216,6 +237,43 @@ def test_should_not_open_the_breaker_for_a_foreign_or_partly_failed_batch() -> N
     client.codes, client.size = [-800], 8
     assert store.get_into(["k"], [0], [8]) == [ErrorClass.TRANSFER], "one owner that does not deliver is not the store"
     assert store.answering
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        ([1], [1], ErrorClass.OK),
+        ([1], [2, 1], ErrorClass.OK),
+        ([None], [None, 2], ErrorClass.OK),
+        ([1], [], ErrorClass.MISS),
+        ([1], [2], ErrorClass.LOOKUP_AGAIN),
+        ([], [2], ErrorClass.LOOKUP_AGAIN),
+    ],
+)
+def test_a_value_that_did_not_stay_where_it_was_does_not_count(
+    before: list[int | None], after: list[int | None], kind: ErrorClass
+) -> None:
+    store, client = opened()
+    client.codes, client.hold = [8, 8], threading.Event()
+    client.places = {"moved": before}
+    with ThreadPoolExecutor(1) as pool:
+        get = pool.submit(store.get_into, ["stays", "moved"], [0, 8], [8, 8])
+        assert client.entered.wait(5)
+        client.places = {"moved": after}
+        client.hold.set()
+        assert get.result(5) == [ErrorClass.OK, kind]
+
+
+def test_what_was_read_from_our_own_memory_while_something_was_removed_does_not_count() -> None:
+    store, client = opened(settings=replace(SETTINGS, global_segment_size=16 << 20))
+    client.codes, client.hold = [8], threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        get = pool.submit(store.get_into, ["k"], [0], [8])
+        assert client.entered.wait(5)
+        assert store.remove_matching(["other@"], 1.0)
+        client.hold.set()
+        assert get.result(5) == [ErrorClass.LOOKUP_AGAIN]
+    assert store.get_into(["k"], [0], [8]) == [ErrorClass.OK]
 
 
 def test_a_store_that_failed_is_asked_by_a_probe_and_by_no_request() -> None:
@@ -431,3 +489,17 @@ def test_should_not_confirm_a_removal_before_a_put_that_hangs_has_returned(joine
         assert put.result(30) == [ErrorClass.OK]
     assert store.remove_matching(["m@"], 5.0)
     assert store.exist(["m@00", "m@01"]) == [False, False]
+
+
+def test_should_not_count_what_it_read_while_the_value_was_removed(joined: Joined) -> None:
+    """Its memory may hold another value by then: Mooncake says that all bytes arrived."""
+    cluster, store, base = joined
+    store.put_from(["torn@00"], [base], [PAGE])
+    assert store.get_into(["torn@00"], [base], [PAGE]) == [ErrorClass.OK]
+    with ThreadPoolExecutor() as pool:
+        with frozen(cluster.owner_pid):
+            get = pool.submit(store.get_into, ["torn@00"], [base], [PAGE])
+            wait([get], 0.5)
+            assert store.remove_matching(["torn@"], 5.0)
+            assert not get.done()
+        assert get.result(30) == [ErrorClass.MISS]

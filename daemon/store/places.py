@@ -1,0 +1,33 @@
+"""Where values lie, and whether one that was read stayed there while it was read.
+
+A get reads the memory that the master named, where a lease keeps the value. But a master that was restarted knows of no
+lease and gives all memory away again, and a removal by force heeds none: then bytes of another value arrive, as many as
+wanted and without an error.  So a get counts only when the value lay in the same memory before and after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .errors import ErrorClass
+
+# Of each key that exists: the memory it lies in. On a disk alone it lies in none, and is read by its key.
+Places = Mapping[str, frozenset[tuple[str, int]]]
+
+
+def places(described: Mapping[str, Sequence[Any]]) -> Places:
+    """From Mooncake's replica descriptors."""
+    return {key: frozenset(_memory(replicas)) for key, replicas in described.items() if replicas}
+
+
+def _memory(replicas: Sequence[Any]) -> list[tuple[str, int]]:
+    descriptors = [each.get_memory_descriptor().buffer_descriptor for each in replicas if each.is_memory_replica()]
+    return [(each.transport_endpoint, each.buffer_address) for each in descriptors]
+
+
+def take_back(results: list[ErrorClass], keys: Sequence[str], before: Places, after: Places) -> None:
+    """Each OK of a key that is gone, or that lay elsewhere when the get began."""
+    for index, key in enumerate(keys):
+        if results[index] is ErrorClass.OK and not (key in before and key in after and before[key] <= after[key]):
+            results[index] = ErrorClass.LOOKUP_AGAIN if key in after else ErrorClass.MISS
