@@ -32,7 +32,7 @@ from .store.settings import MooncakeSettings
 from .telemetry.board import Board
 from .telemetry.events import Ending
 from .telemetry.logs import Log, event_counts, finish, tend, threshold
-from .telemetry.metrics import MetricsServer
+from .telemetry.web import MetricsServer
 
 DRAIN_LIMIT = 256
 TICK_NS = 100_000_000

@@ -1,28 +1,19 @@
-"""Prometheus metrics and health over HTTP, from a thread of its own: /metrics, /healthz, /readyz.
+"""The Prometheus metrics: their catalogue, and how a scrape renders the main loop's last snapshot.
 
-There is no second bookkeeping: each scrape renders the loop's last snapshot.  docs/METRICS.md, the dashboard and the
-alert rules are tested against the catalogue below; `python -m kvprefetch.daemon.telemetry.metrics` prints its table.
+There is no second bookkeeping.  docs/METRICS.md, the dashboard and the alert rules are tested against the catalogue;
+`python -m kvprefetch.daemon.telemetry.metrics` prints its table.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import socket
-import threading
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socketserver import TCPServer
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, ProcessCollector, exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ... import __version__
-from ..config import ConfigError
 from .account import WARM_RESULTS, Account, Histogram
 from .board import Board
 from .events import Ending
@@ -216,107 +207,6 @@ def _histogram(
             buckets.append((bound, count))
         family.add_metric(label_values, buckets, values.sum_s)
     return family
-
-
-MAX_CLIENTS = 64  # at a time; each has a thread
-
-
-class MetricsServer:
-    """Serves the board on (address, port) until closed. Raises ConfigError when it cannot be bound."""
-
-    def __init__(self, address: str, port: int, board: Board, events: EventCounts) -> None:
-        registry = CollectorRegistry()
-        registry.register(BoardCollector(board, events))
-        ProcessCollector(registry=registry)
-
-        class Handler(_Handler):
-            pages = _Pages(board, registry)
-
-        class Server(ThreadingHTTPServer):
-            address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            daemon_threads = True
-            block_on_close = False
-            room = threading.BoundedSemaphore(MAX_CLIENTS)
-
-            def server_bind(self) -> None:
-                TCPServer.server_bind(self)  # HTTPServer's asks the name service who we are, and nobody needs to know
-
-            def get_request(self) -> tuple[socket.socket, Any]:
-                try:
-                    return super().get_request()
-                except OSError:  # no descriptor is left: without a pause it would be asked again at once
-                    time.sleep(0.1)
-                    raise
-
-            def process_request(self, request: Any, client_address: Any) -> None:
-                if self.room.acquire(blocking=False):
-                    try:
-                        super().process_request(request, client_address)
-                    except BaseException:  # no thread can be had
-                        self.room.release()
-                        raise
-                else:
-                    self.shutdown_request(request)
-
-            def process_request_thread(self, request: Any, client_address: Any) -> None:
-                try:
-                    super().process_request_thread(request, client_address)
-                finally:
-                    self.room.release()
-
-            def handle_error(self, request: Any, client_address: Any) -> None:
-                """Nothing: who asked has left, or could not be served."""
-
-        try:
-            self._server = Server((address, port), Handler)
-        except (OSError, OverflowError, TypeError, ValueError) as error:  # the last two: not a name
-            raise ConfigError(
-                f"metrics_port: cannot be bound: {getattr(error, 'strerror', None) or error}: "
-                f"metrics_address={address!r} metrics_port={port}; 0 turns the metrics off"
-            ) from None
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(5.0)
-
-
-class _Pages:
-    """What is served: (status, content type, body) of a path."""
-
-    def __init__(self, board: Board, registry: CollectorRegistry) -> None:
-        self._board, self._registry = board, registry
-
-    def get(self, path: str, accept: str) -> tuple[int, str, bytes]:
-        if path == "/metrics":
-            encode, content_type = exposition.choose_encoder(accept)
-            return 200, content_type, encode(self._registry)
-        health = judge(self._board)
-        body = json.dumps(dataclasses.asdict(health)).encode() + b"\n"
-        if path == "/healthz":
-            return 200 if health.healthy else 503, "application/json", body
-        if path == "/readyz":
-            return 200 if health.ready else 503, "application/json", body
-        return 404, "text/plain", b"/metrics /healthz /readyz\n"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    pages: _Pages
-    timeout = 5.0  # of a client that says nothing
-    server_version = "kvprefetchd"
-
-    def do_GET(self) -> None:
-        status, content_type, body = self.pages.get(self.path.partition("?")[0], self.headers.get("Accept", ""))
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a scrape is no event."""
 
 
 if __name__ == "__main__":

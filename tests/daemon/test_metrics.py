@@ -26,7 +26,8 @@ from kvprefetch.daemon.telemetry.board import Board
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.health import CALL_HEALTHY_S, LOOP_HEALTHY_S, judge
 from kvprefetch.daemon.telemetry.logs import EventCounts
-from kvprefetch.daemon.telemetry.metrics import CATALOGUE, MAX_CLIENTS, BoardCollector, MetricsServer
+from kvprefetch.daemon.telemetry.metrics import CATALOGUE, BoardCollector
+from kvprefetch.daemon.telemetry.web import MAX_CLIENTS, MetricsServer
 from kvprefetch.shmring.protocol import FlagState, Outcome
 from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
 from tests.daemon.stores import blocks

@@ -1,0 +1,117 @@
+"""Metrics and health over HTTP, from threads of their own: /metrics, /healthz, /readyz."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from typing import Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector, exposition
+
+from ..config import ConfigError
+from .board import Board
+from .health import judge
+from .logs import EventCounts
+from .metrics import BoardCollector
+
+MAX_CLIENTS = 64  # at a time; each has a thread
+
+
+class MetricsServer:
+    """Serves the board on (address, port) until closed. Raises ConfigError when it cannot be bound."""
+
+    def __init__(self, address: str, port: int, board: Board, events: EventCounts) -> None:
+        try:
+            self._server = _Server(address, port, board, events)
+        except (OSError, OverflowError, TypeError, ValueError) as error:  # the last two: not a name
+            raise ConfigError(
+                f"metrics_port: cannot be bound: {getattr(error, 'strerror', None) or error}: "
+                f"metrics_address={address!r} metrics_port={port}; 0 turns the metrics off"
+            ) from None
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5.0)
+
+
+class _Server(ThreadingHTTPServer):
+    """A thread for each of up to MAX_CLIENTS clients; beyond, who comes is hung up on."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, address: str, port: int, board: Board, events: EventCounts) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._room = threading.BoundedSemaphore(MAX_CLIENTS)
+        self._board, self._registry = board, CollectorRegistry()
+        self._registry.register(BoardCollector(board, events))
+        ProcessCollector(registry=self._registry)
+        super().__init__((address, port), _Handler)
+
+    def page(self, path: str, accept: str) -> tuple[int, str, bytes]:
+        """(status, content type, body) of a path."""
+        if path == "/metrics":
+            encode, content_type = exposition.choose_encoder(accept)
+            return 200, content_type, encode(self._registry)
+        health = judge(self._board)
+        body = json.dumps(dataclasses.asdict(health)).encode() + b"\n"
+        if path == "/healthz":
+            return 200 if health.healthy else 503, "application/json", body
+        if path == "/readyz":
+            return 200 if health.ready else 503, "application/json", body
+        return 404, "text/plain", b"/metrics /healthz /readyz\n"
+
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)  # HTTPServer's asks the name service who we are, and nobody needs to know
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:  # no descriptor is left: without a pause it would be asked again at once
+            time.sleep(0.1)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            try:
+                super().process_request(request, client_address)
+            except BaseException:  # no thread can be had
+                self._room.release()
+                raise
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: who asked has left, or could not be served."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = 5.0  # of a client that says nothing
+    server_version = "kvprefetchd"
+
+    def do_GET(self) -> None:
+        path, accept = self.path.partition("?")[0], self.headers.get("Accept", "")
+        status, content_type, body = self.server.page(path, accept)
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: a scrape is no event."""
