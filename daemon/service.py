@@ -264,9 +264,12 @@ class Daemon:
         return session
 
     def _status(self) -> Status:
-        sessions = self._control.sessions() if self._control is not None else []
         http = self._master.http if self._master is not None else ""
-        return report.status(sessions, self._board, self._store_is_open, self._answering, self._mode, http)
+        return report.status(self._sessions, self._board, self._store_is_open, self._answering, self._mode, http)
+
+    @property
+    def _sessions(self) -> list[EngineSession]:
+        return self._control.sessions() if self._control is not None else []
 
     @property
     def _store_is_open(self) -> bool:
@@ -278,11 +281,10 @@ class Daemon:
 
     def _summary(self) -> str:
         """One line for `systemctl status`."""
-        engines = len(self._control.sessions()) if self._control is not None else 0
         store = "store open" if self._store_is_open else "store not there yet: everything is a miss"
         if self._store_is_open and not self._answering:
             store = "store does not answer: new requests are misses"
-        return f"engines: {engines}; {store}; mode: {self._mode}"
+        return f"engines: {len(self._sessions)}; {store}; mode: {self._mode}"
 
     # --- orders from outside ----------------------------------------------------------------------------------------
 
@@ -315,7 +317,7 @@ class Daemon:
     def _switch(self, mode: Mode) -> None:
         self._log.info("mode.switched", before=self._mode, after=mode)
         self._mode = mode
-        for session in self._control.sessions() if self._control is not None else []:
+        for session in self._sessions:
             session.switch(mode)
 
     def _steer(self, pools: Pools, message: Message, reply: Callable[[Message], None]) -> None:
@@ -324,17 +326,16 @@ class Daemon:
             before = self._mode
             self._switch(message.mode)
             reply(Report(ok=True, text=f"mode: {message.mode} (was {before})"))
-        elif isinstance(message, Warm) and self._control is not None:
-            sessions = self._control.sessions()
-            named = [each for each in sessions if not message.engine or each.engine_id == message.engine]
+        elif isinstance(message, Warm):
+            named = [each for each in self._sessions if not message.engine or each.engine_id == message.engine]
             if len(named) == 1:
                 named[0].warm(message, reply)
             else:
-                attached = ", ".join(sorted(each.engine_id for each in sessions)) or "none"
+                attached = ", ".join(sorted(each.engine_id for each in self._sessions)) or "none"
                 wanted = f"engine={message.engine!r}" if message.engine else "name one with --engine"
                 reply(Report(ok=False, text=f"not one engine but {len(named)}: {wanted}; attached: {attached}"))
-        elif isinstance(message, Purge) and self._store is not None and self._control is not None:
-            named = [session for session in self._control.sessions() if session.engine_id == message.engine]
+        elif isinstance(message, Purge) and self._store is not None:
+            named = [session for session in self._sessions if session.engine_id == message.engine]
             prefixes = {*message.prefixes, *(prefix for session in named for prefix in session.shape.key_prefixes)}
             if message.engine and not named:
                 reply(Report(ok=False, text=f"no such engine is attached: engine={message.engine!r}"))
