@@ -53,18 +53,7 @@ class MooncakeSettings:
             raise SettingsError(
                 f"{_LEGACY_TCP}=1: puts over TCP would count as done before their bytes are there; unset it"
             )
-        try:
-            raw = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            raise SettingsError(f"{path}: cannot be read: {why}") from None
-        except (ValueError, RecursionError) as error:
-            raise SettingsError(f"{path}: not JSON: {error}") from None
-        if not isinstance(raw, dict):
-            raise SettingsError(f"{path}: must be a JSON object, is a {type(raw).__name__}")
-        for key, value in raw.items():
-            if key not in _KEYS:
-                raise SettingsError(f"{path}: unknown key {key}={value!r}; known keys are {', '.join(_KEYS)}")
+        raw = _read(path)
         text = {
             key: _text(path, raw, key, default)
             for key, default in (
@@ -92,15 +81,31 @@ class MooncakeSettings:
                 f"{path}: global_segment_size={segment} must be 0 in mode standalone-store, above 0 in mode embedded"
             )
         return cls(
-            local_hostname=_own_address(text["master_server_address"]),
+            local_hostname=_own_address(master),
             metadata_server=text["metadata_server"] or "P2PHANDSHAKE",
-            master_server_address=text["master_server_address"],
+            master_server_address=master,
             protocol=text["protocol"],
             device_name=text["device_name"],
             global_segment_size=0,
             local_buffer_size=min(_size(path, raw, "local_buffer_size", 4 << 30, 1), _LOCAL_BUFFER_BYTES),
             tenant_id=text["tenant_id"].strip() or "default",
         )
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(f"{path}: cannot be read: {why}") from None
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"{path}: not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise SettingsError(f"{path}: must be a JSON object, is a {type(raw).__name__}")
+    for key, value in raw.items():
+        if key not in _KEYS:
+            raise SettingsError(f"{path}: unknown key {key}={value!r}; known keys are {', '.join(_KEYS)}")
+    return raw
 
 
 def _text(path: object, raw: dict[str, Any], key: str, default: str) -> str:
