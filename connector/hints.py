@@ -125,15 +125,9 @@ def finish(handle: Handle, outcome: Outcome, *, loaded: range = range(0), loaded
     session.allocator.give_back(handle.flag)
     if after != FlagState.FREE:
         done = Done(
-            handle.flag,
-            handle.generation,
-            outcome,
-            loaded.start,
-            len(loaded),
-            handle.asked_ns,
-            handle.claimed_ns,
+            handle.flag, handle.generation, outcome, loaded.start, len(loaded), handle.asked_ns, handle.claimed_ns,
             loaded_ns,
-        )
+        )  # fmt: skip
         session.producer.push(RecordKind.DONE, encode_done(done))
 
 

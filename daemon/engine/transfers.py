@@ -22,7 +22,8 @@ from .staging import HostStaging
 
 AT_ONCE = 64  # digests of one call, which then costs little more than that of one
 RETRY_S = 0.02  # a replica being written or busy is usually there by then
-_PASSING = (ErrorClass.TRANSIENT, ErrorClass.TRANSFER)
+# After these a put is tried again.
+_AGAIN = (ErrorClass.NO_SPACE, ErrorClass.RETRY, ErrorClass.TRANSIENT, ErrorClass.TRANSFER)
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def save(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, loc
             stored += results != {None}
             present += results == {None}
             kept.append((mine[0], block[1]))
-        elif results <= {None, ErrorClass.OK, ErrorClass.NO_SPACE, ErrorClass.RETRY, *_PASSING}:
+        elif results <= {None, ErrorClass.OK, *_AGAIN}:
             again.append(block)
         else:
             failed += 1
@@ -215,7 +216,4 @@ def _tiers(store: Store, keys: Sequence[str]) -> Sequence[Tier | None]:
 
 def remove_all(store: Store, shape: Shape, timeout_s: float) -> bool:
     """Remove every key of this engine's namespace; True only when confirmed."""
-    try:
-        return store.remove_matching(sorted(set(shape.key_prefixes)), timeout_s)
-    except StoreUnavailable:
-        return False
+    return store.remove_matching(sorted(set(shape.key_prefixes)), timeout_s)
