@@ -1,0 +1,76 @@
+"""How to join a Mooncake cluster: the file that vLLM reads, and what is wrong with one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvprefetch.daemon.store.settings import MooncakeSettings, SettingsError
+
+
+def test_should_read_the_file_that_vllm_reads(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake.json"
+    path.write_text(
+        json.dumps(
+            {
+                "metadata_server": "P2PHANDSHAKE",
+                "master_server_address": "127.0.0.1:50051",
+                "protocol": "tcp",
+                "global_segment_size": "4GB",
+                "local_buffer_size": "8 MB",
+                "tenant_id": None,
+            }
+        )
+    )
+    assert MooncakeSettings.from_file(path) == MooncakeSettings(
+        "127.0.0.1", "P2PHANDSHAKE", "127.0.0.1:50051", "tcp", "", 0, 8 << 20, "default"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"colour": "red"}, "colour='red'"),
+        ({"protocol": 3}, "protocol=3"),
+        ({"local_buffer_size": "4 XB"}, "local_buffer_size='4 XB'"),
+        ({"local_buffer_size": 0}, "local_buffer_size=0"),
+        ({"mode": "both"}, "mode='both'"),
+        ({"mode": "standalone-store"}, "global_segment_size"),
+        ({"enable_offload": "yes"}, "enable_offload='yes'"),
+        ({"master_server_address": ""}, "master_server_address=''"),
+        ({"master_server_address": "somewhere"}, "master_server_address='somewhere' must be host:port"),
+        (
+            {"master_server_address": "h:99999"},
+            "master_server_address='h:99999' must be host:port, with a port of 1 to",
+        ),
+        ({"global_segment_size": float("inf")}, "global_segment_size=inf"),
+        ({"local_buffer_size": float("nan")}, "local_buffer_size=nan"),
+    ],
+)
+def test_should_refuse_a_wrong_setting_by_name(tmp_path: Path, change: dict[str, Any], names: str) -> None:
+    path = tmp_path / "mooncake.json"
+    path.write_text(json.dumps({"master_server_address": "127.0.0.1:1", **change}))
+    with pytest.raises(SettingsError) as caught:
+        MooncakeSettings.from_file(path)
+    assert names in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_should_refuse_a_file_that_is_missing_or_no_object(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "mooncake.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SettingsError):
+        MooncakeSettings.from_file(path)
+
+
+def test_should_refuse_puts_that_nobody_acknowledges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mooncake.json"
+    path.write_text(json.dumps({"master_server_address": "127.0.0.1:1"}))
+    monkeypatch.setenv("MC_TCP_PROTO", "1")
+    with pytest.raises(SettingsError, match=r"^MC_TCP_PROTO=1: .*; unset it$"):
+        MooncakeSettings.from_file(path)
