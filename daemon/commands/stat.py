@@ -7,7 +7,7 @@ import json
 import os
 import time
 
-from ...shmring import messages, protocol, view
+from ...shmring import messages, protocol
 from ...shmring.errors import SegmentCorrupt, SegmentError
 from ..client import Conversation, Unavailable
 from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare
@@ -32,6 +32,8 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ...shmring import view  # imported late, with NumPy
+
     with Conversation(arguments.socket) as daemon:
         answer, fds = daemon.ask(messages.StatQuery(), messages.Segments)
     names = {state.value: state.name.lower() for state in protocol.FlagState}

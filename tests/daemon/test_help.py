@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 
@@ -33,6 +35,14 @@ def examples(text: str) -> list[list[str]]:
     lines = [line.strip() for line in section(text, "examples:") if not line.startswith("      ")]
     parts = [part for line in lines for part in re.split(r" \| ", re.sub(r" [<>] \S+", "", line))]
     return [shlex.split(part) for part in parts]
+
+
+def test_the_command_line_loads_nothing_that_only_one_command_needs() -> None:
+    """NumPy alone would nearly double the time until `kvprefetchd status` answers."""
+    heavy = {"mooncake", "numpy", "prometheus_client", "rich", "structlog", "vllm"}
+    script = "import sys; import kvprefetch.daemon.cli; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert not heavy & set(result.stdout.split())
 
 
 def test_every_command_is_there() -> None:
