@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.lab import process
 from benchmarks.lab.passes import Abort, Pass, RequestResult
+from benchmarks.lab.template import Forked, Template
 
 Event = dict[str, Any]
 KVTransfer = dict[str, Any]
@@ -111,10 +112,17 @@ class EngineSpec:
 
 
 class Engine:
-    """A running engine; use as a context manager."""
+    """A running engine; use as a context manager.
 
-    def __init__(self, spec: EngineSpec, *, log: Path | None = None, start_timeout_s: float = 180.0) -> None:
+    With a `template` it is forked of that, unless the spec asks for what a process takes up before or in its imports.
+    """
+
+    def __init__(
+        self, spec: EngineSpec, *, log: Path | None = None, start_timeout_s: float = 180.0,
+        template: Template | None = None,
+    ) -> None:  # fmt: skip
         self.spec = spec
+        self._template = template if not spec.env and spec.threads == 1 else None
         self.scratch = process.scratch("engine")
         self.log = log if log is not None else self.scratch / "engine.log"
         self.start_timeout_s = start_timeout_s
@@ -122,7 +130,7 @@ class Engine:
         """How long the engine took to start."""
         # Short and outside the checkout: it holds Unix sockets, whose paths may have 107 bytes.
         self._rpc = tempfile.mkdtemp(prefix="kvl-")
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: subprocess.Popen[bytes] | Forked | None = None
         self._buffer = b""
         self._workers: list[int] = []
 
@@ -140,15 +148,18 @@ class Engine:
         # One folder per engine: upstream's connector names its lookup socket after the host only.
         env["VLLM_RPC_BASE_PATH"] = self._rpc
         with open(self.log, "ab") as log:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.lab.engine_child"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=env,
-                cwd=process.REPO,
-                process_group=0,
-            )
+            if self._template is not None:
+                self._child = self._template.fork(env, log.fileno())
+            else:
+                self._child = subprocess.Popen(
+                    [sys.executable, "-m", "benchmarks.lab.engine_child"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=env,
+                    cwd=process.REPO,
+                    process_group=0,
+                )
         try:
             message = {"op": "start", "engine_args": self.spec.engine_args()}
             self._workers = [int(pid) for pid in self.command(message, timeout_s=self.start_timeout_s)["workers"]]
@@ -296,13 +307,13 @@ class Engine:
         self._write(self._running(), message)
         return self._answer(timeout_s, None)
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _running(self) -> subprocess.Popen[bytes] | Forked:
         if self._child is None:
             raise EngineError("the engine is not running")
         return self._child
 
     @staticmethod
-    def _write(child: subprocess.Popen[bytes], message: Mapping[str, Any]) -> None:
+    def _write(child: subprocess.Popen[bytes] | Forked, message: Mapping[str, Any]) -> None:
         assert child.stdin is not None
         child.stdin.write(json.dumps(message).encode() + b"\n")
         child.stdin.flush()

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TextIO
 
 from benchmarks.lab.process import descendants, die_with_parent
@@ -210,6 +211,8 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
+    for pipe in (commands, answers):  # a worker that was forked must not hold them open when this process has died
+        os.register_at_fork(after_in_child=partial(os.close, pipe.fileno()))
     child = Child(answers)
     for line in commands:
         message = json.loads(line)

@@ -14,6 +14,7 @@ from benchmarks.lab.checkpoint import TINY, make_checkpoint
 from benchmarks.lab.connectors import ours
 from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.engine import Engine, EngineSpec
+from benchmarks.lab.template import Template
 from tests.support.auditor import Auditor
 
 BLOCK = 32
@@ -57,9 +58,16 @@ class Site:
 
 
 @pytest.fixture(scope="session")
-def plain(model: Path) -> Iterator[Engine]:
+def template(model: Path) -> Iterator[Template]:
+    """What engines are forked of: importing vLLM, in the scheduler's process and in the worker's, takes 20 s of CPU."""
+    with Template(EngineSpec(model=model).environment()) as template:
+        yield template
+
+
+@pytest.fixture(scope="session")
+def plain(model: Path, template: Template) -> Iterator[Engine]:
     """The engine that knows nothing of us: what it computes is right."""
-    with Engine(EngineSpec(model=model, max_model_len=4096)) as engine:
+    with Engine(EngineSpec(model=model, max_model_len=4096), template=template) as engine:
         yield engine
 
 
@@ -72,12 +80,12 @@ def module_auditor(plain: Engine) -> Iterator[Auditor]:
 
 
 @pytest.fixture(scope="module")
-def engines(module_auditor: Auditor) -> Iterator[Callable[..., Engine]]:
+def engines(module_auditor: Auditor, template: Template) -> Iterator[Callable[..., Engine]]:
     """Starts engines that are stopped at the end of the module."""
     started: list[Engine] = []
 
-    def start(spec: EngineSpec, *, attached: bool = True) -> Engine:
-        engine = Engine(spec)
+    def start(spec: EngineSpec, *, attached: bool = True, forked: bool = True) -> Engine:
+        engine = Engine(spec, template=template if forked else None)
         started.append(engine)
         engine.start()
         if attached and "KVPrefetchConnector" in str(spec.kv_transfer):

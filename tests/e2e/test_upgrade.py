@@ -67,7 +67,8 @@ def test_an_engine_serves_on_beside_an_older_daemon_and_attaches_to_its_successo
 ) -> None:
     old = Daemon(memory="64MiB", staging="16MiB", env=another_protocol(tmp_path, PROTOCOL - 1))
     with old:
-        engine = engines(EngineSpec(model=model, kv_transfer=ours(old.socket)), attached=False)
+        # As a user starts it, each process with imports of its own; so is the one below, for its environment.
+        engine = engines(EngineSpec(model=model, kv_transfer=ours(old.socket)), attached=False, forked=False)
         assert engine.run(PROMPTS).tokens == right
         assert_refused(engine, old, f"engine={PROTOCOL} ('{kvprefetch.__version__}') daemon={PROTOCOL - 1} ")
         assert "restart the daemon" in str(old.records("peer.refused")[0]["error"])

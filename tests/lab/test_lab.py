@@ -19,6 +19,7 @@ from benchmarks.lab.engine import Engine, EngineError, EngineSpec
 from benchmarks.lab.passes import Abort
 from benchmarks.lab.prompts import make_prompts
 from benchmarks.lab.store import Store
+from benchmarks.lab.template import Template, TemplateError
 
 pytestmark = pytest.mark.e2e
 
@@ -207,3 +208,10 @@ def _receive_seconds(address: str, log: Path, size: int) -> float:
             got += len(part)
     assert got == size
     return time.monotonic() - begun
+
+
+def test_a_template_that_cannot_import_says_why(tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").write_text("raise ImportError('planted')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with Template({"PYTHONPATH": path}) as template, pytest.raises(TemplateError, match="planted"):
+        template.fork({}, 2)
