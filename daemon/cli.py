@@ -43,7 +43,7 @@ COMMANDS = (serve, check_config, status, top, stat, tail, explain, mode, install
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"command line: {message}")
+        raise ConfigError(f"command line: {message}; see {self.prog} --help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,8 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # before the command handles it itself, or in one that ends with it
         return 128 + signal.SIGINT
     except ModuleNotFoundError as error:  # the plain install has what an engine needs, not what serves
-        extras = "daemon-cpu, daemon-cuda12 or daemon-cuda13"
-        print(f"kvprefetchd: {error.name} is not installed: install kvprefetch with {extras}", file=sys.stderr)
+        print(
+            f"kvprefetchd: {error.name} is not installed here: this command needs the daemon's environment; in a "
+            "checkout: pip install '.[daemon-cpu]', or daemon-cuda12, daemon-cuda13", file=sys.stderr,
+        )  # fmt: skip
         return EX_UNAVAILABLE
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from pathlib import Path
 from typing import TypeVar
@@ -16,8 +17,23 @@ EX_UNAVAILABLE = 69
 Answer = TypeVar("Answer", bound=BaseModel)
 
 
+_START = "start it (kvprefetchd serve, systemctl start kvprefetchd), or name its socket with --socket"
+_ADVICE = {
+    errno.ENOENT: _START,
+    errno.ECONNREFUSED: _START,
+    errno.EACCES: "its socket is for root, the daemon's user and members of the socket's group",
+}
+
+
 class Unavailable(Exception):
-    """A daemon, a store or a file that the command needs does not answer; one line. The exit status is 69."""
+    """A daemon, a store or a file that the command needs does not answer; one line. The exit status is 69.
+
+    `what` is that line without the `advice` on what to do, where there is any.
+    """
+
+    def __init__(self, what: str, advice: str = "") -> None:
+        super().__init__(f"{what}; {advice}" if advice else what)
+        self.what, self.advice = what, advice
 
 
 class Conversation:
@@ -45,7 +61,8 @@ class Conversation:
             received = messages.receive_message(self._sock, max_fds=messages.MAX_SEGMENTS)
         except (OSError, protocol.ProtocolError) as error:
             why = (error.strerror if isinstance(error, OSError) else None) or error
-            raise Unavailable(f"no daemon answers: socket={str(self._path)!r}: {why}") from None
+            advice = _ADVICE.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+            raise Unavailable(f"no daemon answers: socket={str(self._path)!r}: {why}", advice) from None
         if received is None:
             raise Unavailable(f"no daemon answers: socket={str(self._path)!r}: it hung up")
         answer, fds = received

@@ -150,7 +150,7 @@ class Control:
 
     def _handle(self, peer: Peer, message: Message) -> None:
         if not peer.allowed:  # said only now: closing with its message unread would lose ours
-            raise ProtocolError(f"uid is not allowed to attach: uid={peer.credentials.uid}")
+            raise ProtocolError(f"uid={peer.credentials.uid} may not attach: the socket's group and allow_uids may")
         if isinstance(message, Hello):
             self._hello(peer, message)
         elif isinstance(message, Mapped):

@@ -59,7 +59,9 @@ def libraries(config: DaemonConfig) -> Iterator[Finding]:
                       "uninstall all of them, then install one daemon-… extra")  # fmt: skip
     elif not builds:
         yield Finding(
-            "bad", "Mooncake is not installed here", "pip install 'kvprefetch[daemon-cpu]', or -cuda12, -cuda13"
+            "bad",
+            "Mooncake is not installed here",
+            "in a checkout: pip install '.[daemon-cpu]', or daemon-cuda12, daemon-cuda13",
         )
     else:
         yield Finding("ok", f"kvprefetch {__version__}, {builds[0]} {found[builds[0]]}, Python {found['python']}")
@@ -119,7 +121,7 @@ def control_socket(config: DaemonConfig) -> Iterator[Finding]:
         if group and not os.access(path, os.W_OK):
             yield Finding("bad", f"{path}: this user may not use it", f"join the group {group}")
         else:
-            yield Finding("note", str(error), "start one: kvprefetchd serve, or systemctl start kvprefetchd")
+            yield Finding("note", error.what, error.advice)
         return
     if answer.version != __version__:
         yield Finding("note", f"the daemon is {answer.version}, this is {__version__}", "restart the daemon")
@@ -190,6 +192,9 @@ def gpu(config: DaemonConfig) -> Iterator[Finding]:
 
 def store(config: DaemonConfig) -> Iterator[Finding]:
     """A real put, look-up, get and removal, in a process that can be killed."""
+    if not any(name in MOONCAKE for name in versions()):
+        yield Finding("bad", "not tried without Mooncake")
+        return
     where = [str(config.mooncake_config)] if config.mooncake_config is not None else []
     what = "the cluster" if where else "a private store of its own"
     try:

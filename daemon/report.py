@@ -1,4 +1,4 @@
-"""The answer to a status query, from what the sessions and the board know. Runs on the main loop."""
+"""What operators ask for: the answer to a status query, and the engines that an id names. Runs on the main loop."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ def numbers(session: EngineSession) -> dict[str, int | str]:
         "hidden_ms": int(session.totals.hidden_s * 1e3),
         **session.account(),
     }
+
+
+def named(sessions: Sequence[EngineSession], engine: str) -> list[EngineSession]:
+    """Those with this id, else those whose id begins so: `status` shows the start of one. All for ""."""
+    return [each for each in sessions if each.engine_id == engine] or [
+        each for each in sessions if each.engine_id.startswith(engine)
+    ]
 
 
 def status(

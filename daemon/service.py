@@ -327,7 +327,7 @@ class Daemon:
             self._switch(message.mode)
             reply(Report(ok=True, text=f"mode: {message.mode} (was {before})"))
         elif isinstance(message, Warm):
-            named = [each for each in self._sessions if not message.engine or each.engine_id == message.engine]
+            named = report.named(self._sessions, message.engine)
             if len(named) == 1:
                 named[0].warm(message, reply)
             else:
@@ -335,11 +335,12 @@ class Daemon:
                 wanted = f"engine={message.engine!r}" if message.engine else "name one with --engine"
                 reply(Report(ok=False, text=f"not one engine but {len(named)}: {wanted}; attached: {attached}"))
         elif isinstance(message, Purge) and self._store is not None:
-            named = [session for session in self._sessions if session.engine_id == message.engine]
-            prefixes = {*message.prefixes, *(prefix for session in named for prefix in session.shape.key_prefixes)}
-            if message.engine and not named:
-                reply(Report(ok=False, text=f"no such engine is attached: engine={message.engine!r}"))
+            named = report.named(self._sessions, message.engine) if message.engine else []
+            if message.engine and len({session.engine_id for session in named}) != 1:
+                found = "several engines have" if named else "no attached engine has"
+                reply(Report(ok=False, text=f"{found} an id that begins so: engine={message.engine!r}"))
                 return
+            prefixes = {*message.prefixes, *(prefix for session in named for prefix in session.shape.key_prefixes)}
 
             def purged(future: Future[bool]) -> None:
                 gone = future.exception() is None and future.result()

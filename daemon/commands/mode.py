@@ -31,7 +31,7 @@ PAGE = Page(
 
 def add(commands: Commands) -> None:
     parser = declare(commands, "mode", "switch a running daemon on, to shadow or off", run, PAGE, details=DETAILS)
-    parser.add_argument("mode", choices=get_args(Mode), help="what it is to do from now on")
+    parser.add_argument("mode", metavar="{on,shadow,off}", choices=get_args(Mode), help="what it is to do from now on")
     add_socket(parser)
 
 

@@ -33,7 +33,7 @@ PAGE = Page(
             "kvprefetchd store purge --prefix some-model@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@ --yes",
             "one namespace, as stat prints it",
         ),
-        ("kvprefetchd store purge --engine ENGINE --yes", "an attached engine's; `status --json` has its id"),
+        ("kvprefetchd store purge --engine ENGINE --yes", "an attached engine's, as `status` names it"),
     ),
     exits={0: "done; for purge: confirmed", 1: "purge: not confirmed", 69: "the daemon or the master does not answer"},
     files=SOCKET_FILE,
@@ -47,10 +47,17 @@ PURGE_TIMEOUT_S = 60
 def add(commands: Commands) -> None:
     parser = declare(commands, "store", "list, count or remove what the store holds", run, PAGE, details=DETAILS)
     parser.add_argument(
-        "action", choices=("ls", "stat", "purge"), help="the keys, one a line; values by namespace; remove a namespace"
+        "action",
+        metavar="{ls,stat,purge}",
+        choices=("ls", "stat", "purge"),
+        help="the keys, one a line; values by namespace; remove a namespace",
     )
     parser.add_argument("--prefix", metavar="TEXT", help="only keys that begin so; for purge, a whole namespace")
-    parser.add_argument("--engine", metavar="ID", help="purge: the namespaces of this attached engine, all ranks")
+    parser.add_argument(
+        "--engine",
+        metavar="ID",
+        help="purge: those of this attached engine: its id or the start of it",
+    )
     parser.add_argument("--yes", action="store_true", help="purge: do it")
     parser.add_argument("--master-http", metavar="HOST:PORT", help="ls, stat: a cluster's master (its --metrics_port)")
     add_socket(parser)

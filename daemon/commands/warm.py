@@ -51,7 +51,9 @@ PROGRESS_S = 0.2
 def add(commands: Commands) -> None:
     parser = declare(commands, "warm", "stage ahead what a file lists", run, PAGE, details=DETAILS)
     parser.add_argument("file", metavar="FILE", help="what to stage; - for standard input")
-    parser.add_argument("--engine", metavar="ID", default="", help="for this engine (default: the only one attached)")
+    parser.add_argument(
+        "--engine", metavar="ID", default="", help="its id, or the start (default: the only one attached)"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_socket(parser)
 

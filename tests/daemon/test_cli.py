@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from kvprefetch.daemon.cli import main
+from kvprefetch.daemon.client import Unavailable, ask
 from kvprefetch.daemon.config import ConfigError, load, parse_size
-from kvprefetch.shmring.messages import default_socket
+from kvprefetch.shmring.messages import StatusQuery, default_socket
 
 
 def kvprefetchd(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -90,7 +93,7 @@ sys.exit(main(sys.argv[1:]))
         (["--help"], 0, ""),
         (["check-config"], 0, ""),
         (["warm", "/dev/null", "--socket", "/nonexistent"], 69, "no daemon answers"),
-        (["serve", "--metrics-port", "0", "--socket", "/tmp/none"], 69, "install kvprefetch with daemon-cpu"),
+        (["serve", "--metrics-port", "0", "--socket", "/tmp/none"], 69, "pip install '.[daemon-cpu]'"),
     ],
 )
 def test_in_an_engine_s_environment(arguments: list[str], status: int, words: str) -> None:
@@ -100,6 +103,31 @@ def test_in_an_engine_s_environment(arguments: list[str], status: int, words: st
     assert result.returncode == status, result
     assert words in result.stderr
     assert len(result.stderr.splitlines()) == (1 if words else 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "cure"),
+    [
+        ([], 78, "required: COMMAND; see kvprefetchd --help"),
+        (["mode"], 78, "required: {on,shadow,off}; see kvprefetchd mode --help"),
+        (["store"], 78, "required: {ls,stat,purge}; see kvprefetchd store --help"),
+        (["status", "--socket", "/nonexistent"], 69, "start it (kvprefetchd serve"),
+    ],
+)
+def test_a_first_mistake_is_told_its_cure(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, cure: str
+) -> None:
+    assert main(arguments) == status
+    assert cure in capsys.readouterr().err
+
+
+def test_a_socket_of_others_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:  # root may use any socket, so the kernel's answer is given here
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    with pytest.raises(Unavailable, match=r"Permission denied; .* members of the socket's group"):
+        ask(tmp_path / "s.sock", StatusQuery())
 
 
 def test_sizes_are_read_with_their_units() -> None:

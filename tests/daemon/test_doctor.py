@@ -87,6 +87,14 @@ def test_doctor_says_what_is_bad_and_what_to_do(tmp_path: Path) -> None:
     assert "[removed]@127.0.0.1" in text
 
 
+def test_without_mooncake_only_that_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "MOONCAKE", ())
+    (libraries,) = doctor.libraries(load({}))
+    (store,) = doctor.store(load({}))
+    assert "pip install '.[daemon-cpu]'" in libraries.advice
+    assert (store.what, store.advice) == ("not tried without Mooncake", "")
+
+
 def test_secrets_are_removed() -> None:
     text = 'x = "redis://me:pass@host:1"\n"api_key": "abc def",\nAUTH_TOKEN=xyz chunk = 5'
     assert without_secrets(text) == (
@@ -118,7 +126,7 @@ def test_what_answers_and_is_no_http_is_one_line_and_leaves_the_bundle_whole() -
 
 def test_a_namespace_is_listed_counted_and_purged(serve: Callable[..., Daemon]) -> None:
     daemon = serve()
-    engine = FakeEngine(daemon.socket, engine_id="one", prefix="one")
+    engine = FakeEngine(daemon.socket, engine_id="one-3f2a", prefix="one")
     other = FakeEngine(daemon.socket, engine_id="two", prefix="two")
     values = blocks("purged", 3)
     engine.save(values)
@@ -137,12 +145,15 @@ def test_a_namespace_is_listed_counted_and_purged(serve: Callable[..., Daemon]) 
     assert part.returncode == 78
     assert "prefix='on'" in part.stderr
     assert kvprefetchd("store", "purge", "--engine", "none", "--yes", *at).returncode == 1
-    purged = kvprefetchd("store", "purge", "--engine", "one", "--yes", *at)
+    like = FakeEngine(daemon.socket, engine_id="one-77", prefix="one-77")
+    several = kvprefetchd("store", "purge", "--engine", "one-", "--yes", *at)
+    assert (several.returncode, several.stdout.split(":")[0]) == (1, "several engines have an id that begins so")
+    purged = kvprefetchd("store", "purge", "--engine", "one-3", "--yes", *at)
     assert purged.returncode == 0, purged.stdout + purged.stderr
     assert "every key is gone" in purged.stdout
     assert kvprefetchd("store", "stat", *at).stdout.split() == ["2", "two@tp_rank:0@", "2", "in", "all"]
-    engine.close()
-    other.close()
+    for each in (engine, like, other):
+        each.close()
 
 
 def test_a_key_without_its_hash_is_its_namespace() -> None:
