@@ -15,7 +15,7 @@ import pytest
 from kvprefetch.daemon.cli import main
 from kvprefetch.daemon.client import Unavailable, ask
 from kvprefetch.daemon.config import ConfigError, load, parse_size
-from kvprefetch.shmring.messages import StatusQuery, default_socket
+from kvprefetch.shmring.messages import Status, StatusQuery, default_socket
 
 
 def kvprefetchd(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -127,7 +127,7 @@ def test_a_socket_of_others_says_whose_it_is(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     with pytest.raises(Unavailable, match=r"Permission denied; .* members of the socket's group"):
-        ask(tmp_path / "s.sock", StatusQuery())
+        ask(tmp_path / "s.sock", StatusQuery(), Status)
 
 
 def test_sizes_are_read_with_their_units() -> None:
