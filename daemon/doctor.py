@@ -8,7 +8,6 @@ import os
 import platform
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from ..shmring.segment import Segment
 from .client import Unavailable, ask
 from .config import DaemonConfig
 from .host import MIN_CORES, available_bytes, quota_cores, usable_cores
+from .store import addresses
 from .store.embedded import DiskSpec
 from .store.settings import MooncakeSettings
 
@@ -154,16 +154,17 @@ def master(config: DaemonConfig) -> Iterator[Finding]:
     if config.mooncake_config is None:
         yield Finding("ok", "embedded store: the daemon starts its own master on loopback")
         return
-    address = MooncakeSettings.from_file(config.mooncake_config).master_server_address
-    host, _, port = address.rpartition(":")
-    if "://" in address or not port.isdigit():
+    settings = MooncakeSettings.from_file(config.mooncake_config)
+    if addresses.without_rdma(settings.protocol):
+        yield Finding("note", f"protocol={settings.protocol!r}, and no RDMA device here: Mooncake uses TCP",
+                      "install the card's driver, show its devices to a container, or say tcp")  # fmt: skip
+    address = settings.master_server_address
+    if addresses.split(address) is None:
         yield Finding("note", f"master {address}: found through another service, not tried here")
         return
     started = time.monotonic()
-    try:
-        socket.create_connection((host, int(port)), timeout=config.rpc_timeout_ms / 1e3).close()
-    except OSError as error:
-        yield Finding("bad", f"master {address}: {error.strerror or error}",
+    if (why := addresses.unreached(address, config.rpc_timeout_ms / 1e3)) is not None:
+        yield Finding("bad", f"master {address}: {why}",
                       "start it, open the firewall, and under systemd use the drop-in cluster.conf")  # fmt: skip
     else:
         yield Finding("ok", f"master {address} answers in {(time.monotonic() - started) * 1e3:.1f} ms")

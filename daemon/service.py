@@ -238,13 +238,17 @@ class Daemon:
         return None if self._stopping else store
 
     def _reopen(self, store: Store) -> None:
+        pause_s = REOPEN_S
         while not self._stopping:
-            time.sleep(REOPEN_S)
+            time.sleep(pause_s)
+            began = time.monotonic()
             try:
                 store.open()
                 return
             except StoreError as error:
-                self._log.debug("store.retried", error=str(error), retry_s=REOPEN_S)
+                # Mooncake's set-up holds the interpreter's lock, and with it the main loop.
+                pause_s = max(REOPEN_S, 4 * (time.monotonic() - began))
+                self._log.debug("store.retried", error=str(error), retry_s=round(pause_s, 1))
 
     def _session(self, store: Store, pools: Pools, memory: EngineMemory, engine: EngineShape) -> EngineSession:
         session = EngineSession(

@@ -1,12 +1,20 @@
-"""The files of the embedded store's disk tier, which outlive the master's knowledge of what they hold."""
+"""What a removal takes: keys of a namespace, and their files on a disk tier, which outlive what the master knows."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 _OF_A_KEY = rb"[ -~\x80-\xff]"
+
+
+def patterns(prefixes: Sequence[str]) -> tuple[str, str]:
+    """Regular expressions of a key that is one of these and hex digits: Mooncake's, anchored, and Python's."""
+    # Every special character of ECMAScript's grammar, and nothing else: std::regex refuses needless escapes of letters.
+    escaped = "|".join(re.sub(r"([\\^$.|?*+()\[\]{}])", r"\\\1", prefix) for prefix in prefixes)
+    return f"^(?:{escaped})[0-9a-fA-F]+$", f"(?:{'|'.join(map(re.escape, prefixes))})[0-9a-fA-F]+"
 
 
 def purge(directory: Path, a_key: str, checked: set[str]) -> int:

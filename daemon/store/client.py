@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from . import addresses
 from .breaker import Attempt, Breaker
-from .buckets import purge
+from .buckets import patterns, purge
 from .errors import ErrorClass, classify
 from .places import Places, places, take_back
 from .settings import MooncakeSettings
@@ -89,43 +90,30 @@ class Store:
                 raise StoreError("the store was opened before; a Store is opened once")
         os.environ["MC_RPC_TIMEOUT_MS"] = str(self._rpc_timeout_ms)  # read by Mooncake once, when it is loaded
         client_class = _import_client()
-        self._reach_master()
+        if (why := s.unreached(self._rpc_timeout_ms / 1e3)) is not None:
+            raise StoreError(why)
+        if self._named is None:  # without a port Mooncake tries twenty, each until the master's time is up
+            self._named = socket.socket()
+            self._named.bind(("", 0))
+        name = f"{s.local_hostname}:{self._named.getsockname()[1]}"
         client = client_class()
         try:
             code = client.setup(
-                self._name(), s.metadata_server, s.global_segment_size, s.local_buffer_size, s.protocol, s.device_name,
+                name, s.metadata_server, s.global_segment_size, s.local_buffer_size, s.protocol, s.device_name,
                 s.master_server_address, enable_ssd_offload=s.enable_ssd_offload, ssd_offload_path=s.ssd_offload_path,
                 tenant_id=s.tenant_id,
             )  # fmt: skip
-            why = f" with code {code}"
+            why = f"with code {code}"
         except Exception as error:  # whatever C++ exception it was
-            code, why = -1, f": {str(error) or type(error).__name__}"
+            code, why = -1, str(error) or type(error).__name__
         if code != 0:
             del client  # leaves the master while there is one
-            raise StoreError(f"mooncake set-up failed{why} (master {s.master_server_address}, {s.protocol})")
+            raise StoreError(f"mooncake set-up failed: {why}: {s}")
         with self._state:
             self._client, self._open = client, True
+        if addresses.without_rdma(s.protocol):
+            self._log.warning("rdma.absent", protocol=s.protocol)
         self._log.info("store.opened", master=s.master_server_address, protocol=s.protocol)
-
-    def _name(self) -> str:
-        """This client's host:port. Without a port Mooncake tries twenty, each until the master's time is up."""
-        host = self._settings.local_hostname
-        if self._named is None:
-            self._named = socket.socket()
-            self._named.bind(("", 0))
-        return f"{host}:{self._named.getsockname()[1]}"
-
-    def _reach_master(self) -> None:
-        """One line at once instead of Mooncake's own retries when nothing listens at a plain host:port."""
-        address = self._settings.master_server_address
-        host, _, port = address.rpartition(":")
-        if "://" in address or not port.isdigit():
-            return
-        try:
-            socket.create_connection((host, int(port)), timeout=self._rpc_timeout_ms / 1e3).close()
-        except (OSError, ValueError, TypeError, OverflowError) as error:  # the others: not a name, not a port
-            why = getattr(error, "strerror", None) or error
-            raise StoreError(f"no Mooncake master answers at {address[:200]}: {why}") from None
 
     def close(self, *, goodbye: bool = True) -> None:
         """Refuse new calls, wait for those in flight, then leave the cluster; may hold the GIL for 2 s. Idempotent.
@@ -315,8 +303,7 @@ class Store:
     @contextlib.contextmanager
     def _removal(self) -> Iterator[None]:
         with self._state:
-            self._removing += 1
-            self._removals += 1
+            self._removing, self._removals = self._removing + 1, self._removals + 1
         try:
             yield
         finally:
@@ -379,10 +366,7 @@ class Store:
         """
         if not prefixes:
             return True
-        # Every special character of ECMAScript's grammar, and nothing else: std::regex refuses needless escapes of
-        # letters.
-        escaped = "|".join(re.sub(r"([\\^$.|?*+()\[\]{}])", r"\\\1", prefix) for prefix in prefixes)
-        a_key = f"(?:{'|'.join(map(re.escape, prefixes))})[0-9a-fA-F]+"
+        theirs, a_key = patterns(prefixes)
         ours = re.compile(rf"{a_key}\Z")
         disk = Path(self._settings.ssd_offload_path) if self._settings.enable_ssd_offload else None
         deadline = self._clock() + timeout_s
@@ -401,7 +385,7 @@ class Store:
                     reach = all(each.is_memory_replica() for replicas in self._described(seen) for each in replicas)
                 with self._call() as (client, attempt):
                     with self._removal():
-                        count = int(client.remove_by_regex(f"^(?:{escaped})[0-9a-fA-F]+$", True))
+                        count = int(client.remove_by_regex(theirs, True))
                     self._verdict(attempt, classify(count) is ErrorClass.TRANSIENT, "remove", count)
                 files = purge(disk, a_key, checked) if disk else 0
                 now = self._clock()

@@ -20,6 +20,11 @@ from .errors import ErrorClass
 from .settings import MooncakeSettings, SettingsError
 
 SIZE = 4096
+_REFUSED = {
+    ErrorClass.NO_SPACE: "no owner of memory is there, or none has room",
+    ErrorClass.TRANSFER: "the owner of the memory cannot be reached; metadata_server and protocol must be its own, and "
+    "MC_USE_IPV6=1 is for all or none",
+}
 
 
 def round_trip(store: Store) -> str | None:
@@ -31,8 +36,9 @@ def round_trip(store: Store) -> str | None:
     for address in addresses:
         store.register(address, SIZE)
     try:
-        if store.put_from([key], addresses[:1], [SIZE]) != [ErrorClass.OK]:
-            return "the put was refused"
+        [put] = store.put_from([key], addresses[:1], [SIZE])
+        if put is not ErrorClass.OK:
+            return f"the put was refused: {_REFUSED.get(put, put.value)}"
         if store.exist([key]) != [True]:
             return "what was put is not found"
         if store.get_into([key], addresses[1:], [SIZE]) != [ErrorClass.OK]:

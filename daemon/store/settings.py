@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import re
-import socket
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from . import addresses
+
 _KEYS = (
     "metadata_server", "master_server_address", "protocol", "device_name", "mode", "global_segment_size",
     "local_buffer_size", "enable_offload", "tenant_id",
 )  # fmt: skip
+_NO_TRANSPORT = ("", "rpc_only")  # Mooncake ends the process with the second
 _LEGACY_TCP = "MC_TCP_PROTO"
 _LOCAL_BUFFER_BYTES = 16 << 20  # Mooncake's own default; the zero-copy calls used here never touch it
 
@@ -39,6 +40,19 @@ class MooncakeSettings:
     tenant_id: str
     enable_ssd_offload: bool = False
     ssd_offload_path: str = ""
+
+    def __str__(self) -> str:
+        """What an error of Mooncake's may be about."""
+        keys = ("master_server_address", "metadata_server", "protocol", "device_name")
+        return " ".join(f"{key}={getattr(self, key)!r}" for key in keys)
+
+    def unreached(self, timeout_s: float) -> str | None:
+        """One line about a server that does not answer, instead of Mooncake's own retries; None when each does."""
+        for key, what in (("master_server_address", "Mooncake master"), ("metadata_server", "metadata server")):
+            address = getattr(self, key)
+            if (why := addresses.unreached(address, timeout_s)) is not None:
+                return f"no {what} answers at {address[:200]}: {why} ({key})"
+        return None
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> MooncakeSettings:
@@ -65,12 +79,15 @@ class MooncakeSettings:
                 ("tenant_id", "default"),
             )
         }
-        master = text["master_server_address"]
-        port = re.fullmatch(r".+:(\d{1,5})", master)
-        if "://" not in master and (port is None or not 1 <= int(port[1]) <= 65535):
-            raise SettingsError(
-                f"{path}: master_server_address={master!r} must be host:port, with a port of 1 to 65535"
-            )
+        text["metadata_server"] = text["metadata_server"] or addresses.P2P
+        for key, wrong in (
+            ("master_server_address", addresses.wrong_master),
+            ("metadata_server", addresses.wrong_metadata),
+        ):
+            if (why := wrong(text[key])) is not None:
+                raise SettingsError(f"{path}: {key}={text[key]!r} {why}")
+        if text["protocol"] in _NO_TRANSPORT:
+            raise SettingsError(f"{path}: protocol={text['protocol']!r} moves no bytes: must be tcp, rdma or another")
         if text["mode"] not in ("embedded", "standalone-store"):
             raise SettingsError(f"{path}: mode={text['mode']!r} must be 'embedded' or 'standalone-store'")
         if not isinstance(raw.get("enable_offload", False), bool):
@@ -81,9 +98,9 @@ class MooncakeSettings:
                 f"{path}: global_segment_size={segment} must be 0 in mode standalone-store, above 0 in mode embedded"
             )
         return cls(
-            local_hostname=_own_address(master),
-            metadata_server=text["metadata_server"] or "P2PHANDSHAKE",
-            master_server_address=master,
+            local_hostname=addresses.own(text["master_server_address"]),
+            metadata_server=text["metadata_server"],
+            master_server_address=text["master_server_address"],
             protocol=text["protocol"],
             device_name=text["device_name"],
             global_segment_size=0,
@@ -130,15 +147,3 @@ def _size(path: object, raw: dict[str, Any], key: str, default: int, minimum: in
     if size < minimum:
         raise SettingsError(f"{path}: {key}={value!r} must be bytes or a size such as '4GB', at least {minimum}")
     return size
-
-
-def _own_address(master: str) -> str:
-    """The address of this host that a packet to `master` would carry; nothing is sent."""
-    host, _, port = master.rpartition("://")[2].split(",")[0].rpartition(":")
-    with (
-        contextlib.suppress(OSError, ValueError, TypeError, OverflowError),
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
-    ):
-        probe.connect((host, int(port)))
-        return str(probe.getsockname()[0])
-    return "127.0.0.1"

@@ -239,6 +239,8 @@ EVENTS: dict[str, Event] = {
     "job.failed": Event("error", "A store job raised what it should not; its blocks count as failed.",
                         ("error",), floods=True),
     "store.opened": Event("info", "The store can be used.", ("master", "protocol")),
+    "rdma.absent": Event("warning", "No RDMA device is here: Mooncake uses TCP, and reaches owners that do so, too.",
+                         ("protocol",)),
     "store.joined": Event("info", "A store that was not there at the start came; engines use it from now on.", ()),
     "store.degraded": Event("warning", "The store is not there; until it comes everything is a miss.",
                             ("error", "retry_s")),

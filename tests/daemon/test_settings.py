@@ -35,6 +35,8 @@ def test_should_read_the_file_that_vllm_reads(tmp_path: Path) -> None:
     [
         ({"colour": "red"}, "colour='red'"),
         ({"protocol": 3}, "protocol=3"),
+        ({"protocol": "rpc_only"}, "protocol='rpc_only'"),
+        ({"metadata_server": "redis://h:1"}, "metadata_server='redis://h:1' must be P2PHANDSHAKE, http://"),
         ({"local_buffer_size": "4 XB"}, "local_buffer_size='4 XB'"),
         ({"local_buffer_size": 0}, "local_buffer_size=0"),
         ({"mode": "both"}, "mode='both'"),

@@ -297,8 +297,12 @@ def test_should_give_up_soon_on_a_master_that_accepts_and_says_nothing() -> None
         store.close()
 
 
-def test_should_open_with_one_line_when_no_master_listens() -> None:
+@pytest.mark.parametrize("key", ["master_server_address", "metadata_server"])
+def test_should_open_with_one_line_when_one_of_its_servers_does_not_listen(key: str) -> None:
+    """Mooncake waits ten seconds for a metadata server, and holds the interpreter's lock."""
     pytest.importorskip("mooncake")
-    with pytest.raises(StoreError, match=r"127\.0\.0\.1:1") as caught:
-        Store(SETTINGS, structlog.get_logger()).open()
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        servers = {"master_server_address": f"127.0.0.1:{there.getsockname()[1]}", key: "127.0.0.1:1"}
+        with pytest.raises(StoreError, match=rf"127\.0\.0\.1:1: Connection refused \({key}\)") as caught:
+            Store(replace(SETTINGS, **servers), structlog.get_logger()).open()
     assert "\n" not in str(caught.value)

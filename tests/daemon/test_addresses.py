@@ -1,0 +1,82 @@
+"""Addresses of a cluster: which are refused, which are asked, and under which name we join."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvprefetch.daemon.store import addresses
+
+
+@pytest.mark.parametrize(
+    ("address", "place"),
+    [
+        ("127.0.0.1:50051", ("127.0.0.1", 50051)),
+        ("master.example:1", ("master.example", 1)),
+        ("[fd00::1]:65535", ("fd00::1", 65535)),
+        ("::1:50051", ("::1", 50051)),  # Mooncake takes it as well
+        ("127.0.0.1", None),
+        (":50051", None),
+        ("[]:50051", None),
+        ("h:0", None),
+        ("h:65536", None),
+        (" h:1", None),
+        ("h:1,h:2", None),
+        ("tcp://h:1", None),
+    ],
+)
+def test_a_plain_address_is_a_host_and_a_port(address: str, place: tuple[str, int] | None) -> None:
+    assert addresses.split(address) == place
+    assert (addresses.wrong_master(address) is None) is (place is not None)
+
+
+@pytest.mark.parametrize("address", ["etcd://a:1,b:2", "redis://h:1", "k8s://space/lease"])
+def test_masters_with_high_availability_are_found_by_mooncake(address: str) -> None:
+    assert addresses.wrong_master(address) is None
+    assert addresses.unreached(address, 0.1) is None, "not tried"
+
+
+@pytest.mark.parametrize(
+    ("address", "good"),
+    [
+        ("P2PHANDSHAKE", True),
+        ("http://h:8080/metadata", True),
+        ("etcd://h:2379", True),
+        ("h:2379", True),
+        ("p2phandshake", False),
+        ("redis://h:6379", False),  # ends the process
+        ("h", False),
+    ],
+)
+def test_a_metadata_server_that_mooncake_does_not_know_is_refused(address: str, good: bool) -> None:
+    assert (addresses.wrong_metadata(address) is None) is good
+
+
+@pytest.mark.parametrize("form", ["[::1]:{}", "http://[::1]:{}/metadata", "etcd://[::1]:{}"])
+def test_who_listens_on_ipv6_is_reached_and_who_does_not_is_named(form: str) -> None:
+    try:
+        server = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    with server:
+        address = form.format(server.getsockname()[1])
+        assert addresses.unreached(address, 1.0) is None
+    assert addresses.unreached(address, 1.0) == "Connection refused"
+
+
+def test_our_name_is_the_address_that_the_master_sees() -> None:
+    assert addresses.own("127.0.0.1:50051") == "127.0.0.1"
+    assert addresses.own("etcd://127.0.0.2:1,h:2") == "127.0.0.1"
+    assert addresses.own("no.such.host.invalid:1") == "127.0.0.1"
+    if socket.has_ipv6 and Path("/proc/net/if_inet6").exists():
+        assert addresses.own("[::1]:50051") == "[::1]"
+
+
+def test_rdma_without_a_device_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "_INFINIBAND", tmp_path / "infiniband")
+    assert addresses.without_rdma("rdma")
+    assert not addresses.without_rdma("tcp")
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    assert not addresses.without_rdma("rdma")
