@@ -13,6 +13,7 @@ from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
 
 from ..shmring.messages import Stored
+from .support import Geometry
 
 # Upstream's Mooncake connector calls the store's memory so; MEDIUM_CPU is the engine's own offloading.
 MEDIUM_MEMORY = "cpu"
@@ -24,17 +25,13 @@ class SavedBlocks:
     But for its medium, a block's event says what the engine's own event of the same block says.
     """
 
-    def __init__(
-        self, block_tokens: int, hashes_per_block: int, group: int, spec_kind: str,
-        take_stored: Callable[[], Iterable[Stored]],
-    ) -> None:  # fmt: skip
-        self._block_tokens, self._ratio, self._group, self._spec_kind = block_tokens, hashes_per_block, group, spec_kind
-        self._take_stored = take_stored
+    def __init__(self, geometry: Geometry, take_stored: Callable[[], Iterable[Stored]]) -> None:
+        self._geometry, self._take_stored = geometry, take_stored
         self._saving: dict[int, dict[int, BlockStored]] = {}  # save id -> slot -> event, its medium not yet known
 
     def describe(self, request: Any, block: int) -> BlockStored:
         """The event of a request's full block, without its medium."""
-        hashes, ratio, size = request.block_hashes, self._ratio, self._block_tokens
+        hashes, ratio, size = request.block_hashes, self._geometry.hashes_per_block, self._geometry.block_tokens
         lora = request.lora_request
         # From feature 0 on: it passes over those that end before the block.
         extra, _ = generate_block_hash_extra_keys(request, block * size, (block + 1) * size, 0)
@@ -47,8 +44,8 @@ class SavedBlocks:
             medium=None,
             lora_name=lora.name if lora else None,
             extra_keys=to_event_extra_keys([extra]),
-            group_idx=self._group,
-            kv_cache_spec_kind=self._spec_kind,
+            group_idx=self._geometry.group,
+            kv_cache_spec_kind=self._geometry.spec_kind,
             session_id=request.session_id,
         )
 

@@ -100,13 +100,7 @@ class SchedulerSide:
         # Admitted requests that may still have blocks to save.
         self._unsaved: dict[str, Entry] = {}
         self._loads = Loads(geometry, self.counters)
-        self._events = (
-            SavedBlocks(
-                geometry.block_tokens, geometry.hashes_per_block, geometry.group, geometry.spec_kind, self._take_stored
-            )
-            if publish and self._saving
-            else None
-        )
+        self._events = SavedBlocks(geometry, self._take_stored) if publish and self._saving else None
         self._saves = Saves(
             geometry, decode=config.save_decode_cache, counters=self.counters, events=self._events,
             still_cached=lambda block_id, digest: self.still_cached(block_id, digest),
