@@ -148,7 +148,9 @@ def encode_hint(hint: Hint) -> tuple[bytes, bytes, memoryview]:
 
 def decode_hint(payload: memoryview) -> Hint:
     """Parse a HINT record; `hashes` is a view into it. Raises ProtocolError."""
-    groups, hash_bytes, id_bytes, flag, blocks, local, priority, tokens, generation, arrival = _unpack(_HINT, payload)
+    _, groups, hash_bytes, id_bytes, flag, blocks, local, priority, tokens, generation, arrival = _unpack(
+        _HINT, payload
+    )
     _check_groups(groups)
     wanted = _HINT.size + id_bytes + blocks * hash_bytes
     if not 1 <= hash_bytes <= 64 or len(payload) != wanted or id_bytes > MAX_REQUEST_ID_BYTES:
@@ -165,7 +167,7 @@ def encode_ask(ask: Ask) -> bytes:
 
 
 def decode_ask(payload: memoryview) -> Ask:
-    flag, generation, asked = _unpack(_ASK, payload)
+    _, flag, generation, asked = _unpack(_ASK, payload)
     return Ask(flag, generation, asked)
 
 
@@ -177,7 +179,7 @@ def encode_done(done: Done) -> bytes:
 
 
 def decode_done(payload: memoryview) -> Done:
-    outcome, flag, start, blocks, generation, asked, claimed, loaded = _unpack(_DONE, payload)
+    _, outcome, flag, start, blocks, generation, asked, claimed, loaded = _unpack(_DONE, payload)
     try:
         return Done(flag, generation, Outcome(outcome), start, blocks, asked, claimed, loaded)
     except ValueError:
@@ -193,7 +195,7 @@ def encode_saved(saved: Saved) -> bytes:
 
 
 def decode_saved(payload: memoryview) -> Saved:
-    groups, hash_bytes, dropped, blocks, reset_generation, save_id = _unpack(_SAVED, payload)
+    _, groups, hash_bytes, dropped, blocks, reset_generation, save_id = _unpack(_SAVED, payload)
     _check_groups(groups)
     wanted = _SAVED.size + blocks * 4 + (0 if dropped else blocks * hash_bytes)
     if len(payload) != wanted or hash_bytes > 64 or (not dropped and hash_bytes == 0):
@@ -206,13 +208,13 @@ def decode_saved(payload: memoryview) -> Saved:
     return Saved(save_id, reset_generation, bool(dropped), slots, hashes)
 
 
-def _unpack(record: struct.Struct, payload: memoryview) -> list[Any]:
-    """The fields behind the version."""
+def _unpack(record: struct.Struct, payload: memoryview) -> tuple[Any, ...]:
+    """The fields, of which the first, the version, is right."""
     if len(payload) < record.size:
         raise ProtocolError(f"record too short: bytes={len(payload)} min={record.size}")
-    version, *fields = record.unpack_from(payload, 0)
-    if version != PROTOCOL:
-        raise ProtocolError(f"record protocol differs: protocol={version} expected={PROTOCOL}")
+    fields = record.unpack_from(payload, 0)
+    if fields[0] != PROTOCOL:
+        raise ProtocolError(f"record protocol differs: protocol={fields[0]} expected={PROTOCOL}")
     return fields
 
 
