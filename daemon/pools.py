@@ -59,8 +59,13 @@ class Pool:
         self.stuck = 0
 
     @property
+    def calls(self) -> int:
+        """Handed in and not returned."""
+        return len(self._jobs)
+
+    @property
     def in_flight(self) -> int:
-        """Calls handed in that are not past their deadline."""
+        """Those of them that are not past their deadline."""
         return len(self._jobs) - self.stuck
 
     def crowd(self, owner: Owner) -> int:
@@ -140,7 +145,7 @@ class Pool:
                 job.future.set_result(job.work())
             except BaseException as error:  # handed to the main loop, whatever it is
                 job.future.set_exception(error)
-            self._announce(lambda job=job: self._returned(job))  # type: ignore[misc]
+            self._announce(partial(self._returned, job))
             del job
 
     def _returned(self, job: _Job) -> None:
@@ -236,7 +241,7 @@ class Pools:
         for pool in self._all:
             pool.close()
         deadline = self._clock_ns() + self.timeout_ns
-        while (calls := sum(pool.in_flight + pool.stuck for pool in self._all)) and self._clock_ns() < deadline:
+        while (calls := sum(pool.calls for pool in self._all)) and self._clock_ns() < deadline:
             if not self.run_finished():
                 time.sleep(0.01)
         if not calls:
@@ -244,7 +249,7 @@ class Pools:
                 os.close(self.fd)
                 self.fd = -1
         of_the_store = (pool for kind in ("look_up", "fetch", "save") for pool in self._kinds[kind])
-        return not any(pool.in_flight + pool.stuck for pool in of_the_store)
+        return not any(pool.calls for pool in of_the_store)
 
     def _announce(self, callback: Callable[[], None]) -> None:
         self._finished.append(callback)
