@@ -78,6 +78,9 @@ def override(config: ConnectorConfig, wishes: Any) -> ConnectorConfig:
 
 def load(values: Mapping[str, Any]) -> ConnectorConfig:
     """Validate the extra configuration. ValueError in one line naming the first bad key, its value and the bound."""
+    known = ConnectorConfig.model_fields
+    if unknown := [key for key in values if key not in known]:
+        raise ValueError(f"kv_connector_extra_config: unknown key {shown(unknown[0])}: the keys are {', '.join(known)}")
     try:
         return ConnectorConfig.model_validate(dict(values))
     except ValidationError as error:

@@ -207,7 +207,7 @@ class Control:
         except ValueError as error:
             self._attached(group, error)
             return
-        self._prepare(secrets.randbits(62) + 1, engine, partial(self._attached, group))
+        self._prepare(secrets.randbits(53) + 1, engine, partial(self._attached, group))
 
     def _attached(self, group: Group, memory: EngineMemory | Exception) -> None:
         if isinstance(memory, Exception):

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ..sources import nearest
 from ..telemetry import pretty
-from ..telemetry.events import LEVELS
+from ..telemetry.events import EVENTS, LEVELS
 from ..telemetry.reader import Record, parse
 from .common import Commands, declare
 from .page import Page
@@ -47,7 +48,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--event", metavar="NAME", action="append", help="only this event; * as in request.*; repeatable"
     )
-    parser.add_argument("--request", metavar="ID", help="only this request: its id or the start of it")
+    parser.add_argument("--request", metavar="ID", help="only requests with this in their id")
     parser.add_argument("--engine", metavar="ID", help="only this engine: its id or the start of it")
     parser.add_argument("--level", choices=LEVELS, help="only this level and above")
     parser.add_argument(
@@ -83,9 +84,12 @@ def predicate(arguments: argparse.Namespace) -> Callable[[Record], bool] | None:
     """Whether a record is wanted; None when every line is."""
     tests: list[Callable[[Record], Any]] = []
     if arguments.event:
+        for name in arguments.event:
+            if not any(fnmatchcase(event, name) for event in EVENTS):
+                print(f"kvprefetchd: note: no event has the name {name!r}{nearest(name, EVENTS)}", file=sys.stderr)
         tests.append(lambda record: any(fnmatchcase(record["event"], name) for name in arguments.event))
     if arguments.request is not None:
-        tests.append(lambda record: str(record.get("request_id", "")).startswith(arguments.request))
+        tests.append(lambda record: arguments.request in str(record.get("request_id", "")))
     if arguments.engine is not None:
         tests.append(lambda record: str(record.get("engine", "")).startswith(arguments.engine))
     if arguments.level is not None:

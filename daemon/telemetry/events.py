@@ -72,20 +72,20 @@ COMMON: dict[str, Field] = {
     "event": Field("string", "its name, `noun.verb`"),
     "run_id": Field("string", "one start of one daemon"),
     "engine?": Field("string", "the engine's id, as vLLM's `kv_transfer_config.engine_id`"),
-    "epoch?": Field("integer", "one attachment of one engine"),
+    "epoch?": Field("integer", "one attachment of one engine; its log has the same number"),
     "suppressed?": Field("integer", "lines like this one that were not written in the second before"),
 }
 
 FIELDS: dict[str, Field] = {
     # requests: the fields of request.done, in its order
-    "request_id": Field("string", "vLLM's request id"),
+    "request_id": Field("string", "vLLM's request id: what its client knows, with more around it"),
     "outcome": Field("string", "how it ended, see [outcomes](#outcomes)"),
     "prompt_tokens": Field("integer", "tokens of the prompt"),
     "hint_blocks": Field("integer", "full blocks of the prompt: as much as could be loaded"),
     "local_blocks": Field("integer", "leading blocks that the engine held itself when the request arrived"),
     "found_blocks": Field("integer", "leading blocks that were local or in the store; the rest is a miss"),
     "loaded_blocks": Field("integer", "blocks that the engine copied out of staging"),
-    "bytes": Field("integer", "bytes fetched for it, all ranks; blocks that others had fetched already cost none"),
+    "bytes": Field("integer", "bytes fetched for it, all ranks; blocks that were staged for others already cost none"),
     "bytes_disk": Field("integer", "of these, from a disk tier"),
     "bytes_memory": Field("integer", "of these, from memory"),
     "store_unavailable": Field("boolean", "the store could not be asked, which counts as a miss"),
@@ -96,7 +96,9 @@ FIELDS: dict[str, Field] = {
     "last_byte_ms": Field("number?", "the last one was"),
     "asked_ms": Field("number?", "the scheduler reached the request and found it pending; null: it never had to wait"),
     "claimed_ms": Field("number?", "the scheduler took what was staged"),
-    "loaded_ms": Field("number?", "the scheduler heard that every rank had copied it, at the end of that step"),
+    "loaded_ms": Field(
+        "number?", "the scheduler heard that every rank had copied it, at the end of that step, its computing included"
+    ),
     "ended_ms": Field("number", "the daemon learned of the end, or made it"),
     "exposed_ms": Field(
         "number", "how long the scheduler waited for it at the queue's head, steps in between included"
@@ -106,7 +108,7 @@ FIELDS: dict[str, Field] = {
     "blocks": Field("integer", "blocks of one store call, or of one copy to device memory"),
     "good_blocks": Field("integer", "of these, fetched and of the right size"),
     "duration_ms": Field("number", "from the order to its result, waiting for a thread included"),
-    "save_id": Field("integer", "the engine's number of this save"),
+    "save_id": Field("integer", "the engine's number of the save; several lines have it where that is put in parts"),
     "stored_blocks": Field("integer", "blocks put into the store"),
     "present_blocks": Field("integer", "blocks that were in the store already"),
     "failed_blocks": Field("integer", "blocks that could not be fetched, or not be stored"),
@@ -147,7 +149,11 @@ FIELDS: dict[str, Field] = {
     "master": Field("string", "address of the Mooncake master"),
     "protocol": Field("string", "Mooncake's transport"),
     "call": Field("string", "`exist`, `get`, `put`, `remove`; past its deadline: `look_up`, `fetch`, `save`, `copy`"),
-    "code": Field("integer?", "Mooncake's result code; of a process, its exit status"),
+    "code": Field(
+        "integer?",
+        "Mooncake's result code: -900 and -901 no answer from the master, -800 none from the owner of the bytes, "
+        "-200 no room; of a process, its exit status",
+    ),
     "pause_s": Field("number", "how long the store is not asked now"),
     "retry_s": Field("number", "when it is tried again"),
     "in_flight": Field("integer", "store calls, and calls to a device, that had not come back"),
@@ -230,7 +236,7 @@ EVENTS: dict[str, Event] = {
     "device.unpinned": Event("warning", "Host staging could not be pinned; copies from it are slower.", ("error",)),
     "device.off": Event("warning", "No staging in device memory for this engine; everything loads from the host's.",
                         ("error",)),
-    "save.done": Event("info", "A save ended.",
+    "save.done": Event("info", "A save, or a part of a large one, ended.",
                        ("save_id", "stored_blocks", "present_blocks", "failed_blocks", "tries")),
     "call.overdue": Event(
         "warning", "A store call, or a copy to device memory, is past its deadline: the requests go on without it.",

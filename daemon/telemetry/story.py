@@ -111,9 +111,20 @@ def _loaded(record: Record, waited: float) -> str:
     took = f"{number((ready or 0.0) - (seen or 0.0))} ms"
     if waited < 0.05:
         queue = next((part.end_ms for part in spans(record) if part.name == "in the engine's queue"), 0.0)
-        return f"The scheduler did not wait: {work} took {took} of the {number(queue)} ms that it queued in the engine."
-    hidden = _number(record, "hidden_fraction")
-    return f"Of {work}, which took {took}, the queue hid {100 * hidden:.0f} %. {_wait(record, waited)}"
+        said = f"The scheduler did not wait: {work} took {took} of the {number(queue)} ms that it queued in the engine."
+    else:
+        hidden = 100 * _number(record, "hidden_fraction")
+        said = f"Of {work}, which took {took}, the queue hid {hidden:.0f} %. {_wait(record, waited)}"
+    return said + _step(record)
+
+
+def _step(record: Record) -> str:
+    """Said where most of the time was the engine's own."""
+    parts = spans(record)
+    took = sum(part.end_ms - part.start_ms for part in parts if part.name == COPY)
+    if 2 * took <= max((part.end_ms for part in parts), default=0.0):
+        return ""
+    return f" Most of the time, {number(took)} ms, was the engine's step that copied it, its computing included."
 
 
 def _miss(record: Record, waited: float) -> str:

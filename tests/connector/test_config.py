@@ -34,7 +34,7 @@ def test_the_socket_rule_is_the_daemons(environ: dict[str, str], expected: str) 
 @pytest.mark.parametrize(
     ("values", "names"),
     [
-        ({"sockett": "/x"}, ["sockett", "'/x'"]),
+        ({"sockett": "/x"}, ["unknown key 'sockett'", "the keys are socket, mode, "]),
         ({"mode": "maybe"}, ["mode", "'on'", "'maybe'"]),
         ({"wait_timeout_ms": "5000"}, ["wait_timeout_ms", "integer", "'5000'"]),
         ({"wait_timeout_ms": -1}, ["wait_timeout_ms", "greater than or equal to 0", "-1"]),

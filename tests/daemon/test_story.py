@@ -54,6 +54,12 @@ def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
             "The scheduler did not wait: look-up and transfer took 96.2 ms of the 250 ms that it queued in the engine.",
         ),
         (
+            {"loaded_ms": 900.0},
+            "Of look-up and transfer, which took 96.2 ms, the queue hid 74 %. The scheduler waited 26.2 ms for it: "
+            "25.4 ms for the other fetches. Most of the time, 803 ms, was the engine's step that copied it, its "
+            "computing included.",
+        ),
+        (
             {"asked_ms": 0.5, "exposed_ms": 96.7, "hidden_fraction": 0.0},
             "Of look-up and transfer, which took 96.2 ms, the queue hid 0 %. The scheduler waited 96.7 ms for it: "
             "82.3 ms for the other fetches, 12.8 ms for its first fetch.",

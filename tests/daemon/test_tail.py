@@ -50,7 +50,7 @@ def tail(*arguments: str, given: bytes = b"") -> subprocess.CompletedProcess[str
         ([], ["daemon.ready", "one", "two", "record.bad"]),
         (["--event", "request.*"], ["one", "two"]),
         (["--event", "daemon.ready", "--event", "record.bad"], ["daemon.ready", "record.bad"]),
-        (["--request", "tw"], ["two"]),
+        (["--request", "wo"], ["two"]),  # vLLM puts cmpl- before the id that its client knows
         (["--engine", "beta"], ["two", "record.bad"]),
         (["--engine", "beta", "--event", "request.done"], ["two"]),
         (["--level", "warning"], ["record.bad"]),
@@ -63,6 +63,13 @@ def test_filters(tmp_path: Path, capsys: pytest.CaptureFixture[str], filters: li
     assert main(["tail", str(written(tmp_path / "log", *LOG)), "--json", *filters]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line.get("request_id", line["event"]) for line in lines] == expected
+
+
+def test_an_event_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    path = str(written(tmp_path / "log", *LOG))
+    mistyped = tail(path, "--event", "request.dnoe", "--event", "daemon.*")
+    assert mistyped.stderr == "kvprefetchd: note: no event has the name 'request.dnoe'; did you mean request.done?\n"
+    assert len(mistyped.stdout.splitlines()) == 1
 
 
 def test_json_is_the_line_as_it_was_written(tmp_path: Path) -> None:
