@@ -65,19 +65,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ConfigError as error:
-        print(f"kvprefetchd: {error}", file=sys.stderr)
+        _say(f"kvprefetchd: {error}")
         return EX_CONFIG
     except Unavailable as error:
-        print(f"kvprefetchd: {error}", file=sys.stderr)
+        _say(f"kvprefetchd: {error}")
         return EX_UNAVAILABLE
     except KeyboardInterrupt:  # before the command handles it itself, or in one that ends with it
         return 128 + signal.SIGINT
     except ModuleNotFoundError as error:  # the plain install has what an engine needs, not what serves
-        print(
+        _say(
             f"kvprefetchd: {error.name} is not installed here: this command needs the daemon's environment; in a "
-            "checkout: pip install '.[daemon-cpu]', or daemon-cuda12, daemon-cuda13", file=sys.stderr,
-        )  # fmt: skip
+            "checkout: pip install '.[daemon-cpu]', or daemon-cuda12, daemon-cuda13"
+        )
         return EX_UNAVAILABLE
+
+
+def _say(line: str) -> None:
+    """The last words, on standard error; the exit status says it to those who do not read."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:  # its reader has left; Python flushes once more at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def _fill_standard_streams() -> None:

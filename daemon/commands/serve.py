@@ -63,8 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     from ..store.client import StoreError
     from ..store.embedded import EmbeddedError
     from ..store.settings import SettingsError
-    from ..telemetry.logs import configure
+    from ..telemetry.logs import configure, unblock_streams
 
+    unblock_streams()
     try:
         well = Daemon(config, configure(config.log_level), lambda: accepted(sources).config).run()
         # Everything is closed. With a disk tier Mooncake's destructors would now wait about ten seconds for a thread.

@@ -8,14 +8,33 @@ and counted.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import stat
 import threading
 import time
 from collections import deque
 
 LIMIT_BYTES = 4 << 20
 PIECE_BYTES = select.PIPE_BUF
+
+
+def never_wait(fd: int, *, ours: bool = False) -> None:
+    """Let writes to a pipe or terminal fail at once where they would wait: Mooncake writes to standard error from the
+    middle of its calls, set-up and close included, and a reader that stalls would hold them up for good.
+
+    `fd` gets a description of its own, so that who else writes there does not notice.  A socket cannot be opened again:
+    it is changed itself, if nobody else has it (`ours`); and what cannot be opened again for lack of rights stays as it is.
+    """
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISSOCK(mode) and ours:
+        os.set_blocking(fd, False)
+    elif stat.S_ISFIFO(mode) or os.isatty(fd):
+        with contextlib.suppress(OSError):
+            again = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+            os.dup2(again, fd, inheritable=True)
+            os.close(again)
 
 
 class LogWriter:

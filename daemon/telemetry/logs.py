@@ -19,7 +19,7 @@ import structlog
 
 from . import pretty
 from .events import COMMON, EVENTS
-from .log_writer import LogWriter
+from .log_writer import LogWriter, never_wait
 
 Log = Any  # a structlog bound logger; its class is made at run time
 
@@ -165,6 +165,13 @@ def configure(level: str) -> Log:
     )
     sink.log = structlog.get_logger().bind(run_id=uuid.uuid4().hex[:12])
     return sink.log
+
+
+def unblock_streams(environ: Mapping[str, str] = os.environ) -> None:
+    """Whoever reads standard output and standard error, and stops doing so, stops nothing here."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        never_wait(stream.fileno(), ours=goes_to_journald(stream, environ))
 
 
 def tend(*, all_of_them: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -104,7 +105,7 @@ def test_a_full_disk_loses_lines_and_says_how_many_when_there_is_room(tmp_path: 
     assert writer.take_lost() == 3
 
 
-def serve(tmp_path: Path, stdout: int) -> subprocess.Popen[bytes]:
+def serve(tmp_path: Path, stdout: int, stderr: int | None = None) -> subprocess.Popen[bytes]:
     command = [
         sys.executable,
         "-m",
@@ -115,7 +116,7 @@ def serve(tmp_path: Path, stdout: int) -> subprocess.Popen[bytes]:
         "--metrics-port",
         "0",
     ]
-    process = subprocess.Popen([*command, "--memory", "64MiB", "--staging", "1MiB"], stdout=stdout)
+    process = subprocess.Popen([*command, "--memory", "64MiB", "--staging", "1MiB"], stdout=stdout, stderr=stderr)
     wait_for(lambda: listening(tmp_path / "s"), 60, "the socket")
     return process
 
@@ -178,3 +179,41 @@ def test_a_signal_in_the_middle_of_a_line_stops_nobody(
     writing.join(5)
     assert not writing.is_alive()
     assert lines_in(pipe[0]) == ["a line"]
+
+
+@pytest.mark.parametrize("when", ["before the start", "later"])
+def test_a_daemon_whose_standard_error_nobody_reads_starts_serves_and_stops(
+    pipe: tuple[int, int], tmp_path: Path, when: str
+) -> None:
+    """Mooncake writes there in the middle of its calls, with the interpreter's lock held in some."""
+    filler = os.open(f"/proc/self/fd/{pipe[1]}", os.O_WRONLY | os.O_NONBLOCK)
+
+    def fill() -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(filler, b"x")
+
+    fcntl.fcntl(pipe[1], fcntl.F_SETPIPE_SZ, 4096)
+    if when == "before the start":
+        fill()
+    process = serve(tmp_path, subprocess.DEVNULL, pipe[1])
+    try:
+        fill()
+        engine = FakeEngine(tmp_path / "s")
+        engine.save(blocks("full", 3))
+        wait_for(lambda: engine.load(list(blocks("full", 3))), what="a hit")
+        engine.close()
+        process.terminate()
+        assert process.wait(20) == 0
+        assert os.get_blocking(pipe[1]), "who shares the pipe notices nothing"
+    finally:
+        process.kill()
+        process.wait()
+        os.close(filler)
+
+
+def test_last_words_whose_reader_left_change_no_exit_status(pipe: tuple[int, int], tmp_path: Path) -> None:
+    os.close(pipe[0])
+    (tmp_path / "s").mkdir()
+    command = [sys.executable, "-m", "kvprefetch.daemon", "serve", "--socket", str(tmp_path / "s")]
+    assert subprocess.run(command, stderr=pipe[1], timeout=30, check=False).returncode == 78
