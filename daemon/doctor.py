@@ -23,6 +23,7 @@ from .client import Unavailable, ask
 from .config import DaemonConfig
 from .host import MIN_CORES, available_bytes, quota_cores, usable_cores
 from .store import addresses
+from .store.disk_watch import MIN_FREE_BYTES
 from .store.embedded import DiskSpec
 from .store.settings import MooncakeSettings
 
@@ -130,6 +131,9 @@ def control_socket(config: DaemonConfig) -> Iterator[Finding]:
                   f"daemon answers: pid {answer.pid}, engines {answer.engine_count}, mode {answer.mode}, store "
                   + ("open" if good else "away"),
                   "" if good else "its log says why: store.degraded, store.failed")  # fmt: skip
+    if answer.disk_fault:
+        fault, _, advice = answer.disk_fault.rpartition(": ")
+        yield Finding("bad", fault, advice)
 
 
 def disk(config: DaemonConfig) -> Iterator[Finding]:
@@ -137,14 +141,17 @@ def disk(config: DaemonConfig) -> Iterator[Finding]:
         return
     spec = DiskSpec.parse(config.disk)
     there = next(folder for folder in (spec.path, *spec.path.parents) if folder.exists())
-    total, _, free = shutil.disk_usage(there)
+    free = shutil.disk_usage(there).free
+    held = sum(each.stat().st_blocks * 512 for each in os.scandir(spec.path)) if there == spec.path else 0
+    room = max(0, free + held - MIN_FREE_BYTES)
     if not os.access(there, os.W_OK):
         yield Finding("bad", f"{there}: not writable for this user", "chown it to the daemon's user")
     elif spec.size_bytes is None:
         yield Finding("note", f"{spec.path}: no size given, {free >> 30} GiB free: it grows until the disk is full",
                       "disk = \"DIR:SIZE\"")  # fmt: skip
-    elif spec.size_bytes > total:
-        yield Finding("bad", f"{spec.path}: up to {spec.size_bytes >> 20} MiB, on a file system of {total >> 20} MiB",
+    elif spec.size_bytes > room:
+        yield Finding("bad", f"{spec.path}: up to {spec.size_bytes >> 20} MiB, room for {room >> 20} MiB: "
+                      f"{MIN_FREE_BYTES >> 20} MiB of the file system stay free",
                       "a smaller size: the tier evicts at 90 % of it")  # fmt: skip
     else:
         yield Finding("ok", f"{spec.path}: up to {spec.size_bytes >> 20} MiB, {free >> 20} MiB free")

@@ -47,6 +47,7 @@ def status(
         master_http=master_http,
         store_open=store_open,
         store_answering=store_answering,
+        disk_fault=board.disk_fault(),
         engines=[numbers(session) for session in sessions[:MAX_ENGINES]],
         engine_count=len(sessions),
         uptime_s=(now - board.started_ns) / 1e9,

@@ -161,10 +161,12 @@ class Daemon:
         control.tick()
         if self._store is not None and self._store.due_for_probe:
             pools.look_up(self._store.probe, lambda _: None, lambda: None)
-        if self._master is not None and not self._master.alive():
-            # What was only in memory is gone with it. A new start finds the disk tier again; engines attach to it.
-            self._log.error("master.died", pid=self._master.pid)
-            self._master_died = self._stopping = True
+        if self._master is not None:
+            self._master.tend()
+            if not self._master.alive():
+                # What was only in memory is gone with it. A new start finds the disk tier again; engines attach to it.
+                self._log.error("master.died", pid=self._master.pid)
+                self._master_died = self._stopping = True
         for session in sessions:
             session.liveness.beat(now_ns)
             session.scan()
@@ -220,6 +222,7 @@ class Daemon:
             self._master = EmbeddedMaster(
                 config.memory, disk, self._log, master_port=config.master_port, stopping=lambda: self._stopping
             )
+            self._board.disk_fault = self._master.disk_fault
             try:
                 settings = self._master.start()
             except EmbeddedError:
@@ -373,7 +376,7 @@ class Daemon:
         if self._store is not None:
             began, flushed = time.monotonic(), not self._store_is_open
             with contextlib.suppress(StoreUnavailable):
-                flushed = flushed or (quiet and self._store.flush(FLUSH_S))
+                flushed = flushed or (quiet and not self._board.disk_fault() and self._store.flush(FLUSH_S))
             if not flushed:
                 self._log.warning("store.unflushed", waited_s=round(time.monotonic() - began, 1))
             if quiet:  # else the memory and the client of a call that hangs stay for the end of the process

@@ -213,6 +213,7 @@ class Status(_Message):
     master_http: str = ""  # host:port of the embedded master's HTTP interface
     store_open: bool
     store_answering: bool = True
+    disk_fault: str = ""  # why nothing can be kept on the disk tier
     engines: list[dict[str, int | str]]
     engine_count: int = 0
     uptime_s: float = 0.0

@@ -57,7 +57,8 @@ class Fetcher:
         return True
 
     def _start(self, order: Order) -> None:
-        job = partial(transfers.fetch, self._store, self._shape, list(zip(order.digests, order.slots, strict=True)))
+        blocks = list(zip(order.digests, order.slots, strict=True))
+        job = partial(transfers.fetch, self._store, self._shape, blocks, from_disk=order.lane is Lane.DISK)
         done, overdue = partial(self._fetched, order, self._clock_ns()), partial(self._overdue, order)
         failed = [ErrorClass.BUG] * len(order.slots)
         self._jobs.start(partial(self._pools.fetch, order.lane), job, done, failed, overdue)
@@ -69,6 +70,8 @@ class Fetcher:
             "fetch.done", blocks=len(outcome), good_blocks=good, bytes=good * self._block_bytes,
             duration_ms=round((now - started_ns) / 1e6, 3),
         )  # fmt: skip
+        if corrupt := outcome.count(ErrorClass.CORRUPT):
+            self._log.warning("store.corrupt", blocks=corrupt)
         disk = order.lane is Lane.DISK
         (self._totals.fetch_disk if disk else self._totals.fetch_memory).observe((now - started_ns) / 1e9)
         self._totals.fetched_blocks += good

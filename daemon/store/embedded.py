@@ -33,6 +33,7 @@ from typing import IO, Any
 
 from ...shmring.messages import shown
 from ..config import parse_size
+from .disk_watch import DiskWatch
 from .settings import MooncakeSettings, SettingsError
 
 MAX_DISK_BYTES = 1 << 50
@@ -104,6 +105,8 @@ class EmbeddedMaster:
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._disk_fd = -1  # its folder, locked
+        self._watch: DiskWatch | None = None
+        self._failing = False  # what the log knows of it
         self.http = ""  # host:port of its HTTP interface, once it was started
         self._said = self._wrong = ""  # its last line, and the first that tells of something wrong
 
@@ -115,6 +118,19 @@ class EmbeddedMaster:
     def alive(self) -> bool:
         """Whether the master runs."""
         return self._process is not None and self._process.poll() is None
+
+    def disk_fault(self) -> str:
+        """Why nothing can be kept on disk, in one line; empty when it can, and without a disk tier."""
+        return self._watch.fault if self._watch is not None else ""
+
+    def tend(self) -> None:
+        """Called a few times a second: the log is told when the disk tier fails, and when it is well again."""
+        if bool(fault := self.disk_fault()) != self._failing:
+            self._failing = not self._failing
+            if fault:
+                self._log.warning("disk.failing", error=fault)
+            else:
+                self._log.info("disk.recovered")
 
     def start(self) -> MooncakeSettings:
         """Start the master and wait until it answers; the settings for one Store in this process.
@@ -140,6 +156,8 @@ class EmbeddedMaster:
                 break
             if self._answers(port):
                 self._log.info("master.started", pid=self.pid, port=port, memory_bytes=self._memory_bytes)
+                if self._disk is not None:
+                    self._watch = DiskWatch(self._disk.path, self._disk_fd)
                 return self._settings(port)
             self._log.debug("master.retried", port=port, attempt=attempt)
             self._end()
@@ -151,6 +169,8 @@ class EmbeddedMaster:
     def stop(self) -> None:
         """End the master, at once: it keeps nothing, and takes most of a second to end by itself. Idempotent."""
         self._end()
+        if self._watch is not None:
+            self._watch.close()
         self._release_disk()
 
     def _end(self) -> None:
@@ -171,6 +191,7 @@ class EmbeddedMaster:
             self._disk.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not os.access(self._disk.path, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, "it must be readable and writable")
+            os.listdir(self._disk.path)  # of one that cannot be read to its end Mooncake's set-up says nothing
             self._claim_disk()
         except OSError as error:
             raise SettingsError(f"disk: cannot be used: {error.strerror}: disk={str(self._disk.path)!r}") from None

@@ -40,4 +40,6 @@ _CLASSES: dict[int, ErrorClass] = {
 
 def classify(code: int) -> ErrorClass:
     """Class of a Mooncake result code (mooncake-store `types.h`): zero or more is OK, unlisted negatives TRANSIENT."""
+    if -1400 < code <= -1100:  # files, buckets, offload: one owner's disk
+        return ErrorClass.TRANSFER
     return ErrorClass.OK if code >= 0 else _CLASSES.get(code, ErrorClass.TRANSIENT)

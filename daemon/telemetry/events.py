@@ -253,11 +253,17 @@ EVENTS: dict[str, Event] = {
     "store.retried": Event("debug", "It is still not there.", ("error", "retry_s")),
     "store.failed": Event("warning", "A whole call failed; the store is left alone for a while.",
                           ("call", "code", "pause_s"), floods=True),
+    "store.corrupt": Event(
+        "warning", "Values came back from a disk with pages of zeros, and were not used: it loses what it is given. "
+        "Look at the kernel's log; start with an empty folder, on another disk.", ("blocks",), floods=True,
+    ),
     "store.recovered": Event("info", "A call worked again.", ("call",)),
     "store.reset": Event("info", "An engine's keys were removed, or could not be.", ("confirmed", "reset_generation")),
     "store.removed": Event("info", "The keys of a namespace are gone.", ("prefixes", "durable")),
     "store.unflushed": Event("warning", "Not everything was on disk when the daemon stopped.", ("waited_s",)),
     "store.closed": Event("info", "The store was left.", ("in_flight",)),
+    "disk.failing": Event("warning", "Nothing can be kept on the disk tier; memory serves on.", ("error",)),
+    "disk.recovered": Event("info", "It can be written to again; what was stored in between is in memory only.", ()),
     "master.started": Event("info", "The embedded store's master answers.", ("pid", "port", "memory_bytes")),
     "master.retried": Event("debug", "It did not; another port is tried.", ("port", "attempt")),
     "master.died": Event("error", "It ended by itself: the daemon stops with status 69, to be started anew.", ("pid",)),

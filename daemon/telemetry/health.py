@@ -2,6 +2,7 @@
 
 Ready: engines may count on it now.  Healthy: it may recover by itself; when it is not, only a restart helps.  A process
 that is there and does nothing is neither.  A call to a GPU that hangs is no reason for either: no request waits for it.
+Nor is a disk tier that keeps nothing, which is a problem all the same: memory serves on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ CALL_READY_S, CALL_HEALTHY_S = 10.0, 90.0
 
 @dataclass(frozen=True)
 class Health:
-    """Ages in seconds; `problems` are lines that name what is too old, with its bound."""
+    """Ages in seconds; `problems` are lines that name what is too old, with its bound, or what fails."""
 
     phase: str
     ready: bool
@@ -54,4 +55,7 @@ def judge(board: Board) -> Health:
     elif serving and not snapshot.store_answering:
         problems.append("the store does not answer: new requests are misses")
     healthy = oldest_s <= CALL_HEALTHY_S and (not serving or loop_age_s <= LOOP_HEALTHY_S)
-    return Health(board.phase, not problems, healthy, loop_age_s, call_age_s, snapshot.store_open, tuple(problems))
+    ready = not problems
+    if fault := board.disk_fault():
+        problems.append(fault)
+    return Health(board.phase, ready, healthy, loop_age_s, call_age_s, snapshot.store_open, tuple(problems))

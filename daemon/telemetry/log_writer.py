@@ -25,7 +25,7 @@ def never_wait(fd: int, *, ours: bool = False) -> None:
     middle of its calls, set-up and close included, and a reader that stalls would hold them up for good.
 
     `fd` gets a description of its own, so that who else writes there does not notice.  A socket cannot be opened again:
-    it is changed itself, if nobody else has it (`ours`); and what cannot be opened again for lack of rights stays as it is.
+    it is changed itself, if nobody else has it (`ours`). What cannot be opened again for lack of rights stays as it is.
     """
     mode = os.fstat(fd).st_mode
     if stat.S_ISSOCK(mode) and ours:

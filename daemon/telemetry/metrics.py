@@ -85,6 +85,7 @@ CATALOGUE: dict[str, Described] = {
     "saves_queued": Described("gauge", "Saves running or waiting", ("engine",)),
     "store_open": Described("gauge", "1 when the store can be used"),
     "store_answering": Described("gauge", "0 while the store is left alone, because whole calls failed"),
+    "disk_writable": Described("gauge", "0 when nothing can be kept on the disk tier; 1 also without one"),
     "ready": Described("gauge", "1 when /readyz says so"),
     "loop_age_seconds": Described("gauge", "Since the main loop's last heartbeat; a tenth when it is well"),
     "call_age_seconds": Described(
@@ -189,6 +190,7 @@ class BoardCollector(Collector):
             "saves_queued": each("saves_queued"),
             "store_open": [((), snapshot.store_open)],
             "store_answering": [((), snapshot.store_answering)],
+            "disk_writable": [((), not self._board.disk_fault())],
             "ready": [((), health.ready)],
             "loop_age_seconds": [((), health.loop_age_s)],
             "call_age_seconds": [((call,), age_s) for call, age_s in health.call_age_s.items()],

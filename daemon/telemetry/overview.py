@@ -84,7 +84,7 @@ def slowest(status: Status) -> list[list[str]]:
 
 def describe(status: Status) -> list[str]:
     """The whole answer as lines of text."""
-    lines = [headline(status)]
+    lines = [headline(status), *([printable(status.disk_fault)] if status.disk_fault else [])]
     if status.engines:
         lines += ["", *aligned([list(COLUMNS), *map(row, status.engines)])]
     else:

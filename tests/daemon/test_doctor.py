@@ -62,7 +62,7 @@ def test_doctor_sees_a_daemon_a_store_round_trip_and_bundles_it(
 
 
 def test_doctor_knows_how_large_the_file_system_is(tmp_path: Path) -> None:
-    more = shutil.disk_usage(tmp_path).total + (1 << 20)
+    more = shutil.disk_usage(tmp_path).free - (100 << 20)  # 256 MiB stay free
     (finding,) = doctor.disk(load({"disk": f"{tmp_path}:{more}"}))
     assert finding.level == "bad"
     assert f"{more >> 20} MiB" in finding.what

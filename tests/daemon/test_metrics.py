@@ -251,6 +251,13 @@ def test_a_closed_store_is_not_ready_but_healthy() -> None:
     assert "does not answer" in judge(board).problems[0]
 
 
+def test_a_disk_tier_that_keeps_nothing_is_a_problem_and_no_reason_not_to_be_ready() -> None:
+    board = board_at(1, beat_s=1)
+    board.disk_fault = lambda: "nothing can be kept on disk"
+    health = judge(board)
+    assert (health.ready, health.healthy, health.problems) == (True, True, ("nothing can be kept on disk",))
+
+
 def test_two_engines_of_one_name_make_one_series() -> None:
     board = board_at(1, beat_s=1)
     engine: dict[str, Any] = dict.fromkeys(

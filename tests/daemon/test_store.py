@@ -106,6 +106,8 @@ def opened(clock: Clock | None = None, settings: MooncakeSettings = SETTINGS) ->
         (-703, ErrorClass.RETRY),
         (-707, ErrorClass.LOOKUP_AGAIN),
         (-900, ErrorClass.TRANSIENT),
+        (-1101, ErrorClass.TRANSFER),
+        (-1399, ErrorClass.TRANSFER),
         (-801, ErrorClass.CORRUPT),
         (-600, ErrorClass.BUG),
         (-200, ErrorClass.NO_SPACE),

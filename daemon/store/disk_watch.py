@@ -1,0 +1,90 @@
+"""Whether the disk tier's folder can still be written to: Mooncake drops what it cannot write, and tells nobody."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PERIOD_S = 5.0
+HUNG_S = 30.0
+# Mooncake removes its oldest values until 256 MiB of the file system are free (kMinFreeSpace in storage_backend.cpp),
+# and where others fill it all of them. Below three quarters of that it had nothing left to remove.
+MIN_FREE_BYTES = 256 << 20
+_LOW_BYTES = MIN_FREE_BYTES * 3 // 4
+_TRIAL = bytes(4096)
+
+
+class DiskWatch:
+    """Tries it every PERIOD_S, on a thread of its own: a disk that fails may keep its callers for ever."""
+
+    def __init__(self, path: Path, fd: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`fd` is the folder that the tier was opened in. `clock`: seconds, monotonic."""
+        self._path, self._fd, self._clock = path, os.dup(fd), clock
+        self._found = ""
+        self._synced_ns = 0  # the folder's time of change when what was written to it last reached the disk
+        self._began: float | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="disk-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def fault(self) -> str:
+        """What is wrong and what to do, in one line; empty while all is well. From any thread."""
+        began = self._began
+        if began is not None and self._clock() - began > HUNG_S:
+            return self._line(f"no answer for {HUNG_S:.0f} s", "look at the kernel's log")
+        return self._found
+
+    def close(self) -> None:
+        """A thread that hangs in the kernel is left to the end of the process."""
+        self._stop.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._began = self._clock()
+            self._found = self.look()
+            self._began = None
+            self._stop.wait(PERIOD_S)
+        os.close(self._fd)
+
+    def look(self) -> str:
+        """Try it now: `fault`'s line, or nothing."""
+        try:
+            here = os.stat(self._path)
+            if not os.path.samestat(here, os.fstat(self._fd)):
+                return self._line("another folder is there now", "restart the daemon")
+            space = os.statvfs(self._path)
+            if (free := space.f_bavail * space.f_frsize) < _LOW_BYTES:
+                return self._line(
+                    f"free={free >> 20} MiB min={MIN_FREE_BYTES >> 20} MiB", "make room, or choose a smaller size"
+                )
+            self._write(here.st_mtime_ns)
+        except FileNotFoundError:
+            return self._line("the folder is gone", "restart the daemon")
+        except OSError as error:
+            return self._line(error.strerror or str(error), "look at the kernel's log")
+        return ""
+
+    def _write(self, changed_ns: int) -> None:
+        """A file without a name, so that nobody finds it. To the disk only when the tier has written since."""
+        try:
+            fd = os.open(self._path, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):  # a file system, or a kernel, without such files
+                return
+            raise
+        try:
+            os.write(fd, _TRIAL)
+            if changed_ns != self._synced_ns:
+                os.fsync(fd)
+                self._synced_ns = changed_ns
+        finally:
+            os.close(fd)
+
+    def _line(self, what: str, advice: str) -> str:
+        return f"nothing can be kept on disk: {what}: disk={str(self._path)!r}: {advice}"

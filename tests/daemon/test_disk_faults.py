@@ -1,0 +1,116 @@
+"""A disk tier whose folder goes, whose file system fills up, fails, or loses what it was given."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lab.daemon import Daemon
+from kvprefetch.daemon.store.disk_watch import HUNG_S, DiskWatch
+from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.stores import blocks, stored
+from tests.support.auditor import ask_daemon
+
+
+def test_a_disk_that_loses_pages_or_its_folder_costs_its_own_blocks_and_is_told(
+    serve: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    folder = tmp_path / "disk"
+    daemon = serve(disk=f"{folder}:256MiB")
+    engine = FakeEngine(daemon.socket)
+    values, others = blocks("lost", 6), blocks("others", 6)
+    engine.save({**values, **others})
+    stored(daemon, 12)
+    engine.close()
+    assert daemon.sigterm(30) == 0
+    third = list(values)[2].hex().encode()
+    [meta] = [each for each in folder.glob("*.meta") if third in each.read_bytes()]
+    with meta.with_suffix(".bucket").open("r+b") as file:  # as after a write that failed behind everyone's back
+        file.write(bytes(4096))
+
+    daemon = serve(disk=f"{folder}:256MiB")
+    engine = FakeEngine(daemon.socket)
+    found = wait_for(lambda: engine.load(list(values)), 30, "a hit after the restart")
+    assert found == list(values.values())[:2]
+    assert daemon.wait_record("store.corrupt")
+
+    shutil.rmtree(folder)
+    assert not engine.load(list(others)), "gone"
+    engine.save(blocks("new", 3))
+    assert wait_for(lambda: engine.load(list(blocks("new", 3))), what="a hit in memory")
+    assert not daemon.records("store.failed"), "one owner's disk is not the store"
+    line = daemon.wait_record("disk.failing", timeout_s=15)
+    assert line is not None
+    assert line["error"] == f"nothing can be kept on disk: the folder is gone: disk='{folder}': restart the daemon"
+    assert ask_daemon(daemon.socket).disk_fault == line["error"]
+    engine.close()
+    assert daemon.sigterm(10) == 0, "nothing is waited for that cannot come"
+    assert daemon.records("store.unflushed")
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "tmpfs"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", folder], check=False).returncode:
+        pytest.skip("may not mount here")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_what_is_wrong_with_the_folder_is_named(tmpfs: Path) -> None:
+    def mount(options: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{options}", tmpfs], check=True)
+
+    fd = os.open(tmpfs, os.O_RDONLY)
+    watch = DiskWatch(tmpfs, fd)
+    assert watch.look() == ""
+    mount("size=150m")
+    assert "free=150 MiB min=256 MiB" in watch.look()
+    mount("size=400m,ro")
+    assert "Read-only file system" in watch.look()
+    mount("rw")
+    assert watch.look() == ""
+    assert os.listdir(tmpfs) == []
+    watch.close()
+    os.close(fd)
+
+
+def test_a_folder_that_another_took_the_place_of_is_not_ours(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    fd = os.open(tmp_path / "disk", os.O_RDONLY)
+    watch = DiskWatch(tmp_path / "disk", fd)
+    (tmp_path / "disk").rename(tmp_path / "away")
+    (tmp_path / "disk").mkdir()
+    assert "another folder is there now" in watch.look()
+    watch.close()
+    os.close(fd)
+
+
+def test_a_disk_that_keeps_its_callers_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+    looking = threading.Event()
+    now = [0.0]
+
+    def hang(_: DiskWatch) -> str:
+        looking.set()
+        answer.wait(10)
+        return ""
+
+    monkeypatch.setattr(DiskWatch, "look", hang)
+    fd = os.open(tmp_path, os.O_RDONLY)
+    watch = DiskWatch(tmp_path, fd, lambda: now[0])
+    assert looking.wait(5)
+    assert watch.fault == ""
+    now[0] = HUNG_S + 1
+    assert "no answer for 30 s" in watch.fault
+    answer.set()
+    wait_for(lambda: not watch.fault, what="the answer")
+    watch.close()
+    os.close(fd)
