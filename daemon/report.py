@@ -28,13 +28,6 @@ def numbers(session: EngineSession) -> dict[str, int | str]:
     }
 
 
-def named(sessions: Sequence[EngineSession], engine: str) -> list[EngineSession]:
-    """Those with this id, else those whose id begins so: `status` shows the start of one. All for ""."""
-    return [each for each in sessions if each.engine_id == engine] or [
-        each for each in sessions if each.engine_id.startswith(engine)
-    ]
-
-
 def status(
     sessions: Sequence[EngineSession], board: Board, store_open: bool, store_answering: bool, mode: str,
     master_http: str,

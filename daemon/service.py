@@ -10,12 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from types import FrameType
 
 from ..shmring.messages import Message, Purge, Report, SetMode, Status, Warm
-from . import report
+from . import orders, report
 from .access import access_of, listen, take_away
 from .config import ConfigError, DaemonConfig, Mode
 from .control import Control
@@ -211,6 +210,20 @@ class Daemon:
 
     # --- life -------------------------------------------------------------------------------------------------------
 
+    def _check_machine(self) -> None:
+        """With one core Mooncake's spinning calls starve its own transport: every get would fail after 60 s. With too
+        few threads it ends, or hangs, in its set-up."""
+        cores, quota = usable_cores(), quota_cores()
+        if cores < MIN_CORES:
+            raise ConfigError(f"too few cores, transfers would starve (CPU affinity): cores={cores} min={MIN_CORES}")
+        if (threads := startable_threads(MIN_THREADS)) < MIN_THREADS:
+            raise ConfigError(
+                f"too few threads can be started (RLIMIT_NPROC, RLIMIT_AS, pids.max): threads={threads} "
+                f"min={MIN_THREADS}"
+            )
+        if quota is not None and quota < MIN_CORES:
+            self._log.warning("cores.few", cores=quota, min_cores=MIN_CORES)
+
     def _open_store(self) -> Store | None:
         """The configured cluster, which is tried again later when it is not there yet, or the embedded store. None when
         we were told to stop meanwhile."""
@@ -295,20 +308,6 @@ class Daemon:
 
     # --- orders from outside ----------------------------------------------------------------------------------------
 
-    def _check_machine(self) -> None:
-        """With one core Mooncake's spinning calls starve its own transport: every get would fail after 60 s. With too
-        few threads it ends, or hangs, in its set-up."""
-        cores, quota = usable_cores(), quota_cores()
-        if cores < MIN_CORES:
-            raise ConfigError(f"too few cores, transfers would starve (CPU affinity): cores={cores} min={MIN_CORES}")
-        if (threads := startable_threads(MIN_THREADS)) < MIN_THREADS:
-            raise ConfigError(
-                f"too few threads can be started (RLIMIT_NPROC, RLIMIT_AS, pids.max): threads={threads} "
-                f"min={MIN_THREADS}"
-            )
-        if quota is not None and quota < MIN_CORES:
-            self._log.warning("cores.few", cores=quota, min_cores=MIN_CORES)
-
     def _reload(self, control: Control) -> None:
         self._reload_wanted = False
         self._notify.reloading()
@@ -334,28 +333,9 @@ class Daemon:
             self._switch(message.mode)
             reply(Report(ok=True, text=f"mode: {message.mode} (was {before})"))
         elif isinstance(message, Warm):
-            named = report.named(self._sessions, message.engine)
-            if len(named) == 1:
-                named[0].warm(message, reply)
-            else:
-                attached = ", ".join(sorted(each.engine_id for each in self._sessions)) or "none"
-                wanted = f"engine={message.engine!r}" if message.engine else "name one with --engine"
-                reply(Report(ok=False, text=f"not one engine but {len(named)}: {wanted}; attached: {attached}"))
+            orders.warm(self._sessions, message, reply)
         elif isinstance(message, Purge) and self._store is not None:
-            named = report.named(self._sessions, message.engine) if message.engine else []
-            if message.engine and len({session.engine_id for session in named}) != 1:
-                found = "several engines have" if named else "no attached engine has"
-                reply(Report(ok=False, text=f"{found} an id that begins so: engine={message.engine!r}"))
-                return
-            prefixes = {*message.prefixes, *(prefix for session in named for prefix in session.shape.key_prefixes)}
-
-            def purged(future: Future[bool]) -> None:
-                gone = future.exception() is None and future.result()
-                said = "every key is gone" if gone else "not confirmed: time was up, or the store did not answer"
-                reply(Report(ok=gone, text=f"{said}: {', '.join(sorted(prefixes))}"))
-
-            job = partial(self._store.remove_matching, sorted(prefixes), message.timeout_ms / 1e3)
-            pools.save(job, purged)
+            orders.purge(self._sessions, self._store, pools, message, reply)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
