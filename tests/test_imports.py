@@ -30,7 +30,7 @@ SPOKEN = ("shmring/protocol.py", "shmring/messages.py")
 ALSO = {"shmring/messages.py": {"pydantic"}, "shmring/cuda_driver.py": {"ctypes"}}
 # Packages with a border of their own: only these files may import them, whatever the folder allows.
 BORDERS: dict[str, tuple[str, ...]] = {
-    "mooncake": ("daemon/store/client.py",),
+    "mooncake": ("daemon/store/joining.py",),
     "rich": ("daemon/commands/screen.py",),
     "vllm": ("daemon/prompts.py", "connector/*"),
     "cupy": ("shmring/cuda.py",),
@@ -155,7 +155,7 @@ DOC = '"""Says what it is for."""\n'
         ("connector/scheduler.py", "import cupy", "may not import cupy"),
         ("shmring/ring.py", "import cupy", "only shmring/cuda.py may import cupy"),
         ("daemon/planning/planner.py", "from ...connector.keys import key", "daemon may not import connector"),
-        ("daemon/planning/blocks.py", "import mooncake.store", "only daemon/store/client.py may import mooncake"),
+        ("daemon/planning/blocks.py", "import mooncake.store", "only daemon/store/joining.py may import mooncake"),
         ("daemon/pools.py", "import importlib\nimportlib.import_module('mooncake.store')", "may import mooncake"),
         ("daemon/planning/planner.py", "import vllm.config", "only daemon/prompts.py"),
         ("daemon/planning/planner.py", "import shmring", "daemon may not import shmring"),
@@ -192,7 +192,7 @@ def test_what_the_rules_allow_is_not_reported(tmp_path: Path) -> None:
         "shmring/messages.py": "import pydantic\nfrom .protocol import PROTOCOL",
         "shmring/cuda.py": "def f():\n    import cupy",
         "connector/worker.py": "import torch, vllm\nfrom ..shmring import protocol\nfrom .. import __version__",
-        "daemon/store/client.py": "from mooncake.store import Store\nfrom ...shmring.ring import Ring",
+        "daemon/store/joining.py": "from mooncake.store import Store\nfrom ...shmring.ring import Ring",
         "daemon/engine/session.py": "from ..planning.planner import Planner\nfrom .. import config\nfrom . import jobs",
         "tests/test_ring.py": "from kvprefetch.shmring.ring import Ring\nfrom benchmarks.lab import engine",
     }

@@ -1,4 +1,4 @@
-"""The Mooncake client: the only importer of mooncake; guards its calls, maps its codes, fails fast when it is away.
+"""The Mooncake client: guards its calls, maps its codes, fails fast when the store is away.
 
 A call into Mooncake before `setup` or after `close` is a segmentation fault, so every call passes `Store._call`,
 which counts the calls in flight under a lock and admits none unless the store is open. Codes are per key, so
@@ -25,6 +25,8 @@ from . import addresses
 from .breaker import Attempt, Breaker
 from .buckets import patterns, purge
 from .errors import ErrorClass, classify
+from .joining import StoreError as StoreError
+from .joining import join
 from .places import Places, places, take_back
 from .settings import MooncakeSettings
 
@@ -34,26 +36,8 @@ _REMEMBERED_KEYS = 65_536  # what `remove_matching` re-checks by name and `flush
 _CLOSE_WAIT_S = 65.0  # a transfer whose peer died waits 60 s inside Mooncake, and nothing shortens it
 
 
-class StoreError(Exception):
-    """The store cannot be opened, or a buffer cannot be registered; one line."""
-
-
 class StoreUnavailable(Exception):
     """A whole call failed for a passing reason, the breaker is open, or the store is not open."""
-
-
-def _import_client() -> Any:
-    try:
-        from mooncake.store import MooncakeDistributedStore
-    except ModuleNotFoundError:
-        raise StoreError(
-            "mooncake is not installed: install kvprefetch with an extra: daemon-cpu, daemon-cuda12 or daemon-cuda13"
-        ) from None
-    except ImportError as error:
-        raise StoreError(
-            f"mooncake cannot be loaded ({error}): on Debian install libibverbs1 libcurl4 libnuma1"
-        ) from None
-    return MooncakeDistributedStore
 
 
 class Store:
@@ -84,33 +68,16 @@ class Store:
 
         Holds the GIL for 0.05 to 0.2 s, and for `rpc_timeout_ms` where the master accepts and then says nothing.
         """
-        s = self._settings
         with self._state:
             if self._client is not None:
                 raise StoreError("the store was opened before; a Store is opened once")
-        os.environ["MC_RPC_TIMEOUT_MS"] = str(self._rpc_timeout_ms)  # read by Mooncake once, when it is loaded
-        client_class = _import_client()
-        if (why := s.unreached(self._rpc_timeout_ms / 1e3)) is not None:
-            raise StoreError(why)
-        if self._named is None:  # without a port Mooncake tries twenty, each until the master's time is up
+        if self._named is None:
             self._named = socket.socket()
             self._named.bind(("", 0))
-        name = f"{s.local_hostname}:{self._named.getsockname()[1]}"
-        client = client_class()
-        try:
-            code = client.setup(
-                name, s.metadata_server, s.global_segment_size, s.local_buffer_size, s.protocol, s.device_name,
-                s.master_server_address, enable_ssd_offload=s.enable_ssd_offload, ssd_offload_path=s.ssd_offload_path,
-                tenant_id=s.tenant_id,
-            )  # fmt: skip
-            why = f"with code {code}"
-        except Exception as error:  # whatever C++ exception it was
-            code, why = -1, str(error) or type(error).__name__
-        if code != 0:
-            del client  # leaves the master while there is one
-            raise StoreError(f"mooncake set-up failed: {why}: {s}")
+        client = join(self._settings, self._named.getsockname()[1], self._rpc_timeout_ms)
         with self._state:
             self._client, self._open = client, True
+        s = self._settings
         if addresses.without_rdma(s.protocol):
             self._log.warning("rdma.absent", protocol=s.protocol)
         self._log.info("store.opened", master=s.master_server_address, protocol=s.protocol)

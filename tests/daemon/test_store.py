@@ -305,6 +305,8 @@ def test_should_open_with_one_line_when_one_of_its_servers_does_not_listen(key: 
     pytest.importorskip("mooncake")
     with socket.create_server(("127.0.0.1", 0)) as there:
         servers = {"master_server_address": f"127.0.0.1:{there.getsockname()[1]}", key: "127.0.0.1:1"}
+        store = Store(replace(SETTINGS, **servers), structlog.get_logger())
         with pytest.raises(StoreError, match=rf"127\.0\.0\.1:1: Connection refused \({key}\)") as caught:
-            Store(replace(SETTINGS, **servers), structlog.get_logger()).open()
+            store.open()
+        store.close()
     assert "\n" not in str(caught.value)

@@ -1,0 +1,52 @@
+"""Joining a Mooncake cluster: a client that is set up, or one line that says why not. The only importer of mooncake."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from .settings import MooncakeSettings
+
+
+class StoreError(Exception):
+    """The store cannot be opened, or a buffer cannot be registered; one line."""
+
+
+def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int) -> Any:
+    """A client that has joined, named by this host and a `port` that no other client here has. Raises StoreError.
+
+    Without a port Mooncake tries twenty, each until the master's time is up.
+    """
+    os.environ["MC_RPC_TIMEOUT_MS"] = str(rpc_timeout_ms)  # read by Mooncake once, when it is loaded
+    client_class = _import_client()
+    if (why := settings.unreached(rpc_timeout_ms / 1e3)) is not None:
+        raise StoreError(why)
+    client = client_class()
+    try:
+        code = client.setup(
+            f"{settings.local_hostname}:{port}", settings.metadata_server, settings.global_segment_size,
+            settings.local_buffer_size, settings.protocol, settings.device_name, settings.master_server_address,
+            enable_ssd_offload=settings.enable_ssd_offload, ssd_offload_path=settings.ssd_offload_path,
+            tenant_id=settings.tenant_id,
+        )  # fmt: skip
+        why = f"with code {code}"
+    except Exception as error:  # whatever C++ exception it was
+        code, why = -1, str(error) or type(error).__name__
+    if code != 0:
+        del client  # leaves the master while there is one
+        raise StoreError(f"mooncake set-up failed: {why}: {settings}")
+    return client
+
+
+def _import_client() -> Any:
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except ModuleNotFoundError:
+        raise StoreError(
+            "mooncake is not installed: install kvprefetch with an extra: daemon-cpu, daemon-cuda12 or daemon-cuda13"
+        ) from None
+    except ImportError as error:
+        raise StoreError(
+            f"mooncake cannot be loaded ({error}): on Debian install libibverbs1 libcurl4 libnuma1"
+        ) from None
+    return MooncakeDistributedStore
