@@ -36,6 +36,10 @@ FILL_PAUSE_S = 3.0
 
 HIT_TOKENS = (PROMPT_TOKENS - 1) // BLOCK * BLOCK
 DATA_MIB = PROMPTS * (PROMPT_TOKENS // BLOCK) * BLOCK * MODEL.kv_bytes_per_token / 2**20
+CHANCE = (
+    "This shows that everything works, and what recomputing costs. What parts the other three rows is chance in one\n"
+    "pass of so few requests, the more so beside other programs: `make bench-ttft` compares (docs/BENCHMARKS.md)."
+)
 TIMES = ("hint_seen", "looked_up", "first_byte", "last_byte", "asked", "claimed", "loaded")
 WORDS = {
     "hint_seen": "the daemon read the hint",
@@ -188,6 +192,7 @@ def main(argv: list[str] | None = None) -> int:
         if short:
             print(f"note: {mode.name}: {short} of {PROMPTS} requests had fewer than {HIT_TOKENS} hit tokens")
     print("All modes gave the same tokens." if not failed else "The modes did not give the same tokens.")
+    print(CHANCE)
     return 1 if failed else 0
 
 
