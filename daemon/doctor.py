@@ -21,7 +21,8 @@ from ..shmring.messages import Status, StatusQuery
 from ..shmring.segment import Segment
 from .client import Unavailable, ask
 from .config import DaemonConfig
-from .host import MIN_CORES, available_bytes, quota_cores, usable_cores
+from .host import MIN_CORES, address_bytes, available_bytes, quota_cores, usable_cores
+from .machine import wanted_address_bytes, wanted_bytes
 from .store import addresses
 from .store.disk_watch import MIN_FREE_BYTES
 from .store.embedded import DiskSpec
@@ -90,8 +91,7 @@ def memory(config: DaemonConfig) -> Iterator[Finding]:
     except SegmentError as error:
         yield Finding("bad", str(error), "allow memfd_create, or make /dev/shm larger")
         return
-    store = 0 if config.mooncake_config is not None else config.memory
-    wanted, free = config.staging + store, available_bytes()
+    wanted, free = wanted_bytes(config), available_bytes()
     what = f"{wanted >> 20} MiB for one engine's staging and the store, {free >> 20} MiB available"
     if free < wanted:
         yield Finding("bad", what, "lower staging or memory, or raise the control group's limit")
@@ -103,6 +103,10 @@ def limits(config: DaemonConfig) -> Iterator[Finding]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files < 1024:
         yield Finding("note", f"open files limited to {files}", "LimitNOFILE=65536, or ulimit -n")
+    addresses, least = address_bytes(), wanted_address_bytes(config)
+    if addresses is not None and addresses < least:
+        yield Finding("bad", f"{addresses >> 20} MiB may be mapped, {least >> 20} MiB are needed",
+                      "LimitAS=infinity, or ulimit -v unlimited")  # fmt: skip
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     rdma = config.mooncake_config is not None and MooncakeSettings.from_file(config.mooncake_config).protocol == "rdma"
     if rdma and locked != resource.RLIM_INFINITY and locked < config.staging:

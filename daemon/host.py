@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,8 +50,14 @@ def machine_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def address_bytes() -> int | None:
+    """What this process may map (RLIMIT_AS, `ulimit -v`); None without a limit."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
 def available_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Memory that can be had without swapping, here and in this process's control group and its parents (cgroup v2)."""
+    """Memory that can be had without swapping, here and in this process's control group and its parents (v2 or v1)."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in _lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
@@ -60,12 +67,19 @@ def available_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc
         if most and used and most[0].isdigit():
             stat = dict(line.split() for line in _lines(folder / "memory.stat"))
             free = min(free, int(most[0]) - int(used[0]) + sum(int(stat.get(name, 0)) for name in _RECLAIMABLE))
+    for folder in _groups(root / "memory", own, "memory"):
+        most, used = _lines(folder / "memory.limit_in_bytes"), _lines(folder / "memory.usage_in_bytes")
+        if most and used:  # the limit is enormous where there is none
+            stat = dict(line.split() for line in _lines(folder / "memory.stat"))
+            cache = sum(int(stat.get(f"total_{name}", 0)) for name in _RECLAIMABLE)
+            free = min(free, int(most[0]) - int(used[0]) + cache)
     return free
 
 
-def _groups(root: Path, own: Path) -> Iterator[Path]:
-    """The folder of this process's control group, then those of its parents."""
-    path = next((line[3:] for line in _lines(own) if line.startswith("0::")), None)
+def _groups(root: Path, own: Path, controller: str = "") -> Iterator[Path]:
+    """The folder of this process's control group, then those of its parents. With a controller, that of cgroup v1."""
+    groups = (line.split(":", 2) for line in _lines(own))
+    path = next((path for _, names, path in groups if controller in names.split(",")), None)
     if path is None:
         return
     here = root / path.lstrip("/")

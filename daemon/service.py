@@ -14,13 +14,12 @@ from functools import partial
 from types import FrameType
 
 from ..shmring.messages import Message, Purge, Report, SetMode, Status, Warm
-from . import orders, report
+from . import machine, orders, report
 from .access import access_of, listen, take_away
-from .config import ConfigError, DaemonConfig, Mode
+from .config import DaemonConfig, Mode
 from .control import Control
 from .engine.memory import EngineMemory, EngineShape, prepare
 from .engine.session import EngineSession
-from .host import MIN_CORES, MIN_THREADS, quota_cores, startable_threads, usable_cores
 from .notify import Notifier, inherited_socket
 from .planning.planner import Lane
 from .pools import Pools
@@ -64,7 +63,7 @@ class Daemon:
     def run(self) -> bool:
         """Serve until told to stop; False when the store's master ended before. Raises what keeps it from starting:
         ConfigError, StoreError, EmbeddedError."""
-        self._check_machine()
+        machine.check(self._config, self._log)
         # Store threads return from C with little Python to do: let them have the GIL soon.
         sys.setswitchinterval(0.0005)
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -209,20 +208,6 @@ class Daemon:
         control.ready(fd)
 
     # --- life -------------------------------------------------------------------------------------------------------
-
-    def _check_machine(self) -> None:
-        """With one core Mooncake's spinning calls starve its own transport: every get would fail after 60 s. With too
-        few threads it ends, or hangs, in its set-up."""
-        cores, quota = usable_cores(), quota_cores()
-        if cores < MIN_CORES:
-            raise ConfigError(f"too few cores, transfers would starve (CPU affinity): cores={cores} min={MIN_CORES}")
-        if (threads := startable_threads(MIN_THREADS)) < MIN_THREADS:
-            raise ConfigError(
-                f"too few threads can be started (RLIMIT_NPROC, RLIMIT_AS, pids.max): threads={threads} "
-                f"min={MIN_THREADS}"
-            )
-        if quota is not None and quota < MIN_CORES:
-            self._log.warning("cores.few", cores=quota, min_cores=MIN_CORES)
 
     def _open_store(self) -> Store | None:
         """The configured cluster, which is tried again later when it is not there yet, or the embedded store. None when

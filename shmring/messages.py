@@ -5,6 +5,7 @@ JSON, one message per SOCK_SEQPACKET packet, descriptors beside it (SCM_RIGHTS).
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -350,17 +351,19 @@ def send_message(sock: socket.socket, message: Message, fds: Sequence[int] = ())
 
 
 def receive_message(sock: socket.socket, max_fds: int = 2) -> tuple[Message, list[int]] | None:
-    """Block for one packet; None at the end of file. The caller owns the descriptors. Raises ProtocolError."""
+    """Block for one packet; None at the end of file. The caller owns the descriptors. Raises ProtocolError, OSError."""
     data, fds, flags, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, max_fds, socket.MSG_CMSG_CLOEXEC)
     try:
         if not data:
             for fd in fds:  # an empty packet reads like the end, and may carry descriptors
                 socket.close(fd)
             return None
+        if flags & socket.MSG_CTRUNC and len(fds) < max_fds:
+            raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)} (ulimit -n), for what came with a message")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise ProtocolError(f"control message is too large: max_bytes={MAX_MESSAGE_BYTES} max_fds={max_fds}")
         return decode_message(data), fds
-    except ProtocolError:
+    except (ProtocolError, OSError):
         for fd in fds:
             socket.close(fd)
         raise

@@ -8,6 +8,7 @@ unlinked at once.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -38,7 +39,14 @@ class Segment:
             protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
             # A control segment's pages are mapped at once: a page fault costs more than the push that meets it.
             flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if size_bytes <= POPULATE_BYTES else 0)
-            self._map = mmap.mmap(fd, size_bytes, flags, protection)
+            try:
+                self._map = mmap.mmap(fd, size_bytes, flags, protection)
+            except OSError as error:
+                if error.errno != errno.ENOMEM:
+                    raise
+                raise SegmentError(
+                    f"cannot map shared memory: bytes={size_bytes}: {error.strerror} (ulimit -v?)"
+                ) from error
         except BaseException:
             os.close(fd)
             raise

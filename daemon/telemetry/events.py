@@ -182,6 +182,8 @@ FIELDS: dict[str, Field] = {
     "signal": Field("string", "the signal's name"),
     "port": Field("integer", "TCP port"),
     "memory_bytes": Field("integer", "DRAM segment of the embedded store"),
+    "available_bytes": Field("integer", "memory that can be had without swapping"),
+    "wanted_bytes": Field("integer", "`staging` and, of an embedded store, `memory`"),
     "attempt": Field("integer", "which attempt, from 0"),
     "lost_lines": Field("integer", "how many"),
     "line": Field("string", "what the embedded master wrote; may name keys", key_material=True),
@@ -206,6 +208,11 @@ EVENTS: dict[str, Event] = {
     "mode.switched": Event("info", "What the daemon does for every engine changed.", ("before", "after")),
     "cores.few": Event("warning", "The CPU quota is below two cores: transfers may be slow or fail.",
                        ("cores", "min_cores")),
+    "memory.short": Event(
+        "warning", "The machine, or the control group, has less memory left than one engine's staging and the embedded "
+        "store will take: lower `staging` or `memory`, or the kernel will end somebody.",
+        ("available_bytes", "wanted_bytes"),
+    ),
     "log.lost": Event("warning", "Lines could not be written: nobody read them, or a full disk.",
                       ("lost_lines",)),
     "peer.hello": Event("info", "A process of an engine came.", ("role", "rank", "pid", "version")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import socket
 import threading
 import time
@@ -292,3 +293,20 @@ def test_the_heart_beats_while_messages_come(server: Server, monkeypatch: pytest
             wait_for(lambda before=beaten: server.fake.words.load_acquire(Line.PRODUCER_BEAT) > before)
             beaten = server.fake.words.load_acquire(Line.PRODUCER_BEAT)
         sock.close()
+
+
+def test_a_process_without_a_descriptor_left_for_what_came_says_so() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ours, theirs:
+        messages.send_message(theirs, messages.StatusQuery(), [0, 1])
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, before[1]))
+        try:
+            with pytest.raises(OSError, match=r"Too many open files \(ulimit -n\)"):
+                messages.receive_message(ours)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        os.close(again := os.dup(0))
+        assert again == free, "the one that came is closed"

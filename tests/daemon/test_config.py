@@ -180,6 +180,19 @@ def test_available_memory_is_what_the_group_can_still_get(tmp_path: Path) -> Non
     assert available_bytes(tmp_path, tmp_path / "absent") > 1 << 20
 
 
+def test_available_memory_of_an_old_control_group(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("9:name=systemd:/\n4:cpu,memory:/a/b\n0::/\n")
+    group = tmp_path / "memory" / "a"
+    (group / "b").mkdir(parents=True)
+    (group / "memory.limit_in_bytes").write_text("1000\n")
+    (group / "memory.usage_in_bytes").write_text("990\n")
+    (group / "memory.stat").write_text("cache 500\ninactive_file 1\ntotal_inactive_file 400\ntotal_active_file 200\n")
+    (group / "b" / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")
+    (group / "b" / "memory.usage_in_bytes").write_text("990\n")
+    assert available_bytes(tmp_path, own) == 610
+
+
 @pytest.mark.parametrize(
     ("count", "text"),
     [(0, "0"), (1000, "1000"), (1024, "1KiB"), (1536, "1536"), (3 << 20, "3MiB"), (5 << 30, "5GiB"), (1 << 40, "1TiB")],

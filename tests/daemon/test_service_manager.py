@@ -240,6 +240,14 @@ def test_one_core_is_refused_in_one_line(folder: Path) -> None:
     assert len(result.stderr.strip().splitlines()) == 1
 
 
+def test_too_little_to_map_is_refused_in_one_line_instead_of_by_what_fails_first(folder: Path) -> None:
+    command = ["prlimit", f"--as={2 << 30}", *serving(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 78
+    assert "ulimit -v): bytes=2147483648 min=" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
 def test_only_root_and_the_daemon_s_user_may_steer(serve: Callable[..., Daemon]) -> None:
     """Another user whom the group lets in may attach and look, but not switch the daemon for everybody."""
     if os.geteuid() != 0:

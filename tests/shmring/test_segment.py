@@ -150,3 +150,12 @@ def test_a_read_only_descriptor_cannot_be_mapped_as_a_writable_segment() -> None
     with pytest.raises(PermissionError):
         Segment(segment.read_only_fd(), 4096)
     segment.close()
+
+
+def test_what_cannot_be_mapped_is_one_line_and_leaves_no_descriptor() -> None:
+    fd = os.memfd_create("large")
+    os.ftruncate(fd, 1 << 50)
+    with pytest.raises(SegmentError, match=rf"^cannot map shared memory: bytes={1 << 50}: .*ulimit -v"):
+        Segment(fd, 1 << 50)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
