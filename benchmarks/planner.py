@@ -31,6 +31,9 @@ class Flags:
     def publish(self, key: Key, start: int, slots: Sequence[int], count: int, final: bool) -> bool:
         return True
 
+    def take_back(self, key: Key) -> bool:
+        return True
+
     def expire(self, key: Key) -> bool:
         return True
 
@@ -60,7 +63,7 @@ def drain(planner: Planner) -> int:
     """Carry out every order there is; how many blocks they had."""
     blocks = 0
     for lane in Lane:
-        while (order := planner.next_order(lane)[0]) is not None:
+        while (order := planner.next_order(lane)) is not None:
             planner.fetched(order.number, [True] * len(order.slots), 1)
             blocks += len(order.slots)
     return blocks
@@ -88,10 +91,15 @@ def staged(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
     planner.finish(key)
 
 
+def take_back(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
+    fetch(planner, key, hashes, blocks)
+    drain(planner)
+
+
 def fetch(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
     planner.hint(key, hashes, HASH_BYTES, blocks, 0, 0)
     planner.looked_up(key, blocks)
-    planner.ask(key)  # makes it the most urgent one, so that it revokes others
+    planner.ask(key)  # makes it the most urgent one, so that it takes others' room
     drain(planner)
     planner.finish(key)
 
@@ -144,6 +152,7 @@ def main() -> None:
         ("waits: in the store, no room", wait, fresh),
         ("staged: every block shared", staged, there),
         ("fetched: every block ordered and staged", fetch, fresh[: rounds // 4]),
+        ("taken back: as many fetched again for it", take_back, fresh[: rounds // 4]),
     ]
     print(f"{'microseconds per hint':42} {'waiting':>8} {'median':>8} {'p99':>8}")
     for name, run, hashes in cases:

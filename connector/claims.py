@@ -22,7 +22,7 @@ from .saves import Progress, Saves
 from .session import SchedulerSession
 from .support import Geometry
 
-# Hints pushed for one admission after the one at arrival, when that was revoked or its daemon replaced.
+# Hints pushed for one admission after the one at arrival, when that is void after a reset or its daemon replaced.
 MAX_LATE_HINTS = 3
 
 Reply = tuple[int | None, bool]
@@ -160,7 +160,7 @@ class Claims:
         if handle is not None and flag.state != FlagState.HINTED:
             if flag.state != FlagState.EXPIRED:
                 return self._take(entry, handle, flag, start, usable, Outcome.MISS, now, occupied)
-            return PENDING  # revoked while we looked: the next visit hints again
+            return PENDING  # void since we looked: the next visit hints again
         limit = usable
         if handle is not None and wait.policy == "adaptive" and (found := handle.session.flags.found(handle.flag)):
             limit = min(found, usable)
@@ -230,7 +230,7 @@ class Claims:
             self._counters["late_hints"] += 1
             assert entry.handle is not None
             if entry.wait is not None:
-                entry.wait.rehinted(start)
+                entry.wait.refetched(start)
             hints.ask(entry.handle, self._clock_ns())
         return True
 

@@ -25,7 +25,7 @@ from ..shmring.protocol import (
 )
 from .session import SchedulerSession
 
-# The daemon publishes progress while we exchange: each try loses against at most one such step.
+# The daemon publishes progress, or takes it back, while we exchange: each try loses against at most one such step.
 _TRIES = 16
 _HEAD_BYTES = 64
 _MINE = (FlagState.HINTED, FlagState.READY, FlagState.CLAIMED, FlagState.EXPIRED)
@@ -100,7 +100,7 @@ def claim(handle: Handle, seen: Flag, count: int, now_ns: int) -> bool:
 
 
 def unclaim(handle: Handle) -> None:
-    """The answer was not used in this pass: the daemon may revoke the blocks again."""
+    """The answer was not used in this pass: the daemon may take the blocks back again."""
     seen = look(handle)
     if seen.state == FlagState.CLAIMED and not _exchange(handle, seen, FlagState.READY, seen.count):
         raise SegmentCorrupt(f"a claimed flag was moved: flag={handle.flag}")

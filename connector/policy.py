@@ -93,7 +93,7 @@ class Wait:
             self.visited_ns = now_ns
             self.began_ready = self.ready = ready
 
-    def rehinted(self, ready: int) -> None:
+    def refetched(self, ready: int) -> None:
         """The fetch begins anew with so many blocks; clock and bounds go on."""
         self.began_ready = self.ready = ready
         self.first = None
@@ -195,6 +195,8 @@ class WaitPolicy:
             wait.first_in_line(ready, now_ns)
         elif not wait.counts:
             return Verdict.WAIT
+        if ready < wait.ready:  # taken back
+            wait.refetched(ready)
         self.fetches.saw(wait, ready, now_ns)
         wait.visits, wait.visited_ns = wait.visits + 1, now_ns
         verdict = self._judge(wait, max(0, limit - ready), now_ns, occupied)

@@ -8,12 +8,12 @@ Found word and disk word: generation (40 bits) | blocks (24), so that what an ea
 as nothing.
 
 * SYNC flag: slot table and found word visible with the count.  The daemon writes entries and both words, then exchanges
-  the flag word; the engine loads or exchanges the flag word (acquire), then reads no entry beyond the count it saw.
+  the flag word; the engine loads or exchanges the flag word (acquire), then reads no entry beyond the count it claimed.
 * SYNC slots: slots read before they are given up.  The engine reads entries and slots, then exchanges the claim away
   (un-claim or release); the daemon loads or exchanges the flag word (acquire), then reuses the slots.
 * SYNC claim: entry and claim cross.  The engine exchanges its claim in, fences, then reads the entries.  The daemon
   writes another slot over an entry, fences, then loads the flag word: if that is unclaimed, nobody will read the slot
-  that stood there.
+  that stood there.  So a claim may also be of a word that was taken back and came again with other entries.
 * SYNC copy: the copy visible with the entry.  The daemon copies a block to its second slot, fences, then writes the
   entry; the engine reads the entry, fences, then reads the slot.
 

@@ -7,11 +7,12 @@ Flag states and who may make each transition (always a compare-and-swap, always 
 
     engine   FREE -> HINTED                          a hint is about to be pushed
     daemon   HINTED,k -> HINTED,k'   -> READY,n      blocks [local_blocks, k') staged; READY: no more will come
+    daemon   HINTED | READY -> HINTED,0              taken back: the room was needed; the blocks will be fetched again
     engine   HINTED | READY -> CLAIMED,n             the engine answers n blocks (n <= count); they are its
     engine   CLAIMED -> READY                        the answer was not used in this pass
     engine   CLAIMED -> RELEASED                     every rank copied the blocks (or none ever will)
     engine   HINTED | READY -> CANCELLED             the request does not want them any more
-    daemon   HINTED | READY -> EXPIRED               revoked: room was needed, or a deadline passed, or a reset
+    daemon   HINTED | READY -> EXPIRED               void: the engine's weights change
     engine   EXPIRED -> FREE                         seen
     engine   HINTED -> FREE                          the ring was full: the hint was never pushed
     daemon   RELEASED | CANCELLED -> FREE            unpinned

@@ -75,9 +75,7 @@ class Client:
             return 0
         if request.key is not None:
             flag = self._node.flag(request.key)
-            if flag.state is FlagState.EXPIRED:
-                self._give_up(request)
-            elif start < request.hinted_local:
+            if start < request.hinted_local:
                 self._give_up(request)
                 request.late_hints -= 1
             elif flag.state is not FlagState.HINTED:
@@ -142,7 +140,7 @@ class Client:
             return False
         request.late_hints += 1
         assert request.wait is not None
-        request.wait.rehinted(start)
+        request.wait.refetched(start)
         return True
 
     def step_ran(self, step_ns: int, count: int, prefill_tokens: int, loading: bool) -> None:

@@ -70,7 +70,8 @@ class NodeCounters:
     overdue: int = 0
     """Calls that did not come back before their deadline."""
     look_up_timeouts: int = 0
-    revoked: int = 0
+    taken_back: int = 0
+    """Times that a request lost what was staged for it, and waited for it again."""
 
 
 class _Port:
@@ -91,13 +92,17 @@ class _Port:
         self._changed(key)
         return True
 
-    def expire(self, key: Key) -> bool:
+    def take_back(self, key: Key) -> bool:
         flag = self.flags[key]
         if flag.state not in (FlagState.HINTED, FlagState.READY):
             return False
-        flag.state = FlagState.EXPIRED
+        flag.state, flag.count = FlagState.HINTED, 0
+        flag.slots.clear()
         self._changed(key)
         return True
+
+    def expire(self, key: Key) -> bool:
+        raise NotImplementedError  # weights do not change here
 
 
 class Node:
@@ -157,8 +162,7 @@ class Node:
     def finish(self, key: Key, report: Callable[[int], None] | None = None) -> None:
         """Give the hint up, loaded or not; `report` hears when its last byte came (0: none was fetched for it)."""
         flag = self._port.flags[key]
-        if flag.state is not FlagState.EXPIRED:
-            flag.state = FlagState.RELEASED if flag.state is FlagState.CLAIMED else FlagState.CANCELLED
+        flag.state = FlagState.RELEASED if flag.state is FlagState.CLAIMED else FlagState.CANCELLED
         self._loop.after(self._message_ns, partial(self._finished, key, report))
 
     def look_up(self, done: Callable[[bool], None]) -> None:
@@ -237,6 +241,7 @@ class Node:
 
     def _finished(self, key: Key, report: Callable[[int], None] | None) -> None:
         request = self._planner.finish(key)
+        self.counters.taken_back += request.taken_back if request is not None else 0
         if report is not None:
             report(request.last_byte_ns if request is not None else 0)
         self._requests.pop(key, None)
@@ -247,8 +252,7 @@ class Node:
         """Start what there are threads for, and look again a little later as long as requests are left."""
         for lane, threads in ((Lane.MEMORY, self._model.fetch_threads), (Lane.DISK, self._model.disk_threads)):
             while self._in_flight[lane] < threads and len(self._stuck) < MAX_STUCK and self._planner.wants(lane):
-                order, revoked = self._planner.next_order(lane)
-                self.counters.revoked += len(revoked)
+                order = self._planner.next_order(lane)
                 if order is None:
                     break
                 self._fetch(order)

@@ -52,7 +52,7 @@ def figures(result: Result) -> dict[str, object]:
         "given_up": result.client.given_up,
         "partial_loads": result.client.partial,
         "look_up_timeouts": result.node.look_up_timeouts,
-        "revoked": result.node.revoked,
+        "taken_back": result.node.taken_back,
         "ttft_p50_s": _finite(result.ttft_s(0.5)),
         "ttft_p99_s": _finite(result.ttft_s(0.99)),
         "simulated_s": result.end_ns / NS,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ..planning.negative import NegativeCache
-from ..planning.planner import Lane, Order, Planner, Request
+from ..planning.planner import Lane, Order, Planner
 from ..pools import Pools
 from ..store.client import Store
 from ..store.errors import ErrorClass
@@ -21,30 +21,24 @@ from .warming import Warming
 
 
 class Fetcher:
-    """Starts a lane's next fetch, for requests or ahead of them.
-
-    `revoked` hears of requests that lost their room, `returned` of every fetch's end.
-    """
+    """Starts a lane's next fetch, for requests or ahead of them. `returned` hears of every fetch's end."""
 
     def __init__(
         self, planner: Planner, warming: Warming, store: Store, shape: transfers.Shape, pools: Pools, jobs: Jobs,
         negative: NegativeCache, totals: Account, log: Log, clock_ns: Callable[[], int],
-        *, revoked: Callable[[Request], None], returned: Callable[[], None],
+        *, returned: Callable[[], None],
     ) -> None:  # fmt: skip
         self._planner, self._warming = planner, warming
         self._store, self._shape, self._pools, self._jobs = store, shape, pools, jobs
         self._negative, self._totals, self._log, self._clock_ns = negative, totals, log, clock_ns
-        self._revoked, self._returned = revoked, returned
+        self._returned = returned
         self._block_bytes = sum(shape.staging.block_bytes)
 
     def pump(self, lane: Lane) -> bool:
         """Start one fetch of this lane if there is one to start, and room for it; False when there is none."""
         if not (self._planner.wants(lane) and self._pools.fetch_room(lane, self._jobs)):
             return False
-        order, revoked = self._planner.next_order(lane)
-        for request in revoked:
-            self._revoked(request)
-        if order is None:
+        if (order := self._planner.next_order(lane)) is None:
             return False
         self._start(order)
         return True

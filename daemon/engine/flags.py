@@ -20,7 +20,7 @@ class Tier(Protocol):
         """The slots to enter for blocks that are about to be published in these."""
 
     def dropped(self, key: Key) -> None:
-        """The engine reads nothing of it any more."""
+        """The engine reads nothing of it, unless it is published again."""
 
 
 class SessionFlags:
@@ -43,11 +43,18 @@ class SessionFlags:
         state = FlagState.READY if final else FlagState.HINTED
         return self._move(key, (FlagState.HINTED,), pack(generation, state, count))
 
+    def take_back(self, key: Key) -> bool:
+        return self._void(key, FlagState.HINTED)
+
     def expire(self, key: Key) -> bool:
-        expired = self._move(key, (FlagState.HINTED, FlagState.READY), pack(key[1], FlagState.EXPIRED, 0))
-        if expired and self.tier is not None:
+        return self._void(key, FlagState.EXPIRED)
+
+    def _void(self, key: Key, state: FlagState) -> bool:
+        """Out of an unclaimed flag's hands: nothing of it is published any more."""
+        done = self._move(key, (FlagState.HINTED, FlagState.READY), pack(key[1], state, 0))
+        if done and self.tier is not None:
             self.tier.dropped(key)
-        return expired
+        return done
 
     def free(self, key: Key) -> bool:
         """RELEASED or CANCELLED -> FREE: nothing of it is pinned any more."""

@@ -59,7 +59,7 @@ class LookUps:
         self._timeout_ns, self._renew_ns = timeout_ns, lease_ns // 2
         self._waiting: dict[Key, tuple[int, Question]] = {}  # since when
         self._queue: list[tuple[Urgency, Key]] = []
-        self._renewals: deque[tuple[int, Key]] = deque()  # when due
+        self._renewals: deque[tuple[int, Key, int]] = deque()  # when due, and the number of the request
         self._renewing: deque[Question] = deque()
         self._flight: list[Question] = []
         self._number = 0
@@ -71,6 +71,7 @@ class LookUps:
         """A new request; it may be answered at once."""
         if request.issued == request.blocks:
             self._ports.found(request, request.issued, b"", unavailable=False)
+            self._renew_later(request, now_ns)
             return
         if not self._ports.answering():
             self._ports.found(request, request.issued, b"", unavailable=True)
@@ -126,14 +127,19 @@ class LookUps:
             request = question.request
             if not self._lives(request):
                 continue
-            found, where = question.start + run, bytes(question.start - request.local) + on_disk
+            before = question.start - request.local
+            found, where = question.start + run, request.on_disk[:before].ljust(before, b"\0") + on_disk
             if question.renewal:
                 self._ports.renewed(request, found, where)
             else:
                 self._ports.found(request, found, where, unavailable=False)
-            if request.wants_work:
-                self._renewals.append((now_ns + self._renew_ns, request.key))
+            self._renew_later(request, now_ns)
         self.next(now_ns)
+
+    def _renew_later(self, request: Request, now_ns: int) -> None:
+        """Until it ends: what is staged for it may be taken back, and is to be fetched again then."""
+        if request.local < request.limit:
+            self._renewals.append((now_ns + self._renew_ns, request.key, request.sequence))
 
     def tick(self, now_ns: int) -> None:
         """Give up those that waited too long; collect the leases to renew."""
@@ -141,11 +147,16 @@ class LookUps:
             self._give_up([self._waiting.pop(key)[1]])
         room = RENEWED_PER_TICK
         while self._renewals and self._renewals[0][0] <= now_ns and room > 0:
-            request = self._requests.get(self._renewals.popleft()[1])
-            if request is not None and request.wants_work:
+            _, key, number = self._renewals.popleft()
+            request = self._requests.get(key)
+            if request is None or request.sequence != number:
+                continue
+            if request.wants_work:
                 digests = request.digests(request.issued, request.limit)
                 self._renewing.append(Question(request, request.issued, digests, renewal=True))
                 room -= len(digests)
+            else:
+                self._renew_later(request, now_ns)
         self.next(now_ns)
 
     def _give_up(self, questions: Sequence[Question]) -> None:

@@ -102,7 +102,7 @@ class EngineSession:
         )  # fmt: skip
         self._fetcher = Fetcher(
             self.planner, self.warming, store, self.shape, pools, self.jobs, self._negative, self.totals, self._log,
-            clock_ns, revoked=partial(self.stories.tell, ending=Ending.REVOKED), returned=self.saver.next,
+            clock_ns, returned=self.saver.next,
         )  # fmt: skip
 
     def register_staging(self) -> None:

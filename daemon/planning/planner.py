@@ -3,8 +3,9 @@
 A block that several requests want is fetched once and pinned once per request (blocks.py); blocks are kept in runs,
 which is what a request holds, waits for and gives back.  Work goes out by urgency:
 asked for at the queue head, then scheduler priority, then arrival; blocks in the store's memory and blocks on its disks
-in lanes of their own.  A request without room may revoke the least urgent one, if that is less urgent than itself and
-not claimed.  Time is handed in; flags are reached through a port.
+in lanes of their own.  A request without room takes that of the least urgent one, if that is less urgent than itself
+and not claimed; that one then waits for room again, in its own place of the queue.  Urgencies only ever rise, once for
+each request, so two cannot go on taking from each other.  Time is handed in; flags are reached through a port.
 """
 
 from __future__ import annotations
@@ -149,12 +150,12 @@ class Planner:
         self._queues.changed()
 
     def reset(self) -> list[Request]:
-        """The KV of every block is void: revoke what is unclaimed, forget the index. Returns the revoked requests."""
-        revoked = [request for request in self.requests.values() if self._flags.expire(request.key)]
-        for request in revoked:
+        """The KV of every block is void: end what is unclaimed, forget the index. Returns the requests that ended."""
+        ended = [request for request in self.requests.values() if self._flags.expire(request.key)]
+        for request in ended:
             self._drop(request)
         self._blocks.detach_all()
-        return revoked
+        return ended
 
     def end(self) -> None:
         """The engine is gone: what it has not loaded by now is waste."""
@@ -169,17 +170,16 @@ class Planner:
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
-    def next_order(self, lane: Lane = Lane.MEMORY) -> tuple[Order | None, list[Request]]:
-        """The lane's most urgent blocks that fit one store call, and the requests revoked to make room for them."""
+    def next_order(self, lane: Lane = Lane.MEMORY) -> Order | None:
+        """The lane's most urgent blocks that fit one store call, into room that is there or is taken from others."""
         digests: list[bytes] = []
         slots = array("I")
-        revoked: list[Request] = []
         chunk = self._chunk_blocks[lane]
         while self.wants(lane) and len(slots) < chunk:
             request = self._queues.head(lane)
             if request is None or self._queues.must_yield(lane, request.urgency):
                 break
-            stop = self._issue(request, lane, digests, slots, revoked)
+            stop = self._issue(request, lane, digests, slots)
             self._advance(request)
             if stop is Stop.LANE:
                 self._queues.enter(request)
@@ -191,7 +191,7 @@ class Planner:
             elif 2 * len(slots) >= chunk:
                 # Filling up with the next request's blocks would make this one wait for them.
                 break
-        return self._order(lane, digests, slots), revoked
+        return self._order(lane, digests, slots)
 
     def ahead(self, digests: Sequence[bytes], lane: Lane, ahead: str) -> Order | None:
         """An order for the first of these blocks, which no request wants yet, into room that none needs.
@@ -218,9 +218,7 @@ class Planner:
         """Whether next_order(lane) is worth a call."""
         return self._queues.wants(lane)
 
-    def _issue(
-        self, request: Request, lane: Lane, digests: list[bytes], slots: array[int], revoked: list[Request]
-    ) -> Stop:
+    def _issue(self, request: Request, lane: Lane, digests: list[bytes], slots: array[int]) -> Stop:
         """Pin this request's next blocks and order the missing ones."""
         while request.wants_work and (room := self._chunk_blocks[lane] - len(slots)) > 0:
             self._pin_known(request, request.limit)
@@ -231,10 +229,10 @@ class Planner:
             if request.lane is not lane:
                 return Stop.LANE
             taken = array("I")
-            stop = self._take_slots(taken, 1, request.urgency, lane, revoked)
+            stop = self._take_slots(taken, 1, request.urgency, lane)
             if taken:  # most find none: their digests are not cut out for that
                 wanted = request.digests(start, min(start + room, request.lane_ends(start)))
-                stop = self._take_slots(taken, self._blocks.missing(wanted), request.urgency, lane, revoked)
+                stop = self._take_slots(taken, self._blocks.missing(wanted), request.urgency, lane)
                 run = self._blocks.add(wanted[: len(taken)], taken, lane, request)
                 digests += run.digests
                 slots += taken
@@ -243,16 +241,16 @@ class Planner:
                 return stop
         return Stop.FULL
 
-    def _take_slots(self, slots: array[int], count: int, urgency: Urgency, lane: Lane, revoked: list[Request]) -> Stop:
-        """Take slots for `count` blocks of this lane, revoking others if need be; why there are fewer, if so."""
+    def _take_slots(self, slots: array[int], count: int, urgency: Urgency, lane: Lane) -> Stop:
+        """Take slots for `count` blocks of this lane, from others if need be; why there are fewer, if so."""
         while len(slots) < count:
             most = min(count, self._blocks.budget(lane)) - len(slots)
             if most <= 0:
-                if not self._revoke(urgency, lane, revoked):
+                if not self._take_back(urgency, lane):
                     return Stop.NO_BUDGET
             elif taken := self._blocks.take_slots(most):
                 slots += taken
-            elif not self._revoke(urgency, None, revoked):
+            elif not self._take_back(urgency, None):
                 return Stop.NO_ROOM
         return Stop.FULL
 
@@ -267,13 +265,25 @@ class Planner:
         request.held.extend(run.slots)
         request.issued += len(run)
 
-    def _revoke(self, urgency: Urgency, lane: Lane | None, revoked: list[Request]) -> bool:
-        """Revoke the least urgent request that gives back a slot (of this lane) at once, if there is one."""
-        victim = self._victims.expire(urgency, lane)
-        if victim is not None:
-            self._drop(victim)
-            revoked.append(victim)
-        return victim is not None
+    def _take_back(self, urgency: Urgency, lane: Lane | None) -> bool:
+        """Take all that the least urgent request holds of those that give back a slot (of this lane) at once.
+
+        False when there is none.  What nobody needed in the meantime it finds again when its turn comes.
+        """
+        request = self._victims.take_back(urgency, lane)
+        if request is None:
+            return False
+        # Of what it found in staging no look-up said where it lies.
+        lanes = b"".join(bytes([run.lane]) * len(run) for run in self._blocks.runs(request.held))
+        request.on_disk = lanes + request.on_disk[len(lanes) :]
+        request.ready = request.issued = request.local
+        request.final = False
+        request.taken_back += 1
+        self._served.discard(request.sequence)
+        self._unpin(request, 0)
+        if request.wants_work:
+            self._queues.enter(request)
+        return True
 
     def _serve_in_part(self, request: Request, lane: Lane) -> bool:
         """Where no slot will come back, somebody's prefix so far is all of it: whether there was anyone to tell so.

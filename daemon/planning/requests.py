@@ -16,14 +16,18 @@ Urgency = tuple[int, int, int]  # (asked for or not, priority, number of the req
 
 
 class FlagPort(Protocol):
-    """How the planner reaches completion flags. Both calls are compare-and-swaps and may lose to the engine."""
+    """How the planner reaches completion flags. Each call is a compare-and-swap and may lose to the engine."""
 
     def publish(self, key: Key, start: int, slots: Sequence[int], count: int, final: bool) -> bool:
         """Enter slots from block `start` on and publish `count`; False when the flag is the engine's already."""
         ...
 
+    def take_back(self, key: Key) -> bool:
+        """Nothing of an unclaimed flag is published any more, for now; False when the engine had it first."""
+        ...
+
     def expire(self, key: Key) -> bool:
-        """Take an unclaimed flag back; False when the engine claimed or dropped it first."""
+        """End an unclaimed flag; False when the engine claimed or dropped it first."""
         ...
 
 
@@ -47,6 +51,7 @@ class Request:
     on_disk: bytes = b""  # 1 for each block from `local` on that lies only on disk; what is beyond lies in memory
     held: array[int] = field(default_factory=lambda: array("I"))  # slots of [local, issued)
     waits: Run | None = None  # what `ready` stands before, while it loads
+    taken_back: int = 0  # how often
     fetched_blocks: int = 0
     disk_blocks: int = 0
     first_byte_ns: int = 0

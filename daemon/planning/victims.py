@@ -1,4 +1,4 @@
-"""Whom to revoke when a more urgent request has no room: the least urgent one that gives back a slot at once. Pure."""
+"""Whose room a more urgent request takes: the least urgent one's that gives back a slot at once. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import heapq
 from .blocks import Blocks, BlockState, Lane
 from .requests import FlagPort, Request, Urgency, negated, push
 
-MAX_TRIES = 64  # requests looked at for one revocation
+MAX_TRIES = 64  # requests looked at for one slot
 
 
 class Victims:
@@ -17,8 +17,8 @@ class Victims:
         self._blocks, self._numbers, self._flags = blocks, numbers, flags
         self._heap: list[Urgency] = []  # negated urgencies
 
-    def expire(self, urgency: Urgency, lane: Lane | None) -> Request | None:
-        """Expire the flag of one that is less urgent, holds a slot (of this lane) alone, and is not claimed."""
+    def take_back(self, urgency: Urgency, lane: Lane | None) -> Request | None:
+        """Take back the flag of one that is less urgent, holds a slot (of this lane) alone, and is not claimed."""
         while self._blocks.exposed:
             if (request := self._numbers.get(self._blocks.exposed.pop())) is not None:
                 push(self._heap, negated(request.urgency), self._numbers)
@@ -32,7 +32,7 @@ class Victims:
             if victim.urgency <= urgency:
                 break
             entry = heapq.heappop(self._heap)
-            if self._gives_back(victim, lane) and self._flags.expire(victim.key):
+            if self._gives_back(victim, lane) and self._flags.take_back(victim.key):
                 found = victim
             else:
                 aside.append(entry)

@@ -62,6 +62,7 @@ class Account:
     saved_blocks: int = 0
     present_blocks: int = 0
     lost_saves: int = 0
+    requests_taken_back: int = 0
     promoted_blocks: int = 0
     device_blocks: int = 0
     transfer_s: float = 0.0
@@ -83,6 +84,7 @@ class Account:
         """Enter one request.done line."""
         self.endings[story["outcome"]] += 1
         self.loaded_blocks += story["loaded_blocks"]
+        self.requests_taken_back += story["taken_back"] > 0
         looked_up, seen, claimed, asked = (
             story[f"{name}_ms"] for name in ("looked_up", "hint_seen", "claimed", "asked")
         )

@@ -36,10 +36,9 @@ class Ending(enum.Enum):
     ABORTED = "aborted", "the request ended in the engine before it was admitted"
     UNUSED = "unused", "admitted without these blocks: all were local by then, or another connector answered"
     EVICTED = "evicted", "the engine lost local blocks that the hint had counted on; it hinted again"
-    LOST = "lost", "the engine gave the hint up: taken back by the daemon, or void after a reset"
+    LOST = "lost", "the engine gave the hint up: void after a reset"
     # Found by the daemon.
     UNTOLD = "untold", "the flag was given up, and the record that says how did not come: the hint ring was full"
-    REVOKED = "revoked", "the daemon took it back: a more urgent request needed the room"
     RESET = "reset", "the engine's weights changed (`reset_cache`) while it was pending or staged"
     ENGINE_GONE = "engine_gone", "the connection to one of the engine's processes ended first"
     ENGINE_CORRUPT = "engine_corrupt", "the engine's shared memory said what cannot be, and it was detached"
@@ -88,6 +87,9 @@ FIELDS: dict[str, Field] = {
     "bytes": Field("integer", "bytes fetched for it, all ranks; blocks that were staged for others already cost none"),
     "bytes_disk": Field("integer", "of these, from a disk tier"),
     "bytes_memory": Field("integer", "of these, from memory"),
+    "taken_back": Field(
+        "integer", "how often what was staged for it went to more urgent requests, to be fetched again"
+    ),
     "store_unavailable": Field("boolean", "the store could not be asked, which counts as a miss"),
     "arrived_ms": Field("number", "the engine's scheduler got the request; all other times count from here"),
     "hint_seen_ms": Field("number?", "the daemon read the hint"),
@@ -125,6 +127,7 @@ FIELDS: dict[str, Field] = {
     "no_room_blocks": Field("integer", "blocks that found no room that nobody needed, or no turn"),
     "saved_blocks": Field("integer", "blocks put into the store"),
     "lost_saves": Field("integer", "blocks that were to be saved and were not"),
+    "requests_taken_back": Field("integer", "requests that lost staged blocks to more urgent ones before they ended"),
     "slots": Field("integer", "staging slots, those for saves not counted in `status` and `engine.detached`"),
     "slots_free": Field("integer", "empty slots"),
     "slots_idle": Field("integer", "slots with a staged block that no request holds"),
@@ -193,7 +196,8 @@ _ACCOUNT = (
     "slots", "slots_free", "slots_idle", "slots_stuck", "blocks_pinned", "requests", "leases", "orders",
     "save_slots", "save_slots_busy", "saves_queued", "hints", "dropped_hints", "bad_records", "hit_blocks",
     "miss_blocks", "fetched_blocks", "failed_blocks", "loaded_blocks", "saved_blocks", "present_blocks", "lost_saves",
-    "device_slots", "device_slots_free", "device_slots_idle", "device_copies", "promoted_blocks", "device_blocks",
+    "requests_taken_back", "device_slots", "device_slots_free", "device_slots_idle", "device_copies",
+    "promoted_blocks", "device_blocks",
 )  # fmt: skip
 
 EVENTS: dict[str, Event] = {

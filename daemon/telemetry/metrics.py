@@ -38,6 +38,9 @@ CATALOGUE: dict[str, Described] = {
     "hints_dropped": Described("counter", "Hints that an engine could not push: its ring or its flags were full"),
     "bad_records": Described("counter", "Hint-ring records that were skipped"),
     "requests": Described("counter", "Hinted requests that ended, by outcome (docs/EVENTS.md)", ("outcome",)),
+    "requests_taken_back": Described(
+        "counter", "Of these, those that lost staged blocks to more urgent ones meanwhile"
+    ),
     "hit_blocks": Described(
         "counter", "Blocks beyond the local ones that were there, by tier; staging: fetched before", ("tier",)
     ),
@@ -147,7 +150,7 @@ class BoardCollector(Collector):
             "miss_blocks": totals.miss_blocks, "loaded_blocks": totals.loaded_blocks,
             "transfer_seconds": totals.transfer_s, "hidden_seconds": totals.hidden_s,
             "saved_blocks": totals.saved_blocks, "present_blocks": totals.present_blocks,
-            "lost_saves": totals.lost_saves,
+            "lost_saves": totals.lost_saves, "requests_taken_back": totals.requests_taken_back,
             "promoted_blocks": totals.promoted_blocks, "device_blocks": totals.device_blocks,
         }  # fmt: skip
         return {

@@ -40,6 +40,8 @@ def headline(record: Record) -> list[str]:
             f"{size(_count(record, 'bytes'))} fetched: {size(_count(record, 'bytes_memory'))} from memory, "
             f"{size(_count(record, 'bytes_disk'))} from disk"
         )
+    if times := _count(record, "taken_back"):
+        lines.append(f"its room went to more urgent requests {'once' if times == 1 else f'{times} times'}")
     return lines
 
 

@@ -58,6 +58,7 @@ class Timeline:
             "bytes": request.fetched_blocks * block_bytes,
             "bytes_disk": request.disk_blocks * block_bytes,
             "bytes_memory": memory_blocks * block_bytes,
+            "taken_back": request.taken_back,
             "store_unavailable": self.store_unavailable,
             "arrived_ms": 0.0,
             "hint_seen_ms": self._ms(self.hint_seen_ns),

@@ -101,7 +101,7 @@ def test_p03_an_answer_may_be_asked_for_again_and_is_given_up_when_not_used(make
         allocate = manager.allocate_slots
         manager.allocate_slots = lambda *args, **kwargs: None
         engine.step()
-        assert engine.daemon.flag("r").state == FlagState.READY, "the daemon may revoke it between passes"
+        assert engine.daemon.flag("r").state == FlagState.READY, "the daemon may take it back between passes"
         manager.allocate_slots = allocate
         answers = {engine.connector.get_num_new_matched_tokens(request, 0) for _ in range(3)}
         assert answers == {(3 * BLOCK, False)}
@@ -111,7 +111,7 @@ def test_p03_an_answer_may_be_asked_for_again_and_is_given_up_when_not_used(make
 
     check()
     monkeypatch.setattr(Claims, "withdraw", lambda self, entry: None)
-    with pytest.raises(AssertionError, match="revoke"):
+    with pytest.raises(AssertionError, match="take it back"):
         check()
 
 

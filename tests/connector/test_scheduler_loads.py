@@ -234,7 +234,51 @@ def test_a_local_prefix_may_shrink_any_number_of_times() -> None:
     assert engine.match(request, 0) == ((local + 1) * BLOCK, False)
 
 
-def test_a_revoked_hint_is_renewed_a_few_times() -> None:
+def test_what_is_taken_back_is_pending_again_under_the_same_hint() -> None:
+    """Before the first visit, and after an answer that was not used; no other hint, and asked for once."""
+    engine = Engine()
+    request = engine.add("r", 4 * BLOCK)
+    hint = engine.daemon.stage("r", 3, slots=[4, 5, 6])
+    for slots in ([6, 4, 5], [1, 2, 3]):
+        engine.daemon.move(hint.flag, FlagState.HINTED, 0)
+        assert engine.match(request) == PENDING
+        engine.daemon.stage("r", 3, slots=slots)
+        assert engine.match(request) == (3 * BLOCK, False)
+        engine.step()
+    assert engine.match(request) == (3 * BLOCK, False)
+    engine.allocate(request, 3 * BLOCK)
+    assert engine.step([(request, 4 * BLOCK)]).loads[0].slots == [1, 2, 3]
+    engine.daemon.drain()
+    assert (len(engine.daemon.hints), len(engine.daemon.asks)) == (1, 1)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_claim_after_a_taking_back_fails_or_reads_the_new_slots(again: bool) -> None:
+    """The flag moves between the look and the claim; published again, its word is what it was."""
+    engine = Engine()
+    request = engine.add("r", 4 * BLOCK)
+    hint = engine.daemon.stage("r", 3, slots=[4, 5, 6])
+    flags = engine.link.session.flags  # type: ignore[union-attr]
+    exchange = flags.exchange
+
+    def later(index: int, expected: int, desired: int) -> bool:
+        flags.exchange = exchange  # type: ignore[method-assign]
+        engine.daemon.move(hint.flag, FlagState.HINTED, 0)
+        if again:
+            engine.daemon.stage("r", 3, slots=[1, 2, 3])
+        return exchange(index, expected, desired)
+
+    flags.exchange = later  # type: ignore[method-assign]
+    if not again:
+        assert engine.match(request) == PENDING
+        assert engine.daemon.flag("r") == (1, FlagState.HINTED, 0)
+        return
+    assert engine.match(request) == (3 * BLOCK, False)
+    engine.allocate(request, 3 * BLOCK)
+    assert engine.step([(request, 4 * BLOCK)]).loads[0].slots == [1, 2, 3]
+
+
+def test_a_hint_that_became_void_is_renewed_a_few_times() -> None:
     engine = Engine()
     request = engine.add("r", 4 * BLOCK)
     for _ in range(MAX_LATE_HINTS):
@@ -249,7 +293,7 @@ def test_a_revoked_hint_is_renewed_a_few_times() -> None:
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_an_answer_without_allocation_is_given_up_at_the_end_of_the_pass(drop_last: bool) -> None:
-    """And claimed again at the next visit, however often; a revocation in between is seen."""
+    """And claimed again at the next visit, however often; an end in between is seen."""
     engine = Engine(drop_last=drop_last)
     request = engine.add("r", 4 * BLOCK)
     engine.daemon.stage("r", 3)

@@ -87,6 +87,25 @@ def test_a_fetch_that_stops_half_way_gives_what_it_brought() -> None:
     assert len(engine.step([(request, 20 * BLOCK + 1)]).loads[0].slots) == 20
 
 
+def test_what_was_taken_back_is_nothing_gained_and_its_pace_is_forgotten() -> None:
+    """Thirty blocks came at once, and went; the wait for them does not last as if they were there."""
+    engine = measured()
+    request = engine.add("r", 40 * BLOCK + 1)
+    assert engine.match(request) == PENDING
+    step(engine)
+    hint = engine.daemon.stage("r", 30, ready=False, found=40)
+    assert engine.match(request) == PENDING
+    step(engine)
+    engine.daemon.move(hint.flag, FlagState.HINTED, 0)
+    assert engine.match(request) == PENDING
+    wait = engine.side._entries["r"].wait
+    assert wait is not None
+    assert (wait.began_ready, wait.ready, wait.first) == (0, 0, None)
+    reply, visits = visits_until_decided(engine, request)
+    assert reply == NOTHING
+    assert visits <= 9
+
+
 def test_a_fetch_that_goes_on_is_waited_for() -> None:
     engine = measured()
     request = engine.add("r", 40 * BLOCK + 1)
@@ -149,7 +168,7 @@ def test_wait_waits_for_a_daemon_that_lives_but_not_for_ever() -> None:
 
 
 def test_new_hints_do_not_move_the_bound() -> None:
-    """A daemon that restarts or revokes again and again holds a request no longer than one that is slow."""
+    """A daemon that restarts or ends hints again and again holds a request no longer than one that is slow."""
     engine = Engine(wait_timeout_ms=100)
     request = engine.add("r", 3 * BLOCK)
     assert engine.match(request) == PENDING

@@ -18,9 +18,12 @@ class FlagsModel:
         self.slots: dict[Key, dict[int, int]] = {}
         self.expired: set[Key] = set()
         self.claimed: set[Key] = set()
+        self.refused: set[Key] = set()
+        self.taken_back: list[Key] = []
 
     def publish(self, key: Key, start: int, slots: Sequence[int], count: int, final: bool) -> bool:
         if key in self.claimed:
+            self.refused.add(key)
             return False
         assert key not in self.expired
         assert key not in self.final
@@ -31,6 +34,17 @@ class FlagsModel:
         self.count[key] = count
         if final:
             self.final.add(key)
+        return True
+
+    def take_back(self, key: Key) -> bool:
+        if key in self.claimed:
+            return False
+        assert key not in self.expired
+        self.taken_back.append(key)
+        self.final.discard(key)
+        self.refused.discard(key)
+        self.slots.pop(key, None)
+        self.count.pop(key, None)
         return True
 
     def expire(self, key: Key) -> bool:
@@ -56,7 +70,7 @@ def run(
     """Carry out every order there is; the digests of each, in order."""
     done: list[list[str]] = []
     for lane in lanes:
-        while (order := planner.next_order(lane)[0]) is not None:
+        while (order := planner.next_order(lane)) is not None:
             names = [digest.decode().rstrip(".") for digest in order.digests]
             planner.fetched(order.number, [name not in fail for name in names], 1)
             done.append(names)

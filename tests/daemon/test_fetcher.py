@@ -12,7 +12,7 @@ import structlog
 from kvprefetch.daemon.engine.fetcher import Fetcher
 from kvprefetch.daemon.engine.jobs import Jobs
 from kvprefetch.daemon.planning.negative import LASTING_NS, MISS_NS, NegativeCache
-from kvprefetch.daemon.planning.planner import Lane, Order, Planner, Request
+from kvprefetch.daemon.planning.planner import Lane, Order, Planner
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.telemetry.account import Account
 from tests.daemon.planning import FlagsModel, digests, hint
@@ -30,7 +30,6 @@ class Setup:
         self.ahead: Order | None = None
         self.room = True
         self.returned = 0
-        self.revoked: list[Request] = []
         self.totals, self.negative = Account(), NegativeCache()
         self.planner = Planner(8, FlagsModel(), chunk_blocks=8)
         log = structlog.get_logger()
@@ -46,7 +45,7 @@ class Setup:
         store: Any = None
         self.fetcher = Fetcher(
             self.planner, warming, store, shape, pools, Jobs(log), self.negative, self.totals, log, lambda: self.now,
-            revoked=self.revoked.append, returned=self._returned,
+            returned=self._returned,
         )  # fmt: skip
 
     def _returned(self) -> None:
@@ -141,7 +140,7 @@ def test_what_is_staged_ahead_needs_room_too() -> None:
     assert setup.staged_ahead == [1]
 
 
-def test_whoever_loses_its_room_to_a_fetch_is_named() -> None:
+def test_whoever_loses_its_room_to_a_fetch_fetches_again_behind_it() -> None:
     setup = Setup()
     setup.want(*"abcdefgh")
     [loser] = setup.planner.requests.values()
@@ -150,4 +149,9 @@ def test_whoever_loses_its_room_to_a_fetch_is_named() -> None:
     setup.want("x")
     setup.planner.ask((2, 1))
     assert setup.fetcher.pump(Lane.MEMORY)
-    assert setup.revoked == [loser]
+    assert loser.taken_back == 1
+    setup.end([ErrorClass.OK])
+    setup.planner.finish((2, 1))
+    assert setup.fetcher.pump(Lane.MEMORY)
+    setup.end([ErrorClass.OK])
+    assert (loser.ready, loser.final, loser.fetched_blocks) == (8, True, 9)

@@ -9,13 +9,16 @@ from hypothesis import strategies as st
 
 from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, LookUps, Question
 from kvprefetch.daemon.planning.negative import LASTING_NS, MAX_ENTRIES, MISS_NS, NegativeCache
-from kvprefetch.daemon.planning.planner import Key, Planner, Request
+from kvprefetch.daemon.planning.planner import Key, Lane, Planner, Request
 
 SECOND = 1_000_000_000
 
 
 class Flags:
     def publish(self, *_: object) -> bool:
+        return True
+
+    def take_back(self, _: Key) -> bool:
         return True
 
     def expire(self, _: Key) -> bool:
@@ -182,7 +185,7 @@ def test_what_is_staged_needs_no_question() -> None:
     setup.hint(1, "a")
     setup.look_ups.next(0)
     setup.answer()
-    assert setup.planner.next_order()[0] is not None
+    assert setup.planner.next_order() is not None
     setup.up = False
     shared = setup.hint(2, "a", "b")
     assert setup.answers[shared] == (1, True)
@@ -208,6 +211,38 @@ def test_hits_that_wait_longer_than_half_their_lease_are_asked_for_again() -> No
     assert setup.planner.requests[waiting].limit == 2, "shorter, not failed"
     setup.look_ups.tick(10 * SECOND)
     assert len(setup.sent) == 3, "and again half a lease later"
+
+
+def test_the_lease_of_what_is_taken_back_is_renewed_and_its_tier_kept() -> None:
+    """Also when it was staged for a long time before, or never looked up; the last block lies only on disk."""
+    setup = Setup()
+    setup.store("x", "y")
+    first = setup.hint(1, "x")
+    setup.look_ups.next(0)
+    setup.answer()
+    planner = setup.planner
+    planner.fetched(planner.next_order().number, [True], 1)  # type: ignore[union-attr]
+    found = setup.hint(2, "x", priority=1)
+    setup.look_ups.tick(5 * SECOND)
+    assert len(setup.sent) == 1, "nothing waits for a fetch"
+    planner.finish(first)
+    planner.looked_up(setup.hint(3, "y"), 1, b"\1")
+    assert planner.next_order(Lane.DISK) is not None
+    assert planner.requests[found].taken_back == 1
+    setup.look_ups.tick(10 * SECOND)
+    assert [(q.request.key, q.digests) for q in setup.sent[-1][1] if q.renewal] == [(found, (b"x.......",))]
+
+
+def test_a_renewal_keeps_what_is_known_of_the_blocks_before_it() -> None:
+    setup = Setup()
+    key = setup.hint(1, "a", "b", "c")
+    setup.look_ups.next(0)
+    setup.look_ups.answered(setup.sent[-1][0], [(3, b"\1\0\1")], 0)
+    assert setup.planner.next_order(Lane.DISK) is not None
+    setup.look_ups.tick(5 * SECOND)
+    assert setup.sent[-1][1][0].start == 1
+    setup.look_ups.answered(setup.sent[-1][0], [(2, b"\0\1")], 5 * SECOND)
+    assert setup.planner.requests[key].on_disk == b"\1\0\1"
 
 
 def test_a_renewal_that_fails_takes_nothing_away() -> None:

@@ -32,7 +32,7 @@ def test_a_shared_block_is_fetched_once_also_while_it_is_loading() -> None:
     planner = Planner(8, flags, chunk_blocks=8)
     one = hint(planner, 1, "a", "b")
     planner.looked_up(one, 2)
-    order, _ = planner.next_order()
+    order = planner.next_order()
     assert order is not None
     two = hint(planner, 2, "a", "b", "c")
     planner.looked_up(two, 3)
@@ -86,7 +86,7 @@ def test_consumed_blocks_stay_until_their_room_is_needed() -> None:
     assert run(planner) == [["x", "y", "z"]]
 
 
-def test_a_request_at_the_head_revokes_the_least_urgent_unclaimed_one() -> None:
+def test_a_request_at_the_head_takes_the_room_of_the_least_urgent_unclaimed_one() -> None:
     flags = FlagsModel()
     planner = Planner(2, flags, chunk_blocks=8)
     claimed, waiting = hint(planner, 1, "a"), hint(planner, 2, "b")
@@ -98,9 +98,10 @@ def test_a_request_at_the_head_revokes_the_least_urgent_unclaimed_one() -> None:
     planner.looked_up(head, 1)
     assert run(planner) == [], "an ordinary later arrival takes nobody's room"
     planner.ask(head)
-    order, revoked = planner.next_order()
+    order = planner.next_order()
     assert order is not None
-    assert [request.key for request in revoked] == [waiting]
+    assert flags.taken_back == [waiting]
+    assert planner.requests[waiting].taken_back == 1
 
 
 def test_a_request_larger_than_the_staging_is_served_in_part() -> None:
@@ -118,7 +119,7 @@ def test_a_cancelled_load_gives_its_slot_back_when_the_call_returns() -> None:
     planner = Planner(2, flags, chunk_blocks=8)
     key = hint(planner, 1, "a", "b")
     planner.looked_up(key, 2)
-    order, _ = planner.next_order()
+    order = planner.next_order()
     assert order is not None
     planner.finish(key)
     assert planner.gauges()["slots_free"] == 0
@@ -127,7 +128,7 @@ def test_a_cancelled_load_gives_its_slot_back_when_the_call_returns() -> None:
     assert planner.gauges()["slots_idle"] == 1
 
 
-def test_a_reset_forgets_every_block_and_revokes_what_is_unclaimed() -> None:
+def test_a_reset_forgets_every_block_and_ends_what_is_unclaimed() -> None:
     flags = FlagsModel()
     planner = Planner(4, flags, chunk_blocks=8)
     kept, waiting, loading = hint(planner, 1, "a"), hint(planner, 2, "b"), hint(planner, 3, "c")
@@ -135,7 +136,7 @@ def test_a_reset_forgets_every_block_and_revokes_what_is_unclaimed() -> None:
         planner.looked_up(key, 1)
     run(planner)
     planner.looked_up(loading, 1)
-    order, _ = planner.next_order()
+    order = planner.next_order()
     assert order is not None
     flags.claimed.add(kept)
     assert {request.key for request in planner.reset()} == {waiting, loading}
@@ -157,7 +158,7 @@ def test_a_memory_hit_never_waits_behind_disk_loads() -> None:
     planner.looked_up(slow, 8, b"\1" * 8)
     planner.ask(slow)
     orders = []
-    while (order := planner.next_order(Lane.DISK)[0]) is not None:
+    while (order := planner.next_order(Lane.DISK)) is not None:
         orders.append(order)
     assert sum(len(order.slots) for order in orders) == 6, "blocks from disk leave room for others"
     fast = hint(planner, 2, "x", "y")
@@ -176,7 +177,7 @@ def test_a_request_in_both_tiers_is_ordered_in_prefix_order_lane_by_lane() -> No
     planner = Planner(8, flags, chunk_blocks=8)
     key = hint(planner, 1, "a", "b", "c", "d", "e", local=1)
     planner.looked_up(key, 5, b"\0\1\1\0")
-    assert planner.next_order(Lane.DISK)[0] is None
+    assert planner.next_order(Lane.DISK) is None
     assert run(planner, lanes=[Lane.MEMORY]) == [["b"]]
     assert run(planner, lanes=[Lane.DISK]) == [["c", "d"]]
     assert run(planner, lanes=[Lane.MEMORY]) == [["e"]]
@@ -205,8 +206,8 @@ def test_an_overdue_order_ends_its_requests_at_their_prefix_and_gives_its_slots_
     hung, other = hint(planner, 1, "a", "b", "c", "d"), hint(planner, 2, "a", "b", "c", "x")
     for key in (hung, other):
         planner.looked_up(key, 4)
-    first, _ = planner.next_order()
-    second, _ = planner.next_order()
+    first = planner.next_order()
+    second = planner.next_order()
     assert first is not None
     assert second is not None
     planner.fetched(first.number, [True] * 2, 1)
@@ -234,7 +235,7 @@ def test_a_second_look_up_can_only_shorten() -> None:
     planner = Planner(2, flags, chunk_blocks=1)
     key = hint(planner, 1, "a", "b", "c")
     planner.looked_up(key, 3)
-    order, _ = planner.next_order()
+    order = planner.next_order()
     assert order is not None
     planner.looked_up(key, 0)
     planner.fetched(order.number, [True], 1)
@@ -243,9 +244,14 @@ def test_a_second_look_up_can_only_shorten() -> None:
 
 
 def test_requests_that_wait_for_each_others_slots_are_served_in_part_one_after_the_other() -> None:
-    """Every block is held by two, so revoking one request gives nothing back, and none has all that it wants."""
+    """Every block is held by two, so taking one request's gives no room, and none has all that it wants. Who was served
+    and taken back before holds nothing any more that they could wait for.
+    """
     flags = FlagsModel()
     planner = Planner(4, flags, chunk_blocks=2)
+    before = hint(planner, 20, "v", priority=9)
+    planner.looked_up(before, 1)
+    run(planner)
     keys = [hint(planner, number, *names) for number, names in enumerate(["abc", "abd", "xyz", "xyw"])]
     for key in keys:
         planner.looked_up(key, 2)
@@ -255,6 +261,7 @@ def test_requests_that_wait_for_each_others_slots_are_served_in_part_one_after_t
         planner.finish((number, 1))
     for key in keys:
         planner.looked_up(key, 3)
+    assert flags.taken_back == [before]
     assert run(planner) == []
     assert flags.final & set(keys) == {keys[0]}, "the others wait for its slots"
     planner.finish(keys[0])
@@ -374,7 +381,7 @@ def test_what_was_staged_ahead_or_came_too_late_or_is_void_is_waste_of_its_tier(
     assert planner.wasted == [0, 0]
     late = hint(planner, 1, "c", "d", "e")
     planner.looked_up(late, 3)
-    order, _ = planner.next_order()
+    order = planner.next_order()
     assert order is not None
     planner.overdue(order.number, 1)
     assert planner.wasted == [0, 0]
@@ -388,7 +395,7 @@ def test_the_times_of_the_first_and_the_last_byte_are_those_of_fetches_for_this_
     planner = Planner(8, FlagsModel(), chunk_blocks=1)
     key = hint(planner, 1, "a", "b", "c")
     planner.looked_up(key, 3)
-    orders = [planner.next_order()[0] for _ in range(3)]
+    orders = [planner.next_order() for _ in range(3)]
     for at, now_ns in ((0, 10), (2, 20), (1, 30)):
         order = orders[at]
         assert order is not None
@@ -416,13 +423,13 @@ def test_what_an_engine_took_meanwhile_gets_nothing_more() -> None:
     planner = Planner(8, flags, chunk_blocks=1)
     key = hint(planner, 1, "a", "b", "c")
     planner.looked_up(key, 3)
-    order = planner.next_order()[0]
+    order = planner.next_order()
     assert order is not None
     assert planner.gauges()["leases"] == 2
     flags.claimed.add(key)
     planner.fetched(order.number, [True], 1)
     planner.looked_up(key, 3)
-    assert planner.next_order()[0] is None
+    assert planner.next_order() is None
     assert planner.gauges()["leases"] == 0
     planner.looked_up((9, 9), 3)  # one that has ended
     planner.finish(key)
@@ -439,17 +446,17 @@ def test_a_victim_that_had_nothing_to_give_is_looked_at_again() -> None:
     flags.claimed.add(victim)
     urgent = hint(planner, 2, "x")
     planner.looked_up(urgent, 1)
-    assert planner.next_order() == (None, [])
+    assert planner.next_order() is None
     flags.claimed.discard(victim)
     planner.tick()
-    order, revoked = planner.next_order()
+    order = planner.next_order()
     assert order is not None
-    assert [request.key for request in revoked] == [victim]
+    assert flags.taken_back == [victim]
     audit(planner)
 
 
 def test_room_of_a_lane_is_taken_from_one_who_holds_some_of_it() -> None:
-    """Revoking a request whose blocks lie in memory would bring a fetch from disk no room."""
+    """That of a request whose blocks lie in memory would bring a fetch from disk none."""
     flags = FlagsModel()
     planner = Planner(4, flags, chunk_blocks=4)
     for number, names, disk in ((1, "abc", b"\1\1\1"), (2, "d", b"")):
@@ -458,6 +465,117 @@ def test_room_of_a_lane_is_taken_from_one_who_holds_some_of_it() -> None:
     run(planner)
     urgent = hint(planner, 3, "x")
     planner.looked_up(urgent, 1, b"\1")
-    order, revoked = planner.next_order(Lane.DISK)
+    order = planner.next_order(Lane.DISK)
     assert order is not None
-    assert [request.key for request in revoked] == [(1, 1)], "who holds the three that blocks from disk may have"
+    assert flags.taken_back == [(1, 1)], "who holds the three that blocks from disk may have"
+
+
+def test_what_was_taken_back_is_fetched_again_when_there_is_room() -> None:
+    """In its own place of the queue, and only what is not there any more."""
+    flags = FlagsModel()
+    planner = Planner(4, flags, chunk_blocks=4)
+    far, later = hint(planner, 1, "a", "b", "c", priority=1), hint(planner, 2, "x", "y", priority=2)
+    planner.looked_up(far, 3)
+    planner.looked_up(later, 2)
+    assert run(planner) == [["a", "b", "c"], ["x"]]
+    near = hint(planner, 3, "n", "o", "p")
+    planner.looked_up(near, 3)
+    assert run(planner) == [["n", "o", "p"]]
+    assert flags.taken_back == [later, far]
+    audit(planner)
+    assert flags.count == {near: 3, far: 1}, "its first block was needed by nobody"
+    assert not planner.requests[far].final
+    planner.finish(near)
+    assert run(planner) == [["b", "c"], ["x"]], "the later one behind it, as far as there is room"
+    assert far in flags.final
+    assert flags.count[far] == 3
+    planner.finish(far)
+    assert run(planner) == [["y"]]
+    assert (planner.requests[later].taken_back, flags.count[later]) == (1, 2)
+    audit(planner)
+
+
+def test_two_requests_do_not_take_from_each_other_in_turn() -> None:
+    """Each is asked for once, and takes then what the other took before; then it is over."""
+    flags = FlagsModel()
+    planner = Planner(2, flags, chunk_blocks=4)
+    keys = [hint(planner, 1, "a", "b", priority=1), hint(planner, 2, "x", "y", priority=2)]
+    for key in keys:
+        planner.looked_up(key, 2)
+    assert run(planner) == [["a", "b"]]
+    planner.ask(keys[1])
+    assert run(planner) == [["x", "y"]]
+    planner.ask(keys[0])
+    assert run(planner) == [["a", "b"]]
+    for _ in range(3):
+        for key in keys:
+            planner.ask(key)
+        planner.tick()
+        assert run(planner) == []
+    assert flags.taken_back == keys
+    assert flags.count == {keys[0]: 2}
+
+
+def test_what_was_found_staged_is_fetched_again_from_where_it_lies() -> None:
+    """Nobody looked these blocks up for this request; their lane is known from their first fetch."""
+    flags = FlagsModel()
+    planner = Planner(8, flags, chunk_blocks=4)
+    first = hint(planner, 1, "a", "b", "c")
+    planner.looked_up(first, 3, b"\0\1\1")
+    run(planner)
+    planner.finish(first)
+    again = hint(planner, 2, "a", "b", "c", priority=5)
+    planner.looked_up(again, 3)
+    near = hint(planner, 3, *"stuvwxyz")
+    planner.looked_up(near, 8)
+    assert run(planner) == [["s", "t", "u", "v"], ["w", "x", "y", "z"]]
+    assert flags.taken_back == [again]
+    planner.finish(near)
+    assert run(planner, lanes=[Lane.DISK]) == []
+    assert run(planner) == [["a"], ["b", "c"]]
+    assert (flags.count[again], planner.requests[again].disk_blocks) == (3, 2)
+
+
+def test_what_is_taken_back_before_its_look_up_was_answered_waits_for_that() -> None:
+    flags = FlagsModel()
+    planner = Planner(2, flags, chunk_blocks=4)
+    first = hint(planner, 1, "a", "b")
+    planner.looked_up(first, 2)
+    run(planner)
+    planner.finish(first)
+    early = hint(planner, 2, "a", "b", "c", priority=5)
+    near = hint(planner, 3, "x", "y")
+    planner.looked_up(near, 2)
+    assert run(planner) == [["x", "y"]]
+    assert flags.taken_back == [early]
+    planner.finish(near)
+    assert run(planner) == []
+    planner.looked_up(early, 3)
+    assert run(planner) == [["a", "b"]]
+    assert flags.count[early] == 2
+    assert early in flags.final, "as much of it as there are slots"
+
+
+def test_a_claim_that_came_first_keeps_its_blocks_and_its_end_is_final() -> None:
+    """Claimed while more was on its way, given up unused, taken back: then all of it is fetched."""
+    flags = FlagsModel()
+    planner = Planner(4, flags, chunk_blocks=2)
+    key = hint(planner, 1, *"abcd", priority=5)
+    planner.looked_up(key, 4)
+    order = planner.next_order()
+    assert order is not None
+    planner.fetched(order.number, [True, True], 1)
+    flags.claimed.add(key)
+    run(planner)
+    assert flags.count[key] == 2
+    near = hint(planner, 2, "x")
+    planner.looked_up(near, 1)
+    assert run(planner) == []
+    flags.claimed.discard(key)
+    planner.tick()
+    assert run(planner) == [["x"]]
+    assert flags.taken_back == [key]
+    planner.finish(near)
+    run(planner)
+    assert flags.count[key] == 4
+    assert key in flags.final

@@ -35,6 +35,7 @@ def history(chance: Random) -> None:
     orders: list[Order] = []
     overdue: list[Order] = []
     number = 0
+    taken_back = flags.taken_back
     fetched = loaded = 0  # blocks, each counted at its first load
     fresh: set[int] = set()  # slots with a block that was fetched and not loaded
     for event in chance.choices(list(EVENTS), list(EVENTS.values()), k=chance.randint(1, 120)):
@@ -50,10 +51,10 @@ def history(chance: Random) -> None:
             case "ask" if live:
                 planner.ask(chance.choice(sorted(live)))
             case "order":
-                order, revoked = planner.next_order(chance.choice(list(Lane)))
+                taken_back.clear()
+                order = planner.next_order(chance.choice(list(Lane)))
                 planner.tick()
-                for request in revoked:
-                    del live[request.key]
+                assert len(set(taken_back)) == len(taken_back), "nobody gets room that it loses to the same order"
                 if order is not None:
                     orders.append(order)
                     content.update((slot, "") for slot in order.slots)
@@ -110,6 +111,7 @@ def history(chance: Random) -> None:
         assert fetched == loaded + sum(planner.wasted) + len(unloaded), "each has one fate"
         assert unloaded <= fresh
         for key, names in live.items():
+            assert planner.requests[key].final == (key in flags.final | flags.refused)
             # What is published is there: the slot holds the very block the flag promises.
             for block, slot in flags.slots.get(key, {}).items():
                 if block < flags.count[key]:
@@ -117,11 +119,10 @@ def history(chance: Random) -> None:
     # Whatever is left comes to its end: every request is answered in full, and then nothing is held.
     for order in orders + overdue:
         planner.fetched(order.number, [True] * len(order.slots), 1)
+    taken_back.clear()
     for _ in range(200):
         for lane in Lane:
-            order, revoked = planner.next_order(lane)
-            for request in revoked:
-                del live[request.key]
+            order = planner.next_order(lane)
             if order is not None:
                 planner.fetched(order.number, [True] * len(order.slots), 1)
         if not live:

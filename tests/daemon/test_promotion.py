@@ -247,6 +247,29 @@ def test_a_device_that_fails_is_given_up_and_everyone_sent_back_to_the_host() ->
     assert device.promotions.gauges()["device_slots_free"] == 4
 
 
+def test_what_is_taken_back_and_published_again_is_named_where_it_lies_by_then() -> None:
+    """In other host slots, while the copy of one block is under way and that of another is there."""
+    device = Device(4, chunk=1)
+    request = request_of(1, [5, 6])
+    device.publish(request, 0, [0, 1], [5, 6])
+    device.order()
+    device.copy()
+    device.order()
+    device.promotions.dropped(request.key)
+    device.tables.entries[request.key].clear()
+    device.host[1] = -2
+    device.copy()
+    device.publish(request, 0, [2, 3], [5, 6])
+    assert device.tables.entries[request.key] == [HOST, 3], "the copy that nobody waited for is void"
+    device.promote()
+    [_, again] = device.tables.entries[request.key]
+    assert again >= HOST
+    assert device.slots[again] == 6
+    device.drop(request.key)
+    gauges = device.promotions.gauges()
+    assert (gauges["device_slots_free"], gauges["device_slots_idle"]) == (2, 2)
+
+
 def test_a_digest_that_stands_twice_in_a_hint_is_copied_once() -> None:
     device = Device(4)
     request = request_of(1, [5, 5, 5])
@@ -277,7 +300,9 @@ def test_a_publication_costs_the_same_however_many_wait(waiting: int) -> None:
 
 
 class PromotionMachine(RuleBasedStateMachine):
-    """Requests come, are claimed, un-claimed and dropped while copies are made, in any order; blocks are shared."""
+    """Requests come, are claimed, un-claimed, taken back and dropped while copies are made, in any order; blocks are
+    shared.
+    """
 
     @initialize(count=st.integers(1, 6), chunk=st.integers(1, 4))
     def start(self, count: int, chunk: int) -> None:
@@ -359,6 +384,16 @@ class PromotionMachine(RuleBasedStateMachine):
             self.unpin(key)
             if self.device.tables.claim_next == key:
                 self.device.tables.claim_next = None
+
+    @rule(data=st.data(), shown=st.integers(0, BLOCKS))
+    def take_back(self, data: st.DataObject, shown: int) -> None:
+        """Its host slots are others' at once; it is published anew under the same key."""
+        if (key := self.some(data)) is not None and self.device.tables.claims[key] is None:
+            self.device.promotions.dropped(key)
+            self.device.tables.entries[key] = []
+            self.unpin(key)
+            if self.names[key][0] // 100 == self.era:
+                self.show(self.device.live[key], shown)
 
     @rule()
     def pump(self) -> None:

@@ -111,21 +111,31 @@ def test_a_corrupt_engine_s_requests_are_told(shared_daemon: Daemon) -> None:
     engine.close()
 
 
-def test_a_reset_and_a_revocation_are_told(shared_daemon: Daemon) -> None:
-    engine = FakeEngine(shared_daemon.socket, prefix="revoke")
-    groups = [blocks(f"revoke-{i}", 150) for i in range(2)]  # 192 slots are there for fetches
+def test_a_reset_and_a_taking_back_are_told(shared_daemon: Daemon) -> None:
+    engine = FakeEngine(shared_daemon.socket, prefix="taken")
+    groups = [blocks(f"taken-{i}", 150) for i in range(2)]  # 192 slots are there for fetches
     for values in groups:
         for start in (0, 50, 100):
             engine.save(dict(list(values.items())[start : start + 50]))
     wait_for(lambda: engine.credits.available() == 64, what="the saves")
-    engine.settled(engine.hint(list(groups[0]), name="far"))
+    far = engine.hint(list(groups[0]), name="far")
+    assert engine.settled(far).count == 150
     near = engine.hint(list(groups[1]), name="near")
     taken = protocol.encode_ask(protocol.Ask(near[0], near[1], time.monotonic_ns()))
     assert engine.producer.push(RecordKind.ASK, taken)
     assert engine.settled(near).count == 150
-    assert told(shared_daemon, "far") == {"far": ["revoked"]}
+    flag = engine.flag(far)
+    assert (flag.generation, flag.state) == (far[1], FlagState.HINTED)
+    assert flag.count <= 192 - 150
+    assert engine.move(near, FlagState.CANCELLED)
+    engine.done(near, Outcome.ABORTED)
+    assert engine.settled(far).count == 150, "fetched again, without another hint"
+    assert told(shared_daemon, "near") == {"near": ["aborted"]}
     messages.send_message(engine.scheduler, messages.Reset(reset_generation=1, timeout_ms=5000))
-    assert told(shared_daemon, "near") == {"near": ["reset"]}
+    assert told(shared_daemon, "far") == {"far": ["reset"]}
+    [line] = [line for line in shared_daemon.records("request.done") if line["request_id"] == "far"]
+    assert line["taken_back"] == 1
+    assert line["bytes"] > 150 * engine.block_bytes, "what was fetched again counts again"
     assert messages.receive_message(engine.scheduler)
     engine.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,17 +13,19 @@ import structlog
 from kvprefetch.daemon.config import load
 from kvprefetch.daemon.engine.memory import EngineMemory, EngineShape
 from kvprefetch.daemon.engine.session import EngineSession
-from kvprefetch.daemon.planning.planner import Lane
+from kvprefetch.daemon.planning.planner import Key, Lane
 from kvprefetch.daemon.store.client import StoreError
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.shmring.flags import FlagTable, pack
 from kvprefetch.shmring.messages import SchedulerShape, WorkerShape
 from kvprefetch.shmring.protocol import (
+    Ask,
     Done,
     FlagState,
     Hint,
     Outcome,
     RecordKind,
+    encode_ask,
     encode_done,
     encode_hint,
 )
@@ -89,7 +92,7 @@ class Engine:
         self.push(RecordKind.HINT, *encode_hint(hint))
         planner = self.session.planner
         planner.looked_up((flag, generation), len(names))
-        while (order := planner.next_order()[0]) is not None:
+        while (order := planner.next_order()) is not None:
             planner.fetched(order.number, [True] * len(order.slots), 1)
 
     def done(self, flag: int, generation: int, loaded: range) -> None:
@@ -110,6 +113,26 @@ class Engine:
         del self.producer
         self.session.end(Ending.ENGINE_GONE)
         self.session.close()
+
+
+def test_what_is_taken_back_is_pending_in_the_same_use_of_its_flag_and_its_tier_hears_of_it() -> None:
+    session = make_session()
+    dropped: list[Key] = []
+    session._flags.tier = SimpleNamespace(published=lambda key, start, slots: slots, dropped=dropped.append)
+    engine = Engine(session)
+    engine.hint(0, 1, *"abcdefgh")
+    engine.hint(1, 1, *"stuvwxyz")
+    assert session.table.flag(0) == (1, FlagState.READY, 8)
+    assert session.table.flag(1) == (1, FlagState.HINTED, 4), "there are twelve slots"
+    engine.push(RecordKind.ASK, encode_ask(Ask(1, 1, 1)))
+    assert session.planner.next_order() is not None
+    assert session.table.flag(0) == (1, FlagState.HINTED, 0)
+    assert dropped == [(0, 1)]
+    engine.move(0, 1, FlagState.CLAIMED, 0)
+    assert not session._flags.take_back((0, 1)), "never under a claim"
+    assert not session._flags.take_back((0, 2)), "nor in another use"
+    assert dropped == [(0, 1)]
+    engine.leave()
 
 
 def test_only_what_was_loaded_counts_as_loaded_where_a_claim_covers_more() -> None:

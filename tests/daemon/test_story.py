@@ -24,9 +24,9 @@ LINE: dict[str, Any] = {
     "ts": "2026-11-21T07:30:00.000000Z", "level": "info", "event": "request.done", "run_id": "5d1c0a7be2f4",
     "engine": "3f2a91c04d11", "epoch": 5, "request_id": "cmpl-7", "outcome": "loaded", "prompt_tokens": 2081,
     "hint_blocks": 65, "local_blocks": 2, "found_blocks": 64, "loaded_blocks": 62, "bytes": 8126464, "bytes_disk": 0,
-    "bytes_memory": 8126464, "store_unavailable": False, "arrived_ms": 0.0, "hint_seen_ms": 0.21, "looked_up_ms": 1.32,
-    "first_byte_ms": 14.1, "last_byte_ms": 96.4, "asked_ms": 71.0, "claimed_ms": 97.2, "loaded_ms": 99.9,
-    "ended_ms": 100.4, "exposed_ms": 26.2, "hidden_fraction": 0.7359,
+    "bytes_memory": 8126464, "taken_back": 0, "store_unavailable": False, "arrived_ms": 0.0, "hint_seen_ms": 0.21,
+    "looked_up_ms": 1.32, "first_byte_ms": 14.1, "last_byte_ms": 96.4, "asked_ms": 71.0, "claimed_ms": 97.2,
+    "loaded_ms": 99.9, "ended_ms": 100.4, "exposed_ms": 26.2, "hidden_fraction": 0.7359,
 }  # fmt: skip
 
 
@@ -93,6 +93,13 @@ def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
 )  # fmt: skip
 def test_the_sentence_says_where_the_time_went(changes: dict[str, Any], expected: str) -> None:
     assert story.sentence({**LINE, **changes}) == expected
+
+
+def test_it_says_how_often_the_room_went_to_others() -> None:
+    heads = ["\n".join(story.headline({**LINE, "taken_back": times})) for times in (0, 1, 2)]
+    assert "more urgent" not in heads[0]
+    assert "its room went to more urgent requests once" in heads[1]
+    assert "its room went to more urgent requests 2 times" in heads[2]
 
 
 @pytest.mark.parametrize("ending", Ending)

@@ -103,7 +103,7 @@ def test_a_file_larger_than_staging_fills_it_and_takes_nothing_from_requests(ser
     wait_for(lambda: engine.flag(held).count == 20, what="what the request wants")
     slots = int(ask_daemon(daemon.socket).engines[0]["slots"])
     assert counted(daemon.socket, listing(chain[:580]), 1) == {"fetched": slots - 20, "no_room": 580 - (slots - 20)}
-    assert engine.flag(held).state == FlagState.READY, "nobody was revoked"
+    assert engine.flag(held).state == FlagState.READY, "nobody's room was taken"
     first = chain[: slots - 20]
     assert engine.load(first, name="first") == [values[digest] for digest in first]
     assert last_line(daemon, "first")["bytes"] == 0, "the file's beginning is what was kept"
@@ -111,7 +111,7 @@ def test_a_file_larger_than_staging_fills_it_and_takes_nothing_from_requests(ser
     engine.done(held, Outcome.ABORTED)
     assert counted(daemon.socket, listing(chain[580:])) == {"staged": 20}
     assert counted(daemon.socket, listing(chain[300:400])) == {"fetched": 100}, "another run replaces what is old"
-    assert not [line for line in daemon.records("request.done") if line["outcome"] == "revoked"]
+    assert not [line for line in daemon.records("request.done") if line["taken_back"]]
     auditor.assert_idle(daemon.pid, daemon.socket)
     engine.close()
 

@@ -122,7 +122,7 @@ def test_a_block_that_two_chains_share_is_fetched_once() -> None:
     assert setup.last() == {"fetched": 4, "staged": 2}
 
 
-def test_it_never_revokes_and_takes_only_room_that_nobody_holds() -> None:
+def test_it_takes_only_room_that_nobody_holds() -> None:
     setup = Setup(slots=4, held="wxyz")
     key = hint(setup.planner, 1, "a", "b", "c", priority=100)
     setup.planner.looked_up(key, 3)

@@ -1,19 +1,21 @@
 /* One completion flag (shmring/flags.py) with its slot table, found word and slots, under a weak memory model.
  *
  * The engine takes the flag, polls it, claims, reads the slot numbers, un-claims, releases, cancels, and takes it again with a new
- * generation.  The daemon reads hints, publishes blocks, expires what is unclaimed (and forgets it), and frees what was given up:
- * told so by a record, or by its own scan of the requests it knows.  Slots that are not pinned any more are written over at once,
- * as another request's data would.  Any record may find the ring full; the flag's states are never lost.
+ * generation.  The daemon reads hints, publishes blocks, takes back what is unclaimed (to forget it, or to publish it again in other
+ * slots), and frees what was given up: told so by a record, or by its own scan of the requests it knows.  Slots that are not pinned
+ * any more are written over at once, as another request's data would.  Any record may find the ring full; the flag's states are
+ * never lost.
  *
  * Memory model.  The daemon's plain stores (slot contents, slot table, found word) go through a store buffer and reach memory
- * in any order; a release waits until they did.  The engine's plain loads return what it saw at its last acquire or what is
- * there now.  A compare-and-swap is atomic and a release, and nothing more: the model does not count on its acquire half, and
+ * in any order; a release waits until they did.  The engine's plain loads return what it saw at its last acquire or fence, or what
+ * is there now.  A compare-and-swap is atomic and a release, and nothing more: the model does not count on its acquire half, and
  * later stores may reach memory before the exchanged word does (as after ldaxr/stlxr), while nobody else can write the word.
  * Where a mutation takes an order away, the other order is a choice.  A guess of a later load's value that turns out wrong is no
  * execution (`pruned`).
  *
- * Checked: a claimed block is the block that was hinted, in this generation, until it is given up (so: no claim of an expired
- * slot, no stale slot table, no slot reused under a claim); transitions out of CLAIMED never fail; what `found` says belongs to
+ * Checked: a claimed block is the block that was hinted, in this generation, until it is given up (so: no claim of a slot that was
+ * taken back, no stale slot table, also where the flag word is what it was, no slot reused under a claim); transitions out of CLAIMED
+ * never fail; what `found` says belongs to
  * this use; the flag always comes back (an invalid end state otherwise).  The disk word is written and read where `found` is and
  * carries the generation in the same way: `found` stands for both.
  * Mutations, each of which must make the check fail: the names M_* below (tests/models/test_models.py).
@@ -161,7 +163,7 @@ end:
             block = (ok && STATE(next) == HINTED -> block + 1 : BLOCKS);
             word = 0; key = 0; next = 0; s = 0; ok = false
         }
-    :: serving && UNCLAIMED(flag) -> /* expire */
+    :: serving && UNCLAIMED(flag) -> /* take back, or expire */
         /* SYNC slots: slots read before they are given up (acquire load) */
         word = flag;
         if
@@ -177,9 +179,12 @@ end:
             };
 #endif
             if
-            :: ok -> /* the stores that follow may be seen before the exchanged word; what expired is forgotten */
+            :: ok -> /* the stores that follow may be seen before the exchanged word */
                 reuse();
-                atomic { flag = WORD(serving, EXPIRED, 0); locked = false; serving = 0; block = 0 }
+                if
+                :: atomic { flag = WORD(serving, HINTED, 0); locked = false; block = 0 }
+                :: atomic { flag = WORD(serving, EXPIRED, 0); locked = false; serving = 0; block = 0 } /* forgotten */
+                fi
             :: else
             fi
         :: else
@@ -219,8 +224,10 @@ wrong_guess:
     od
 }
 
-#define ACQUIRE e_table[0] = table[0]; e_table[1] = table[1]; \
-    e_slot[0] = slot[0]; e_slot[1] = slot[1]; e_found = found
+/* An acquire or fence, as far as what it brings is read before the next one. */
+#define ACQUIRE_TOLD e_found = found
+#define ACQUIRE_SLOTS e_table[0] = table[0]; e_table[1] = table[1]; \
+    e_slot[0] = slot[0]; e_slot[1] = slot[1]
 /* What was seen earlier matters only until the next acquire. */
 #ifdef M_POLL_ACQUIRE
 #define FORGET atomic { word = 0; count = 0; ok = false; first = 0; second = 0 }
@@ -290,7 +297,10 @@ poll:
         atomic {
             word = flag;
 #ifndef M_POLL_ACQUIRE
-            ACQUIRE
+            ACQUIRE_TOLD;
+#endif
+#ifdef M_CLAIM_FENCE
+            ACQUIRE_SLOTS
 #endif
         };
         assert(pruned || GENERATION(word) == generation);
@@ -302,6 +312,9 @@ poll:
         assert(pruned || value / 4 != generation || said == generation);
 #endif
         assert(pruned || COUNT(word) == 0 || value == BLOCK(generation, 1));
+#ifndef M_POLL_ACQUIRE
+        e_found = 0;
+#endif
         value = 0;
         if
         :: STATE(word) == EXPIRED ->
@@ -354,6 +367,10 @@ poll:
             :: else
             fi;
             word = WORD(generation, CLAIMED, count);
+            /* SYNC claim: entry and claim cross (fence): the word may have come back since it was seen, with other entries */
+#ifndef M_CLAIM_FENCE
+            atomic { true -> ACQUIRE_SLOTS };
+#endif
             if
             :: true -> /* un-claim.  SYNC slots: slots read before they are given up (release exchange) */
 #ifdef M_UNCLAIM_RELEASE

@@ -2,7 +2,7 @@
  *
  * The daemon publishes the block with its host slot, copies it to the device slot, writes that number into the slot table, writes
  * the host slot's number back when it wants the device slot for another request, and reuses the device slot once nobody can know
- * its number.  The engine takes the flag, polls, claims, reads the entry, copies from the slot it names, un-claims or releases, and
+ * its number.  It takes the flag back and publishes it again, in the device slot if the block is still there.  The engine takes the flag, polls, claims, reads the entry, copies from the slot it names, un-claims or releases, and
  * takes the flag again.  The host slot keeps the block as long as the flag pins it (flag.pml), so only the device slot's content
  * is modelled.  The exchange of the flag word itself is modelled as in flag.pml: atomic, and no order beyond release.
  *
@@ -39,6 +39,7 @@ byte v_entry, v_device;
 bool b_entry, b_device;
 /* memory as the engine's last acquire or fence left it */
 byte e_entry, e_device;
+bool locked; /* the daemon's exchange has the word; only the daemon's later stores can overtake it */
 bool pruned;
 
 #define DRAINED (!b_entry && !b_device)
@@ -67,7 +68,10 @@ end:
     do
     :: !serving && STATE(flag) == HINTED -> /* publish */
         serving = GENERATION(flag);
-        STORE_ENTRY(HOST);
+        if
+        :: where == NOWHERE -> STORE_ENTRY(HOST)
+        :: else -> STORE_ENTRY(DEVICE) /* taken back before: the copy is complete, the release exchange is its SYNC copy */
+        fi;
         /* SYNC flag: slot table and found word visible with the count (release exchange) */
         atomic { DRAINED -> assert(pruned || STATE(flag) == HINTED); flag = WORD(serving, READY) }
     :: serving && where == NOWHERE && STATE(flag) != RELEASED -> /* promote */
@@ -125,6 +129,23 @@ end:
             fi
         }
 #endif
+    :: serving && STATE(flag) == READY -> /* take back */
+        atomic {
+            if
+            :: STATE(flag) == READY && DRAINED -> locked = true; ok = true
+            :: STATE(flag) != READY
+            fi
+        };
+        if
+        :: ok && where != NOWHERE -> STORE_DEVICE(OTHER); where = NOWHERE
+        :: ok && where != NOWHERE -> where = NAMED /* kept as long as nobody needs the device slot */
+        :: else
+        fi;
+        if
+        :: ok -> atomic { flag = WORD(serving, HINTED); locked = false; serving = 0; ok = false }
+        :: else
+        fi
+    :: !serving && where != NOWHERE -> STORE_DEVICE(OTHER); where = NOWHERE
     :: serving && STATE(flag) == RELEASED -> /* unpin, then free */
         if
         :: where != NOWHERE -> STORE_DEVICE(OTHER)
@@ -160,7 +181,13 @@ poll:
 #ifdef M_CLAIM_FIRST
         READ_ENTRY;
 #endif
-        atomic { assert(pruned || flag == word); flag = WORD(generation, CLAIMED) };
+        atomic {
+            !locked ->
+            if
+            :: flag == word -> flag = WORD(generation, CLAIMED)
+            :: else -> FORGET; goto poll
+            fi
+        };
         /* SYNC claim: entry and claim cross (fence) */
 #ifndef M_CLAIM_FENCE
         atomic { true -> ACQUIRE };

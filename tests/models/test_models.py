@@ -40,6 +40,7 @@ MUTATIONS: dict[str, dict[str, str]] = {
         "M_UNCLAIM_RELEASE": WRONG,
         "M_RELEASE_RELEASE": WRONG,
         "M_EXPIRE_ACQUIRE": WRONG,
+        "M_CLAIM_FENCE": WRONG,
         "M_FREE_ACQUIRE": WRONG,
         # exchanges: compare and store in two steps where both sides may move; none at all where one side owns the word
         "M_PUBLISH_SWAP": f"{WRONG}|{STUCK}",
@@ -104,7 +105,7 @@ def check(folder: Path, model: str, *defines: str, optimise: str = "-O0") -> Ver
         ("ring", "RECORDS=6", 100_000),
         ("ring", "CRASH=1", 100_000),
         ("flag", "GENERATIONS=3", 100_000),
-        ("move", "GENERATIONS=4", 4_000),
+        ("move", "GENERATIONS=4", 6_000),
     ],
     ids=["the ring and its bell", "the ring when its producer dies", "a flag and its slots", "a block that moves"],
 )
