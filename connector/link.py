@@ -58,7 +58,6 @@ class Link(Generic[S]):
         self._sock: socket.socket | None = None
         self._stop = threading.Event()
         self._said: set[str] = set()
-        self._had_daemon = False
         self._replied = threading.Event()
         self._reply: ResetDone | None = None
         # Worker: every epoch a load may still name; ended ones with the time (s, monotonic) of their end.
@@ -156,7 +155,7 @@ class Link(Generic[S]):
                 sock.connect(self._path)
             except OSError as error:
                 self._say(
-                    "absent", logging.WARNING if self._had_daemon else logging.INFO,
+                    "absent", logging.WARNING,
                     "kvprefetch: no daemon at %s (%s); the engine serves without it and looks again",
                     self._path, error.strerror or error,
                 )  # fmt: skip
@@ -207,7 +206,6 @@ class Link(Generic[S]):
         self.session = session
         messages.send_message(sock, session.mapped())
         self._said.clear()
-        self._had_daemon = True
         log.info("kvprefetch: attached to the daemon: epoch=%d slots=%d", message.epoch, message.slot_count)
 
     def _lost(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import stat
 import sys
 from collections.abc import Mapping
 from importlib import resources
@@ -69,6 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             write(target, text)
             print(f"wrote    {target}")
+    if not arguments.user and arguments.root == Path("/"):
+        started = program(sys.prefix, sys.executable)[0]
+        if (folder := closed(started, sys.executable)) is not None:
+            print(f"note: {folder} is closed to others, so the user kvprefetch cannot start {started}:\n"
+                  "      use an environment elsewhere, such as /opt/kvprefetch")  # fmt: skip
     print("\n".join(("", "Next:", *(f"  {line}" for line in next_steps(arguments.user, "activation" in wanted)))))
     return 0
 
@@ -77,6 +83,13 @@ def program(prefix: str, executable: str) -> list[str]:
     """How to start this environment's kvprefetchd: its script, or the module where the script is missing."""
     script = Path(prefix) / "bin" / "kvprefetchd"
     return [str(script)] if os.access(script, os.X_OK) else [executable, "-m", "kvprefetch.daemon"]
+
+
+def closed(*programs: str) -> Path | None:
+    """The first folder on the way to a program, or to what it is a link to, that only its owner and group may enter."""
+    ways = (way for name in programs for way in (Path(name).absolute(), Path(name).resolve()))
+    folders = (folder for way in ways for folder in reversed(way.parents))
+    return next((folder for folder in folders if not folder.stat().st_mode & stat.S_IXOTH), None)
 
 
 def system_files(drop_ins: list[str], command: list[str]) -> dict[Path, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvprefetch.daemon.cli import main
 from kvprefetch.daemon.commands import install_unit
 
 needs_analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
@@ -115,3 +116,26 @@ def test_the_stop_waits_longer_than_the_drain() -> None:
         assert int(re.search(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)[1]) > 60 + FLUSH_S + 10  # type: ignore[index]
         assert "RestartPreventExitStatus=78" in text
         assert "KillMode=mixed" in text, "a signal to the master as well would end the disk tier's writing"
+
+
+def test_a_program_that_the_service_s_user_cannot_reach_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "home"
+    script = home / "venv/bin/kvprefetchd"
+    script.parent.mkdir(parents=True)
+    script.touch(mode=0o755)
+    tmp_path.chmod(0o755)
+    home.chmod(0o700)
+    monkeypatch.setattr(sys, "prefix", str(home / "venv"))
+    assert main(["install-unit", "--dry-run"]) == 0
+    assert f"the user kvprefetch cannot start {script}" in capsys.readouterr().out
+    assert install_unit.closed("/usr/bin/env") is None
+
+
+def test_what_the_manual_removes_is_what_was_written(tmp_path: Path) -> None:
+    manual = (Path(__file__).parents[2] / "docs/OPERATIONS.md").read_text().split("## Remove it")[1]
+    install(tmp_path, *(f"--{name}" for name in install_unit.DROP_INS))
+    removal = next(line for line in manual.splitlines() if line.startswith("rm -r /etc/"))
+    subprocess.run(["sh", "-ec", removal.replace(" /etc/", f" {tmp_path}/etc/")], timeout=10, check=True)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import mmap
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from kvprefetch.shmring import _atomics
 from kvprefetch.shmring._atomics import Words, fence
 
 TOP = (1 << 64) - 1
@@ -142,3 +145,10 @@ def test_a_view_dropped_lets_go_of_its_buffer() -> None:
 
 def test_a_fence_can_be_called() -> None:
     assert fence() is None
+
+
+def test_where_the_extension_is_missing_the_import_says_what_to_do() -> None:
+    script = Path(_atomics.__file__).parent / "_atomics.py"
+    assert Path(_atomics.__file__).suffix == ".so", "the extension goes first"
+    with pytest.raises(ImportError, match=r"not built here for Python 3\.\d+: install kvprefetch again"):
+        runpy.run_path(str(script))
