@@ -173,6 +173,7 @@ def test_an_object_of_another_size_is_a_miss_for_one_engine_and_costs_no_fetch(s
         for _ in range(2):
             assert half.load(list(values)) is None
             assert whole.load(list(values)) == list(values.values())
+        assert daemon.wait_record("fetch.done") is not None
         assert {line["engine"] for line in daemon.records("fetch.done")} == {"whole"}
         assert daemon.records("store.failed") == []
 
