@@ -47,6 +47,7 @@ class _Server(ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = MAX_CLIENTS  # of Python's five the sixth's packet is dropped, and sent again a second later
 
     def __init__(self, address: str, port: int, board: Board, events: EventCounts) -> None:
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
