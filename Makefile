@@ -23,8 +23,9 @@ help: ## print this list
 setup: ## build the virtual environment (VENV=.venv; PYTHON=python3.12 to choose the interpreter)
 	@.ci/setup
 
+# Files in their order: else those with few tests, which take longest, come last, when one process runs them alone.
 test: setup lint ## set up, check, and run the default tests, those against real vLLM and Mooncake included
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: setup links ## ruff (rules and format) and mypy
 	@$(BIN)/python -m ruff check --quiet $(LINTED)
