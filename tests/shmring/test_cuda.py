@@ -160,24 +160,24 @@ class Runtime:
         return lambda *values: self.calls.append((name, *values))
 
 
-def cuda_memory(undo: str, address: int = GRAIN_BYTES, size_bytes: int = GRAIN_BYTES) -> tuple[CudaMemory, Runtime]:
+def cuda_memory(ours: bool, address: int = GRAIN_BYTES, size_bytes: int = GRAIN_BYTES) -> tuple[CudaMemory, Runtime]:
     device = cuda.CudaDevice.__new__(cuda.CudaDevice)
     device.index, device._started = 3, False
     device.runtime = device.driver = Runtime()  # type: ignore[assignment]
-    return CudaMemory(device, address, size_bytes, undo), device.runtime
+    return CudaMemory(device, address, size_bytes, ours=ours), device.runtime
 
 
-@pytest.mark.parametrize(("undo", "call"), [("free", "free"), ("ipcCloseMemHandle", "close")])
-def test_memory_is_given_back_once_on_its_device(undo: str, call: str) -> None:
-    memory, runtime = cuda_memory(undo)
+@pytest.mark.parametrize(("ours", "call"), [(True, "free"), (False, "close")])
+def test_memory_is_given_back_once_on_its_device(ours: bool, call: str) -> None:
+    memory, runtime = cuda_memory(ours)
     memory.close()
     memory.close()
     assert runtime.calls == [("start", 3), ("setDevice", 3), (call, GRAIN_BYTES)]
 
 
-@pytest.mark.parametrize("wrong", [{"undo": "ipcCloseMemHandle"}, {"address": 512}, {"size_bytes": 4096}])
+@pytest.mark.parametrize("wrong", [{"ours": False}, {"address": 512}, {"size_bytes": 4096}])
 def test_only_whole_allocations_are_exported(wrong: dict[str, Any]) -> None:
-    memory, runtime = cuda_memory(**{"undo": "free", **wrong})
+    memory, runtime = cuda_memory(**{"ours": True, **wrong})
     with pytest.raises(DeviceError, match="only whole allocations"):
         memory.handle()
     assert runtime.calls == []
