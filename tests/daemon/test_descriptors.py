@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from benchmarks.lab.daemon import Daemon
 from kvprefetch.daemon.control import MAX_SILENT
 from kvprefetch.shmring import messages
@@ -65,9 +67,17 @@ def test_an_engine_for_which_no_descriptors_are_left_is_refused(shared_daemon: D
     wait_for(lambda: descriptors(shared_daemon) <= before, what="its descriptors")
 
 
-def test_who_says_nothing_makes_room_for_who_does(shared_daemon: Daemon) -> None:
+@pytest.fixture
+def silent() -> Iterator[list[socket.socket]]:
+    """Sockets that are closed at the end."""
+    sockets: list[socket.socket] = []
+    yield sockets
+    for sock in sockets:
+        sock.close()
+
+
+def test_who_says_nothing_makes_room_for_who_does(shared_daemon: Daemon, silent: list[socket.socket]) -> None:
     before = descriptors(shared_daemon)
-    silent: list[socket.socket] = []
 
     def used_s() -> float:
         with open(f"/proc/{shared_daemon.pid}/stat") as stat:

@@ -81,8 +81,8 @@ def device_memories(pid: int) -> int:
 def ask_daemon(path: str | Path) -> messages.Status:
     """The daemon's own account."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.connect(str(path))  # before the timeout: with one it would fail at once where many wait to be accepted
         sock.settimeout(10)
-        sock.connect(str(path))
         messages.send_message(sock, messages.StatusQuery())
         received = messages.receive_message(sock)
     assert received is not None
