@@ -80,13 +80,13 @@ def access_of(sock: socket.socket, config: DaemonConfig) -> Access:
     return Access(gid, frozenset(config.allow_uids))
 
 
-def listen(config: DaemonConfig) -> socket.socket:
+def listen(config: DaemonConfig, patience_s: float = _LOCK_S) -> socket.socket:
     """Bind the control socket, replacing a dead one. Raises ConfigError when the path is taken or not usable."""
     path = config.socket
     gid = group_id(config.socket_group) if config.socket_group is not None else -1
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone_in(path.parent):
+        with _alone_in(path.parent, patience_s):
             _make_way(path)
             return _bound(path, gid, int(config.socket_mode, 8))
     except OSError as error:
@@ -107,7 +107,7 @@ def take_away(path: Path, bound: os.stat_result) -> None:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _alone_in(folder: Path, patience_s: float = _LOCK_S) -> Iterator[None]:
     """No other daemon makes or removes a socket in this folder meanwhile: of two that start at once one would take
     the other's, bound and not yet listening, for a dead one.
 
@@ -115,12 +115,14 @@ def _alone_in(folder: Path) -> Iterator[None]:
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        deadline = time.monotonic() + _LOCK_S
-        while time.monotonic() < deadline:
+        deadline = time.monotonic() + patience_s
+        while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError:
+                if time.monotonic() >= deadline:
+                    break
                 time.sleep(0.01)
         yield
     finally:

@@ -103,6 +103,13 @@ class Control:
             if group.session is session:
                 self._dissolve(group, ending)
 
+    def listen_on(self, sock: socket.socket, access: Access) -> None:
+        """From now on processes come by this socket."""
+        self._unwatch(self.sock.fileno())
+        self.sock.close()
+        self.sock, self.access, self._paused = sock, access, False
+        self._watch(sock.fileno())
+
     def close(self) -> None:
         for group in list(self._groups.values()):
             self._dissolve(group, Ending.DAEMON_STOPPED)

@@ -15,12 +15,13 @@ from types import FrameType
 
 from ..shmring.messages import Message, Purge, Report, SetMode, Status, Warm
 from . import machine, orders, report
-from .access import access_of, listen, take_away
+from .access import access_of
 from .config import DaemonConfig, Mode
 from .control import Control
 from .engine.memory import EngineMemory, EngineShape, prepare
 from .engine.session import EngineSession
-from .notify import Notifier, inherited_socket
+from .listener import Listener
+from .notify import Notifier
 from .planning.planner import Lane
 from .pools import Pools
 from .reload import reloaded
@@ -72,10 +73,7 @@ class Daemon:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         self._wake_fd = wake_read
         self._epoll.register(wake_read, select.EPOLLIN)
-        inherited = inherited_socket()
-        sock = inherited if inherited is not None else listen(self._config)
-        path = sock.getsockname()
-        bound = os.stat(path) if inherited is None else None
+        listener = self._listener = Listener(self._config, self._log)
         pools = Pools(self._config.fetch_threads, timeout_ns=self._config.call_timeout_ms * 1_000_000)
         self._board.running = pools.running
         self._epoll.register(pools.fd, select.EPOLLIN)
@@ -88,20 +86,19 @@ class Daemon:
             if store is None:
                 return True
             self._control = Control(
-                sock, lambda *epoch: prepare(pools, self._config, *epoch), partial(self._session, store, pools),
-                self._log, access=access_of(sock, self._config), status=self._status, steer=partial(self._steer, pools),
-                max_engines=self._config.max_engines, watch=self._watch, unwatch=self._unwatch,
+                listener.sock, lambda *epoch: prepare(pools, self._config, *epoch),
+                partial(self._session, store, pools), self._log, access=access_of(listener.sock, self._config),
+                status=self._status, steer=partial(self._steer, pools), max_engines=self._config.max_engines,
+                watch=self._watch, unwatch=self._unwatch,
             )  # fmt: skip
-            self._watch(sock.fileno())
-            self._log.info("daemon.ready", socket=path, pid=os.getpid(), staging=self._config.staging)
+            self._watch(listener.sock.fileno())
+            self._log.info("daemon.ready", socket=listener.path, pid=os.getpid(), staging=self._config.staging)
             self._board.phase = "serving"
             self._notify.ready(self._summary())
             self._loop(self._control, pools)
         finally:
             self._shut_down(pools)
-            if bound is not None:  # else it is the socket unit's
-                take_away(self._config.socket, bound)
-            sock.close()
+            listener.close()
             tend(all_of_them=True)
             self._log.info("daemon.stopped")
             finish()
@@ -189,6 +186,8 @@ class Daemon:
         self._notify.beat(now_ns)
         if self._board.beat(now_ns):
             self._notify.status(self._summary())
+            if self._listener.look(now_ns):
+                control.listen_on(self._listener.sock, access_of(self._listener.sock, self._config))
             accounts = [session.totals for session in (*control.sessions(), *control.ended)]
             engines = [report.numbers(session) for session in control.sessions()]
             self._board.publish(now_ns, engines, accounts, self._store_is_open, self._answering)

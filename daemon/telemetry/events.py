@@ -219,6 +219,10 @@ EVENTS: dict[str, Event] = {
     ),
     "log.lost": Event("warning", "Lines could not be written: nobody read them, or a full disk.",
                       ("lost_lines",)),
+    "socket.renewed": Event("warning", "The control socket's file was gone, and a new one is there. Who removes it?",
+                            ("socket",)),
+    "socket.lost": Event("warning", "The file is gone, or another's, and a new one cannot be had: no engine comes. "
+                         "Restart the daemon when that is mended.", ("error",)),
     "peer.hello": Event("info", "A process of an engine came.", ("role", "rank", "pid", "version")),
     "peer.refused": Event("warning", "A process was refused, or turned away for now.",
                           ("pid", "uid", "error", "final"), floods=True),

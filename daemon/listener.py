@@ -1,0 +1,61 @@
+"""The control socket while the daemon serves: when its file goes, a new socket is bound in its place."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from .access import listen, take_away
+from .config import ConfigError, DaemonConfig
+from .notify import inherited_socket
+from .telemetry.logs import Log
+
+LOST_NS = 3_000_000_000
+
+
+class Listener:
+    """`sock`, which systemd opened or which is bound here, at `path`. Raises ConfigError when it cannot be bound."""
+
+    def __init__(self, config: DaemonConfig, log: Log) -> None:
+        inherited = inherited_socket()
+        self._config, self._log = config, log
+        self.sock: socket.socket = inherited if inherited is not None else listen(config)
+        self.path: str = self.sock.getsockname()
+        self._bound = os.stat(self.path) if inherited is None else None  # else it is the socket unit's
+        self._gone_ns = 0
+        self._said = ""
+
+    def look(self, now_ns: int) -> bool:
+        """Called once a second; True: `sock` is a new one, for the file had been gone for LOST_NS.
+
+        Who attached notices nothing either way. Where another daemon listens now nothing is taken from it.
+        """
+        if self._bound is None:
+            return False
+        try:
+            if os.path.samestat(os.stat(self.path), self._bound):
+                self._gone_ns, self._said = 0, ""
+                return False
+        except FileNotFoundError:
+            pass
+        except OSError:  # not ours to see any more, and perhaps still there
+            return False
+        self._gone_ns = self._gone_ns or now_ns
+        if now_ns - self._gone_ns < LOST_NS:
+            return False
+        try:
+            self.sock = listen(self._config, patience_s=0)
+        except ConfigError as error:
+            self._gone_ns = now_ns  # not every second: it may be another daemon that is asked
+            if str(error) != self._said:
+                self._said = str(error)
+                self._log.warning("socket.lost", error=self._said)
+            return False
+        self._bound = os.stat(self.path)
+        self._log.warning("socket.renewed", socket=self.path)
+        return True
+
+    def close(self) -> None:
+        if self._bound is not None:
+            take_away(self._config.socket, self._bound)
+        self.sock.close()
