@@ -70,6 +70,7 @@ class Store:
         self.config = Path()
         """Names the cluster: for ``MOONCAKE_CONFIG_PATH`` and ``kvprefetchd serve --mooncake-config``."""
         self._metrics_port = 0
+        self._master: list[str] = []
         self._scratch: Path | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -107,8 +108,7 @@ class Store:
         rpc, self._metrics_port, *owner_rpc = process.free_ports(2 + self.owners)
         self.master_address = f"{self.host_ip}:{rpc}"
         offload = [] if self.disk is None else ["--enable_offload=true"]
-        master_log = scratch / "master.log"
-        master = [
+        self._master = [
             program("mooncake_master"),
             f"--rpc_address={self.host_ip}",
             f"--rpc_port={rpc}",
@@ -119,8 +119,7 @@ class Store:
             "--client_ttl=120",
             *offload,
         ]
-        self._processes.append(process.spawn(master, log=master_log))
-        self._wait("mooncake_master", master_log, self._master_answers)
+        self._processes.append(self._spawn_master(scratch))
         for number, port in enumerate(owner_rpc):
             self._start_owner(port, offload, scratch / f"owner{number}.log")
         settings: dict[str, Any] = {
@@ -135,6 +134,23 @@ class Store:
         }
         self.config = scratch / "mooncake.json"
         self.config.write_text(json.dumps(settings, indent=2) + "\n")
+
+    def _spawn_master(self, scratch: Path) -> subprocess.Popen[bytes]:
+        log = scratch / "master.log"
+        master = process.spawn(self._master, log=log)
+        self._wait(master, "mooncake_master", log, self._master_answers)
+        return master
+
+    def kill_master(self) -> None:
+        """End it; the owner stays."""
+        process.reap(self._processes[0])
+
+    def start_master(self) -> None:
+        """A new one at the address of the one killed, that knows of nothing; returns when the owner has joined it."""
+        assert self._scratch is not None
+        self._processes[0] = self._spawn_master(self._scratch)
+        log = self._scratch / "owner0.log"
+        self._wait(self._processes[1], "its owner", log, lambda: bool(self._page("get_all_segments").split()))
 
     def _start_owner(self, port: int, offload: list[str], log: Path) -> None:
         owner = [
@@ -155,7 +171,12 @@ class Store:
             self._processes.append(self.link.run_in_ns(owner, log=log, env=env))
         else:
             self._processes.append(process.spawn(owner, log=log, env=env))
-        self._wait("mooncake_client", log, lambda: len(self._page("get_all_segments").split()) > len(self.segments))
+        self._wait(
+            self._processes[-1],
+            "mooncake_client",
+            log,
+            lambda: len(self._page("get_all_segments").split()) > len(self.segments),
+        )
         self.segments += set(self._page("get_all_segments").split()) - set(self.segments)
 
     def _page(self, path: str) -> str:
@@ -193,9 +214,9 @@ class Store:
             return False
         return True
 
-    def _wait(self, name: str, log: Path, ready: Callable[[], bool]) -> None:
+    def _wait(self, child: subprocess.Popen[bytes], name: str, log: Path, ready: Callable[[], bool]) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not ready():
-            if self._processes[-1].poll() is not None or time.monotonic() > deadline:
+            if child.poll() is not None or time.monotonic() > deadline:
                 raise StoreError(f"{name} did not start\n{process.tail(log)}")
             time.sleep(0.05)

@@ -27,6 +27,7 @@ from tests.support.auditor import Auditor
 PROMPTS = make_prompts(24, 300, seed=71)
 HITS = [whole_blocks(prompt) for prompt in PROMPTS]
 FOREIGN = make_prompts(8, 300, seed=72)
+AFTERWARDS = make_prompts(8, 300, seed=74)
 WAIT_S = 1.0
 # A transfer whose peer is gone waits inside Mooncake for up to 60 s; its slots come back with it.
 DEAD_PEER_S = 75.0
@@ -153,6 +154,30 @@ def test_a_store_that_stumbles_again_and_again(cluster: Store, pair: Pair, right
         stumbling.join()
     assert 0 < sum(cached) < len(cached) * sum(HITS), "some passes were served, some were not"
     pair.assert_idle(DEAD_PEER_S)
+
+
+@pytest.mark.stress
+def test_a_master_that_comes_back_empty_is_joined_again_by_all_that_stayed(
+    cluster: Store, pair: Pair, plain: Engine, right: list[list[int]], engines: Callable[..., Engine]
+) -> None:
+    """By its owner, and by the daemons of two nodes: then one engine loads what the other saves."""
+    with Daemon(mooncake_config=cluster.config, staging="16MiB", extra=("--save-share", "0.5")) as there:
+        other = Pair(engines(pair.engine.spec.but(kv_transfer=patient(there, WAIT_S))), there, pair.auditor, WAIT_S)
+        assert sum(other.run(PROMPTS, max_tokens=8).cached_tokens) > 0, "what the first one saved"
+        before = [len(each.records("store.recovered")) for each in (pair.daemon, there)]
+        cluster.kill_master()
+        for each in (pair, other):
+            result = each.run(PROMPTS, max_tokens=8)
+            assert result.tokens == right
+            assert sum(result.cached_tokens) < sum(HITS), "the store was needed"
+        cluster.start_master()
+        for count, daemon in zip(before, (pair.daemon, there), strict=True):
+            assert daemon.wait_record("store.recovered", count=count + 1, timeout_s=30) is not None
+        fill(pair, cluster, AFTERWARDS)
+        result = other.run(AFTERWARDS, max_tokens=8)
+        assert result.tokens == plain.run(AFTERWARDS, max_tokens=8).tokens
+        assert result.cached_tokens == [whole_blocks(prompt) for prompt in AFTERWARDS]
+        other.engine.stop()
 
 
 @pytest.mark.parametrize("victim", ["owner", "master"])  # this comes last: it is not brought back
