@@ -64,6 +64,13 @@ def hint(planner: Planner, number: int, *names: str, local: int = 0, priority: i
     return key
 
 
+def hit(planner: Planner, number: int, *names: str, local: int = 0, priority: int = 0) -> Key:
+    """A hint whose blocks the store has all."""
+    key = hint(planner, number, *names, local=local, priority=priority)
+    planner.looked_up(key, len(names))
+    return key
+
+
 def run(
     planner: Planner, *, fail: frozenset[str] = frozenset(), lanes: Sequence[Lane] = tuple(Lane)
 ) -> list[list[str]]:

@@ -1,0 +1,89 @@
+"""Promotion's surroundings: slot tables and claims as the engine sees them, and a device that copies when told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvprefetch.daemon.planning.promotion import CopyOrder, Promotions
+from kvprefetch.daemon.planning.requests import Key, Request
+
+HOST = 100  # host slots come first
+LOCAL = 2  # blocks that the engine has itself before those that are named here
+
+
+def digest(name: int) -> bytes:
+    return name.to_bytes(8, "big")
+
+
+def request_of(number: int, names: Sequence[int], priority: int = 0) -> Request:
+    hashes = b"".join(digest(name) for name in (*range(1_000_000, 1_000_000 + LOCAL), *names))
+    return Request((number, 1), hashes, 8, LOCAL + len(names), LOCAL, priority, number)
+
+
+@dataclass
+class Tables:
+    """Slot tables from block LOCAL on, and claims, as the engine sees them.
+
+    `claim_next` is claimed between a move and the look after it.
+    """
+
+    entries: dict[Key, list[int]] = field(default_factory=dict)
+    claims: dict[Key, list[int] | None] = field(default_factory=dict)
+    claim_next: Key | None = None
+
+    def move(self, key: Key, moves: Sequence[tuple[int, int]]) -> None:
+        if self.claim_next == key:  # before the fence: it still reads the old entries
+            self.claim(key)
+        for block, slot in moves:
+            assert block >= LOCAL
+            self.entries[key][block - LOCAL] = slot
+
+    def unclaimed(self, key: Key) -> bool:
+        return self.claims[key] is None
+
+    def claim(self, key: Key) -> None:
+        self.claims[key] = list(self.entries[key])
+        self.claim_next = None
+
+
+class Device:
+    """Promotions over the tables, with a device that copies when told."""
+
+    def __init__(self, count: int, chunk: int = 4) -> None:
+        self.tables = Tables()
+        self.promotions = Promotions(HOST, count, self.tables, chunk_blocks=chunk)
+        self.host: dict[int, int] = {}  # host slot -> name
+        self.slots: dict[int, int] = {}  # device slot -> name
+        self.orders: list[CopyOrder] = []
+        self.live: dict[Key, Request] = {}
+
+    def publish(self, request: Request, start: int, slots: Sequence[int], names: Sequence[int]) -> None:
+        self.live[request.key] = request
+        self.host.update(zip(slots, names, strict=True))
+        entries = self.promotions.published(request, LOCAL + start, slots)
+        self.tables.entries.setdefault(request.key, []).extend(entries)
+        self.tables.claims.setdefault(request.key, None)
+
+    def order(self) -> CopyOrder | None:
+        order = self.promotions.next_order()
+        if order is not None:
+            self.orders.append(order)
+        return order
+
+    def copy(self, at: int = 0, *, ok: bool = True) -> None:
+        order = self.orders.pop(at)
+        for host, device in order.slots:
+            self.slots[device] = self.host[host] if ok else -1
+        self.promotions.copied(order.number, ok=ok)
+
+    def promote(self) -> None:
+        while self.order() is not None:
+            self.copy()
+
+    def drop(self, key: Key) -> None:
+        del self.live[key], self.tables.entries[key], self.tables.claims[key]
+        self.promotions.dropped(key)
+
+    def on_device(self, request: Request) -> int:
+        return sum(slot >= HOST for slot in self.tables.entries[request.key])

@@ -1,0 +1,126 @@
+"""Which block lies where: runs, duplicates, what makes room first, and what was fetched for nothing."""
+
+from __future__ import annotations
+
+from kvprefetch.daemon.planning.planner import Key, Lane, Planner
+from tests.daemon.planning import FlagsModel, audit, hint, hit, run
+
+
+def test_a_block_that_a_prompt_has_twice_is_fetched_once_and_published_twice() -> None:
+    flags = FlagsModel()
+    planner = Planner(4, flags, chunk_blocks=8)
+    key = hit(planner, 1, "a", "a", "b", "a")
+    again = hit(planner, 2, "b", "a", "a")
+    run(planner)
+    assert flags.count == {key: 4, again: 3}
+    assert len(set(flags.slots[key].values())) == 2
+    for each in (key, again):
+        planner.finish(each)
+    audit(planner)
+    assert planner.gauges()["slots_idle"] == 2
+
+
+def test_what_one_request_alone_holds_is_one_run_until_another_prompt_parts_from_it() -> None:
+    flags = FlagsModel()
+    planner = Planner(16, flags, chunk_blocks=4)
+    one = hit(planner, 1, *"abcdefgh")
+    run(planner)
+
+    def runs(key: Key) -> list[int]:
+        return [len(run) for run in planner._blocks.runs(planner.requests[key].held)]
+
+    assert runs(one) == [8]
+    same = hint(planner, 2, *"abcdefgh", local=2)
+    assert runs(same) == [6]
+    parts = hint(planner, 3, *"abcdefxy")
+    assert runs(parts) == [2, 4]
+    assert runs(one) == [2, 4, 2]
+    audit(planner)
+    for key in (parts, same, one):
+        planner.finish(key)
+    again = hint(planner, 4, *"abcdefgh")
+    assert runs(again) == [8]
+    audit(planner)
+
+
+def test_the_last_blocks_of_what_was_used_longest_ago_make_room_first() -> None:
+    flags = FlagsModel()
+    planner = Planner(4, flags, chunk_blocks=2)
+    key = hit(planner, 1, "a", "b", "c", "d")
+    run(planner)
+    planner.finish(key)
+    hit(planner, 2, "x")
+    run(planner)
+    assert planner.requests[hint(planner, 3, "a", "b", "c", "d")].issued == 3
+
+
+def test_digests_of_different_lengths_can_be_staged_ahead() -> None:
+    planner = Planner(16, FlagsModel(), chunk_blocks=16)
+    wanted = [b"short", b"another.", b"a-long-one", b"one-longer"]
+    lengths = []
+    while wanted:
+        order = planner.ahead(wanted, Lane.MEMORY, "list")
+        assert order is not None
+        lengths.append([len(digest) for digest in order.digests])
+        planner.fetched(order.number, [True] * len(order.slots), 1)
+        del wanted[: len(order.slots)]
+    assert lengths == [[5], [8], [10, 10]]
+    planner.reset()
+    audit(planner)
+
+
+def wasted_after(planner: Planner, number: int, *names: str) -> list[int]:
+    """Fetch these for a request that takes as much room; the planner's count of what was given up for it."""
+    planner.looked_up(hint(planner, number, *names), len(names))
+    run(planner)
+    return planner.wasted
+
+
+def test_blocks_that_a_load_left_are_waste_once_their_room_is_reused() -> None:
+    planner = Planner(4, FlagsModel(), chunk_blocks=4)
+    key = hit(planner, 1, "a", "b", "c", "d", "e", local=1)
+    run(planner)
+    planner.finish(key, loaded=range(2, 4))
+    assert planner.wasted == [0, 0], "they are still there for others"
+    assert wasted_after(planner, 2, "e", "x") == [0, 0], "of the others the last was loaded"
+    assert wasted_after(planner, 3, "y", "z") == [1, 0]
+    planner.finish((2, 1), loaded=range(1))
+    planner.end()
+    assert planner.wasted == [4, 0], "x, y and z as well"
+    planner.end()
+    assert planner.wasted == [4, 0]
+
+
+def test_what_an_aborted_request_left_and_another_loaded_is_no_waste() -> None:
+    planner = Planner(2, FlagsModel(), chunk_blocks=4)
+    for number, loaded in ((1, range(0)), (2, range(2)), (3, range(0))):
+        key = hit(planner, number, "a", "b")
+        run(planner)
+        planner.finish(key, loaded)
+    assert wasted_after(planner, 4, "c", "d") == [0, 0]
+
+
+def test_what_was_staged_ahead_or_came_too_late_or_is_void_is_waste_of_its_tier() -> None:
+    planner = Planner(8, FlagsModel(), chunk_blocks=16)
+    ahead = planner.ahead([b"a.......", b"b......."], Lane.DISK, "list")
+    assert ahead is not None
+    planner.fetched(ahead.number, [True, False], 1)
+    assert planner.wasted == [0, 0]
+    hit(planner, 1, "c", "d", "e")
+    order = planner.next_order()
+    assert order is not None
+    planner.overdue(order.number, 1)
+    assert planner.wasted == [0, 0]
+    planner.fetched(order.number, [True, True, False], 2)
+    assert planner.wasted == [2, 0]
+    planner.reset()
+    assert planner.wasted == [2, 1]
+
+
+def test_an_order_has_no_block_twice_and_none_that_is_here() -> None:
+    planner = Planner(8, FlagsModel(), chunk_blocks=8)
+    hit(planner, 1, "a", "b", "c", "b", "d")
+    assert run(planner) == [["a", "b", "c", "d"]]
+    hit(planner, 2, "x", "y", "c", "z")
+    assert run(planner) == [["x", "y", "z"]]
+    audit(planner)
