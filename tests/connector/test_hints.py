@@ -1,0 +1,157 @@
+"""The scheduler side's hints: what they name, when there is none, and when they are pushed or fetched again."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvprefetch.connector.claims import MAX_LATE_HINTS
+from kvprefetch.shmring.layout import Line
+from kvprefetch.shmring.protocol import FlagState, Outcome
+
+from .fakes import BLOCK, Engine
+
+NOTHING, PENDING = (0, False), (None, False)
+
+
+def test_a_hint_names_every_full_block_but_leaves_a_token_to_compute() -> None:
+    """Blocks = floor((tokens - 1) / block), one digest each, with what is local told."""
+    engine = Engine()
+    for tokens, blocks in ((2 * BLOCK, 1), (2 * BLOCK + 1, 2), (BLOCK + 1, 1)):
+        request = engine.add(f"r{tokens}", tokens, priority=-3)
+        hint = engine.daemon.hint(request.request_id)
+        assert (hint.blocks, hint.local_blocks, hint.prompt_tokens, hint.priority) == (blocks, 0, tokens, -3)
+        assert [hint.digest(i) for i in range(blocks)] == request.digests(0, blocks)
+    engine.add("local", 5 * BLOCK, local=2 * BLOCK)
+    assert engine.daemon.hint("local").local_blocks == 2
+    assert engine.daemon.flag("local") == (1, FlagState.HINTED, 0)
+
+
+def test_the_trailing_sub_hash_stands_for_the_block() -> None:
+    engine = Engine(ratio=4)
+    request = engine.add("r", 3 * BLOCK + 1, ratio=4)
+    hint = engine.daemon.hint("r")
+    assert [hint.digest(i) for i in range(3)] == [request.block_hashes[i] for i in (3, 7, 11)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "local", "fields"),
+    [
+        (BLOCK, 0, {}),
+        (3, 0, {}),
+        (3 * BLOCK, 2 * BLOCK, {}),
+        (3 * BLOCK, 0, {"resumable": True}),
+        (3 * BLOCK, 0, {"skip_reading_prefix_cache": True}),
+    ],
+)
+def test_requests_left_alone(tokens: int, local: int, fields: dict[str, bool]) -> None:
+    """Too short, all local, resumable, or not reading the prefix cache: no hint, nothing to load."""
+    engine = Engine()
+    request = engine.add("r", tokens, local=local, **fields)
+    assert engine.match(request) == NOTHING
+    engine.allocate(request, 0)
+    engine.daemon.drain()
+    assert engine.daemon.hints == []
+
+
+def test_what_is_local_is_no_dropped_hint() -> None:
+    engine = Engine()
+    engine.add("r", 3 * BLOCK + 1, local=3 * BLOCK)
+    assert engine.side.counters == {}
+
+
+@pytest.mark.parametrize("settings", [{"loads": False}, {"hint_on_arrival": False}])
+def test_no_hint_at_arrival_when_not_wanted(settings: dict[str, bool]) -> None:
+    engine = Engine(**settings)  # type: ignore[arg-type]
+    request = engine.add("r", 3 * BLOCK)
+    engine.daemon.drain()
+    assert engine.daemon.hints == []
+    assert engine.match(request) == (PENDING if settings.get("loads", True) else NOTHING)
+
+
+def test_an_evicted_local_prefix_is_fetched_again() -> None:
+    """Not answered with zero: a new hint with the new local count, and its own deadline; a few times at most."""
+    engine = Engine(wait_timeout_ms=100)
+    request = engine.add("r", 4 * BLOCK, local=2 * BLOCK)
+    engine.daemon.stage("r", 3)
+    assert engine.match(request, 0) == PENDING
+    engine.daemon.drain()
+    assert [done.outcome for done in engine.daemon.dones] == [Outcome.EVICTED]
+    assert engine.daemon.hint("r").local_blocks == 0
+    engine.daemon.stage("r", 3)
+    assert engine.match(request, 0) == (3 * BLOCK, False)
+
+
+def test_a_local_prefix_may_shrink_any_number_of_times() -> None:
+    """It ends when nothing is local: hints for that are not counted with those that a daemon lost."""
+    local = MAX_LATE_HINTS + 2
+    engine = Engine()
+    request = engine.add("r", (local + 2) * BLOCK, local=local * BLOCK)
+    for left in range(local - 1, -1, -1):
+        assert engine.match(request, left * BLOCK) == PENDING
+        assert engine.daemon.hint("r").local_blocks == left
+    for _ in range(MAX_LATE_HINTS):
+        engine.daemon.move(engine.daemon.hint("r").flag, FlagState.EXPIRED, 0)
+        assert engine.match(request, 0) == PENDING
+    engine.daemon.stage("r", local + 1)
+    assert engine.match(request, 0) == ((local + 1) * BLOCK, False)
+
+
+def test_what_is_taken_back_is_pending_again_under_the_same_hint() -> None:
+    """Before the first visit, and after an answer that was not used; no other hint, and asked for once."""
+    engine = Engine()
+    request = engine.add("r", 4 * BLOCK)
+    hint = engine.daemon.stage("r", 3, slots=[4, 5, 6])
+    for slots in ([6, 4, 5], [1, 2, 3]):
+        engine.daemon.move(hint.flag, FlagState.HINTED, 0)
+        assert engine.match(request) == PENDING
+        engine.daemon.stage("r", 3, slots=slots)
+        assert engine.match(request) == (3 * BLOCK, False)
+        engine.step()
+    assert engine.match(request) == (3 * BLOCK, False)
+    engine.allocate(request, 3 * BLOCK)
+    assert engine.step([(request, 4 * BLOCK)]).loads[0].slots == [1, 2, 3]
+    engine.daemon.drain()
+    assert (len(engine.daemon.hints), len(engine.daemon.asks)) == (1, 1)
+
+
+def test_a_hint_that_became_void_is_renewed_a_few_times() -> None:
+    engine = Engine()
+    request = engine.add("r", 4 * BLOCK)
+    for _ in range(MAX_LATE_HINTS):
+        hint = engine.daemon.hint("r")
+        engine.daemon.move(hint.flag, FlagState.EXPIRED, 0)
+        assert engine.match(request) == PENDING
+    engine.daemon.move(engine.daemon.hint("r").flag, FlagState.EXPIRED, 0)
+    assert engine.match(request) == NOTHING
+    assert engine.match(request) == NOTHING
+    assert engine.daemon.unreturned() == []
+
+
+def test_dropped_hints_are_counted_and_made_up_for() -> None:
+    """No free flag, or a full ring: the request is hinted when the scheduler reaches it."""
+    engine = Engine(flags=1)
+    first, second = engine.add("first", 3 * BLOCK), engine.add("second", 3 * BLOCK)
+    assert engine.daemon.words.load_acquire(Line.HINTS_DROPPED) == 1
+    assert engine.match(second) == PENDING
+    engine.side.finished(first)
+    engine.daemon.drain()
+    engine.daemon.free()
+    assert engine.match(second) == PENDING
+    engine.daemon.stage("second", 2)
+    assert engine.match(second) == (2 * BLOCK, False)
+
+    engine = Engine(ring=4096)
+    requests = [engine.add(f"r{i}", 40 * BLOCK) for i in range(10)]
+    assert engine.daemon.words.load_acquire(Line.HINTS_DROPPED) > 0
+    for request in requests:
+        engine.side.finished(request)
+    assert engine.daemon.unreturned() == [], "a full ring loses nudges, never releases"
+
+
+def test_without_flags_a_request_waits_no_longer_than_its_deadline() -> None:
+    engine = Engine(flags=1, wait_timeout_ms=100)
+    engine.add("first", 3 * BLOCK)
+    second = engine.add("second", 3 * BLOCK)
+    assert engine.match(second) == PENDING
+    engine.clock.advance_ms(101)
+    assert engine.match(second) == NOTHING
