@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from .keys import RankKeys, rank_keys
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 VLLM_SERIES = "0.32."
 # The longest digest vLLM's hash algorithms make is 32 bytes; the record's field allows 64.
@@ -46,8 +47,6 @@ class Geometry:
 
 def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise ValueError, in one line, for an engine this connector cannot serve correctly."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
-
     if not vllm_version.startswith(VLLM_SERIES):
         raise _refused(f"vLLM must be {VLLM_SERIES}x: vllm={vllm_version}")
     if vllm_config.model_config.is_encoder_decoder:
@@ -61,19 +60,29 @@ def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
             raise _refused(f"context parallelism is not served: {name}={size} max=1")
-    groups = kv_cache_config.kv_cache_groups
-    cacheable = len(kv_cache_config.prefix_cacheable_group_ids)
-    if len(groups) != 1 or cacheable != 1:
-        hybrid = " (hybrid models: try --disable-hybrid-kv-cache-manager)" if len(groups) > 1 else ""
-        raise _refused(
-            f"exactly one prefix-cacheable KV-cache group is served: groups={len(groups)} prefix_cacheable={cacheable}"
-            + hybrid
-        )
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
         raise _refused("host-resident KV caches are not served: hisparse_host_num_blocks is set")
-    for one in _layer_specs(kv_cache_config):
-        if type(one) not in (FullAttentionSpec, MLAAttentionSpec):
-            raise _refused(f"only full attention and MLA are served: kv_cache_spec={type(one).__name__}")
+    _check_groups(kv_cache_config)
+
+
+def _check_groups(kv_cache_config: KVCacheConfig) -> None:
+    """One group of full attention or MLA. Where vLLM can make one of several, the line says how."""
+    from vllm.v1 import kv_cache_interface as kinds
+
+    groups = len(kv_cache_config.kv_cache_groups)
+    cacheable = len(kv_cache_config.prefix_cacheable_group_ids)
+    found = {type(one) for one in _layer_specs(kv_cache_config)}
+    served = {kinds.FullAttentionSpec, kinds.MLAAttentionSpec}
+    # Beside full attention vLLM can keep these as if they were, all their blocks.
+    windowed = {kinds.SlidingWindowSpec, kinds.SlidingWindowMLASpec, kinds.ChunkedLocalAttentionSpec}
+    if not found <= (served | windowed if groups > 1 and found & served else served):
+        names = ",".join(sorted(kind.__name__ for kind in found - served))
+        raise _refused(f"only full attention and MLA are served: kv_cache_spec={names}")
+    if groups != 1 or cacheable != 1:
+        raise _refused(
+            f"exactly one prefix-cacheable KV-cache group is served: groups={groups} prefix_cacheable={cacheable}"
+            + (" (start vLLM with --disable-hybrid-kv-cache-manager)" if groups > 1 else "")
+        )
 
 
 def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:
@@ -102,12 +111,13 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometr
     )
 
 
-def _layer_specs(kv_cache_config: KVCacheConfig) -> list[Any]:
-    """What kind of cache the layers of the one group have; one where they are alike."""
+def _layer_specs(kv_cache_config: KVCacheConfig) -> Iterator[KVCacheSpec]:
+    """What kinds of cache the layers have: one of each group where its layers are alike."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        yield from spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
 
 
 def keys_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tp_rank: int, cache_prefix: str) -> RankKeys:

@@ -83,14 +83,23 @@ def test_registering_twice_and_importing_by_path() -> None:
 
 
 def refusals() -> list[tuple[str, dict[str, Any], Any]]:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
     common = {"block_size": 32, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
     full = FullAttentionSpec(**common)
+    window = SlidingWindowSpec(**common, sliding_window=64)
+    chunks = ChunkedLocalAttentionSpec(**common, attention_chunk_size=64)
+    mamba = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
+    one_of_many = r"exactly one prefix-cacheable .* \(start vLLM with --disable-hybrid-kv-cache-manager\)$"
     return [
-        ("exactly one prefix-cacheable", {}, kv_cache_config([full, full], 2)),
-        ("exactly one prefix-cacheable", {}, kv_cache_config([full], 0)),
-        ("only full attention", {}, kv_cache_config([SlidingWindowSpec(**common, sliding_window=64)])),
+        (one_of_many, {}, kv_cache_config([full, full], 2)),
+        (one_of_many, {}, kv_cache_config([full, window, chunks], 3)),
+        ("exactly one prefix-cacheable .*=0$", {}, kv_cache_config([full], 0)),
+        # vLLM cannot make one group of these, so nothing is advised.
+        ("only full attention .*=SlidingWindowSpec$", {}, kv_cache_config([window])),
+        ("only full attention .*=SlidingWindowSpec$", {}, kv_cache_config([window, window], 2)),
+        ("only full attention .*=MambaSpec$", {}, kv_cache_config([full, mamba], 2)),
+        ("only full attention .*=MambaSpec,SlidingWindowSpec$", {}, kv_cache_config([full, mamba, window], 3)),
         ("enable_prefix_caching=False", {"cache": {"enable_prefix_caching": False}}, kv_cache_config()),
         ("encoder-decoder", {"model": {"is_encoder_decoder": True}}, kv_cache_config()),
         ("prefill_context_parallel_size=2", {"parallel": {"prefill_context_parallel_size": 2}}, kv_cache_config()),
