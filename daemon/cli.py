@@ -78,6 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "checkout: pip install '.[daemon-cpu]', or daemon-cuda12, daemon-cuda13"
         )
         return EX_UNAVAILABLE
+    except ImportError as error:
+        if error.name is None or not error.name.endswith("._atomics"):
+            raise
+        _say(f"kvprefetchd: {error}")
+        return EX_UNAVAILABLE
 
 
 def _say(line: str) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .config import ConfigError, DaemonConfig
 from .host import MIN_CORES, MIN_THREADS, address_bytes, available_bytes, quota_cores, startable_threads, usable_cores
-from .telemetry.logs import Log
+
+if TYPE_CHECKING:  # doctor runs where structlog is not installed
+    from .telemetry.logs import Log
 
 _MIN_ADDRESS_BYTES = 3 << 30  # beside what it is given; with less Mooncake or its master ends, in one way or another
 

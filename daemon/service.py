@@ -16,7 +16,7 @@ from types import FrameType
 from ..shmring.messages import Message, Purge, Report, SetMode, Status, Warm
 from . import machine, orders, report
 from .access import access_of
-from .config import DaemonConfig, Mode
+from .config import ConfigError, DaemonConfig, Mode
 from .control import Control
 from .engine.memory import EngineMemory, EngineShape, prepare
 from .engine.session import EngineSession
@@ -27,7 +27,7 @@ from .pools import Pools
 from .reload import reloaded
 from .store.client import Store, StoreError, StoreUnavailable
 from .store.embedded import DISK_BUFFER_BYTES, DiskSpec, EmbeddedError, EmbeddedMaster
-from .store.settings import MooncakeSettings
+from .store.settings import MooncakeSettings, SettingsError
 from .telemetry.board import Board
 from .telemetry.events import Ending
 from .telemetry.logs import Log, event_counts, finish, tend, threshold
@@ -96,6 +96,9 @@ class Daemon:
             self._board.phase = "serving"
             self._notify.ready(self._summary())
             self._loop(self._control, pools)
+        except (ConfigError, SettingsError, StoreError, EmbeddedError) as error:
+            self._log.error("daemon.failed", error=str(error))
+            raise
         finally:
             self._shut_down(pools)
             listener.close()

@@ -34,6 +34,7 @@ from typing import IO, Any
 from ...shmring.messages import shown
 from ..config import parse_size
 from .disk_watch import DiskWatch
+from .errors import LIBRARIES
 from .settings import MooncakeSettings, SettingsError
 
 MAX_DISK_BYTES = 1 << 50
@@ -164,7 +165,9 @@ class EmbeddedMaster:
             if self._stopping():
                 break
         self.stop()
-        raise EmbeddedError(f"mooncake_master did not start: {self._wrong or self._said or 'it said nothing'}")
+        why = self._wrong or self._said or "it said nothing"
+        cure = f": {LIBRARIES}" if "shared libraries" in why else ""
+        raise EmbeddedError(f"mooncake_master did not start: {why}{cure}")
 
     def stop(self) -> None:
         """End the master, at once: it keeps nothing, and takes most of a second to end by itself. Idempotent."""

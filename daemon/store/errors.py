@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 
+LIBRARIES = "on Debian install libibverbs1 libcurl4 libnuma1"  # what Mooncake's own need
+
 
 class ErrorClass(enum.Enum):
     """What the caller should make of one key's result."""

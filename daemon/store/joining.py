@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from .errors import LIBRARIES
 from .settings import MooncakeSettings
 
 
@@ -46,7 +47,5 @@ def _import_client() -> Any:
             "mooncake is not installed: install kvprefetch with an extra: daemon-cpu, daemon-cuda12 or daemon-cuda13"
         ) from None
     except ImportError as error:
-        raise StoreError(
-            f"mooncake cannot be loaded ({error}): on Debian install libibverbs1 libcurl4 libnuma1"
-        ) from None
+        raise StoreError(f"mooncake cannot be loaded ({error}): {LIBRARIES}") from None
     return MooncakeDistributedStore

@@ -205,6 +205,7 @@ EVENTS: dict[str, Event] = {
                           ("socket", "pid", "staging")),
     "daemon.stopping": Event("info", "A signal told it to stop.", ("signal",)),
     "daemon.stopped": Event("info", "Everything is closed.", ()),
+    "daemon.failed": Event("error", "It cannot start; its last words on standard error say the same.", ("error",)),
     "config.changed": Event("info", "A reload changed a key.", ("key", "before", "after", "takes_effect")),
     "config.kept": Event("warning", "A key was changed in the configuration, but needs a restart.",
                          ("key", "before", "after")),

@@ -14,6 +14,7 @@ import pytest
 
 from kvprefetch.daemon.cli import main
 from kvprefetch.daemon.client import Unavailable, ask
+from kvprefetch.daemon.commands import stat
 from kvprefetch.daemon.config import ConfigError, load, parse_size
 from kvprefetch.shmring.messages import Status, StatusQuery, default_socket
 
@@ -75,6 +76,9 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     assert result.returncode == 78
     assert str(port) in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+    log = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line["event"] for line in log] == ["daemon.failed", "daemon.stopped"]
+    assert result.stderr.strip() == f"kvprefetchd: {log[0]['error']}"
 
 
 # What an engine's environment has not: the packages of the daemon-… extras.
@@ -128,6 +132,17 @@ def test_a_socket_of_others_says_whose_it_is(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(socket.socket, "connect", refuse)
     with pytest.raises(Unavailable, match=r"Permission denied; .* members of the socket's group"):
         ask(tmp_path / "s.sock", StatusQuery(), Status)
+
+
+def test_an_extension_that_is_not_built_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(_: object) -> int:
+        raise ImportError("the C extension is not built here", name="kvprefetch.shmring._atomics")
+
+    monkeypatch.setattr(stat, "run", missing)
+    assert main(["stat"]) == 69
+    assert capsys.readouterr().err == "kvprefetchd: the C extension is not built here\n"
 
 
 def test_sizes_are_read_with_their_units() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import structlog
 
+from kvprefetch.daemon.store import embedded
 from kvprefetch.daemon.store.embedded import DiskSpec, EmbeddedError, EmbeddedMaster
 from kvprefetch.daemon.store.settings import SettingsError
 
@@ -218,3 +219,12 @@ def test_should_fail_fast_when_the_master_is_gone(tmp_path: Path) -> None:
         "print('>>>', time.monotonic() - begun < 5); os._exit(0) if not sys.stdout.flush() else None"
     )
     assert run(script, tmp_path, 10) == ["True"]
+
+
+def test_a_master_without_its_libraries_names_the_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "mooncake_master"
+    broken.write_text("#!/bin/sh\necho error while loading shared libraries: libcurl.so.4: no such file\nexit 127\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(embedded, "_binary", lambda: str(broken))
+    with pytest.raises(EmbeddedError, match=r"libcurl\.so\.4: no such file: on Debian install libibverbs1"):
+        EmbeddedMaster(1, None, structlog.get_logger()).start()
