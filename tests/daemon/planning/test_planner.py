@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvprefetch.daemon.planning.planner import Lane, Planner
-from tests.daemon.planning import FlagsModel, audit, hint, hit, run
+from tests.daemon.planning.support import FlagsModel, audit, hint, hit, run
 
 
 def test_a_hit_is_fetched_in_prefix_order_and_published_in_full() -> None:

@@ -33,7 +33,7 @@ from kvprefetch.shmring.protocol import FlagState, Outcome
 from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
 from tests.daemon.stores import blocks
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 Serve = Callable[..., Daemon]
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

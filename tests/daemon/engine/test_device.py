@@ -14,8 +14,7 @@ from kvprefetch.daemon.pools import Pools
 from kvprefetch.shmring import cuda, messages
 from kvprefetch.shmring.protocol import FlagState
 from tests.daemon.conftest import keeps_to_the_catalogue, starter
-from tests.daemon.fake_engine import FakeEngine, wait_for
-from tests.daemon.near import (
+from tests.daemon.engine.near import (
     BLOCK,
     DEVICE_SLOTS,
     Start,
@@ -28,6 +27,7 @@ from tests.daemon.near import (
     take,
     values_of,
 )  # fmt: skip
+from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.support.auditor import Auditor, device_memories
 from tests.support.host_device import UUID, HostDevices
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvprefetch.daemon.planning.planner import Key, Lane, Planner
-from tests.daemon.planning import FlagsModel, audit, hint, hit, run
+from tests.daemon.planning.support import FlagsModel, audit, hint, hit, run
 
 
 def test_a_block_that_a_prompt_has_twice_is_fetched_once_and_published_twice() -> None:

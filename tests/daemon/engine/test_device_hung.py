@@ -11,8 +11,7 @@ import pytest
 
 from benchmarks.lab.daemon import Daemon
 from tests.daemon.conftest import starter
-from tests.daemon.fake_engine import FakeEngine, wait_for
-from tests.daemon.near import (
+from tests.daemon.engine.near import (
     BLOCK,
     DEVICE_SLOTS,
     Key,
@@ -26,6 +25,7 @@ from tests.daemon.near import (
     take,
     values_of,
 )  # fmt: skip
+from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.support.auditor import Auditor, ask_daemon, device_memories
 from tests.support.host_device import UUID, UUIDS
 

@@ -12,7 +12,7 @@ from kvprefetch.daemon.telemetry import events
 from kvprefetch.daemon.telemetry.events import COMMON, EVENTS, FIELDS, LEVELS, Ending
 from kvprefetch.shmring.protocol import Outcome
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 METHODS = {*LEVELS, "warn", "critical", "exception", "fatal", "log", "msg"}
 
 

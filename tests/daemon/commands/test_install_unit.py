@@ -134,7 +134,7 @@ def test_a_program_that_the_service_s_user_cannot_reach_is_noted(
 
 
 def test_what_the_manual_removes_is_what_was_written(tmp_path: Path) -> None:
-    manual = (Path(__file__).parents[2] / "docs/OPERATIONS.md").read_text().split("## Remove it")[1]
+    manual = (Path(__file__).parents[3] / "docs/OPERATIONS.md").read_text().split("## Remove it")[1]
     install(tmp_path, *(f"--{name}" for name in install_unit.DROP_INS))
     removal = next(line for line in manual.splitlines() if line.startswith("rm -r /etc/"))
     subprocess.run(["sh", "-ec", removal.replace(" /etc/", f" {tmp_path}/etc/")], timeout=10, check=True)

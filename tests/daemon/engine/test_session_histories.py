@@ -31,7 +31,7 @@ from kvprefetch.shmring.protocol import (
     encode_saved,
 )  # fmt: skip
 from kvprefetch.shmring.ring import Producer
-from tests.daemon.test_session import make_session
+from tests.daemon.engine.test_session import make_session
 
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 

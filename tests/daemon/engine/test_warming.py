@@ -12,7 +12,7 @@ from kvprefetch.daemon.engine.warming import MAX_WAITING, PATIENCE_NS, QUIET_NS,
 from kvprefetch.daemon.planning.negative import NegativeCache
 from kvprefetch.daemon.planning.planner import Lane, Planner
 from kvprefetch.shmring.messages import Message, Report, Warm, Warmed
-from tests.daemon.planning import FlagsModel, digests, hint, run
+from tests.daemon.planning.support import FlagsModel, digests, hint, run
 
 ABOUT = Warmed(engine="e", epoch=1, block_tokens=32, hash_algorithm="", hash_probe="")
 ONE, OTHER = "1" * 32, "2" * 32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvprefetch.daemon.planning.planner import Lane, Planner
-from tests.daemon.planning import FlagsModel, audit, hint, hit, run
+from tests.daemon.planning.support import FlagsModel, audit, hint, hit, run
 
 
 def test_consumed_blocks_stay_until_their_room_is_needed() -> None:

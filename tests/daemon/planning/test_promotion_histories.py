@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvprefetch.daemon.planning.requests import Key, Request
-from tests.daemon.promoting import HOST, Device, request_of
+from tests.daemon.planning.promoting import HOST, Device, request_of
 
 BLOCKS = 6
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvprefetch.daemon.planning.requests import Key
-from tests.daemon.promoting import HOST, Device, request_of
+from tests.daemon.planning.promoting import HOST, Device, request_of
 
 
 def test_a_published_request_is_copied_and_then_named() -> None:

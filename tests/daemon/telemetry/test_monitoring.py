@@ -15,7 +15,7 @@ import yaml
 
 from kvprefetch.daemon.telemetry.metrics import CATALOGUE, PREFIX, exported
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "docs/monitoring"
 RULES = yaml.safe_load((FOLDER / "rules.yml").read_text())
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())

@@ -6,7 +6,7 @@ import time
 import tracemalloc
 
 from kvprefetch.daemon.planning.planner import Planner
-from tests.daemon.planning import FlagsModel, digests, hint, run
+from tests.daemon.planning.support import FlagsModel, digests, hint, run
 
 
 def test_a_long_queue_makes_no_hint_dearer() -> None:

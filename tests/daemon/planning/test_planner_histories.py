@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from kvprefetch.daemon.planning.planner import Key, Lane, Order, Planner
-from tests.daemon.planning import FlagsModel, audit, digests, hint
+from tests.daemon.planning.support import FlagsModel, audit, digests, hint
 
 HISTORIES = 500
 EVENTS = {

@@ -17,7 +17,7 @@ from kvprefetch.daemon.telemetry.events import Ending
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import blocks
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()
 
 LINE: dict[str, Any] = {

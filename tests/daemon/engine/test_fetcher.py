@@ -15,7 +15,7 @@ from kvprefetch.daemon.planning.negative import LASTING_NS, MISS_NS, NegativeCac
 from kvprefetch.daemon.planning.planner import Lane, Order, Planner
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.telemetry.account import Account
-from tests.daemon.planning import FlagsModel, digests, hint
+from tests.daemon.planning.support import FlagsModel, digests, hint
 
 BLOCK_BYTES = 64
 

@@ -20,9 +20,9 @@ from kvprefetch.daemon.cli import main
 from kvprefetch.shmring import messages
 from kvprefetch.shmring.messages import Warm, Warmed
 from kvprefetch.shmring.protocol import FlagState, Outcome
+from tests.daemon.commands.test_mode import switch
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import blocks, stored
-from tests.daemon.test_mode import switch
 from tests.support.auditor import Auditor, ask_daemon
 
 Serve = Callable[..., Daemon]
