@@ -50,7 +50,7 @@ def test_sigterm_stops_cleanly_while_an_engine_is_attached(serve: Serve) -> None
     engine.hint(list(blocks("term", 4)))
     began = time.monotonic()
     assert daemon.sigterm(30) == 0
-    assert time.monotonic() - began < 1.5, "nobody is there to hear a goodbye of three seconds"
+    assert time.monotonic() - began < 2.5, "nobody is there to hear a goodbye of three seconds"
     assert engine.liveness.peer(time.monotonic_ns()) is PeerStatus.GONE
     assert not daemon.socket.exists()
     assert daemon.wait_record("daemon.stopped")
