@@ -88,7 +88,6 @@ def test_foreign_sized_objects_are_misses_for_one_and_nothing_for_another(
     half.engine.stop()
 
 
-@pytest.mark.stress
 def test_objects_of_another_tensor_parallel_size_are_misses(
     daemon: Daemon, cluster: Store, engines: Callable[..., Engine], module_auditor: Auditor, tmp_path: Path
 ) -> None:

@@ -131,7 +131,6 @@ def test_loads_from_device_slots_give_the_same_tokens_and_nothing_survives_a_kil
     assert daemon.sigterm(60) == 0
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize(
     ("options", "extra"),
     [
@@ -159,8 +158,10 @@ def test_loads_from_device_slots_in_every_way(
     assert daemon.sigterm(60) == 0
 
 
-@pytest.mark.stress
-@pytest.mark.parametrize(("spread", "killed"), [(False, 1), (True, None)], ids=["one GPU", "a GPU each"])
+@pytest.mark.parametrize(
+    ("spread", "killed"),
+    [pytest.param(False, 1, id="one GPU"), pytest.param(True, None, id="a GPU each", marks=pytest.mark.stress)],
+)
 def test_two_ranks_load_from_device_slots(
     engines: Callable[..., Engine], module_auditor: Auditor, daemons: Callable[..., Daemon], tmp_path: Path,
     spread: bool, killed: int | None,
