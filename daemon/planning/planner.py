@@ -150,10 +150,19 @@ class Planner:
         self._queues.changed()
 
     def reset(self) -> list[Request]:
-        """The KV of every block is void: end what is unclaimed, forget the index. Returns the requests that ended."""
-        ended = [request for request in self.requests.values() if self._flags.expire(request.key)]
-        for request in ended:
-            self._drop(request)
+        """The KV of every block is void: end what is unclaimed, forget the index. Returns the requests that ended.
+
+        For the others nothing is fetched any more: as long as the store has it, a later hint would find it here.
+        """
+        ended = []
+        for request in list(self.requests.values()):
+            if self._flags.expire(request.key):
+                ended.append(request)
+                self._drop(request)
+            else:
+                request.final, request.limit = True, request.local
+                if request.held:
+                    self._served.add(request.sequence)
         self._blocks.detach_all()
         return ended
 
@@ -283,6 +292,8 @@ class Planner:
         self._unpin(request, 0)
         if request.wants_work:
             self._queues.enter(request)
+        else:  # void since a reset
+            self._advance(request)
         return True
 
     def _serve_in_part(self, request: Request, lane: Lane) -> bool:

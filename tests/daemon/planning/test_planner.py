@@ -100,6 +100,32 @@ def test_a_reset_forgets_every_block_and_ends_what_is_unclaimed() -> None:
     assert gauges["blocks_pinned"] == 0
 
 
+def test_after_a_reset_nothing_is_fetched_under_the_hints_of_before() -> None:
+    """The store may hold old weights' values until their removal is over: staged now, later hints would find them."""
+    flags = FlagsModel()
+    planner = Planner(4, flags, chunk_blocks=1)
+    claimed, undecided = hit(planner, 1, "a", "b", "c"), hint(planner, 2, "d", priority=1)
+    order = planner.next_order()
+    assert order is not None
+    planner.fetched(order.number, [True], 1)
+    flags.claimed |= {claimed, undecided}  # the first one while more of it is to come
+    assert planner.reset() == []
+    planner.looked_up(undecided, 1)
+    planner.looked_up(claimed, 3)
+    planner.ask(claimed)
+    assert run(planner) == []
+    assert planner.gauges()["leases"] == 0
+    flags.claimed.clear()
+    near = hit(planner, 3, *"wxyz", priority=-1)
+    planner.ask(near)
+    assert run(planner) == [["w"], ["x"], ["y"], ["z"]]
+    assert flags.taken_back == [claimed]
+    assert (flags.count[claimed], claimed in flags.final) == (0, True), "it waits for nothing"
+    planner.finish(near)
+    assert run(planner) == []
+    audit(planner)
+
+
 def test_a_request_in_both_tiers_is_ordered_in_prefix_order_lane_by_lane() -> None:
     flags = FlagsModel()
     planner = Planner(8, flags, chunk_blocks=8)

@@ -103,6 +103,7 @@ def history(chance: Random) -> None:
             case "reset":
                 for request in planner.reset():
                     del live[request.key]
+                flags.refused |= live.keys()  # whatever comes for them, nothing is published
         audit(planner)
         gauges = planner.gauges()
         assert gauges["slots_stuck"] == sum(len(order.slots) for order in overdue)
