@@ -64,7 +64,6 @@ class Daemon:
     def run(self) -> bool:
         """Serve until told to stop; False when the store's master ended before. Raises what keeps it from starting:
         ConfigError, StoreError, EmbeddedError."""
-        machine.check(self._config, self._log)
         # Store threads return from C with little Python to do: let them have the GIL soon.
         sys.setswitchinterval(0.0005)
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -73,7 +72,13 @@ class Daemon:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         self._wake_fd = wake_read
         self._epoll.register(wake_read, select.EPOLLIN)
-        listener = self._listener = Listener(self._config, self._log)
+        try:
+            machine.check(self._config, self._log)
+            listener = self._listener = Listener(self._config, self._log)
+        except ConfigError as error:
+            self._failed(error)
+            finish()
+            raise
         pools = Pools(self._config.fetch_threads, timeout_ns=self._config.call_timeout_ms * 1_000_000)
         self._board.running = pools.running
         self._epoll.register(pools.fd, select.EPOLLIN)
@@ -97,7 +102,7 @@ class Daemon:
             self._notify.ready(self._summary())
             self._loop(self._control, pools)
         except (ConfigError, SettingsError, StoreError, EmbeddedError) as error:
-            self._log.error("daemon.failed", error=str(error))
+            self._failed(error)
             raise
         finally:
             self._shut_down(pools)
@@ -107,6 +112,9 @@ class Daemon:
             finish()
             self._notify.close()
         return not self._master_died
+
+    def _failed(self, error: Exception) -> None:
+        self._log.error("daemon.failed", error=str(error))
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 

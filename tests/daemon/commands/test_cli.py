@@ -63,6 +63,9 @@ def test_a_socket_path_that_is_a_file_is_kept_and_named(tmp_path: Path) -> None:
     assert result.returncode == 78
     assert str(path) in result.stderr
     assert path.read_text() == "precious"
+    [failed] = map(json.loads, result.stdout.splitlines())
+    assert failed["event"] == "daemon.failed"
+    assert result.stderr.strip() == f"kvprefetchd: {failed['error']}"
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
