@@ -224,6 +224,7 @@ class Engine:
 
         ``concurrency`` closes the loop: so many requests are outstanding, the next is added when one ends.
         ``arrivals_s`` are offsets from the start of the pass; ``max_tokens`` is one for all or each prompt's own.
+        ``request_options`` are more arguments of vLLM's ``add_request``; ``lora`` among them is (name, id, path).
         ``on_event`` hears
         ``{"event": "first_token" | "finished", "index": i}`` while the pass runs. Raises EngineError when a request has
         not ended after ``timeout_s``.

@@ -117,6 +117,7 @@ class Child:
 
     def _pass(self, message: dict[str, Any]) -> dict[str, Any]:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         engine = self._engine
         prompts: list[list[int]] = message["prompts"]
@@ -141,6 +142,8 @@ class Child:
                 index = order.popleft()
                 request_id = f"pass{self._passes}-{index}"
                 options = dict(message["request_options"])
+                if adapter := options.pop("lora", None):  # name, id, path
+                    options["lora_request"] = LoRARequest(*adapter)
                 if message["priorities"] is not None:
                     options["priority"] = message["priorities"][index]
                 added = now()

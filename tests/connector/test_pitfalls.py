@@ -39,7 +39,7 @@ from . import test_connector
 from .test_stats import transfer
 
 ROOT = Path(__file__).resolve().parents[2]
-COUNT = 31
+COUNT = 32
 Patch = pytest.MonkeyPatch
 
 

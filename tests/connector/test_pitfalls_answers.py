@@ -9,6 +9,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core import kv_cache_utils
+
 from kvprefetch.connector import claims, scheduler
 from kvprefetch.connector.claims import Claims
 from kvprefetch.connector.connector import KVPrefetchConnector
@@ -320,4 +324,32 @@ def test_p25_both_roles_answer_what_vllm_asks_of_both(make: Make, monkeypatch: P
     check()
     monkeypatch.setattr(KVPrefetchConnector, "reset_cache", lambda self: self._scheduler.reset())
     with pytest.raises(AttributeError):
+        check()
+
+
+def test_p32_equal_tokens_with_another_adapter_image_or_salt_share_nothing(make: Make, monkeypatch: Patch) -> None:
+    """The digests that are hinted, and so those that are saved, are vLLM's own, with all that it hashes."""
+    image = {"modality": "image", "mm_position": PlaceholderRange(offset=4, length=8), "data": None}
+    others: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "adapter": {"lora_request": LoRARequest("adapter", 1, "/adapter")},
+        "other adapter": {"lora_request": LoRARequest("other", 2, "/other")},
+        "cat": {"mm_features": [MultiModalFeatureSpec(**image, identifier="cat")]},
+        "dog": {"mm_features": [MultiModalFeatureSpec(**image, identifier="dog")]},
+        "salt": {"cache_salt": "salt"},
+    }
+
+    def check() -> None:
+        engine = make()
+        hints = []
+        for name, options in others.items():
+            engine.add(name, list(range(10, 3 * BLOCK + 11)), **options)
+            hint = engine.daemon.hint(name)
+            assert hint.blocks == 3
+            hints += [hint.digest(block) for block in range(3)]
+        assert len(set(hints)) == 3 * len(others)
+
+    check()
+    monkeypatch.setattr(kv_cache_utils, "generate_block_hash_extra_keys", lambda *args: (None, 0))
+    with pytest.raises(AssertionError):
         check()

@@ -1,0 +1,139 @@
+"""Tokens never change with models and features whose KV looks otherwise: tiny random models, saved and loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.lab.engine import Engine
+from benchmarks.lab.prompts import make_prompts
+from tests.e2e.conftest import BLOCK, Site, whole_blocks
+
+pytestmark = pytest.mark.stress
+
+PROMPTS = make_prompts(4, 300, seed=71)
+
+
+def gemma(folder: Path) -> Path:
+    """Sliding windows beside full attention, whose heads are twice as wide."""
+    import torch
+    import transformers
+
+    config = transformers.Gemma4TextConfig(
+        vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, max_position_embeddings=4096, sliding_window=2 * BLOCK,
+        layer_types=["sliding_attention", "full_attention"] * 2, vocab_size_per_layer_input=2048,
+        hidden_size_per_layer_input=16, per_layer_config={"01": {"head_dim": 128}, "03": {"head_dim": 128}},
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.08)
+    model.save_pretrained(folder / "gemma")
+    return folder / "gemma"
+
+
+def eagle(folder: Path, target: Path) -> Path:
+    """One layer that drafts from the target's hidden states."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(3)
+    shapes = {
+        "fc": (128, 256), "layers.0.self_attn.q_proj": (128, 128), "layers.0.self_attn.k_proj": (64, 128),
+        "layers.0.self_attn.v_proj": (64, 128), "layers.0.self_attn.o_proj": (128, 128),
+        "layers.0.mlp.gate_proj": (256, 128), "layers.0.mlp.up_proj": (256, 128), "layers.0.mlp.down_proj": (128, 256),
+    }  # fmt: skip
+    tensors = {f"{name}.weight": torch.randn(size, generator=generator) * 0.08 for name, size in shapes.items()}
+    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(128)
+    (folder / "eagle").mkdir()
+    save_file(tensors, str(folder / "eagle" / "model.safetensors"), metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "architectures": ["EagleLlamaForCausalLM"]}
+    (folder / "eagle" / "config.json").write_text(json.dumps(config))
+    return folder / "eagle"
+
+
+def adapter(folder: Path, seed: int) -> str:
+    """A LoRA adapter of the tiny model's keys and values."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(4):
+        for module in ("k_proj", "v_proj"):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(8, 128, generator=generator) * 0.2
+            tensors[f"{name}.lora_B.weight"] = torch.randn(64, 8, generator=generator) * 0.2
+    path = folder / f"adapter-{seed}"
+    path.mkdir()
+    save_file(tensors, str(path / "adapter_model.safetensors"))
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["k_proj", "v_proj"], "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def saved_then_loaded(site: Site, engine: Engine, **options: Any) -> list[int]:
+    """Prompt tokens that were loaded, when tokens are the same; then the control: with another's block they are not."""
+    first = engine.run(PROMPTS, max_tokens=48, **options)
+    assert first.cached_tokens == [0] * len(PROMPTS)
+    site.fresh(engine)
+    second = engine.run(PROMPTS, max_tokens=48, **options)
+    assert second.tokens == first.tokens
+    site.fresh(engine)
+    engine.call("tests.e2e.probes:load_a_foreign_block")
+    spoiled = engine.run(PROMPTS, max_tokens=48, concurrency=1, **options)
+    assert [got != want for got, want in zip(spoiled.tokens, first.tokens, strict=True)] == [False, True, True, True]
+    return second.cached_tokens
+
+
+@pytest.mark.parametrize("case", ["windows", "fp8 beside bfloat16", "n-gram drafts", "eagle drafts"])
+def test_loaded_tokens_equal_recomputed_ones(site: Site, tmp_path: Path, case: str) -> None:
+    drafts = {"num_speculative_tokens": 2}
+    changes: dict[str, Any] = {
+        "windows": lambda: {"model": gemma(tmp_path), "extra": {"disable_hybrid_kv_cache_manager": True}},
+        "fp8 beside bfloat16": lambda: {
+            "dtype": "bfloat16", "extra": {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0", "2"]},
+        },
+        "n-gram drafts": lambda: {
+            "extra": {"speculative_config": {"method": "ngram", "prompt_lookup_max": 3, **drafts}},
+        },
+        "eagle drafts": lambda: {
+            "extra": {
+                "speculative_config": {"method": "eagle", "model": str(eagle(tmp_path, site.model)), **drafts},
+            },
+        },
+    }[case]()  # fmt: skip
+    engine = site.engine(site.spec(extra={"cache_prefix": case.replace(" ", "-")}).but(**changes))
+    dropped = BLOCK if case == "eagle drafts" else 0  # the drafter's KV of the last block depends on the next token
+    assert saved_then_loaded(site, engine) == [whole_blocks(prompt) - dropped for prompt in PROMPTS]
+    site.assert_idle()
+    engine.stop()
+
+
+def test_equal_tokens_with_another_adapter_have_their_own_kv(site: Site, tmp_path: Path) -> None:
+    engine = site.engine(
+        site.spec(extra={"cache_prefix": "adapters"}).but(
+            extra={"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+        )
+    )
+    adapters = [["one", 1, adapter(tmp_path, 1)], ["two", 2, adapter(tmp_path, 2)]]
+    plain = engine.run(PROMPTS)
+    adapted = [engine.run(PROMPTS, request_options={"lora": each}) for each in adapters]
+    for found in (plain, *adapted):
+        assert found.cached_tokens == [0] * len(PROMPTS)
+    every = [plain.tokens, *(found.tokens for found in adapted)]
+    assert all(len({tuple(tokens) for tokens in three}) == 3 for three in zip(*every, strict=True))
+    for options, want in zip(({}, {"lora": adapters[0]}, {"lora": adapters[1]}), every, strict=True):
+        site.fresh(engine)
+        loaded = engine.run(PROMPTS, request_options=options)
+        assert loaded.tokens == want
+        assert loaded.cached_tokens == [whole_blocks(prompt) for prompt in PROMPTS]
+    site.assert_idle()
+    engine.stop()
