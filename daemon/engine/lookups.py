@@ -94,7 +94,7 @@ class LookUps:
         if self._flight:
             return
         if not self._ports.answering():
-            self._give_up([question for _, question in self._waiting.values()])
+            self._give_up([*(question for _, question in self._waiting.values()), *self._renewing], now_ns)
             self._waiting.clear()
             self._queue.clear()
             self._renewing.clear()
@@ -120,7 +120,7 @@ class LookUps:
             return  # given up before
         batch, self._flight = self._flight, []
         if answers is None:
-            self._give_up(batch)
+            self._give_up(batch, now_ns)
         for question, (run, on_disk) in zip(batch, answers or (), strict=False):
             if run < len(question.digests):
                 self._negative.add(question.digests[run], now_ns)
@@ -144,7 +144,7 @@ class LookUps:
     def tick(self, now_ns: int) -> None:
         """Give up those that waited too long; collect the leases to renew."""
         for key in [key for key, (since, _) in self._waiting.items() if now_ns - since >= self._timeout_ns]:
-            self._give_up([self._waiting.pop(key)[1]])
+            self._give_up([self._waiting.pop(key)[1]], now_ns)
         room = RENEWED_PER_TICK
         while self._renewals and self._renewals[0][0] <= now_ns and room > 0:
             _, key, number = self._renewals.popleft()
@@ -159,12 +159,14 @@ class LookUps:
                 self._renew_later(request, now_ns)
         self.next(now_ns)
 
-    def _give_up(self, questions: Sequence[Question]) -> None:
+    def _give_up(self, questions: Sequence[Question], now_ns: int) -> None:
         """They are served what is in staging already; hits stay hits as long as they are not renewed."""
         for question in questions:
             request = question.request
-            if self._lives(request) and not question.renewal:
-                self._ports.found(request, request.issued, b"", unavailable=True)
+            if self._lives(request):
+                if not question.renewal:
+                    self._ports.found(request, request.issued, b"", unavailable=True)
+                self._renew_later(request, now_ns)
 
     def _lives(self, request: Request) -> bool:
         """Whether it has not ended: an engine that does wrong may have hinted another one under its key."""

@@ -256,6 +256,14 @@ def test_a_renewal_that_fails_takes_nothing_away() -> None:
     setup.look_ups.tick(5 * SECOND)
     setup.look_ups.answered(setup.sent[-1][0], None, 5 * SECOND)
     assert setup.planner.requests[waiting].limit == 1
+    setup.up = False
+    setup.look_ups.tick(10 * SECOND)
+    setup.look_ups.tick(15 * SECOND - 1)
+    assert len(setup.sent) == 2
+    setup.up = True
+    setup.look_ups.tick(15 * SECOND)
+    assert [q.request.key for q in setup.sent[-1][1] if q.renewal] == [waiting], "tried again when it is due again"
+    assert len(setup.sent) == 3
 
 
 def test_a_foreign_object_stays_known_after_we_stored_the_key() -> None:
