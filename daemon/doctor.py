@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import os
@@ -145,12 +146,12 @@ def disk(config: DaemonConfig) -> Iterator[Finding]:
         return
     spec = DiskSpec.parse(config.disk)
     there = next(folder for folder in (spec.path, *spec.path.parents) if folder.exists())
+    if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+        yield Finding("bad", f"{there}: not readable and writable for this user", "chown it to the daemon's user")
+        return
     free = shutil.disk_usage(there).free
-    held = sum(each.stat().st_blocks * 512 for each in os.scandir(spec.path)) if there == spec.path else 0
-    room = max(0, free + held - MIN_FREE_BYTES)
-    if not os.access(there, os.W_OK):
-        yield Finding("bad", f"{there}: not writable for this user", "chown it to the daemon's user")
-    elif spec.size_bytes is None:
+    room = max(0, free + (_held(there) if there == spec.path else 0) - MIN_FREE_BYTES)
+    if spec.size_bytes is None:
         yield Finding("note", f"{spec.path}: no size given, {free >> 30} GiB free: it grows until the disk is full",
                       "disk = \"DIR:SIZE\"")  # fmt: skip
     elif spec.size_bytes > room:
@@ -159,6 +160,15 @@ def disk(config: DaemonConfig) -> Iterator[Finding]:
                       "a smaller size: the tier evicts at 90 % of it")  # fmt: skip
     else:
         yield Finding("ok", f"{spec.path}: up to {spec.size_bytes >> 20} MiB, {free >> 20} MiB free")
+
+
+def _held(folder: Path) -> int:
+    """Bytes of the files of a tier, whose daemon may remove some of them meanwhile."""
+    held = 0
+    for each in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            held += each.stat().st_blocks * 512
+    return held
 
 
 def master(config: DaemonConfig) -> Iterator[Finding]:

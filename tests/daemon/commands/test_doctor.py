@@ -66,6 +66,7 @@ def test_doctor_knows_how_large_the_file_system_is(tmp_path: Path) -> None:
     (finding,) = doctor.disk(load({"disk": f"{tmp_path}:{more}"}))
     assert finding.level == "bad"
     assert f"{more >> 20} MiB" in finding.what
+    (tmp_path / "1.bucket").symlink_to("gone")  # listed, and not there any more when it is looked at
     (finding,) = doctor.disk(load({"disk": f"{tmp_path}:64MiB"}))
     assert finding.level == "ok"
 
