@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 
@@ -51,7 +52,9 @@ class Listener:
                 self._said = str(error)
                 self._log.warning("socket.lost", error=self._said)
             return False
-        self._bound = os.stat(self.path)
+        self._gone_ns = 0
+        with contextlib.suppress(OSError):  # gone again, which the next look sees
+            self._bound = os.stat(self.path)
         self._log.warning("socket.renewed", socket=self.path)
         return True
 

@@ -8,10 +8,12 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
 
+from kvprefetch.daemon import listener
 from kvprefetch.daemon.access import listen
 from kvprefetch.daemon.config import ConfigError, load
 from kvprefetch.daemon.store.embedded import DiskSpec, EmbeddedMaster
@@ -45,6 +47,32 @@ def test_of_daemons_that_start_at_once_one_gets_the_path(tmp_path: Path) -> None
         for sock in won:
             sock.close()
         assert (len(won), set(lost)) == (1, {f"socket: another daemon is serving: socket={str(path)!r}"})
+
+
+def test_a_socket_that_is_removed_as_soon_as_it_is_bound_again_ends_no_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cleaner that runs at that moment: no removal from outside meets it reliably."""
+    path, remove, now_ns = tmp_path / "s", [False], 0
+
+    def listens(*arguments: Any, **more: Any) -> socket.socket:
+        sock = listen(*arguments, **more)
+        if remove.pop():
+            path.unlink()
+        return sock
+
+    monkeypatch.setattr(listener, "listen", listens)
+    ours = listener.Listener(load({"socket": str(path)}), structlog.get_logger())
+    path.unlink()
+    remove += [False, True]
+    for renewed in (False, False, False, True, False, False, False, True, False):
+        now_ns, before = now_ns + listener.LOST_NS // 3, ours.sock
+        assert ours.look(now_ns) == renewed
+        if renewed:
+            before.close()
+    assert path.is_socket()
+    ours.close()
+    assert not path.exists()
 
 
 def test_a_daemon_that_hangs_with_a_full_queue_still_serves_there(tmp_path: Path) -> None:
