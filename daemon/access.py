@@ -21,6 +21,9 @@ from .config import ConfigError, DaemonConfig
 _CREDENTIALS = struct.Struct("3i")
 _SO_PEERGROUPS = 59  # asm-generic/socket.h; Python has no name for it
 _LOCK_S = 2.0
+# Connections that wait to be accepted; beyond, those with a timeout are refused. When a daemon starts anew, all the
+# processes of a node's engines come at once.
+_BACKLOG = 1024
 _MAX_GID = (1 << 32) - 2
 _MAX_GROUPS = 256  # the 1024 bytes that Python reads at most; of a user in more groups only the primary one counts
 
@@ -155,7 +158,7 @@ def _bound(path: Path, gid: int, mode: int) -> socket.socket:
             if gid != -1:
                 os.chown(path, -1, gid)
             os.chmod(path, mode)
-            sock.listen(64)
+            sock.listen(_BACKLOG)
             sock.setblocking(False)
         except BaseException:
             path.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import tempfile
@@ -47,6 +48,16 @@ def test_of_daemons_that_start_at_once_one_gets_the_path(tmp_path: Path) -> None
         for sock in won:
             sock.close()
         assert (len(won), set(lost)) == (1, {f"socket: another daemon is serving: socket={str(path)!r}"})
+
+
+def test_all_processes_of_many_engines_may_come_at_once(tmp_path: Path) -> None:
+    """Before the loop has accepted one of them: eight engines with eight ranks each, and more."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(listen(load({"socket": str(tmp_path / "s")})))
+        for _ in range(200):
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            sock.settimeout(1)
+            sock.connect(server.getsockname())
 
 
 def test_a_socket_that_is_removed_as_soon_as_it_is_bound_again_ends_no_daemon(
