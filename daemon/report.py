@@ -1,4 +1,4 @@
-"""What operators ask for: the answer to a status query, and the engines that an id names. Runs on the main loop."""
+"""The answer to a status query, from what the sessions and the board know. Runs on the main loop."""
 
 from __future__ import annotations
 

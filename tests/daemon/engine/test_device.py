@@ -13,7 +13,7 @@ from kvprefetch.daemon.engine.memory import EngineMemory, EngineShape, prepare
 from kvprefetch.daemon.pools import Pools
 from kvprefetch.shmring import cuda, messages
 from kvprefetch.shmring.protocol import FlagState
-from tests.daemon.conftest import keeps_to_the_catalogue, starter
+from tests.daemon.conftest import keeps_to_the_catalogue
 from tests.daemon.engine.near import (
     BLOCK,
     DEVICE_SLOTS,
@@ -30,11 +30,6 @@ from tests.daemon.engine.near import (
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.support.auditor import Auditor, device_memories
 from tests.support.host_device import UUID, HostDevices
-
-
-@pytest.fixture
-def start(auditor: Auditor) -> Iterator[Start]:
-    yield from starter(daemon_with)
 
 
 @pytest.fixture(scope="module")

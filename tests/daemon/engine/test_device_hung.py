@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.lab.daemon import Daemon
-from tests.daemon.conftest import starter
 from tests.daemon.engine.near import (
     BLOCK,
     DEVICE_SLOTS,
     Key,
     Start,
-    daemon_with,
     engine_at,
     numbers,
     on_device,
@@ -28,11 +25,6 @@ from tests.daemon.engine.near import (
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.support.auditor import Auditor, ask_daemon, device_memories
 from tests.support.host_device import UUID, UUIDS
-
-
-@pytest.fixture
-def start(auditor: Auditor) -> Iterator[Start]:
-    yield from starter(daemon_with)
 
 
 @pytest.fixture
