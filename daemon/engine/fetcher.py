@@ -13,6 +13,7 @@ from ..planning.planner import Lane, Order, Planner
 from ..pools import Pools
 from ..store.client import Store
 from ..store.errors import ErrorClass
+from ..store.owners import Get
 from ..telemetry.account import Account
 from ..telemetry.logs import Log
 from . import transfers
@@ -52,8 +53,9 @@ class Fetcher:
 
     def _start(self, order: Order) -> None:
         blocks = list(zip(order.digests, order.slots, strict=True))
-        job = partial(transfers.fetch, self._store, self._shape, blocks, from_disk=order.lane is Lane.DISK)
-        done, overdue = partial(self._fetched, order, self._clock_ns()), partial(self._overdue, order)
+        get = Get()
+        job = partial(transfers.fetch, self._store, self._shape, blocks, from_disk=order.lane is Lane.DISK, get=get)
+        done, overdue = partial(self._fetched, order, self._clock_ns()), partial(self._overdue, order, get)
         failed = [ErrorClass.BUG] * len(order.slots)
         self._jobs.start(partial(self._pools.fetch, order.lane), job, done, failed, overdue)
 
@@ -82,9 +84,10 @@ class Fetcher:
         self._pools.widths[order.lane].completed(good * self._block_bytes, now, waiting=waiting)
         self._returned()
 
-    def _overdue(self, order: Order) -> None:
+    def _overdue(self, order: Order, get: Get) -> None:
         now = self._clock_ns()
-        self._log.warning("call.overdue", call="fetch", blocks=len(order.slots))
+        get.late = True
+        self._log.warning("call.overdue", call="fetch", blocks=len(order.slots), owners=get.owners)
         for digest in order.digests:
             self._negative.add(digest, now, lasting=True)
         self._planner.overdue(order.number, now)

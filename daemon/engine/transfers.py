@@ -20,6 +20,7 @@ import numpy as np
 from ...shmring.messages import WorkerShape
 from ..store.client import Store, StoreUnavailable, Tier
 from ..store.errors import ErrorClass
+from ..store.owners import Get
 from .staging import HostStaging
 
 AT_ONCE = 64  # digests of one call, which then costs little more than that of one
@@ -137,12 +138,12 @@ def _found(where: Sequence[Tier | None]) -> Found:
 
 
 def fetch(
-    store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, from_disk: bool = False
+    store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, from_disk: bool = False, get: Get | None = None
 ) -> list[ErrorClass]:
     """Read (digest, slot) blocks into their slots; what became of each: OK when every rank's part is there.
 
     A part that several ranks hold is read once and copied to the others. Parts whose class says so are tried once more.
-    A part `from_disk` that has lost a page is CORRUPT.
+    A part `from_disk` that has lost a page is CORRUPT. Who gives this fetch up says so in `get`.
     """
     shards, block_bytes = shape.shards, shape.staging.block_bytes
     places = [shape.staging.addresses(slot) for _, slot in blocks]
@@ -150,14 +151,15 @@ def fetch(
     addresses = [place[ranks[0]] for place in places for _, ranks in shards]
     sizes = [block_bytes[ranks[0]] for _, ranks in shards] * len(blocks)
     try:
-        parts = store.get_into(keys, addresses, sizes)
+        parts = store.get_into(keys, addresses, sizes, get)
     except StoreUnavailable:
         return [ErrorClass.TRANSIENT] * len(blocks)
     again = [i for i, part in enumerate(parts) if part in (ErrorClass.RETRY, ErrorClass.LOOKUP_AGAIN)]
     if again:
         time.sleep(RETRY_S)
         with contextlib.suppress(StoreUnavailable):  # then they stay as they are, and the others are there
-            second = store.get_into([keys[i] for i in again], [addresses[i] for i in again], [sizes[i] for i in again])
+            late = [keys[i] for i in again], [addresses[i] for i in again], [sizes[i] for i in again]
+            second = store.get_into(*late, get)
             for i, part in zip(again, second, strict=True):
                 parts[i] = part
     for i, part in enumerate(parts) if from_disk else ():

@@ -27,6 +27,7 @@ from .buckets import patterns, purge
 from .errors import ErrorClass, classify
 from .joining import StoreError as StoreError
 from .joining import join
+from .owners import Get, Owners
 from .places import Places, places, take_back
 from .settings import MooncakeSettings
 
@@ -57,6 +58,7 @@ class Store:
         self._open = False
         self._in_flight = 0
         self._breaker = Breaker(clock)
+        self._owners = Owners()
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._unflushed: OrderedDict[str, None] = OrderedDict()
         self._puts: dict[object, Sequence[str]] = {}  # keys of the puts in flight
@@ -190,11 +192,14 @@ class Store:
         self._remember((key for key, here in zip(keys, found, strict=True) if here), self._seen)
         return found
 
-    def get_into(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[ErrorClass]:
+    def get_into(
+        self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], get: Get | None = None
+    ) -> list[ErrorClass]:
         """Read each value to its address; OK only if exactly its `size` bytes arrived from where it lay before and
         after (places.py). Raises StoreUnavailable.
 
         Each key once: of one that stands twice Mooncake fills the last destination only, and says OK for both.
+        With an owner that hangs (owners.py) none is tried: TRANSFER. Who gives this get up says so in `get`.
         Mooncake answers a wrong size with -600 or -800, and a disk tier that hangs with -901, all of which also mean
         other things; one `get_size` tells them apart.
         """
@@ -203,10 +208,17 @@ class Store:
         if len(set(keys)) != len(keys):
             raise ValueError(f"a key stands twice in one get: keys={len(keys)} different={len(set(keys))}")
         with self._call() as (client, attempt):
-            before = self._places(client, keys)
-            codes: list[int] = client.batch_get_into(list(keys), list(addresses), list(sizes))
-            results = self._sized(client, keys, sizes, codes)
-            self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "get", codes[0] if codes else -1)
+            before, code = self._places(client, keys), 0
+
+            def read(part: Sequence[int]) -> list[ErrorClass]:
+                nonlocal code
+                these, large = [keys[i] for i in part], [sizes[i] for i in part]
+                codes: list[int] = client.batch_get_into(these, [addresses[i] for i in part], large)
+                code = codes[0] if codes else -1
+                return self._sized(client, these, large, codes)
+
+            results = self._owners.read(keys, before, get or Get(), read)
+            self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "get", code)
             if ErrorClass.OK in results:
                 take_back(results, keys, before, self._places(client, keys))
         self._remember((key for key, r in zip(keys, results, strict=True) if r is ErrorClass.OK), self._seen)

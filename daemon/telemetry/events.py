@@ -151,6 +151,7 @@ FIELDS: dict[str, Field] = {
     # the store
     "master": Field("string", "address of the Mooncake master"),
     "protocol": Field("string", "Mooncake's transport"),
+    "owners": Field("string", "of a fetch: whose memory it waits for, HOST:PORT of one or more; empty: a disk"),
     "call": Field("string", "`exist`, `get`, `put`, `remove`; past its deadline: `look_up`, `fetch`, `save`, `copy`"),
     "code": Field(
         "integer?",
@@ -256,7 +257,7 @@ EVENTS: dict[str, Event] = {
                        ("save_id", "stored_blocks", "present_blocks", "failed_blocks", "tries")),
     "call.overdue": Event(
         "warning", "A store call, or a copy to device memory, is past its deadline: the requests go on without it.",
-        ("call", "blocks"), floods=True,
+        ("call", "blocks", "owners?"), floods=True,
     ),
     "job.failed": Event("error", "A store job raised what it should not; its blocks count as failed.",
                         ("error",), floods=True),

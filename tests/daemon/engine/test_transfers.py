@@ -15,6 +15,7 @@ from kvprefetch.daemon.engine.staging import HostStaging
 from kvprefetch.daemon.engine.transfers import Found, Shape
 from kvprefetch.daemon.store.client import StoreUnavailable
 from kvprefetch.daemon.store.errors import ErrorClass
+from kvprefetch.daemon.store.owners import Get
 from kvprefetch.shmring.messages import WorkerShape
 
 
@@ -36,7 +37,9 @@ class Told:
         self.asked.append(list(keys))
         return [None if "e" in key else "disk" if "d" in key else "memory" for key in keys]
 
-    def get_into(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[ErrorClass]:
+    def get_into(
+        self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], get: Get | None
+    ) -> list[ErrorClass]:
         self.asked.append(list(keys))
         if not self.gets:
             raise StoreUnavailable("the store failed")
@@ -160,7 +163,9 @@ def test_a_part_that_several_ranks_hold_is_read_once_and_is_there_for_all() -> N
     shape = Shape(("a@", "a@", "b@"), ((2, 0), (2, 1), (1, 0)), staging)
     asked: list[str] = []
 
-    def get_into(keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[ErrorClass]:
+    def get_into(
+        keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], get: Get | None
+    ) -> list[ErrorClass]:
         asked.extend(keys)
         for key, address, size in zip(keys, addresses, sizes, strict=True):
             ctypes.memset(address, ord(key[0]) + int(key[-1]), size)
