@@ -60,9 +60,32 @@ def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
             raise _refused(f"context parallelism is not served: {name}={size} max=1")
+    launcher = parallel.distributed_executor_backend
+    if parallel.world_size > 1 and (launcher == "external_launcher" or parallel.nnodes_within_dp > 1):
+        # A scheduler of its own for each rank, or a daemon of its own for each node.
+        raise _refused(
+            "an engine's ranks must be on one node, and started by vLLM: "
+            f"distributed_executor_backend={launcher} nnodes={parallel.nnodes} world_size={parallel.world_size}"
+        )
+    if parallel.enable_fault_tolerance:
+        raise _refused(
+            "fault tolerance is not served: enable_fault_tolerance=True (after a step that failed the engine goes on "
+            "with blocks in its cache that the step did not fill)"
+        )
+    if vllm_config.aux_output_config.enabled:
+        raise _refused(
+            "routed experts are not known of tokens whose KV was loaded: enable_return_routed_experts=True (the "
+            "engine would end when a request asks for them)"
+        )
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
         raise _refused("host-resident KV caches are not served: hisparse_host_num_blocks is set")
     _check_groups(kv_cache_config)
+    inline_scales = any(one.kv_quant_mode.is_per_token_head for one in _layer_specs(kv_cache_config))
+    if inline_scales and not vllm_config.kernel_config.enable_jit_warmup:
+        raise _refused(
+            "per-token-head KV scales are not served without the kernels' warm-up: enable_jit_warmup=False (as with "
+            "enforce_eager; the engine's first step overwrites the scales of what was loaded)"
+        )
 
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:

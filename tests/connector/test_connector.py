@@ -41,7 +41,9 @@ def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute
     extra = {"socket": str(socket), **changes.pop("extra", {})}
     parallel = {
         "prefill_context_parallel_size": 1, "decode_context_parallel_size": 1, "world_size": 1, "rank": 0,
-        "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, **changes.pop("parallel", {}),
+        "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "nnodes": 1,
+        "nnodes_within_dp": 1, "distributed_executor_backend": "mp", "enable_fault_tolerance": False,
+        **changes.pop("parallel", {}),
     }  # fmt: skip
     model = {"is_encoder_decoder": False, "model": "org/tiny", "max_model_len": 512, **changes.pop("model", {})}
     cache = {
@@ -53,6 +55,8 @@ def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute
         parallel_config=SimpleNamespace(**parallel),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
         cache_config=SimpleNamespace(**cache),
+        kernel_config=SimpleNamespace(enable_jit_warmup=True),
+        aux_output_config=SimpleNamespace(enabled=False),
         kv_transfer_config=SimpleNamespace(
             engine_id="engine", kv_connector_extra_config=extra, kv_load_failure_policy=policy,
             is_kv_consumer=role != "kv_producer", is_kv_producer=role != "kv_consumer",

@@ -1,0 +1,109 @@
+"""Why some of vLLM's features are refused at start: what vLLM's own code does with them and loaded KV."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+vllm = pytest.importorskip("vllm")
+
+from benchmarks.lab.checkpoint import TINY, make_checkpoint  # noqa: E402
+from kvprefetch.connector import support  # noqa: E402
+from kvprefetch.connector.paged import PagedCache  # noqa: E402
+from tests.connector.test_connector import kv_cache_config  # noqa: E402
+
+
+def engine_config(folder: Path, **options: Any) -> Any:
+    """vLLM's own configuration of an engine with a tiny model."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(make_checkpoint(folder, TINY)), skip_tokenizer_init=True, max_model_len=512, **options
+    ).create_engine_config()  # fmt: skip
+
+
+def per_token_head() -> Any:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
+
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.int8)
+    return kv_cache_config([dataclasses.replace(spec, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)])
+
+
+def test_scales_that_were_loaded_before_the_first_forward_are_overwritten_by_it() -> None:
+    """vLLM fills a layer's per-token-head scales, which lie in the blocks, when it first comes to that layer."""
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    blocks, heads, tokens, size = 4, 2, 8, 16
+    cache = torch.zeros(blocks, heads, tokens, 2 * (size + 4), dtype=torch.int8)
+    paged = PagedCache({"layer": cache}, ["layer"], blocks)
+    rows = np.random.default_rng(1).integers(0, 255, (1, paged.block_bytes), dtype=np.uint8)
+    layer = TritonAttentionImpl.__new__(TritonAttentionImpl)
+    layer._kv_quant_mode = KVQuantMode.INT8_PER_TOKEN_HEAD
+
+    def kept() -> bool:
+        """Whether block 3 is as it was loaded after the layer was come to."""
+        paged.load(rows, [0], [3])
+        layer._pth_key_value_caches(cache)
+        return bytes(cache[3].numpy()) == rows.tobytes()
+
+    assert not kept()
+    assert kept()  # from then on
+
+
+def test_per_token_head_scales_are_refused_without_the_warm_up_that_comes_to_every_layer(tmp_path: Path) -> None:
+    eager = engine_config(tmp_path, enforce_eager=True)
+    support.check(vllm.__version__, eager, kv_cache_config())
+    with pytest.raises(ValueError, match=r"enable_jit_warmup=False \(as with enforce_eager"):
+        support.check(vllm.__version__, eager, per_token_head())
+    support.check(vllm.__version__, engine_config(tmp_path), per_token_head())
+
+
+def test_routed_experts_of_a_block_that_was_not_computed_here_end_the_engine(tmp_path: Path) -> None:
+    """vLLM's worker asks its own store for them, whoever filled the block."""
+    from vllm.distributed.aux_output_connector.connector import PackedBlockHashes
+    from vllm.distributed.aux_output_connector.routed_experts import materialize_routed_experts, routed_experts_keys
+    from vllm.distributed.aux_output_connector.store import BlockObjectStore, BlockObjectStoreError
+
+    store = BlockObjectStore(max_bytes=1 << 16, object_nbytes=64)
+    keys = routed_experts_keys(PackedBlockHashes(b"h" * 32, 32), "0")
+    with pytest.raises(BlockObjectStoreError, match="does not exist"):
+        materialize_routed_experts(store, keys, shape_per_token=(1, 1), dtype=np.dtype(np.int16))
+    config = engine_config(tmp_path)
+    config.aux_output_config.enable_return_routed_experts = True
+    with pytest.raises(ValueError, match="enable_return_routed_experts=True"):
+        support.check(vllm.__version__, config, kv_cache_config())
+
+
+def test_an_engine_that_lives_on_after_a_failed_step_is_refused(tmp_path: Path) -> None:
+    """vLLM keeps its prefix cache over such a step, and blocks are in it before the step fills them."""
+    config = engine_config(tmp_path)
+    config.parallel_config.enable_fault_tolerance = True
+    with pytest.raises(ValueError, match="enable_fault_tolerance=True"):
+        support.check(vllm.__version__, config, kv_cache_config())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"distributed_executor_backend": "external_launcher"}, None),
+        ({"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}, "=external_launcher nnodes"),
+        ({"distributed_executor_backend": "mp", "tensor_parallel_size": 2}, None),
+        ({"distributed_executor_backend": "mp", "tensor_parallel_size": 2, "nnodes": 2}, "=mp nnodes=2 world_size=2$"),
+    ],
+)  # fmt: skip
+def test_ranks_without_one_scheduler_and_one_daemon_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], reason: str | None
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # an external launcher's configuration sets it
+    config = engine_config(tmp_path, **options)
+    if reason is None:
+        support.check(vllm.__version__, config, kv_cache_config())
+        return
+    with pytest.raises(ValueError, match=reason):
+        support.check(vllm.__version__, config, kv_cache_config())
