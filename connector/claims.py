@@ -229,8 +229,6 @@ class Claims:
             entry.late_hints += 1
             self._counters["late_hints"] += 1
             assert entry.handle is not None
-            if entry.wait is not None:
-                entry.wait.refetched(start)
             hints.ask(entry.handle, self._clock_ns())
         return True
 
@@ -298,7 +296,7 @@ class Claims:
 
     def _count_shadow(self, entry: Entry, handle: Handle) -> None:
         flag = hints.look(handle)
-        blocks = max(0, min(flag.count, self.usable_blocks(entry.request)) - handle.local_blocks)
+        blocks = max(0, flag.count - handle.local_blocks)
         state = "pending" if flag.state == FlagState.HINTED else "ready"
         self._counters[f"shadow_{state}"] += 1
         self._counters[f"shadow_{state}_blocks"] += blocks

@@ -155,3 +155,36 @@ def test_without_flags_a_request_waits_no_longer_than_its_deadline() -> None:
     assert engine.match(second) == PENDING
     engine.clock.advance_ms(101)
     assert engine.match(second) == NOTHING
+
+
+def test_a_hint_lost_to_a_full_ring_is_sent_again_at_the_first_visit() -> None:
+    engine = Engine(ring=4096)
+    fill = [engine.add(f"fill{i}", 40 * BLOCK) for i in range(3)]
+    lost = engine.add("lost", 40 * BLOCK)
+    assert engine.side.counters["hints_dropped"] == 1
+    engine.daemon.drain()  # the daemon caught up before the scheduler got there
+    assert "lost" not in [hint.request_id for hint in engine.daemon.hints]
+    assert engine.match(lost) == PENDING
+    hint = engine.daemon.hint("lost")
+    assert hint.blocks == 39
+    assert hint.flag in [ask.flag for ask in engine.daemon.asks], "its turn has come"
+    assert engine.side.counters["late_hints"] == 1
+    engine.daemon.stage("lost", 39)
+    assert engine.match(lost) == (39 * BLOCK, False)
+    for request in (*fill, lost):
+        engine.side.finished(request)
+
+
+def test_a_preempted_request_waits_anew_and_once() -> None:
+    engine = Engine(wait_timeout_ms=100)
+    request = engine.add("r", 3 * BLOCK)
+    assert engine.match(request) == PENDING
+    engine.clock.advance_ms(100)
+    assert engine.match(request) == NOTHING
+    engine.allocate(request, 0)
+    engine.preempt(request)
+    for _ in range(2):
+        assert engine.match(request) == PENDING
+        engine.clock.advance_ms(50)
+        engine.daemon.beat()
+    assert [engine.match(request) for _ in range(2)] == [NOTHING] * 2

@@ -33,6 +33,20 @@ def test_a_dead_or_hung_daemon_makes_nobody_wait(how: str) -> None:
     assert [hint.request_id for hint in engine.daemon.hints] == ["r"]
 
 
+@pytest.mark.parametrize("how", ["gone", "hung"])
+def test_what_was_staged_is_taken_from_a_daemon_that_does_not_answer(how: str) -> None:
+    """It lies in mapped memory; only what is still to come is not waited for."""
+    engine = Engine()
+    staged, pending = engine.add("staged", 3 * BLOCK), engine.add("pending", 3 * BLOCK)
+    engine.daemon.stage("staged", 2)
+    if how == "gone":
+        engine.link.session.ended()  # type: ignore[union-attr]
+    else:
+        engine.clock.advance_ms(HUNG_AFTER_NS / 1e6 + 1)
+    assert engine.match(pending) == NOTHING
+    assert engine.match(staged) == (2 * BLOCK, False)
+
+
 def test_an_answer_is_honoured_when_the_daemon_dies_before_the_allocation() -> None:
     """The bytes lie in memory the workers have mapped; its epoch is kept alive until the load is acknowledged."""
     engine = Engine()

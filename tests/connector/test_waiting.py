@@ -118,6 +118,19 @@ def test_a_fetch_that_goes_on_is_waited_for() -> None:
     assert engine.side.counters["cut_short"] == 0
 
 
+def test_a_fetch_that_came_at_once_tells_how_long_the_next_one_takes() -> None:
+    """All of 40 blocks between two visits, 25 ms after the first one: 20 blocks recompute in 32 ms, and risk half."""
+    engine = measured()
+    first = engine.add("first", 40 * BLOCK + 1)
+    for _ in range(6):
+        assert engine.match(first) == PENDING
+        step(engine)
+    engine.daemon.stage("first", 40)
+    assert engine.match(first) == (40 * BLOCK, False)
+    engine.allocate(first, 40 * BLOCK)
+    assert engine.match(engine.add("next", 20 * BLOCK + 1)) == NOTHING
+
+
 def test_what_the_store_holds_is_known_before_it_has_come() -> None:
     """Two blocks of forty are in the store: not worth a visit, although the prompt is long."""
     engine = measured()
@@ -180,22 +193,6 @@ def test_new_hints_do_not_move_the_bound() -> None:
     assert engine.match(request) == PENDING
     engine.clock.advance_ms(1)
     assert engine.match(request) == NOTHING
-
-
-def test_a_hint_lost_to_a_full_ring_is_sent_again_at_the_first_visit() -> None:
-    engine = Engine(ring=4096)
-    fill = [engine.add(f"fill{i}", 40 * BLOCK) for i in range(3)]
-    lost = engine.add("lost", 40 * BLOCK)
-    assert engine.side.counters["hints_dropped"] == 1
-    engine.daemon.drain()  # the daemon caught up before the scheduler got there
-    assert "lost" not in [hint.request_id for hint in engine.daemon.hints]
-    assert engine.match(lost) == PENDING
-    assert engine.daemon.hint("lost").blocks == 39
-    assert engine.side.counters["late_hints"] == 1
-    engine.daemon.stage("lost", 39)
-    assert engine.match(lost) == (39 * BLOCK, False)
-    for request in (*fill, lost):
-        engine.side.finished(request)
 
 
 # --- what a single request may ask for ---------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvprefetch.connector.keys import RankKeys
 from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder, SaveOrder
 from kvprefetch.connector.paged import PagedCache
 from kvprefetch.connector.session import WorkerSession
+from kvprefetch.connector.stats import KVPrefetchStats
 from kvprefetch.connector.worker import WorkerSide
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.messages import Attached
@@ -82,6 +84,22 @@ def test_a_load_fills_its_blocks_and_is_reported_once(asynchronous: bool) -> Non
     assert (report.loads, report.saves) == ({1: 1}, {})
     assert worker.report() is None
     assert worker.failed_blocks() == set()
+    link: Any = worker._link
+    assert link.kept == [(EPOCH,)], "what no step names any more may be unmapped"
+
+
+def test_bytes_that_came_from_device_memory_are_counted() -> None:
+    """Of 16 bytes a block; the device's slots follow the host's."""
+    worker, _, rows, _ = make()
+    link: Any = worker._link
+    session = link.sessions[EPOCH] = SimpleNamespace(epoch=EPOCH, rows=rows, tier=None)
+    worker.load(KVPrefetchMetadata(loads=[load()]))
+    assert (worker.tally.take() or KVPrefetchStats()).data["load_bytes"] == 32
+    session.tier = SimpleNamespace(slots=2, rows=np.zeros((2, 16), np.uint8))
+    worker.load(KVPrefetchMetadata(loads=[LoadOrder(2, "r2", EPOCH, False, [1, 2, 3], [SLOTS - 1, SLOTS, SLOTS + 1])]))
+    counted = (worker.tally.take() or KVPrefetchStats()).data
+    assert (counted["load_bytes"], counted["load_device_bytes"]) == (48, 32)
+    assert 0 < counted["load_seconds"] < 60
 
 
 def test_metadata_shown_twice_is_done_once() -> None:
@@ -119,6 +137,25 @@ def test_a_save_fills_its_slots_after_the_forward() -> None:
     report = worker.report()
     assert report is not None
     assert (report.saves, report.failed_saves) == ({9: 1, 10: 1}, {10})
+
+
+def test_a_save_that_fails_is_reported_and_the_others_are_done(caplog: pytest.LogCaptureFixture) -> None:
+    """An impossible block and a slot of the device are errors; that an epoch has ended meanwhile is none."""
+    worker, cache, rows, _ = make()
+    link: Any = worker._link
+    tier = SimpleNamespace(slots=2, rows=np.zeros((2, 16), np.uint8))
+    link.sessions[EPOCH] = SimpleNamespace(epoch=EPOCH, rows=rows, tier=tier)
+    cache[:] = 200
+    worker.save(KVPrefetchMetadata(saves=[SaveOrder(8, 1, [4], [2])]))
+    assert caplog.records == []
+    orders = [(9, BLOCKS, 2), (10, 4, 1), (11, 4, SLOTS)]
+    worker.save(KVPrefetchMetadata(saves=[SaveOrder(n, EPOCH, [block], [slot]) for n, block, slot in orders]))
+    assert "block is out of bounds" in caplog.text
+    assert "slot is out of bounds" in caplog.text
+    assert [int(row[0]) for row in rows] == [1, 200, 3, 4]
+    report = worker.report()
+    assert report is not None
+    assert (report.saves, report.failed_saves) == (dict.fromkeys(range(8, 12), 1), {8, 9, 11})
 
 
 def test_of_what_other_ranks_hold_too_a_rank_copies_its_share_and_reports_all() -> None:
