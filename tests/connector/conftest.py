@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,17 @@ def checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make(checkpoint_folder: Path) -> Callable[..., RealEngine]:
-    """Builds engines whose daemon is played by the test."""
+def make(checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RealEngine]]:
+    """Builds engines whose daemon is played by the test; no error may stay inside the connector unseen."""
+    from kvprefetch.connector import connector
+
     from .real import RealEngine
+
+    swallowed: list[str] = []
+    monkeypatch.setattr(connector.log, "exception", lambda *values: swallowed.append(traceback.format_exc()))
 
     def construct(**options: Any) -> RealEngine:
         return RealEngine(checkpoint_folder, **options)
 
-    return construct
+    yield construct
+    assert swallowed == []

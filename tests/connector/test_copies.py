@@ -140,6 +140,15 @@ def test_slots_are_loaded_wherever_they_lie(kind: str, pinned: int, count: int) 
         assert world.launches(copies) == (1 if direct else 0)
 
 
+@pytest.mark.parametrize(("slot", "launches"), [(6, 1), (7, 0), (HOST - 1, 0), (HOST, 1)])
+def test_the_kernel_never_touches_host_slots_that_are_not_pinned(slot: int, launches: int) -> None:
+    world = World(pinned=7)
+    copies = world.copies("kernel")
+    copies.run([checked(world.paged, world.session, [slot], [0])])
+    assert (world.value(0) == world.all[slot]).all()
+    assert world.launches(copies) == launches
+
+
 @pytest.mark.parametrize("kind", ["plain", "kernel"])
 @pytest.mark.parametrize("pinned", [0, 7, HOST])
 def test_blocks_are_saved_into_host_slots(kind: str, pinned: int) -> None:
@@ -298,6 +307,13 @@ def test_what_lies_outside_is_refused_before_anything_is_copied(
         checked(world.paged, world.session, slots, blocks, save=save)
 
 
+def test_slots_of_another_size_are_refused() -> None:
+    world = World()
+    session: Any = SimpleNamespace(rows=world.rows[:, :-1], tier=None)
+    with pytest.raises(ValueError, match="slot size differs"):
+        checked(world.paged, session, [0], [0])
+
+
 def test_without_a_tier_there_are_no_device_slots() -> None:
     world = World()
     session: Any = SimpleNamespace(rows=world.rows, tier=None)
@@ -312,13 +328,16 @@ def provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevices]:
     return devices
 
 
-def test_the_cpu_has_no_device_unless_a_test_gives_it_one(provider: HostDevices) -> None:
+def test_the_cpu_has_no_device_unless_a_test_gives_it_one(
+    provider: HostDevices, caplog: pytest.LogCaptureFixture
+) -> None:
     paged = World().paged
     copies, device = copying.for_cache(paged)
     assert isinstance(copies, PlainCopies)
     assert device is provider.device
     cuda.devices = cuda.CudaDevices()
     assert copying.for_cache(paged)[1] is None
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("fail", ["uuid_of", "open_device"])

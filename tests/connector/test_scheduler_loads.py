@@ -256,6 +256,14 @@ def test_shadow_mode_reports_and_never_loads() -> None:
     assert engine.daemon.unreturned() == []
 
 
+def test_shadow_mode_hints_at_the_first_visit_where_none_was_at_arrival() -> None:
+    engine = Engine(mode="shadow", hint_on_arrival=False)
+    request = engine.add("r", 4 * BLOCK)
+    assert [engine.match(request) for _ in range(2)] == [NOTHING] * 2
+    engine.daemon.drain()
+    assert [hint.request_id for hint in engine.daemon.hints] == ["r"]
+
+
 def test_a_drafter_costs_the_last_matched_block() -> None:
     """Its draft KV depends on a token no hash covers."""
     engine = Engine(drop_last=True)
@@ -271,9 +279,12 @@ def test_a_drafter_costs_the_last_matched_block() -> None:
     assert (loaded.loaded_from, loaded.loaded_blocks) == (0, 3), "not the one that is dropped, although it was claimed"
 
 
-def test_an_allocation_nobody_answered_is_not_survived() -> None:
+@pytest.mark.parametrize("answered", [0, 1])
+def test_an_allocation_nobody_answered_is_not_survived(answered: int) -> None:
     """Swallowing it would compute on blocks that nobody fills."""
     engine = Engine()
     request = engine.add("r", 3 * BLOCK)
+    engine.daemon.stage("r", answered)
+    assert engine.match(request) == (answered * BLOCK, False)
     with pytest.raises(RuntimeError, match="not given"):
         engine.allocate(request, 2 * BLOCK)

@@ -174,6 +174,20 @@ def test_after_a_failed_load_nothing_of_the_request_is_stored() -> None:
     assert engine.daemon.unreturned() == []
 
 
+def test_after_another_connectors_failed_load_nothing_of_the_request_is_stored() -> None:
+    """It was admitted with that connector's blocks, or with local ones, and neither loaded nor missed ours."""
+    engine = Engine()
+    engine.daemon.credits.grant(list(range(30, 40)))
+    request, waiting = engine.add("r", 4 * BLOCK), engine.add("waiting", 2 * BLOCK)
+    engine.daemon.stage("r", 2)
+    engine.match(request)
+    engine.allocate(request, 0)
+    engine.side.outputs(None, failed_blocks=True)
+    assert engine.step([(request, 4 * BLOCK)]).saves == []
+    admit(engine, waiting)
+    assert len(engine.step([(waiting, 2 * BLOCK)]).saves) == 1, "it had no blocks yet"
+
+
 @pytest.mark.parametrize("fields", [{"saves": False}, {"mode": "shadow"}])
 def test_no_saves_when_not_a_producer(fields: dict[str, bool]) -> None:
     engine = Engine(**fields)  # type: ignore[arg-type]
