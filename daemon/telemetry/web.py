@@ -33,13 +33,13 @@ class MetricsServer:
                 f"metrics_port: cannot be bound: {getattr(error, 'strerror', None) or error}: "
                 f"metrics_address={address!r} metrics_port={port}; 0 turns the metrics off"
             ) from None
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread = threading.Thread(target=self._server.run, name="metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.stop()
         self._thread.join(5.0)
+        self._server.server_close()
 
 
 class _Server(ThreadingHTTPServer):
@@ -55,7 +55,17 @@ class _Server(ThreadingHTTPServer):
         self._board, self._registry = board, CollectorRegistry()
         self._registry.register(BoardCollector(board, events))
         ProcessCollector(registry=self._registry)
+        self._stopping = False
         super().__init__((address, port), _Handler)
+
+    def run(self) -> None:
+        """Until stop(). Python's own loop looks only twice a second whether it is to end."""
+        while not self._stopping:
+            self.handle_request()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self.socket.shutdown(socket.SHUT_RDWR)  # wakes who waits for clients
 
     def page(self, path: str, accept: str) -> tuple[int, str, bytes]:
         """(status, content type, body) of a path."""
@@ -76,8 +86,9 @@ class _Server(ThreadingHTTPServer):
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
             return super().get_request()
-        except OSError:  # no descriptor is left: without a pause it would be asked again at once
-            time.sleep(0.1)
+        except OSError:
+            if not self._stopping:  # no descriptor is left: without a pause it would be asked again at once
+                time.sleep(0.1)
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:

@@ -335,6 +335,16 @@ def test_the_document_is_the_catalogue() -> None:
     assert metrics.document() in text, "run: python -m kvprefetch.daemon.telemetry.metrics"
 
 
+def test_a_server_without_clients_ends_at_once() -> None:
+    (port,) = free_ports(1)
+    began = time.monotonic()
+    for _ in range(10):
+        MetricsServer("127.0.0.1", port, Board(), EventCounts()).close()
+    assert time.monotonic() - began < 2, "Python's own shutdown takes half a second"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
 def test_clients_that_leave_or_say_nothing_cost_no_traceback_and_no_thread(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = free.getsockname()
