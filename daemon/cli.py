@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 import signal
 import sys
+
+if sys.argv[1:2] == ["serve"]:
+    # A reload that comes before the daemon can do it would end it: it waits until there is a handler (service.py).
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+
+import argparse
+import os
 from collections.abc import Sequence
 from typing import NoReturn
 

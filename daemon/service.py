@@ -69,6 +69,7 @@ class Daemon:
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # one that came during the start comes now
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         self._wake_fd = wake_read
         self._epoll.register(wake_read, select.EPOLLIN)

@@ -117,6 +117,20 @@ def test_a_service_s_life_is_told_from_ready_to_stopping(
     assert daemon.wait_exit(40) == 0
 
 
+def test_a_reload_that_comes_while_the_daemon_starts_is_done_when_it_runs(manager: Manager) -> None:
+    """What it needs is still being imported: only then can it have a handler."""
+    daemon = Daemon(memory="64MiB", staging="1MiB", env={"NOTIFY_SOCKET": str(manager.path)})
+    try:
+        daemon.launch()
+        wait_for(lambda: "pydantic" in Path(f"/proc/{daemon.pid}/maps").read_text(), what="the first imports")
+        os.kill(daemon.pid, signal.SIGHUP)
+        manager.wait("READY")
+        manager.wait("RELOADING")
+        assert daemon.sigterm() == 0
+    finally:
+        daemon.close()
+
+
 def test_a_loop_that_hangs_falls_silent(serve: Callable[..., Daemon], manager: Manager) -> None:
     """The watchdog is fed by the loop itself: threads that still run do not speak for it."""
     daemon = Daemon(
