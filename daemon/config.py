@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,32 +11,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ..shmring.messages import check_socket_path, default_socket, first_error
 from .host import usable_cores
-
-_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30,
-          "ti": 1 << 40}  # fmt: skip
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
+from .sizes import parse_size, size_text
 
 
 class ConfigError(Exception):
     """Bad configuration, in one line that names key, value and bound. The process exits with 78 (EX_CONFIG)."""
-
-
-def parse_size(text: object) -> int:
-    """Bytes of a size such as 512MiB, 4GB or 65536. ValueError when it is none."""
-    if isinstance(text, int) and not isinstance(text, bool):
-        return text
-    match = _SIZE.fullmatch(str(text).strip())
-    if match is None or match.group(2).lower() not in _UNITS:
-        raise ValueError("should be a size such as 512MiB, 4GB or 65536")
-    return int(Decimal(match.group(1)) * _UNITS[match.group(2).lower()])
-
-
-def size_text(count: int) -> str:
-    """The shortest text that `parse_size` reads as so many bytes without rounding: 1GiB, 1000."""
-    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if count and count % (1 << power) == 0:
-            return f"{count >> power}{unit}"
-    return str(count)
 
 
 def _parse_uids(value: object) -> object:
@@ -55,6 +33,17 @@ def _octal(text: str) -> str:
     if re.fullmatch("0?[0-7]{3}", text) is None:
         raise ValueError("should be three octal digits, such as 0660")
     return text
+
+
+def _within(least: int, most: int) -> AfterValidator:
+    """A size's bounds, which an error gives as people write sizes."""
+
+    def check(count: int) -> int:
+        if not least <= count <= most:
+            raise ValueError(f"should be {size_text(least)} to {size_text(most)}")
+        return count
+
+    return AfterValidator(check)
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
@@ -83,12 +72,14 @@ class DaemonConfig(BaseModel):
     mode: Mode = Field(
         default="on", description="shadow: look up and count, never load or save; off: answer every request with a miss"
     )
-    staging: Size = Field(default=1 << 30, ge=4096, le=1 << 42, description="staging bytes of each engine, all ranks")
-    device_staging: Size = Field(
-        default=1 << 30, ge=0, le=1 << 42, description="staging bytes on each GPU of each engine; 0: host memory only"
+    staging: Annotated[Size, _within(4096, 1 << 42)] = Field(
+        default=1 << 30, description="staging bytes of each engine, all ranks"
     )
-    device_margin: Size = Field(
-        default=2 << 30, ge=0, le=1 << 42, description="bytes of a GPU's free memory that staging leaves alone"
+    device_staging: Annotated[Size, _within(0, 1 << 42)] = Field(
+        default=1 << 30, description="staging bytes on each GPU of each engine; 0: host memory only"
+    )
+    device_margin: Annotated[Size, _within(0, 1 << 42)] = Field(
+        default=2 << 30, description="bytes of a GPU's free memory that staging leaves alone"
     )
     device_owner: Literal["daemon", "engine"] = Field(
         default="daemon", description="who allocates staging on a GPU: daemon or engine"
@@ -98,16 +89,20 @@ class DaemonConfig(BaseModel):
     )
     max_engines: Number = Field(default=8, ge=1, le=256, description="engines attached at a time")
     mooncake_config: Path | None = Field(default=None, description="JSON file of a cluster to join")
-    memory: Size = Field(default=1 << 30, ge=16 << 20, le=1 << 42, description="DRAM segment of the embedded store")
+    memory: Annotated[Size, _within(16 << 20, 1 << 42)] = Field(
+        default=1 << 30, description="DRAM segment of the embedded store"
+    )
     disk: str | None = Field(default=None, description="DIR[:SIZE] of the embedded store's SSD tier")
     master_port: Number | None = Field(default=None, ge=1, le=65535, description="port of the embedded master")
-    chunk: Size = Field(default=4 << 20, ge=4096, le=1 << 30, description="bytes of one store call")
+    chunk: Annotated[Size, _within(4096, 1 << 30)] = Field(default=4 << 20, description="bytes of one store call")
     fetch_threads: Number = Field(
         default_factory=lambda: max(1, min(4, usable_cores() // 2)), ge=1, le=64,
         description="concurrent fetches; each one in flight keeps a core busy",
     )  # fmt: skip
     spin_us: Number = Field(default=50, ge=0, le=10_000, description="how long the idle loop spins before it sleeps")
-    hint_ring: Size = Field(default=4 << 20, ge=1 << 16, le=1 << 30, description="bytes of each engine's hint ring")
+    hint_ring: Annotated[Size, _within(1 << 16, 1 << 30)] = Field(
+        default=4 << 20, description="bytes of each engine's hint ring"
+    )
     rpc_timeout_ms: Number = Field(default=2000, ge=10, le=60_000, description="one question to the master")
     metrics_address: str = Field(
         default="127.0.0.1", min_length=1, description="address of /metrics, /healthz, /readyz"

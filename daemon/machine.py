@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from .config import ConfigError, DaemonConfig
 from .host import MIN_CORES, MIN_THREADS, address_bytes, available_bytes, quota_cores, startable_threads, usable_cores
+from .sizes import whole_mib
 
 if TYPE_CHECKING:  # doctor runs where structlog is not installed
     from .telemetry.logs import Log
@@ -34,7 +35,9 @@ def check(config: DaemonConfig, log: Log) -> None:
         raise ConfigError(f"too few cores, transfers would starve (CPU affinity): cores={cores} min={MIN_CORES}")
     addresses, least = address_bytes(), wanted_address_bytes(config)
     if addresses is not None and addresses < least:
-        raise ConfigError(f"too little may be mapped (RLIMIT_AS, ulimit -v): bytes={addresses} min={least}")
+        raise ConfigError(
+            f"too little may be mapped (RLIMIT_AS, ulimit -v): bytes={whole_mib(addresses)} min={whole_mib(least)}"
+        )
     if (threads := startable_threads(MIN_THREADS)) < MIN_THREADS:
         raise ConfigError(
             f"too few threads can be started (RLIMIT_NPROC, RLIMIT_DATA, pids.max): threads={threads} min={MIN_THREADS}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .config import NEXT_ATTACH, RELOADABLE, ConfigError, DaemonConfig
+from .config import NEXT_ATTACH, RELOADABLE, SIZES, ConfigError, DaemonConfig
+from .sizes import size_text
 from .telemetry.logs import Log
 
 
@@ -20,10 +21,15 @@ def reloaded(config: DaemonConfig, reread: Callable[[], DaemonConfig], log: Log)
         before, after = getattr(config, key), getattr(wanted, key)
         if before == after:
             continue
+        values = {"before": _text(key, before), "after": _text(key, after)}
         if key not in RELOADABLE:
-            log.warning("config.kept", key=key, before=str(before), after=str(after))
+            log.warning("config.kept", key=key, **values)
             continue
         taken[key] = after
         when = "for engines that attach from now on" if key in NEXT_ATTACH else "at once"
-        log.info("config.changed", key=key, before=str(before), after=str(after), takes_effect=when)
+        log.info("config.changed", key=key, **values, takes_effect=when)
     return config.model_copy(update=taken)
+
+
+def _text(key: str, value: object) -> str:
+    return size_text(value) if key in SIZES and isinstance(value, int) else str(value)

@@ -38,9 +38,9 @@ BORDERS: dict[str, tuple[str, ...]] = {
 # Inside the daemon: folder -> what of the daemon it may import beside itself.  What is not named here may import all.
 LAYERS: dict[str, set[str]] = {
     "planning": set(),
-    "store": {"config"},
+    "store": {"sizes"},
     "telemetry": {"planning", "config"},
-    "engine": {"planning", "store", "telemetry", "config", "host", "pools"},
+    "engine": {"planning", "store", "telemetry", "config", "host", "pools", "sizes"},
 }
 # Not even from the standard library: memory order has one home, the C extension, and ctypes has none at all.
 FORBIDDEN = {"shmring": {"ctypes"}}

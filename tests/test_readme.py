@@ -13,7 +13,8 @@ from pydantic import BaseModel
 
 from kvprefetch.connector.config import ConnectorConfig
 from kvprefetch.daemon.commands.common import default_text
-from kvprefetch.daemon.config import SIZES, DaemonConfig, size_text
+from kvprefetch.daemon.config import SIZES, DaemonConfig
+from kvprefetch.daemon.sizes import size_text
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

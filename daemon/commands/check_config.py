@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..config import NEXT_ATTACH, RELOADABLE, SIZES, DaemonConfig, size_text
+from ..config import NEXT_ATTACH, RELOADABLE, SIZES, DaemonConfig
+from ..sizes import size_text
 from ..sources import Effective
 from .common import (
     CONFIGURATION_ENVIRONMENT,

@@ -14,8 +14,9 @@ from ...shmring import messages
 from ...shmring.messages import default_socket
 from ..access import group_id
 from ..client import TIMEOUT_S, ask
-from ..config import SIZES, ConfigError, DaemonConfig, size_text
+from ..config import SIZES, ConfigError, DaemonConfig
 from ..host import machine_bytes
+from ..sizes import size_text, whole_mib
 from ..sources import FILE_VARIABLE, PREFIX, Effective, Sources, resolve
 from ..store.embedded import DiskSpec
 from ..store.settings import MooncakeSettings, SettingsError
@@ -125,7 +126,7 @@ def accepted(sources: Sources) -> Effective:
         group_id(config.socket_group)
     for name in ("staging",) if config.mooncake_config is not None else ("staging", "memory"):
         if (size := getattr(config, name)) > (most := machine_bytes()):
-            raise ConfigError(f"{name}: is more than this machine has: {name}={size} max={most}")
+            raise ConfigError(f"{name}: is more than this machine has: {name}={size_text(size)} max={whole_mib(most)}")
     return effective
 
 

@@ -18,6 +18,7 @@ from ...shmring import cuda
 from ...shmring.cuda import GRAIN_BYTES, Device, DeviceError, Event, Memory, Stream
 from ...shmring.device_calls import calls
 from ...shmring.lease import wait_for_end
+from ..sizes import size_text, whole_mib
 
 if TYPE_CHECKING:  # what tests on a GPU do without (docs/PERFORMANCE.md)
     from .staging import HostStaging
@@ -68,8 +69,9 @@ class DeviceStaging:
         if self.slots == 0:
             least = min(room, key=lambda uuid: room[uuid])
             raise DeviceError(
-                f"no room for a block: uuid={least} room_bytes={max(0, room[least])} "
-                f"block_bytes={max(self._block_bytes)} device_staging={budget_bytes} device_margin={margin_bytes}"
+                f"no room for a block: uuid={least} room={whole_mib(room[least])} "
+                f"block={size_text(max(self._block_bytes))} device_staging={size_text(budget_bytes)} "
+                f"device_margin={size_text(margin_bytes)}"
             )
         try:
             for uuid, size in sizes:

@@ -19,6 +19,7 @@ from ...shmring.segment import Segment
 from ..config import DaemonConfig
 from ..host import available_bytes
 from ..pools import Pools
+from ..sizes import size_text, whole_mib
 from .device import DeviceStaging
 from .staging import HostStaging, slots_for
 
@@ -75,8 +76,8 @@ class EngineMemory:
             if (available := available_bytes()) <= slots * sum(block_bytes):
                 # The kernel would hand it out all the same, and then kill somebody.
                 raise SegmentError(
-                    f"staging: not enough memory for another engine: staging={config.staging} "
-                    f"engine={engine.engine_id!r} available={available}"
+                    f"staging: not enough memory for another engine: staging={size_text(config.staging)} "
+                    f"engine={engine.engine_id!r} available={whole_mib(available)}"
                 )
             save_slots = min(slots - 1, max(1, int(slots * config.save_share))) if wants.saves else 0
             staging = HostStaging(slots, block_bytes)

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 
 from ...shmring.segment import Segment
+from ..sizes import size_text
 
 MAX_SLOTS = 1 << 22  # of an engine: what the daemon keeps of each adds up, and an engine may name blocks of one byte
 
@@ -22,7 +23,8 @@ def slots_for(budget_bytes: int, block_bytes: Sequence[int]) -> int:
     per_slot = sum(block_bytes)
     if budget_bytes < per_slot:
         raise StagingTooSmall(
-            f"staging is smaller than one block: staging={budget_bytes} block_bytes={per_slot} (all ranks)"
+            "staging is smaller than one block: "
+            f"staging={size_text(budget_bytes)} block={size_text(per_slot)} (all ranks)"
         )
     return min(MAX_SLOTS, budget_bytes // per_slot)
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...shmring.messages import shown
-from ..config import parse_size
+from ..sizes import parse_size
 from .disk_watch import DiskWatch
 from .errors import LIBRARIES
 from .settings import MooncakeSettings, SettingsError

@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import structlog
+from structlog.testing import capture_logs
 
-from kvprefetch.daemon.config import RELOADABLE, ConfigError, DaemonConfig, parse_size, size_text
+from kvprefetch.daemon.config import RELOADABLE, ConfigError, DaemonConfig, load
 from kvprefetch.daemon.host import available_bytes, quota_cores
 from kvprefetch.daemon.reload import reloaded
+from kvprefetch.daemon.sizes import parse_size, size_text, whole_mib
 from kvprefetch.daemon.sources import PREFIX, Sources, resolve
 
 
@@ -43,7 +46,7 @@ def test_flags_win_over_environment_over_file_over_default(tmp_path: Path) -> No
         ("staging = ", {}, ["not TOML", "kvprefetchd.toml"]),
         ("[daemon]\nstaging = 1", {}, ["unknown key daemon"]),
         ("socket_mode = '999'", {}, ["socket_mode", "'999'", "such as 0660"]),
-        ("staging = '" + "9" * 400 + "GiB'", {}, ["staging", "less than or equal to"]),
+        ("staging = '" + "9" * 400 + "GiB'", {}, ["staging: should be 4KiB to 4TiB: staging="]),
         ("max_engines = true", {}, ["max_engines", "number", "True"]),
         ("staging = true", {}, ["staging", "512MiB", "True"]),
         ("allow_uids = [true]", {}, ["allow_uids.0", "number", "True"]),
@@ -200,6 +203,23 @@ def test_available_memory_of_an_old_control_group(tmp_path: Path) -> None:
 def test_a_size_is_shown_as_it_may_be_written(count: int, text: str) -> None:
     assert size_text(count) == text
     assert parse_size(text) == count
+
+
+def test_a_size_that_was_measured_is_shown_rounded_down() -> None:
+    assert [whole_mib(count) for count in (-1, 5, (3 << 20) + 7, 2 << 30)] == ["0", "0", "3MiB", "2GiB"]
+
+
+def test_a_reload_says_sizes_as_people_write_them() -> None:
+    before, wanted = load({"memory": "1GiB"}), load({"staging": "8GiB", "memory": "16GiB", "max_engines": 2})
+    with capture_logs() as lines:
+        after = reloaded(before, lambda: wanted, structlog.get_logger())
+    assert (after.staging, after.memory, after.max_engines) == (8 << 30, 1 << 30, 2)
+    said = {line["key"]: (line["event"], line["before"], line["after"]) for line in lines}
+    assert said == {
+        "staging": ("config.changed", "1GiB", "8GiB"),
+        "memory": ("config.kept", "1GiB", "16GiB"),
+        "max_engines": ("config.changed", "8", "2"),
+    }
 
 
 @pytest.mark.parametrize(

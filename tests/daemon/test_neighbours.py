@@ -132,7 +132,7 @@ def test_staging_smaller_than_one_block_is_refused_naming_both(shared_daemon: Da
     messages.send_message(sockets[0], engine.hello("worker"))
     messages.send_message(sockets[1], engine.hello("scheduler"))
     for refusal in refusals(sockets):
-        assert "staging=1048576 block_bytes=2097152" in refusal.error
+        assert "staging=1MiB block=2MiB" in refusal.error
     engine.close()
 
 

@@ -258,7 +258,7 @@ def test_too_little_to_map_is_refused_in_one_line_instead_of_by_what_fails_first
     command = ["prlimit", f"--as={2 << 30}", *serving(folder)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 78
-    assert "ulimit -v): bytes=2147483648 min=" in result.stderr
+    assert "ulimit -v): bytes=2GiB min=" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
 
 

@@ -15,7 +15,8 @@ import pytest
 from kvprefetch.daemon.cli import main
 from kvprefetch.daemon.client import Unavailable, ask
 from kvprefetch.daemon.commands import stat
-from kvprefetch.daemon.config import ConfigError, load, parse_size
+from kvprefetch.daemon.config import ConfigError, load
+from kvprefetch.daemon.sizes import parse_size
 from kvprefetch.shmring.messages import Status, StatusQuery, default_socket
 
 
@@ -30,7 +31,7 @@ def kvprefetchd(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         (["--stagin", "1GiB"], ["--stagin"]),
         (["--staging", "lots"], ["staging", "'lots'", "512MiB"]),
-        (["--staging", "100"], ["staging", "100", "4096"]),
+        (["--staging", "100"], ["staging: should be 4KiB to 4TiB: staging='100'"]),
         (["--fetch-threads", "0"], ["fetch_threads", "'0'", "greater than or equal to 1"]),
         (["--master-port", "70000"], ["master_port", "'70000'", "65535"]),
         (["--log-level", "loud"], ["log_level", "'loud'"]),

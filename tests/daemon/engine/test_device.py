@@ -202,8 +202,8 @@ def test_a_device_is_opened_for_an_engine_that_has_one_and_no_other(start: Start
         ("free_bytes", {}, "free_bytes: told to fail"),
         ("allocate", {}, "allocate: told to fail"),
         ("handle", {}, "handle: told to fail"),
-        ("", {"device_staging": "1MiB"}, "room_bytes=0 block_bytes=262144 device_staging=1048576 device_margin=0"),
-        ("", {"device_margin": "63MiB"}, "room_bytes=0 block_bytes=262144 device_staging=4194304 device_margin=66"),
+        ("", {"device_staging": "1MiB"}, "room=0 block=256KiB device_staging=1MiB device_margin=0"),
+        ("", {"device_margin": "63MiB"}, "room=0 block=256KiB device_staging=4MiB device_margin=63MiB"),
         ("", {"device_staging": 0}, ""),
     ],
 )

@@ -18,7 +18,7 @@ def test_staging_that_the_machine_has_not_left_is_refused_before_it_is_taken(mon
     engine = EngineShape("e", 32, SchedulerShape(max_blocks=8, max_hint_bytes=512, loads=True, saves=True), [worker])
     config = load({"staging": "64MiB", "hint_ring": "1MiB"})
     monkeypatch.setattr(memory, "available_bytes", lambda: 64 << 20, raising=False)
-    with pytest.raises(SegmentError, match=r"^staging: not enough memory .*: staging=67108864 .* available=67108864$"):
+    with pytest.raises(SegmentError, match=r"^staging: not enough memory .*: staging=64MiB .* available=64MiB$"):
         EngineMemory.create(config, 7, engine)
     monkeypatch.setattr(memory, "available_bytes", lambda: 70 << 20, raising=False)
     EngineMemory.create(config, 7, engine).close()
