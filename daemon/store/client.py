@@ -28,7 +28,7 @@ from .errors import ErrorClass, classify
 from .joining import StoreError as StoreError
 from .joining import join
 from .owners import Get, Owners
-from .places import Places, places, take_back
+from .places import Places, places, void_what_moved
 from .settings import MooncakeSettings
 
 Tier = Literal["memory", "disk"]
@@ -220,7 +220,7 @@ class Store:
             results = self._owners.read(keys, before, get or Get(), read)
             self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "get", code)
             if ErrorClass.OK in results:
-                take_back(results, keys, before, self._places(client, keys))
+                void_what_moved(results, keys, before, self._places(client, keys))
         self._remember((key for key, r in zip(keys, results, strict=True) if r is ErrorClass.OK), self._seen)
         return results
 

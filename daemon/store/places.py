@@ -26,8 +26,8 @@ def _memory(replicas: Sequence[Any]) -> list[tuple[str, int]]:
     return [(each.transport_endpoint, each.buffer_address) for each in descriptors]
 
 
-def take_back(results: list[ErrorClass], keys: Sequence[str], before: Places, after: Places) -> None:
-    """Each OK of a key that is gone, or that lay elsewhere when the get began."""
+def void_what_moved(results: list[ErrorClass], keys: Sequence[str], before: Places, after: Places) -> None:
+    """No OK stays of a key that is gone, which is a MISS then, or that lay elsewhere when the get began."""
     for index, key in enumerate(keys):
         if results[index] is ErrorClass.OK and not (key in before and key in after and before[key] <= after[key]):
             results[index] = ErrorClass.LOOKUP_AGAIN if key in after else ErrorClass.MISS
