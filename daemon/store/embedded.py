@@ -148,8 +148,8 @@ class EmbeddedMaster:
         binary = _binary()
         for attempt in range(_ATTEMPTS):
             port = self._port or _free_port()
-            if self._port and not _bindable(port):
-                raise SettingsError(f"master_port={port}: the port is in use on 127.0.0.1")
+            if self._port:
+                _check(port)
             try:
                 self._spawn(binary, port)
             except OSError as error:  # no process can be had
@@ -307,11 +307,11 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _bindable(port: int) -> bool:
+def _check(port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            why = f"{error.strerror}: master_port={port}; another one, or none for a free one"
+            raise SettingsError(f"master_port: cannot be bound: {why}") from None

@@ -31,7 +31,7 @@ class MetricsServer:
         except (OSError, OverflowError, TypeError, ValueError) as error:  # the last two: not a name
             raise ConfigError(
                 f"metrics_port: cannot be bound: {getattr(error, 'strerror', None) or error}: "
-                f"metrics_address={address!r} metrics_port={port}; 0 turns the metrics off"
+                f"metrics_address={address!r} metrics_port={port}; another one, or 0 for no metrics"
             ) from None
         self._thread = threading.Thread(target=self._server.run, name="metrics", daemon=True)
         self._thread.start()

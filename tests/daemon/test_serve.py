@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,25 @@ def test_what_was_saved_is_loaded_with_the_same_bytes(shared_daemon: Daemon, aud
     assert engine.load(longer) == list(values.values()), "the prefix that is there"
     auditor.assert_idle(shared_daemon.pid, shared_daemon.socket)
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "cure"), [("metrics_port", "another one, or 0 for no metrics"), ("master_port", "another one, or none")]
+)
+def test_a_port_that_is_taken_ends_the_start_with_a_line_that_says_which_and_what_to_do(key: str, cure: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        option = f"--{key.replace('_', '-')}"
+        daemon = Daemon(memory="16MiB", staging="1MiB", extra=("--metrics-port", "0", option, str(port)))
+        try:
+            daemon.launch()
+            assert daemon.wait_exit(60) == 78
+        finally:
+            daemon.close()
+    (line,) = (line for line in daemon.lines if line.startswith("kvprefetchd: "))
+    assert line.startswith(f"kvprefetchd: {key}: cannot be bound: Address already in use: ")
+    assert f"{key}={port}" in line
+    assert cure in line
 
 
 def test_every_rank_gets_its_own_part(shared_daemon: Daemon) -> None:
