@@ -226,6 +226,8 @@ class RealEngine:
             found.append(f"flags not returned: {flags}")
         if self.side._entries:
             found.append(f"requests remembered: {list(self.side._entries)}")
+        if self.side._unsaved:
+            found.append(f"requests remembered for their saves: {list(self.side._unsaved)}")
         if self.side._loads.pending or self.side._saves.unacknowledged:
             found.append("loads or saves never acknowledged")
         if self.scheduler.requests:

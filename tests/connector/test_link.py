@@ -168,6 +168,11 @@ def test_descriptors_are_closed_with_the_session(server: Server, scheduler: Link
         server.attach(sock, server.fake)
         sock.close()
         wait_for(lambda: scheduler.session is None)
+    sock, _ = server.accept()
+    for save_id in range(9):  # none is expected with it
+        messages.send_message(sock, messages.Stored(save_id=save_id), [sock.fileno()])
+    wait_for(lambda: len(scheduler.stored) == 9)
+    sock.close()
     scheduler._mapped.clear()
     wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
 
@@ -239,7 +244,9 @@ def test_a_reset_is_confirmed_only_by_its_own_reply(
 def test_a_reset_without_a_daemon_or_cut_short_is_not_confirmed(
     server: Server, scheduler: Link[SchedulerSession]
 ) -> None:
-    assert scheduler.request_reset(1, 1000) is False
+    begun = time.monotonic()
+    assert scheduler.request_reset(1, 10_000) is False
+    assert time.monotonic() - begun < 2
     sock, _ = server.accept()
     server.attach(sock, server.fake)
     results: list[bool] = []
@@ -292,7 +299,18 @@ def test_the_heart_beats_while_messages_come(server: Server, monkeypatch: pytest
             messages.send_message(sock, messages.Stored(save_id=save_id))
             wait_for(lambda before=beaten: server.fake.words.load_acquire(Line.PRODUCER_BEAT) > before)
             beaten = server.fake.words.load_acquire(Line.PRODUCER_BEAT)
-        sock.close()
+        assert [stored.save_id for stored in link.stored] == [0, 1, 2]
+    assert not link._thread.is_alive(), "nor is an end waited for"
+    sock.close()
+
+
+def test_the_heart_beats_while_nothing_comes(server: Server, scheduler: Link[SchedulerSession]) -> None:
+    sock, _ = server.accept()
+    server.attach(sock, server.fake)
+    for _ in range(3):
+        beaten = server.fake.words.load_acquire(Line.PRODUCER_BEAT)
+        wait_for(lambda before=beaten: server.fake.words.load_acquire(Line.PRODUCER_BEAT) > before)
+    sock.close()
 
 
 def test_a_process_without_a_descriptor_left_for_what_came_says_so() -> None:

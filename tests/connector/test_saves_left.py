@@ -103,6 +103,17 @@ def test_what_cannot_be_trusted_is_not_left(why: str) -> None:
     assert engine.step().saves == []
 
 
+def test_nothing_is_left_where_the_engines_cache_holds_old_weights() -> None:
+    """The same block may be cached again by a request that computed it on them."""
+    engine = Engine()
+    engine.cached_blocks = 1
+    engine.side.reset()
+    request = run_short(engine, "r", 3)
+    finish(engine, request, 3)
+    engine.daemon.credits.grant(list(range(30, 40)))
+    assert engine.step().saves == []
+
+
 def test_a_block_stored_by_another_request_meanwhile_is_not_saved_again() -> None:
     engine = Engine()
     request = run_short(engine, "a", 3)

@@ -101,3 +101,20 @@ def test_corruption_detaches_and_never_raises(what: str) -> None:
     engine.step([(request, 3 * BLOCK)])
     engine.side.finished(request)
     assert engine.side.counters["detached"] == 1
+
+
+def test_the_end_of_a_load_of_a_corrupt_epoch_leaves_the_next_one_alone() -> None:
+    engine = Engine()
+    request, other = engine.add("r", 3 * BLOCK), engine.add("other", 3 * BLOCK)
+    engine.daemon.stage("r", 2)
+    engine.match(request)
+    engine.allocate(request, 2 * BLOCK)
+    meta = engine.step([(request, BLOCK)])
+    for name in ("r", "other"):
+        engine.daemon.words.store_release(engine.daemon.layout.flags_offset // 8 + engine.daemon.hint(name).flag * 8, 7)
+    assert engine.match(other) == NOTHING
+    engine.link.session = FakeDaemon(engine.clock, epoch=2).session()
+    assert engine.match(other) == PENDING
+    engine.acknowledge(meta)
+    assert len(engine.link.detached) == 1
+    assert engine.match(other) == PENDING
