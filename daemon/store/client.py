@@ -225,8 +225,8 @@ class Store:
         return results
 
     def _places(self, client: Any, keys: Sequence[str]) -> Places:
-        """Where they lie; in memory of our own, from which only we remove by force, the number of removals tells."""
-        if self._settings.global_segment_size == 0:
+        """Where they lie; in a store from which only we remove by force the number of removals tells."""
+        if not self._settings.private:
             return places(client.batch_get_replica_desc(list(keys)))
         return {} if self._removing else dict.fromkeys(keys, frozenset([("", self._removals)]))
 

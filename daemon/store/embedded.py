@@ -287,6 +287,7 @@ class EmbeddedMaster:
             tenant_id="default",
             enable_ssd_offload=self._disk is not None,
             ssd_offload_path=str(self._disk.path) if self._disk else "",
+            private=self._port is None,
         )
 
 

@@ -28,7 +28,7 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class MooncakeSettings:
-    """How to join a Mooncake cluster. Sizes in bytes."""
+    """How to join a Mooncake cluster. Sizes in bytes. `private`: nobody else was told where its master is."""
 
     local_hostname: str
     metadata_server: str
@@ -40,6 +40,7 @@ class MooncakeSettings:
     tenant_id: str
     enable_ssd_offload: bool = False
     ssd_offload_path: str = ""
+    private: bool = False
 
     def __str__(self) -> str:
         """What an error of Mooncake's may be about."""

@@ -75,7 +75,7 @@ def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_ap
 
     def fetched(size: int) -> list[ErrorClass]:
         """What becomes of a block of 64 bytes whose key holds a value of `size` bytes."""
-        settings: Any = SimpleNamespace(enable_ssd_offload=False, global_segment_size=1)
+        settings: Any = SimpleNamespace(enable_ssd_offload=False, private=True)
         store = Store(settings, structlog.get_logger())
         store._client = SimpleNamespace(batch_get_into=lambda *_: [size], get_size=lambda key: size)
         store._open = True

@@ -257,7 +257,7 @@ def test_a_value_that_did_not_stay_where_it_was_does_not_count(
 
 
 def test_what_was_read_from_our_own_memory_while_something_was_removed_does_not_count() -> None:
-    store, client = opened(settings=replace(SETTINGS, global_segment_size=16 << 20))
+    store, client = opened(settings=replace(SETTINGS, private=True))
     client.codes, client.hold = [8], threading.Event()
     with ThreadPoolExecutor(1) as pool:
         get = pool.submit(store.get_into, ["k"], [0], [8])

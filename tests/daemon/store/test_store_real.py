@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
 
-from benchmarks.lab.process import frozen
+from benchmarks.lab import control
+from benchmarks.lab.process import free_ports, frozen
 from benchmarks.lab.store import Store as LabStore
 from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.embedded import EmbeddedMaster
@@ -146,3 +150,44 @@ def test_should_not_count_what_it_read_while_the_value_was_removed(joined: Joine
             assert store.remove_matching(["torn@"], 5.0)
             assert not get.done()
         assert get.result(30) == [ErrorClass.MISS]
+
+
+class RemovedWhileRead:
+    """A client from which `remove` takes something during each get, after the bytes were copied."""
+
+    def __init__(self, client: Any, remove: Callable[[], None]) -> None:
+        self._client, self._remove = client, remove
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def batch_get_into(self, *arguments: Any) -> list[int]:
+        codes: list[int] = self._client.batch_get_into(*arguments)
+        self._remove()
+        return codes
+
+
+def test_should_not_count_what_another_client_of_an_embedded_master_removed_while_it_was_read(tmp_path: Path) -> None:
+    """One with a port that was told: others may know it. Its own memory, too, holds other values after a removal."""
+    pytest.importorskip("mooncake")
+    (port,) = free_ports(1)
+    master = EmbeddedMaster(16 << 20, None, structlog.get_logger(), master_port=port)
+    store = Store(master.start(), structlog.get_logger())
+    store.open()
+    config = tmp_path / "mooncake.json"
+    config.write_text(json.dumps({"metadata_server": "P2PHANDSHAKE", "master_server_address": f"127.0.0.1:{port}",
+                                  "protocol": "tcp", "device_name": ""}))  # fmt: skip
+    area = mmap.mmap(-1, PAGE)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    store.register(base, PAGE)
+    try:
+        store.put_from(["torn@00", "kept@00"], [base] * 2, [PAGE] * 2)
+        assert store.get_into(["torn@00"], [base], [PAGE]) == [ErrorClass.OK]
+        store._client = RemovedWhileRead(store._client, lambda: control.remove(config, ["torn@00"]))
+        assert store.get_into(["torn@00"], [base], [PAGE]) == [ErrorClass.MISS]
+        store._client = store._client._client
+        assert store.get_into(["kept@00"], [base], [PAGE]) == [ErrorClass.OK]
+    finally:
+        store.unregister(base)
+        store.close()
+        master.stop()
