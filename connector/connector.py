@@ -24,7 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from . import config as configuration
 from . import copies as copying
-from . import register, support
+from . import fingerprint, register, support
 from .link import Link
 from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
 from .paged import PagedCache
@@ -93,7 +93,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                     "engine and no later start finds what this one saves: set PYTHONHASHSEED",
                     hello.scheduler.hash_algorithm,
                 )
-            link = Link(self._settings.socket, hello, SchedulerSession.map)
+            link = Link(self._settings.socket, lambda: hello, SchedulerSession.map)
             self._scheduler = SchedulerSide(
                 self._settings, self._geometry, link, publish=support.publishes_events(vllm_config)
             )
@@ -232,14 +232,20 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         layers = self._kv_cache_config.kv_cache_groups[self._geometry.group].layer_names
         paged = PagedCache(kv_caches, layers, self._kv_cache_config.num_blocks)
         copies, device = copying.for_cache(paged)
-        hello = support.worker_hello(
-            self._vllm_config, self._geometry, tp_rank=self._tp_rank, block_bytes=paged.block_bytes, keys=self._keys,
-            device="" if device is None else device.uuid,
+        hello = functools.partial(
+            support.worker_hello, self._vllm_config, self._geometry, tp_rank=self._tp_rank,
+            block_bytes=paged.block_bytes, keys=self._keys, device="" if device is None else device.uuid,
+            fingerprint=self._fingerprint(kv_caches),
         )  # fmt: skip
-        link = Link(self._settings.socket, hello, functools.partial(WorkerSession.map, device=device))
+        link = Link(self._settings.socket, functools.cache(hello), functools.partial(WorkerSession.map, device=device))
         self._worker = WorkerSide(link, paged, self._keys, copies)
         self._link = link
         link.start()
+
+    @_guarded(dict)
+    def _fingerprint(self, kv_caches: dict[str, Any]) -> dict[str, str]:
+        """Without one, stored KV of engines unlike this one is taken for its own."""
+        return fingerprint.of_engine(self._vllm_config, self._kv_cache_config, self._geometry.group, kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """A step begins. With drafts, model runner V1 says wait_for_save on the last pipeline stage only."""

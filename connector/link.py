@@ -44,13 +44,16 @@ S = TypeVar("S", bound=Session)
 
 
 class Link(Generic[S]):
-    """Keeps a process attached. `map_session` maps what came with Attached and owns the descriptors.
+    """Keeps a process attached. `hello` is asked for on the link's own thread, whenever it connects.
 
+    `map_session` maps what came with Attached and owns the descriptors.
     `session` is the current epoch or None.  `confirmed_reset` is the highest reset generation the daemon confirmed.
     `stored` collects what the daemon said about saves.
     """
 
-    def __init__(self, path: str, hello: Hello, map_session: Callable[[Attached, Sequence[int]], S]) -> None:
+    def __init__(
+        self, path: str, hello: Callable[[], Hello], map_session: Callable[[Attached, Sequence[int]], S]
+    ) -> None:
         self.session: S | None = None
         self.confirmed_reset = 0
         self.stored: deque[Stored] = deque(maxlen=MAX_STORED)
@@ -160,7 +163,7 @@ class Link(Generic[S]):
                     self._path, error.strerror or error,
                 )  # fmt: skip
                 return RETRY_S
-            messages.send_message(sock, self._hello)
+            messages.send_message(sock, self._hello())
             self._sock = sock
             return self._watch(sock)
         finally:

@@ -35,6 +35,8 @@ def purge(sessions: Sequence[EngineSession], store: Store, pools: Pools, order: 
     prefixes = sorted({*order.prefixes, *(prefix for session in named for prefix in session.shape.key_prefixes)})
 
     def purged(future: Future[bool]) -> None:
+        for session in sessions:
+            session.claim.look()  # whose keys these were
         gone = future.exception() is None and future.result()
         said = "every key is gone" if gone else "not confirmed: time was up, or the store did not answer"
         reply(Report(ok=gone, text=f"{said}: {', '.join(prefixes)}"))

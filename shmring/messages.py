@@ -27,6 +27,13 @@ SHOWN_CHARACTERS = 120  # of a bad value, in the line that names it
 Handle = Annotated[str, Field(pattern=r"^([0-9a-f]{128})?$")]
 
 
+# Read back from a store too, where anyone may have written it.
+Fingerprint = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")], Annotated[str, Field(pattern=r"^[ -~]{0,64}$")]],
+    Field(max_length=16),
+]
+
+
 def default_socket(environ: Mapping[str, str] = os.environ) -> str:
     """Where daemon and engines meet: $RUNTIME_DIRECTORY (systemd), $XDG_RUNTIME_DIR/kvprefetch or /run/kvprefetch."""
     if runtime := environ.get("RUNTIME_DIRECTORY"):
@@ -52,13 +59,15 @@ class _Message(BaseModel):
 class WorkerShape(_Message):
     """One rank's share of a block and where its objects live in the store (vllm-compatible keys)."""
 
-    block_bytes: list[Annotated[int, Field(ge=1, le=1 << 32)]] = Field(min_length=1, max_length=16)
-    key_prefix: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(min_length=1, max_length=16)
+    block_bytes: int = Field(ge=1, le=1 << 32)
+    key_prefix: str = Field(min_length=1, max_length=1024)
     # Of `put_factor` ranks that hold the same shard, this one fills the save slots with slot % put_factor == put_turn.
     put_factor: int = Field(ge=1, le=4096)
     put_turn: int = Field(ge=0, le=4095)
     # UUID of the rank's GPU, as the driver writes it; empty on a CPU.
     device: str = Field(default="", max_length=96)
+    # What the bytes of a block depend on beside its tokens, by name; only engines that agree share what is stored.
+    fingerprint: Fingerprint = {}
 
 
 class SchedulerShape(_Message):

@@ -24,7 +24,7 @@ import enum
 import struct
 from typing import Any, NamedTuple
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_REQUEST_ID_BYTES = 512
 GROUPS = 1  # of KV caches of one engine that are served
 

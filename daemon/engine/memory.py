@@ -37,7 +37,7 @@ class EngineShape(NamedTuple):
     @property
     def block_bytes(self) -> list[int]:
         """Of each rank's part of a block."""
-        return [worker.block_bytes[0] for worker in self.workers]
+        return [worker.block_bytes for worker in self.workers]
 
 
 @dataclass(frozen=True)

@@ -75,19 +75,19 @@ class RunJob(Protocol):
 class Saver:
     """Owns the save `slots` of one engine.
 
-    `loading` says whether a fetch is in flight or wanted.  `stored` hears the digests that are in the store now, and
-    `tell`, once set, what became of every save.
+    `loading` says whether a fetch is in flight or wanted, `held` whether saves are to wait.  `stored` hears the digests
+    that are in the store now, and `tell`, once set, what became of every save.
     """
 
     def __init__(
         self, store: Store, shape: transfers.Shape, credits: CreditGranter, slots: range, run: RunJob, log: Log,
-        clock_ns: Callable[[], int], *, job_blocks: int, loading: Callable[[], bool], counters: Account,
-        stored: Callable[[list[bytes]], None],
+        clock_ns: Callable[[], int], *, job_blocks: int, loading: Callable[[], bool], held: Callable[[], bool],
+        counters: Account, stored: Callable[[list[bytes]], None],
     ) -> None:  # fmt: skip
         self._store, self._shape, self._credits, self._run = store, shape, credits, run
         self._log, self._clock_ns = log, clock_ns
         self._job_blocks = max(1, min(job_blocks, MAX_JOB_BLOCKS))
-        self._loading, self._in_store = loading, stored
+        self._loading, self._held, self._in_store = loading, held, stored
         self._yielded_ns = 0  # since when the next job has let loads go first
         self.tell: Callable[[Stored], None] | None = None
         self.counters = counters
@@ -134,7 +134,7 @@ class Saver:
         for reset in self._resets:
             if self._clock_ns() >= reset.deadline_ns:  # a put that hangs is in its way, or it hangs itself
                 reset.answer(False)
-        if self._busy or not self._jobs:
+        if self._busy or not self._jobs or self._held():
             return
         now = self._clock_ns()
         if now < self._not_before_ns:
@@ -177,13 +177,13 @@ class Saver:
             job.failed += len(result.again)
             self._finished(job)
             if self._fruitless >= TRIES:
-                self._give_up_queue()
+                self.give_up()
         if self._resets:
             self._remove()
         self.next()
 
-    def _give_up_queue(self) -> None:
-        """What waited behind all these tries has waited as long: a store that is gone keeps no slots."""
+    def give_up(self) -> None:
+        """Store nothing of what waits: a store that is gone for all the tries of the one before keeps no slots."""
         while self._jobs:
             job = self._jobs.popleft()
             job.failed += len(job.blocks)

@@ -6,8 +6,6 @@ corrupt segment ends this session and no other.
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -23,12 +21,13 @@ from ..config import Mode
 from ..planning.negative import NegativeCache
 from ..planning.planner import Key, Lane, Planner, Request
 from ..pools import Pools
-from ..store.client import Store, StoreError, StoreUnavailable
+from ..store.client import Store
 from ..telemetry.account import WARM_RESULTS, Account
 from ..telemetry.events import Ending
 from ..telemetry.logs import Log
 from ..telemetry.timeline import Stories
 from . import transfers
+from .claim import Claim, Whose
 from .fetcher import Fetcher
 from .flags import SessionFlags
 from .jobs import Jobs
@@ -36,9 +35,9 @@ from .lookups import LookUps, Question
 from .memory import EngineMemory, EngineShape
 from .promoter import Promoter
 from .saver import Saver
+from .untold import Untold
 from .warming import Warming, about
 
-SCANNED_PER_TICK = 256
 LAST_RECORDS = 4096  # read at the end of a session: all that an honest engine can have on the way, and no flood
 PUTS_PER_CHUNK = 4  # a load that comes while a put is in flight waits for a quarter of a chunk at most
 
@@ -71,9 +70,11 @@ class EngineSession:
         self._flags = SessionFlags(self.table, self._disk_blocks)
         self._mode: Mode = "on"
         self.jobs = Jobs(self._log)
-        self._registered: list[int] = []
+        self.claim = Claim(
+            store, engine.workers[0].key_prefix, engine.workers[0].fingerprint, pools, self.jobs, self._log, clock_ns,
+            self._claim_changed,
+        )  # fmt: skip
         self.stories = Stories(self.totals, self._log, self.block_bytes, clock_ns)
-        self._given_up: set[Key] = set()  # by flags seen at the last scan whose DONE record may still come
         chunk_blocks = max(1, chunk_bytes // self.block_bytes)
         part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in self.staging.block_bytes)  # as a disk tier counts
         self.planner = Planner(
@@ -84,13 +85,14 @@ class EngineSession:
         self.look_ups = LookUps(
             self, self.planner.requests, self._negative, timeout_ns=pools.timeout_ns, lease_ns=lease_ns
         )
-        self._to_scan: deque[Key] = deque()
+        self._untold = Untold(self.table)
         self._ended_ns = 0  # when it ended, until held() said that it is not over
         self.saver = Saver(
             store, self.shape, CreditGranter(self.control.buffer, self.words, self.layout),
             range(memory.save_slots_from, self.slot_count), partial(self.jobs.start, pools.save), self._log, clock_ns,
             job_blocks=chunk_blocks // PUTS_PER_CHUNK, counters=self.totals,
             loading=lambda: pools.fetches_in_flight > 0 or self.planner.has_work, stored=self._negative.stored,
+            held=lambda: self.claim.whose in (Whose.UNKNOWN, Whose.ASKING),
         )  # fmt: skip
         self.warming = Warming(
             self.planner, self._negative, about(engine, self.epoch), self.totals.warmed_blocks, clock_ns,
@@ -106,15 +108,8 @@ class EngineSession:
         )  # fmt: skip
 
     def register_staging(self) -> None:
-        """Make the staging known to an open store (RDMA needs it), unless that was done: it refuses a second time.
-
-        Raises StoreError, StoreUnavailable; what was registered until then goes with close().
-        """
-        if self._registered:
-            return
-        for address, length in self.staging.areas():
-            self._store.register(address, length)
-            self._registered.append(address)
+        """Make it known to the store. Raises StoreError, StoreUnavailable."""
+        self.staging.register(self._store)
 
     # --- intake -----------------------------------------------------------------------------------------------------
 
@@ -123,6 +118,7 @@ class EngineSession:
         if self.memory.device_error:
             self._log.warning("device.off", error=self.memory.device_error)
         self.promoter.start(workers)
+        self.claim.look()
         self.liveness.set_state(PeerState.ACTIVE)
 
     def drain(self, limit: int) -> int:
@@ -207,7 +203,7 @@ class EngineSession:
 
     def _finish(self, key: Key, ending: Ending, done: protocol.Done | None = None) -> None:
         loaded = range(done.loaded_from, done.loaded_from + done.loaded_blocks) if done is not None else range(0)
-        self._given_up.discard(key)
+        self._untold.told(key)
         request = self.planner.finish(key, loaded)
         self.promoter.loaded(key, len(loaded))
         self._flags.free(key)
@@ -217,7 +213,7 @@ class EngineSession:
     def switch(self, mode: Mode) -> None:
         """What becomes of hints from now on, and of blocks to save; requests already planned go on."""
         self._mode = mode
-        self.saver.switch(mode == "on")
+        self.saver.switch(mode == "on" and self.claim.whose is not Whose.THEIRS)
 
     def scan(self) -> None:
         """Find what a full ring did not say: flags given up without a nudge. Called a few times a second."""
@@ -225,21 +221,9 @@ class EngineSession:
 
     def _scan(self) -> None:
         now = self._clock_ns()
-        if not self._to_scan:
-            self._to_scan.extend(self.planner.requests)
-        for _ in range(min(SCANNED_PER_TICK, len(self._to_scan))):
-            key = self._to_scan.popleft()
-            if key not in self.planner.requests:
-                continue
-            flag = self.table.flag(key[0])
-            if flag.generation == key[1] and flag.state not in (
-                FlagState.RELEASED, FlagState.CANCELLED, FlagState.FREE,
-            ):  # fmt: skip
-                self._given_up.discard(key)
-            elif key in self._given_up:
-                self._finish(key, Ending.UNTOLD)
-            else:
-                self._given_up.add(key)
+        for key in self._untold.found(self.planner.requests):
+            self._finish(key, Ending.UNTOLD)
+        self.claim.tick()
         self.look_ups.tick(now)
         self.planner.tick()
         self.warming.tick()
@@ -259,7 +243,10 @@ class EngineSession:
     # --- what look-ups are told and ask for (lookups.Ports) ---------------------------------------------------------
 
     def answering(self) -> bool:
-        return self._store.answering
+        return self._store.answering and self.claim.whose in (Whose.ASKING, Whose.OURS)
+
+    def may_ask(self) -> bool:
+        return self.claim.whose is not Whose.ASKING
 
     def ask_store(self, number: int, questions: Sequence[Question]) -> None:
         generation = self.saver.generation
@@ -308,8 +295,10 @@ class EngineSession:
         """Stage blocks ahead. Raises ProtocolError for an order that is too large."""
         if (count := sum(map(len, order.chains))) > MAX_WARM_DIGESTS:
             raise ProtocolError(f"too many hashes in one order: hashes={count} max={MAX_WARM_DIGESTS}")
-        if self.saver.resetting or self._mode != "on":
+        if self.saver.resetting or self._mode != "on" or self.claim.whose is not Whose.OURS:
             why = "its weights change" if self.saver.resetting else f"mode is {self._mode}"
+            if self.claim.whose is not Whose.OURS:
+                why = "its namespace is another's" if self.claim.differences else "the store has not answered yet"
             reply(Report(ok=False, text=f"nothing is staged for this engine now: {why}"))
         else:
             self.warming.add(order, reply)
@@ -323,12 +312,30 @@ class EngineSession:
 
     def reset(self, generation: int, timeout_s: float, reply: Callable[[bool], None]) -> None:
         """Void everything staged, hinted or being saved before this generation, remove the keys, then reply."""
-        self.saver.reset(generation, timeout_s, reply)
+
+        def done(ok: bool) -> None:
+            self.claim.look()  # it went with the keys
+            reply(ok)
+
+        self.saver.reset(generation, timeout_s, done)
+        self._void("its weights changed")
+
+    def _void(self, why: str) -> None:
         self._negative.clear()
-        self.warming.stop("its weights changed")
+        self.warming.stop(why)
         for request in self.jobs.contain(self.planner.reset, list[Request]()):
             self.stories.tell(request, Ending.RESET)
         self.promoter.reset()
+
+    def _claim_changed(self, before: Whose) -> None:
+        """What was staged while the namespace was its own is void too: what else is coming may be another's."""
+        if self.claim.whose is Whose.THEIRS:
+            self.saver.give_up()
+            if before is Whose.OURS:
+                self._void("its namespace is another's")
+        self.switch(self._mode)
+        self.look_ups.next(self._clock_ns())
+        self.saver.next()
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -381,13 +388,10 @@ class EngineSession:
 
     def close(self) -> None:
         """Free everything; only when idle and after the last process of the engine is gone."""
-        for address in self._registered:
-            # A store that forgot the memory, or is closed, must not keep it, nor end the others' sessions.
-            with contextlib.suppress(StoreError, StoreUnavailable):
-                self._store.unregister(address)
+        self.staging.unregister(self._store)
         self._log.info("engine.detached", **self.account())
         # Their views would keep the control segment mapped.
         del self.ring, self.table, self._flags, self.liveness, self.planner, self.saver, self.look_ups, self._fetcher
-        del self.warming, self.promoter
+        del self.warming, self.promoter, self._untold
         self.words.release()
         self.memory.close()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Sequence
 
 from ...shmring.segment import Segment
 from ..sizes import size_text
+from ..store.client import Store, StoreError, StoreUnavailable
 
 MAX_SLOTS = 1 << 22  # of an engine: what the daemon keeps of each adds up, and an engine may name blocks of one byte
 
@@ -37,6 +39,7 @@ class HostStaging:
         self.block_bytes = list(block_bytes)
         self.segments: list[Segment] = []
         self._bases: list[int] = []
+        self._registered: list[int] = []
         try:
             for size in self.block_bytes:
                 segment = Segment.create(slot_count * size)
@@ -50,6 +53,21 @@ class HostStaging:
     def areas(self) -> list[tuple[int, int]]:
         """(address, bytes) of each rank's segment."""
         return [(base, segment.size_bytes) for base, segment in zip(self._bases, self.segments, strict=True)]
+
+    def register(self, store: Store) -> None:
+        """Make it known to an open store (RDMA needs it), unless that was done: it refuses a second time.
+
+        Raises StoreError, StoreUnavailable; what was registered until then goes with `unregister`.
+        """
+        for address, length in self.areas() if not self._registered else ():
+            store.register(address, length)
+            self._registered.append(address)
+
+    def unregister(self, store: Store) -> None:
+        for address in self._registered:
+            # A store that forgot the memory, or is closed, must not keep it, nor end the others' sessions.
+            with contextlib.suppress(StoreError, StoreUnavailable):
+                store.unregister(address)
 
     def addresses(self, slot: int) -> list[int]:
         """Where slot `slot` begins, per rank."""

@@ -54,7 +54,7 @@ class Shape:
     def of(cls, workers: Sequence[WorkerShape], staging: HostStaging) -> Shape:
         """The shape of ranks that `check_turns` accepted."""
         turns = tuple((worker.put_factor, worker.put_turn) for worker in workers)
-        return cls(tuple(worker.key_prefix[0] for worker in workers), turns, staging)
+        return cls(tuple(worker.key_prefix for worker in workers), turns, staging)
 
 
 def check_turns(workers: Sequence[WorkerShape]) -> None:
@@ -62,8 +62,8 @@ def check_turns(workers: Sequence[WorkerShape]) -> None:
     sharing: dict[str, list[tuple[int, int]]] = {}
     sizes: dict[str, set[int]] = {}
     for worker in workers:
-        sharing.setdefault(worker.key_prefix[0], []).append((worker.put_factor, worker.put_turn))
-        sizes.setdefault(worker.key_prefix[0], set()).add(worker.block_bytes[0])
+        sharing.setdefault(worker.key_prefix, []).append((worker.put_factor, worker.put_turn))
+        sizes.setdefault(worker.key_prefix, set()).add(worker.block_bytes)
     for prefix, turns in sharing.items():
         if len(sizes[prefix]) > 1:
             raise ValueError(

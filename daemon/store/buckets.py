@@ -7,14 +7,16 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+CLAIM = "fingerprint"  # stands for the hash in the key of what says whose namespace it is (engine/claim.py)
 _OF_A_KEY = rb"[ -~\x80-\xff]"
 
 
 def patterns(prefixes: Sequence[str]) -> tuple[str, str]:
-    """Regular expressions of a key that is one of these and hex digits: Mooncake's, anchored, and Python's."""
+    """Regular expressions of a key, one of these and hex digits or CLAIM: Mooncake's, anchored, and Python's."""
     # Every special character of ECMAScript's grammar, and nothing else: std::regex refuses needless escapes of letters.
     escaped = "|".join(re.sub(r"([\\^$.|?*+()\[\]{}])", r"\\\1", prefix) for prefix in prefixes)
-    return f"^(?:{escaped})[0-9a-fA-F]+$", f"(?:{'|'.join(map(re.escape, prefixes))})[0-9a-fA-F]+"
+    end = f"(?:[0-9a-fA-F]+|{CLAIM})"
+    return f"^(?:{escaped}){end}$", f"(?:{'|'.join(map(re.escape, prefixes))}){end}"
 
 
 def purge(directory: Path, a_key: str, checked: set[str]) -> int:

@@ -24,7 +24,8 @@ from typing import Any, Literal
 from . import addresses
 from .breaker import Attempt, Breaker
 from .buckets import patterns, purge
-from .errors import ErrorClass, classify
+from .claims import Claims
+from .errors import ErrorClass, classify, classify_get
 from .joining import StoreError as StoreError
 from .joining import join
 from .owners import Get, Owners
@@ -63,6 +64,9 @@ class Store:
         self._unflushed: OrderedDict[str, None] = OrderedDict()
         self._puts: dict[object, Sequence[str]] = {}  # keys of the puts in flight
         self._removing = self._removals = 0  # by force: now, and ever begun
+        self._sweeps = 0  # removals that go on until nothing comes back
+        self._disk = Path(settings.ssd_offload_path) if settings.enable_ssd_offload else None
+        self._claims = Claims(self._disk)
         self._heartbeat_s = float(os.environ.get("MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS", "10"))
 
     def open(self) -> None:
@@ -200,8 +204,6 @@ class Store:
 
         Each key once: of one that stands twice Mooncake fills the last destination only, and says OK for both.
         With an owner that hangs (owners.py) none is tried: TRANSFER. Who gives this get up says so in `get`.
-        Mooncake answers a wrong size with -600 or -800, and a disk tier that hangs with -901, all of which also mean
-        other things; one `get_size` tells them apart.
         """
         if not keys:
             return []
@@ -215,7 +217,7 @@ class Store:
                 these, large = [keys[i] for i in part], [sizes[i] for i in part]
                 codes: list[int] = client.batch_get_into(these, [addresses[i] for i in part], large)
                 code = codes[0] if codes else -1
-                return self._sized(client, these, large, codes)
+                return classify_get(client, these, large, codes)
 
             results = self._owners.read(keys, before, get or Get(), read)
             self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "get", code)
@@ -229,24 +231,6 @@ class Store:
         if not self._settings.private:
             return places(client.batch_get_replica_desc(list(keys)))
         return {} if self._removing else dict.fromkeys(keys, frozenset([("", self._removals)]))
-
-    def _sized(self, client: Any, keys: Sequence[str], sizes: Sequence[int], codes: list[int]) -> list[ErrorClass]:
-        results = []
-        ask = True
-        for key, size, code in zip(keys, sizes, codes, strict=True):
-            result = classify(code)
-            if code >= 0 and code != size:
-                result = ErrorClass.FOREIGN
-            elif code in (-600, -800, -900, -901):  # the last two come from the owner of a disk tier as well
-                actual = client.get_size(key) if ask else -1
-                # A master that is away answers each question after its timeout: one such answer is enough.
-                ask = ask and classify(actual) is not ErrorClass.TRANSIENT
-                if actual >= 0:
-                    result = ErrorClass.TRANSFER if actual == size else ErrorClass.FOREIGN
-                else:
-                    result = ErrorClass.MISS if classify(actual) is ErrorClass.MISS else ErrorClass.TRANSIENT
-            results.append(result)
-        return results
 
     def put_from(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[ErrorClass]:
         """Write each value; a key that exists keeps its value and counts as OK. Raises StoreUnavailable.
@@ -265,6 +249,24 @@ class Store:
         if self._settings.enable_ssd_offload:
             self._remember(done, self._unflushed)
         return results
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        """The value of a key that is whose who puts it first; `value`, a few bytes or none, is put where it has none.
+
+        b"": it has none, or it cannot be known. Nothing is put while a removal goes on, which might never end.
+        Raises StoreUnavailable.
+        """
+        with self._call() as (client, attempt):
+            with self._putting([key]):
+                [code] = client.batch_is_exist([key])
+                self._verdict(attempt, code < 0, "claim", code)
+                if code == 0 and not self._sweeps and (mine := self._claims.get(key) or value):
+                    client.put(key, mine)
+            found: bytes = client.get(key)
+            if found and value:
+                self._claims.put(key, found)
+        self._remember([key], self._seen)
+        return found
 
     @contextlib.contextmanager
     def _putting(self, keys: Sequence[str]) -> Iterator[None]:
@@ -343,11 +345,18 @@ class Store:
         that moment, so stop writers first. A key removed and then put again is kept in memory only until the next
         start: the tier still counts it as written.
         """
-        if not prefixes:
-            return True
+        with self._state:
+            self._sweeps += 1
+        try:
+            return not prefixes or self._sweep(prefixes, timeout_s)
+        finally:
+            with self._state:
+                self._sweeps -= 1
+
+    def _sweep(self, prefixes: Sequence[str], timeout_s: float) -> bool:
         theirs, a_key = patterns(prefixes)
         ours = re.compile(rf"{a_key}\Z")
-        disk = Path(self._settings.ssd_offload_path) if self._settings.enable_ssd_offload else None
+        disk = self._disk
         deadline = self._clock() + timeout_s
         with self._state:
             if not self._state.wait_for(
@@ -375,6 +384,7 @@ class Store:
                         for key in seen:
                             self._seen.pop(key, None)
                             self._unflushed.pop(key, None)
+                    self._claims.remove(a_key)
                     self._log.info("store.removed", prefixes=len(prefixes), durable=reach)
                     return reach
             if self._clock() >= deadline:

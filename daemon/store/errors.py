@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
+from typing import Any
 
 LIBRARIES = "on Debian install libibverbs1 libcurl4 libnuma1"  # what Mooncake's own need
 
@@ -45,3 +47,27 @@ def classify(code: int) -> ErrorClass:
     if -1400 < code <= -1100:  # files, buckets, offload: one owner's disk
         return ErrorClass.TRANSFER
     return ErrorClass.OK if code >= 0 else _CLASSES.get(code, ErrorClass.TRANSIENT)
+
+
+def classify_get(client: Any, keys: Sequence[str], sizes: Sequence[int], codes: Sequence[int]) -> list[ErrorClass]:
+    """Classes of a get's codes, which are the bytes that arrived where they are not negative.
+
+    Mooncake answers a wrong size with -600 or -800, and a disk tier that hangs with -901, all of which also mean other
+    things; one `get_size` tells them apart.
+    """
+    results = []
+    ask = True
+    for key, size, code in zip(keys, sizes, codes, strict=True):
+        result = classify(code)
+        if code >= 0 and code != size:
+            result = ErrorClass.FOREIGN
+        elif code in (-600, -800, -900, -901):  # the last two come from the owner of a disk tier as well
+            actual = client.get_size(key) if ask else -1
+            # A master that is away answers each question after its timeout: one such answer is enough.
+            ask = ask and classify(actual) is not ErrorClass.TRANSIENT
+            if actual >= 0:
+                result = ErrorClass.TRANSFER if actual == size else ErrorClass.FOREIGN
+            else:
+                result = ErrorClass.MISS if classify(actual) is ErrorClass.MISS else ErrorClass.TRANSIENT
+        results.append(result)
+    return results

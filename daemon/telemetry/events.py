@@ -165,6 +165,8 @@ FIELDS: dict[str, Field] = {
     "confirmed": Field("boolean", "every key is gone, in every tier"),
     "durable": Field("boolean", "no value lay on a disk that cannot be cleaned from here"),
     "reset_generation": Field("integer", "the engine's count of resets"),
+    "key_prefix": Field("string", "what stands before the hash in its keys"),
+    "differences": Field("string", "what theirs is, and what it is `here`, of those properties that differ"),
     "prefixes": Field("integer", "key prefixes whose keys were removed"),
     # processes
     "pid": Field("integer?", "process id"),
@@ -242,6 +244,12 @@ EVENTS: dict[str, Event] = {
     "engine.detached": Event("info", "An engine's epoch is over and its memory is given back.", _ACCOUNT),
     "request.done": Event("info", "A hinted request ended: its whole story, in one line for each hint.",
                           tuple(FIELDS)[: tuple(FIELDS).index("hidden_fraction") + 1]),
+    "namespace.refused": Event(
+        "warning", "This engine gets nothing from the store, and saves nothing: others, unlike it, use its keys. "
+        "Give it a `cache_prefix` of its own or, when those engines are gone for good, remove what they stored "
+        "(`kvprefetchd store purge`).", ("key_prefix", "differences"),
+    ),
+    "namespace.served": Event("info", "They are gone, and it has the namespace now.", ("key_prefix",)),
     "record.bad": Event("warning", "A hint-ring record did not follow the protocol and was skipped.",
                         ("error", "count"), floods=True),
     "fetch.done": Event("debug", "A fetch came back.", ("blocks", "good_blocks", "bytes", "duration_ms")),

@@ -91,6 +91,10 @@ def describe(status: Status) -> list[str]:
         lines.append("no engine is attached")
     if status.engine_count > len(status.engines):
         lines.append(f"and {status.engine_count - len(status.engines)} engines more")
+    for engine in status.engines:
+        if why := engine.get("refused"):
+            name, text = printable(str(engine.get("engine", "?"))), printable(str(why))
+            lines.append(f"{name} is refused: {text} (docs/EVENTS.md, namespace.refused)")
     if status.slowest:
         lines += ["", "waited longest in the last five minutes:", *aligned(slowest(status))]
     return lines

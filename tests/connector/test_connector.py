@@ -16,6 +16,8 @@ import kvprefetch.connector as package
 
 base = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base")
 
+from transformers import LlamaConfig  # noqa: E402
+
 from kvprefetch.connector import support  # noqa: E402
 from kvprefetch.connector.connector import KVPrefetchConnector  # noqa: E402
 from kvprefetch.connector.metadata import KVPrefetchMetadata  # noqa: E402
@@ -45,7 +47,10 @@ def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute
         "nnodes_within_dp": 1, "distributed_executor_backend": "mp", "enable_fault_tolerance": False,
         **changes.pop("parallel", {}),
     }  # fmt: skip
-    model = {"is_encoder_decoder": False, "model": "org/tiny", "max_model_len": 512, **changes.pop("model", {})}
+    model = {
+        "is_encoder_decoder": False, "model": "org/tiny", "max_model_len": 512, "dtype": torch.float32,
+        "quantization": None, "hf_config": LlamaConfig(), **changes.pop("model", {}),
+    }  # fmt: skip
     cache = {
         "block_size": 32, "prefix_match_unit": None, "enable_prefix_caching": True,
         "prefix_caching_hash_algo": "sha256", **changes.pop("cache", {}),
@@ -63,6 +68,8 @@ def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute
         ),
         speculative_config=None,
         kv_events_config=None,
+        load_config=SimpleNamespace(load_format="dummy"),
+        compilation_config=SimpleNamespace(static_forward_context={}),
         instance_id="123",
         **changes,
     )  # fmt: skip
@@ -235,9 +242,11 @@ def test_the_worker_registers_its_shape(tmp_path: Path, monkeypatch: pytest.Monk
     connector = KVPrefetchConnector(vllm_config(tmp_path / "s"), WORKER, kv_cache_config())
     connector.register_kv_caches({"layer": torch.zeros(16, 1, 32, 32, dtype=torch.float32)})
     assert connector._link is not None
-    shape = connector._link._hello.worker
+    shape = connector._link._hello().worker
     assert shape is not None
-    assert (shape.block_bytes, shape.key_prefix) == ([4096], ["tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@"])
+    assert (shape.block_bytes, shape.key_prefix) == (4096, "tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@")
+    names = {"config", "dtype", "kv_dtype", "layers", "layout", "pp_size", "quantization", "tp_size", "weights"}
+    assert shape.fingerprint.keys() == names
     connector.bind_connector_metadata(KVPrefetchMetadata())
     connector.start_load_kv(None)
     connector.wait_for_save()

@@ -42,7 +42,7 @@ def hello(role: str) -> Hello:
     if role == "scheduler":
         fields["scheduler"] = SchedulerShape(max_blocks=64, max_hint_bytes=4096, loads=True, saves=True)
     else:
-        fields["worker"] = WorkerShape(block_bytes=[16], key_prefix=["m@"], put_factor=1, put_turn=0)
+        fields["worker"] = WorkerShape(block_bytes=16, key_prefix="m@", put_factor=1, put_turn=0)
     return Hello.model_validate(fields)
 
 
@@ -98,7 +98,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def scheduler(server: Server) -> Iterator[Link[SchedulerSession]]:
-    link = Link(str(server.path), hello("scheduler"), SchedulerSession.map)
+    link = Link(str(server.path), lambda: hello("scheduler"), SchedulerSession.map)
     link.start()
     yield link
     link.close()
@@ -107,7 +107,7 @@ def scheduler(server: Server) -> Iterator[Link[SchedulerSession]]:
 def test_an_absent_daemon_is_said_once_and_found_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "d.sock"
     with caplog.at_level(logging.INFO, "vllm.kvprefetch.link"):
-        link = Link(str(path), hello("scheduler"), SchedulerSession.map)
+        link = Link(str(path), lambda: hello("scheduler"), SchedulerSession.map)
         link.start()
         wait_for(lambda: "no daemon" in caplog.text)
         time.sleep(0.05)  # some attempts more
@@ -191,7 +191,7 @@ def test_detach_drops_the_session_and_comes_back(server: Server, scheduler: Link
 @pytest.mark.parametrize("final", [True, False])
 def test_a_refusal_is_said_once(server: Server, caplog: pytest.LogCaptureFixture, final: bool) -> None:
     with caplog.at_level(logging.INFO, "vllm.kvprefetch.link"):
-        link = Link(str(server.path), hello("scheduler"), SchedulerSession.map)
+        link = Link(str(server.path), lambda: hello("scheduler"), SchedulerSession.map)
         link.start()
         for _ in range(3):
             sock, _ = server.accept()
@@ -262,7 +262,7 @@ def test_a_reset_without_a_daemon_or_cut_short_is_not_confirmed(
 
 def test_a_worker_keeps_ended_epochs_until_they_are_retired(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Named and no longer named: gone. Never named: kept a while, it may yet be."""
-    link = Link(str(server.path), hello("worker"), WorkerSession.map)
+    link = Link(str(server.path), lambda: hello("worker"), WorkerSession.map)
     link.start()
     for epoch in (1, 2):
         sock, _ = server.accept()
@@ -289,7 +289,7 @@ def test_a_worker_keeps_ended_epochs_until_they_are_retired(server: Server, monk
 def test_the_heart_beats_while_messages_come(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that saves all the time hears of its saves all the time: nothing is waited for long enough to beat."""
     monkeypatch.setattr(link_module, "BEAT_S", 60.0)
-    link = Link(str(server.path), hello("scheduler"), SchedulerSession.map)
+    link = Link(str(server.path), lambda: hello("scheduler"), SchedulerSession.map)
     link.start()
     with contextlib.closing(link):
         sock, _ = server.accept()

@@ -54,12 +54,13 @@ class FakeEngine:
     def __init__(
         self, path: Path, *, engine_id: str = "engine", ranks: int = 1, block_bytes: int = BLOCK_BYTES,
         prefix: str = "model", incarnation: str | None = None, attach: bool = True, max_blocks: int = 512,
-        events: bool = False, devices: HostDevices | None = None,
+        events: bool = False, devices: HostDevices | None = None, fingerprint: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.path, self.ranks, self.block_bytes = path, ranks, block_bytes
         self.engine_id, self.incarnation = engine_id, incarnation or uuid.uuid4().hex
         self.prefix, self.max_blocks, self.events = prefix, max_blocks, events
         self.told_disk: int | None = None  # of the last load: blocks that came from disk
+        self.fingerprint = fingerprint or {}
         FakeEngine.made.append(self)
         self.sockets: list[socket.socket] = []
         self.staging: list[Segment] = []
@@ -84,8 +85,8 @@ class FakeEngine:
         }  # fmt: skip
         if role == "worker":
             fields["worker"] = WorkerShape(
-                block_bytes=[self.block_bytes], key_prefix=[f"{self.prefix}@tp_rank:{rank}@"], put_factor=1, put_turn=0,
-                device=self.devices.device.uuid if self.devices is not None else "",
+                block_bytes=self.block_bytes, key_prefix=f"{self.prefix}@tp_rank:{rank}@", put_factor=1, put_turn=0,
+                device=self.devices.device.uuid if self.devices is not None else "", fingerprint=self.fingerprint,
             )  # fmt: skip
         else:
             fields["scheduler"] = SchedulerShape(

@@ -14,7 +14,7 @@ from kvprefetch.shmring.messages import SchedulerShape, WorkerShape
 
 def test_staging_that_the_machine_has_not_left_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel would hand it out and then kill somebody, the engine perhaps."""
-    worker = WorkerShape(block_bytes=[4096], key_prefix=["k@"], put_factor=1, put_turn=0)
+    worker = WorkerShape(block_bytes=4096, key_prefix="k@", put_factor=1, put_turn=0)
     engine = EngineShape("e", 32, SchedulerShape(max_blocks=8, max_hint_bytes=512, loads=True, saves=True), [worker])
     config = load({"staging": "64MiB", "hint_ring": "1MiB"})
     monkeypatch.setattr(memory, "available_bytes", lambda: 64 << 20, raising=False)

@@ -31,7 +31,7 @@ class Setup:
 
     def __init__(self, *, job_blocks: int = 3, slots: int = 8) -> None:
         self.now = 1
-        self.loading = False
+        self.loading = self.held = False
         self.jobs: list[tuple[list[tuple[bytes, int]], Callable[[Any], None]]] = []
         self.told: list[Stored] = []
         self.credits = Credits()
@@ -39,7 +39,8 @@ class Setup:
         credits: Any = self.credits
         self.saver = Saver(
             nothing, nothing, credits, range(slots), self.run, structlog.get_logger(), lambda: self.now,
-            job_blocks=job_blocks, loading=lambda: self.loading, counters=Account(), stored=lambda _: None,
+            job_blocks=job_blocks, loading=lambda: self.loading, held=lambda: self.held, counters=Account(),
+            stored=lambda _: None,
         )  # fmt: skip
         self.credits.granted.clear()
         self.saver.tell = self.told.append
@@ -248,3 +249,19 @@ def test_without_kv_events_the_store_is_not_asked_for_tiers(monkeypatch: pytest.
         setup.save(1)
         assert len(ran) == 1
     assert asked == [False, True]
+
+
+def test_saves_that_are_held_wait_and_are_stored_afterwards_or_given_up() -> None:
+    setup = Setup()
+    setup.held = True
+    setup.save(3)
+    assert not setup.jobs
+    setup.held = False
+    setup.saver.next()
+    assert setup.end() == [0, 1, 2]
+    setup.held = True
+    setup.save(3, save_id=2)
+    setup.saver.give_up()
+    assert not setup.jobs
+    assert setup.told[-1] == Stored(save_id=2, lost=[0, 1, 2])
+    assert setup.credits.granted[-3:] == [0, 1, 2]

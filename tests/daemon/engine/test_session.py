@@ -58,9 +58,7 @@ class Answering:
 def make_session(
     store: Any = None, ranks: int = 1, pools: Any = None, clock_ns: Callable[[], int] = lambda: 1
 ) -> EngineSession:
-    workers = [
-        WorkerShape(block_bytes=[4096], key_prefix=[f"k{rank}@"], put_factor=1, put_turn=0) for rank in range(ranks)
-    ]
+    workers = [WorkerShape(block_bytes=4096, key_prefix=f"k{rank}@", put_factor=1, put_turn=0) for rank in range(ranks)]
     engine = EngineShape("e", 32, SchedulerShape(max_blocks=8, max_hint_bytes=512, loads=True, saves=True), workers)
     memory = EngineMemory.create(load({"staging": "64KiB"}), 7, engine)
     return EngineSession(
@@ -156,7 +154,7 @@ def test_a_flag_given_up_before_its_record_came_is_remembered_no_longer_than_its
     session.scan()
     engine.push(RecordKind.DONE, encode_done(Done(0, 1, Outcome.LOADED, 0, 1, 0, 0, 0)))
     session.scan()
-    assert not session._given_up
+    assert not session._untold._given_up
     engine.leave()
 
 
