@@ -50,7 +50,7 @@ class Loads:
         load = Load(entry.request.request_id, handle, range(answer.start, stop), self._geometry.world_size)
         self.running[load_id] = self._last = load
         entry.answer, entry.handle, entry.settled = None, None, True
-        entry.progress.saved = max(entry.progress.saved, stop)
+        entry.progress.saved = stop
         self._counters["loads"] += 1
         self._counters["load_blocks"] += count
 
@@ -85,10 +85,9 @@ class Loads:
     def disk_blocks(self, request_id: str, session: SchedulerSession | None) -> int | None:
         """Of the load dispatched last, which is this request's, the blocks that came from disk; None: not known.
 
-        Raises SegmentCorrupt.
+        As the daemon says, so it may be more than were loaded. Raises SegmentCorrupt.
         """
         load = self._last
         if load is None or load.request_id != request_id or load.handle.session is not session:
             return None
-        disk = load.handle.session.flags.disk(load.handle.flag)
-        return None if disk is None else min(disk, len(load.blocks))
+        return load.handle.session.flags.disk(load.handle.flag)

@@ -101,9 +101,8 @@ class Saves:
         if not wanted:
             return None
         order = self._order(session, [block for _, block in wanted])
-        taken = 0 if order is None else len(order.slots)
-        if taken < len(wanted):
-            progress.saved = wanted[taken][0]
+        if len(order.slots) < len(wanted):
+            progress.saved = wanted[len(order.slots)][0]
         return order
 
     def _wanted(
@@ -123,12 +122,10 @@ class Saves:
                 wanted.append((number, _Block(block_ids[number], bytes(digest), event)))
         return wanted, stop
 
-    def _order(self, session: SchedulerSession, blocks: Sequence[_Block]) -> SaveOrder | None:
-        """Copy as many of these blocks, from the first on, as there are free slots; None when there is none."""
+    def _order(self, session: SchedulerSession, blocks: Sequence[_Block]) -> SaveOrder:
+        """Copy as many of these blocks, from the first on, as one record names; no more than there are free slots."""
         most = (session.producer.max_payload_bytes - _HEAD_BYTES) // (4 + len(blocks[0].digest))
         slots = session.credits.take(min(len(blocks), most))
-        if not slots:
-            return None
         taken = blocks[: len(slots)]
         save_id, self._next_id = self._next_id, self._next_id + 1
         save = _Save(session, slots, [block.digest for block in taken], self._generation, self._geometry.world_size)
@@ -170,7 +167,7 @@ class Saves:
         if not chosen:
             return None
         order = self._order(session, chosen)
-        self._left.extendleft(reversed(chosen[0 if order is None else len(order.slots) :]))
+        self._left.extendleft(reversed(chosen[len(order.slots) :]))
         return order
 
     def forget_left(self) -> None:

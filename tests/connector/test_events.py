@@ -201,6 +201,7 @@ def test_hit_sources_tell_disk_from_memory_and_always_add_up(
 
 def test_the_source_of_another_request_s_load_is_not_used() -> None:
     engine = Engine()
+    assert engine.side.disk_tokens(engine.add("first", BLOCK + 1)) is None
     loaded(engine, disk=3)
     other = engine.add("other", BLOCK + 1)
     sources = connector_of(engine).get_external_cache_hit_sources(other, BLOCK)

@@ -31,6 +31,7 @@ def test_a_dead_or_hung_daemon_makes_nobody_wait(how: str) -> None:
     engine.add("later", 3 * BLOCK)
     engine.daemon.drain()
     assert [hint.request_id for hint in engine.daemon.hints] == ["r"]
+    assert not engine.side.has_pending_work()
 
 
 @pytest.mark.parametrize("how", ["gone", "hung"])
@@ -51,11 +52,14 @@ def test_an_answer_is_honoured_when_the_daemon_dies_before_the_allocation() -> N
     """The bytes lie in memory the workers have mapped; its epoch is kept alive until the load is acknowledged."""
     engine = Engine()
     request = engine.add("r", 3 * BLOCK)
+    engine.daemon.flags.set_disk(engine.daemon.hint("r").flag, 2)
     engine.daemon.stage("r", 2)
     assert engine.match(request) == (2 * BLOCK, False)
     engine.link.session = None
     engine.allocate(request, 2 * BLOCK)
+    assert engine.side.disk_tokens(request) == 2 * BLOCK
     meta = engine.step([(request, BLOCK)])
+    assert engine.side.disk_tokens(request) is None, "what an ended epoch says is not looked at any more"
     assert (len(meta.loads), meta.live_epochs) == (1, (1,))
     assert engine.step().live_epochs == (1,)
     engine.acknowledge(meta)

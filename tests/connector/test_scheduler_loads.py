@@ -73,6 +73,8 @@ def test_pending_then_ready_then_loaded() -> None:
     assert (done.outcome, done.loaded_from, done.loaded_blocks) == (Outcome.LOADED, 1, 3)
     assert 0 < done.asked_ns <= done.claimed_ns < done.loaded_ns
     assert not engine.side.has_pending_work()
+    engine.acknowledge(meta, ranks=1)
+    assert engine.side.counters["unknown_loads"] == 1, "reported once too often"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The scheduler side's saves: the saved range, credits, acknowledgements, resets."""
+"""The scheduler side's saves: the saved range, credits, acknowledgements, ended epochs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvprefetch.connector import saves
 from kvprefetch.connector.saves import Saves
-from kvprefetch.shmring.protocol import FlagState
 
 from .fakes import BLOCK, Engine, FakeDaemon, Request
 
@@ -107,6 +107,17 @@ def test_blocks_in_the_store_are_not_copied() -> None:
     assert save.block_ids == [105]
 
 
+def test_what_was_loaded_is_not_saved_though_its_look_up_goes_on() -> None:
+    engine = Engine(wait_policy="best_effort")
+    engine.daemon.credits.grant(list(range(30, 40)))
+    request = engine.add("r", 4 * BLOCK)
+    engine.daemon.stage("r", 2, ready=False)
+    assert engine.match(request) == (2 * BLOCK, False)
+    engine.allocate(request, 2 * BLOCK)
+    (save,) = engine.step([(request, 2 * BLOCK)]).saves
+    assert save.block_ids == [102, 103]
+
+
 def test_without_credit_a_save_waits_and_is_counted_when_it_never_comes() -> None:
     engine = Engine()
     engine.daemon.credits.grant([1])
@@ -119,6 +130,31 @@ def test_without_credit_a_save_waits_and_is_counted_when_it_never_comes() -> Non
     assert engine.step([(request, 1)]).saves[0].block_ids == [101]
     engine.side.finished(request)
     assert engine.side.counters["save_blocks_unsaved"] == 1
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_what_waited_for_a_credit_brings_no_decoded_block_along(decode: bool) -> None:
+    engine = Engine(save_decode_cache=decode)
+    request = engine.add("r", 2 * BLOCK + 1)
+    admit(engine, request)
+    engine.step([(request, 2 * BLOCK + 1)])
+    for _ in range(BLOCK):
+        request.num_tokens += 1
+        engine.step([(request, 1)])
+    engine.daemon.credits.grant(list(range(8)))
+    (save,) = engine.step([(request, 1)]).saves
+    assert save.block_ids == [100, 101, 102][: 2 + decode]
+
+
+def test_what_is_remembered_as_stored_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves, "KNOWN_DIGESTS", 4)
+    engine = Engine()
+    engine.daemon.credits.grant(list(range(20)))
+    for name, salt, expected in (("a", "a", 3), ("b", "b", 3), ("again", "b", 0), ("first", "a", 2)):
+        request = engine.add(name, 3 * BLOCK, salt=salt)
+        engine.match(request)
+        engine.allocate(request, 0)
+        assert sum(len(save.slots) for save in engine.step([(request, 3 * BLOCK)]).saves) == expected
 
 
 def test_a_full_ring_delays_saved_records() -> None:
@@ -210,77 +246,39 @@ def test_saves_of_an_ended_epoch_are_forgotten() -> None:
     assert saved_digests(engine) == []
 
 
-def test_a_reset_voids_everything_older() -> None:
-    """Handles are given up, copies under way go back unused, requests with old KV are never saved."""
-    engine = Engine()
-    engine.daemon.credits.grant(list(range(8)))
-    running, waiting = engine.add("running", 3 * BLOCK), engine.add("waiting", 2 * BLOCK)
-    admit(engine, running)
-    meta = engine.step([(running, 2 * BLOCK)])
-    assert engine.side.reset() is True
-    assert engine.link.resets == [1]
-    assert engine.daemon.flag("waiting").state == FlagState.CANCELLED
+def test_a_full_ring_of_an_ended_epoch_holds_up_nothing() -> None:
+    """Nobody empties it any more."""
+    engine = Engine(ring=4096, flags=64)
+    engine.daemon.credits.grant([1])
+    old = engine.add("old", 2 * BLOCK)
+    admit(engine, old)
+    meta = engine.step([(old, BLOCK)])
+    for i in range(40):
+        engine.add(f"fill{i}", (20 if i < 20 else 2) * BLOCK)
     engine.acknowledge(meta)
-    engine.daemon.drain()
-    assert [saved.dropped for saved in engine.daemon.saved] == [True]
-    assert engine.step([(running, BLOCK)]).saves == []
-    admit(engine, waiting)
-    assert len(engine.step([(waiting, 2 * BLOCK)]).saves) == 1, "it is computed with the new weights"
-    engine.preempt(running)
-    admit(engine, running)
-    assert len(engine.step([(running, 3 * BLOCK)]).saves) == 1
+    engine.side.finished(old)
+    engine.daemon = FakeDaemon(engine.clock, epoch=2)
+    engine.link.session = engine.daemon.session()
+    engine.daemon.credits.grant([1])
+    request = engine.add("r", 2 * BLOCK)
+    admit(engine, request)
+    engine.acknowledge(engine.step([(request, BLOCK)]))
+    assert saved_digests(engine) == request.digests(0, 1)
+    assert not engine.side.has_pending_work()
 
 
-def test_a_reset_is_asked_for_once_however_long_ago_the_last_one_was() -> None:
-    engine = Engine()
-    engine.clock.advance_ms(60_000)
-    engine.daemon.beat()
-    assert engine.side.reset()
-    assert engine.link.resets == [1]
-
-
-@pytest.mark.parametrize("how", ["cached", "running"])
-def test_a_local_prefix_that_outlived_the_reset_is_never_saved_on(how: str) -> None:
-    """vLLM could not empty its own prefix cache, or a running request goes on filling it."""
-    engine = Engine()
-    engine.daemon.credits.grant(list(range(8)))
-    if how == "cached":
-        engine.cached_blocks = 1
-    else:
-        running = engine.add("running", 2 * BLOCK)
-        admit(engine, running)
-        engine.step([(running, 3)])
-    engine.side.reset()
-    request = engine.add("r", 3 * BLOCK, local=BLOCK)
-    admit(engine, request, local=BLOCK)
-    assert engine.step([(request, 2 * BLOCK)]).saves == []
-    clean = engine.add("clean", 3 * BLOCK)
-    admit(engine, clean)
-    assert len(engine.step([(clean, 3 * BLOCK)]).saves) == 1
-
-
-def test_an_unconfirmed_reset_stops_everything_until_it_is_confirmed() -> None:
-    engine = Engine()
-    engine.daemon.credits.grant(list(range(8)))
-    engine.link.confirms = False
-    assert engine.side.reset() is False
-    request = engine.add("r", 3 * BLOCK)
-    assert engine.match(request) == (0, False)
-    engine.allocate(request, 0)
-    assert engine.step([(request, 3 * BLOCK)]).saves == []
-    engine.clock.advance_ms(5001)
-    engine.daemon.beat()
-    engine.step()
-    assert engine.link.resets == [1, 1], "asked again"
-    engine.link.confirmed_reset = 1
-    again = engine.add("again", 3 * BLOCK)
-    assert engine.match(again) == (None, False)
-
-
-def test_a_reset_without_a_daemon_is_not_confirmed() -> None:
-    engine = Engine()
-    engine.link.session = None
-    assert engine.side.reset() is False
+def test_the_next_daemons_store_may_lack_what_the_last_ones_had() -> None:
+    engine = Engine(loads=False)
+    for epoch, blocks in ((1, 2), (1, 0), (2, 2)):
+        if epoch != engine.daemon.layout.epoch:
+            engine.daemon = FakeDaemon(engine.clock, epoch=epoch)
+            engine.link.session = engine.daemon.session()
+        engine.daemon.credits.grant([1, 2])
+        request = engine.add(f"{epoch} {blocks}", 2 * BLOCK, salt="same")
+        admit(engine, request)
+        meta = engine.step([(request, 2 * BLOCK)])
+        assert sum(len(save.slots) for save in meta.saves) == blocks
+        engine.acknowledge(meta)
 
 
 def run_random(seed: int, decode: bool) -> None:

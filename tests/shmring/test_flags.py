@@ -166,6 +166,8 @@ def test_blocks_from_disk_are_unknown_until_said_for_this_use(make: Make) -> Non
 def test_told_blocks_out_of_bounds_are_refused_and_reported(make: Make, name: str, word: int) -> None:
     control = make()
     table = table_of(control)
+    getattr(table, f"set_{name}")(0, MAX_COUNT)
+    assert getattr(table, name)(0) == MAX_COUNT
     for blocks in (-1, MAX_COUNT + 1):
         with pytest.raises(ValueError, match=f"{name} blocks out of bounds: blocks={blocks}"):
             getattr(table, f"set_{name}")(0, blocks)

@@ -245,3 +245,43 @@ def test_a_tail_that_cannot_be_is_reported_and_not_followed(make, tail: int) -> 
     with pytest.raises(SegmentCorrupt, match=f"tail={tail}"):
         consumer.peek()
     assert not consumer.prepare_sleep(), "nobody sleeps on a corrupt ring"
+
+
+@pytest.mark.parametrize("length", [49, LARGEST + 1, 2**32 - 1])
+def test_a_record_that_runs_past_the_end_of_the_ring_or_the_tail_is_not_handed_out(make, length: int) -> None:
+    """49 bytes take two lines, and there is but one before the end of the ring, or before the tail."""
+    for lines_before, records in ((RING // ALIGN - 1, 2), (0, 1)):
+        control = make()
+        producer, consumer = control.producer(), control.consumer()
+        for _ in range(lines_before):
+            producer.push(1)
+            consumer.peek()
+            consumer.advance()
+        for _ in range(records):
+            producer.push(1)
+        at = control.layout.ring_offset + lines_before * ALIGN
+        control.buffer[at : at + 4] = length.to_bytes(4, "little")
+        with pytest.raises(SegmentCorrupt, match=f"payload_bytes={length} "):
+            consumer.peek()
+
+
+def test_a_record_of_another_position_is_not_handed_out(make) -> None:
+    """As one of an earlier turn of the ring would be."""
+    control = make()
+    consumer = control.consumer()
+    control.producer().push(1, b"x")
+    at = control.layout.ring_offset + 8
+    control.buffer[at : at + 8] = RING.to_bytes(8, "little")
+    with pytest.raises(SegmentCorrupt, match=f"stamp={RING} position=0"):
+        consumer.peek()
+
+
+def test_a_full_ring_is_taken_up_as_well(make) -> None:
+    control = make()
+    while control.producer().push(1, bytes(48)):
+        pass
+    consumer = control.consumer()
+    for _ in range(RING // ALIGN):
+        assert consumer.peek() is not None
+        consumer.advance()
+    assert consumer.peek() is None

@@ -1,0 +1,83 @@
+"""The scheduler side when the weights change: what is older is void, and nothing is served before it is confirmed."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvprefetch.shmring.protocol import FlagState
+
+from .fakes import BLOCK, Engine
+from .test_scheduler_saves import admit
+
+
+def test_a_reset_voids_everything_older() -> None:
+    """Handles are given up, copies under way go back unused, requests with old KV are never saved."""
+    engine = Engine()
+    engine.daemon.credits.grant(list(range(8)))
+    running, waiting = engine.add("running", 3 * BLOCK), engine.add("waiting", 2 * BLOCK)
+    admit(engine, running)
+    meta = engine.step([(running, 2 * BLOCK)])
+    assert engine.side.reset() is True
+    assert engine.link.resets == [1]
+    assert engine.daemon.flag("waiting").state == FlagState.CANCELLED
+    engine.acknowledge(meta)
+    engine.daemon.drain()
+    assert [saved.dropped for saved in engine.daemon.saved] == [True]
+    assert engine.step([(running, BLOCK)]).saves == []
+    admit(engine, waiting)
+    assert len(engine.step([(waiting, 2 * BLOCK)]).saves) == 1, "it is computed with the new weights"
+    engine.preempt(running)
+    admit(engine, running)
+    assert len(engine.step([(running, 3 * BLOCK)]).saves) == 1
+
+
+def test_a_reset_is_asked_for_once_however_long_ago_the_last_one_was() -> None:
+    engine = Engine()
+    engine.clock.advance_ms(60_000)
+    engine.daemon.beat()
+    assert engine.side.reset()
+    assert engine.link.resets == [1]
+
+
+@pytest.mark.parametrize("how", ["cached", "running"])
+def test_a_local_prefix_that_outlived_the_reset_is_never_saved_on(how: str) -> None:
+    """vLLM could not empty its own prefix cache, or a running request goes on filling it."""
+    engine = Engine()
+    engine.daemon.credits.grant(list(range(8)))
+    if how == "cached":
+        engine.cached_blocks = 1
+    else:
+        running = engine.add("running", 2 * BLOCK)
+        admit(engine, running)
+        engine.step([(running, 3)])
+    engine.side.reset()
+    request = engine.add("r", 3 * BLOCK, local=BLOCK)
+    admit(engine, request, local=BLOCK)
+    assert engine.step([(request, 2 * BLOCK)]).saves == []
+    clean = engine.add("clean", 3 * BLOCK)
+    admit(engine, clean)
+    assert len(engine.step([(clean, 3 * BLOCK)]).saves) == 1
+
+
+def test_an_unconfirmed_reset_stops_everything_until_it_is_confirmed() -> None:
+    engine = Engine()
+    engine.daemon.credits.grant(list(range(8)))
+    engine.link.confirms = False
+    assert engine.side.reset() is False
+    request = engine.add("r", 3 * BLOCK)
+    assert engine.match(request) == (0, False)
+    engine.allocate(request, 0)
+    assert engine.step([(request, 3 * BLOCK)]).saves == []
+    engine.clock.advance_ms(5001)
+    engine.daemon.beat()
+    engine.step()
+    assert engine.link.resets == [1, 1], "asked again"
+    engine.link.confirmed_reset = 1
+    again = engine.add("again", 3 * BLOCK)
+    assert engine.match(again) == (None, False)
+
+
+def test_a_reset_without_a_daemon_is_not_confirmed() -> None:
+    engine = Engine()
+    engine.link.session = None
+    assert engine.side.reset() is False
