@@ -219,7 +219,10 @@ class Store:
                 code = codes[0] if codes else -1
                 return classify_get(client, these, large, codes)
 
-            results = self._owners.read(keys, before, get or Get(), read)
+            if self._settings.private:  # all memory is our own, which does not hang
+                results = read(range(len(keys)))
+            else:
+                results = self._owners.read(keys, before, get or Get(), read)
             self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "get", code)
             if ErrorClass.OK in results:
                 void_what_moved(results, keys, before, self._places(client, keys))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from .errors import ErrorClass
 from .places import Places
 
-_ANY_DISK = ""  # stands for the owner of a value on a disk alone, who is not told, and for a private store
+_ANY_DISK = ""  # stands for the owner of a value on a disk alone, who is not told
 
 
 @dataclass(eq=False)
