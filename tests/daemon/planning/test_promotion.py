@@ -79,6 +79,21 @@ def test_a_claimed_request_keeps_what_it_may_have_read() -> None:
     assert device.on_device(early) == 2
 
 
+def test_copies_are_taken_once_the_claim_that_protected_them_is_given_up() -> None:
+    device = Device(2)
+    late, early = request_of(2, [1, 2]), request_of(1, [3, 4])
+    device.publish(late, 0, [0, 1], [1, 2])
+    device.promote()
+    device.tables.claim(late.key)
+    device.publish(early, 0, [2, 3], [3, 4])
+    device.promote()
+    assert [device.on_device(request) for request in (late, early)] == [2, 0]
+    device.tables.claims[late.key] = None
+    device.promotions.tick()
+    device.promote()
+    assert [device.on_device(request) for request in (late, early)] == [0, 2]
+
+
 def test_a_request_that_gave_its_claim_up_is_promoted_after_all() -> None:
     """An answer that the scheduler finds no room for is taken back; until then every pass claims anew."""
     device = Device(4, chunk=2)
@@ -189,6 +204,10 @@ def test_a_digest_that_stands_twice_in_a_hint_is_copied_once() -> None:
     device.publish(request, 0, [0, 0, 0], [5, 5, 5])
     device.promote()
     assert device.tables.entries[request.key] == [HOST, 0, 0]
+    again = request_of(2, [5, 5])
+    device.publish(again, 0, [3, 3], [5, 5])
+    assert device.tables.entries[again.key] == [HOST, 3], "only one entry would be sent back"
+    device.drop(again.key)
     device.drop(request.key)
     assert device.promotions.gauges()["device_slots_idle"] == 1
 

@@ -41,6 +41,7 @@ class FakeClient:
         self.codes: list[int] = []
         self.places: dict[str, list[int | None]] = {}  # of keys that do not lie at 0
         self.size = -704
+        self.removed = 0
         self.calls = 0
         self.closed = 0
         self.registered: list[int] = []
@@ -61,7 +62,7 @@ class FakeClient:
         return {key: [Replica(address) for address in self.places.get(key, [0])] for key in keys}
 
     def remove_by_regex(self, *_: Any) -> int:
-        return 0
+        return self.removed
 
     def register_buffer(self, address: int, _: int) -> int:
         self.registered.append(address)
@@ -133,6 +134,15 @@ def test_should_refuse_every_call_before_open_and_after_close() -> None:
             with pytest.raises(StoreUnavailable):
                 call()
         store.close()
+
+
+def test_should_open_once() -> None:
+    store, client = opened()
+    for _ in range(2):
+        with pytest.raises(StoreError, match="opened once"):
+            store.open()
+        store.close()
+    assert client.closed == 1
 
 
 def test_should_close_once_and_only_after_calls_in_flight() -> None:
@@ -266,6 +276,27 @@ def test_what_was_read_from_our_own_memory_while_something_was_removed_does_not_
         client.hold.set()
         assert get.result(5) == [ErrorClass.LOOKUP_AGAIN]
     assert store.get_into(["k"], [0], [8]) == [ErrorClass.OK]
+
+
+def test_a_removal_that_nobody_answers_is_not_confirmed() -> None:
+    store, client = opened()
+    client.removed = -900
+    assert not store.remove_matching(["gone@"], 0.0)
+    assert not store.answering
+
+
+def test_a_removal_waits_for_a_put_of_its_keys_and_for_no_other() -> None:
+    store, client = opened()
+    client.codes, client.hold = [0], threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        put = pool.submit(store.put_from, ["ours@00ff"], [0], [8])
+        assert client.entered.wait(5)
+        assert store.remove_matching(["other@"], 1.0)
+        assert not store.remove_matching(["ours@"], 0.0)
+        client.hold.set()
+        assert put.result(5) == [ErrorClass.OK]
+    client.codes = [0]
+    assert store.remove_matching(["ours@"], 1.0)
 
 
 def test_a_store_that_failed_is_asked_by_a_probe_and_by_no_request() -> None:
