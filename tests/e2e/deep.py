@@ -83,9 +83,9 @@ def fill(pair: Pair, cluster: Store, *sets: Prompts) -> None:
     assert cluster.keys == wanted
 
 
-def patient(daemon: Daemon, wait_s: float) -> dict[str, Any]:
+def patient(daemon: Daemon, wait_s: float, **extra: Any) -> dict[str, Any]:
     """A connector whose requests wait up to `wait_s` for their blocks, however soon they could be recomputed."""
-    return ours(daemon.socket, wait_timeout_ms=int(wait_s * 1000))
+    return ours(daemon.socket, wait_timeout_ms=int(wait_s * 1000), **extra)
 
 
 def wishing(**wishes: Any) -> dict[str, Any]:

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lab import control
-from benchmarks.lab.checkpoint import TINY_TP2, make_checkpoint
+from benchmarks.lab.checkpoint import TINY
 from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.engine import Engine, EngineSpec
 from benchmarks.lab.passes import Abort
 from benchmarks.lab.process import frozen
 from benchmarks.lab.prompts import make_prompts
 from benchmarks.lab.store import Store
-from tests.e2e.conftest import whole_blocks
+from tests.e2e.conftest import BLOCK, whole_blocks
 from tests.e2e.deep import Pair, fill, finished, patient
 from tests.support.auditor import Auditor
 
@@ -67,46 +67,26 @@ def pair(
 def test_foreign_sized_objects_are_misses_for_one_and_nothing_for_another(
     cluster: Store, pair: Pair, right: list[list[int]], engines: Callable[..., Engine]
 ) -> None:
-    """An engine in bfloat16 looks for the same keys; what the other one stored there has twice its size."""
-    daemon = pair.daemon
-    half = Pair(engines(pair.engine.spec.but(dtype="bfloat16")), daemon, pair.auditor, WAIT_S)
-    recomputed = half.run(FOREIGN, max_tokens=8)
-    assert recomputed.cached_tokens == [0] * len(FOREIGN)
-    control.remove(
-        cluster.config, [key for prompt in FOREIGN for key in control.block_keys(half.engine.spec.model, prompt)]
-    )
-    fill(pair, cluster, FOREIGN)
+    """Under the keys of one engine somebody stored values of half and of twice the size, and no fingerprint."""
+    daemon, size = pair.daemon, BLOCK * TINY.kv_bytes_per_token
+    spec = pair.engine.spec.but(kv_transfer=patient(daemon, WAIT_S, cache_prefix="foreign"))
+    values = {}
+    for number, prompt in enumerate(FOREIGN):
+        for key in control.block_keys(spec.model, prompt):
+            values[f"foreign@{key}"] = os.urandom(2 * size if number % 2 else size // 2)
+    control.put(cluster.config, values, cluster.segments[0])
+    other = Pair(engines(spec), daemon, pair.auditor, WAIT_S)
+    recomputed = pair.run(FOREIGN, max_tokens=8)
     for _ in range(2):
-        half.begin(FOREIGN, max_tokens=8)
+        other.begin(FOREIGN, max_tokens=8)
         mine = pair.run(PROMPTS, max_tokens=8)
-        theirs = half.finish()
+        theirs = other.finish()
         assert theirs.tokens == recomputed.tokens
         assert theirs.cached_tokens == [0] * len(FOREIGN)
         assert mine.tokens == right
         assert mine.cached_tokens == HITS
     assert daemon.records("store.failed") == []
-    half.engine.stop()
-
-
-def test_objects_of_another_tensor_parallel_size_are_misses(
-    daemon: Daemon, cluster: Store, engines: Callable[..., Engine], module_auditor: Auditor, tmp_path: Path
-) -> None:
-    """Two ranks store halves; one rank finds the first halves under its own keys."""
-    spec = EngineSpec(model=make_checkpoint(tmp_path, TINY_TP2), kv_transfer=patient(daemon, 60.0))
-    plain = engines(spec.but(kv_transfer=None))
-    right = plain.run(FOREIGN, max_tokens=8).tokens
-    plain.stop()
-    two = Pair(engines(spec.but(tensor_parallel_size=2)), daemon, module_auditor, 60.0)
-    one = Pair(engines(spec), daemon, module_auditor, 60.0)
-    for _ in range(3):
-        two.run(FOREIGN, max_tokens=8)
-        result = one.run(FOREIGN, max_tokens=8)
-        assert result.tokens == right
-        assert result.cached_tokens == [0] * len(FOREIGN)
-    assert two.run(FOREIGN, max_tokens=8).cached_tokens == [whole_blocks(prompt) for prompt in FOREIGN]
-    assert daemon.records("store.failed") == []
-    for each in (one, two):
-        each.engine.stop()
+    other.engine.stop()
 
 
 @pytest.mark.parametrize("victim", ["owner", "master"])
