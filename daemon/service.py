@@ -36,6 +36,7 @@ from .telemetry.web import MetricsServer
 DRAIN_LIMIT = 256
 TICK_NS = 100_000_000
 REOPEN_S = 2.0
+OPEN_TRIES = 3  # of our own master, which may be slow to answer on a machine that is just starting
 FLUSH_S = 20.0
 
 
@@ -239,14 +240,19 @@ class Daemon:
                     return None
                 raise
         store = self._store = Store(settings, self._log, rpc_timeout_ms=config.rpc_timeout_ms)
-        try:
-            store.open()
-            self._joined = True
-        except StoreError as error:
-            if self._master is not None:
-                raise
-            self._log.warning("store.degraded", error=str(error), retry_s=REOPEN_S)
-            threading.Thread(target=self._reopen, args=(store,), name="reopen", daemon=True).start()
+        for attempt in range(OPEN_TRIES):
+            try:
+                store.open()
+                self._joined = True
+                break
+            except StoreError as error:
+                if self._master is None:
+                    self._log.warning("store.degraded", error=str(error), retry_s=REOPEN_S)
+                    threading.Thread(target=self._reopen, args=(store,), name="reopen", daemon=True).start()
+                    break
+                if self._stopping or attempt == OPEN_TRIES - 1:
+                    raise
+                self._log.debug("store.retried", error=str(error), retry_s=0.0)
         return None if self._stopping else store
 
     def _reopen(self, store: Store) -> None:

@@ -57,6 +57,19 @@ def test_a_port_that_is_taken_ends_the_start_with_a_line_that_says_which_and_wha
     assert cure in line
 
 
+def test_a_master_that_is_slow_to_answer_at_first_does_not_end_the_start() -> None:
+    daemon = Daemon(memory="64MiB", staging="1MiB", extra=("--log-level", "debug", "--rpc-timeout-ms", "1000"))
+    try:
+        daemon.launch()
+        started = daemon.wait_record("master.started", timeout_s=30)
+        assert started is not None
+        with frozen(started["pid"]):
+            assert daemon.wait_record("store.retried", timeout_s=20) is not None
+        assert daemon.wait_record("daemon.ready", timeout_s=30) is not None
+    finally:
+        daemon.close()
+
+
 def test_every_rank_gets_its_own_part(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, prefix="two-ranks", ranks=2)
     values = blocks("ranks", 4)

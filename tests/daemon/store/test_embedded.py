@@ -34,7 +34,7 @@ structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 log = structlog.get_logger()
 directory, disk_bytes, count = Path(sys.argv[1]), int(sys.argv[2]) or None, int(sys.argv[3])
 master = EmbeddedMaster(16 << 20, DiskSpec(directory, disk_bytes), log)
-store = Store(master.start(), log, rpc_timeout_ms=1000)
+store = Store(master.start(), log, rpc_timeout_ms=4000)
 begun = time.monotonic(); store.open(); opened_s = time.monotonic() - begun
 B = 65536
 area = mmap.mmap(-1, count * B)
