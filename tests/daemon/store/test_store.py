@@ -25,7 +25,7 @@ class Replica:
     """In memory at `address`, or on a disk."""
 
     def __init__(self, address: int | None) -> None:
-        self.buffer_descriptor = SimpleNamespace(transport_endpoint="there", buffer_address=address)
+        self.buffer_descriptor = SimpleNamespace(transport_endpoint="there", buffer_address=address, size=8)
 
     def is_memory_replica(self) -> bool:
         return self.buffer_descriptor.buffer_address is not None
@@ -276,6 +276,35 @@ def test_what_was_read_from_our_own_memory_while_something_was_removed_does_not_
         client.hold.set()
         assert get.result(5) == [ErrorClass.LOOKUP_AGAIN]
     assert store.get_into(["k"], [0], [8]) == [ErrorClass.OK]
+
+
+def test_a_value_lies_in_memory_before_disk_and_one_of_another_size_nowhere() -> None:
+    store, client = opened()
+    client.places = {"both": [None, 0], "disk": [None], "nowhere": []}
+    assert store.tiers(["both", "disk", "nowhere"]) == ["memory", "disk", None]
+    assert store.tiers(["both", "disk", "nowhere"], 8) == ["memory", "disk", None]
+    assert store.tiers(["both", "disk", "nowhere"], 16) == [None, "disk", None]
+
+
+def test_a_key_that_exists_keeps_its_value_and_a_put_that_finds_no_space_is_no_failure_of_the_store() -> None:
+    store, client = opened()
+    client.codes = [0, -705, -200]
+    results = store.put_from(["new", "there", "full"], [0, 8, 16], [8, 8, 8])
+    assert results == [ErrorClass.OK, ErrorClass.OK, ErrorClass.NO_SPACE]
+    client.codes = [-200]
+    assert store.put_from(["full"], [16], [8]) == [ErrorClass.NO_SPACE]
+    assert store.answering
+
+
+def test_what_was_put_counts_as_flushed_once_it_lies_on_a_disk_or_nowhere() -> None:
+    store, client = opened(settings=replace(SETTINGS, enable_ssd_offload=True))
+    client.codes = [0, 0, -900]
+    keys = ["disk", "gone", "not put"]
+    store.put_from(keys, [0, 8, 16], [8, 8, 8])
+    client.codes = [0]
+    for places, flushed in (([0], [0]), False), (([0, None], [0]), False), (([None], []), True):
+        client.places = dict(zip(keys, places, strict=False))
+        assert store.flush(0.0) is flushed
 
 
 def test_a_removal_that_nobody_answers_is_not_confirmed() -> None:
