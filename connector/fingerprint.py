@@ -23,6 +23,8 @@ PAGES, PAGE_BYTES = 1024, 4096
 _DIGEST_BYTES = 8
 # Of a model's configuration: what says where it is from, or which libraries read it.
 _VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+# What else decides the embeddings of an image or a video, whose hash has only what its request says of it.
+_MEDIA = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate")
 # Of a layer's cache: what its block's size follows from, which is part of every hash.
 _SIZES = ("block_size", "page_size_padded", "block_stride_alignment", "max_tp_shards")
 
@@ -37,7 +39,7 @@ def of_engine(
     specs = getattr(served.kv_cache_spec, "kv_cache_specs", None) or dict.fromkeys(layers, served.kv_cache_spec)
     found = {
         "dtype": _name(model.dtype),
-        "kv_dtype": ",".join(sorted({_name(specs[layer].dtype) for layer in layers})),
+        "kv_dtype": ",".join(sorted({_kv_dtype(specs[layer], vllm_config.cache_config) for layer in layers})),
         "quantization": str(model.quantization or "none"),
         "tp_size": str(parallel.tensor_parallel_size),
         "pp_size": str(parallel.pipeline_parallel_size),
@@ -54,6 +56,12 @@ def of_engine(
 
 def _name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _kv_dtype(spec: Any, cache_config: Any) -> str:
+    """Quantized KV is bytes to torch, whatever is in them."""
+    quantized: str = "fp8_e4m3" if cache_config.cache_dtype == "fp8" else cache_config.cache_dtype
+    return quantized if _name(spec.dtype) == "uint8" else _name(spec.dtype)
 
 
 def _kind(spec: KVCacheSpec) -> list[str]:
@@ -74,6 +82,8 @@ def _backend(layer: Any) -> str:
 
 def _config(model: Any) -> dict[str, Any]:
     config = {name: value for name, value in model.hf_config.to_diff_dict().items() if name not in _VOLATILE}
+    media = model.multimodal_config
+    config.update({name: value for name in _MEDIA if (value := getattr(media, name, None))})
     if "longrope" in json.dumps(config, default=str):  # vLLM chooses its factors by this length
         config["max_model_len"] = model.max_model_len
     return config

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 from ..shmring import messages
 from ..shmring.errors import SegmentCorrupt
-from ..shmring.messages import Attached, Hello, Mapped, Refused, Reset, ResetDone, Stored
+from ..shmring.messages import Attached, Hello, Mapped, Notice, Refused, Reset, ResetDone, Stored
 from ..shmring.protocol import ProtocolError
 
 RETRY_S = 0.5
@@ -193,6 +193,8 @@ class Link(Generic[S]):
                 self._replied.set()
             elif isinstance(message, Stored):
                 self.stored.append(message)
+            elif isinstance(message, Notice):
+                log.warning("kvprefetch: %s", message.text)
             elif isinstance(message, Refused):
                 level = logging.ERROR if message.final else logging.INFO
                 self._say(f"refused {message.error}", level, "kvprefetch: the daemon refused: %s", message.error)

@@ -230,8 +230,9 @@ class Control:
         except StoreError as error:
             self._refuse_engine(group, error)
             return
+        assert group.scheduler is not None
+        session.claim.tell = group.scheduler.tell
         if engine.scheduler.events:
-            assert group.scheduler is not None
             session.saver.tell = group.scheduler.tell
         self._watch(session.doorbell.fd)
         try:

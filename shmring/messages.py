@@ -176,6 +176,13 @@ class Stored(_Message):
     lost: list[int] = []
 
 
+class Notice(_Message):
+    """Something that the engine's operator is to read in the engine's log, in one line."""
+
+    type: Literal["notice"] = "notice"
+    text: str = Field(max_length=4096)
+
+
 class StatusQuery(_Message):
     """Anyone who may attach asks what the daemon holds; needs no hello."""
 
@@ -299,8 +306,8 @@ class Report(_Message):
 
 
 Message = (
-    Hello | Refused | Attached | Mapped | Reset | ResetDone | Stored | StatusQuery | Status | StatQuery | Segments
-    | SetMode | Purge | Warm | Warmed | Report
+    Hello | Refused | Attached | Mapped | Reset | ResetDone | Stored | Notice | StatusQuery | Status | StatQuery
+    | Segments | SetMode | Purge | Warm | Warmed | Report
 )  # fmt: skip
 _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
 

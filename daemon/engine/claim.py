@@ -14,7 +14,7 @@ from functools import partial
 
 from pydantic import TypeAdapter, ValidationError
 
-from ...shmring.messages import Fingerprint
+from ...shmring.messages import Fingerprint, Notice
 from ..pools import Pools
 from ..store.buckets import CLAIM
 from ..store.client import Store, StoreUnavailable
@@ -51,6 +51,7 @@ class Claim:
         self._store, self._prefix, self._mine = store, key_prefix, dict(fingerprint)
         self._pools, self._jobs, self._log, self._clock_ns, self._changed = pools, jobs, log, clock_ns, changed
         self.whose = Whose.UNKNOWN if fingerprint else Whose.OURS
+        self.tell: Callable[[Notice], None] | None = None
         self.differences = ""  # while it is theirs
         self._looking = False
         self._next_ns = 0
@@ -90,10 +91,19 @@ class Claim:
         differences = _differences(self._mine, found)
         if differences and differences != self.differences:
             self._log.warning("namespace.refused", key_prefix=self._prefix, differences=differences)
+            self._notice(
+                f"nothing is loaded or saved: engines unlike this one store under its keys: {differences}: give it a "
+                "cache_prefix of its own, or remove what they stored (kvprefetchd store purge)"
+            )
         elif self.differences and not differences:
             self._log.info("namespace.served", key_prefix=self._prefix)
+            self._notice("loads and saves again: those engines, and what they stored, are gone")
         self.differences = differences
         self._turn(Whose.THEIRS if differences else Whose.OURS)
+
+    def _notice(self, text: str) -> None:
+        if self.tell is not None:
+            self.tell(Notice(text=text))
 
     def _turn(self, whose: Whose) -> None:
         before, self.whose = self.whose, whose

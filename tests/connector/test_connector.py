@@ -49,11 +49,11 @@ def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute
     }  # fmt: skip
     model = {
         "is_encoder_decoder": False, "model": "org/tiny", "max_model_len": 512, "dtype": torch.float32,
-        "quantization": None, "hf_config": LlamaConfig(), **changes.pop("model", {}),
+        "quantization": None, "hf_config": LlamaConfig(), "multimodal_config": None, **changes.pop("model", {}),
     }  # fmt: skip
     cache = {
         "block_size": 32, "prefix_match_unit": None, "enable_prefix_caching": True,
-        "prefix_caching_hash_algo": "sha256", **changes.pop("cache", {}),
+        "prefix_caching_hash_algo": "sha256", "cache_dtype": "auto", **changes.pop("cache", {}),
     }  # fmt: skip
     return SimpleNamespace(
         model_config=SimpleNamespace(**model, get_total_num_kv_heads=lambda: 1),

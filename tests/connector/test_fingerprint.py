@@ -26,17 +26,19 @@ def spec(**changes: Any) -> FullAttentionSpec:
 def engine(*, layers: tuple[str, ...] = ("a", "b"), **changes: Any) -> dict[str, str]:
     """The fingerprint of an engine that differs in this from the others."""
     isa = changes.pop("isa", "amx")
+    cache_dtype = changes.pop("cache_dtype", "auto")
     one = changes.pop("spec", spec())
     served = changes.pop("served", one)
     caches = changes.pop("caches", torch.zeros(4, HEADS, one.block_size, WIDTH))
     parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, **changes.pop("parallel", {})}
     model = {
         "dtype": torch.bfloat16, "quantization": None, "max_model_len": 512,
-        "hf_config": LlamaConfig(hidden_size=64, num_hidden_layers=2), **changes,
+        "hf_config": LlamaConfig(hidden_size=64, num_hidden_layers=2), "multimodal_config": None, **changes,
     }  # fmt: skip
     backend = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "CPU_ATTN"), isa=isa)
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(**model), parallel_config=SimpleNamespace(**parallel),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
         compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(layers, backend)),
     )  # fmt: skip
     group = SimpleNamespace(layer_names=list(layers), kv_cache_spec=served)
@@ -63,6 +65,7 @@ def differing(**changes: Any) -> set[str]:
         ({"spec": spec(num_kv_heads=4, head_size=4)}, {"layers"}),
         ({"caches": torch.zeros(4, TOKENS, HEADS, WIDTH).transpose(1, 2)}, {"layout"}),
         ({"isa": "vec"}, {"attention"}),
+        ({"multimodal_config": SimpleNamespace(mm_processor_kwargs={"max_pixels": 7})}, {"config"}),
         ({"hf_config": LlamaConfig(hidden_size=64, num_hidden_layers=2, rms_norm_eps=1e-5)}, {"config"}),
     ],
 )
@@ -74,6 +77,8 @@ def test_what_the_bytes_depend_on_makes_a_difference(changes: dict[str, Any], na
     "changes",
     [
         {"max_model_len": 4096},
+        {"cache_dtype": "bfloat16"},
+        {"multimodal_config": SimpleNamespace(mm_processor_kwargs=None, media_io_kwargs={}, limit_per_prompt=7)},
         {"spec": spec(block_size=64)},  # whose hashes are others
         {"hf_config": LlamaConfig(hidden_size=64, num_hidden_layers=2, use_cache=False, name_or_path="/elsewhere")},
         {"served": UniformTypeKVCacheSpecs(block_size=TOKENS, kv_cache_specs={"a": spec(), "b": spec()})},
@@ -81,6 +86,13 @@ def test_what_the_bytes_depend_on_makes_a_difference(changes: dict[str, Any], na
 )
 def test_what_they_do_not_depend_on_makes_none(changes: dict[str, Any]) -> None:
     assert differing(**changes) == set()
+
+
+def test_kinds_of_quantized_kv_are_told_apart() -> None:
+    quantized = [
+        engine(spec=spec(dtype=torch.uint8), cache_dtype=kind) for kind in ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
+    ]
+    assert [each["kv_dtype"] for each in quantized] == ["fp8_e4m3", "fp8_e4m3", "fp8_e5m2", "nvfp4"]
 
 
 def test_a_dimension_of_one_element_may_lie_anywhere() -> None:

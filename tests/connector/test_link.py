@@ -188,6 +188,18 @@ def test_detach_drops_the_session_and_comes_back(server: Server, scheduler: Link
     sock.close()
 
 
+def test_what_the_daemon_has_to_say_to_the_operator_is_in_the_log(
+    server: Server, scheduler: Link[SchedulerSession], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.kvprefetch.link"):
+        sock, _ = server.accept()
+        server.attach(sock, server.fake)
+        messages.send_message(sock, messages.Notice(text="nothing is loaded or saved"))
+        wait_for(lambda: "kvprefetch: nothing is loaded or saved" in caplog.messages)
+    assert scheduler.session is not None
+    sock.close()
+
+
 @pytest.mark.parametrize("final", [True, False])
 def test_a_refusal_is_said_once(server: Server, caplog: pytest.LogCaptureFixture, final: bool) -> None:
     with caplog.at_level(logging.INFO, "vllm.kvprefetch.link"):

@@ -209,8 +209,13 @@ def test_an_engine_unlike_those_that_stored_loads_nothing_and_stores_nothing(
     assert unlike.load(list(values)) is None
     before = keys(daemon)
     unlike.save(blocks("b", 2))
-    told = wait_for(lambda: messages.receive_message(unlike.scheduler), what="what became of the save")
-    assert told[0].lost, "its blocks are not in the store"
+    notice, stored_, *_ = (messages.receive_message(unlike.scheduler) for _ in range(2))
+    assert notice is not None
+    assert isinstance(notice[0], messages.Notice)
+    assert "dtype=bfloat16 here=float16: give it a cache_prefix" in notice[0].text
+    assert stored_ is not None
+    assert isinstance(stored_[0], messages.Stored)
+    assert stored_[0].lost, "its blocks are not in the store"
     assert keys(daemon) == before
     [line] = daemon.records("namespace.refused")
     assert (line["engine"], line["differences"]) == ("unlike", "dtype=bfloat16 here=float16")
