@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import tempfile
@@ -15,7 +16,7 @@ import pytest
 import structlog
 
 from kvprefetch.daemon import listener
-from kvprefetch.daemon.access import listen
+from kvprefetch.daemon.access import listen, take_away
 from kvprefetch.daemon.config import ConfigError, load
 from kvprefetch.daemon.store.embedded import DiskSpec, EmbeddedMaster
 
@@ -84,6 +85,27 @@ def test_a_socket_that_is_removed_as_soon_as_it_is_bound_again_ends_no_daemon(
     assert path.is_socket()
     ours.close()
     assert not path.exists()
+
+
+def test_only_ones_own_socket_is_taken_away(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with listen(load({"socket": str(path)})):
+        ours = path.stat()
+    path.rename(tmp_path / "kept")  # so that its number is not given to the next
+    with listen(load({"socket": str(path)})):
+        take_away(path, ours)
+        assert path.is_socket()
+        take_away(path, path.stat())
+        assert not path.exists()
+
+
+def test_whoever_keeps_the_folder_locked_is_not_waited_for(tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        listen(load({"socket": str(tmp_path / "s")}), 0.05).close()
+    finally:
+        os.close(folder)
 
 
 def test_a_daemon_that_hangs_with_a_full_queue_still_serves_there(tmp_path: Path) -> None:

@@ -204,3 +204,29 @@ def test_what_other_engines_fetch_counts_until_it_is_slow_and_the_oldest_call_is
     calls.release.set()
     assert pools.close(), "waits for what is in flight"
     assert set(calls.results) == {"MEMORY", "DISK"}
+
+
+def test_the_oldest_call_that_runs_is_known_though_others_wait_or_have_ended() -> None:
+    pools = Pools(1, timeout_ns=60_000_000_000, clock_ns=lambda: 5)
+    calls = Calls(pools)
+    calls.start("runs", pools.save, hang=True)
+    calls.start("waits", pools.save)
+    wait_for(lambda: pools.running() == {"save": 5})
+    calls.release.set()
+    wait_for(lambda: pools.running() == {})
+    assert calls.results == {}, "nor are they waited for by the main loop"
+    assert pools.close()
+
+
+def test_what_a_thread_announces_after_the_end_rings_nobody_else_s_bell() -> None:
+    """Its result may have been taken before it rings; the descriptor's number is another file's by then."""
+    pools = Pools(1)
+    number = pools.fd
+    assert pools.close()
+    other = os.eventfd(0, os.EFD_NONBLOCK)
+    os.dup2(other, number)
+    pools._announce(lambda: None)
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(other)
+    for fd in {other, number}:
+        os.close(fd)

@@ -69,6 +69,15 @@ def test_digests_of_different_lengths_can_be_staged_ahead() -> None:
     audit(planner)
 
 
+def test_what_is_staged_ahead_from_disk_keeps_to_the_share_of_blocks_from_disk() -> None:
+    planner = Planner(8, FlagsModel(), chunk_blocks=8)
+    planner.looked_up(hint(planner, 1, *"abcdef"), 6, b"\1" * 6)
+    run(planner)
+    assert planner.ahead([b"x......."], Lane.DISK, "list") is None
+    assert planner.ahead([b"x......."], Lane.MEMORY, "list") is not None
+    audit(planner)
+
+
 def wasted_after(planner: Planner, number: int, *names: str) -> list[int]:
     """Fetch these for a request that takes as much room; the planner's count of what was given up for it."""
     planner.looked_up(hint(planner, number, *names), len(names))

@@ -153,6 +153,17 @@ def test_what_is_staged_is_published_when_the_look_up_answers_and_needs_no_look_
     assert three in flags.final
 
 
+def test_what_was_staged_during_the_look_up_is_published_when_it_answers() -> None:
+    """At once, though there is no room for anything to fetch."""
+    flags = FlagsModel()
+    planner = Planner(2, flags, chunk_blocks=8)
+    one, two = hint(planner, 1, "a", "b"), hint(planner, 2, "a", "b", "c")
+    planner.looked_up(one, 2)
+    run(planner)
+    planner.looked_up(two, 3)
+    assert flags.count[two] == 2
+
+
 def test_an_overdue_order_ends_its_requests_at_their_prefix_and_gives_its_slots_back_when_it_returns() -> None:
     flags = FlagsModel()
     planner = Planner(4, flags, chunk_blocks=2)
@@ -206,6 +217,11 @@ def test_the_times_of_the_first_and_the_last_byte_are_those_of_fetches_for_this_
     again = hit(planner, 2, "a", "b")
     assert (planner.requests[again].first_byte_ns, planner.requests[again].last_byte_ns) == (0, 0), "it was staged"
     assert planner.gauges()["blocks_pinned"] == 3
+    failed = hit(planner, 3, "x")
+    order = planner.next_order()
+    assert order is not None
+    planner.fetched(order.number, [False], 40)
+    assert (planner.requests[failed].first_byte_ns, planner.requests[failed].last_byte_ns) == (0, 0)
 
 
 def test_what_an_engine_took_meanwhile_gets_nothing_more() -> None:
