@@ -231,7 +231,7 @@ class Control:
             self._refuse_engine(group, error)
             return
         assert group.scheduler is not None
-        session.claim.tell = group.scheduler.tell
+        session.namespace.tell = group.scheduler.tell
         if engine.scheduler.events:
             session.saver.tell = group.scheduler.tell
         self._watch(session.doorbell.fd)

@@ -36,7 +36,7 @@ def purge(sessions: Sequence[EngineSession], store: Store, pools: Pools, order: 
 
     def purged(future: Future[bool]) -> None:
         for session in sessions:
-            session.claim.look()  # whose keys these were
+            session.namespace.look()  # whose keys these were
         gone = future.exception() is None and future.result()
         said = "every key is gone" if gone else "not confirmed: time was up, or the store did not answer"
         reply(Report(ok=gone, text=f"{said}: {', '.join(prefixes)}"))

@@ -25,7 +25,7 @@ def numbers(session: EngineSession) -> dict[str, int | str]:
         "transfer_ms": int(session.totals.transfer_s * 1e3),
         "hidden_ms": int(session.totals.hidden_s * 1e3),
         **session.account(),
-        **({"refused": session.claim.differences} if session.claim.differences else {}),
+        **({"refused": session.namespace.differences} if session.namespace.differences else {}),
     }
 
 

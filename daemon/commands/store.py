@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from ...shmring import messages
 from ..client import Unavailable, ask
 from ..config import ConfigError
-from ..store.buckets import CLAIM
+from ..store.buckets import FINGERPRINT
 from ..telemetry.pretty import printable
 from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare, give
 from .page import Page
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         for key in keys:
             sys.stdout.write(key + "\n")
         return 0
-    counts = collections.Counter(namespace(key) for key in keys if not key.endswith(f"@{CLAIM}"))
+    counts = collections.Counter(namespace(key) for key in keys if not key.endswith(f"@{FINGERPRINT}"))
     for name, count in sorted(counts.items()):
         print(f"{count:>10}  {name}")
     print(f"{counts.total():>10}  in all" if counts else "nothing is stored")

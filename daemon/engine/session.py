@@ -27,12 +27,12 @@ from ..telemetry.events import Ending
 from ..telemetry.logs import Log
 from ..telemetry.timeline import Stories
 from . import transfers
-from .claim import Claim, Whose
 from .fetcher import Fetcher
 from .flags import SessionFlags
 from .jobs import Jobs
 from .lookups import LookUps, Question
 from .memory import EngineMemory, EngineShape
+from .namespace import Namespace, Whose
 from .promoter import Promoter
 from .saver import Saver
 from .untold import Untold
@@ -70,9 +70,9 @@ class EngineSession:
         self._flags = SessionFlags(self.table, self._disk_blocks)
         self._mode: Mode = "on"
         self.jobs = Jobs(self._log)
-        self.claim = Claim(
+        self.namespace = Namespace(
             store, engine.workers[0].key_prefix, engine.workers[0].fingerprint, pools, self.jobs, self._log, clock_ns,
-            self._claim_changed,
+            self._namespace_changed,
         )  # fmt: skip
         self.stories = Stories(self.totals, self._log, self.block_bytes, clock_ns)
         chunk_blocks = max(1, chunk_bytes // self.block_bytes)
@@ -92,7 +92,7 @@ class EngineSession:
             range(memory.save_slots_from, self.slot_count), partial(self.jobs.start, pools.save), self._log, clock_ns,
             job_blocks=chunk_blocks // PUTS_PER_CHUNK, counters=self.totals,
             loading=lambda: pools.fetches_in_flight > 0 or self.planner.has_work, stored=self._negative.stored,
-            held=lambda: self.claim.whose in (Whose.UNKNOWN, Whose.ASKING),
+            held=lambda: self.namespace.whose in (Whose.UNKNOWN, Whose.ASKING),
         )  # fmt: skip
         self.warming = Warming(
             self.planner, self._negative, about(engine, self.epoch), self.totals.warmed_blocks, clock_ns,
@@ -118,7 +118,7 @@ class EngineSession:
         if self.memory.device_error:
             self._log.warning("device.off", error=self.memory.device_error)
         self.promoter.start(workers)
-        self.claim.look()
+        self.namespace.look()
         self.liveness.set_state(PeerState.ACTIVE)
 
     def drain(self, limit: int) -> int:
@@ -213,7 +213,7 @@ class EngineSession:
     def switch(self, mode: Mode) -> None:
         """What becomes of hints from now on, and of blocks to save; requests already planned go on."""
         self._mode = mode
-        self.saver.switch(mode == "on" and self.claim.whose is not Whose.THEIRS)
+        self.saver.switch(mode == "on" and self.namespace.whose is not Whose.THEIRS)
 
     def scan(self) -> None:
         """Find what a full ring did not say: flags given up without a nudge. Called a few times a second."""
@@ -223,7 +223,7 @@ class EngineSession:
         now = self._clock_ns()
         for key in self._untold.found(self.planner.requests):
             self._finish(key, Ending.UNTOLD)
-        self.claim.tick()
+        self.namespace.tick()
         self.look_ups.tick(now)
         self.planner.tick()
         self.warming.tick()
@@ -243,10 +243,10 @@ class EngineSession:
     # --- what look-ups are told and ask for (lookups.Ports) ---------------------------------------------------------
 
     def answering(self) -> bool:
-        return self._store.answering and self.claim.whose in (Whose.ASKING, Whose.OURS)
+        return self._store.answering and self.namespace.whose in (Whose.ASKING, Whose.OURS)
 
     def may_ask(self) -> bool:
-        return self.claim.whose is not Whose.ASKING
+        return self.namespace.whose is not Whose.ASKING
 
     def ask_store(self, number: int, questions: Sequence[Question]) -> None:
         generation = self.saver.generation
@@ -295,10 +295,10 @@ class EngineSession:
         """Stage blocks ahead. Raises ProtocolError for an order that is too large."""
         if (count := sum(map(len, order.chains))) > MAX_WARM_DIGESTS:
             raise ProtocolError(f"too many hashes in one order: hashes={count} max={MAX_WARM_DIGESTS}")
-        if self.saver.resetting or self._mode != "on" or self.claim.whose is not Whose.OURS:
+        if self.saver.resetting or self._mode != "on" or self.namespace.whose is not Whose.OURS:
             why = "its weights change" if self.saver.resetting else f"mode is {self._mode}"
-            if self.claim.whose is not Whose.OURS:
-                why = "its namespace is another's" if self.claim.differences else "the store has not answered yet"
+            if self.namespace.whose is not Whose.OURS:
+                why = "its namespace is another's" if self.namespace.differences else "the store has not answered yet"
             reply(Report(ok=False, text=f"nothing is staged for this engine now: {why}"))
         else:
             self.warming.add(order, reply)
@@ -314,7 +314,7 @@ class EngineSession:
         """Void everything staged, hinted or being saved before this generation, remove the keys, then reply."""
 
         def done(ok: bool) -> None:
-            self.claim.look()  # it went with the keys
+            self.namespace.look()  # it went with the keys
             reply(ok)
 
         self.saver.reset(generation, timeout_s, done)
@@ -327,9 +327,9 @@ class EngineSession:
             self.stories.tell(request, Ending.RESET)
         self.promoter.reset()
 
-    def _claim_changed(self, before: Whose) -> None:
+    def _namespace_changed(self, before: Whose) -> None:
         """What was staged while the namespace was its own is void too: what else is coming may be another's."""
-        if self.claim.whose is Whose.THEIRS:
+        if self.namespace.whose is Whose.THEIRS:
             self.saver.give_up()
             if before is Whose.OURS:
                 self._void("its namespace is another's")

@@ -7,15 +7,15 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-CLAIM = "fingerprint"  # stands for the hash in the key of what says whose namespace it is (engine/claim.py)
+FINGERPRINT = "fingerprint"  # stands for the hash in the key of what says whose namespace it is (engine/namespace.py)
 _OF_A_KEY = rb"[ -~\x80-\xff]"
 
 
 def patterns(prefixes: Sequence[str]) -> tuple[str, str]:
-    """Regular expressions of a key, one of these and hex digits or CLAIM: Mooncake's, anchored, and Python's."""
+    """Regular expressions of a key, one of these and hex digits or FINGERPRINT: Mooncake's, anchored, and Python's."""
     # Every special character of ECMAScript's grammar, and nothing else: std::regex refuses needless escapes of letters.
     escaped = "|".join(re.sub(r"([\\^$.|?*+()\[\]{}])", r"\\\1", prefix) for prefix in prefixes)
-    end = f"(?:[0-9a-fA-F]+|{CLAIM})"
+    end = f"(?:[0-9a-fA-F]+|{FINGERPRINT})"
     return f"^(?:{escaped}){end}$", f"(?:{'|'.join(map(re.escape, prefixes))}){end}"
 
 

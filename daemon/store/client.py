@@ -24,8 +24,8 @@ from typing import Any, Literal
 from . import addresses
 from .breaker import Attempt, Breaker
 from .buckets import patterns, purge
-from .claims import Claims
 from .errors import ErrorClass, classify, classify_get
+from .fingerprints import Fingerprints
 from .joining import StoreError as StoreError
 from .joining import join
 from .owners import Get, Owners
@@ -66,7 +66,7 @@ class Store:
         self._removing = self._removals = 0  # by force: now, and ever begun
         self._sweeps = 0  # removals that go on until nothing comes back
         self._disk = Path(settings.ssd_offload_path) if settings.enable_ssd_offload else None
-        self._claims = Claims(self._disk)
+        self._fingerprints = Fingerprints(self._disk)
         self._heartbeat_s = float(os.environ.get("MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS", "10"))
 
     def open(self) -> None:
@@ -253,7 +253,7 @@ class Store:
             self._remember(done, self._unflushed)
         return results
 
-    def claim(self, key: str, value: bytes) -> bytes:
+    def put_once(self, key: str, value: bytes) -> bytes:
         """The value of a key that is whose who puts it first; `value`, a few bytes or none, is put where it has none.
 
         b"": it has none, or it cannot be known. Nothing is put while a removal goes on, which might never end.
@@ -262,12 +262,12 @@ class Store:
         with self._call() as (client, attempt):
             with self._putting([key]):
                 [code] = client.batch_is_exist([key])
-                self._verdict(attempt, code < 0, "claim", code)
-                if code == 0 and not self._sweeps and (mine := self._claims.get(key) or value):
+                self._verdict(attempt, code < 0, "put_once", code)
+                if code == 0 and not self._sweeps and (mine := self._fingerprints.get(key) or value):
                     client.put(key, mine)
             found: bytes = client.get(key)
             if found and value:
-                self._claims.put(key, found)
+                self._fingerprints.put(key, found)
         self._remember([key], self._seen)
         return found
 
@@ -387,7 +387,7 @@ class Store:
                         for key in seen:
                             self._seen.pop(key, None)
                             self._unflushed.pop(key, None)
-                    self._claims.remove(a_key)
+                    self._fingerprints.remove(a_key)
                     self._log.info("store.removed", prefixes=len(prefixes), durable=reach)
                     return reach
             if self._clock() >= deadline:

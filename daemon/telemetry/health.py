@@ -36,7 +36,7 @@ def judge(board: Board) -> Health:
     snapshot, now = board.snapshot, board.clock_ns()
     loop_age_s = max(0, now - board.beat_ns) / 1e9
     call_age_s = {kind: max(0, now - since) / 1e9 for kind, since in board.running().items()}
-    store_age_s = {kind: age_s for kind, age_s in call_age_s.items() if kind not in ("copy", "claim")}
+    store_age_s = {kind: age_s for kind, age_s in call_age_s.items() if kind not in ("copy", "fingerprint")}
     oldest_s = max(store_age_s.values(), default=0.0)
     serving = board.phase == "serving"
     problems = []

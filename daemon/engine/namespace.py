@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ...shmring.messages import Fingerprint, Notice
 from ..pools import Pools
-from ..store.buckets import CLAIM
+from ..store.buckets import FINGERPRINT
 from ..store.client import Store, StoreUnavailable
 from ..telemetry.logs import Log
 from .jobs import Jobs
@@ -38,8 +38,8 @@ class Whose(enum.Enum):
     THEIRS = enum.auto()
 
 
-class Claim:
-    """One engine's claim to its namespace, that of its first rank. `changed` hears what `whose` was, when it changes.
+class Namespace:
+    """The namespace of one engine's first rank, and whose it is. `changed` hears what `whose` was, when it changes.
 
     Without a fingerprint nothing is compared, and the namespace counts as its own.
     """
@@ -72,8 +72,8 @@ class Claim:
             self.whose = Whose.ASKING
         waits = self.whose is Whose.THEIRS and self._ownerless < PATIENCE
         value = b"" if waits else _FINGERPRINT.dump_json(self._mine)
-        work = partial(_look, self._store, self._prefix + CLAIM, value)
-        self._jobs.start(self._pools.claim, work, self._seen, None, self._unseen)
+        work = partial(_look, self._store, self._prefix + FINGERPRINT, value)
+        self._jobs.start(self._pools.fingerprint, work, self._seen, None, self._unseen)
 
     def _unseen(self) -> None:
         """The store cannot say, or not in time."""
@@ -113,7 +113,7 @@ class Claim:
 
 def _look(store: Store, key: str, value: bytes) -> bytes | None:
     try:
-        return store.claim(key, value)
+        return store.put_once(key, value)
     except StoreUnavailable:
         return None
 

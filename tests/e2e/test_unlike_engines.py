@@ -18,38 +18,38 @@ from tests.e2e.conftest import Site, whole_blocks
 PROMPTS = make_prompts(4, 300, seed=2)
 
 
-def others(model: Path, folder: Path) -> dict[str, EngineSpec]:
-    """Engines that would find the blocks of one of `model`, of the right size, under their keys."""
-    weights = folder / model.name
-    if not weights.exists():
+def pair_of(differing: str, model: Path, folder: Path) -> tuple[EngineSpec, EngineSpec]:
+    """Engines of which one finds what the other stored under its own keys, of the right size."""
+    one = EngineSpec(model=model)
+    if differing == "weights":
+        weights = folder / model.name
         make_checkpoint(folder / "written", TINY, seed=1).rename(weights)
-    rope: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
-    return {
-        "weights": EngineSpec(model=weights),
-        "config": EngineSpec(model=model, extra={"hf_overrides": rope}),
-        "dtype": EngineSpec(model=model, dtype="bfloat16"),
-    }
+        return one, one.but(model=weights)
+    if differing == "config":
+        rope: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+        return one, one.but(extra={"hf_overrides": rope})
+    if differing == "dtype":
+        return one.but(dtype="float16"), one.but(dtype="bfloat16")
+    half = one.but(dtype="bfloat16")
+    return half.but(extra={"kv_cache_dtype": "fp8_e4m3"}), half.but(extra={"kv_cache_dtype": "fp8_e5m2"})
 
 
-@pytest.mark.parametrize("differing", ["weights", "config", "dtype"])
+@pytest.mark.parametrize("differing", ["weights", "config", "dtype", "kv_dtype"])
 def test_an_engine_loads_nothing_that_one_unlike_it_stored(
     site: Site, engines: Callable[..., Engine], tmp_path: Path, differing: str
 ) -> None:
-    """Of one KV size too: bfloat16 beside float16."""
-    prefix = f"namespace-{differing}"
-    first = site.engine(
-        site.spec(extra={"cache_prefix": prefix}, dtype="float16" if differing == "dtype" else TINY.dtype)
-    )
+    transfer = ours(site.daemon.socket, cache_prefix=f"namespace-{differing}")
+    one, spec = pair_of(differing, site.model, tmp_path)
+    first = site.engine(one.but(kv_transfer=transfer))
     saved = first.run(PROMPTS).tokens
     site.fresh(first)
     assert first.run(PROMPTS).cached_tokens == [whole_blocks(prompt) for prompt in PROMPTS]
-    spec = others(site.model, tmp_path)[differing]
     plain = engines(spec)
     right = plain.run(PROMPTS).tokens
     plain.stop()
     assert right != saved, "or it would not matter"
     before = len(site.daemon.records("namespace.refused"))
-    second = site.engine(spec.but(kv_transfer=ours(site.daemon.socket, cache_prefix=prefix)))
+    second = site.engine(spec.but(kv_transfer=transfer))
     got = second.run(PROMPTS)
     assert got.tokens == right
     assert got.cached_tokens == [0] * len(PROMPTS)

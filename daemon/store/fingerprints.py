@@ -15,8 +15,8 @@ from pathlib import Path
 FILE = "fingerprints.json"
 
 
-class Claims:
-    """What was claimed, in the folder of a disk tier; from any thread. Without a folder nothing is kept.
+class Fingerprints:
+    """What was put, in the folder of a disk tier; from any thread. Without a folder nothing is kept.
 
     A file that cannot be read, or not be written, keeps nothing either: DiskWatch says what is wrong with the disk.
     """

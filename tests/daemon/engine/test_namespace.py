@@ -14,7 +14,7 @@ from benchmarks.lab.daemon import Daemon
 from kvprefetch.daemon.cli import main
 from kvprefetch.daemon.client import ask
 from kvprefetch.daemon.commands.store import listed
-from kvprefetch.daemon.engine.claim import LOOK_NS, PATIENCE, RETRY_NS, Claim, Whose
+from kvprefetch.daemon.engine.namespace import LOOK_NS, PATIENCE, RETRY_NS, Namespace, Whose
 from kvprefetch.daemon.store.client import StoreUnavailable
 from kvprefetch.shmring import messages
 from kvprefetch.shmring.protocol import FlagState
@@ -34,7 +34,7 @@ class Store:
         self.value = b""
         self.calls: list[bytes] = []
 
-    def claim(self, key: str, value: bytes) -> bytes:
+    def put_once(self, key: str, value: bytes) -> bytes:
         assert key == "k@fingerprint"
         self.calls.append(value)
         if self.away:
@@ -53,10 +53,10 @@ class Setup:
         self.kept: list[Callable[[], None]] | None = None
         self.late: list[Callable[[], None]] = []
         self.turns: list[tuple[Whose, Whose]] = []
-        store_, jobs, pools = self.store, self, SimpleNamespace(claim=None)
-        self.claim = Claim(
+        store_, jobs, pools = self.store, self, SimpleNamespace(fingerprint=None)
+        self.namespace = Namespace(
             store_, "k@", fingerprint, pools, jobs, structlog.get_logger(), lambda: self.now,  # type: ignore[arg-type]
-            lambda before: self.turns.append((before, self.claim.whose)),
+            lambda before: self.turns.append((before, self.namespace.whose)),
         )  # fmt: skip
 
     def start(self, _: Any, job: Callable[[], Any], done: Callable[[Any], None], failed: Any, overdue: Any) -> None:
@@ -68,67 +68,67 @@ class Setup:
 
     def later(self, nanoseconds: int = LOOK_NS) -> None:
         self.now += nanoseconds
-        self.claim.tick()
+        self.namespace.tick()
 
 
 def test_who_comes_first_has_it_and_an_equal_one_shares_it() -> None:
     first = Setup()
-    first.claim.look()
+    first.namespace.look()
     assert first.turns == [(Whose.ASKING, Whose.OURS)]
     second = Setup(store=first.store)
-    second.claim.look()
-    assert second.claim.whose is Whose.OURS
+    second.namespace.look()
+    assert second.namespace.whose is Whose.OURS
 
 
 def test_one_that_differs_is_told_in_what_and_what_only_one_names_is_not_compared() -> None:
     first = Setup({"dtype": "bfloat16", "tp_size": "2", "older": "x"})
-    first.claim.look()
+    first.namespace.look()
     second = Setup({"dtype": "float16", "tp_size": "2", "newer": "y"}, first.store)
-    second.claim.look()
+    second.namespace.look()
     assert second.turns == [(Whose.ASKING, Whose.THEIRS)]
-    assert second.claim.differences == "dtype=bfloat16 here=float16"
+    assert second.namespace.differences == "dtype=bfloat16 here=float16"
     assert first.store.calls[-1], "the first look of one who does not know may take the place"
     third = Setup({"tp_size": "2"}, first.store)
-    third.claim.look()
-    assert third.claim.whose is Whose.OURS
+    third.namespace.look()
+    assert third.namespace.whose is Whose.OURS
 
 
 @pytest.mark.parametrize("value", [b"{", b"[]", b'{"tp_size": 2}', b'{"X": "2"}', b'{"a": "\\u00e9"}'])
 def test_what_is_no_fingerprint_keeps_everybody_out(value: bytes) -> None:
     setup = Setup()
     setup.store.value = value
-    setup.claim.look()
-    assert (setup.claim.whose, setup.claim.differences) == (Whose.THEIRS, "what lies there is no fingerprint")
+    setup.namespace.look()
+    assert (setup.namespace.whose, setup.namespace.differences) == (Whose.THEIRS, "what lies there is no fingerprint")
 
 
 def test_one_that_was_kept_out_takes_the_place_only_after_the_owner_had_time_to_come_back() -> None:
     setup = Setup()
     setup.store.value = b'{"dtype":"float16"}'
-    setup.claim.look()
+    setup.namespace.look()
     setup.store.value = b""
     for _ in range(PATIENCE):
         setup.later()
-        assert setup.claim.whose is Whose.THEIRS
+        assert setup.namespace.whose is Whose.THEIRS
     assert not setup.store.value
     setup.later()
-    assert setup.claim.whose is Whose.OURS
-    assert setup.claim.differences == ""
+    assert setup.namespace.whose is Whose.OURS
+    assert setup.namespace.differences == ""
     assert setup.turns == [(Whose.ASKING, Whose.THEIRS), (Whose.THEIRS, Whose.OURS)]
 
 
 def test_an_owner_that_finds_another_in_its_place_gives_way() -> None:
     setup = Setup()
-    setup.claim.look()
+    setup.namespace.look()
     setup.store.value = b'{"dtype":"float16"}'
     setup.later(LOOK_NS - 1)
-    assert setup.claim.whose is Whose.OURS, "it is looked at every few seconds"
+    assert setup.namespace.whose is Whose.OURS, "it is looked at every few seconds"
     setup.later(1)
     assert setup.turns[-1] == (Whose.OURS, Whose.THEIRS)
 
 
 def test_an_owner_puts_back_what_is_gone_and_stays_one_while_the_store_is_away() -> None:
     setup = Setup()
-    setup.claim.look()
+    setup.namespace.look()
     setup.store.value = b""
     setup.later()
     assert setup.store.value
@@ -143,30 +143,30 @@ def test_an_owner_puts_back_what_is_gone_and_stays_one_while_the_store_is_away()
 def test_a_store_that_cannot_say_is_asked_again_soon_and_decides_nothing(fault: str) -> None:
     setup = Setup()
     setattr(setup.store, fault, True)
-    setup.claim.look()
+    setup.namespace.look()
     assert setup.turns == [(Whose.ASKING, Whose.UNKNOWN)]
     setattr(setup.store, fault, False)
     setup.later(RETRY_NS)
-    assert setup.claim.whose is Whose.OURS
+    assert setup.namespace.whose is Whose.OURS
 
 
 def test_a_store_that_is_not_there_is_not_asked() -> None:
     setup = Setup()
     setup.store.answering = False
-    setup.claim.look()
-    assert (setup.claim.whose, setup.store.calls) == (Whose.UNKNOWN, [])
+    setup.namespace.look()
+    assert (setup.namespace.whose, setup.store.calls) == (Whose.UNKNOWN, [])
     setup.store.answering = True
-    setup.claim.tick()
-    assert setup.claim.whose is Whose.OURS
+    setup.namespace.tick()
+    assert setup.namespace.whose is Whose.OURS
 
 
 def test_a_call_that_hangs_leaves_it_open_until_it_returns() -> None:
     setup = Setup()
     setup.kept = []
-    setup.claim.look()
-    assert setup.claim.whose is Whose.ASKING
+    setup.namespace.look()
+    assert setup.namespace.whose is Whose.ASKING
     setup.late[0]()
-    assert setup.claim.whose is Whose.UNKNOWN
+    assert setup.namespace.whose is Whose.UNKNOWN
     setup.later()
     assert len(setup.kept) == 1, "one at a time"
     setup.kept.pop()()
@@ -175,8 +175,8 @@ def test_a_call_that_hangs_leaves_it_open_until_it_returns() -> None:
 
 def test_without_a_fingerprint_nothing_is_asked() -> None:
     setup = Setup({})
-    setup.claim.look()
-    assert (setup.claim.whose, setup.store.calls) == (Whose.OURS, [])
+    setup.namespace.look()
+    assert (setup.namespace.whose, setup.store.calls) == (Whose.OURS, [])
 
 
 # --- before a real daemon and store -----------------------------------------------------------------------------------
@@ -265,14 +265,14 @@ def test_a_restart_on_the_same_disk_does_not_forget_whose_it_is(serve: Serve, tm
     wait_for(lambda: again.load(list(values)) == list(values.values()), what="what is on the disk")
 
 
-def test_a_reset_takes_the_claim_along_and_the_engine_puts_it_back(serve: Serve) -> None:
+def test_a_reset_takes_the_fingerprint_along_and_the_engine_puts_it_back(serve: Serve) -> None:
     daemon = serve()
     engine = engine_of(daemon, "first", weights="a")
     engine.save(blocks("a", 1))
     stored(daemon, 1)
     messages.send_message(engine.scheduler, messages.Reset(reset_generation=1, timeout_ms=10_000))
     wait_for(lambda: daemon.records("store.reset"), what="the reset")
-    wait_for(lambda: keys(daemon) == ["model@tp_rank:0@fingerprint"], what="the claim")
+    wait_for(lambda: keys(daemon) == ["model@tp_rank:0@fingerprint"], what="the fingerprint")
     other = engine_of(daemon, "other", weights="b")
     assert other.load(list(blocks("a", 1))) is None
     wait_for(lambda: daemon.records("namespace.refused"), what="the warning")
