@@ -88,7 +88,7 @@ def test_a_socket_that_is_removed_as_soon_as_it_is_bound_again_ends_no_daemon(
 
 
 def test_only_ones_own_socket_is_taken_away(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+    path = tmp_path / "a folder" / "that is not there" / "s"
     with listen(load({"socket": str(path)})):
         ours = path.stat()
     path.rename(tmp_path / "kept")  # so that its number is not given to the next

@@ -78,6 +78,16 @@ def test_what_is_staged_ahead_from_disk_keeps_to_the_share_of_blocks_from_disk()
     audit(planner)
 
 
+def test_what_a_staging_ahead_listed_is_not_replaced_by_its_own() -> None:
+    planner = Planner(2, FlagsModel(), chunk_blocks=8)
+    key = hit(planner, 1, "a", "b")
+    run(planner)
+    planner.finish(key)
+    assert planner.touch(b"a.......", "list")
+    assert planner.ahead([b"x......."], Lane.MEMORY, "list") is None
+    assert planner.ahead([b"x......."], Lane.MEMORY, "another") is not None
+
+
 def wasted_after(planner: Planner, number: int, *names: str) -> list[int]:
     """Fetch these for a request that takes as much room; the planner's count of what was given up for it."""
     planner.looked_up(hint(planner, number, *names), len(names))
