@@ -58,8 +58,11 @@ def test_the_end_of_the_connection_outweighs_what_a_side_says_of_itself(sides: t
     watcher, other = sides
     other.beat(SECOND)
     other.set_state(PeerState.ACTIVE)
+    watcher.set_state(PeerState.ACTIVE)
+    watcher.beat(SECOND)
     watcher.peer_is_gone()
     assert watcher.peer(SECOND) is PeerStatus.GONE
+    assert other.peer(SECOND) is PeerStatus.ALIVE, "each side has a word of its own for it"
 
 
 @pytest.mark.parametrize("state", [3, 255, 2**64 - 1])
