@@ -70,6 +70,9 @@ CATALOGUE: dict[str, Described] = {
         "histogram", "From the last byte until the claim, of requests for which the scheduler was waiting"
     ),
     "engines": Described("gauge", "Attached engines"),
+    "engines_refused": Described(
+        "gauge", "Of these, those that are served nothing: engines unlike them store under their keys"
+    ),
     "staging_slots": Described(
         "gauge",
         "Staging slots: free, idle (staged, held by nobody), pinned (by requests), stuck (a call may still write)",
@@ -179,6 +182,7 @@ class BoardCollector(Collector):
         device = {"all": "device_slots", "free": "device_slots_free", "idle": "device_slots_idle"}
         return {
             "engines": [((), len(snapshot.engines))],
+            "engines_refused": [((), sum("refused" in engine for engine in snapshot.engines))],
             "staging_slots": [
                 ((engine, use), numbers[key]) for engine, numbers in engines.items() for use, key in uses.items()
             ],

@@ -272,15 +272,26 @@ def test_a_disk_tier_that_keeps_nothing_is_a_problem_and_no_reason_not_to_be_rea
     assert (health.ready, health.healthy, health.problems) == (True, True, ("nothing can be kept on disk",))
 
 
+GAUGES: dict[str, Any] = dict.fromkeys(
+    ("slots_free", "slots_idle", "slots_stuck", "blocks_pinned", "requests", "leases", "orders", "save_slots",
+     "save_slots_busy", "saves_queued", "device_slots", "device_slots_free", "device_slots_idle"), 3,
+)  # fmt: skip
+
+
 def test_two_engines_of_one_name_make_one_series() -> None:
     board = board_at(1, beat_s=1)
-    engine: dict[str, Any] = dict.fromkeys(
-        ("slots_free", "slots_idle", "slots_stuck", "blocks_pinned", "requests", "leases", "orders", "save_slots",
-         "save_slots_busy", "saves_queued", "device_slots", "device_slots_free", "device_slots_idle"), 3,
-    )  # fmt: skip
-    board.publish(0, [{"engine": "e", **engine}, {"engine": "e", **engine}], [], store_open=True)
+    board.publish(0, [{"engine": "e", **GAUGES}, {"engine": "e", **GAUGES}], [], store_open=True)
     families = {family.name: family for family in BoardCollector(board, EventCounts()).collect()}
     assert [(s.labels, s.value) for s in families["kvprefetchd_pending_requests"].samples] == [({"engine": "e"}, 6)]
+
+
+def test_an_engine_that_is_refused_is_counted() -> None:
+    board = board_at(1, beat_s=1)
+    board.publish(
+        0, [{"engine": "e", "refused": "dtype=a here=b", **GAUGES}, {"engine": "f", **GAUGES}], [], store_open=True
+    )
+    families = {family.name: family for family in BoardCollector(board, EventCounts()).collect()}
+    assert [each.value for each in families["kvprefetchd_engines_refused"].samples] == [1]
 
 
 def test_a_histogram_counts_each_value_under_its_bound() -> None:
