@@ -245,7 +245,9 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(dict)
     def _fingerprint(self, kv_caches: dict[str, Any]) -> dict[str, str]:
         """Without one, stored KV of engines unlike this one is taken for its own."""
-        return fingerprint.of_engine(self._vllm_config, self._kv_cache_config, self._geometry.group, kv_caches)
+        assert self._keys is not None
+        group = self._geometry.group
+        return fingerprint.of_engine(self._vllm_config, self._kv_cache_config, group, self._keys, kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """A step begins. With drafts, model runner V1 says wait_for_save on the last pipeline stage only."""

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .keys import RankKeys
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -30,7 +32,7 @@ _SIZES = ("block_size", "page_size_padded", "block_stride_alignment", "max_tp_sh
 
 
 def of_engine(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: int, kv_caches: Mapping[str, Any]
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: int, keys: RankKeys, kv_caches: Mapping[str, Any]
 ) -> dict[str, str]:
     """All but the weights. `kv_caches`: tensors by layer, as `register_kv_caches` has them."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -41,7 +43,8 @@ def of_engine(
         "dtype": _name(model.dtype),
         "kv_dtype": ",".join(sorted({_kv_dtype(specs[layer], vllm_config.cache_config) for layer in layers})),
         "quantization": str(model.quantization or "none"),
-        "tp_size": str(parallel.tensor_parallel_size),
+        # Ranks that hold the same heads have the same bytes, however many they are.
+        "tp_shards": str(parallel.tensor_parallel_size // keys.put_factor),
         "pp_size": str(parallel.pipeline_parallel_size),
         "layers": _digest([[layer, *_kind(specs[layer])] for layer in layers]),
         "layout": ",".join(sorted({_layout(kv_caches[layer]) for layer in layers})),

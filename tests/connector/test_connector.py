@@ -245,7 +245,7 @@ def test_the_worker_registers_its_shape(tmp_path: Path, monkeypatch: pytest.Monk
     shape = connector._link._hello().worker
     assert shape is not None
     assert (shape.block_bytes, shape.key_prefix) == (4096, "tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@")
-    names = {"config", "dtype", "kv_dtype", "layers", "layout", "pp_size", "quantization", "tp_size", "weights"}
+    names = {"config", "dtype", "kv_dtype", "layers", "layout", "pp_size", "quantization", "tp_shards", "weights"}
     assert shape.fingerprint.keys() == names
     connector.bind_connector_metadata(KVPrefetchMetadata())
     connector.start_load_kv(None)

@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 
 from kvprefetch.connector import fingerprint
 from kvprefetch.connector.fingerprint import PAGE_BYTES, PAGES, of_engine, of_weights, sample
+from kvprefetch.connector.keys import RankKeys
 
 HEADS, TOKENS, WIDTH = 2, 32, 16
 
@@ -25,7 +26,7 @@ def spec(**changes: Any) -> FullAttentionSpec:
 
 def engine(*, layers: tuple[str, ...] = ("a", "b"), **changes: Any) -> dict[str, str]:
     """The fingerprint of an engine that differs in this from the others."""
-    isa = changes.pop("isa", "amx")
+    isa, put_factor = changes.pop("isa", "amx"), changes.pop("put_factor", 1)
     cache_dtype = changes.pop("cache_dtype", "auto")
     one = changes.pop("spec", spec())
     served = changes.pop("served", one)
@@ -43,7 +44,8 @@ def engine(*, layers: tuple[str, ...] = ("a", "b"), **changes: Any) -> dict[str,
     )  # fmt: skip
     group = SimpleNamespace(layer_names=list(layers), kv_cache_spec=served)
     kv: Any = SimpleNamespace(kv_cache_groups=[group])
-    return of_engine(config, kv, 0, dict.fromkeys(layers, caches))
+    keys = RankKeys("k@", put_factor, 0)
+    return of_engine(config, kv, 0, keys, dict.fromkeys(layers, caches))
 
 
 def differing(**changes: Any) -> set[str]:
@@ -56,7 +58,7 @@ def differing(**changes: Any) -> set[str]:
     [
         ({"dtype": torch.float16}, {"dtype"}),
         ({"quantization": "fp8"}, {"quantization"}),
-        ({"parallel": {"tensor_parallel_size": 2}}, {"tp_size"}),
+        ({"parallel": {"tensor_parallel_size": 2}}, {"tp_shards"}),
         ({"parallel": {"pipeline_parallel_size": 2}}, {"pp_size"}),
         ({"layers": ("a", "c")}, {"layers"}),
         ({"layers": ("b", "a")}, {"layers"}),
@@ -78,6 +80,7 @@ def test_what_the_bytes_depend_on_makes_a_difference(changes: dict[str, Any], na
     [
         {"max_model_len": 4096},
         {"cache_dtype": "bfloat16"},
+        {"parallel": {"tensor_parallel_size": 2}, "put_factor": 2},  # both ranks hold all of it
         {"multimodal_config": SimpleNamespace(mm_processor_kwargs=None, media_io_kwargs={}, limit_per_prompt=7)},
         {"spec": spec(block_size=64)},  # whose hashes are others
         {"hf_config": LlamaConfig(hidden_size=64, num_hidden_layers=2, use_cache=False, name_or_path="/elsewhere")},

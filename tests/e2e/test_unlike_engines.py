@@ -76,7 +76,7 @@ def test_ranks_that_split_the_model_otherwise_share_nothing(site: Site, tmp_path
     two = site.engine(EngineSpec(model=model, kv_transfer=ours(site.daemon.socket), tensor_parallel_size=2))
     assert two.run(PROMPTS).tokens == right
     [line] = site.daemon.records("namespace.refused")[before:]
-    assert "tp_size=1 here=2" in line["differences"]
+    assert "tp_shards=1 here=2" in line["differences"]
     two.stop()
 
 
