@@ -30,10 +30,10 @@ _FINGERPRINT: TypeAdapter[dict[str, str]] = TypeAdapter(Fingerprint)
 
 
 class Whose(enum.Enum):
-    """UNKNOWN: nobody has looked, or the store could not say."""
+    """ASKING: the first answer is not here yet. UNKNOWN: the store could not say."""
 
-    UNKNOWN = enum.auto()
     ASKING = enum.auto()
+    UNKNOWN = enum.auto()
     OURS = enum.auto()
     THEIRS = enum.auto()
 
@@ -50,7 +50,7 @@ class Namespace:
     ) -> None:  # fmt: skip
         self._store, self._prefix, self._mine = store, key_prefix, dict(fingerprint)
         self._pools, self._jobs, self._log, self._clock_ns, self._changed = pools, jobs, log, clock_ns, changed
-        self.whose = Whose.UNKNOWN if fingerprint else Whose.OURS
+        self.whose = Whose.ASKING if fingerprint else Whose.OURS
         self.tell: Callable[[Notice], None] | None = None
         self.differences = ""  # while it is theirs
         self._looking = False
@@ -63,13 +63,11 @@ class Namespace:
         self.tick()
 
     def tick(self) -> None:
-        """Look when it is time to, and the store answers."""
+        """Look when it is time to, and the store answers; not for an engine that is gone, and with it its claim."""
         now = self._clock_ns()
-        if not self._mine or self._looking or now < self._next_ns or not self._store.answering:
+        if not self._mine or self._looking or self._jobs.closing or now < self._next_ns or not self._store.answering:
             return
         self._looking, self._next_ns = True, now + LOOK_NS
-        if self.whose is Whose.UNKNOWN:
-            self.whose = Whose.ASKING
         waits = self.whose is Whose.THEIRS and self._ownerless < PATIENCE
         value = b"" if waits else _FINGERPRINT.dump_json(self._mine)
         work = partial(_look, self._store, self._prefix + FINGERPRINT, value)
@@ -83,8 +81,10 @@ class Namespace:
 
     def _seen(self, found: bytes | None) -> None:
         self._looking = False
+        if found == b"" and self.whose is Whose.THEIRS:
+            self._ownerless += 1
+            return
         if not found:
-            self._ownerless += found is not None
             self._unseen()
             return
         self._ownerless = 0

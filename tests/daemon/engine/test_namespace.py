@@ -49,6 +49,7 @@ class Setup:
 
     def __init__(self, fingerprint: dict[str, str] = MINE, store: Store | None = None) -> None:
         self.now = 0
+        self.closing = False
         self.store = store or Store()
         self.kept: list[Callable[[], None]] | None = None
         self.late: list[Callable[[], None]] = []
@@ -116,6 +117,43 @@ def test_one_that_was_kept_out_takes_the_place_only_after_the_owner_had_time_to_
     assert setup.turns == [(Whose.ASKING, Whose.THEIRS), (Whose.THEIRS, Whose.OURS)]
 
 
+def test_an_owner_that_lives_looks_more_often_than_one_that_was_kept_out_waits() -> None:
+    """Each with a clock and a phase of its own, and one that was kept out looks right after a purge."""
+    setup = Setup()
+    setup.store.value = b'{"dtype":"float16"}'
+    setup.namespace.look()
+    setup.store.value = b""
+    setup.namespace.look()
+    for _ in range(PATIENCE * LOOK_NS // RETRY_NS - 1):
+        setup.later(RETRY_NS)
+        assert setup.namespace.whose is Whose.THEIRS, f"after {setup.now / 1e9} s"
+    setup.later(RETRY_NS)
+    assert setup.namespace.whose is Whose.OURS
+
+
+def test_an_engine_that_is_gone_claims_nothing() -> None:
+    """A purge that it did not live to see looks at the claims of those that were there when it began."""
+    setup = Setup()
+    setup.namespace.look()
+    setup.store.value = b""
+    setup.closing = True
+    setup.namespace.look()
+    assert not setup.store.value
+
+
+def test_look_ups_wait_for_the_first_answer_and_not_for_later_ones() -> None:
+    setup = Setup()
+    assert setup.namespace.whose is Whose.ASKING
+    setup.kept = []
+    setup.namespace.look()
+    setup.late[0]()
+    setup.store.away = True
+    setup.kept.pop()()
+    setup.later()
+    assert setup.kept, "it is asked again"
+    assert setup.namespace.whose is Whose.UNKNOWN
+
+
 def test_an_owner_that_finds_another_in_its_place_gives_way() -> None:
     setup = Setup()
     setup.namespace.look()
@@ -154,7 +192,7 @@ def test_a_store_that_is_not_there_is_not_asked() -> None:
     setup = Setup()
     setup.store.answering = False
     setup.namespace.look()
-    assert (setup.namespace.whose, setup.store.calls) == (Whose.UNKNOWN, [])
+    assert (setup.namespace.whose, setup.store.calls) == (Whose.ASKING, [])
     setup.store.answering = True
     setup.namespace.tick()
     assert setup.namespace.whose is Whose.OURS
