@@ -283,7 +283,6 @@ class EmbeddedMaster:
             protocol="tcp",
             device_name="",
             global_segment_size=self._memory_bytes,
-            local_buffer_size=16 << 20,
             tenant_id="default",
             enable_ssd_offload=self._disk is not None,
             ssd_offload_path=str(self._disk.path) if self._disk else "",

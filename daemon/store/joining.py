@@ -8,6 +8,8 @@ from typing import Any
 from .errors import LIBRARIES
 from .settings import MooncakeSettings
 
+LOCAL_BUFFER_BYTES = 16 << 20  # Mooncake's own default; fingerprints are copied through it, blocks are not
+
 
 class StoreError(Exception):
     """The store cannot be opened, or a buffer cannot be registered; one line."""
@@ -26,7 +28,7 @@ def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int) -> Any:
     try:
         code = client.setup(
             f"{settings.local_hostname}:{port}", settings.metadata_server, settings.global_segment_size,
-            settings.local_buffer_size, settings.protocol, settings.device_name, settings.master_server_address,
+            LOCAL_BUFFER_BYTES, settings.protocol, settings.device_name, settings.master_server_address,
             enable_ssd_offload=settings.enable_ssd_offload, ssd_offload_path=settings.ssd_offload_path,
             tenant_id=settings.tenant_id,
         )  # fmt: skip

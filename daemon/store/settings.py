@@ -19,7 +19,6 @@ _KEYS = (
 )  # fmt: skip
 _NO_TRANSPORT = ("", "rpc_only")  # Mooncake ends the process with the second
 _LEGACY_TCP = "MC_TCP_PROTO"
-_LOCAL_BUFFER_BYTES = 16 << 20  # Mooncake's own default; the zero-copy calls used here never touch it
 
 
 class SettingsError(ValueError):
@@ -36,7 +35,6 @@ class MooncakeSettings:
     protocol: str
     device_name: str
     global_segment_size: int
-    local_buffer_size: int
     tenant_id: str
     enable_ssd_offload: bool = False
     ssd_offload_path: str = ""
@@ -59,10 +57,9 @@ class MooncakeSettings:
     def from_file(cls, path: str | os.PathLike[str]) -> MooncakeSettings:
         """Settings from the JSON file that MOONCAKE_CONFIG_PATH names for vLLM (`vllm/distributed/mooncake_store.py`).
 
-        The same keys and size forms are accepted. The daemon joins as a reader, so `global_segment_size`, `mode` and
-        `enable_offload`, which say what an engine contributes, are checked and then not used; `local_buffer_size` is
-        capped at 16 MiB, because no call made here copies through it. Raises SettingsError, also where Mooncake is told
-        not to wait until the owner of a value has it.
+        The same keys and size forms are accepted. The daemon joins as a reader, so `global_segment_size`, `mode`,
+        `enable_offload` and `local_buffer_size`, which say what an engine contributes and needs, are checked and then
+        not used. Raises SettingsError, also where Mooncake is told not to wait until the owner of a value has it.
         """
         if os.environ.get(_LEGACY_TCP) == "1":
             raise SettingsError(
@@ -98,6 +95,7 @@ class MooncakeSettings:
             raise SettingsError(
                 f"{path}: global_segment_size={segment} must be 0 in mode standalone-store, above 0 in mode embedded"
             )
+        _size(path, raw, "local_buffer_size", 4 << 30, 1)
         return cls(
             local_hostname=addresses.own(text["master_server_address"]),
             metadata_server=text["metadata_server"],
@@ -105,7 +103,6 @@ class MooncakeSettings:
             protocol=text["protocol"],
             device_name=text["device_name"],
             global_segment_size=0,
-            local_buffer_size=min(_size(path, raw, "local_buffer_size", 4 << 30, 1), _LOCAL_BUFFER_BYTES),
             tenant_id=text["tenant_id"].strip() or "default",
         )
 

@@ -26,7 +26,7 @@ def test_should_read_the_file_that_vllm_reads(tmp_path: Path) -> None:
         )
     )
     assert MooncakeSettings.from_file(path) == MooncakeSettings(
-        "127.0.0.1", "P2PHANDSHAKE", "127.0.0.1:50051", "tcp", "", 0, 8 << 20, "default"
+        "127.0.0.1", "P2PHANDSHAKE", "127.0.0.1:50051", "tcp", "", 0, "default"
     )
 
 

@@ -18,7 +18,7 @@ from kvprefetch.daemon.store.errors import ErrorClass, classify
 from kvprefetch.daemon.store.settings import MooncakeSettings
 from tests.daemon.fake_engine import wait_for
 
-SETTINGS = MooncakeSettings("127.0.0.1", "P2PHANDSHAKE", "127.0.0.1:1", "tcp", "", 0, 16 << 20, "default")
+SETTINGS = MooncakeSettings("127.0.0.1", "P2PHANDSHAKE", "127.0.0.1:1", "tcp", "", 0, "default")
 
 
 class Replica:
