@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +85,8 @@ def _backend(layer: Any) -> str:
 
 
 def _config(model: Any) -> dict[str, Any]:
-    config = {name: value for name, value in model.hf_config.to_diff_dict().items() if name not in _VOLATILE}
+    # Not to_diff_dict: it makes another one with the class's defaults, which may need arguments, or the network.
+    config = _lasting(model.hf_config.to_dict())
     media = model.multimodal_config
     config.update({name: value for name in _MEDIA if (value := getattr(media, name, None))})
     if "longrope" in json.dumps(config, default=str):  # vLLM chooses its factors by this length
@@ -92,8 +94,24 @@ def _config(model: Any) -> dict[str, Any]:
     return config
 
 
+def _lasting(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a configuration, and those within it, what is the model's own."""
+    return {
+        name: _lasting(value) if isinstance(value, dict) and "model_type" in value else value
+        for name, value in config.items()
+        if name not in _VOLATILE
+    }
+
+
+def _text(value: object) -> object:
+    """Of what JSON has no word for; the order of a set and the address of an object are each process's own."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(_text(each)) for each in value)
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
 def _digest(value: object) -> str:
-    text = json.dumps(value, sort_keys=True, default=str).encode()
+    text = json.dumps(value, sort_keys=True, default=_text).encode()
     return hashlib.blake2b(text, digest_size=_DIGEST_BYTES).hexdigest()
 
 

@@ -12,6 +12,7 @@ from .engine.session import EngineSession
 from .telemetry.board import Board
 
 MAX_ENGINES = 32  # in one answer, which must fit a control message
+MAX_DIFFERENCES = 256  # characters; the log has them all
 SLOWEST = 10
 SLOWEST_NS = 300_000_000_000
 
@@ -25,7 +26,7 @@ def numbers(session: EngineSession) -> dict[str, int | str]:
         "transfer_ms": int(session.totals.transfer_s * 1e3),
         "hidden_ms": int(session.totals.hidden_s * 1e3),
         **session.account(),
-        **({"refused": session.namespace.differences} if session.namespace.differences else {}),
+        **({"refused": session.namespace.differences[:MAX_DIFFERENCES]} if session.namespace.differences else {}),
     }
 
 

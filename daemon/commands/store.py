@@ -72,7 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
         for key in keys:
             sys.stdout.write(key + "\n")
         return 0
-    counts = collections.Counter(namespace(key) for key in keys if not key.endswith(f"@{FINGERPRINT}"))
+    counts = collections.Counter[str]()
+    for key in keys:
+        block = not key.endswith(f"@{FINGERPRINT}")
+        counts[namespace(key) if block else key.removesuffix(FINGERPRINT)] += block
     for name, count in sorted(counts.items()):
         print(f"{count:>10}  {name}")
     print(f"{counts.total():>10}  in all" if counts else "nothing is stored")

@@ -170,7 +170,7 @@ class Saver:
             self._pause_ns = min(2 * self._pause_ns, PAUSE_NS[1])
         else:
             self._pause_ns = PAUSE_NS[0]
-        if result.again and self._fruitless < TRIES and not self._resets:
+        if result.again and self._fruitless < TRIES and self._saving and not self._resets:
             job.blocks = result.again
             self._jobs.appendleft(job)
         else:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlavaConfig, PretrainedConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
 from kvprefetch.connector import fingerprint
@@ -110,6 +112,41 @@ def test_with_long_rope_the_factors_follow_from_the_length() -> None:
             "original_max_position_embeddings": 512}  # fmt: skip
     config = LlamaConfig(hidden_size=64, num_attention_heads=8, rope_parameters=rope)
     assert engine(hf_config=config) != engine(hf_config=config, max_model_len=4096)
+
+
+class Odd(PretrainedConfig):
+    """As a model's own code may have one: it cannot be made without arguments, and holds what JSON cannot."""
+
+    model_type = "odd"
+
+    def __init__(self, **fields: Any) -> None:
+        self.width = fields.pop("width")
+        self.kinds = set(fields.pop("kinds"))
+        self.maker = object()
+        super().__init__(**fields)
+
+
+def test_a_configuration_of_a_model_s_own_code_is_told_as_well_and_alike_by_every_process() -> None:
+    program = (
+        "from tests.connector.test_fingerprint import Odd, engine; "
+        "print(engine(hf_config=Odd(width=1, kinds='abcdef'))['config'])"
+    )
+    seen = {
+        subprocess.check_output([sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed}, text=True)
+        for seed in ("1", "2")
+    }
+    assert len(seen) == 1
+    assert engine(hf_config=Odd(width=1, kinds="a")) != engine(hf_config=Odd(width=1, kinds="b"))
+    assert engine(hf_config=Odd(width=1, kinds="a")) != engine(hf_config=Odd(width=2, kinds="a"))
+
+
+def test_a_configuration_within_another_is_told_without_where_it_is_from() -> None:
+    def within(**changes: Any) -> dict[str, str]:
+        text = {"model_type": "llama", "hidden_size": 64, **changes}
+        return engine(hf_config=LlavaConfig(text_config=text))
+
+    assert within() == within(_name_or_path="/elsewhere", dtype="float16", transformers_version="1")
+    assert within() != within(hidden_size=128)
 
 
 def test_every_value_fits_the_hello() -> None:

@@ -157,5 +157,20 @@ def test_a_namespace_is_listed_counted_and_purged(serve: Callable[..., Daemon]) 
         each.close()
 
 
+def test_a_namespace_that_somebody_has_is_counted_before_anything_is_stored_there(
+    serve: Callable[..., Daemon],
+) -> None:
+    """Whoever is refused for it has to know what to purge."""
+    daemon = serve()
+    engine = FakeEngine(daemon.socket, prefix="empty", fingerprint={"dtype": "bfloat16"})
+    assert engine.load(list(blocks("absent", 1))) is None
+    at = ("--socket", daemon.socket)
+    assert kvprefetchd("store", "stat", *at).stdout.split() == ["0", "empty@tp_rank:0@", "0", "in", "all"]
+    engine.save(blocks("one", 1))
+    stored(daemon, 1)
+    assert kvprefetchd("store", "stat", *at).stdout.split() == ["1", "empty@tp_rank:0@", "1", "in", "all"]
+    engine.close()
+
+
 def test_a_key_without_its_hash_is_its_namespace() -> None:
     assert namespace("m@tp_rank:0@" + "0a" * 32) == "m@tp_rank:0@"

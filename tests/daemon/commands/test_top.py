@@ -123,7 +123,8 @@ def test_status_of_another_release_is_understood() -> None:
 
 
 def test_an_answer_with_many_engines_fits_a_message() -> None:
-    worst = engine(engine="x" * 256, **{f"counter_{i}": 10**12 for i in range(20)})
+    counters = {f"counter_{i}": 10**12 for i in range(20)}
+    worst = engine(engine="x" * 256, refused="x" * report.MAX_DIFFERENCES, **counters)
     slow = [
         SlowRequest(
             request_id="r" * 512, engine="x" * 256, outcome="engine_corrupt", exposed_ms=1e6, fetched_bytes=10**12,

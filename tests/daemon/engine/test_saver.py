@@ -228,6 +228,18 @@ def test_slots_that_come_back_while_saving_is_off_are_granted_when_it_is_on_agai
     assert setup.end() == [0, 1, 2]
 
 
+def test_what_found_no_space_is_not_tried_again_once_saving_is_off() -> None:
+    """The namespace may be another's by then."""
+    setup = Setup()
+    setup.save(2)
+    setup.saver.switch(False)
+    setup.end(again=True)
+    setup.now += PAUSE_NS[1]
+    setup.saver.next()
+    assert setup.jobs == []
+    assert setup.told[-1].lost == [0, 1]
+
+
 @pytest.mark.parametrize("slots", [[0, 0], [0, 8], [3]])
 def test_slots_that_are_not_out_are_refused_and_nothing_is_put(slots: list[int]) -> None:
     setup = Setup()
