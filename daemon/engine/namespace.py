@@ -45,10 +45,10 @@ class Namespace:
     """
 
     def __init__(
-        self, store: Store, key_prefix: str, fingerprint: Mapping[str, str], pools: Pools, jobs: Jobs, log: Log,
-        clock_ns: Callable[[], int], changed: Callable[[Whose], None],
+        self, store: Store, engine: str, key_prefix: str, fingerprint: Mapping[str, str], pools: Pools, jobs: Jobs,
+        log: Log, clock_ns: Callable[[], int], changed: Callable[[Whose], None],
     ) -> None:  # fmt: skip
-        self._store, self._prefix, self._mine = store, key_prefix, dict(fingerprint)
+        self._store, self._engine, self._prefix, self._mine = store, engine, key_prefix, dict(fingerprint)
         self._pools, self._jobs, self._log, self._clock_ns, self._changed = pools, jobs, log, clock_ns, changed
         self.whose = Whose.ASKING if fingerprint else Whose.OURS
         self.tell: Callable[[Notice], None] | None = None
@@ -93,7 +93,8 @@ class Namespace:
             self._log.warning("namespace.refused", key_prefix=self._prefix, differences=differences)
             self._notice(
                 f"nothing is loaded or saved: engines unlike this one store under its keys: {differences}: give it a "
-                "cache_prefix of its own, or remove what they stored (kvprefetchd store purge)"
+                "cache_prefix of its own or, when they are gone for good, remove what they stored: "
+                f"kvprefetchd store purge --engine {self._engine} --yes"
             )
         elif self.differences and not differences:
             self._log.info("namespace.served", key_prefix=self._prefix)

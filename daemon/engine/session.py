@@ -71,8 +71,8 @@ class EngineSession:
         self._mode: Mode = "on"
         self.jobs = Jobs(self._log)
         self.namespace = Namespace(
-            store, engine.workers[0].key_prefix, engine.workers[0].fingerprint, pools, self.jobs, self._log, clock_ns,
-            self._namespace_changed,
+            store, self.engine_id, engine.workers[0].key_prefix, engine.workers[0].fingerprint, pools, self.jobs,
+            self._log, clock_ns, self._namespace_changed,
         )  # fmt: skip
         self.stories = Stories(self.totals, self._log, self.block_bytes, clock_ns)
         chunk_blocks = max(1, chunk_bytes // self.block_bytes)

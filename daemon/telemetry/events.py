@@ -90,7 +90,9 @@ FIELDS: dict[str, Field] = {
     "taken_back": Field(
         "integer", "how often what was staged for it went to more urgent requests, to be fetched again"
     ),
-    "store_unavailable": Field("boolean", "the store could not be asked, which counts as a miss"),
+    "store_unavailable": Field(
+        "boolean", "the store did not answer, or serves this engine nothing (`namespace.refused`): a miss"
+    ),
     "arrived_ms": Field("number", "the engine's scheduler got the request; all other times count from here"),
     "hint_seen_ms": Field("number?", "the daemon read the hint"),
     "looked_up_ms": Field("number?", "the store said what it has"),
@@ -247,7 +249,7 @@ EVENTS: dict[str, Event] = {
     "namespace.refused": Event(
         "warning", "This engine gets nothing from the store, and saves nothing: others, unlike it, use its keys. "
         "Give it a `cache_prefix` of its own or, when those engines are gone for good, remove what they stored "
-        "(`kvprefetchd store purge`).", ("key_prefix", "differences"),
+        "(`kvprefetchd store purge --engine ID`).", ("key_prefix", "differences"),
     ),
     "namespace.served": Event("info", "They are gone, and it has the namespace now.", ("key_prefix",)),
     "record.bad": Event("warning", "A hint-ring record did not follow the protocol and was skipped.",

@@ -94,7 +94,10 @@ def describe(status: Status) -> list[str]:
     for engine in status.engines:
         if why := engine.get("refused"):
             name, text = printable(str(engine.get("engine", "?"))), printable(str(why))
-            lines.append(f"{name} is refused: {text} (docs/EVENTS.md, namespace.refused)")
+            lines.append(
+                f"{name} is served nothing: engines unlike it store under its keys: {text} "
+                '(docs/OPERATIONS.md, "Engines that differ")'
+            )
     if status.slowest:
         lines += ["", "waited longest in the last five minutes:", *aligned(slowest(status))]
     return lines

@@ -23,7 +23,7 @@ from kvprefetch.daemon.client import Unavailable
 from kvprefetch.daemon.commands.store import listed, namespace
 from kvprefetch.daemon.config import load
 from kvprefetch.daemon.host import machine_bytes
-from tests.daemon.fake_engine import FakeEngine
+from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import absent_cluster, blocks, stored
 
 
@@ -153,6 +153,10 @@ def test_a_namespace_is_listed_counted_and_purged(serve: Callable[..., Daemon]) 
     assert purged.returncode == 0, purged.stdout + purged.stderr
     assert "every key is gone" in purged.stdout
     assert kvprefetchd("store", "stat", *at).stdout.split() == ["2", "two@tp_rank:0@", "2", "in", "all"]
+    unused = FakeEngine(daemon.socket, engine_id="unused", prefix="unused", fingerprint={"dtype": "float16"})
+    wait_for(lambda: "unused@" in kvprefetchd("store", "ls", *at).stdout, what="its fingerprint")
+    assert kvprefetchd("store", "stat", *at).stdout.split()[2:4] == ["0", "unused@tp_rank:0@"], "it keeps others out"
+    unused.close()
     for each in (engine, like, other):
         each.close()
 

@@ -56,7 +56,7 @@ class Setup:
         self.turns: list[tuple[Whose, Whose]] = []
         store_, jobs, pools = self.store, self, SimpleNamespace(fingerprint=None)
         self.namespace = Namespace(
-            store_, "k@", fingerprint, pools, jobs, structlog.get_logger(), lambda: self.now,  # type: ignore[arg-type]
+            store_, "me", "k@", fingerprint, pools, jobs, structlog.get_logger(), lambda: self.now,  # type: ignore[arg-type]
             lambda before: self.turns.append((before, self.namespace.whose)),
         )  # fmt: skip
 
@@ -251,13 +251,16 @@ def test_an_engine_unlike_those_that_stored_loads_nothing_and_stores_nothing(
     assert notice is not None
     assert isinstance(notice[0], messages.Notice)
     assert "dtype=bfloat16 here=float16: give it a cache_prefix" in notice[0].text
+    assert notice[0].text.endswith(" kvprefetchd store purge --engine unlike --yes")
     assert stored_ is not None
     assert isinstance(stored_[0], messages.Stored)
     assert stored_[0].lost, "its blocks are not in the store"
     assert keys(daemon) == before
     [line] = daemon.records("namespace.refused")
     assert (line["engine"], line["differences"]) == ("unlike", "dtype=bfloat16 here=float16")
-    assert "unlike is refused: dtype=bfloat16 here=float16" in run(capsys, "status", "--socket", str(daemon.socket))
+    assert "unlike is served nothing: engines unlike it store under its keys: dtype=bfloat16 here=float16 (" in run(
+        capsys, "status", "--socket", str(daemon.socket)
+    )
     assert like.load(list(values)) == list(values.values())
 
 
