@@ -14,7 +14,7 @@ from rich.text import Text
 from ...shmring.messages import Status, StatusQuery
 from ..client import Unavailable, ask
 from ..telemetry import overview
-from ..telemetry.pretty import number, size
+from ..telemetry.pretty import number, printable, size
 
 
 def once(socket: Path, interval_s: float) -> None:
@@ -44,6 +44,7 @@ def frame(status: Status, rates: overview.Rates) -> RenderableType:
     """Headline, rates, a table of engines, a table of the slowest requests."""
     parts: list[RenderableType] = [
         Text(overview.headline(status), style="" if status.store_open else "red"),
+        *([Text(printable(status.disk_fault), style="red")] if status.disk_fault else []),
         Text(
             f"now: {number(rates.hints)} hints/s, fetching {size(rates.fetched_bytes)}/s, "
             f"hidden {overview.percent(rates.hidden)}"
@@ -60,7 +61,7 @@ def frame(status: Status, rates: overview.Rates) -> RenderableType:
                 engines.add_column(name.lower(), justify="right", no_wrap=True, min_width=wide)
         for engine in status.engines:
             engines.add_row(*map(Text, overview.row(engine)))
-        parts.append(engines)
+        parts += [engines, *(Text(line, style="yellow") for line in overview.refused(status))]
     else:
         parts.append(Text("no engine is attached", style="dim"))
     if status.slowest:

@@ -82,6 +82,16 @@ def slowest(status: Status) -> list[list[str]]:
     ]  # fmt: skip
 
 
+def refused(status: Status) -> list[str]:
+    """A line for each engine that has the keys of others."""
+    return [
+        f"{printable(str(engine.get('engine', '?')))} is served nothing: engines unlike it store under its keys: "
+        f'{printable(str(why))} (docs/OPERATIONS.md, "Engines that differ")'
+        for engine in status.engines
+        if (why := engine.get("refused"))
+    ]
+
+
 def describe(status: Status) -> list[str]:
     """The whole answer as lines of text."""
     lines = [headline(status), *([printable(status.disk_fault)] if status.disk_fault else [])]
@@ -91,13 +101,7 @@ def describe(status: Status) -> list[str]:
         lines.append("no engine is attached")
     if status.engine_count > len(status.engines):
         lines.append(f"and {status.engine_count - len(status.engines)} engines more")
-    for engine in status.engines:
-        if why := engine.get("refused"):
-            name, text = printable(str(engine.get("engine", "?"))), printable(str(why))
-            lines.append(
-                f"{name} is served nothing: engines unlike it store under its keys: {text} "
-                '(docs/OPERATIONS.md, "Engines that differ")'
-            )
+    lines += refused(status)
     if status.slowest:
         lines += ["", "waited longest in the last five minutes:", *aligned(slowest(status))]
     return lines

@@ -97,6 +97,17 @@ def test_a_frame_shows_engines_and_slow_requests() -> None:
     assert line.split() == ["250", "ms", "late", "10.0", "MB", "42", "s", "ago", "e", "cmpl-[red]9"]
 
 
+def test_a_frame_says_what_is_wrong_as_the_description_does() -> None:
+    console = Console(file=io.StringIO(), width=400)
+    now = status(engine(), engine(engine="x", refused="dtype=a here=b"), disk_fault="no disk")
+    console.print(screen.frame(now, overview.Rates(0.0, 0.0, None)))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    said = [line for line in overview.describe(now) if "no disk" in line or "dtype=a here=b" in line]
+    assert len(said) == 2
+    assert [line.rstrip() for line in lines if line.rstrip() in said] == said
+
+
 def test_a_narrow_terminal_cuts_names_short_and_no_number() -> None:
     console = Console(file=io.StringIO(), width=80)
     slow = SlowRequest(
