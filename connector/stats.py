@@ -32,7 +32,7 @@ COUNTERS: Mapping[str, str] = {
     "wait_seconds": "Time from the scheduler's first question for a request to its answer, where it had to wait",
     "saves": "Saves dispatched to the workers",
     "save_blocks": "Blocks of the dispatched saves",
-    "saves_dropped": "Blocks copied for a save and then not stored",
+    "saves_dropped": "Blocks copied for a save that the engine then gave up: a reset, or a copy or a load that failed",
     "save_blocks_unsaved": "Blocks that found no save slot as long as the engine held them",
     "detached": "Sessions given up because the daemon's memory could not be true",
     "shadow_ready": "Shadow mode: requests whose blocks had been ready",

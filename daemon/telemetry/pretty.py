@@ -35,6 +35,8 @@ def _request(record: Mapping[str, Any]) -> str:
     ]
     if get("local_blocks"):
         parts.append(f"({get('local_blocks')} local)")
+    if get("store_unavailable"):
+        parts.append("(store unavailable)")
     if fetched := figure(record, "bytes"):
         parts.append(f"fetched {size(fetched)} in {milliseconds(*(figure(record, name) for name in _FETCH))}")
     parts.append(f"waited {number(figure(record, 'exposed_ms'))} ms")
