@@ -28,8 +28,8 @@ _DIGEST_BYTES = 8
 _VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 # What else decides the embeddings of an image or a video, whose hash has only what its request says of it.
 _MEDIA = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate")
-# Of a layer's cache: what its block's size follows from, which is part of every hash.
-_SIZES = ("block_size", "page_size_padded", "block_stride_alignment", "max_tp_shards")
+# Of a layer's cache: what its block's size follows from, which is part of every hash, and what is compared by itself.
+_ELSEWHERE = ("block_size", "page_size_padded", "block_stride_alignment", "max_tp_shards", "dtype")
 
 
 def of_engine(
@@ -69,7 +69,7 @@ def _kv_dtype(spec: Any, cache_config: Any) -> str:
 
 
 def _kind(spec: KVCacheSpec) -> list[str]:
-    fields = {name: value for name, value in vars(spec).items() if name not in _SIZES}
+    fields = {name: value for name, value in vars(spec).items() if name not in _ELSEWHERE}
     return [type(spec).__name__, *(f"{name}={value}" for name, value in sorted(fields.items()))]
 
 

@@ -57,6 +57,13 @@ class Namespace:
         self._next_ns = 0
         self._ownerless = 0  # looks in a row
 
+    @property
+    def why_not(self) -> str:
+        """Why nothing of it may be used now, or nothing."""
+        if self.whose is Whose.OURS:
+            return ""
+        return "its namespace is another's" if self.differences else "the store has not answered yet"
+
     def look(self) -> None:
         """Whenever the last look was: the namespace is to be used, or was emptied."""
         self._next_ns = 0

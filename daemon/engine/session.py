@@ -295,10 +295,8 @@ class EngineSession:
         """Stage blocks ahead. Raises ProtocolError for an order that is too large."""
         if (count := sum(map(len, order.chains))) > MAX_WARM_DIGESTS:
             raise ProtocolError(f"too many hashes in one order: hashes={count} max={MAX_WARM_DIGESTS}")
-        if self.saver.resetting or self._mode != "on" or self.namespace.whose is not Whose.OURS:
-            why = "its weights change" if self.saver.resetting else f"mode is {self._mode}"
-            if self.namespace.whose is not Whose.OURS:
-                why = "its namespace is another's" if self.namespace.differences else "the store has not answered yet"
+        off = "" if self._mode == "on" else f"mode is {self._mode}"
+        if why := "its weights change" if self.saver.resetting else self.namespace.why_not or off:
             reply(Report(ok=False, text=f"nothing is staged for this engine now: {why}"))
         else:
             self.warming.add(order, reply)
@@ -317,7 +315,11 @@ class EngineSession:
             self.namespace.look()  # it went with the keys
             reply(ok)
 
-        self.saver.reset(generation, timeout_s, done)
+        if self.namespace.whose is Whose.THEIRS:  # none of these keys is its own
+            self.saver.generation = max(self.saver.generation, generation)
+            reply(True)
+        else:
+            self.saver.reset(generation, timeout_s, done)
         self._void("its weights changed")
 
     def _void(self, why: str) -> None:

@@ -12,11 +12,18 @@ _OF_A_KEY = rb"[ -~\x80-\xff]"
 
 
 def patterns(prefixes: Sequence[str]) -> tuple[str, str]:
-    """Regular expressions of a key, one of these and hex digits or FINGERPRINT: Mooncake's, anchored, and Python's."""
+    """Regular expressions of a key, one of these and hex digits or FINGERPRINT: Mooncake's, anchored, and Python's.
+
+    Of all ranks: what is left of some would be taken for a part of blocks that others store afterwards.
+    """
     # Every special character of ECMAScript's grammar, and nothing else: std::regex refuses needless escapes of letters.
-    escaped = "|".join(re.sub(r"([\\^$.|?*+()\[\]{}])", r"\\\1", prefix) for prefix in prefixes)
+    theirs = [re.sub(r"([\\^$.|?*+()\[\]{}])", r"\\\1", prefix) for prefix in prefixes]
     end = f"(?:[0-9a-fA-F]+|{FINGERPRINT})"
-    return f"^(?:{escaped}){end}$", f"(?:{'|'.join(map(re.escape, prefixes))}){end}"
+    of_any = [
+        "|".join(dict.fromkeys(re.sub(r"@([tp]p_rank):\d+(?=@)", r"@\1:[0-9]+", each) for each in escaped))
+        for escaped in (theirs, [re.escape(prefix) for prefix in prefixes])
+    ]
+    return f"^(?:{of_any[0]}){end}$", f"(?:{of_any[1]}){end}"
 
 
 def purge(directory: Path, a_key: str, checked: set[str]) -> int:

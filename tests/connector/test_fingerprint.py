@@ -64,7 +64,7 @@ def differing(**changes: Any) -> set[str]:
         ({"parallel": {"pipeline_parallel_size": 2}}, {"pp_size"}),
         ({"layers": ("a", "c")}, {"layers"}),
         ({"layers": ("b", "a")}, {"layers"}),
-        ({"spec": spec(dtype=torch.float16)}, {"kv_dtype", "layers"}),
+        ({"spec": spec(dtype=torch.float16)}, {"kv_dtype"}),
         ({"spec": spec(sliding_window=128)}, {"layers"}),
         ({"spec": spec(num_kv_heads=4, head_size=4)}, {"layers"}),
         ({"caches": torch.zeros(4, TOKENS, HEADS, WIDTH).transpose(1, 2)}, {"layout"}),

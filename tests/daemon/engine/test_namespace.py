@@ -321,3 +321,18 @@ def test_a_reset_takes_the_fingerprint_along_and_the_engine_puts_it_back(serve: 
     engine.save(values, reset_generation=1, save_id=2)
     wait_for(lambda: engine.load(list(values)) == list(values.values()), what="what was saved after")
     assert engine.flag(engine.hint(list(values))).state in (FlagState.HINTED, FlagState.READY)
+
+
+def test_a_reset_of_an_engine_that_is_refused_leaves_the_others_blocks(serve: Serve) -> None:
+    daemon = serve()
+    first = engine_of(daemon, "first", dtype="bfloat16")
+    values = blocks("a", 2)
+    first.save(values)
+    stored(daemon, 2)
+    unlike = engine_of(daemon, "unlike", dtype="float16")
+    wait_for(lambda: daemon.records("namespace.refused"), what="the warning")
+    messages.send_message(unlike.scheduler, messages.Reset(reset_generation=1, timeout_ms=10_000))
+    replies = [messages.receive_message(unlike.scheduler) for _ in range(2)]  # the notice before it
+    assert replies[1] is not None
+    assert replies[1][0] == messages.ResetDone(reset_generation=1, ok=True)
+    assert first.load(list(values)) == list(values.values())

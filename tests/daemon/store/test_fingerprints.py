@@ -54,3 +54,15 @@ def test_a_removal_takes_a_namespace_s_fingerprint_and_no_other_s() -> None:
     assert re.fullmatch(ours, "llama@00ff")
     for other in (f"tiny-llama@{FINGERPRINT}", f"llama@tp_rank:0@{FINGERPRINT}", f"llama@{FINGERPRINT}x", "llama@"):
         assert not re.fullmatch(ours, other)
+
+
+def test_a_removal_takes_every_rank_s_part() -> None:
+    """A block whose parts are of two kinds of engines would be wrong."""
+    import re
+
+    mooncake, ours = patterns(["a.b@llama@tp_rank:1@pcp0@dcp0@pp_rank:0@group:0@"])
+    for pattern in (mooncake, ours):
+        for rank in ("tp_rank:0@pcp0@dcp0@pp_rank:0", "tp_rank:15@pcp0@dcp0@pp_rank:3"):
+            assert re.fullmatch(pattern, f"a.b@llama@{rank}@group:0@00ff")
+        assert not re.fullmatch(pattern, "a.b@llama@tp_rank:0@pcp0@dcp0@pp_rank:0@group:1@00ff")
+        assert not re.fullmatch(pattern, "aXb@llama@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@00ff")
