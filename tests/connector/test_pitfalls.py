@@ -32,6 +32,7 @@ from kvprefetch.connector import support
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.paged import PagedCache
 from kvprefetch.daemon.engine import transfers
+from kvprefetch.daemon.store import client
 from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.errors import ErrorClass, classify
 
@@ -93,7 +94,7 @@ def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_ap
         for prefix in ("bf16", "fp8")
     )
     assert mine != theirs
-    monkeypatch.setattr(Store, "_sized", lambda self, client, keys, sizes, codes: [classify(code) for code in codes])
+    monkeypatch.setattr(client, "classify_get", lambda client, keys, sizes, codes: [classify(code) for code in codes])
     with pytest.raises(AssertionError):
         check()
 
