@@ -262,7 +262,7 @@ class Store:
         with self._call() as (client, attempt):
             with self._putting([key]):
                 [code] = client.batch_is_exist([key])
-                self._verdict(attempt, code < 0, "put_once", code)
+                self._verdict(attempt, code < 0, "exist", code)
                 if code == 0 and not self._sweeps and (mine := self._fingerprints.get(key) or value):
                     client.put(key, mine)
             found: bytes = client.get(key)

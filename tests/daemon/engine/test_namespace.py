@@ -224,6 +224,15 @@ def engine_of(daemon: Daemon, name: str, **fingerprint: str) -> FakeEngine:
     return FakeEngine(daemon.socket, engine_id=name, fingerprint=fingerprint, events=True)
 
 
+def owner_of(daemon: Daemon, **fingerprint: str) -> tuple[FakeEngine, dict[bytes, bytes]]:
+    """The first engine in the namespace, and two blocks that it stored there."""
+    first = engine_of(daemon, "first", **fingerprint)
+    values = blocks("a", 2)
+    first.save(values)
+    stored(daemon, 2)
+    return first, values
+
+
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(arguments) == 0
     return capsys.readouterr().out
@@ -237,10 +246,7 @@ def test_an_engine_unlike_those_that_stored_loads_nothing_and_stores_nothing(
     serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     daemon = serve()
-    first = engine_of(daemon, "first", dtype="bfloat16")
-    values = blocks("a", 2)
-    first.save(values)
-    stored(daemon, 2)
+    _, values = owner_of(daemon, dtype="bfloat16")
     like = engine_of(daemon, "like", dtype="bfloat16")
     assert like.load(list(values)) == list(values.values())
     unlike = engine_of(daemon, "unlike", dtype="float16")
@@ -269,10 +275,7 @@ def test_it_has_the_namespace_once_that_was_purged_and_its_owners_are_gone(
 ) -> None:
     """From the disk as well: after a restart nobody is in its way."""
     daemon = serve(disk=str(tmp_path / "disk"))
-    first = engine_of(daemon, "first", dtype="bfloat16")
-    values = blocks("a", 2)
-    first.save(values)
-    stored(daemon, 2)
+    first, values = owner_of(daemon, dtype="bfloat16")
     first.close()
     wait_for(lambda: daemon.records("engine.detached"), what="its end")
     purge = ("store", "purge", "--prefix", "model@tp_rank:0@", "--yes", "--socket", str(daemon.socket))
@@ -290,10 +293,7 @@ def test_it_has_the_namespace_once_that_was_purged_and_its_owners_are_gone(
 def test_a_restart_on_the_same_disk_does_not_forget_whose_it_is(serve: Serve, tmp_path: Path) -> None:
     """Also after the tier evicted it, as it does what is only read from memory: here, its file is gone."""
     daemon = serve(disk=str(tmp_path / "disk"))
-    first = engine_of(daemon, "first", weights="a")
-    values = blocks("a", 2)
-    first.save(values)
-    stored(daemon, 2)
+    first, values = owner_of(daemon, weights="a")
     first.close()
     assert daemon.sigterm() == 0
     [evicted] = [meta for meta in (tmp_path / "disk").glob("*.meta") if b"@fingerprint" in meta.read_bytes()]
@@ -325,10 +325,7 @@ def test_a_reset_takes_the_fingerprint_along_and_the_engine_puts_it_back(serve: 
 
 def test_a_reset_of_an_engine_that_is_refused_leaves_the_others_blocks(serve: Serve) -> None:
     daemon = serve()
-    first = engine_of(daemon, "first", dtype="bfloat16")
-    values = blocks("a", 2)
-    first.save(values)
-    stored(daemon, 2)
+    first, values = owner_of(daemon, dtype="bfloat16")
     unlike = engine_of(daemon, "unlike", dtype="float16")
     wait_for(lambda: daemon.records("namespace.refused"), what="the warning")
     messages.send_message(unlike.scheduler, messages.Reset(reset_generation=1, timeout_ms=10_000))
