@@ -58,6 +58,7 @@ class Entry:
     handle: Handle | None = None
     answer: Answer | None = None
     settled: bool = False
+    loading: bool = False  # a load was dispatched, and the request was not scheduled since
     late_hints: int = 0
     waiting_since_ns: int = 0
     wait: Wait | None = None
@@ -67,6 +68,7 @@ class Entry:
         """Preempted: its blocks are gone, and everything is to be done again for all of its tokens."""
         self.preemptions = self.request.num_preemptions
         self.settled, self.late_hints, self.wait, self.waiting_since_ns = False, 0, None, 0
+        self.loading = False
         self.progress = Progress()
 
 

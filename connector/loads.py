@@ -50,6 +50,7 @@ class Loads:
         load = Load(entry.request.request_id, handle, range(answer.start, stop), self._geometry.world_size)
         self.running[load_id] = self._last = load
         entry.answer, entry.handle, entry.settled = None, None, True
+        entry.loading = answer.asynchronous
         entry.progress.saved = stop
         self._counters["loads"] += 1
         self._counters["load_blocks"] += count

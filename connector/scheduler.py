@@ -23,7 +23,7 @@ from ..shmring.errors import SegmentCorrupt
 from ..shmring.messages import Stored
 from ..shmring.protocol import Outcome
 from . import hints
-from .claims import NOTHING, Claims, Entry, Reply
+from .claims import NOTHING, PENDING, Claims, Entry, Reply
 from .config import ConnectorConfig
 from .events import SavedBlocks
 from .loads import Loads
@@ -149,6 +149,11 @@ class SchedulerSide:
         start = num_computed_tokens // self._geometry.block_tokens
         if start and self._stale_local:
             entry.progress.tainted = True
+        if entry.loading:
+            # Its load failed with no good token.  It holds nothing any more, yet stands first of those that hold
+            # blocks, before one that may hold what it lacks; this answer sends it back among those that wait for room.
+            entry.loading = False
+            return PENDING
         if entry.settled or not entry.loadable:
             return NOTHING
         answer = entry.answer
@@ -204,7 +209,7 @@ class SchedulerSide:
     def _admitted_without_load(self, entry: Entry) -> None:
         """Recomputed, all local, or another connector's: also the second call after an asynchronous load."""
         self._answered.discard(entry.request.request_id)
-        entry.settled = True
+        entry.settled, entry.loading = True, False
         self._claims.finish(entry, Outcome.UNUSED)
 
     # --- the step ---------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from . import test_connector
 from .test_stats import transfer
 
 ROOT = Path(__file__).resolve().parents[2]
-COUNT = 32
+COUNT = 33
 Patch = pytest.MonkeyPatch
 
 

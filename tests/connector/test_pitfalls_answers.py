@@ -242,6 +242,45 @@ def test_p11_a_request_whose_load_failed_is_not_loaded_again(make: Make, monkeyp
         check()
 
 
+def test_p33_a_request_whose_load_failed_stands_in_nobodys_way(make: Make, monkeypatch: Patch) -> None:
+    """It lost its blocks and lacks room; a streaming session behind it has that, and cannot go on to give it back."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("planted")
+
+    def check() -> None:
+        engine = make(load_mode="async", blocks=1 + 9)
+        engine.workers[0]._worker._paged.load = fail
+        engine.add("session", 4 * BLOCK - 1, resumable=True)
+        engine.step()
+        engine.add("r", 4 * BLOCK + 5)
+        staged(engine, "r")
+        engine.step()
+        assert [order.request_id for order in engine.orders()] == ["r"]
+        for _ in range(3):  # the session takes the fifth block that "r" would need, and ends its turn
+            engine.step()
+        assert engine.tokens == {"session": [3, 3, 3], "r": []}
+        engine.add("session", BLOCK, resumable=True)
+        for _ in range(6):
+            engine.step()
+        assert len(engine.tokens["session"]) == 6
+        engine.abort("session")
+        engine.run()
+        assert engine.tokens["r"] == [3, 3, 3]
+        assert engine.left() == []
+
+    check()
+    original = Loads.dispatch
+
+    def as_if_it_could_not_fail(self: Loads, entry: Any, *rest: Any) -> None:
+        original(self, entry, *rest)
+        entry.loading = False
+
+    monkeypatch.setattr(Loads, "dispatch", as_if_it_could_not_fail)
+    with pytest.raises(AssertionError, match="3 == 6"):
+        check()
+
+
 def test_p10_a_policy_that_fails_requests_is_warned_about(make: Make, monkeypatch: Patch, caplog: Any) -> None:
     def check() -> None:
         caplog.clear()

@@ -299,18 +299,7 @@ class Engine:
                     self.feed(sent.name, None)
             if not self.step():
                 return
-            if time.monotonic() > deadline - DRAIN_S / 2 and (name := self._in_the_way()) is not None:
-                self.abort(name)  # as its client would in the end
             assert time.monotonic() < deadline, f"the engine does not come to rest: {self.scheduler.requests.keys()}"
-
-    def _in_the_way(self) -> str | None:
-        """A fault of vLLM's: a request whose load failed stays first of those that hold blocks, after it was preempted
-        and holds none. Where there is no room for it, a streaming session behind it never gives back its own.
-        """
-        holding, blocks_of = self.scheduler.kv_holding_waiting, self.scheduler.kv_cache_manager.get_block_ids
-        first = next(iter(holding), None)
-        stuck = first is not None and len(holding) > 1 and not self.scheduler.running
-        return first.request_id if stuck and not any(blocks_of(first.request_id)) else None
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
