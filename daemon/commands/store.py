@@ -23,8 +23,8 @@ DETAILS = (
     "A namespace is what stands before the hash in a block's key: model, parallel layout and rank, with `cache_prefix` "
     "first. ls and stat ask the Mooncake master's HTTP interface: the embedded store's, or --master-http. purge takes "
     "all ranks' parts, goes through the daemon, reaches the embedded disk tier too, and leaves attached engines "
-    "running: what is staged stays valid, and what is saved afterwards is stored again; only root and the daemon's own "
-    "user may."
+    "running: what is staged stays valid, and what is saved afterwards is stored again (keys that "
+    "were on the disk tier: in memory only, until the daemon restarts); only root and the daemon's own user may."
 )
 PAGE = Page(
     examples=(
