@@ -127,7 +127,9 @@ def _write(folder: Path, shape: Shape) -> None:
         tensors[f"{layer}.mlp.down_proj.weight"] = normal(shape.hidden, shape.intermediate)
     tensors["model.norm.weight"] = ones()
     tensors["lm_head.weight"] = normal(shape.vocab, shape.hidden)
-    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    weights = folder / "model.safetensors"
+    save_file(tensors, str(weights), metadata={"format": "pt"})
+    weights.chmod(0o644)  # it is written for its owner alone, and an engine may be somebody else's
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
