@@ -237,7 +237,8 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             block_bytes=paged.block_bytes, keys=self._keys, device="" if device is None else device.uuid,
             fingerprint=self._fingerprint(kv_caches),
         )  # fmt: skip
-        link = Link(self._settings.socket, functools.cache(hello), functools.partial(WorkerSession.map, device=device))
+        map_session = functools.partial(WorkerSession.map, device=device)
+        link = Link(self._settings.socket, functools.cache(hello), map_session, keep_ended=True)
         self._worker = WorkerSide(link, paged, self._keys, copies)
         self._link = link
         link.start()

@@ -46,18 +46,20 @@ S = TypeVar("S", bound=Session)
 class Link(Generic[S]):
     """Keeps a process attached. `hello` is asked for on the link's own thread, whenever it connects.
 
-    `map_session` maps what came with Attached and owns the descriptors.
+    `map_session` maps what came with Attached and owns the descriptors.  With `keep_ended` an ended epoch stays mapped
+    until `keep` says otherwise; else it goes with whoever still uses it.
     `session` is the current epoch or None.  `confirmed_reset` is the highest reset generation the daemon confirmed.
     `stored` collects what the daemon said about saves.
     """
 
     def __init__(
-        self, path: str, hello: Callable[[], Hello], map_session: Callable[[Attached, Sequence[int]], S]
-    ) -> None:
+        self, path: str, hello: Callable[[], Hello], map_session: Callable[[Attached, Sequence[int]], S],
+        *, keep_ended: bool = False,
+    ) -> None:  # fmt: skip
         self.session: S | None = None
         self.confirmed_reset = 0
         self.stored: deque[Stored] = deque(maxlen=MAX_STORED)
-        self._path, self._hello, self._map = path, hello, map_session
+        self._path, self._hello, self._map, self._keep_ended = path, hello, map_session, keep_ended
         self._sock: socket.socket | None = None
         self._stop = threading.Event()
         self._said: set[str] = set()
@@ -206,8 +208,9 @@ class Link(Generic[S]):
     def _attached(self, sock: socket.socket, message: Attached, fds: Sequence[int]) -> None:
         session = self._map(message, fds)
         session.beat(time.monotonic_ns())
-        with self._lock:
-            self._mapped[session.epoch] = session
+        if self._keep_ended:
+            with self._lock:
+                self._mapped[session.epoch] = session
         self.session = session
         messages.send_message(sock, session.mapped())
         self._said.clear()

@@ -161,11 +161,15 @@ def test_a_warning_says_that_the_daemon_is_gone_not_that_a_session_ended(
     assert [record.levelno for record in caplog.records if "no daemon at" in record.message] == [logging.WARNING]
 
 
-def test_descriptors_are_closed_with_the_session(server: Server, scheduler: Link[SchedulerSession]) -> None:
+def test_descriptors_go_with_the_session_however_often_a_daemon_comes_anew(
+    server: Server, scheduler: Link[SchedulerSession]
+) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
+    for epoch in range(1, 6):
         sock, _ = server.accept()
-        server.attach(sock, server.fake)
+        fake = FakeDaemon(Clock(), epoch=epoch)
+        server.attach(sock, fake)
+        fake.segment.close()
         sock.close()
         wait_for(lambda: scheduler.session is None)
     sock, _ = server.accept()
@@ -173,7 +177,6 @@ def test_descriptors_are_closed_with_the_session(server: Server, scheduler: Link
         messages.send_message(sock, messages.Stored(save_id=save_id), [sock.fileno()])
     wait_for(lambda: len(scheduler.stored) == 9)
     sock.close()
-    scheduler._mapped.clear()
     wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
 
 
@@ -274,7 +277,7 @@ def test_a_reset_without_a_daemon_or_cut_short_is_not_confirmed(
 
 def test_a_worker_keeps_ended_epochs_until_they_are_retired(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Named and no longer named: gone. Never named: kept a while, it may yet be."""
-    link = Link(str(server.path), lambda: hello("worker"), WorkerSession.map)
+    link = Link(str(server.path), lambda: hello("worker"), WorkerSession.map, keep_ended=True)
     link.start()
     for epoch in (1, 2):
         sock, _ = server.accept()
