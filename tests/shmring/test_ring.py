@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import select
+import threading
 from collections import deque
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvprefetch.shmring.doorbell import Doorbell
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.ring import ALIGN, HEADER_BYTES, PADDING, Record
@@ -211,6 +216,36 @@ def test_the_bell_rings_for_a_sleeper_and_for_nobody_else(make) -> None:
     consumer.wake()
     producer.push(1)
     assert control.bells == 1
+
+
+def test_clearing_the_bell_waits_for_nobody_whatever_the_producer_does_to_it() -> None:
+    """Both have the same open file: the producer can take O_NONBLOCK from it, and a ring that the consumer saw."""
+    bell = Doorbell.create()
+    bell.ring()
+    bell.clear()
+    os.set_blocking(bell.fd, True)
+    consumer = threading.Thread(target=bell.clear, daemon=True)
+    consumer.start()
+    consumer.join(5)
+    waits = consumer.is_alive()
+    bell.ring()  # lets it go
+    consumer.join()
+    bell.close()
+    assert not waits
+
+
+def test_the_bell_is_cleared_by_a_kernel_too_that_cannot_promise_not_to_wait(monkeypatch) -> None:
+    def unknown(*_: object) -> int:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    bell = Doorbell.create()
+    monkeypatch.setattr(os, "preadv", unknown)
+    bell.ring()
+    bell.clear()
+    bell.clear()
+    monkeypatch.undo()
+    assert not select.select([bell.fd], [], [], 0)[0]
+    bell.close()
 
 
 def test_a_consumer_with_records_left_does_not_go_to_sleep(make) -> None:
