@@ -113,7 +113,8 @@ class Saver:
             if not record.dropped:
                 self.counters.lost_saves += len(record.slots)
                 if self.tell is not None:
-                    self.tell(Stored(save_id=record.save_id, lost=record.slots))
+                    for start in range(0, len(record.slots), MAX_JOB_BLOCKS):
+                        self.tell(Stored(save_id=record.save_id, lost=record.slots[start : start + MAX_JOB_BLOCKS]))
             self._grant(record.slots)
             return
         for start in range(0, len(record.slots), self._job_blocks):

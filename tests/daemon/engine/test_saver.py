@@ -12,7 +12,7 @@ from kvprefetch.daemon.engine import saver as module
 from kvprefetch.daemon.engine.saver import LOADS_FIRST_NS, PAUSE_NS, RESET_SLACK_S, TRIES, Saver
 from kvprefetch.daemon.engine.transfers import SaveResult
 from kvprefetch.daemon.telemetry.account import Account
-from kvprefetch.shmring.messages import Stored
+from kvprefetch.shmring.messages import MAX_MESSAGE_BYTES, Stored, encode_message
 from kvprefetch.shmring.protocol import ProtocolError, Saved
 
 
@@ -50,7 +50,7 @@ class Setup:
         self.jobs.append((blocks, done))
 
     def save(self, count: int, save_id: int = 1) -> None:
-        hashes = [bytes([save_id, slot]) * 16 for slot in range(count)]
+        hashes = [bytes([save_id, slot % 256]) * 16 for slot in range(count)]
         self.saver.saved(Saved(save_id, 0, False, list(range(count)), hashes))
 
     def end(self, *, again: bool = False, disk: bool = False) -> list[int]:
@@ -62,6 +62,16 @@ class Setup:
         else:
             done(SaveResult(len(blocks), 0, 0, [], [] if disk else slots, slots if disk else []))
         return slots
+
+
+def test_a_long_save_that_is_not_stored_is_told_in_messages_that_fit() -> None:
+    """A message that is cut off would end the engine's connection."""
+    setup = Setup(slots=20_000)
+    setup.saver.switch(saving=False)
+    setup.save(20_000)
+    assert [slot for told in setup.told for slot in told.lost] == list(range(20_000))
+    assert max(len(encode_message(told)) for told in setup.told) <= MAX_MESSAGE_BYTES
+    assert setup.saver.counters.lost_saves == 20_000
 
 
 def test_a_long_save_is_put_in_parts_and_each_part_gives_its_slots_back() -> None:
