@@ -146,10 +146,10 @@ class EngineSession:
         elif record.kind == RecordKind.ASK:
             ask = protocol.decode_ask(record.payload)
             key = (ask.flag, ask.generation)
-            self.stories.asked(key, ask.asked_ns)
-            self.planner.ask(key)
-            self.promoter.asked(key)
-            if (request := self.planner.requests.get(key)) is not None:
+            if (request := self.planner.requests.get(key)) is not None and not request.asked:
+                self.stories.asked(key, ask.asked_ns)
+                self.planner.ask(key)
+                self.promoter.asked(key)
                 self.look_ups.asked(request)
         elif record.kind == RecordKind.DONE:
             self._done(protocol.decode_done(record.payload))
@@ -302,9 +302,9 @@ class EngineSession:
             self.warming.add(order, reply)
 
     def _disk_blocks(self, key: Key) -> int | None:
-        """For the engine's statistics. Where tiers are not asked for, there is only memory."""
+        """For the engine's statistics: one fetched again counts once; where tiers are not asked for, all is memory."""
         request = self.planner.requests.get(key)
-        return None if request is None else request.disk_blocks
+        return None if request is None else min(request.disk_blocks, request.blocks - request.local)
 
     # --- reset ------------------------------------------------------------------------------------------------------
 

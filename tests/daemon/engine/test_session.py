@@ -82,16 +82,23 @@ class Engine:
         self.session = session
         self.producer = Producer(session.control.buffer, session.words, session.layout, lambda: None)
 
-    def hint(self, flag: int, generation: int, *names: str) -> None:
+    def hint(self, flag: int, generation: int, *names: str, on_disk: bool = False, asked: bool = False) -> None:
         """Push a hint; its blocks are staged when this returns."""
         hashes = memoryview(b"".join(name.ljust(32).encode() for name in names))
         self.move(flag, generation, FlagState.HINTED, 0)
         hint = Hint(flag, generation, "r", len(names), 0, 0, 1, 0, 32, hashes)
         self.push(RecordKind.HINT, *encode_hint(hint))
+        if asked:
+            self.push(RecordKind.ASK, encode_ask(Ask(flag, generation, 1)))
+        self.session.planner.looked_up((flag, generation), len(names), bytes([on_disk]) * len(names))
+        self.fetch()
+
+    def fetch(self) -> None:
+        """All that can be fetched arrives."""
         planner = self.session.planner
-        planner.looked_up((flag, generation), len(names))
-        while (order := planner.next_order()) is not None:
-            planner.fetched(order.number, [True] * len(order.slots), 1)
+        for lane in Lane:
+            while (order := planner.next_order(lane)) is not None:
+                planner.fetched(order.number, [True] * len(order.slots), 1)
 
     def done(self, flag: int, generation: int, loaded: range) -> None:
         """Give a claimed flag back."""
@@ -130,6 +137,41 @@ def test_what_is_taken_back_is_pending_in_the_same_use_of_its_flag_and_its_tier_
     assert not session._flags.take_back((0, 1)), "never under a claim"
     assert not session._flags.take_back((0, 2)), "nor in another use"
     assert dropped == [(0, 1)]
+    engine.leave()
+
+
+def test_a_block_from_disk_that_is_fetched_again_and_again_counts_once_for_the_engine() -> None:
+    """A long prompt that is taken back often would come to more than the word holds, and end the daemon."""
+    session = make_session()
+    engine = Engine(session)
+    for others in range(1, 4):  # each is more urgent than the first, takes its room, and ends
+        if others == 1:
+            engine.hint(0, 1, *"abcdefgh", on_disk=True)
+        assert session.table.disk(0) == 8
+        engine.hint(1, others, *"stuvwxyz", asked=True)
+        assert session.table.flag(0).state == FlagState.HINTED
+        engine.move(1, others, FlagState.RELEASED, 8)
+        engine.push(RecordKind.DONE, encode_done(Done(1, others, Outcome.LOADED, 0, 8, 0, 0, 0)))
+        engine.fetch()
+    assert session.table.flag(0) == (1, FlagState.READY, 8)
+    assert session.planner.requests[0, 1].disk_blocks > 8, "for the story every byte counts"
+    assert session.table.disk(0) == 8
+    engine.leave()
+
+
+def test_asking_again_and_again_for_a_request_is_heard_once() -> None:
+    """The queue of look-ups has an entry for each time: an engine that does wrong would fill the daemon's memory."""
+    session = make_session()
+    engine = Engine(session)
+    engine.move(0, 1, FlagState.HINTED, 0)
+    engine.move(1, 1, FlagState.HINTED, 0)
+    for flag in range(2):  # the first one's question is under way, the second waits
+        hashes = memoryview(bytes([flag]) * 32)
+        engine.push(RecordKind.HINT, *encode_hint(Hint(flag, 1, "r", 1, 0, 0, 1, 0, 32, hashes)))
+    for _ in range(100):
+        engine.push(RecordKind.ASK, encode_ask(Ask(1, 1, 1)))
+    assert len(session.look_ups) == 2
+    assert len(session.look_ups._queue) == 2
     engine.leave()
 
 
