@@ -85,7 +85,7 @@ class Claims:
         self._spin_ns, self._idle_wait_ns = config.spin_us * 1000, config.idle_wait_us * 1000
         self._looked_ns = 0  # in this pass
         self._warned_ns = -_WARN_EVERY_NS
-        self._pending_ahead = False  # whether a request visited before in this pass waits
+        self._pending_ahead = False  # whether a request visited before in this pass waits, and is judged
         self._kept_seats = 0  # in this pass, for requests visited before whose look-up goes on
 
     def usable_blocks(self, request: Any) -> int:
@@ -175,7 +175,7 @@ class Claims:
             elif not self._late_hint(entry, session, start):
                 verdict = Verdict.LATE
         if verdict is Verdict.WAIT:
-            self._pending_ahead = True
+            self._pending_ahead |= wait.policy == "adaptive"  # who waits whatever it costs decides for nobody else
             if first_visit and handle is not None:
                 self._kept_seats += handle.session.flags.found(handle.flag) <= handle.local_blocks
             return PENDING

@@ -17,7 +17,7 @@ not waited for.
 Recomputing keeps a seat and lengthens everybody's steps: the fewer seats are free, the more requests wait behind it.
 So it counts 1 / (1 - occupied) times, as the time in a queue grows with the load of what serves it.
 
-Only the first of the requests that wait is judged so, and its clock starts when it gets there.  Behind it nobody is
+Only the first of the requests that wait so is judged, and its clock starts when it gets there.  Behind it nobody is
 late: what the engine could do now is the first one's to decide, and store and staging serve the queue in order.  Judged
 one by one, a queue that waits for its turn would be recomputed as a whole.
 

@@ -238,6 +238,21 @@ def test_a_bad_wish_is_one_warning_and_the_default(
     assert engine.match(request) == NOTHING
 
 
+@pytest.mark.parametrize("policy", ["wait", "timeout"])
+def test_who_waits_whatever_it_costs_makes_nobody_else_wait(policy: str) -> None:
+    """Its client may say so: an adaptive request behind it is judged as if it were the first."""
+    engine = measured()
+    wishes = {"kvprefetch": {"wait_policy": policy, "wait_timeout_ms": 5000}}
+    patient = engine.add("patient", 40 * BLOCK + 1, kv_transfer_params=wishes)
+    behind = engine.add("behind", 40 * BLOCK + 1)
+    for _ in range(10):
+        assert engine.match(patient) == PENDING
+        if (reply := engine.match(behind)) != PENDING:
+            break
+        step(engine)
+    assert reply == NOTHING
+
+
 # --- a pass looks a moment longer --------------------------------------------------------------------------------
 
 
@@ -345,6 +360,31 @@ def test_the_last_seat_is_kept_for_a_pass_for_who_is_being_looked_up(
     third = engine.add("third", 40 * BLOCK + 1)
     engine.daemon.stage("third", 0)
     assert engine.match(third) == NOTHING, "a fetch may take long, and keeps no seat"
+
+
+def test_one_that_is_asked_about_although_all_seats_seem_taken_is_told_as_any_other() -> None:
+    """It was preempted, or a request ended that is not known to have: who is asked about has a seat."""
+    engine = measured()
+    engine.side._running |= {f"r{number}" for number in range(20)}
+    staged, pending = (engine.add(name, 40 * BLOCK + 1) for name in ("staged", "pending"))
+    engine.daemon.stage("staged", 40)
+    assert engine.match(staged)[0] == 40 * BLOCK
+    assert engine.match(pending) == PENDING
+    assert engine.side._entries["pending"].wait is not None, "judged, and not told to give way"
+
+
+def test_an_idle_engine_asks_before_it_looks_a_moment_longer() -> None:
+    engine, clock = turning(wait_policy="timeout")
+    request = engine.add("r", 20 * BLOCK + 1)
+
+    def pause() -> None:
+        clock.pause()
+        engine.daemon.drain()
+        assert engine.daemon.asks
+
+    engine.side._claims._pause = pause
+    assert engine.match(request) == PENDING
+    assert clock.pauses
 
 
 def occupy(engine: Engine, case: str) -> None:
