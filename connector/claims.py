@@ -68,7 +68,6 @@ class Entry:
         """Preempted: its blocks are gone, and everything is to be done again for all of its tokens."""
         self.preemptions = self.request.num_preemptions
         self.settled, self.late_hints, self.wait, self.waiting_since_ns = False, 0, None, 0
-        self.loading = False
         self.progress = Progress()
 
 

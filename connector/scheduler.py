@@ -130,7 +130,7 @@ class SchedulerSide:
         session = self._usable_session()
         if session is None or not loadable or not self._config.hint_on_arrival:
             return
-        if self._claims.usable_blocks(request) == 0 or not session.alive(self._clock_ns()):
+        if not session.alive(self._clock_ns()):
             return
         self._claims.hint(entry, session, self.local_tokens(request) // self._geometry.block_tokens)
 

@@ -28,6 +28,14 @@ from kvprefetch.shmring.segment import Segment
 BLOCK = 16
 BLOCK_BYTES = 1024
 MS = 1_000_000
+# What an engine may do to a flag (protocol.py).
+TRANSITIONS = {
+    FlagState.FREE: {FlagState.HINTED},
+    FlagState.HINTED: {FlagState.CLAIMED, FlagState.CANCELLED, FlagState.FREE},
+    FlagState.READY: {FlagState.CLAIMED, FlagState.CANCELLED},
+    FlagState.CLAIMED: {FlagState.READY, FlagState.RELEASED},
+    FlagState.EXPIRED: {FlagState.FREE},
+}
 
 
 class Clock:
@@ -77,7 +85,16 @@ class FakeDaemon:
             slot_count=self.layout.slot_count,
             slot_bytes=0,
         )
-        return SchedulerSession.map(attached, [os.dup(self.segment.fd), Doorbell.create().fd])
+        session = SchedulerSession.map(attached, [os.dup(self.segment.fd), Doorbell.create().fd])
+        exchange = session.flags.exchange
+
+        def checked(index: int, expected: int, desired: int) -> bool:
+            before, after = unpack(expected), unpack(desired)
+            assert after.state in TRANSITIONS.get(FlagState(before.state), ()), (before, after)
+            return exchange(index, expected, desired)
+
+        session.flags.exchange = checked  # type: ignore[method-assign]
+        return session
 
     def drain(self) -> None:
         """Take all records, and free the flags that were given up."""
