@@ -180,15 +180,16 @@ def master(config: DaemonConfig) -> Iterator[Finding]:
         yield Finding("note", f"protocol={settings.protocol!r}, and no RDMA device here: Mooncake uses TCP",
                       "install the card's driver, show its devices to a container, or say tcp")  # fmt: skip
     address = settings.master_server_address
-    if addresses.split(address) is None:
-        yield Finding("note", f"master {address}: found through another service, not tried here")
+    what = f"{kind} of the masters" if (kind := addresses.elected(address)) else "master"
+    if None in addresses.endpoints(address):
+        yield Finding("note", f"{what} {address}: found through another service, not tried here")
         return
     started = time.monotonic()
     if (why := addresses.unreached(address, config.rpc_timeout_ms / 1e3)) is not None:
-        yield Finding("bad", f"master {address}: {why}",
+        yield Finding("bad", f"{what} {address}: {why}",
                       "start it, open the firewall, and under systemd use the drop-in cluster.conf")  # fmt: skip
     else:
-        yield Finding("ok", f"master {address} answers in {(time.monotonic() - started) * 1e3:.1f} ms")
+        yield Finding("ok", f"{what} {address} answers in {(time.monotonic() - started) * 1e3:.1f} ms")
 
 
 def clock(config: DaemonConfig) -> Iterator[Finding]:

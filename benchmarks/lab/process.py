@@ -40,6 +40,15 @@ def free_ports(count: int) -> list[int]:
         return [int(each.getsockname()[1]) for each in sockets]
 
 
+def listens(host: str, port: int) -> bool:
+    """Whether connections are taken there."""
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
 def die_with_parent() -> None:
     """Ask the kernel to SIGKILL this process when the thread that started it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

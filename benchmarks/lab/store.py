@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import subprocess
 import time
 import urllib.request
@@ -120,7 +119,11 @@ class Store:
             *offload,
         ]
         self._processes.append(self._spawn_master(scratch))
-        for number, port in enumerate(owner_rpc):
+        self._start_owners(owner_rpc, offload, scratch)
+
+    def _start_owners(self, ports: list[int], offload: list[str], scratch: Path) -> None:
+        """An owner on each port, and then the file that names the cluster."""
+        for number, port in enumerate(ports):
             self._start_owner(port, offload, scratch / f"owner{number}.log")
         settings: dict[str, Any] = {
             "metadata_server": "P2PHANDSHAKE",
@@ -208,11 +211,7 @@ class Store:
 
     def _master_answers(self) -> bool:
         host, _, port = self.master_address.rpartition(":")
-        try:
-            socket.create_connection((host, int(port)), timeout=1).close()
-        except OSError:
-            return False
-        return True
+        return process.listens(host, int(port))
 
     def _wait(self, child: subprocess.Popen[bytes], name: str, log: Path, ready: Callable[[], bool]) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S

@@ -7,6 +7,7 @@ import collections
 import http.client
 import re
 import sys
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -123,5 +124,10 @@ def listed(master: str, prefix: str) -> Iterator[str]:
                 key = line.decode(errors="replace").rstrip("\n")
                 if key.startswith(prefix) and key:
                     yield key
+    except urllib.error.HTTPError as error:
+        with error:
+            stands_by = error.code == http.HTTPStatus.SERVICE_UNAVAILABLE
+        why = "another master leads: name that one" if stands_by else f"the master refuses: {error}"
+        raise Unavailable(f"{why}: {url}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:  # the last: what answers there is no HTTP
         raise Unavailable(f"the master does not answer: {url}: {printable(str(error).strip())}") from None

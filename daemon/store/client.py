@@ -4,8 +4,7 @@ A call into Mooncake before `setup` or after `close` is a segmentation fault, so
 which counts the calls in flight under a lock and admits none unless the store is open. Codes are per key, so
 `classify` maps them in one place, and only a call in which *every* key failed transiently counts against the breaker
 (breaker.py).
-The bytes of a removed object stay in the files of a disk tier, and would be found again at the next start: see
-`Store.remove_matching`.
+Bytes of a removed object stay in the files of a disk tier, to be found at the next start: see `Store.remove_matching`.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ Tier = Literal["memory", "disk"]
 
 _REMEMBERED_KEYS = 65_536  # what `remove_matching` re-checks by name and `flush` waits for
 _CLOSE_WAIT_S = 65.0  # a transfer whose peer died waits 60 s inside Mooncake, and nothing shortens it
+_left: list[Any] = []  # clients that said no goodbye: their destructors would, and wait for it
 
 
 class StoreUnavailable(Exception):
@@ -83,22 +83,26 @@ class Store:
         client = join(self._settings, self._named.getsockname()[1], self._rpc_timeout_ms)
         with self._state:
             self._client, self._open = client, True
-        s = self._settings
-        if addresses.without_rdma(s.protocol):
-            self._log.warning("rdma.absent", protocol=s.protocol)
-        self._log.info("store.opened", master=s.master_server_address, protocol=s.protocol)
+        protocol = self._settings.protocol
+        if addresses.without_rdma(protocol):
+            self._log.warning("rdma.absent", protocol=protocol)
+        self._log.info("store.opened", master=self._settings.master_server_address, protocol=protocol)
 
     def close(self, *, goodbye: bool = True) -> None:
         """Refuse new calls, wait for those in flight, then leave the cluster; may hold the GIL for 2 s. Idempotent.
 
         A call still in flight after 65 s would crash the process if the client went away under it; the client is then
-        left as it is, for the end of the process. So it is without `goodbye`, for a process that ends with its master.
+        left as it is, for the end of the process. So it is without `goodbye`, which a process that ends with its master
+        does not say, nor one where several masters are: it would take up to 31 s.
         """
+        goodbye = goodbye and addresses.elected(self._settings.master_server_address) is None
         with self._state:
             was_open, self._open = self._open, False
             idle = self._state.wait_for(lambda: self._in_flight == 0, _CLOSE_WAIT_S)
         if was_open and idle and goodbye:
             self._client.close()
+        elif was_open:
+            _left.append(self._client)
         if self._named is not None:
             self._named.close()
         if was_open:

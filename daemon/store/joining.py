@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from . import addresses
 from .errors import LIBRARIES
 from .settings import MooncakeSettings
 
@@ -37,8 +38,17 @@ def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int) -> Any:
         code, why = -1, str(error) or type(error).__name__
     if code != 0:
         del client  # leaves the master while there is one
-        raise StoreError(f"mooncake set-up failed: {why}: {settings}")
+        raise StoreError(f"mooncake set-up failed: {why}: {settings}{_masters(settings.master_server_address)}")
     return client
+
+
+def _masters(address: str) -> str:
+    """What else it may be where one of several masters leads: Mooncake gives one code for all of it."""
+    if (kind := addresses.elected(address)) is None:
+        return ""
+    known = "" if kind == "etcd" else f", or this Mooncake was built without {kind}"
+    cluster = os.environ.get("MC_STORE_CLUSTER_ID", "mooncake_cluster")
+    return f": perhaps no master with --cluster_id={cluster} leads yet{known}"
 
 
 def _import_client() -> Any:

@@ -47,7 +47,9 @@ class MooncakeSettings:
 
     def unreached(self, timeout_s: float) -> str | None:
         """One line about a server that does not answer, instead of Mooncake's own retries; None when each does."""
-        for key, what in (("master_server_address", "Mooncake master"), ("metadata_server", "metadata server")):
+        kind = addresses.elected(self.master_server_address)
+        master = f"{kind} of Mooncake masters" if kind else "Mooncake master"
+        for key, what in (("master_server_address", master), ("metadata_server", "metadata server")):
             address = getattr(self, key)
             if (why := addresses.unreached(address, timeout_s)) is not None:
                 return f"no {what} answers at {address[:200]}: {why} ({key})"

@@ -22,15 +22,15 @@ def stored(daemon: Daemon, count: int) -> None:
     wait_for(lambda: sum(line["stored_blocks"] for line in daemon.records("save.done")) >= count, what="the save")
 
 
-def absent_cluster(folder: Path, *, metadata_server: str = "P2PHANDSHAKE") -> Path:
-    """The JSON file of a cluster whose master does not listen."""
+def absent_cluster(folder: Path, *, metadata_server: str = "P2PHANDSHAKE", master: str = "") -> Path:
+    """The JSON file of a cluster whose `master` is not there; without one, of a master that does not listen."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
     config = folder / "mooncake.json"
     settings = {
         "metadata_server": metadata_server,
-        "master_server_address": f"127.0.0.1:{port}",
+        "master_server_address": master or f"127.0.0.1:{port}",
         "protocol": "tcp",
         "mode": "standalone-store",
         "global_segment_size": 0,

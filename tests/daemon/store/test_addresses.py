@@ -32,10 +32,30 @@ def test_a_plain_address_is_a_host_and_a_port(address: str, place: tuple[str, in
     assert (addresses.wrong_master(address) is None) is (place is not None)
 
 
-@pytest.mark.parametrize("address", ["etcd://a:1,b:2", "redis://h:1", "k8s://space/lease"])
-def test_masters_with_high_availability_are_found_by_mooncake(address: str) -> None:
-    assert addresses.wrong_master(address) is None
-    assert addresses.unreached(address, 0.1) is None, "not tried"
+@pytest.mark.parametrize(
+    ("address", "through"),
+    [
+        ("etcd://a:1,b:2", "etcd"),
+        ("etcd://a:1;[fd00::1]:2;http://c:3", "etcd"),
+        ("etcd://a:1;b", None),
+        ("etcd://", None),
+        ("redis://h:1", "redis"),
+        ("k8s://space/lease", "k8s"),
+        ("consul://h:1", None),
+    ],
+)
+def test_masters_with_high_availability_are_found_through_another_service(address: str, through: str | None) -> None:
+    assert (addresses.wrong_master(address) is None) is (through is not None)
+    assert through is None or addresses.elected(address) == through
+
+
+def test_of_an_etcd_s_endpoints_one_is_enough() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        dead, living = (f"127.0.0.1:{each.getsockname()[1]}" for each in (closed, server))
+        assert addresses.unreached(f"etcd://{dead};{living}", 1.0) is None
+        assert addresses.unreached(f"etcd://{dead};http://{dead}", 1.0) == "Connection refused"
+    assert addresses.unreached("k8s://space/lease", 0.1) is None, "not tried"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +88,9 @@ def test_who_listens_on_ipv6_is_reached_and_who_does_not_is_named(form: str) -> 
 
 def test_our_name_is_the_address_that_the_master_sees() -> None:
     assert addresses.own("127.0.0.1:50051") == "127.0.0.1"
-    assert addresses.own("etcd://127.0.0.2:1,h:2") == "127.0.0.1"
+    assert addresses.own("etcd://no.such.host.invalid:1;127.0.0.2:1") == "127.0.0.1"
+    if socket.has_ipv6 and Path("/proc/net/if_inet6").exists():
+        assert addresses.own("etcd://no.such.host.invalid:1,[::1]:1") == "[::1]", "the first that has an address"
     assert addresses.own("no.such.host.invalid:1") == "127.0.0.1"
     if socket.has_ipv6 and Path("/proc/net/if_inet6").exists():
         assert addresses.own("[::1]:50051") == "[::1]"
