@@ -7,6 +7,7 @@ serve) and update_state_after_alloc, after which the engine counts on the blocks
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable
@@ -74,6 +75,8 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = configuration.load(transfer.kv_connector_extra_config)
         support.check(vllm.__version__, vllm_config, kv_cache_config)
         self._geometry = support.geometry(vllm_config, kv_cache_config)
+        if self._settings.mode == "shadow":  # the daemon is to know, who gives no slots and no namespace to it
+            self._geometry = dataclasses.replace(self._geometry, saves=False)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._link: Link[SchedulerSession] | Link[WorkerSession] | None = None

@@ -49,7 +49,7 @@ class Link(Generic[S]):
     `map_session` maps what came with Attached and owns the descriptors.  With `keep_ended` an ended epoch stays mapped
     until `keep` says otherwise; else it goes with whoever still uses it.
     `session` is the current epoch or None.  `confirmed_reset` is the highest reset generation the daemon confirmed.
-    `stored` collects what the daemon said about saves.
+    `stored` collects what the daemon said about saves; `refused`: engines unlike this one have its keys.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Link(Generic[S]):
     ) -> None:  # fmt: skip
         self.session: S | None = None
         self.confirmed_reset = 0
+        self.refused = False
         self.stored: deque[Stored] = deque(maxlen=MAX_STORED)
         self._path, self._hello, self._map, self._keep_ended = path, hello, map_session, keep_ended
         self._sock: socket.socket | None = None
@@ -196,6 +197,7 @@ class Link(Generic[S]):
             elif isinstance(message, Stored):
                 self.stored.append(message)
             elif isinstance(message, Notice):
+                self.refused = message.refused
                 log.warning("kvprefetch: %s", message.text)
             elif isinstance(message, Refused):
                 level = logging.ERROR if message.final else logging.INFO
@@ -218,7 +220,7 @@ class Link(Generic[S]):
 
     def _lost(self) -> None:
         """The connection is over: nobody may start anything on its epoch."""
-        session, self.session = self.session, None
+        session, self.session, self.refused = self.session, None, False
         self._replied.set()
         if session is not None:
             session.ended()

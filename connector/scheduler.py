@@ -47,6 +47,8 @@ class SessionSource(Protocol):
     def session(self) -> SchedulerSession | None: ...
     @property
     def confirmed_reset(self) -> int: ...
+    @property
+    def refused(self) -> bool: ...
     def detach(self, reason: str) -> None: ...
     @property
     def stored(self) -> deque[Stored]: ...
@@ -128,6 +130,8 @@ class SchedulerSide:
         entry = Entry(request, loadable, request.num_preemptions)
         self._entries[request.request_id] = entry
         session = self._usable_session()
+        if self._link.refused:
+            self.counters["refused_requests"] += 1
         if session is None or not loadable or not self._config.hint_on_arrival:
             return
         if not session.alive(self._clock_ns()):
@@ -230,7 +234,9 @@ class SchedulerSide:
         session = self._usable_session()
         while self._answered:
             self._claims.withdraw(self._entries[self._answered.pop()])
-        if session is not None and (self._unsaved or self._saves.left) and session.alive(self._clock_ns()):
+        if self._link.refused:
+            self._saves.forget_left()
+        elif session is not None and (self._unsaved or self._saves.left) and session.alive(self._clock_ns()):
             meta.saves.extend(self._plan_saves(session, output))
         self._saves.flush()
 
@@ -316,7 +322,7 @@ class SchedulerSide:
         entry = self._entries.pop(request.request_id, None)
         if entry is None:
             return
-        if entry.preemptions == request.num_preemptions and not self._stale_local:
+        if entry.preemptions == request.num_preemptions and not (self._stale_local or self._link.refused):
             self._saves.leave(entry.progress, request, block_ids)
         self._answered.discard(request.request_id)
         self._claims.finish(entry, Outcome.ABORTED)

@@ -27,6 +27,7 @@ def numbers(session: EngineSession) -> dict[str, int | str]:
         "hidden_ms": int(session.totals.hidden_s * 1e3),
         **session.account(),
         **({"refused": session.namespace.differences[:MAX_DIFFERENCES]} if session.namespace.differences else {}),
+        **({"unknown": session.namespace.trouble[:MAX_DIFFERENCES]} if session.namespace.trouble else {}),
     }
 
 

@@ -177,10 +177,14 @@ class Stored(_Message):
 
 
 class Notice(_Message):
-    """Something that the engine's operator is to read in the engine's log, in one line."""
+    """Something that the engine's operator is to read in the engine's log, in one line.
+
+    `refused`: until the next one nothing of this engine is stored, so that it need not copy what is to be saved.
+    """
 
     type: Literal["notice"] = "notice"
     text: str = Field(max_length=4096)
+    refused: bool = False
 
 
 class StatusQuery(_Message):

@@ -21,6 +21,7 @@ from ..store.client import Store
 from ..telemetry.account import Account
 from ..telemetry.logs import Log
 from . import transfers
+from .namespace import Namespace
 
 PAUSE_NS = (100_000_000, 2_000_000_000)
 TRIES = 8  # in a row without a block getting in: about ten seconds of a full store
@@ -75,19 +76,19 @@ class RunJob(Protocol):
 class Saver:
     """Owns the save `slots` of one engine.
 
-    `loading` says whether a fetch is in flight or wanted, `held` whether saves are to wait.  `stored` hears the digests
-    that are in the store now, and `tell`, once set, what became of every save.
+    `loading` says whether a fetch is in flight or wanted, `namespace` whether saves are to wait.  `stored` hears the
+    digests that are in the store now, and `tell`, once set, what became of every save.
     """
 
     def __init__(
         self, store: Store, shape: transfers.Shape, credits: CreditGranter, slots: range, run: RunJob, log: Log,
-        clock_ns: Callable[[], int], *, job_blocks: int, loading: Callable[[], bool], held: Callable[[], bool],
+        clock_ns: Callable[[], int], *, job_blocks: int, loading: Callable[[], bool], namespace: Namespace,
         counters: Account, stored: Callable[[list[bytes]], None],
     ) -> None:  # fmt: skip
         self._store, self._shape, self._credits, self._run = store, shape, credits, run
         self._log, self._clock_ns = log, clock_ns
         self._job_blocks = max(1, min(job_blocks, MAX_JOB_BLOCKS))
-        self._loading, self._held, self._in_store = loading, held, stored
+        self._loading, self._namespace, self._in_store = loading, namespace, stored
         self._yielded_ns = 0  # since when the next job has let loads go first
         self.tell: Callable[[Stored], None] | None = None
         self.counters = counters
@@ -135,7 +136,7 @@ class Saver:
         for reset in self._resets:
             if self._clock_ns() >= reset.deadline_ns:  # a put that hangs is in its way, or it hangs itself
                 reset.answer(False)
-        if self._busy or not self._jobs or self._held():
+        if self._busy or not self._jobs or self._namespace.saves_wait:
             return
         now = self._clock_ns()
         if now < self._not_before_ns:
@@ -147,7 +148,10 @@ class Saver:
         self._yielded_ns = 0
         self._busy = True
         job = self._jobs.popleft()
-        work = partial(transfers.save, self._store, self._shape, job.blocks, locate=self.tell is not None)
+        work = partial(
+            transfers.save, self._store, self._shape, job.blocks, locate=self.tell is not None,
+            mark=self._namespace.mark,
+        )  # fmt: skip
         failed = transfers.SaveResult(0, 0, len(job.blocks), [])
         self._run(work, partial(self._stored, job), failed, partial(self._overdue, job))
 
@@ -181,6 +185,8 @@ class Saver:
                 self.give_up()
         if self._resets:
             self._remove()
+        if result.doubt:
+            self._namespace.doubt()
         self.next()
 
     def give_up(self) -> None:

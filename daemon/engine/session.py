@@ -72,7 +72,7 @@ class EngineSession:
         self.jobs = Jobs(self._log)
         self.namespace = Namespace(
             store, self.engine_id, engine.workers[0].key_prefix, engine.workers[0].fingerprint, pools, self.jobs,
-            self._log, clock_ns, self._namespace_changed,
+            self._log, clock_ns, self._namespace_changed, saves=engine.scheduler.saves,
         )  # fmt: skip
         self.stories = Stories(self.totals, self._log, self.block_bytes, clock_ns)
         chunk_blocks = max(1, chunk_bytes // self.block_bytes)
@@ -92,7 +92,7 @@ class EngineSession:
             range(memory.save_slots_from, self.slot_count), partial(self.jobs.start, pools.save), self._log, clock_ns,
             job_blocks=chunk_blocks // PUTS_PER_CHUNK, counters=self.totals,
             loading=lambda: pools.fetches_in_flight > 0 or self.planner.has_work, stored=self._negative.stored,
-            held=lambda: self.namespace.whose in (Whose.UNKNOWN, Whose.ASKING),
+            namespace=self.namespace,
         )  # fmt: skip
         self.warming = Warming(
             self.planner, self._negative, about(engine, self.epoch), self.totals.warmed_blocks, clock_ns,
@@ -103,8 +103,8 @@ class EngineSession:
             first_slot=self.slot_count, block_bytes=self.block_bytes,
         )  # fmt: skip
         self._fetcher = Fetcher(
-            self.planner, self.warming, store, self.shape, pools, self.jobs, self._negative, self.totals, self._log,
-            clock_ns, returned=self.saver.next,
+            self.planner, self.warming, store, self.shape, pools, self.jobs, self.namespace, self._negative,
+            self.totals, self._log, clock_ns, returned=self.saver.next,
         )  # fmt: skip
 
     def register_staging(self) -> None:
@@ -213,6 +213,7 @@ class EngineSession:
     def switch(self, mode: Mode) -> None:
         """What becomes of hints from now on, and of blocks to save; requests already planned go on."""
         self._mode = mode
+        self.namespace.switch(mode == "on")
         self.saver.switch(mode == "on" and self.namespace.whose is not Whose.THEIRS)
 
     def scan(self) -> None:
@@ -246,7 +247,7 @@ class EngineSession:
         return self._store.answering and self.namespace.whose in (Whose.ASKING, Whose.OURS)
 
     def may_ask(self) -> bool:
-        return self.namespace.whose is not Whose.ASKING
+        return self.namespace.known
 
     def ask_store(self, number: int, questions: Sequence[Question]) -> None:
         generation = self.saver.generation

@@ -20,6 +20,7 @@ import numpy as np
 from ...shmring.messages import WorkerShape
 from ..store.client import Store, StoreUnavailable, Tier
 from ..store.errors import ErrorClass
+from ..store.marks import Mark
 from ..store.owners import Get
 from .staging import HostStaging
 
@@ -82,6 +83,7 @@ class SaveResult:
     """Blocks stored now, blocks that were there already, blocks lost, and those to try again: no space, or no store.
 
     `memory` and `disk` are the slots of the blocks that are in the store now, by tier; only when `locate` asked for it.
+    `doubt`: whose namespace it is was found changed, so none was put, or none left there.
     """
 
     stored: int
@@ -90,6 +92,7 @@ class SaveResult:
     again: list[tuple[bytes, int]]
     memory: list[int] = field(default_factory=list)
     disk: list[int] = field(default_factory=list)
+    doubt: bool = False
 
 
 class Found(NamedTuple):
@@ -138,9 +141,11 @@ def _found(where: Sequence[Tier | None]) -> Found:
 
 
 def fetch(
-    store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, from_disk: bool = False, get: Get | None = None
-) -> list[ErrorClass]:
-    """Read (digest, slot) blocks into their slots; what became of each: OK when every rank's part is there.
+    store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, from_disk: bool = False, get: Get | None = None,
+    mark: Mark | None = None,
+) -> list[ErrorClass]:  # fmt: skip
+    """Read (digest, slot) blocks into their slots; what became of each: OK when every rank's part is there, and what is
+    marked lies there still.
 
     A part that several ranks hold is read once and copied to the others. Parts whose class says so are tried once more.
     A part `from_disk` that has lost a page is CORRUPT. Who gives this fetch up says so in `get`.
@@ -151,7 +156,7 @@ def fetch(
     addresses = [place[ranks[0]] for place in places for _, ranks in shards]
     sizes = [block_bytes[ranks[0]] for _, ranks in shards] * len(blocks)
     try:
-        parts = store.get_into(keys, addresses, sizes, get)
+        parts = store.get_into(keys, addresses, sizes, get, mark)
     except StoreUnavailable:
         return [ErrorClass.TRANSIENT] * len(blocks)
     again = [i for i, part in enumerate(parts) if part in (ErrorClass.RETRY, ErrorClass.LOOKUP_AGAIN)]
@@ -159,7 +164,7 @@ def fetch(
         time.sleep(RETRY_S)
         with contextlib.suppress(StoreUnavailable):  # then they stay as they are, and the others are there
             late = [keys[i] for i in again], [addresses[i] for i in again], [sizes[i] for i in again]
-            second = store.get_into(*late, get)
+            second = store.get_into(*late, get, mark)
             for i, part in zip(again, second, strict=True):
                 parts[i] = part
     for i, part in enumerate(parts) if from_disk else ():
@@ -187,10 +192,12 @@ def _holed(address: int, size: int) -> bool:
     return any(not halves[i].any() for i in np.flatnonzero(halves[:, 0] == 0))
 
 
-def save(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, locate: bool = False) -> SaveResult:
+def save(
+    store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, locate: bool = False, mark: Mark | None = None
+) -> SaveResult:
     """Put (digest, slot) blocks that are not there yet; of ranks that share a key, the one whose turn the slot is.
 
-    With `locate`, also ask in which tier they are now.
+    With `locate`, also ask in which tier they are now. They stay only if what is marked lay there before and after.
     """
     shards = shape.shards
     keys = [prefix + digest.hex() for digest, _ in blocks for prefix, _ in shards]
@@ -204,7 +211,12 @@ def save(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, loc
     try:
         there = store.exist(names)
         missing = [name for name, present in zip(names, there, strict=True) if not present]
+        if missing and mark is not None and not store.unchanged(mark):
+            return SaveResult(0, 0, 0, list(blocks), doubt=True)
         outcome = store.put_from(missing, [targets[n][0] for n in missing], [targets[n][1] for n in missing])
+        if missing and mark is not None and not store.unchanged(mark):
+            store.discard(missing)
+            return SaveResult(0, 0, 0, list(blocks), doubt=True)
     except StoreUnavailable:
         return SaveResult(0, 0, 0, list(blocks))
     written = dict(zip(missing, outcome, strict=True))

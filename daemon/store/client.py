@@ -26,9 +26,10 @@ from .buckets import patterns, purge
 from .errors import ErrorClass, classify, classify_get
 from .fingerprints import Fingerprints
 from .joining import StoreError as StoreError
-from .joining import join
+from .joining import join, pinned
+from .marks import Found, Mark, Marks, padded
 from .owners import Get, Owners
-from .places import Places, places, void_what_moved
+from .places import void_what_moved
 from .settings import MooncakeSettings
 
 Tier = Literal["memory", "disk"]
@@ -63,10 +64,9 @@ class Store:
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._unflushed: OrderedDict[str, None] = OrderedDict()
         self._puts: dict[object, Sequence[str]] = {}  # keys of the puts in flight
-        self._removing = self._removals = 0  # by force: now, and ever begun
         self._sweeps = 0  # removals that go on until nothing comes back
         self._disk = Path(settings.ssd_offload_path) if settings.enable_ssd_offload else None
-        self._fingerprints = Fingerprints(self._disk)
+        self._fingerprints, self._marks = Fingerprints(self._disk), Marks(settings.private)
         self._heartbeat_s = float(os.environ.get("MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS", "10"))
 
     def open(self) -> None:
@@ -201,10 +201,11 @@ class Store:
         return found
 
     def get_into(
-        self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], get: Get | None = None
-    ) -> list[ErrorClass]:
+        self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], get: Get | None = None,
+        mark: Mark | None = None,
+    ) -> list[ErrorClass]:  # fmt: skip
         """Read each value to its address; OK only if exactly its `size` bytes arrived from where it lay before and
-        after (places.py). Raises StoreUnavailable.
+        after (places.py), and what is marked lies there still: else DOUBT. Raises StoreUnavailable.
 
         Each key once: of one that stands twice Mooncake fills the last destination only, and says OK for both.
         With an owner that hangs (owners.py) none is tried: TRANSFER. Who gives this get up says so in `get`.
@@ -214,7 +215,7 @@ class Store:
         if len(set(keys)) != len(keys):
             raise ValueError(f"a key stands twice in one get: keys={len(keys)} different={len(set(keys))}")
         with self._call() as (client, attempt):
-            before, code = self._places(client, keys), 0
+            before, code = self._marks.look(client, keys)[0], 0
 
             def read(part: Sequence[int]) -> list[ErrorClass]:
                 nonlocal code
@@ -229,15 +230,12 @@ class Store:
                 results = self._owners.read(keys, before, get or Get(), read)
             self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "get", code)
             if ErrorClass.OK in results:
-                void_what_moved(results, keys, before, self._places(client, keys))
+                after, same = self._marks.look(client, keys, mark)
+                void_what_moved(results, keys, before, after)
+                if not same:
+                    results = [ErrorClass.DOUBT if r is ErrorClass.OK else r for r in results]
         self._remember((key for key, r in zip(keys, results, strict=True) if r is ErrorClass.OK), self._seen)
         return results
-
-    def _places(self, client: Any, keys: Sequence[str]) -> Places:
-        """Where they lie; in a store from which only we remove by force the number of removals tells."""
-        if not self._settings.private:
-            return places(client.batch_get_replica_desc(list(keys)))
-        return {} if self._removing else dict.fromkeys(keys, frozenset([("", self._removals)]))
 
     def put_from(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[ErrorClass]:
         """Write each value; a key that exists keeps its value and counts as OK. Raises StoreUnavailable.
@@ -257,23 +255,36 @@ class Store:
             self._remember(done, self._unflushed)
         return results
 
-    def put_once(self, key: str, value: bytes) -> bytes:
+    def put_once(self, key: str, value: bytes) -> Found:
         """The value of a key that is whose who puts it first; `value`, a few bytes or none, is put where it has none.
 
-        b"": it has none, or it cannot be known. Nothing is put while a removal goes on, which might never end.
-        Raises StoreUnavailable.
+        It is not evicted, and where two owners have room it lies with both. Nothing is put while a removal goes on,
+        which might never end. Raises StoreUnavailable.
         """
         with self._call() as (client, attempt):
             with self._putting([key]):
+                mark = self._marks.before(key)
                 [code] = client.batch_is_exist([key])
                 self._verdict(attempt, code < 0, "exist", code)
-                if code == 0 and not self._sweeps and (mine := self._fingerprints.get(key) or value):
-                    client.put(key, mine)
+                there = code == 1
+                if not there and not self._sweeps and (mine := self._fingerprints.get(key) or value):
+                    there = client.put(key, padded(mine), pinned()) == 0
+                    mark = self._marks.put(mark)
             found: bytes = client.get(key)
             if found and value:
-                self._fingerprints.put(key, found)
+                self._fingerprints.put(key, found.rstrip())
         self._remember([key], self._seen)
-        return found
+        return Found(found, there or bool(found), self._marks.after(mark, found))
+
+    def unchanged(self, mark: Mark) -> bool:
+        """Whether what is marked lies there still; False also where the master cannot say. Raises StoreUnavailable."""
+        with self._call() as (client, _):
+            return self._marks.look(client, (), mark)[1]
+
+    def discard(self, keys: Sequence[str]) -> None:
+        """Remove what was just put, leased or not, as far as the store lets it. Raises StoreUnavailable."""
+        with self._call() as (client, _), self._marks.removal():
+            client.batch_remove(list(keys), True)
 
     @contextlib.contextmanager
     def _putting(self, keys: Sequence[str]) -> Iterator[None]:
@@ -287,16 +298,6 @@ class Store:
             with self._state:
                 del self._puts[put]
                 self._state.notify_all()
-
-    @contextlib.contextmanager
-    def _removal(self) -> Iterator[None]:
-        with self._state:
-            self._removing, self._removals = self._removing + 1, self._removals + 1
-        try:
-            yield
-        finally:
-            with self._state:
-                self._removing -= 1
 
     def _described(self, keys: Sequence[str]) -> list[Sequence[Any]]:
         with self._call() as (client, _):
@@ -379,7 +380,7 @@ class Store:
                 if disk is None and quiet_since is None:
                     reach = all(each.is_memory_replica() for replicas in self._described(seen) for each in replicas)
                 with self._call() as (client, attempt):
-                    with self._removal():
+                    with self._marks.removal():
                         count = int(client.remove_by_regex(theirs, True))
                     self._verdict(attempt, classify(count) is ErrorClass.TRANSIENT, "remove", count)
                 files = purge(disk, a_key, checked) if disk else 0

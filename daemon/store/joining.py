@@ -61,3 +61,12 @@ def _import_client() -> Any:
     except ImportError as error:
         raise StoreError(f"mooncake cannot be loaded ({error}): {LIBRARIES}") from None
     return MooncakeDistributedStore
+
+
+def pinned() -> Any:
+    """How to put a value that is not to be evicted, nor to go with its owner where there is another one."""
+    from mooncake.store import ReplicateConfig
+
+    how = ReplicateConfig()
+    how.with_hard_pin, how.replica_num = True, 2
+    return how

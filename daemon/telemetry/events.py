@@ -251,7 +251,14 @@ EVENTS: dict[str, Event] = {
         "Give it a `cache_prefix` of its own or, when those engines are gone for good, remove what they stored "
         "(`kvprefetchd store purge --engine ID`).", ("key_prefix", "differences"),
     ),
-    "namespace.served": Event("info", "They are gone, and it has the namespace now.", ("key_prefix",)),
+    "namespace.unknown": Event(
+        "warning", "For ten seconds it could not be known whose this engine's keys are: it gets nothing from the "
+        "store, and saves nothing. A fingerprint that stays unreadable goes with what is stored "
+        "(`kvprefetchd store purge --engine ID`).", ("key_prefix", "error"),
+    ),
+    "namespace.served": Event(
+        "info", "Those engines are gone, or what could not be read is: it has the namespace now.", ("key_prefix",)
+    ),
     "record.bad": Event("warning", "A hint-ring record did not follow the protocol and was skipped.",
                         ("error", "count"), floods=True),
     "fetch.done": Event("debug", "A fetch came back.", ("blocks", "good_blocks", "bytes", "duration_ms")),

@@ -71,7 +71,8 @@ CATALOGUE: dict[str, Described] = {
     ),
     "engines": Described("gauge", "Attached engines"),
     "engines_refused": Described(
-        "gauge", "Of these, those that are served nothing: engines unlike them store under their keys"
+        "gauge",
+        "Of these, those that are served nothing: their keys are those of engines unlike them, or not known whose",
     ),
     "staging_slots": Described(
         "gauge",
@@ -182,7 +183,7 @@ class BoardCollector(Collector):
         device = {"all": "device_slots", "free": "device_slots_free", "idle": "device_slots_idle"}
         return {
             "engines": [((), len(snapshot.engines))],
-            "engines_refused": [((), sum("refused" in engine for engine in snapshot.engines))],
+            "engines_refused": [((), sum("refused" in each or "unknown" in each for each in snapshot.engines))],
             "staging_slots": [
                 ((engine, use), numbers[key]) for engine, numbers in engines.items() for use, key in uses.items()
             ],

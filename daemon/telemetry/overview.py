@@ -83,12 +83,14 @@ def slowest(status: Status) -> list[list[str]]:
 
 
 def refused(status: Status) -> list[str]:
-    """A line for each engine that has the keys of others."""
+    """A line for each engine that has the keys of others, or of whom it is not known."""
+    reasons = {"refused": "engines unlike it store under its keys", "unknown": "it is not known whose its keys are"}
     return [
-        f"{printable(str(engine.get('engine', '?')))} is served nothing: engines unlike it store under its keys: "
-        f'{printable(str(why))} (docs/OPERATIONS.md, "Engines that differ")'
+        f"{printable(str(engine.get('engine', '?')))} is served nothing: {reason}: "
+        f'{printable(str(engine[key]))} (docs/OPERATIONS.md, "Engines that differ")'
         for engine in status.engines
-        if (why := engine.get("refused"))
+        for key, reason in reasons.items()
+        if key in engine
     ]
 
 

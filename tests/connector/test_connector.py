@@ -152,6 +152,17 @@ def test_roles_decide_what_is_done(tmp_path: Path, role: str, loads: bool, saves
     assert (hello.scheduler.loads, hello.scheduler.saves) == (loads, saves)
 
 
+@pytest.mark.parametrize(("mode", "saves"), [("on", True), ("shadow", False)])
+def test_an_engine_in_shadow_mode_says_that_it_saves_nothing(tmp_path: Path, mode: str, saves: bool) -> None:
+    config = vllm_config(tmp_path / "s", extra={"mode": mode})
+    connector = KVPrefetchConnector(config, SCHEDULER, kv_cache_config())
+    assert connector._link is not None
+    hello = connector._link._hello()
+    connector.shutdown()
+    assert hello.scheduler is not None
+    assert hello.scheduler.saves is saves
+
+
 def test_ranks_that_step_together_are_known(tmp_path: Path) -> None:
     for ranks, together in ((1, False), (2, True)):
         config = vllm_config(tmp_path / "s", parallel={"data_parallel_size": ranks})

@@ -1,9 +1,8 @@
-"""Whose namespace it is: the rules on their own, and engines that differ before a real daemon and store."""
+"""Whose namespace it is: the rules on their own, with a store that does as the test says."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,15 +10,10 @@ import pytest
 import structlog
 
 from benchmarks.lab.daemon import Daemon
-from kvprefetch.daemon.cli import main
-from kvprefetch.daemon.client import ask
-from kvprefetch.daemon.commands.store import listed
-from kvprefetch.daemon.engine.namespace import LOOK_NS, PATIENCE, RETRY_NS, Namespace, Whose
+from kvprefetch.daemon.engine.namespace import LOOK_NS, PATIENCE, RETRY_NS, TROUBLE_NS, Namespace, Whose
 from kvprefetch.daemon.store.client import StoreUnavailable
+from kvprefetch.daemon.store.marks import Found, Mark
 from kvprefetch.shmring import messages
-from kvprefetch.shmring.protocol import FlagState
-from tests.daemon.fake_engine import FakeEngine, wait_for
-from tests.daemon.stores import blocks, stored
 
 MINE = {"dtype": "bfloat16", "tp_size": "2"}
 Serve = Callable[..., Daemon]
@@ -30,24 +24,34 @@ class Store:
 
     def __init__(self) -> None:
         self.answering = True
-        self.away = self.full = False
+        self.away = self.full = self.unreadable = False
         self.value = b""
         self.calls: list[bytes] = []
+        self.glances = 0
 
-    def put_once(self, key: str, value: bytes) -> bytes:
+    def put_once(self, key: str, value: bytes) -> Found:
         assert key == "k@fingerprint"
         self.calls.append(value)
         if self.away:
             raise StoreUnavailable("away")
         if not self.full:
             self.value = self.value or value
-        return self.value
+        return Found(b"" if self.unreadable else self.value, bool(self.value), self.mark())
+
+    def unchanged(self, mark: Mark) -> bool:
+        self.glances += 1
+        if self.away:
+            raise StoreUnavailable("away")
+        return mark == self.mark()
+
+    def mark(self) -> Mark:
+        return Mark("k@fingerprint", (hash(self.value), 0))
 
 
 class Setup:
     """Jobs are done at once, unless they are `kept`."""
 
-    def __init__(self, fingerprint: dict[str, str] = MINE, store: Store | None = None) -> None:
+    def __init__(self, fingerprint: dict[str, str] = MINE, store: Store | None = None, *, saves: bool = True) -> None:
         self.now = 0
         self.closing = False
         self.store = store or Store()
@@ -57,7 +61,7 @@ class Setup:
         store_, jobs, pools = self.store, self, SimpleNamespace(fingerprint=None)
         self.namespace = Namespace(
             store_, "me", "k@", fingerprint, pools, jobs, structlog.get_logger(), lambda: self.now,  # type: ignore[arg-type]
-            lambda before: self.turns.append((before, self.namespace.whose)),
+            lambda before: self.turns.append((before, self.namespace.whose)), saves=saves,
         )  # fmt: skip
 
     def start(self, _: Any, job: Callable[[], Any], done: Callable[[Any], None], failed: Any, overdue: Any) -> None:
@@ -172,9 +176,132 @@ def test_an_owner_puts_back_what_is_gone_and_stays_one_while_the_store_is_away()
     assert setup.store.value
     setup.store.away = True
     setup.later()
-    setup.store.away, setup.store.full, setup.store.value = False, True, b""
-    setup.later()
     assert setup.turns == [(Whose.ASKING, Whose.OURS)]
+
+
+def test_an_owner_that_cannot_put_it_back_is_none() -> None:
+    """Where nothing lies others may come, whose saves it would load."""
+    setup = Setup()
+    setup.namespace.look()
+    setup.store.full, setup.store.value = True, b""
+    setup.later()
+    assert setup.turns[-1] == (Whose.OURS, Whose.UNKNOWN)
+    setup.store.full = False
+    setup.later(RETRY_NS)
+    assert setup.turns[-1] == (Whose.UNKNOWN, Whose.OURS)
+
+
+def test_an_owner_reads_it_once_and_then_sees_whether_it_lies_there_still() -> None:
+    setup = Setup()
+    setup.namespace.look()
+    for _ in range(3):
+        setup.later()
+    assert (len(setup.store.calls), setup.store.glances) == (1, 3)
+
+
+def test_in_doubt_nothing_is_asked_or_saved_until_the_store_said_who_is_there() -> None:
+    setup = Setup()
+    setup.namespace.look()
+    assert setup.namespace.known
+    assert not setup.namespace.saves_wait
+    mark = setup.namespace.mark
+    setup.store.value, setup.kept = b'{"dtype":"bfloat16"}', []  # one like it, with another mark
+    setup.namespace.doubt()
+    assert not setup.namespace.known
+    assert setup.namespace.saves_wait
+    setup.kept.pop()()
+    assert setup.namespace.known
+    assert not setup.namespace.saves_wait
+    assert setup.namespace.mark != mark
+    assert setup.turns[-1] == (Whose.OURS, Whose.OURS), "who waited goes on"
+    setup.store.value = b'{"dtype":"float16"}'
+    setup.namespace.doubt()
+    setup.kept.pop()()
+    assert setup.turns[-1] == (Whose.OURS, Whose.THEIRS), "what was staged is void"
+    assert len(setup.store.calls) == 3
+
+
+def test_a_look_that_began_before_the_doubt_does_not_end_it() -> None:
+    setup = Setup()
+    setup.namespace.look()
+    setup.kept = []
+    setup.later()
+    before = setup.kept.pop()
+    setup.namespace.doubt()
+    before()
+    assert not setup.namespace.known
+    setup.later(1)
+    setup.kept.pop()()
+    assert setup.namespace.known
+
+
+def test_one_in_doubt_that_gets_no_answer_serves_nothing() -> None:
+    setup = Setup()
+    setup.namespace.look()
+    setup.store.away = True
+    setup.namespace.doubt()
+    assert setup.turns[-1] == (Whose.OURS, Whose.UNKNOWN)
+
+
+def test_who_saves_nothing_claims_nothing_and_gives_way_to_who_does() -> None:
+    reads = Setup(saves=False)
+    reads.namespace.look()
+    assert (reads.namespace.whose, reads.store.value) == (Whose.OURS, b"")
+    saves = Setup({"dtype": "float16"}, reads.store)
+    saves.namespace.look()
+    assert saves.namespace.whose is Whose.OURS
+    reads.later()
+    assert reads.turns[-1] == (Whose.OURS, Whose.THEIRS)
+    reads.store.value = b""
+    for _ in range(PATIENCE + 1):
+        reads.later()
+    assert (reads.namespace.whose, reads.store.value) == (Whose.OURS, b"")
+
+
+def test_who_is_switched_to_saving_claims_it_before_anything_is_saved() -> None:
+    setup = Setup()
+    setup.namespace.switch(False)
+    setup.namespace.look()
+    assert (setup.namespace.whose, setup.store.value) == (Whose.OURS, b"")
+    setup.kept = []
+    setup.namespace.switch(True)
+    assert setup.namespace.saves_wait
+    setup.kept.pop()()
+    assert setup.store.value
+    assert not setup.namespace.saves_wait
+
+
+@pytest.mark.parametrize(("fault", "why"), [("unreadable", "cannot be read"), ("full", "takes nothing")])
+def test_what_cannot_be_known_for_ten_seconds_is_told_once_and_when_it_is_over(fault: str, why: str) -> None:
+    setup = Setup()
+    told: list[messages.Notice] = []
+    setup.namespace.tell = told.append
+    if fault == "unreadable":
+        setup.store.value = b"{}"
+    setattr(setup.store, fault, True)
+    setup.namespace.look()
+    while setup.now < TROUBLE_NS:
+        assert not setup.namespace.trouble
+        setup.later(RETRY_NS)
+    setup.later(TROUBLE_NS)
+    assert why in setup.namespace.trouble
+    assert [notice.refused for notice in told] == [False]
+    assert setup.namespace.trouble in told[0].text
+    setattr(setup.store, fault, False)
+    setup.later(RETRY_NS)
+    assert (setup.namespace.whose, setup.namespace.trouble, len(told)) == (Whose.OURS, "", 2)
+
+
+def test_what_cannot_be_read_is_no_empty_place() -> None:
+    setup = Setup()
+    setup.store.value = b'{"dtype":"float16"}'
+    setup.namespace.look()
+    setup.store.unreadable = True
+    for _ in range(PATIENCE + 1):
+        setup.later()
+    setup.store.unreadable, setup.store.value = False, b""
+    setup.later()
+    assert (setup.namespace.whose, setup.store.value) == (Whose.THEIRS, b""), "its owner has its time to come back"
 
 
 @pytest.mark.parametrize("fault", ["away", "full"])
@@ -215,121 +342,3 @@ def test_without_a_fingerprint_nothing_is_asked() -> None:
     setup = Setup({})
     setup.namespace.look()
     assert (setup.namespace.whose, setup.store.calls) == (Whose.OURS, [])
-
-
-# --- before a real daemon and store -----------------------------------------------------------------------------------
-
-
-def engine_of(daemon: Daemon, name: str, **fingerprint: str) -> FakeEngine:
-    return FakeEngine(daemon.socket, engine_id=name, fingerprint=fingerprint, events=True)
-
-
-def owner_of(daemon: Daemon, **fingerprint: str) -> tuple[FakeEngine, dict[bytes, bytes]]:
-    """The first engine in the namespace, and two blocks that it stored there."""
-    first = engine_of(daemon, "first", **fingerprint)
-    values = blocks("a", 2)
-    first.save(values)
-    stored(daemon, 2)
-    return first, values
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(arguments) == 0
-    return capsys.readouterr().out
-
-
-def keys(daemon: Daemon) -> list[str]:
-    return sorted(listed(ask(str(daemon.socket), messages.StatusQuery(), messages.Status).master_http, ""))
-
-
-def test_an_engine_unlike_those_that_stored_loads_nothing_and_stores_nothing(
-    serve: Serve, capsys: pytest.CaptureFixture[str]
-) -> None:
-    daemon = serve()
-    _, values = owner_of(daemon, dtype="bfloat16")
-    like = engine_of(daemon, "like", dtype="bfloat16")
-    assert like.load(list(values)) == list(values.values())
-    unlike = engine_of(daemon, "unlike", dtype="float16")
-    assert unlike.load(list(values)) is None
-    before = keys(daemon)
-    unlike.save(blocks("b", 2))
-    notice, stored_, *_ = (messages.receive_message(unlike.scheduler) for _ in range(2))
-    assert notice is not None
-    assert isinstance(notice[0], messages.Notice)
-    assert "dtype=bfloat16 here=float16: give it a cache_prefix" in notice[0].text
-    assert notice[0].text.endswith(" kvprefetchd store purge --engine unlike --yes")
-    assert stored_ is not None
-    assert isinstance(stored_[0], messages.Stored)
-    assert stored_[0].lost, "its blocks are not in the store"
-    assert keys(daemon) == before
-    [line] = daemon.records("namespace.refused")
-    assert (line["engine"], line["differences"]) == ("unlike", "dtype=bfloat16 here=float16")
-    assert "unlike is served nothing: engines unlike it store under its keys: dtype=bfloat16 here=float16 (" in run(
-        capsys, "status", "--socket", str(daemon.socket)
-    )
-    assert like.load(list(values)) == list(values.values())
-
-
-def test_it_has_the_namespace_once_that_was_purged_and_its_owners_are_gone(
-    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """From the disk as well: after a restart nobody is in its way."""
-    daemon = serve(disk=str(tmp_path / "disk"))
-    first, values = owner_of(daemon, dtype="bfloat16")
-    first.close()
-    wait_for(lambda: daemon.records("engine.detached"), what="its end")
-    purge = ("store", "purge", "--prefix", "model@tp_rank:0@", "--yes", "--socket", str(daemon.socket))
-    assert "every key is gone" in run(capsys, *purge)
-    assert keys(daemon) == []
-    assert daemon.sigterm() == 0
-    daemon.start()
-    second = engine_of(daemon, "second", dtype="float16")
-    assert second.load(list(values)) is None
-    second.save(values)
-    wait_for(lambda: second.load(list(values)) == list(values.values()), what="its own")
-    assert not daemon.records("namespace.refused")
-
-
-def test_a_restart_on_the_same_disk_does_not_forget_whose_it_is(serve: Serve, tmp_path: Path) -> None:
-    """Also after the tier evicted it, as it does what is only read from memory: here, its file is gone."""
-    daemon = serve(disk=str(tmp_path / "disk"))
-    first, values = owner_of(daemon, weights="a")
-    first.close()
-    assert daemon.sigterm() == 0
-    [evicted] = [meta for meta in (tmp_path / "disk").glob("*.meta") if b"@fingerprint" in meta.read_bytes()]
-    evicted.unlink()
-    daemon.start()
-    second = engine_of(daemon, "second", weights="b")
-    assert second.load(list(values)) is None
-    assert daemon.records("namespace.refused")
-    again = engine_of(daemon, "again", weights="a")
-    wait_for(lambda: again.load(list(values)) == list(values.values()), what="what is on the disk")
-
-
-def test_a_reset_takes_the_fingerprint_along_and_the_engine_puts_it_back(serve: Serve) -> None:
-    daemon = serve()
-    engine = engine_of(daemon, "first", weights="a")
-    engine.save(blocks("a", 1))
-    stored(daemon, 1)
-    messages.send_message(engine.scheduler, messages.Reset(reset_generation=1, timeout_ms=10_000))
-    wait_for(lambda: daemon.records("store.reset"), what="the reset")
-    wait_for(lambda: keys(daemon) == ["model@tp_rank:0@fingerprint"], what="the fingerprint")
-    other = engine_of(daemon, "other", weights="b")
-    assert other.load(list(blocks("a", 1))) is None
-    wait_for(lambda: daemon.records("namespace.refused"), what="the warning")
-    values = blocks("c", 1)
-    engine.save(values, reset_generation=1, save_id=2)
-    wait_for(lambda: engine.load(list(values)) == list(values.values()), what="what was saved after")
-    assert engine.flag(engine.hint(list(values))).state in (FlagState.HINTED, FlagState.READY)
-
-
-def test_a_reset_of_an_engine_that_is_refused_leaves_the_others_blocks(serve: Serve) -> None:
-    daemon = serve()
-    first, values = owner_of(daemon, dtype="bfloat16")
-    unlike = engine_of(daemon, "unlike", dtype="float16")
-    wait_for(lambda: daemon.records("namespace.refused"), what="the warning")
-    messages.send_message(unlike.scheduler, messages.Reset(reset_generation=1, timeout_ms=10_000))
-    replies = [messages.receive_message(unlike.scheduler) for _ in range(2)]  # the notice before it
-    assert replies[1] is not None
-    assert replies[1][0] == messages.ResetDone(reset_generation=1, ok=True)
-    assert first.load(list(values)) == list(values.values())
