@@ -92,10 +92,9 @@ class LogWriter:
         while self._lines and self._poll.poll(0):
             line = self._lines.popleft()
             self._waiting -= len(line)
-            if self._torn:
-                line, self._torn = b"\n" + line, False
+            begin = b"\n" if self._torn else b""
             try:
-                count = os.write(self._fd, line[:PIECE_BYTES])
+                count = os.write(self._fd, (begin + line)[:PIECE_BYTES])
             except BlockingIOError:
                 count = 0
             except BrokenPipeError:  # the reader left, and nobody else can come
@@ -105,8 +104,11 @@ class LogWriter:
                 return
             except OSError:
                 self._lost += 1
-                self._torn, self._begun, self._failing = self._begun, False, True
+                self._torn, self._begun, self._failing = self._torn or self._begun, False, True
                 continue
+            if count > 0:
+                self._torn = False
+                count -= len(begin)
             self._failing = self._failing and count == 0
             self._begun = count < len(line) and (self._begun or count > 0)
             if count < len(line):
