@@ -30,6 +30,22 @@ def run_short(engine: Engine, name: str, blocks: int) -> Request:
     return request
 
 
+@pytest.mark.parametrize("how", ["hangs", "is gone"])
+def test_an_idle_engine_does_not_step_for_a_daemon_that_does_not_take_its_saves(how: str) -> None:
+    engine = Engine()
+    engine.daemon.credits.grant([40, 41])
+    request = run_short(engine, "r", 5)
+    finish(engine, request, 5)
+    engine.daemon.credits.grant([40, 41])
+    assert engine.side.has_pending_work()
+    if how == "hangs":
+        engine.clock.advance_ms(6000)
+    else:
+        engine.link.session = None
+        engine.step()
+    assert not engine.side.has_pending_work()
+
+
 def test_a_finished_request_is_saved_on_when_slots_come_back() -> None:
     engine = Engine()
     engine.daemon.credits.grant([40, 41])

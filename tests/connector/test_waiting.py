@@ -195,6 +195,36 @@ def test_new_hints_do_not_move_the_bound() -> None:
     assert engine.match(request) == NOTHING
 
 
+def test_what_a_prefill_token_takes_is_measured_in_the_engines_steps_drafts_and_decodes_left_out() -> None:
+    """0.5 ms a token; as long as nothing is measured 0.1 ms is assumed."""
+    engine = Engine(wait_policy="adaptive")
+    request = engine.add("r", 2000)
+    engine.allocate(request, 0)
+    for _ in range(30):
+        engine.step([(request, 1)], step_ms=5)
+    computed = request.num_computed_tokens
+    engine.step([(request, 2000 - computed)], step_ms=5 + 0.5 * (2000 - computed))
+    recompute_ns = engine.side._claims._policy.recompute_ns
+    assert recompute_ns(10) == pytest.approx(10 * BLOCK * 0.5 * MS)
+    request.num_computed_tokens = 1999
+    for _ in range(30):
+        engine.step([(request, 5)], step_ms=50)  # one token and four drafts
+        request.num_computed_tokens = 1999
+    assert recompute_ns(10) == pytest.approx(10 * BLOCK * 0.5 * MS)
+
+
+def test_a_wait_is_counted_once_however_often_its_answer_is_given() -> None:
+    engine = Engine(wait_timeout_ms=1000)
+    request = engine.add("r", 3 * BLOCK + 1)
+    assert engine.match(request) == PENDING
+    engine.step()
+    engine.daemon.stage("r", 3)
+    for _ in range(3):  # the engine has no room for it
+        assert engine.match(request) == (3 * BLOCK, False)
+        engine.step()
+    assert engine.side.counters["waits"] == 1
+
+
 # --- what a single request may ask for ---------------------------------------------------------------------------
 
 
