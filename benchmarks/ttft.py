@@ -1,4 +1,4 @@
-"""Time to first token behind a saturated queue: kvprefetch against recompute, upstream's connector, and the ideal.
+"""Time to first token behind a saturated queue: kvprefetch against recompute, other connectors, and the ideal.
 
 Every variant is an engine of its own, all alive at once; passes alternate between them so that a slow moment of the
 machine meets all. The ideal is the same slots with a roomy KV pool and everything in the engine's own prefix cache.
@@ -20,19 +20,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab import connectors
+from benchmarks.lab import connectors, lmcache
 from benchmarks.lab.checkpoint import PEERS, make_checkpoint
 from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.engine import Engine, EngineSpec
+from benchmarks.lab.engine import Engine, EngineSpec, KVTransfer
 from benchmarks.lab.interference import Interference
 from benchmarks.lab.link import LimitedLink, available
+from benchmarks.lab.lmcache import LMCache
 from benchmarks.lab.passes import Pass
 from benchmarks.lab.process import REPO, exit_on_sigterm
 from benchmarks.lab.prompts import make_prompts
 from benchmarks.lab.store import Store
 
 VARIANTS = ("local", "recompute", "upstream-sync", "upstream-async", "ours")
+# Only with an interpreter that has LMCache.
+LMCACHE = ("lmcache", "lmcache-eager")
 IDEAL = "local"
+# What loads nothing.
+COMPUTING = (IDEAL, "recompute")
 MEASURES = ("p50", "p99", "total")
 # Interrupts and the kernel's own threads stay below this on a quiet machine.
 DISTURBED_CORES = 0.2
@@ -88,12 +93,16 @@ class Figures:
     hit_tokens: set[int] = field(default_factory=set)
     others_cores: list[float] = field(default_factory=list)
     """Cores that other programs kept busy."""
+    link_mb: list[float] = field(default_factory=list)
+    """Megabytes that came over the link; empty without one."""
 
-    def add(self, result: Pass, expected_hit: int, others_cores: float) -> None:
+    def add(self, result: Pass, expected_hit: int, others_cores: float, link_mb: float | None) -> None:
         self.p50.append(result.ttft_s(0.5))
         self.p99.append(result.ttft_s(0.99))
         self.total.append(result.total_s)
         self.others_cores.append(others_cores)
+        if link_mb is not None:
+            self.link_mb.append(link_mb)
         self.hit_tokens |= set(result.cached_tokens)
         self.wrong_hits += sum(hit != expected_hit for hit in result.cached_tokens)
 
@@ -101,24 +110,22 @@ class Figures:
 class Bench:
     """The parts that are alive during a run."""
 
-    def __init__(self, setting: Setting, model: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, setting: Setting, model: Path, say: Callable[[str], None], lmcache_python: Path | None = None
+    ) -> None:
         self.setting = setting
         self.model = model
         self.say = say
         self.prompts = make_prompts(setting.prompts, setting.prompt_tokens, vocab=PEERS.vocab)
         self.engines: dict[str, Engine] = {}
         self.tokens: dict[str, list[list[int]]] = {}
-        self.limited = False
+        self.lmcache_python = lmcache_python
+        self.link: LimitedLink | None = None
 
-    def spec(self, variant: str, store: Store, socket: Path | None) -> EngineSpec:
+    def spec(self, variant: str, store: Store, transfer: KVTransfer | None) -> EngineSpec:
         """The engine of a variant: all alike but for the connector, and the ideal's roomy pool."""
         setting = self.setting
-        transfer = {
-            "upstream-sync": connectors.upstream(),
-            "upstream-async": connectors.upstream(lookup_async=True),
-            "ours": connectors.ours(socket, wait_policy="adaptive") if socket is not None else None,
-        }.get(variant)
-        return EngineSpec(
+        spec = EngineSpec(
             own_worker=False,
             model=self.model,
             dtype=PEERS.dtype,
@@ -130,31 +137,41 @@ class Bench:
             mooncake_config=store.config,
             host_ip=store.host_ip,
         )
+        return spec if variant not in LMCACHE or self.lmcache_python is None else spec.but(python=self.lmcache_python)
 
     def run(self, variants: list[str], rounds: int) -> dict[str, Figures]:
         """Start everything, fill the store, and measure ``rounds`` rounds after one that warms up."""
         figures = {variant: Figures() for variant in variants}
         with contextlib.ExitStack() as stack:
-            store = self._store(stack)
-            socket = None
+            self.link = self._limited_link(stack)
+            store = stack.enter_context(Store(link=self.link))
+            transfers = {
+                "upstream-sync": connectors.upstream(),
+                "upstream-async": connectors.upstream(lookup_async=True),
+            }
             if "ours" in variants:
-                socket = stack.enter_context(Daemon(mooncake_config=store.config, staging=self.setting.staging)).socket
+                daemon = stack.enter_context(Daemon(mooncake_config=store.config, staging=self.setting.staging))
+                transfers["ours"] = connectors.ours(daemon.socket, wait_policy="adaptive")
+            server = None
+            if self.lmcache_python is not None and not set(LMCACHE).isdisjoint(variants):
+                server = stack.enter_context(LMCache(self.lmcache_python, link=self.link))
+                transfers |= {variant: server.connector(eager=variant == "lmcache-eager") for variant in LMCACHE}
             # The store is filled by upstream's connector: what ours loads is then also what another wrote.
             filler = next((each for each in variants if each.startswith("upstream")), "upstream-sync")
             for variant in dict.fromkeys([filler, *variants]):
                 self.say(f"starting the engine: {variant}")
-                self.engines[variant] = stack.enter_context(Engine(self.spec(variant, store, socket)))
-            self.say(f"filling the store with {self.setting.prompts} prompts, by {filler}")
-            self._pass(filler)
-            expected = self.setting.prompts * self.setting.hit_blocks
-            stored = store.wait_keys(expected)
-            if stored != expected:
-                self.say(f"WARNING: the store holds {stored} blocks instead of {expected}")
+                self.engines[variant] = stack.enter_context(Engine(self.spec(variant, store, transfers.get(variant))))
+            self._fill(filler, store.wait_keys, self.setting.hit_blocks)
+            if server is not None:
+                filler = next(each for each in variants if each in LMCACHE)
+                self._fill(filler, server.wait_objects, self.setting.hit_tokens // lmcache.CHUNK_TOKENS)
+                server.empty_memory()
             for number in range(rounds + 1):
                 for variant in variants:
-                    others = Interference()
+                    others, before = Interference(), self._received_mb()
                     result = self._pass(variant)
-                    others_cores = others.cores()
+                    others_cores, after = others.cores(), self._received_mb()
+                    link_mb = None if before is None or after is None else after - before
                     self.tokens[variant] = result.tokens
                     name = "warm-up" if number == 0 else f"round {number} of {rounds}"
                     self.say(
@@ -163,18 +180,27 @@ class Bench:
                     )
                     if number > 0:
                         expected_hit = 0 if variant == "recompute" else self.setting.hit_tokens
-                        figures[variant].add(result, expected_hit, others_cores)
+                        figures[variant].add(result, expected_hit, others_cores, link_mb)
         return figures
 
-    def _store(self, stack: contextlib.ExitStack) -> Store:
+    def _limited_link(self, stack: contextlib.ExitStack) -> LimitedLink | None:
         why_not = available()
-        link = None
-        if why_not is None:
-            link = stack.enter_context(LimitedLink(rate_mbit=self.setting.link_mbit))
-        else:
+        if why_not is not None:
             self.say(f"WARNING: no limited link ({why_not}): the store is on loopback, loads cost less than stated")
-        self.limited = link is not None
-        return stack.enter_context(Store(link=link))
+            return None
+        return stack.enter_context(LimitedLink(rate_mbit=self.setting.link_mbit))
+
+    def _received_mb(self) -> float | None:
+        return None if self.link is None else self.link.received_bytes / 1e6
+
+    def _fill(self, filler: str, wait: Callable[[int], int], values_per_prompt: int) -> None:
+        """One prompt after the other: computed in a batch of their own, all stores hold the same bytes of them."""
+        self.say(f"filling the store with {self.setting.prompts} prompts, by {filler}")
+        self.engines[filler].run(self.prompts, max_tokens=1, concurrency=1, timeout_s=180)
+        expected = self.setting.prompts * values_per_prompt
+        stored = wait(expected)
+        if stored != expected:
+            self.say(f"WARNING: the store holds {stored} values instead of {expected}")
 
     def _pass(self, variant: str) -> Pass:
         engine = self.engines[variant]
@@ -229,7 +255,7 @@ def table(figures: dict[str, Figures]) -> list[str]:
 
 def agreement(tokens: dict[str, list[list[int]]]) -> list[str]:
     """Lines that compare the loading variants' tokens: they read the same bytes, so they have to agree."""
-    loading = [variant for variant in tokens if variant.startswith("upstream") or variant == "ours"]
+    loading = [variant for variant in tokens if variant not in COMPUTING]
     lines = []
     for variant in loading[1:]:
         same = sum(mine == other for mine, other in zip(tokens[variant], tokens[loading[0]], strict=True))
@@ -240,7 +266,13 @@ def agreement(tokens: dict[str, list[list[int]]]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ttft", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds after the warm-up (default 5)")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help=f"of {','.join(VARIANTS)} (default all)")
+    parser.add_argument("--variants", help=f"of {','.join(VARIANTS + LMCACHE)} (default all that can run)")
+    parser.add_argument(
+        "--lmcache-python",
+        type=Path,
+        metavar="PYTHON",
+        help="an interpreter with LMCache and vLLM, for the variants that need it (docs/BENCHMARKS.md)",
+    )
     parser.add_argument(
         "--prompts", type=int, default=Setting().prompts, help="number of prompts (default %(default)s)"
     )
@@ -254,9 +286,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=REPO / "build", help="where the checkpoint is kept")
     options = parser.parse_args(argv)
     exit_on_sigterm()
-    variants = options.variants.split(",")
-    if unknown := [each for each in variants if each not in VARIANTS]:
-        parser.error(f"unknown variants {unknown}: choose from {','.join(VARIANTS)}")
+    possible = VARIANTS if options.lmcache_python is None else VARIANTS + LMCACHE
+    variants = list(possible) if options.variants is None else options.variants.split(",")
+    if unknown := [each for each in variants if each not in possible]:
+        parser.error(f"unknown variants {unknown}: choose from {','.join(possible)}")
+    if options.lmcache_python is not None and (why_not := lmcache.missing(options.lmcache_python)):
+        parser.error(f"--lmcache-python: {why_not}")
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, not {options.rounds}")
 
@@ -272,16 +307,20 @@ def main(argv: list[str] | None = None) -> int:
     if ran_on["load_at_start"] > 0.5 * ran_on["cores"]:
         say("WARNING: this machine is busy with something else; figures will be high and spread")
     say(f"setting: {json.dumps(asdict(setting))}")
-    bench = Bench(setting, make_checkpoint(options.work / "checkpoints", PEERS), say)
+    bench = Bench(setting, make_checkpoint(options.work / "checkpoints", PEERS), say, options.lmcache_python)
     figures = bench.run(variants, options.rounds)
     say("")
     for line in [*table(figures), "", *agreement(bench.tokens)]:
         say(line)
     bad = False
+    hit_mb = setting.prompts * setting.hit_tokens * PEERS.kv_bytes_per_token / 1e6
     for variant, each in figures.items():
         if each.wrong_hits:
             bad = True
             say(f"WARNING: {variant}: {each.wrong_hits} requests without the expected hit; hits seen {each.hit_tokens}")
+        if variant not in COMPUTING and each.link_mb and min(each.link_mb) < hit_mb:
+            bad = True
+            say(f"WARNING: {variant}: not all of {hit_mb:.0f} MB came over the link in each pass: {each.link_mb}")
     for variant, each in figures.items():
         disturbed = sum(cores > DISTURBED_CORES for cores in each.others_cores)
         if disturbed:
@@ -290,7 +329,7 @@ def main(argv: list[str] | None = None) -> int:
         report = {
             "machine": ran_on,
             "setting": asdict(setting),
-            "limited_link": bench.limited,
+            "limited_link": bench.link is not None,
             "rounds": options.rounds,
             "variants": {
                 name: {**asdict(each), "hit_tokens": sorted(each.hit_tokens)} for name, each in figures.items()

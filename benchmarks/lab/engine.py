@@ -61,6 +61,8 @@ class EngineSpec:
     extra: dict[str, Any] = field(default_factory=dict)
     """More keyword arguments of vLLM's ``EngineArgs``."""
     env: dict[str, str] = field(default_factory=dict)
+    python: Path = Path(sys.executable)
+    """The interpreter of the engine's process."""
 
     def engine_args(self) -> dict[str, Any]:
         """Keyword arguments for vLLM's ``EngineArgs``; ``kv_transfer_config`` stays a plain dict."""
@@ -122,7 +124,8 @@ class Engine:
         template: Template | None = None,
     ) -> None:  # fmt: skip
         self.spec = spec
-        self._template = template if not spec.env and spec.threads == 1 else None
+        own = spec.env or spec.threads != 1 or spec.python != Path(sys.executable)
+        self._template = None if own else template
         self.scratch = process.scratch("engine")
         self.log = log if log is not None else self.scratch / "engine.log"
         self.start_timeout_s = start_timeout_s
@@ -152,7 +155,7 @@ class Engine:
                 self._child = self._template.fork(env, log.fileno())
             else:
                 self._child = subprocess.Popen(
-                    [sys.executable, "-m", "benchmarks.lab.engine_child"],
+                    [str(self.spec.python), "-m", "benchmarks.lab.engine_child"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,

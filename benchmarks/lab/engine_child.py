@@ -82,6 +82,8 @@ class Child:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         if engine_args["kv_transfer_config"] is not None:
+            if engine_args["kv_transfer_config"]["kv_connector"] == "LMCacheMPConnector":
+                _let_numba_be_imported_first()
             engine_args["kv_transfer_config"] = KVTransferConfig(**engine_args["kv_transfer_config"])
         self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_args))
         core = self._engine.engine_core.engine_core
@@ -197,6 +199,23 @@ class Child:
         deadline = time.monotonic() + timeout_s
         while scheduler.has_requests() and time.monotonic() < deadline:
             self._step()
+
+
+def _let_numba_be_imported_first() -> None:
+    """LMCache imports numba before vLLM goes through the objects of all modules (``register_triton_kernel_overrides``).
+
+    llvmlite's library answers any name with a function of that name, ``__dict__`` too, on which vLLM then fails where
+    scheduler and worker share a process.
+    """
+    library = type(importlib.import_module("llvmlite.binding.ffi").lib)
+    answer = library.__getattr__
+
+    def getattr_(self: Any, name: str) -> Any:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return answer(self, name)
+
+    library.__getattr__ = getattr_
 
 
 def _due(abort: dict[str, Any], request: _Request, steps: int) -> bool:

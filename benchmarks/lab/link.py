@@ -112,6 +112,11 @@ class LimitedLink:
     def __exit__(self, *exc: object) -> None:
         _remove(self.namespace)
 
+    @property
+    def received_bytes(self) -> int:
+        """What came from the far side so far, headers included."""
+        return int(Path(f"/sys/class/net/{self.namespace}/statistics/rx_bytes").read_text())
+
     def in_namespace(self, argv: Sequence[str]) -> list[str]:
         """``argv`` as it runs on the far side; ``ip netns exec`` replaces itself by it."""
         return ["ip", "netns", "exec", self.namespace, *argv]

@@ -184,10 +184,13 @@ def test_a_limited_link_carries_so_much_and_leaves_nothing(tmp_path: Path) -> No
         log = tmp_path / "log"
         server = limited.run_in_ns([sys.executable, "-c", serve, limited.remote_ip], log=log)
         try:
+            before = limited.received_bytes
             seconds = _receive_seconds(limited.remote_ip, log, size)
+            counted = limited.received_bytes - before
         finally:
             process.reap(server)
         namespace = limited.namespace
+    assert size < counted < 1.1 * size
     assert seconds > 0.8 * size * 8 / 200e6
     listed = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
     assert namespace not in listed
