@@ -24,7 +24,7 @@ from benchmarks.lab import connectors, lmcache
 from benchmarks.lab.checkpoint import PEERS, make_checkpoint
 from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.engine import Engine, EngineSpec, KVTransfer
-from benchmarks.lab.interference import Interference
+from benchmarks.lab.interference import Interference, cpu_s, ours
 from benchmarks.lab.link import LimitedLink, available
 from benchmarks.lab.lmcache import LMCache
 from benchmarks.lab.passes import Pass
@@ -95,14 +95,18 @@ class Figures:
     """Cores that other programs kept busy."""
     link_mb: list[float] = field(default_factory=list)
     """Megabytes that came over the link; empty without one."""
+    steps: list[int] = field(default_factory=list)
+    engine_cpu_s: list[float] = field(default_factory=list)
+    """CPU of the engine, whose scheduler and worker share a process."""
+    other_cpu_s: list[float] = field(default_factory=list)
+    """CPU of everything else that the benchmark runs: daemon, servers, stores."""
 
-    def add(self, result: Pass, expected_hit: int, others_cores: float, link_mb: float | None) -> None:
+    def add(self, result: Pass, expected_hit: int, others_cores: float) -> None:
         self.p50.append(result.ttft_s(0.5))
         self.p99.append(result.ttft_s(0.99))
         self.total.append(result.total_s)
         self.others_cores.append(others_cores)
-        if link_mb is not None:
-            self.link_mb.append(link_mb)
+        self.steps.append(result.steps)
         self.hit_tokens |= set(result.cached_tokens)
         self.wrong_hits += sum(hit != expected_hit for hit in result.cached_tokens)
 
@@ -168,10 +172,10 @@ class Bench:
                 server.empty_memory()
             for number in range(rounds + 1):
                 for variant in variants:
-                    others, before = Interference(), self._received_mb()
+                    others, before = Interference(), self._used(variant)
                     result = self._pass(variant)
-                    others_cores, after = others.cores(), self._received_mb()
-                    link_mb = None if before is None or after is None else after - before
+                    others_cores = others.cores()
+                    engine_s, all_s, link_mb = (a - b for a, b in zip(self._used(variant), before, strict=True))
                     self.tokens[variant] = result.tokens
                     name = "warm-up" if number == 0 else f"round {number} of {rounds}"
                     self.say(
@@ -180,7 +184,11 @@ class Bench:
                     )
                     if number > 0:
                         expected_hit = 0 if variant == "recompute" else self.setting.hit_tokens
-                        figures[variant].add(result, expected_hit, others_cores, link_mb)
+                        figures[variant].add(result, expected_hit, others_cores)
+                        figures[variant].engine_cpu_s.append(round(engine_s, 2))
+                        figures[variant].other_cpu_s.append(round(all_s - engine_s, 2))
+                        if self.link is not None:
+                            figures[variant].link_mb.append(round(link_mb, 1))
         return figures
 
     def _limited_link(self, stack: contextlib.ExitStack) -> LimitedLink | None:
@@ -190,8 +198,10 @@ class Bench:
             return None
         return stack.enter_context(LimitedLink(rate_mbit=self.setting.link_mbit))
 
-    def _received_mb(self) -> float | None:
-        return None if self.link is None else self.link.received_bytes / 1e6
+    def _used(self, variant: str) -> tuple[float, float, float]:
+        """So far: CPU seconds of the variant's engine, of all our processes, and megabytes received over the link."""
+        engine_s = cpu_s([self.engines[variant].scheduler_pid])
+        return engine_s, cpu_s(ours()), 0.0 if self.link is None else self.link.received_bytes / 1e6
 
     def _fill(self, filler: str, wait: Callable[[int], int], values_per_prompt: int) -> None:
         """One prompt after the other: computed in a batch of their own, all stores hold the same bytes of them."""
@@ -253,6 +263,16 @@ def table(figures: dict[str, Figures]) -> list[str]:
     return lines
 
 
+def costs(figures: dict[str, Figures]) -> list[str]:
+    """Lines: per variant medians over the rounds of what a pass took."""
+    lines = [f"{'per pass':15}{'steps':>8}{'CPU of the engine, s':>24}{'of all else, s':>18}{'over the link, MB':>20}"]
+    for variant, each in figures.items():
+        middle = [statistics.median(values) for values in (each.steps, each.engine_cpu_s, each.other_cpu_s)]
+        received = f"{statistics.median(each.link_mb):.0f}" if each.link_mb else "-"
+        lines.append(f"{variant:15}{middle[0]:>8.0f}{middle[1]:>24.2f}{middle[2]:>18.2f}{received:>20}")
+    return lines
+
+
 def agreement(tokens: dict[str, list[list[int]]]) -> list[str]:
     """Lines that compare the loading variants' tokens: they read the same bytes, so they have to agree."""
     loading = [variant for variant in tokens if variant not in COMPUTING]
@@ -269,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--variants", help=f"of {','.join(VARIANTS + LMCACHE)} (default all that can run)")
     parser.add_argument(
         "--lmcache-python",
-        type=Path,
+        type=lambda path: Path(path).absolute(),
         metavar="PYTHON",
         help="an interpreter with LMCache and vLLM, for the variants that need it (docs/BENCHMARKS.md)",
     )
@@ -310,7 +330,7 @@ def main(argv: list[str] | None = None) -> int:
     bench = Bench(setting, make_checkpoint(options.work / "checkpoints", PEERS), say, options.lmcache_python)
     figures = bench.run(variants, options.rounds)
     say("")
-    for line in [*table(figures), "", *agreement(bench.tokens)]:
+    for line in [*table(figures), "", *costs(figures), "", *agreement(bench.tokens)]:
         say(line)
     bad = False
     hit_mb = setting.prompts * setting.hit_tokens * PEERS.kv_bytes_per_token / 1e6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.lab.process import descendants
@@ -17,24 +18,31 @@ def _machine_busy_s() -> float:
     return sum(map(int, (user, nice, system, irq, softirq, steal))) * _TICK_S
 
 
-def _ours_s() -> float:
+def cpu_s(pids: Iterable[int]) -> float:
+    """Seconds of CPU that processes have used so far; those that ended count nothing."""
     ticks = 0
-    for pid in (os.getpid(), *descendants(os.getpid())):
+    for pid in pids:
         with contextlib.suppress(OSError, IndexError):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])
     return ticks * _TICK_S
 
 
+def ours() -> list[int]:
+    """This process and all below it."""
+    return [os.getpid(), *descendants(os.getpid())]
+
+
 class Interference:
     """Measures from its creation on; our processes must stay the same meanwhile."""
 
     def __init__(self) -> None:
-        self._begun = (time.monotonic(), _machine_busy_s(), _ours_s())
+        self._begun = (time.monotonic(), _machine_busy_s(), cpu_s(ours()))
 
     def cores(self) -> float:
         """Cores that processes other than ours kept busy on average (interrupts count as theirs)."""
-        seconds, busy, ours = (
-            now - then for now, then in zip((time.monotonic(), _machine_busy_s(), _ours_s()), self._begun, strict=True)
+        seconds, busy, own = (
+            now - then
+            for now, then in zip((time.monotonic(), _machine_busy_s(), cpu_s(ours())), self._begun, strict=True)
         )
-        return max(0.0, busy - ours) / seconds if seconds > 0 else 0.0
+        return max(0.0, busy - own) / seconds if seconds > 0 else 0.0
