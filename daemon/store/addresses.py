@@ -8,6 +8,7 @@ for ten as a metadata server.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import re
 import socket
 from pathlib import Path
@@ -27,6 +28,14 @@ def split(address: str) -> tuple[str, int] | None:
     if match is None or not 1 <= int(match["port"]) <= 65535:
         return None
     return match["literal"] or match["host"], int(match["port"])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host of this name is reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def elected(master: str) -> str | None:

@@ -80,7 +80,7 @@ class Store:
         if self._named is None:
             self._named = socket.socket()
             self._named.bind(("", 0))
-        client = join(self._settings, self._named.getsockname()[1], self._rpc_timeout_ms)
+        client = join(self._settings, self._named.getsockname()[1], self._rpc_timeout_ms, self._log)
         with self._state:
             self._client, self._open = client, True
         protocol = self._settings.protocol

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from . import addresses
+from . import addresses, loopback
 from .errors import LIBRARIES
 from .settings import MooncakeSettings
 
@@ -16,16 +16,17 @@ class StoreError(Exception):
     """The store cannot be opened, or a buffer cannot be registered; one line."""
 
 
-def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int) -> Any:
+def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int, log: Any) -> Any:
     """A client that has joined, named by this host and a `port` that no other client here has. Raises StoreError.
 
-    Without a port Mooncake tries twenty, each until the master's time is up.
+    Without a port Mooncake tries twenty, each until the master's time is up.  One whose name only this machine can use
+    is reached from here only.
     """
     os.environ["MC_RPC_TIMEOUT_MS"] = str(rpc_timeout_ms)  # read by Mooncake once, when it is loaded
     client_class = _import_client()
     if (why := settings.unreached(rpc_timeout_ms / 1e3)) is not None:
         raise StoreError(why)
-    client = client_class()
+    client, before = client_class(), loopback.listening()
     try:
         code = client.setup(
             f"{settings.local_hostname}:{port}", settings.metadata_server, settings.global_segment_size,
@@ -39,6 +40,11 @@ def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int) -> Any:
     if code != 0:
         del client  # leaves the master while there is one
         raise StoreError(f"mooncake set-up failed: {why}: {settings}{_masters(settings.master_server_address)}")
+    if addresses.is_loopback(settings.local_hostname):
+        try:
+            loopback.confine(before)
+        except OSError as error:
+            log.warning("store.exposed", error=os.strerror(error.errno or 0))
     return client
 
 
