@@ -54,6 +54,8 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is its own, 69 (store or daemon not available) or 78 (bad configuration)."""
     _fill_standard_streams()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        _short_help()
     try:
         parsed, unknown = build_parser().parse_known_args(arguments)
         if unknown:
@@ -88,6 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _say(f"kvprefetchd: {error}")
         return EX_UNAVAILABLE
+
+
+def _short_help() -> None:
+    """Usage and commands, on standard error, before the line that says that one is wanted."""
+    parser = build_parser()
+    parser.description = parser.epilog = None
+    _say(parser.format_help())
 
 
 def _say(line: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import grp
 import importlib.metadata
 import os
 import platform
 import resource
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -123,9 +125,8 @@ def control_socket(config: DaemonConfig) -> Iterator[Finding]:
     try:
         answer = ask(path, StatusQuery(), Status)
     except Unavailable as error:
-        group = path.group() if path.exists() else ""
-        if group and not os.access(path, os.W_OK):
-            yield Finding("bad", f"{path}: this user may not use it", f"join the group {group}")
+        if os.access(path, os.F_OK) and not os.access(path, os.W_OK):
+            yield Finding("bad", f"{path}: this user may not use it", way_in(path.stat(), os.getuid()))
         else:
             yield Finding("note", error.what, error.advice)
         return
@@ -136,12 +137,24 @@ def control_socket(config: DaemonConfig) -> Iterator[Finding]:
                   f"daemon answers: pid {answer.pid}, engines {answer.engine_count}, mode {answer.mode}, store "
                   + ("open" if good else "away"),
                   "" if good else "its log says why: store.degraded, store.failed")  # fmt: skip
-    if answer.disk_fault:
-        fault, _, advice = answer.disk_fault.rpartition(": ")
-        yield Finding("bad", fault, advice)
+
+
+def way_in(socket: os.stat_result, uid: int) -> str:
+    """How this user, whom its mode keeps out, may come to use a control socket. Not by way of root's group."""
+    with contextlib.suppress(KeyError):
+        if socket.st_gid != 0 and socket.st_mode & stat.S_IWGRP:
+            return f"join the group {grp.getgrgid(socket.st_gid).gr_name}"
+    return (
+        f"start the daemon with --socket-group GROUP and join that group, or with --allow-uids {uid} --socket-mode 0666"
+    )
 
 
 def disk(config: DaemonConfig) -> Iterator[Finding]:
+    """What the daemon that runs says of its tier, then the folder that is configured here."""
+    with contextlib.suppress(Unavailable):
+        if said := ask(config.socket, StatusQuery(), Status).disk_fault:
+            fault, _, advice = said.rpartition(": ")
+            yield Finding("bad", fault, advice)
     if config.disk is None or config.mooncake_config is not None:
         return
     spec = DiskSpec.parse(config.disk)

@@ -13,7 +13,7 @@ from ..telemetry.reader import Record, records
 from ..telemetry.story import explain
 from .common import Commands, declare
 from .page import Page
-from .source import SOURCE_FILE, add_source, lines
+from .source import SOURCE_FILE, add_source, lines, searched
 
 DETAILS = (
     "The log has one request.done line for each hinted request, written when it has ended. A request that was hinted "
@@ -45,13 +45,16 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(KeyboardInterrupt), lines(arguments) as source:
         spelt = json.dumps(arguments.request)[1:-1].encode()  # a line without it is not worth parsing
-        for record in find(records(line for line in source if spelt in line), arguments.request):
+        log = records(line for line in source if spelt in line)
+        for record in find(log, arguments.request, searched(arguments)):
             print(explain(record), end="\n\n")
     return 0
 
 
-def find(log: Iterable[Record], wanted: str) -> list[Record]:
-    """The request.done lines of one request, oldest first. Raises Unavailable when there is none, or more than one."""
+def find(log: Iterable[Record], wanted: str, where: str) -> list[Record]:
+    """The request.done lines of one request, oldest first. Raises Unavailable, which says `where` was searched, when
+    there is none, or more than one.
+    """
     exact: list[Record] = []
     partly: dict[str, list[Record]] = {}
     for record in log:
@@ -72,5 +75,6 @@ def find(log: Iterable[Record], wanted: str) -> list[Record]:
             raise Unavailable(f"more than {NAMED} requests have {wanted!r} in their id: {some}, …")
         raise Unavailable(f"{len(partly)} requests have {wanted!r} in their id: {some}")
     raise Unavailable(
-        f"no request.done line has {wanted!r} in its id: it has not ended, was not hinted, or the log begins later"
+        f"no request.done line in {where} has {wanted!r} in its id: it has not ended, was not hinted, or is older than "
+        "this log"
     )

@@ -70,11 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             write(target, text)
             print(f"wrote    {target}")
-    if not arguments.user and arguments.root == Path("/"):
+    if not arguments.user:
         started = program(sys.prefix, sys.executable)[0]
         if (folder := closed(started, sys.executable)) is not None:
             print(f"note: {folder} is closed to others, so the user kvprefetch cannot start {started}:\n"
-                  "      use an environment elsewhere, such as /opt/kvprefetch")  # fmt: skip
+                  "      use an environment elsewhere, such as /opt/kvprefetch", file=sys.stderr)  # fmt: skip
     print("\n".join(("", "Next:", *(f"  {line}" for line in next_steps(arguments.user, "activation" in wanted)))))
     return 0
 

@@ -19,11 +19,29 @@ SOURCE_FILE = {"FILE": "what serve wrote to its standard output; lines of others
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """FILE and `--journal [UNIT]`."""
+    """FILE and `--journal [UNIT]`; `searched` says which."""
     parser.add_argument("file", metavar="FILE", nargs="?", help="the log; - or nothing: standard input")
     parser.add_argument(
         "--journal", metavar="UNIT", nargs="?", const=UNIT, help=f"read the journal of this unit (default: {UNIT})"
     )
+
+
+def searched(arguments: argparse.Namespace) -> str:
+    """What `lines` reads, in words."""
+    if arguments.journal is not None:
+        return f"the journal of {arguments.journal}"
+    return "standard input" if arguments.file in (None, "-") else str(arguments.file)
+
+
+def _any(source: Generator[bytes, None, None], where: str) -> Generator[bytes, None, None]:
+    """The lines of the source. Raises Unavailable when it ends without one."""
+    empty = True
+    with contextlib.closing(source):
+        for line in source:
+            empty = False
+            yield line
+    if empty:
+        raise Unavailable(f"{where} has no entries: it may be of another name, or not for this user to read")
 
 
 @contextlib.contextmanager
@@ -41,6 +59,8 @@ def lines(
         with contextlib.ExitStack() as opened:
             if arguments.journal is not None:
                 source = reader.journal(arguments.journal, following=following, last=last)
+                if last != 0:
+                    source = _any(source, searched(arguments))
             elif name == "-":
                 if sys.stdin.isatty():
                     raise ConfigError("command line: nothing to read: name a FILE, pipe a log in, or give --journal")

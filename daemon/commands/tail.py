@@ -6,8 +6,10 @@ import argparse
 import contextlib
 import json
 import os
+import signal
+import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -27,7 +29,7 @@ PAGE = Page(
         ("kvprefetchd tail --journal --level warning -n 50", "what went wrong lately, under systemd"),
         ("kvprefetchd tail --json --engine 3f2a kvprefetchd.log > engine.jsonl", "one engine's lines, for a program"),
     ),
-    exits={0: "read to its end, or interrupted", 69: "the log cannot be read"},
+    exits={0: "read to its end, or interrupted", 69: "the log cannot be read, or the journal has nothing of the unit"},
     files=SOURCE_FILE,
     environment={"NO_COLOR": "no colours on a terminal"},
     also="kvprefetchd explain; docs/EVENTS.md has every event and field",
@@ -38,7 +40,7 @@ def add(commands: Commands) -> None:
     parser = declare(
         commands, "tail", "print the log as readable lines", run, PAGE,
         details="Times are UTC. Lines that are not the daemon's are passed on as they are, unless a filter or --json "
-        "is given.",
+        "is given. A pipe is read to its end after the first Ctrl-C, which has reached its writer, too.",
     )  # fmt: skip
     add_source(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="go on with what comes, across rotation")
@@ -65,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     with (
         contextlib.suppress(KeyboardInterrupt),
+        to_the_end(arguments),
         lines(arguments, following=arguments.follow, last=arguments.lines) as source,
     ):
         for line in source:
@@ -78,6 +81,21 @@ def run(arguments: argparse.Namespace) -> int:
                 print(text, flush=arguments.follow)
         sys.stdout.flush()
     return 0
+
+
+@contextlib.contextmanager
+def to_the_end(arguments: argparse.Namespace) -> Iterator[None]:
+    """With a pipe as the source, let the first SIGINT pass: Ctrl-C goes to all of a pipeline, and who writes into the
+    pipe has last lines. The second one ends us.
+    """
+    if arguments.journal is not None or arguments.file not in (None, "-") or not stat.S_ISFIFO(os.fstat(0).st_mode):
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, signal.default_int_handler))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def predicate(arguments: argparse.Namespace) -> Callable[[Record], bool] | None:

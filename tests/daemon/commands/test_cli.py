@@ -129,6 +129,15 @@ def test_a_first_mistake_is_told_its_cure(
     assert cure in capsys.readouterr().err
 
 
+def test_without_arguments_the_commands_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 78
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("usage: kvprefetchd ")
+    assert [name for name in ("serve", "doctor", "explain") if f"\n    {name} " not in shown.err] == []
+    assert shown.err.splitlines()[-1].startswith("kvprefetchd: command line: ")
+
+
 def test_a_socket_of_others_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:  # root may use any socket, so the kernel's answer is given here
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

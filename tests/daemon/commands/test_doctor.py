@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import grp
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -69,6 +71,18 @@ def test_doctor_knows_how_large_the_file_system_is(tmp_path: Path) -> None:
     (tmp_path / "1.bucket").symlink_to("gone")  # listed, and not there any more when it is looked at
     (finding,) = doctor.disk(load({"disk": f"{tmp_path}:64MiB"}))
     assert finding.level == "ok"
+
+
+def test_who_may_not_use_the_socket_is_never_sent_into_root_s_group() -> None:
+    others = next(group.gr_gid for group in grp.getgrall() if group.gr_gid != 0)
+    for gid, mode, joins in ((0, 0o660, False), (others, 0o600, False), (4_000_000_000, 0o660, False),
+                             (others, 0o660, True)):  # fmt: skip
+        advice = doctor.way_in(os.stat_result((mode, 1, 1, 1, 0, gid, 0, 0, 0, 0)), 1234)
+        if joins:
+            assert advice == f"join the group {grp.getgrgid(gid).gr_name}"
+        else:
+            assert "--socket-group GROUP" in advice
+            assert "--allow-uids 1234" in advice
 
 
 def test_doctor_says_what_is_bad_and_what_to_do(tmp_path: Path) -> None:

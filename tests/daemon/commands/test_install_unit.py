@@ -128,8 +128,10 @@ def test_a_program_that_the_service_s_user_cannot_reach_is_noted(
     tmp_path.chmod(0o755)
     home.chmod(0o700)
     monkeypatch.setattr(sys, "prefix", str(home / "venv"))
-    assert main(["install-unit", "--dry-run"]) == 0
-    assert f"the user kvprefetch cannot start {script}" in capsys.readouterr().out
+    image = str(tmp_path / "image")
+    for arguments in (["--dry-run"], ["--root", image], ["--root", image, "--dry-run"]):
+        assert main(["install-unit", *arguments]) == 0
+        assert f"the user kvprefetch cannot start {script}" in capsys.readouterr().err
     assert install_unit.closed("/usr/bin/env") is None
 
 

@@ -145,6 +145,33 @@ def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
         assert errors.read() == b""
 
 
+def test_a_pipe_is_read_to_its_end_after_the_first_interrupt() -> None:
+    """Ctrl-C in `kvprefetchd serve | kvprefetchd tail` reaches both: the daemon still has its last lines to say."""
+    for interrupts in (1, 2):
+        process = subprocess.Popen([*TAIL, "-f", "--json"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with process, process.stdin as given, process.stdout as shown:
+            given.write(json.dumps(LOG[0]).encode() + b"\n")
+            given.flush()
+            assert json.loads(shown.readline()) == LOG[0]
+            for _ in range(interrupts):
+                assert process.poll() is None
+                process.send_signal(signal.SIGINT)
+                wait_for(lambda pid=process.pid: not pending(pid), what="the signal's delivery")
+            if interrupts == 1:
+                given.write(json.dumps(LOG[1]).encode() + b"\n")
+                given.close()
+                assert json.loads(shown.readline()) == LOG[1]
+            assert process.wait(30) == 0
+
+
+def pending(pid: int) -> bool:
+    """Whether a signal waits for the process, or it has not ended its handler's call yet."""
+    fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["ShdPnd"], 16) != 0 or not fields["State"].startswith(("S", "Z"))
+
+
 # --- following ----------------------------------------------------------------------------------------------------
 
 
@@ -284,6 +311,20 @@ def test_the_journal_is_asked_for_the_unit(planted_journal: dict[str, str], tmp_
     assert len(result.stdout.splitlines()) == 2
     asked = (tmp_path / "arguments").read_text().split()
     assert asked == ["--output=json", "--unit=other.service", "--lines=50", "--follow"]
+
+
+def test_a_journal_without_entries_is_told(tmp_path: Path) -> None:
+    program = tmp_path / "journalctl"
+    program.write_text("#!/bin/sh\n")  # what the real one prints for a unit that does not exist
+    program.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for command, status in ((["tail", "--journal"], 69), (["explain", "x", "--journal"], 69),
+                            (["tail", "--journal", "-n", "0"], 0)):  # fmt: skip
+        result = subprocess.run(
+            [*TAIL[:-1], *command], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        said = "kvprefetchd: the journal of kvprefetchd.service has no entries: " if status else ""
+        assert (result.returncode, result.stderr[: len(said)], bool(result.stderr)) == (status, said, bool(said))
 
 
 def test_without_journalctl_it_says_so(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lab.daemon import Daemon
+from kvprefetch.daemon import doctor
+from kvprefetch.daemon.config import load
 from kvprefetch.daemon.store.disk_watch import HUNG_S, DiskWatch
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import blocks, stored
@@ -49,6 +51,10 @@ def test_a_disk_that_loses_pages_or_its_folder_costs_its_own_blocks_and_is_told(
     assert line is not None
     assert line["error"] == f"nothing can be kept on disk: the folder is gone: disk='{folder}': restart the daemon"
     assert ask_daemon(daemon.socket).disk_fault == line["error"]
+    config = load({"socket": daemon.socket})
+    fault = ("bad", line["error"].removesuffix(": restart the daemon"), "restart the daemon")
+    assert list(doctor.disk(config)) == [fault]
+    assert [finding.level for finding in doctor.control_socket(config)] == ["ok"]
     engine.close()
     assert daemon.sigterm(10) == 0, "nothing is waited for that cannot come"
     assert daemon.records("store.unflushed")

@@ -145,7 +145,8 @@ def test_a_request_is_found_by_its_id_or_a_part_of_it(tmp_path: Path) -> None:
     assert many.stderr.endswith("more than 5 requests have 'c' in their id: c0, c1, c2, c3, c4, …\n")
     none = explain("nobody", given=log.read_text())
     assert none.returncode == 69
-    assert "'nobody'" in none.stderr
+    assert "no request.done line in standard input has 'nobody' in its id" in none.stderr
+    assert f"in {log} has 'nobody'" in explain("nobody", str(log)).stderr
 
 
 def test_a_request_hinted_twice_is_shown_twice() -> None:
