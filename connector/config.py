@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ..shmring.messages import check_socket_path, default_socket, first_error, shown
+from ..shmring.messages import check_socket_path, default_socket, first_error, nearest, shown
 from .policy import Policy
 
 
@@ -80,7 +80,10 @@ def load(values: Mapping[str, Any]) -> ConnectorConfig:
     """Validate the extra configuration. ValueError in one line naming the first bad key, its value and the bound."""
     known = ConnectorConfig.model_fields
     if unknown := [key for key in values if key not in known]:
-        raise ValueError(f"kv_connector_extra_config: unknown key {shown(unknown[0])}: the keys are {', '.join(known)}")
+        close = nearest(str(unknown[0]), known)
+        raise ValueError(
+            f"kv_connector_extra_config: unknown key {shown(unknown[0])}: the keys are {', '.join(known)}{close}"
+        )
     try:
         return ConnectorConfig.model_validate(dict(values))
     except ValidationError as error:

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .. import __version__
+from ..shmring.messages import nearest
 from ..shmring.protocol import PROTOCOL
 from .client import EX_UNAVAILABLE, Unavailable
 from .commands import check_config, doctor, explain, install_unit, mode, serve, stat, status, store, tail, top, warm
 from .commands.common import CONFIGURATION_ENVIRONMENT, CONFIGURATION_FILE, SOCKET_FILE
 from .commands.page import Formatter, Page
 from .config import ConfigError
-from .sources import nearest
 
 EX_CONFIG = 78
 

@@ -45,7 +45,7 @@ def purge(sessions: Sequence[EngineSession], store: Store, pools: Pools, order: 
 
 
 def _named(sessions: Sequence[EngineSession], engine: str) -> list[EngineSession]:
-    """Those with this id, else those whose id begins so: `status` shows the start of one. All for ""."""
+    """Those with this id, else those whose id begins so: `top` may show the start of one. All for ""."""
     return [each for each in sessions if each.engine_id == engine] or [
         each for each in sessions if each.engine_id.startswith(engine)
     ]

@@ -6,16 +6,20 @@ from collections.abc import Callable
 
 from .config import NEXT_ATTACH, RELOADABLE, SIZES, ConfigError, DaemonConfig
 from .sizes import size_text
-from .telemetry.logs import Log
+from .telemetry.events import LEVELS
+from .telemetry.logs import Log, threshold
 
 
 def reloaded(config: DaemonConfig, reread: Callable[[], DaemonConfig], log: Log) -> DaemonConfig:
-    """The configuration to go on with; one log line for each key that differs, or one that says why none was taken."""
+    """The configuration to go on with, whose `log_level` holds from then on; one log line for each key that differs,
+    whatever the level, or one that says why none was taken.
+    """
     try:
         wanted = reread()
     except ConfigError as error:
         log.error("config.invalid", error=str(error))
         return config
+    threshold.set(min(config.log_level, "info", key=LEVELS.index))
     taken: dict[str, object] = {}
     for key in DaemonConfig.model_fields:
         before, after = getattr(config, key), getattr(wanted, key)
@@ -28,7 +32,9 @@ def reloaded(config: DaemonConfig, reread: Callable[[], DaemonConfig], log: Log)
         taken[key] = after
         when = "for engines that attach from now on" if key in NEXT_ATTACH else "at once"
         log.info("config.changed", key=key, **values, takes_effect=when)
-    return config.model_copy(update=taken)
+    config = config.model_copy(update=taken)
+    threshold.set(config.log_level)
+    return config
 
 
 def _text(key: str, value: object) -> str:

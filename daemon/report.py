@@ -10,6 +10,7 @@ from .. import __version__
 from ..shmring.messages import SlowRequest, Status
 from .engine.session import EngineSession
 from .telemetry.board import Board
+from .telemetry.events import Ending
 
 MAX_ENGINES = 32  # in one answer, which must fit a control message
 MAX_DIFFERENCES = 256  # characters; the log has them all
@@ -53,11 +54,12 @@ def status(
 
 
 def _slowest(sessions: Sequence[EngineSession], now_ns: int) -> list[SlowRequest]:
+    """Those that waited longest, but for those whose client did not: how long they waited says when it left."""
     waited = (
         (story["exposed_ms"], -at_ns, session.engine_id, story)
         for session in sessions
         for at_ns, story in session.stories.recent
-        if story["exposed_ms"] > 0 and now_ns - at_ns < SLOWEST_NS
+        if story["exposed_ms"] > 0 and story["outcome"] != Ending.ABORTED.value and now_ns - at_ns < SLOWEST_NS
     )
     return [
         SlowRequest(

@@ -30,7 +30,7 @@ from .store.embedded import DISK_BUFFER_BYTES, DiskSpec, EmbeddedError, Embedded
 from .store.settings import MooncakeSettings, SettingsError
 from .telemetry.board import Board
 from .telemetry.events import Ending
-from .telemetry.logs import Log, event_counts, finish, tend, threshold
+from .telemetry.logs import Log, event_counts, finish, tend
 from .telemetry.web import MetricsServer
 
 DRAIN_LIMIT = 256
@@ -315,7 +315,6 @@ class Daemon:
         self._notify.reloading()
         before = self._config.mode
         self._config = reloaded(self._config, self._reread, self._log)
-        threshold.set(self._config.log_level)
         control.access = access_of(control.sock, self._config)
         control.max_engines = self._config.max_engines
         if self._config.mode != before:

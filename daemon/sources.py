@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from ..shmring.messages import first_error
+from ..shmring.messages import first_error, nearest
 from .config import ConfigError, DaemonConfig
 
 if sys.version_info >= (3, 11):
@@ -72,12 +71,6 @@ def resolve(sources: Sources) -> Effective:
         key = str(error.errors(include_url=False)[0]["loc"][0])
         place = origin[key]
         raise ConfigError(first_error(error) + ("" if place.startswith("--") else f" (from {place})")) from None
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean …?" when one of the known words is near, else nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _known(name: str, shown: str, place: str, form: str, *, upper: bool = False) -> None:

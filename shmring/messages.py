@@ -5,11 +5,12 @@ JSON, one message per SOCK_SEQPACKET packet, descriptors beside it (SCM_RIGHTS).
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -359,6 +360,12 @@ def shown(value: object) -> str:
     """How a bad value stands in an error: as Python writes it, and no longer than anyone reads."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean …?" when one of the known words is near, else nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def send_message(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -14,15 +14,7 @@ from rich.text import Text
 from ...shmring.messages import Status, StatusQuery
 from ..client import Unavailable, ask
 from ..telemetry import overview
-from ..telemetry.pretty import number, printable, size
-
-
-def once(socket: Path, interval_s: float) -> None:
-    """Look twice and print. Raises Unavailable."""
-    before, since = ask(socket, StatusQuery(), Status), time.monotonic()
-    time.sleep(interval_s)
-    now = ask(socket, StatusQuery(), Status)
-    Console().print(frame(now, overview.rates(before, now, time.monotonic() - since)))
+from ..telemetry.pretty import printable
 
 
 def live(socket: Path, interval_s: float) -> NoReturn:
@@ -45,10 +37,7 @@ def frame(status: Status, rates: overview.Rates) -> RenderableType:
     parts: list[RenderableType] = [
         Text(overview.headline(status), style="" if status.store_open else "red"),
         *([Text(printable(status.disk_fault), style="red")] if status.disk_fault else []),
-        Text(
-            f"now: {number(rates.hints)} hints/s, fetching {size(rates.fetched_bytes)}/s, "
-            f"hidden {overview.percent(rates.hidden)}"
-        ),
+        Text(overview.pace(rates)),
         Text(),
     ]
     if status.engines:

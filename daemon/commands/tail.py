@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ..sources import nearest
+from ...shmring.messages import nearest
 from ..telemetry import pretty
 from ..telemetry.events import EVENTS, LEVELS
 from ..telemetry.reader import Record, parse

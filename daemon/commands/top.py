@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import time
+from pathlib import Path
 
+from ...shmring.messages import Status, StatusQuery
+from ..client import ask
+from ..telemetry import overview
 from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare
 from .page import Page
 
@@ -35,14 +40,22 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from . import screen  # rich is slow to import, and only this command needs it
-
     with contextlib.suppress(KeyboardInterrupt):
         if arguments.once or not sys.stdout.isatty():
-            screen.once(arguments.socket, arguments.interval)
+            print("\n".join(looked_twice(arguments.socket, arguments.interval)))
         else:
+            from . import screen  # rich is slow to import, and only this needs it
+
             screen.live(arguments.socket, arguments.interval)
     return 0
+
+
+def looked_twice(socket: Path, interval_s: float) -> list[str]:
+    """As `status`, and what happened between two looks. Raises Unavailable."""
+    before, since = ask(socket, StatusQuery(), Status), time.monotonic()
+    time.sleep(interval_s)
+    now = ask(socket, StatusQuery(), Status)
+    return overview.describe(now, overview.rates(before, now, time.monotonic() - since))
 
 
 def _seconds(text: str) -> float:

@@ -180,11 +180,12 @@ class EmbeddedMaster:
         process, self._process = self._process, None
         if process is None:
             return
+        by_itself = {} if (code := process.poll()) is None else {"code": code}
         process.kill()
         process.wait()
         if self._reader is not None:
             self._reader.join(1.0)
-        self._log.info("master.stopped", pid=process.pid, code=process.returncode)
+        self._log.info("master.stopped", pid=process.pid, **by_itself)
 
     def _set_environment(self) -> None:
         os.environ["MC_TCP_BIND_ADDRESS"] = "127.0.0.1"

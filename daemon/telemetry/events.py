@@ -303,7 +303,7 @@ EVENTS: dict[str, Event] = {
     "master.started": Event("info", "The embedded store's master answers.", ("pid", "port", "memory_bytes")),
     "master.retried": Event("debug", "It did not; another port is tried.", ("port", "attempt")),
     "master.died": Event("error", "It ended by itself: the daemon stops with status 69, to be started anew.", ("pid",)),
-    "master.stopped": Event("info", "It ended.", ("pid", "code")),
+    "master.stopped": Event("info", "It was ended or, where there is a `code`, had ended by itself.", ("pid", "code?")),
     "master.said": Event("debug", "A line of its output.", ("line",)),
 }  # fmt: skip
 

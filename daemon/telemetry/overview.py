@@ -50,7 +50,7 @@ def row(engine: Numbers) -> list[str]:
     hit, miss = _int(engine, "hit_blocks"), _int(engine, "miss_blocks")
     counts = ("requests", "orders", "blocks_pinned", "slots_idle", "slots_free", "saves_queued", "hints")
     return [
-        printable(str(engine.get("engine", "?")))[:24],
+        printable(str(engine.get("engine", "?"))),
         *(str(_int(engine, name)) for name in counts),
         percent(hit / (hit + miss) if hit + miss else None),
         percent(hidden_fraction([engine])),
@@ -76,7 +76,7 @@ def slowest(status: Status) -> list[list[str]]:
     return [
         [
             f"{number(each.exposed_ms)} ms", each.outcome, size(each.fetched_bytes), f"{duration(each.ago_s)} ago",
-            printable(each.engine)[:24], printable(each.request_id),
+            printable(each.engine), printable(each.request_id),
         ]
         for each in status.slowest
     ]  # fmt: skip
@@ -94,9 +94,15 @@ def refused(status: Status) -> list[str]:
     ]
 
 
-def describe(status: Status) -> list[str]:
-    """The whole answer as lines of text."""
+def pace(rates: Rates) -> str:
+    """What happens now, in one line."""
+    return f"now: {number(rates.hints)} hints/s, fetching {size(rates.fetched_bytes)}/s, hidden {percent(rates.hidden)}"
+
+
+def describe(status: Status, rates: Rates | None = None) -> list[str]:
+    """The whole answer as lines of text, with `rates` where there was one before it."""
     lines = [headline(status), *([printable(status.disk_fault)] if status.disk_fault else [])]
+    lines += [pace(rates)] if rates is not None else []
     if status.engines:
         lines += ["", *aligned([list(COLUMNS), *map(row, status.engines)])]
     else:

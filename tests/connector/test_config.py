@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvprefetch.connector.config import load, override
@@ -35,6 +37,8 @@ def test_the_socket_rule_is_the_daemons(environ: dict[str, str], expected: str) 
     ("values", "names"),
     [
         ({"sockett": "/x"}, ["unknown key 'sockett'", "the keys are socket, mode, "]),
+        ({"wait_polcy": "wait"}, ["unknown key 'wait_polcy'", "; did you mean wait_policy?"]),
+        ({7: "x"}, ["unknown key 7"]),
         ({"mode": "maybe"}, ["mode", "'on'", "'maybe'"]),
         ({"wait_timeout_ms": "5000"}, ["wait_timeout_ms", "integer", "'5000'"]),
         ({"wait_timeout_ms": -1}, ["wait_timeout_ms", "greater than or equal to 0", "-1"]),
@@ -47,7 +51,7 @@ def test_the_socket_rule_is_the_daemons(environ: dict[str, str], expected: str) 
         ({"mode": "x" * 10_000}, ["mode", "'on'", "'xxx"]),
     ],
 )
-def test_a_bad_value_is_one_line_with_key_value_and_bound(values: dict[str, object], names: list[str]) -> None:
+def test_a_bad_value_is_one_line_with_key_value_and_bound(values: dict[Any, object], names: list[str]) -> None:
     with pytest.raises(ValueError, match="kv_connector_extra_config") as caught:
         load(values)
     text = str(caught.value)

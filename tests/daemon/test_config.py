@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -16,6 +17,8 @@ from kvprefetch.daemon.host import available_bytes, quota_cores
 from kvprefetch.daemon.reload import reloaded
 from kvprefetch.daemon.sizes import parse_size, size_text, whole_mib
 from kvprefetch.daemon.sources import PREFIX, Sources, resolve
+from kvprefetch.daemon.telemetry.events import LEVELS
+from kvprefetch.daemon.telemetry.logs import threshold
 
 
 def sources(tmp_path: Path, text: str, flags: dict[str, str] | None = None, **environ: str) -> Sources:
@@ -138,6 +141,34 @@ def test_a_reload_takes_over_what_it_may_and_names_the_rest() -> None:
         ("info", "config.changed", "chunk"), ("info", "config.changed", "log_level"),
         ("warning", "config.kept", "disk"), ("warning", "config.kept", "memory"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("before", LEVELS)
+@pytest.mark.parametrize("after", LEVELS)
+def test_each_change_of_a_reload_is_seen_whatever_the_level(before: Any, after: Any) -> None:
+    seen: list[str] = []
+
+    class Log:
+        def __getattr__(self, level: str) -> object:
+            def write(_event: str, key: str, **_fields: object) -> None:
+                if passes(level):
+                    seen.append(key)
+
+            return write
+
+    def passes(level: str) -> bool:
+        try:
+            return bool(threshold(None, level, {"event": "x"}))
+        except structlog.DropEvent:
+            return False
+
+    threshold.set(before)
+    try:
+        reloaded(DaemonConfig(log_level=before), lambda: DaemonConfig(log_level=after, chunk=8192), Log())
+        assert set(seen) == {"chunk"} | ({"log_level"} if before != after else set())
+        assert [level for level in LEVELS if passes(level)] == list(LEVELS[LEVELS.index(after) :])
+    finally:
+        threshold.set("info")
 
 
 def test_a_reload_of_a_bad_file_keeps_everything() -> None:

@@ -73,6 +73,7 @@ def test_a_row_has_a_cell_for_each_column() -> None:
         "HINTS": "10", "HIT": "75 %", "HIDDEN": "75 %", "DROP": "8", "BAD": "9",
     }  # fmt: skip
     assert overview.row({"engine": "x\x1b[2J"})[0] == "x\N{REPLACEMENT CHARACTER}[2J"
+    assert overview.row(engine(engine="4f1c" * 9))[0] == "4f1c" * 9, "whole: --engine takes it"
 
 
 def test_the_description_says_what_is_wrong() -> None:
@@ -151,30 +152,36 @@ def test_a_real_daemon_s_status_and_top(shared_daemon: Daemon) -> None:
     values = blocks("top", 8)
     attached.save(values)
     wait_for(lambda: attached.load(list(values)), what="a hit")
-    late = attached.hint(list(blocks("top-late", 3)), name="slow-one")
-    attached.settled(late)
-    assert attached.move(late, protocol.FlagState.CANCELLED)
-    asked = protocol.Done(late[0], late[1], Outcome.LATE, 0, 0, time.monotonic_ns() - 80_000_000, 0, 0)
-    assert attached.producer.push(protocol.RecordKind.DONE, protocol.encode_done(asked))
-    attached.flags.give_back(late[0])
+    for name, outcome in (("given-up", Outcome.ABORTED), ("slow-one", Outcome.LATE)):
+        late = attached.hint(list(blocks("top-late", 3)), name=name)
+        attached.settled(late)
+        assert attached.move(late, protocol.FlagState.CANCELLED)
+        asked = protocol.Done(late[0], late[1], outcome, 0, 0, time.monotonic_ns() - 80_000_000, 0, 0)
+        assert attached.producer.push(protocol.RecordKind.DONE, protocol.encode_done(asked))
+        attached.flags.give_back(late[0])
     wait_for(lambda: ask_daemon(shared_daemon.socket).slowest, what="the slow request")
+    waited = {line["request_id"]: line["exposed_ms"] for line in shared_daemon.records("request.done")}
+    assert waited["given-up"] >= 80, "its client left, which says nothing of us"
 
     def shown(*arguments: str) -> str:
         done = subprocess.run(
             [*COMMAND, *arguments, "--socket", str(shared_daemon.socket)],
-            env={**os.environ, "COLUMNS": "160"}, capture_output=True, text=True, timeout=60, check=True,
+            env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True, timeout=60, check=True,
         )  # fmt: skip
         return done.stdout
 
     said = json.loads(shown("status", "--json"))
     assert said["engines"][0]["fetched_blocks"] == 8
-    assert said["slowest"][0]["request_id"] == "slow-one"
+    assert [each["request_id"] for each in said["slowest"]] == ["slow-one"]
     assert said["slowest"][0]["exposed_ms"] >= 80
     for text in (shown("status"), shown("top", "--once", "--interval", "0.2")):
         assert "shown" in text
         assert "slow-one" in text
         assert "late" in text
         assert f"pid {shared_daemon.pid}" in text
+        assert "store calls in flight" in text.splitlines()[0], "no line is cut or wrapped"
+        assert text == "".join(line.rstrip() + "\n" for line in text.splitlines())
+    assert shown("top", "--interval", "0.2").splitlines()[1].startswith("now: 0.00 hints/s, fetching 0 B/s, ")
     attached.close()
 
 

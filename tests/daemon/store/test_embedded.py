@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 import structlog
+from structlog.testing import capture_logs
 
 from kvprefetch.daemon.store import embedded
 from kvprefetch.daemon.store.embedded import DiskSpec, EmbeddedError, EmbeddedMaster
 from kvprefetch.daemon.store.settings import SettingsError
+from tests.daemon.fake_engine import wait_for
 
 pytest.importorskip("mooncake")
 
@@ -108,6 +110,21 @@ def test_should_leave_alone_a_disk_that_another_daemon_owns(tmp_path: Path) -> N
         master.start()
     assert master.pid is None
     os.close(owner)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_should_tell_a_stop_from_an_end_by_itself(killed: bool) -> None:
+    with capture_logs() as log:
+        master = EmbeddedMaster(1, None, structlog.get_logger())
+        master.start()
+        pid = master.pid
+        assert pid is not None
+        if killed:
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: not master.alive(), what="its end")
+        master.stop()
+    [stopped] = [line for line in log if line["event"] == "master.stopped"]
+    assert stopped == {"event": "master.stopped", "log_level": "info", "pid": pid, **({"code": -9} if killed else {})}
 
 
 def test_should_start_answer_and_stop() -> None:
