@@ -45,6 +45,8 @@ def status(
         store_open=store_open,
         store_answering=store_answering,
         disk_fault=board.disk_fault(),
+        store=board.fill(),
+        store_earlier=board.fill_earlier(),
         engines=[numbers(session) for session in sessions[:MAX_ENGINES]],
         engine_count=len(sessions),
         uptime_s=(now - board.started_ns) / 1e9,

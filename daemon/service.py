@@ -233,6 +233,7 @@ class Daemon:
                 config.memory, disk, self._log, master_port=config.master_port, stopping=lambda: self._stopping
             )
             self._board.disk_fault = self._master.disk_fault
+            self._board.fill, self._board.fill_earlier = self._master.fill, self._master.fill_earlier
             try:
                 settings = self._master.start()
             except EmbeddedError:

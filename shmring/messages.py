@@ -218,6 +218,23 @@ class SlowRequest(_Message):
     ago_s: float
 
 
+class StoreFill(BaseModel):
+    """How full the store is, in bytes, and what left it since its master started.
+
+    What memory evicts may lie on disk still.  `disk_evictions`: how often the disk tier made room, for which it removes
+    one value or many; Mooncake does not say how many.  `disk_bytes` is 0 without a disk tier.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+    memory_used_bytes: int
+    memory_bytes: int
+    memory_evicted_bytes: int
+    disk_used_bytes: int
+    disk_bytes: int
+    disk_evictions: int
+
+
 class Status(_Message):
     """The daemon's engines (the first 32 of `engine_count`), each with its gauges and counters.
 
@@ -236,6 +253,8 @@ class Status(_Message):
     store_open: bool
     store_answering: bool = True
     disk_fault: str = ""  # why nothing can be kept on the disk tier
+    store: StoreFill | None = None  # of the embedded store, where its master says it
+    store_earlier: StoreFill | None = None  # five minutes ago, or when it first said it
     engines: list[dict[str, int | str]]
     engine_count: int = 0
     uptime_s: float = 0.0

@@ -36,6 +36,7 @@ def frame(status: Status, rates: overview.Rates) -> RenderableType:
     """Headline, rates, a table of engines, a table of the slowest requests."""
     parts: list[RenderableType] = [
         Text(overview.headline(status), style="" if status.store_open else "red"),
+        *map(Text, overview.store(status)),
         *([Text(printable(status.disk_fault), style="red")] if status.disk_fault else []),
         Text(overview.pace(rates)),
         Text(),

@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import collections
 import http.client
+import json
 import re
 import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ...shmring import messages
+from ...shmring.messages import StoreFill
 from ..client import Unavailable, ask
 from ..config import ConfigError
 from ..store.buckets import FINGERPRINT
+from ..store.fill import read
+from ..telemetry.overview import filled
 from ..telemetry.pretty import printable
 from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare, give
 from .page import Page
@@ -29,7 +33,7 @@ DETAILS = (
 )
 PAGE = Page(
     examples=(
-        ("kvprefetchd store stat", "values of each namespace"),
+        ("kvprefetchd store stat", "values of each namespace, and how full the store is"),
         ("kvprefetchd store ls --prefix some-model", "keys that begin so"),
         ("kvprefetchd store ls --master-http 10.0.0.1:9003", "of a cluster, by its master"),
         (
@@ -53,7 +57,7 @@ def add(commands: Commands) -> None:
         "action",
         metavar="{ls,stat,purge}",
         choices=("ls", "stat", "purge"),
-        help="the keys, one a line; values by namespace; remove a namespace",
+        help="the keys, one a line; values by namespace and how full the store is; remove a namespace",
     )
     parser.add_argument("--prefix", metavar="TEXT", help="only keys that begin so; for purge, a whole namespace")
     parser.add_argument(
@@ -61,6 +65,7 @@ def add(commands: Commands) -> None:
         metavar="ID",
         help="purge: those of this attached engine: its id or the start of it",
     )
+    parser.add_argument("--json", action="store_true", help="stat: as JSON, sizes in bytes")
     parser.add_argument("--yes", action="store_true", help="purge: do it")
     parser.add_argument("--master-http", metavar="HOST:PORT", help="ls, stat: a cluster's master (its --metrics_port)")
     add_socket(parser)
@@ -69,18 +74,29 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "purge":
         return purge(arguments)
-    keys = listed(master_of(arguments), arguments.prefix or "")
-    if arguments.action == "ls":
-        for key in keys:
-            sys.stdout.write(key + "\n")
-        return 0
+    master, fill = master_of(arguments)
+    keys = listed(master, arguments.prefix or "")
+    if arguments.action == "stat":
+        return stat(keys, fill or read(master), arguments.json)
+    for key in keys:
+        sys.stdout.write(key + "\n")
+    return 0
+
+
+def stat(keys: Iterable[str], fill: StoreFill | None, as_json: bool) -> int:
+    """Count the values of each namespace, and print that and how full the store is, where that is known."""
     counts = collections.Counter[str]()
     for key in keys:
         block = not key.endswith(f"@{FINGERPRINT}")
         counts[namespace(key) if block else key.removesuffix(FINGERPRINT)] += block
+    if as_json:
+        whole = fill.model_dump() if fill is not None else None
+        print(json.dumps({"values": counts.total(), "namespaces": counts, "store": whole}, indent=2, sort_keys=True))
+        return 0
     for name, count in sorted(counts.items()):
         print(f"{count:>10}  {name}")
     print(f"{counts.total():>10}  in all" if counts else "nothing is stored")
+    print(filled(fill) if fill is not None else "how full it is, the master does not say")
     return 0
 
 
@@ -106,12 +122,13 @@ def namespace(key: str) -> str:
     return _HASH.sub("", key)
 
 
-def master_of(arguments: argparse.Namespace) -> str:
-    """host:port of the master's HTTP interface. Raises Unavailable when nobody knows it."""
+def master_of(arguments: argparse.Namespace) -> tuple[str, StoreFill | None]:
+    """host:port of the master's HTTP interface, and what the daemon knows of how full it is. Raises Unavailable."""
     if arguments.master_http:
-        return str(arguments.master_http)
-    if master := ask(arguments.socket, messages.StatusQuery(), messages.Status).master_http:
-        return master
+        return str(arguments.master_http), None
+    status = ask(arguments.socket, messages.StatusQuery(), messages.Status)
+    if status.master_http:
+        return status.master_http, status.store
     raise Unavailable("the daemon joined a cluster: name its master's HTTP interface with --master-http HOST:PORT")
 
 

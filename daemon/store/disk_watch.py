@@ -25,6 +25,7 @@ class DiskWatch:
         """`fd` is the folder that the tier was opened in. `clock`: seconds, monotonic."""
         self._path, self._fd, self._clock = path, os.dup(fd), clock
         self._found = ""
+        self.free_bytes: int | None = None  # of its file system, when it was last looked at
         self._synced_ns = 0  # the folder's time of change when what was written to it last reached the disk
         self._began: float | None = None
         self._stop = threading.Event()
@@ -59,7 +60,8 @@ class DiskWatch:
             if not os.path.samestat(here, os.fstat(self._fd)):
                 return self._line("another folder is there now", "restart the daemon")
             space = os.statvfs(self._path)
-            if (free := space.f_bavail * space.f_frsize) < _LOW_BYTES:
+            self.free_bytes = free = space.f_bavail * space.f_frsize
+            if free < _LOW_BYTES:
                 return self._line(
                     f"free={free >> 20} MiB min={MIN_FREE_BYTES >> 20} MiB", "make room, or choose a smaller size"
                 )

@@ -31,10 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from ...shmring.messages import shown
+from ...shmring.messages import StoreFill, shown
 from ..sizes import parse_size
-from .disk_watch import DiskWatch
+from .disk_watch import MIN_FREE_BYTES, DiskWatch
 from .errors import LIBRARIES
+from .fill import FillWatch
 from .settings import MooncakeSettings, SettingsError
 
 MAX_DISK_BYTES = 1 << 50
@@ -107,6 +108,7 @@ class EmbeddedMaster:
         self._reader: threading.Thread | None = None
         self._disk_fd = -1  # its folder, locked
         self._watch: DiskWatch | None = None
+        self._fill: FillWatch | None = None
         self._failing = False  # what the log knows of it
         self.http = ""  # host:port of its HTTP interface, once it was started
         self._said = self._wrong = ""  # its last line, and the first that tells of something wrong
@@ -123,6 +125,19 @@ class EmbeddedMaster:
     def disk_fault(self) -> str:
         """Why nothing can be kept on disk, in one line; empty when it can, and without a disk tier."""
         return self._watch.fault if self._watch is not None else ""
+
+    def fill(self) -> StoreFill | None:
+        """How full the store is, a few seconds ago at most; None while its master does not say it."""
+        now = self._fill.now if self._fill is not None else None
+        if now is None or self._watch is None or self._watch.free_bytes is None:
+            return now
+        # The bound that the tier was given, or Mooncake's own of 2 TiB, may be beyond what the file system has.
+        room = now.disk_used_bytes + max(0, self._watch.free_bytes - MIN_FREE_BYTES)
+        return now.model_copy(update={"disk_bytes": min(now.disk_bytes, room)})
+
+    def fill_earlier(self) -> StoreFill | None:
+        """How full it was five minutes ago, or at the start."""
+        return self._fill.earlier if self._fill is not None else None
 
     def tend(self) -> None:
         """Called a few times a second: the log is told when the disk tier fails, and when it is well again."""
@@ -157,6 +172,7 @@ class EmbeddedMaster:
                 break
             if self._answers(port):
                 self._log.info("master.started", pid=self.pid, port=port, memory_bytes=self._memory_bytes)
+                self._fill = FillWatch(self.http)
                 if self._disk is not None:
                     self._watch = DiskWatch(self._disk.path, self._disk_fd)
                 return self._settings(port)
@@ -172,6 +188,8 @@ class EmbeddedMaster:
     def stop(self) -> None:
         """End the master, at once: it keeps nothing, and takes most of a second to end by itself. Idempotent."""
         self._end()
+        if self._fill is not None:
+            self._fill.close()
         if self._watch is not None:
             self._watch.close()
         self._release_disk()

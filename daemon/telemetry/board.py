@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ...shmring.messages import StoreFill
 from .account import Account
 
 PUBLISH_NS = 1_000_000_000
@@ -35,6 +36,8 @@ class Board:
         self.snapshot = Snapshot()
         self.running: Callable[[], Mapping[str, int]] = dict  # start of the oldest store call of each kind, ns
         self.disk_fault: Callable[[], str] = str  # why nothing can be kept on disk, or nothing
+        self.fill: Callable[[], StoreFill | None] = lambda: None  # how full the embedded store is
+        self.fill_earlier: Callable[[], StoreFill | None] = lambda: None
         self._retired = Account()
         self._published_ns = 0
 

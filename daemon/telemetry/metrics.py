@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ... import __version__
+from ...shmring.messages import StoreFill
 from .account import WARM_RESULTS, Account, Histogram
 from .board import Board
 from .events import Ending
@@ -59,6 +60,13 @@ CATALOGUE: dict[str, Described] = {
     "lost_saves": Described("counter", "Blocks that were to be saved and were not"),
     "promoted_blocks": Described("counter", "Staged blocks copied to device memory"),
     "device_blocks": Described("counter", "Of the loaded blocks, those that engines loaded from device memory"),
+    "memory_evicted_bytes": Described(
+        "counter", "Bytes that left the embedded store's memory to make room; what lies on its disk stays there"
+    ),
+    "disk_evictions": Described(
+        "counter",
+        "How often the embedded store's disk tier made room, by one value or many: Mooncake does not say how many",
+    ),
     "events": Described("counter", "Log events of level warning and error, those held back included", ("event",)),
     "push_to_seen_seconds": Described("histogram", "From the engine's push of a hint until the daemon read it"),
     "look_up_seconds": Described("histogram", "From the hint read until the store said what it has"),
@@ -92,6 +100,10 @@ CATALOGUE: dict[str, Described] = {
     "saves_queued": Described("gauge", "Saves running or waiting", ("engine",)),
     "store_open": Described("gauge", "1 when the store can be used"),
     "store_answering": Described("gauge", "0 while the store is left alone, because whole calls failed"),
+    "store_used_bytes": Described(
+        "gauge", "Bytes of values in the embedded store; no series where not known", ("tier",)
+    ),
+    "store_capacity_bytes": Described("gauge", "Bytes that it has room for", ("tier",)),
     "disk_writable": Described("gauge", "0 when nothing can be kept on the disk tier; 1 also without one"),
     "ready": Described("gauge", "1 when /readyz says so"),
     "loop_age_seconds": Described("gauge", "Since the main loop's last heartbeat; a tenth when it is well"),
@@ -131,7 +143,7 @@ class BoardCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         snapshot = self._board.snapshot
         totals = snapshot.totals
-        samples = {**self._counters(totals), **self._gauges()}
+        samples = {**self._counters(totals), **self._gauges(), **_fill(self._board.fill())}
         histograms: dict[str, dict[tuple[str, ...], Histogram]] = {
             "push_to_seen_seconds": {(): totals.push_to_seen}, "look_up_seconds": {(): totals.look_up},
             "fetch_seconds": {("memory",): totals.fetch_memory, ("disk",): totals.fetch_disk},
@@ -204,6 +216,22 @@ class BoardCollector(Collector):
             "call_age_seconds": [((call,), age_s) for call, age_s in health.call_age_s.items()],
             "info": [((__version__,), 1)],
         }
+
+
+def _fill(fill: StoreFill | None) -> dict[str, list[Sample]]:
+    """No series of what is not known, nor of a tier that is not there."""
+    samples: dict[str, list[Sample]] = {
+        name: [] for name in ("store_used_bytes", "store_capacity_bytes", "memory_evicted_bytes", "disk_evictions")
+    }
+    if fill is not None:
+        samples["store_used_bytes"].append((("memory",), fill.memory_used_bytes))
+        samples["store_capacity_bytes"].append((("memory",), fill.memory_bytes))
+        samples["memory_evicted_bytes"].append(((), fill.memory_evicted_bytes))
+        if fill.disk_bytes:
+            samples["store_used_bytes"].append((("disk",), fill.disk_used_bytes))
+            samples["store_capacity_bytes"].append((("disk",), fill.disk_bytes))
+            samples["disk_evictions"].append(((), fill.disk_evictions))
+    return samples
 
 
 def _histogram(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ...shmring.messages import Status
+from ...shmring.messages import Status, StoreFill
 from .pretty import number, printable, size
 
 Numbers = Mapping[str, int | str]
@@ -71,6 +71,32 @@ def headline(status: Status) -> str:
     )
 
 
+def store(status: Status) -> list[str]:
+    """How full the embedded store is, in one line; none where nobody knows it."""
+    return [f"store: {filled(status.store, status.store_earlier)}"] if status.store is not None else []
+
+
+def filled(now: StoreFill, earlier: StoreFill | None = None) -> str:
+    """Used and capacity by tier, and what was evicted; lately, where `earlier` says how much it was then."""
+
+    def evicted(name: str, shown: Callable[[int], str], said: str) -> str:
+        count = getattr(now, name)
+        if not count:
+            return "nothing evicted"
+        lately = f", {shown(count - getattr(earlier, name))} in the last five minutes" if earlier is not None else ""
+        return said.format(shown(count)) + lately
+
+    def used(count: int, capacity: int) -> str:
+        return f"{size(count)} of {size(capacity)} ({percent(count / capacity if capacity else None)})"
+
+    memory = used(now.memory_used_bytes, now.memory_bytes)
+    parts = [f"memory {memory}, {evicted('memory_evicted_bytes', size, '{} evicted')}"]
+    if now.disk_bytes:
+        disk = used(now.disk_used_bytes, now.disk_bytes)
+        parts.append(f"disk {disk}, {evicted('disk_evictions', str, 'made room {} times')}")
+    return "; ".join(parts)
+
+
 def slowest(status: Status) -> list[list[str]]:
     """The requests that waited longest of late: waited, outcome, bytes, how long ago, engine, id."""
     return [
@@ -101,7 +127,7 @@ def pace(rates: Rates) -> str:
 
 def describe(status: Status, rates: Rates | None = None) -> list[str]:
     """The whole answer as lines of text, with `rates` where there was one before it."""
-    lines = [headline(status), *([printable(status.disk_fault)] if status.disk_fault else [])]
+    lines = [headline(status), *store(status), *([printable(status.disk_fault)] if status.disk_fault else [])]
     lines += [pace(rates)] if rates is not None else []
     if status.engines:
         lines += ["", *aligned([list(COLUMNS), *map(row, status.engines)])]

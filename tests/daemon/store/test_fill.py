@@ -1,0 +1,214 @@
+"""How full the store is: as the real master says it, and not known where it says nothing that can be understood."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.process import free_ports, frozen
+from kvprefetch.daemon.store import fill
+from kvprefetch.daemon.store.fill import FillWatch, parse, read
+from kvprefetch.shmring.messages import Status, StoreFill
+from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.stores import stored
+from tests.daemon.telemetry.test_metrics import scrape, value
+from tests.support.auditor import ask_daemon
+
+MIB = 1 << 20
+PAGE = b"".join(name + b" 7\n" for name in fill._NAMES.values())
+SEVEN = StoreFill(
+    memory_used_bytes=7, memory_bytes=7, memory_evicted_bytes=7, disk_used_bytes=7, disk_bytes=7, disk_evictions=7
+)
+
+
+def kvprefetchd(*arguments: object) -> str:
+    command = [sys.executable, "-m", "kvprefetch.daemon", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def save(engine: FakeEngine, daemon: Daemon, first: int, last: int) -> None:
+    """Blocks of 1 MiB, four at a time, each set stored before the next."""
+    for start in range(first, last, 4):
+        digests = [hashlib.sha256(bytes([i])).digest() for i in range(start, min(start + 4, last))]
+        engine.save({digest: digest * (MIB // 32) for digest in digests})
+        stored(daemon, start + len(digests))
+
+
+def known(daemon: Daemon, condition: Callable[[StoreFill], bool]) -> Status:
+    def look() -> Status | None:
+        status = ask_daemon(daemon.socket)
+        return status if status.store is not None and condition(status.store) else None
+
+    return wait_for(look, 20, "the store's numbers")  # type: ignore[no-any-return]
+
+
+def test_a_memory_that_is_filled_beyond_its_size_shows_it_everywhere(serve: Callable[..., Daemon]) -> None:
+    (port,) = free_ports(1)
+    daemon = serve(memory="16MiB", staging="16MiB", extra=("--metrics-port", str(port)))
+    engine = FakeEngine(daemon.socket, block_bytes=MIB, max_blocks=64)
+    save(engine, daemon, 0, 8)
+    before = known(daemon, lambda store: store.memory_used_bytes == 8 * MIB).store
+    assert before is not None
+    assert (before.memory_bytes, before.memory_evicted_bytes, before.disk_bytes) == (16 * MIB, 0, 0)
+    assert "store: memory 8.4 MB of 16.8 MB (50 %), nothing evicted\n" in kvprefetchd(
+        "status", "--socket", daemon.socket
+    )
+
+    save(engine, daemon, 8, 24)
+    status = known(daemon, lambda store: store.memory_evicted_bytes >= 8 * MIB)
+    time.sleep(2 * fill.PERIOD_S)  # until nothing changes any more
+    status = ask_daemon(daemon.socket)
+    store = status.store
+    assert store is not None
+    assert store.memory_used_bytes + store.memory_evicted_bytes == 24 * MIB
+    assert status.store_earlier is not None
+    assert status.store_earlier.memory_evicted_bytes == 0
+    samples = scrape(port)
+    assert value(samples, "store_used_bytes", tier="memory") == store.memory_used_bytes
+    assert value(samples, "store_capacity_bytes", tier="memory") == 16 * MIB
+    assert value(samples, "memory_evicted_bytes_total") == store.memory_evicted_bytes
+    assert not [labels for name, labels in samples if ("tier", "disk") in labels and "store_used" in name]
+    line = next(line for line in kvprefetchd("top", "--once", "--socket", daemon.socket).split("\n\n")[0].splitlines()
+                if line.startswith("store: memory"))  # fmt: skip
+    assert "evicted" in line
+    stat = json.loads(kvprefetchd("store", "stat", "--json", "--socket", daemon.socket))
+    assert stat["store"] == store.model_dump()
+    assert stat["values"] == sum(stat["namespaces"].values()) == store.memory_used_bytes // MIB
+    at = ("--master-http", status.master_http)
+    assert json.loads(kvprefetchd("store", "stat", "--json", *at)) == stat, "as a cluster's master says it"
+    assert kvprefetchd("store", "stat", *at).splitlines()[-1].startswith("memory ")
+    engine.close()
+
+
+def test_a_disk_tier_shows_what_it_holds_and_that_it_makes_room(serve: Callable[..., Daemon], tmp_path: Path) -> None:
+    daemon = serve(memory="16MiB", staging="16MiB", disk=f"{tmp_path / 'disk'}:16MiB")
+    engine = FakeEngine(daemon.socket, block_bytes=MIB, max_blocks=64)
+    save(engine, daemon, 0, 8)
+    first = known(daemon, lambda store: store.disk_used_bytes == 8 * MIB).store
+    assert first is not None
+    assert (first.disk_bytes, first.disk_evictions) == (16 * MIB, 0)
+    save(engine, daemon, 8, 24)
+    last = known(daemon, lambda store: store.disk_evictions > 0).store
+    assert last is not None
+    assert last.disk_used_bytes <= 16 * MIB
+    assert "made room " in kvprefetchd("status", "--socket", daemon.socket)
+    engine.close()
+
+
+def test_a_disk_without_a_size_has_room_for_what_is_free(serve: Callable[..., Daemon], tmp_path: Path) -> None:
+    daemon = serve(memory="16MiB", disk=str(tmp_path / "disk"))
+    store = known(daemon, lambda _: True).store
+    assert store is not None
+    assert 0 < store.disk_bytes < 2 << 40, "Mooncake's own bound is no promise"
+
+
+def test_a_master_that_hangs_is_not_known_after_a_while_and_keeps_nobody(serve: Callable[..., Daemon]) -> None:
+    (port,) = free_ports(1)
+    daemon = serve(extra=("--metrics-port", str(port)))
+    known(daemon, lambda _: True)
+    master = int(daemon.records("master.started")[0]["pid"])
+    with frozen(master):
+        wait_for(lambda: ask_daemon(daemon.socket).store is None, 30, "the end of what is known")
+        began = time.monotonic()
+        assert ask_daemon(daemon.socket).store is None
+        assert time.monotonic() - began < 1
+        assert not [name for name, _ in scrape(port) if "store_used" in name]
+        assert "store: " not in kvprefetchd("status", "--socket", daemon.socket)
+    known(daemon, lambda _: True)
+
+
+@contextmanager
+def answering(answer: bytes, *, close: bool = True) -> Iterator[str]:
+    """host:port of what gives everyone this answer, and then hangs up or stays."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        kept = []
+
+        def serve() -> None:
+            while True:
+                try:
+                    client, _ = server.accept()
+                except OSError:
+                    return
+                client.recv(1000)
+                client.sendall(answer)
+                if close:
+                    client.close()
+                else:
+                    kept.append(client)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+        for client in kept:
+            client.close()
+
+
+OK = b"HTTP/1.1 200 OK\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"", b"\x00\x01garbage\n\n", OK, OK + b"\xff" * 5000, b"HTTP/1.1 503 no\r\n\r\n" + PAGE,
+        b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        OK + PAGE.replace(b"master_allocated_bytes 7\n", b""), OK + PAGE.replace(b"_bytes 7", b"_bytes -7"),
+        OK + PAGE.replace(b"_bytes 7", b"_bytes nan"), OK + PAGE.replace(b"_bytes 7", b"_bytes " + b"9" * 5000),
+    ],
+)  # fmt: skip
+def test_garbage_is_not_known(answer: bytes) -> None:
+    with answering(answer) as master:
+        assert read(master) is None
+
+
+def test_the_page_is_understood_and_silence_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with answering(OK + PAGE) as master:
+        assert read(master) == parse(PAGE) == SEVEN
+    with answering(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", close=False) as master:
+        began = time.monotonic()
+        assert read(master, 0.2) is None
+        assert time.monotonic() - began < 2
+    assert read("127.0.0.1:1") is None
+    assert read("127.0.0.1:nonsense") is None
+    assert read("\x00:1") is None
+
+
+def test_a_watch_remembers_five_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    at, said = 0.0, list[StoreFill | None]()
+    for count in (1, 2, 3):
+        said += [SEVEN.model_copy(update={"memory_evicted_bytes": count})]
+    looked = threading.Semaphore(0)
+    heard = threading.Semaphore(0)
+
+    def ask(_: str) -> StoreFill | None:
+        looked.acquire()
+        heard.release()
+        return said.pop(0) if said else None
+
+    monkeypatch.setattr(fill, "read", ask)
+    monkeypatch.setattr(fill, "PERIOD_S", 0.001)
+    watch = FillWatch("", lambda: at)
+    assert (watch.now, watch.earlier) == (None, None)
+    for at, first in ((100.0, 1), (250.0, 1), (450.0, 2)):
+        looked.release()
+        count = wait_for(lambda at=at: watch._answers and watch._answers[-1][0] == at and watch.now, what="it")
+        assert watch.earlier is not None
+        assert watch.earlier.memory_evicted_bytes == first
+    assert count.memory_evicted_bytes == 3
+    at += fill.STALE_S + 1
+    assert watch.now is None
+    watch._stop.set()
+    looked.release(2)
+    watch.close()
