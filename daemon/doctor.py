@@ -27,7 +27,7 @@ from .config import DaemonConfig
 from .host import MIN_CORES, address_bytes, available_bytes, quota_cores, usable_cores
 from .machine import wanted_address_bytes, wanted_bytes
 from .store import addresses
-from .store.disk_watch import MIN_FREE_BYTES
+from .store.disk_watch import MIN_FREE_BYTES, room_bytes
 from .store.embedded import DiskSpec
 from .store.settings import MooncakeSettings
 
@@ -163,25 +163,15 @@ def disk(config: DaemonConfig) -> Iterator[Finding]:
         yield Finding("bad", f"{there}: not readable and writable for this user", "chown it to the daemon's user")
         return
     free = shutil.disk_usage(there).free
-    room = max(0, free + (_held(there) if there == spec.path else 0) - MIN_FREE_BYTES)
     if spec.size_bytes is None:
         yield Finding("note", f"{spec.path}: no size given, {free >> 30} GiB free: it grows until the disk is full",
                       "disk = \"DIR:SIZE\"")  # fmt: skip
-    elif spec.size_bytes > room:
+    elif spec.size_bytes > (room := room_bytes(there, spec.size_bytes, tier=there == spec.path)):
         yield Finding("bad", f"{spec.path}: up to {spec.size_bytes >> 20} MiB, room for {room >> 20} MiB: "
                       f"{MIN_FREE_BYTES >> 20} MiB of the file system stay free",
                       "a smaller size: the tier evicts at 90 % of it")  # fmt: skip
     else:
         yield Finding("ok", f"{spec.path}: up to {spec.size_bytes >> 20} MiB, {free >> 20} MiB free")
-
-
-def _held(folder: Path) -> int:
-    """Bytes of the files of a tier, whose daemon may remove some of them meanwhile."""
-    held = 0
-    for each in os.scandir(folder):
-        with contextlib.suppress(FileNotFoundError):
-            held += each.stat().st_blocks * 512
-    return held
 
 
 def master(config: DaemonConfig) -> Iterator[Finding]:
@@ -245,7 +235,8 @@ def store(config: DaemonConfig) -> Iterator[Finding]:
     if word == "ok":
         yield Finding("ok", f"round trip through {what}: put, found, read, removed in {rest} ms")
     else:
-        yield Finding("bad", f"round trip through {what}: {rest}", "kvprefetchd serve --log-level debug shows more")
+        yield Finding("bad", f"round trip through {what}: {rest}",
+                      "kvprefetchd serve --log-level debug with MC_LOG_LEVEL=INFO shows more")  # fmt: skip
 
 
 CHECKS: dict[str, Callable[[DaemonConfig], Iterator[Finding]]] = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +18,18 @@ HUNG_S = 30.0
 MIN_FREE_BYTES = 256 << 20
 _LOW_BYTES = MIN_FREE_BYTES * 3 // 4
 _TRIAL = bytes(4096)
+
+
+def room_bytes(folder: Path, wanted: int, *, tier: bool = True) -> int:
+    """What a tier in this folder may take of its file system. Where that is less than `wanted`, what one that is there
+    has taken already counts, too; its daemon may remove some of it meanwhile.
+    """
+    room = shutil.disk_usage(folder).free - MIN_FREE_BYTES
+    if room < wanted and tier:
+        for each in os.scandir(folder):
+            with contextlib.suppress(FileNotFoundError):
+                room += each.stat().st_blocks * 512
+    return max(0, room)
 
 
 class DiskWatch:

@@ -33,7 +33,7 @@ from typing import IO, Any
 
 from ...shmring.messages import StoreFill, shown
 from ..sizes import parse_size
-from .disk_watch import MIN_FREE_BYTES, DiskWatch
+from .disk_watch import MIN_FREE_BYTES, DiskWatch, room_bytes
 from .errors import LIBRARIES
 from .fill import FillWatch
 from .settings import MooncakeSettings, SettingsError
@@ -215,8 +215,12 @@ class EmbeddedMaster:
                 raise PermissionError(errno.EACCES, "it must be readable and writable")
             os.listdir(self._disk.path)  # of one that cannot be read to its end Mooncake's set-up says nothing
             self._claim_disk()
+            size = self._disk.size_bytes or 0
+            room = room_bytes(self._disk.path, size)
         except OSError as error:
             raise SettingsError(f"disk: cannot be used: {error.strerror}: disk={str(self._disk.path)!r}") from None
+        if room < size:
+            self._log.warning("disk.small", disk_bytes=size, room_bytes=room)
         tier = {
             "STORAGE_BACKEND_DESCRIPTOR": "bucket_storage_backend",
             "BUCKET_KEYS_LIMIT": "1",

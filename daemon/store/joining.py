@@ -22,7 +22,10 @@ def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int, log: Any) -
     Without a port Mooncake tries twenty, each until the master's time is up.  One whose name only this machine can use
     is reached from here only.
     """
-    os.environ["MC_RPC_TIMEOUT_MS"] = str(rpc_timeout_ms)  # read by Mooncake once, when it is loaded
+    # Mooncake reads these once, when it is loaded. At INFO it writes a line for every value read from a disk; glog's
+    # own GLOG_minloglevel it overwrites.
+    os.environ["MC_RPC_TIMEOUT_MS"] = str(rpc_timeout_ms)
+    os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
     client_class = _import_client()
     if (why := settings.unreached(rpc_timeout_ms / 1e3)) is not None:
         raise StoreError(why)

@@ -190,6 +190,8 @@ FIELDS: dict[str, Field] = {
     "signal": Field("string", "the signal's name"),
     "port": Field("integer", "TCP port"),
     "memory_bytes": Field("integer", "DRAM segment of the embedded store"),
+    "disk_bytes": Field("integer", "size that the disk tier was given"),
+    "room_bytes": Field("integer", "free space that it may take, and what it has already"),
     "available_bytes": Field("integer", "memory that can be had without swapping"),
     "wanted_bytes": Field("integer", "`staging` and, of an embedded store, `memory`"),
     "attempt": Field("integer", "which attempt, from 0"),
@@ -298,6 +300,10 @@ EVENTS: dict[str, Event] = {
     "store.removed": Event("info", "The keys of a namespace are gone.", ("prefixes", "durable")),
     "store.unflushed": Event("warning", "Not everything was on disk when the daemon stopped.", ("waited_s",)),
     "store.closed": Event("info", "The store was left.", ("in_flight",)),
+    "disk.small": Event(
+        "warning", "The file system has less room than the size of the disk tier: it holds `room_bytes`, and less when "
+        "others fill the file system, of which 256 MiB stay free.", ("disk_bytes", "room_bytes"),
+    ),
     "disk.failing": Event("warning", "Nothing can be kept on the disk tier; memory serves on.", ("error",)),
     "disk.recovered": Event("info", "It can be written to again; what was stored in between is in memory only.", ()),
     "master.started": Event("info", "The embedded store's master answers.", ("pid", "port", "memory_bytes")),

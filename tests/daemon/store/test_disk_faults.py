@@ -88,6 +88,18 @@ def test_what_is_wrong_with_the_folder_is_named(tmpfs: Path) -> None:
     os.close(fd)
 
 
+def test_a_file_system_with_less_room_than_the_tier_s_size_is_told(serve: Callable[..., Daemon], tmpfs: Path) -> None:
+    (tmpfs / "1.bucket").write_bytes(bytes(16 << 20))  # the tier's own counts as room
+    daemon = serve(disk=f"{tmpfs}:256MiB")
+    line = daemon.wait_record("disk.small")
+    assert line is not None
+    assert (line["disk_bytes"], line["room_bytes"] >> 20) == (256 << 20, 400 - 256)
+    assert daemon.sigterm(30) == 0
+    roomy = serve(disk=f"{tmpfs}:100MiB")
+    assert not roomy.records("disk.small")
+    assert roomy.sigterm(30) == 0
+
+
 def test_a_folder_that_another_took_the_place_of_is_not_ours(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     fd = os.open(tmp_path / "disk", os.O_RDONLY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -83,6 +84,7 @@ def run(script: str, directory: Path, count: int = 200, disk_bytes: int = 0) -> 
     finally:
         process.kill()
     assert process.returncode == 0, err[-3000:]
+    assert re.findall(r"^I\d{4} .*", err, re.MULTILINE) == [], "Mooncake's libraries write warnings and errors only"
     return [line[4:] for line in out.splitlines() if line.startswith(">>> ")]
 
 
