@@ -60,14 +60,16 @@ class Entry:
     settled: bool = False
     loading: bool = False  # a load was dispatched, and the request was not scheduled since
     late_hints: int = 0
-    waiting_since_ns: int = 0
+    told_ns: int = 0  # when it was last told None, as long as that is charged (waits.py)
+    told_in: int = 0  # and in which pass
+    waited: bool = False
     wait: Wait | None = None
     progress: Progress = field(default_factory=Progress)
 
     def restart(self) -> None:
         """Preempted: its blocks are gone, and everything is to be done again for all of its tokens."""
         self.preemptions = self.request.num_preemptions
-        self.settled, self.late_hints, self.wait, self.waiting_since_ns = False, 0, None, 0
+        self.settled, self.late_hints, self.wait, self.waited = False, 0, None, False
         self.progress = Progress()
 
 
@@ -217,6 +219,8 @@ class Claims:
                 break
             flag, now = hints.look(handle), self._clock_ns()
         self._looked_ns += now - began
+        self._counters["wait_ns"] += now - began
+        handle.waited_ns += now - began
         return flag
 
     def _late_hint(self, entry: Entry, session: SchedulerSession, start: int) -> bool:

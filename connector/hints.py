@@ -41,6 +41,7 @@ class Handle:
     blocks: int
     local_blocks: int
     asked_ns: int = 0
+    waited_ns: int = 0  # a duration: how long the scheduler waited for it
     claimed_ns: int = 0
 
 
@@ -125,8 +126,8 @@ def finish(handle: Handle, outcome: Outcome, *, loaded: range = range(0), loaded
     session.allocator.give_back(handle.flag)
     if after != FlagState.FREE:
         done = Done(
-            handle.flag, handle.generation, outcome, loaded.start, len(loaded), handle.asked_ns, handle.claimed_ns,
-            loaded_ns,
+            handle.flag, handle.generation, outcome, loaded.start, len(loaded), handle.asked_ns, handle.waited_ns,
+            handle.claimed_ns, loaded_ns,
         )  # fmt: skip
         session.producer.push(RecordKind.DONE, encode_done(done))
 

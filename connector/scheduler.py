@@ -34,6 +34,7 @@ from .session import SchedulerSession
 from .stats import Tally
 from .steps import StepTimes
 from .support import Geometry
+from .waits import Waits
 
 RESET_RETRY_NS = 5_000_000_000
 # Between two looks of an idle engine; the kernel makes it about twice as long.
@@ -112,6 +113,7 @@ class SchedulerSide:
             config, geometry, WaitPolicy(self._steps, geometry.block_tokens),
             self._saves if self._saving else None, self.counters, clock_ns, pause,
         )  # fmt: skip
+        self._waits = Waits(self.counters)
         # What the step before scheduled and has not finished since, and how many requests this pass admitted.
         self._running: set[str] = set()
         self._admitted = 0
@@ -146,6 +148,7 @@ class SchedulerSide:
         entry = self._entries.get(request.request_id)
         if entry is None:
             return NOTHING
+        self._waits.over(entry, self._clock_ns())
         if entry.preemptions != request.num_preemptions:
             entry.restart()
         # Asked only with nothing computed: all tokens known now are this admission's prefill.
@@ -172,14 +175,8 @@ class SchedulerSide:
         reply = self._claims.match(entry, session, start, taken=len(self._running) + self._admitted)
         if entry.answer is not None:
             self._answered.add(request.request_id)
-        if reply[0] is None:
-            if entry.wait is None:
-                return reply  # it gives way to one before it
-            entry.waiting_since_ns = entry.waiting_since_ns or self._clock_ns()
-        elif entry.waiting_since_ns:
-            self.counters["waits"] += 1
-            self.counters["wait_ns"] += self._clock_ns() - entry.waiting_since_ns
-            entry.waiting_since_ns = 0
+        if reply[0] is None and entry.wait is not None:  # it does not just give way to one before it
+            self._waits.told(entry, self._clock_ns())
         return reply
 
     # --- after allocation -------------------------------------------------------------------------------------------
@@ -265,9 +262,11 @@ class SchedulerSide:
                     left = entry.request.num_tokens - entry.request.num_computed_tokens
                     prefill_tokens += min(tokens, left) if left > 1 else 0
         executed = output.total_num_scheduled_tokens > 0
-        self._steps.began(self._clock_ns(), prefill_tokens, executed=executed, typical=not loading)
+        now = self._clock_ns()
+        self._steps.began(now, prefill_tokens, executed=executed, typical=not loading)
         self._running, self._admitted = set(scheduled), 0
         self._claims.new_pass()
+        self._waits.pass_ended(now)
 
     def step_ended(self) -> None:
         """The output of the oldest step in flight was processed: called exactly once per step, empty ones included."""
@@ -325,6 +324,7 @@ class SchedulerSide:
         if entry.preemptions == request.num_preemptions and not (self._stale_local or self._link.refused):
             self._saves.leave(entry.progress, request, block_ids)
         self._answered.discard(request.request_id)
+        self._waits.over(entry, self._clock_ns())
         self._claims.finish(entry, Outcome.ABORTED)
 
     @_detaching(None)

@@ -30,7 +30,7 @@ COUNTERS: Mapping[str, str] = {
     "cut_short": "Loads of the ready part of a fetch that was not over",
     "bad_overrides": "Requests whose own wait policy could not be read",
     "waits": "Requests that the scheduler had to wait for",
-    "wait_seconds": "Time from the scheduler's first question for a request to its answer, where it had to wait",
+    "wait_seconds": "Time that the scheduler waited for requests; a pass that went to others ends it",
     "saves": "Saves dispatched to the workers",
     "save_blocks": "Blocks of the dispatched saves",
     "saves_dropped": "Blocks copied for a save that the engine then gave up: a reset, or a copy or a load that failed",

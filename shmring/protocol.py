@@ -24,7 +24,7 @@ import enum
 import struct
 from typing import Any, NamedTuple
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_REQUEST_ID_BYTES = 512
 GROUPS = 1  # of KV caches of one engine that are served
 
@@ -74,8 +74,8 @@ class Outcome(enum.IntEnum):
 # arrival ns
 _HINT = struct.Struct("<BBHHxxIIIiIQQ")
 _ASK = struct.Struct("<BxxxIQQ")
-# version, outcome, flag, loaded from, loaded blocks, generation, asked ns, claimed ns, loaded ns
-_DONE = struct.Struct("<BBxxIIIQQQQ")
+# version, outcome, flag, loaded from, loaded blocks, generation, asked ns, waited ns, claimed ns, loaded ns
+_DONE = struct.Struct("<BBxxIIIQQQQQ")
 # version, groups, hash bytes, dropped, blocks, reset generation, save id
 _SAVED = struct.Struct("<BBHBxxxIxxxxQQ")
 
@@ -114,7 +114,7 @@ class Done(NamedTuple):
     """The engine is done with a flag (now RELEASED or CANCELLED): a nudge, and the engine's half of the timeline.
 
     Blocks [loaded_from, loaded_from + loaded_blocks) were copied out of staging; times are 0 where the event did not
-    happen.
+    happen. `waited_ns` is a duration: how long the scheduler waited, from `asked_ns` on and not always in one piece.
     """
 
     flag: int
@@ -123,6 +123,7 @@ class Done(NamedTuple):
     loaded_from: int
     loaded_blocks: int
     asked_ns: int
+    waited_ns: int
     claimed_ns: int
     loaded_ns: int
 
@@ -175,14 +176,14 @@ def decode_ask(payload: memoryview) -> Ask:
 def encode_done(done: Done) -> bytes:
     return _DONE.pack(
         PROTOCOL, done.outcome, done.flag, done.loaded_from, done.loaded_blocks, done.generation, done.asked_ns,
-        done.claimed_ns, done.loaded_ns,
+        done.waited_ns, done.claimed_ns, done.loaded_ns,
     )  # fmt: skip
 
 
 def decode_done(payload: memoryview) -> Done:
-    _, outcome, flag, start, blocks, generation, asked, claimed, loaded = _unpack(_DONE, payload)
+    _, outcome, flag, start, blocks, generation, asked, waited, claimed, loaded = _unpack(_DONE, payload)
     try:
-        return Done(flag, generation, Outcome(outcome), start, blocks, asked, claimed, loaded)
+        return Done(flag, generation, Outcome(outcome), start, blocks, asked, waited, claimed, loaded)
     except ValueError:
         raise ProtocolError(f"unknown outcome: outcome={outcome}") from None
 

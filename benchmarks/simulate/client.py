@@ -21,6 +21,13 @@ REVIEW_NS = 500_000
 STEPS_SEEN = 30
 
 
+def over_when_asked(seen: float, ready: float, asked: float, claimed: float) -> float:
+    """The share of look-up and transfer, from `seen` to `ready`, that was over when the scheduler asked; any unit."""
+    late = max(0, min(ready, claimed) - max(asked, seen))
+    transfer = max(0, ready - seen)
+    return 1.0 - min(1.0, late / transfer) if transfer else 1.0
+
+
 @dataclass(slots=True)
 class ClientCounters:
     """What became of requests at the head of the queue."""
@@ -199,13 +206,12 @@ class Client:
         self._settle(request)
 
     def _account(self, request: SimRequest, last_byte_ns: int) -> None:
-        """How much of look-up and transfer the queue hid, as the daemon's request.done line defines it."""
+        """How much of look-up and transfer the queue hid."""
         ready = last_byte_ns or request.looked_up_ns
-        asked = max(request.asked_ns, request.seen_ns) if request.asked_ns else ready
-        late = max(0, min(ready, request.claimed_ns) - asked)
-        transfer = max(0, ready - request.seen_ns)
         self.counters.loads += 1
-        self.counters.hidden_sum += 1.0 - min(1.0, late / transfer) if transfer else 1.0
+        self.counters.hidden_sum += over_when_asked(
+            request.seen_ns, ready, request.asked_ns or ready, request.claimed_ns
+        )
 
     def finished(self, request: SimRequest) -> None:
         """The request ended, or was admitted without a load."""

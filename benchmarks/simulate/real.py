@@ -27,6 +27,7 @@ from benchmarks.lab.passes import Pass
 from benchmarks.lab.process import REPO, exit_on_sigterm
 from benchmarks.lab.prompts import make_prompts
 from benchmarks.lab.store import Store
+from benchmarks.simulate.client import over_when_asked
 from benchmarks.simulate.engine import EngineModel
 from benchmarks.simulate.link import TierModel
 from benchmarks.simulate.node import NodeModel
@@ -182,7 +183,14 @@ class Bench:
         into.ttft_p50.append(result.ttft_s(0.5))
         into.ttft_p99.append(result.ttft_s(0.99))
         into.total.append(result.total_s)
-        into.hidden.append(statistics.fmean(each["hidden_fraction"] for each in loaded) if loaded else float("nan"))
+        into.hidden.append(statistics.fmean(map(_hidden, loaded)) if loaded else float("nan"))
+
+
+def _hidden(record: dict[str, Any]) -> float:
+    """What the simulation calls hidden, of a request that loaded."""
+    ready = record["looked_up_ms"] if record["last_byte_ms"] is None else record["last_byte_ms"]
+    asked = ready if record["asked_ms"] is None else record["asked_ms"]
+    return over_when_asked(record["hint_seen_ms"], ready, asked, record["claimed_ms"])
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

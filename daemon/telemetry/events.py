@@ -105,9 +105,11 @@ FIELDS: dict[str, Field] = {
     ),
     "ended_ms": Field("number", "the daemon learned of the end, or made it"),
     "exposed_ms": Field(
-        "number", "how long the scheduler waited for it at the queue's head, steps in between included"
+        "number", "how long the scheduler waited for it, its steps included, as long as its seats and tokens lasted"
     ),
-    "hidden_fraction": Field("number", "share of look-up and transfer that was over when the scheduler asked, 0 to 1"),
+    "hidden_fraction": Field(
+        "number?", "share of look-up and transfer for which no scheduler waited, 0 to 1; null: nothing was fetched"
+    ),
     # fetches and saves
     "blocks": Field("integer", "blocks of one store call, or of one copy to device memory"),
     "good_blocks": Field("integer", "of these, fetched and of the right size"),

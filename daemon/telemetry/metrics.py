@@ -72,10 +72,11 @@ CATALOGUE: dict[str, Described] = {
     "look_up_seconds": Described("histogram", "From the hint read until the store said what it has"),
     "fetch_seconds": Described("histogram", "From a fetch order to its result", ("tier",)),
     "exposed_wait_seconds": Described(
-        "histogram", "How long the scheduler waited at the head of the queue, of requests that were loaded or late"
+        "histogram",
+        "How long the scheduler waited for requests that were loaded or late, its turns with others excluded",
     ),
     "ready_to_seen_seconds": Described(
-        "histogram", "From the last byte until the claim, of requests for which the scheduler was waiting"
+        "histogram", "From the last byte until the claim, of requests asked for before, turns with others included"
     ),
     "engines": Described("gauge", "Attached engines"),
     "engines_refused": Described(

@@ -40,7 +40,8 @@ def _request(record: Mapping[str, Any]) -> str:
     if fetched := figure(record, "bytes"):
         parts.append(f"fetched {size(fetched)} in {milliseconds(*(figure(record, name) for name in _FETCH))}")
     parts.append(f"waited {number(figure(record, 'exposed_ms'))} ms")
-    parts.append(f"hidden {100 * (figure(record, 'hidden_fraction') or 0.0):.0f} %")
+    if (hidden := figure(record, "hidden_fraction")) is not None:
+        parts.append(f"hidden {100 * hidden:.0f} %")
     return " ".join(parts)
 
 

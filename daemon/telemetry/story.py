@@ -10,7 +10,8 @@ from .reader import Record
 
 WIDTH = 56
 COPY = "copy, until its step ends"
-_SHOWN = 0.05  # a part of a wait below this share is not mentioned
+ELSEWHERE = "scheduler elsewhere"
+_SHOWN = 0.05  # a part of a wait, or of the whole, below this share is not mentioned
 
 
 class Span(NamedTuple):
@@ -54,6 +55,8 @@ def spans(record: Record) -> list[Span]:
     turn = asked if asked is not None else claimed if claimed is not None else ended
     ready = last if last is not None else looked_up
     end = claimed if claimed is not None else ended
+    left = None if asked is None else asked + _number(record, "exposed_ms")  # drawn in one piece, as it mostly is
+    elsewhere = left is not None and end is not None and end - left >= _SHOWN * end
     outcome = record.get("outcome")
     staged = last is not None or outcome == Ending.LOADED.value
     if outcome in (Ending.LATE.value, Ending.RECOMPUTED.value):
@@ -67,7 +70,8 @@ def spans(record: Record) -> list[Span]:
         ("first fetch", looked_up, first),
         ("the other fetches", first, last if last != first else None),
         after,
-        ("scheduler waits", asked, end),
+        ("scheduler waits", asked, left),
+        (ELSEWHERE, left if elsewhere else None, end),
         (COPY, claimed, loaded),
     ]
     return [
@@ -145,19 +149,21 @@ def _late(record: Record, waited: float) -> str:
 
 def _wait(record: Record, waited: float) -> str:
     """How the time at the head of the queue divides among what the daemon did meanwhile."""
-    asked = _ms(record, "asked")
+    asked, found = _ms(record, "asked"), spans(record)
+    others = sum(part.end_ms - part.start_ms for part in found if part.name == ELSEWHERE)
+    more = f" For {number(others)} ms more the engine's seats or tokens went to others." if others else ""
     if asked is None or waited < 0.05:
-        return "The scheduler did not wait for it."
+        return f"The scheduler did not wait for it.{more}"
     until = asked + waited
     during = []
-    for part in spans(record):
-        if part.name in ("in the engine's queue", "scheduler waits", COPY):
+    for part in found:
+        if part.name in ("in the engine's queue", "scheduler waits", ELSEWHERE, COPY):
             continue
         overlap = min(until, part.end_ms) - max(asked, part.start_ms)
         if overlap >= _SHOWN * waited:
             during.append((overlap, part.name))
     parts = ", ".join(f"{number(overlap)} ms {_during(name)}" for overlap, name in sorted(during, reverse=True))
-    return f"The scheduler waited {number(waited)} ms for it{f': {parts}' if parts else ''}."
+    return f"The scheduler waited {number(waited)} ms for it{f': {parts}' if parts else ''}.{more}"
 
 
 def _during(name: str) -> str:

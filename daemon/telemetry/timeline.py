@@ -33,9 +33,10 @@ class Timeline:
     ) -> dict[str, Any]:
         """The log line's fields: `*_ms` are milliseconds since the request arrived in the engine.
 
-        `exposed_ms` is how long the scheduler had the request at its queue head and waited for us, until it claimed or
-        gave up, its own steps in between included; `hidden_fraction` is the share of look-up and transfer that was
-        over before it asked.
+        `exposed_ms` is how long the scheduler waited for us, as the engine counted it: the passes in which it would
+        have taken the request and could not, not those whose seats or tokens went to others.  Where the engine did not
+        say, it is the time from its question until the fetch was over, or the request.  `hidden_fraction` is the share
+        of look-up and transfer for which it did not wait, None where nothing was fetched or loaded.
         """
         asked = done.asked_ns if done is not None and done.asked_ns else self.asked_ns
         claimed = done.claimed_ns if done is not None else 0
@@ -43,8 +44,13 @@ class Timeline:
         ready = request.last_byte_ns or self.looked_up_ns
         until = claimed or now_ns
         exposed_ns = max(0, until - asked) if asked else 0
+        if done is not None:
+            exposed_ns = min(exposed_ns, done.waited_ns)
+        elif request.final:
+            exposed_ns = min(exposed_ns, max(0, ready - asked))
+        loaded_blocks = done.loaded_blocks if done is not None else 0
         transfer_ns = max(0, ready - self.hint_seen_ns)
-        late_ns = max(0, min(ready, until) - max(asked, self.hint_seen_ns)) if asked else 0
+        late_ns = min(exposed_ns, max(0, min(ready, until) - max(asked, self.hint_seen_ns)))
         hidden = 1.0 - min(1.0, late_ns / transfer_ns) if transfer_ns else 1.0
         memory_blocks = request.fetched_blocks - request.disk_blocks
         return {
@@ -54,7 +60,7 @@ class Timeline:
             "hint_blocks": request.blocks,
             "local_blocks": request.local,
             "found_blocks": self.found_blocks,
-            "loaded_blocks": done.loaded_blocks if done is not None else 0,
+            "loaded_blocks": loaded_blocks,
             "bytes": request.fetched_blocks * block_bytes,
             "bytes_disk": request.disk_blocks * block_bytes,
             "bytes_memory": memory_blocks * block_bytes,
@@ -70,7 +76,7 @@ class Timeline:
             "loaded_ms": self._ms(loaded),
             "ended_ms": self._ms(now_ns),
             "exposed_ms": round(exposed_ns / 1e6, 3),
-            "hidden_fraction": round(hidden, 4),
+            "hidden_fraction": round(hidden, 4) if request.last_byte_ns or loaded_blocks else None,
         }
 
     def _ms(self, at_ns: int) -> float | None:

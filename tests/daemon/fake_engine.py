@@ -173,7 +173,7 @@ class FakeEngine:
         return self.table.exchange(key[0], word, pack(key[1], state, flag.count if count is None else count))
 
     def done(self, key: tuple[int, int], outcome: Outcome = Outcome.LOADED, loaded: int = 0, start: int = 0) -> None:
-        done = protocol.Done(key[0], key[1], outcome, start, loaded, 0, 0, 0)
+        done = protocol.Done(key[0], key[1], outcome, start, loaded, 0, 0, 0, 0)
         assert self.producer.push(RecordKind.DONE, protocol.encode_done(done))
         self.flags.give_back(key[0])
 

@@ -201,7 +201,7 @@ valid_records = st.sampled_from(
             for part in protocol.encode_hint(protocol.Hint(1, 2, "request", 3, 1, 0, 99, 5, 8, memoryview(bytes(24))))
         ),
         protocol.encode_ask(protocol.Ask(1, 2, 3)),
-        protocol.encode_done(protocol.Done(1, 2, protocol.Outcome.LOADED, 3, 4, 5, 6, 7)),
+        protocol.encode_done(protocol.Done(1, 2, protocol.Outcome.LOADED, 3, 4, 5, 6, 7, 8)),
         protocol.encode_saved(protocol.Saved(1, 2, False, [3, 4], [bytes(8), bytes(8)])),
         protocol.encode_saved(protocol.Saved(1, 2, True, [3, 4], [])),
     ]

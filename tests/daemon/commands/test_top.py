@@ -156,7 +156,8 @@ def test_a_real_daemon_s_status_and_top(shared_daemon: Daemon) -> None:
         late = attached.hint(list(blocks("top-late", 3)), name=name)
         attached.settled(late)
         assert attached.move(late, protocol.FlagState.CANCELLED)
-        asked = protocol.Done(late[0], late[1], outcome, 0, 0, time.monotonic_ns() - 80_000_000, 0, 0)
+        began = time.monotonic_ns() - 80_000_000
+        asked = protocol.Done(late[0], late[1], outcome, 0, 0, began, 80_000_000, 0, 0)
         assert attached.producer.push(protocol.RecordKind.DONE, protocol.encode_done(asked))
         attached.flags.give_back(late[0])
     wait_for(lambda: ask_daemon(shared_daemon.socket).slowest, what="the slow request")

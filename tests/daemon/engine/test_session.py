@@ -103,7 +103,7 @@ class Engine:
     def done(self, flag: int, generation: int, loaded: range) -> None:
         """Give a claimed flag back."""
         self.move(flag, generation, FlagState.RELEASED, 3)
-        done = Done(flag, generation, Outcome.LOADED, loaded.start, len(loaded), 0, 0, 0)
+        done = Done(flag, generation, Outcome.LOADED, loaded.start, len(loaded), 0, 0, 0, 0)
         self.push(RecordKind.DONE, encode_done(done))
 
     def move(self, flag: int, generation: int, state: FlagState, count: int) -> None:
@@ -151,7 +151,7 @@ def test_a_block_from_disk_that_is_fetched_again_and_again_counts_once_for_the_e
         engine.hint(1, others, *"stuvwxyz", asked=True)
         assert session.table.flag(0).state == FlagState.HINTED
         engine.move(1, others, FlagState.RELEASED, 8)
-        engine.push(RecordKind.DONE, encode_done(Done(1, others, Outcome.LOADED, 0, 8, 0, 0, 0)))
+        engine.push(RecordKind.DONE, encode_done(Done(1, others, Outcome.LOADED, 0, 8, 0, 0, 0, 0)))
         engine.fetch()
     assert session.table.flag(0) == (1, FlagState.READY, 8)
     assert session.planner.requests[0, 1].disk_blocks > 8, "for the story every byte counts"
@@ -194,7 +194,7 @@ def test_a_flag_given_up_before_its_record_came_is_remembered_no_longer_than_its
     engine.hint(0, 1, "a")
     engine.move(0, 1, FlagState.RELEASED, 1)
     session.scan()
-    engine.push(RecordKind.DONE, encode_done(Done(0, 1, Outcome.LOADED, 0, 1, 0, 0, 0)))
+    engine.push(RecordKind.DONE, encode_done(Done(0, 1, Outcome.LOADED, 0, 1, 0, 0, 0, 0)))
     session.scan()
     assert not session._untold._given_up
     engine.leave()

@@ -123,8 +123,9 @@ def records(session: EngineSession, chance: Random) -> Iterator[tuple[int, bytes
         elif kind == 2:
             yield RecordKind.ASK, encode_ask(Ask(flag, generation, pick([0, 1, U64])))
         elif kind == 3:
-            numbers = pick([0, 1, U32]), pick([0, 1, 8, U32]), pick([0, 1, U64]), pick([0, U64]), pick([0, U64])
-            yield RecordKind.DONE, encode_done(Done(flag, generation, pick(list(Outcome)), *numbers))
+            counts = pick([0, 1, U32]), pick([0, 1, 8, U32])
+            times = pick([0, 1, U64]), pick([0, 1, U64]), pick([0, U64]), pick([0, U64])
+            yield RecordKind.DONE, encode_done(Done(flag, generation, pick(list(Outcome)), *counts, *times))
         elif kind == 4:
             count = chance.randint(0, 4)
             slots = [pick([*range(session.slot_count), U32]) for _ in range(count)]

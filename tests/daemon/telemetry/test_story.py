@@ -72,7 +72,8 @@ def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
         ),
         (
             {"outcome": "miss", "found_blocks": 2, "loaded_blocks": 0, "bytes": 0, "first_byte_ms": None,
-             "last_byte_ms": None, "asked_ms": None, "claimed_ms": None, "loaded_ms": None, "exposed_ms": 0.0},
+             "last_byte_ms": None, "asked_ms": None, "claimed_ms": None, "loaded_ms": None, "exposed_ms": 0.0,
+             "hidden_fraction": None},
             "The store had nothing beyond what the engine held itself, and it was recomputed. The scheduler did not "
             "wait for it.",
         ),
@@ -88,6 +89,19 @@ def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
              "bytes": 0, "asked_ms": 5.0, "ended_ms": 5005.0, "exposed_ms": 5000.0},
             "It was not there when the engine's patience was over, and it was recomputed. The scheduler waited 5000 ms "
             "for it: 5000 ms for a fetch that was not over.",
+        ),
+        (
+            {"asked_ms": 0.5, "claimed_ms": 3498.0, "loaded_ms": 3600.0, "exposed_ms": 9.5, "hidden_fraction": 0.9},
+            "Of look-up and transfer, which took 96.2 ms, the queue hid 90 %. The scheduler waited 9.50 ms for it: "
+            "8.68 ms for its first fetch, 0.82 ms for the look-up. For 3488 ms more the engine's seats or tokens went "
+            "to others.",
+        ),
+        (
+            {"outcome": "miss", "found_blocks": 0, "loaded_blocks": 0, "bytes": 0, "first_byte_ms": None,
+             "last_byte_ms": None, "asked_ms": 0.3, "looked_up_ms": 9.1, "claimed_ms": None, "loaded_ms": None,
+             "ended_ms": 67812.3, "exposed_ms": 9.5, "hidden_fraction": None},
+            "The store had nothing beyond what the engine held itself, and it was recomputed. The scheduler waited "
+            "9.50 ms for it: 8.80 ms for the look-up. For 67802 ms more the engine's seats or tokens went to others.",
         ),
     ],
 )  # fmt: skip
@@ -130,6 +144,14 @@ def test_bars_lie_on_one_scale_and_keep_to_their_width() -> None:
     assert bars["scheduler waits"].endswith("█")
     assert len(bars["scheduler waits"]) == story.WIDTH, "the last part ends the scale"
     assert len(bars["in the engine's queue"]) == len(bars["scheduler waits"].rstrip("█")), "one begins where one ends"
+
+
+def test_what_the_scheduler_did_for_others_is_drawn_apart() -> None:
+    """Little of it is not drawn: it is the time that a record takes."""
+    names = ("scheduler waits", "scheduler elsewhere")
+    found = [span for span in story.spans({**LINE, "asked_ms": 30.0, "exposed_ms": 20.0}) if span.name in names]
+    assert found == [("scheduler waits", 30.0, 50.0), ("scheduler elsewhere", 50.0, 97.2)]
+    assert [span.name for span in story.spans({**LINE, "exposed_ms": 22.0}) if span.name in names] == [names[0]]
 
 
 def test_a_request_is_found_by_its_id_or_a_part_of_it(tmp_path: Path) -> None:

@@ -17,16 +17,20 @@ MS = 1_000_000
 
 
 @pytest.mark.parametrize(
-    ("asked", "claimed", "ended", "exposed", "hidden"),
+    ("asked", "waited", "claimed", "ended", "exposed", "hidden"),
     [
-        (0, 300, 310, 0.0, 1.0),  # never asked: the queue hid all of it
-        (60, 110, 115, 50.0, 0.5),  # asked in the middle of a transfer from 20 to 100
-        (100, 140, 145, 40.0, 1.0),  # asked when all was there, and looked again late
-        (10, 110, 115, 100.0, 0.0),  # asked before the hint was seen
-        (60, 0, 80, 20.0, 0.75),  # gave up before the end: only what it waited for counts
+        (0, 0, 300, 310, 0.0, 1.0),  # never asked: the queue hid all of it
+        (60, 50, 110, 115, 50.0, 0.5),  # asked in the middle of a transfer from 20 to 100
+        (100, 40, 140, 145, 40.0, 1.0),  # asked when all was there, and looked again late
+        (10, 100, 110, 115, 100.0, 0.0),  # asked before the hint was seen
+        (60, 20, 0, 80, 20.0, 0.75),  # gave up before the end: only what it waited for counts
+        (20, 4, 3498, 3500, 4.0, 0.95),  # the scheduler was with others meanwhile, and long after
+        (20, 10**12, 60, 65, 40.0, 0.5),  # an engine that counts more than there was
     ],
 )
-def test_the_wait_and_what_was_hidden(asked: int, claimed: int, ended: int, exposed: float, hidden: float) -> None:
+def test_the_wait_and_what_was_hidden(
+    asked: int, waited: int, claimed: int, ended: int, exposed: float, hidden: float
+) -> None:
     hint = Hint(0, 1, "r", 4, 0, 0, 129, 1 * MS, 32, memoryview(b""))
     timeline = Timeline(hint, 21 * MS)
     timeline.looked_up_ns = 26 * MS
@@ -34,12 +38,36 @@ def test_the_wait_and_what_was_hidden(asked: int, claimed: int, ended: int, expo
     request.first_byte_ns, request.last_byte_ns, request.fetched_blocks = 41 * MS, 101 * MS, 4
     request.disk_blocks = 1
     times = [(at + 1) * MS if at else 0 for at in (asked, claimed)]
-    done = Done(0, 1, Outcome.LOADED, 0, 4, times[0], times[1], 0)
+    done = Done(0, 1, Outcome.LOADED, 0, 4, times[0], waited * MS, times[1], 0)
     story = timeline.fields(request, Ending.LOADED, done, 1000, (ended + 1) * MS)
     assert (story["exposed_ms"], story["hidden_fraction"]) == (exposed, hidden)
     assert (story["hint_seen_ms"], story["last_byte_ms"], story["ended_ms"]) == (20.0, 100.0, ended)
     assert story["asked_ms"] == (asked or None)
     assert (story["bytes"], story["bytes_memory"], story["bytes_disk"]) == (4000, 3000, 1000)
+
+
+def test_a_miss_hides_nothing_and_waited_for_its_look_up_alone() -> None:
+    """64 prompts at once, seats for all, tokens for one: the last one's answer was there 67.8 s before its turn."""
+    timeline = Timeline(Hint(0, 1, "r", 46, 0, 0, 1500, 1 * MS, 32, memoryview(b"")), 2 * MS)
+    timeline.looked_up_ns = 10 * MS
+    request = Request((0, 1), b"", 32, 46, 0, 0, 1)
+    request.final = True
+    done = Done(0, 1, Outcome.MISS, 0, 0, 3 * MS, 9 * MS, 0, 0)
+    story = timeline.fields(request, Ending.MISS, done, 1000, 67_815 * MS)
+    assert (story["exposed_ms"], story["hidden_fraction"]) == (9.0, None)
+    account = Account()
+    account.request_done(story)
+    assert (account.transfer_s, account.hidden_s) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("final", "exposed"), [(True, 20.0), (False, 60.0)])
+def test_without_the_engine_s_word_a_wait_ends_with_the_fetch(final: bool, exposed: float) -> None:
+    timeline = Timeline(Hint(0, 1, "r", 4, 0, 0, 129, 1 * MS, 32, memoryview(b"")), 2 * MS)
+    timeline.looked_up_ns, timeline.asked_ns = 10 * MS, 31 * MS
+    request = Request((0, 1), b"", 32, 4, 0, 0, 1)
+    request.last_byte_ns, request.fetched_blocks, request.final = 51 * MS, 2, final
+    story = timeline.fields(request, Ending.ENGINE_GONE, None, 1000, 91 * MS)
+    assert story["exposed_ms"] == exposed
 
 
 def test_a_request_is_told_once_and_entered_into_the_totals() -> None:
