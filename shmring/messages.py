@@ -254,7 +254,7 @@ class Status(_Message):
     store_answering: bool = True
     disk_fault: str = ""  # why nothing can be kept on the disk tier
     store: StoreFill | None = None  # of the embedded store, where its master says it
-    store_earlier: StoreFill | None = None  # five minutes ago, or when it first said it
+    store_earlier: StoreFill | None = None  # five minutes ago, or at its start
     engines: list[dict[str, int | str]]
     engine_count: int = 0
     uptime_s: float = 0.0

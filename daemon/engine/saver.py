@@ -22,6 +22,7 @@ from ..telemetry.account import Account
 from ..telemetry.logs import Log
 from . import transfers
 from .namespace import Namespace
+from .stored import StoredBefore
 
 PAUSE_NS = (100_000_000, 2_000_000_000)
 TRIES = 8  # in a row without a block getting in: about ten seconds of a full store
@@ -38,6 +39,7 @@ class _Job:
     slots: list[int]
     blocks: list[tuple[bytes, int]]
     stored: int = 0
+    stored_before: int = 0
     present: int = 0
     failed: int = 0
     tries: int = 0
@@ -99,6 +101,7 @@ class Saver:
         self._saving = True
         self._jobs: deque[_Job] = deque()
         self._resets: deque[_Reset] = deque()
+        self._before = StoredBefore()
         self._busy = False
         self._not_before_ns = 0
         self._pause_ns = PAUSE_NS[0]
@@ -166,6 +169,7 @@ class Saver:
         job.tries += 1
         self._fruitless = 0 if result.stored or result.present or not result.again else self._fruitless + 1
         job.stored += result.stored
+        job.stored_before += self._before.count(result.digests)
         job.present += result.present
         job.failed += result.failed
         job.memory += result.memory
@@ -198,6 +202,7 @@ class Saver:
 
     def _finished(self, job: _Job) -> None:
         self.counters.saved_blocks += job.stored
+        self.counters.saved_again_blocks += job.stored_before
         self.counters.present_blocks += job.present
         self.counters.lost_saves += job.failed
         self._log.info(
@@ -217,6 +222,7 @@ class Saver:
     def reset(self, generation: int, timeout_s: float, reply: Callable[[bool], None]) -> None:
         """Drop saves of older generations, remove every key of the namespace, then reply whether that is confirmed."""
         self.generation = max(self.generation, generation)
+        self._before.forget()
         while self._jobs:
             job = self._jobs.popleft()
             self.counters.lost_saves += len(job.blocks)

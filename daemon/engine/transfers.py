@@ -83,7 +83,8 @@ class SaveResult:
     """Blocks stored now, blocks that were there already, blocks lost, and those to try again: no space, or no store.
 
     `memory` and `disk` are the slots of the blocks that are in the store now, by tier; only when `locate` asked for it.
-    `doubt`: whose namespace it is was found changed, so none was put, or none left there.
+    `digests` are those of the blocks stored now.  `doubt`: whose namespace it is was found changed, so none was put, or
+    none left there.
     """
 
     stored: int
@@ -92,6 +93,7 @@ class SaveResult:
     again: list[tuple[bytes, int]]
     memory: list[int] = field(default_factory=list)
     disk: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
     doubt: bool = False
 
 
@@ -223,18 +225,21 @@ def save(
     stored = present = failed = 0
     again: list[tuple[bytes, int]] = []
     kept: list[tuple[str, int]] = []
+    digests: list[bytes] = []
     for i, block in enumerate(blocks):
         mine = keys[i * len(shards) : (i + 1) * len(shards)]
         results = {written.get(key) for key in mine}  # None: it was there already
         if results <= {None, ErrorClass.OK}:
-            stored += results != {None}
+            if results != {None}:
+                stored += 1
+                digests.append(block[0])
             present += results == {None}
             kept.append((mine[0], block[1]))
         elif results <= {None, ErrorClass.OK, *_AGAIN}:
             again.append(block)
         else:
             failed += 1
-    result = SaveResult(stored, present, failed, again)
+    result = SaveResult(stored, present, failed, again, digests=digests)
     if locate:
         for (_, slot), tier in zip(kept, _tiers(store, [key for key, _ in kept]), strict=True):
             (result.disk if tier == "disk" else result.memory).append(slot)

@@ -15,6 +15,9 @@ TIMEOUT_S = 2.0
 STALE_S = 10.0  # an older answer says nothing of now
 LATELY_S = 300.0
 MAX_PAGE_BYTES = 8 << 20  # 26 kB, and half a kilobyte for each segment of a cluster
+EMPTY = StoreFill(
+    memory_used_bytes=0, memory_bytes=0, memory_evicted_bytes=0, disk_used_bytes=0, disk_bytes=0, disk_evictions=0
+)
 _LINE = re.compile(rb"^(master_\w+) (\d{1,18})$", re.MULTILINE)
 _NAMES = {
     "memory_used_bytes": b"master_allocated_bytes",
@@ -50,27 +53,29 @@ def parse(page: bytes) -> StoreFill | None:
 
 
 class FillWatch:
-    """Asks every PERIOD_S, on a thread of its own: a master that hangs keeps nobody else."""
+    """Asks a master that has just started every PERIOD_S, on a thread of its own: one that hangs keeps nobody else."""
 
     def __init__(self, master: str, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds, monotonic."""
         self._master, self._clock = master, clock
-        self._answers: tuple[tuple[float, StoreFill], ...] = ()  # those of the last LATELY_S, the newest last
+        self._answers: tuple[tuple[float, StoreFill], ...] = (
+            (clock(), EMPTY),
+        )  # those of the last LATELY_S, the newest last
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-fill", daemon=True)
         self._thread.start()
 
     @property
     def now(self) -> StoreFill | None:
-        """What it said last; None when that is long ago. From any thread, as `earlier`."""
-        answers = self._answers
-        return answers[-1][1] if answers and self._clock() - answers[-1][0] <= STALE_S else None
+        """What it said last; None when that is long ago, or without memory: its owner is still on its way. From any
+        thread, as `earlier`."""
+        at, fill = self._answers[-1]
+        return fill if fill.memory_bytes and self._clock() - at <= STALE_S else None
 
     @property
-    def earlier(self) -> StoreFill | None:
-        """What it said five minutes ago, or first."""
-        answers = self._answers
-        return answers[0][1] if answers else None
+    def earlier(self) -> StoreFill:
+        """What it said five minutes ago, or at its start."""
+        return self._answers[0][1]
 
     def close(self) -> None:
         self._stop.set()
@@ -78,9 +83,7 @@ class FillWatch:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            fill = read(self._master)
-            if fill is not None and fill.memory_bytes:  # none yet: its owner is still on its way
+            if (fill := read(self._master)) is not None:
                 now = self._clock()
-                kept = (each for each in self._answers if now - each[0] <= LATELY_S)
-                self._answers = (*kept, (now, fill))
+                self._answers = (*(each for each in self._answers if now - each[0] <= LATELY_S), (now, fill))
             self._stop.wait(PERIOD_S)

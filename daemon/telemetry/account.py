@@ -60,6 +60,7 @@ class Account:
     fetched_blocks: int = 0
     loaded_blocks: int = 0
     saved_blocks: int = 0
+    saved_again_blocks: int = 0
     present_blocks: int = 0
     lost_saves: int = 0
     requests_taken_back: int = 0

@@ -130,6 +130,7 @@ FIELDS: dict[str, Field] = {
     "absent_blocks": Field("integer", "blocks that the store did not have, or had not all before them"),
     "no_room_blocks": Field("integer", "blocks that found no room that nobody needed, or no turn"),
     "saved_blocks": Field("integer", "blocks put into the store"),
+    "saved_again_blocks": Field("integer", "of these, blocks that the engine had stored before: evicted, or purged"),
     "lost_saves": Field("integer", "blocks that were to be saved and were not"),
     "requests_taken_back": Field("integer", "requests that lost staged blocks to more urgent ones before they ended"),
     "slots": Field("integer", "staging slots, those for saves not counted in `status` and `engine.detached`"),
@@ -204,7 +205,8 @@ FIELDS: dict[str, Field] = {
 _ACCOUNT = (
     "slots", "slots_free", "slots_idle", "slots_stuck", "blocks_pinned", "requests", "leases", "orders",
     "save_slots", "save_slots_busy", "saves_queued", "hints", "dropped_hints", "bad_records", "hit_blocks",
-    "miss_blocks", "fetched_blocks", "failed_blocks", "loaded_blocks", "saved_blocks", "present_blocks", "lost_saves",
+    "miss_blocks", "fetched_blocks", "failed_blocks", "loaded_blocks", "saved_blocks",
+    "saved_again_blocks", "present_blocks", "lost_saves",
     "requests_taken_back", "device_slots", "device_slots_free", "device_slots_idle", "device_copies",
     "promoted_blocks", "device_blocks",
 )  # fmt: skip

@@ -56,6 +56,9 @@ CATALOGUE: dict[str, Described] = {
     "transfer_seconds": Described("counter", "Look-up and transfer of all requests that fetched, one beside the other"),
     "hidden_seconds": Described("counter", "Of these, the part that made no scheduler wait"),
     "saved_blocks": Described("counter", "Blocks put into the store"),
+    "saved_again_blocks": Described(
+        "counter", "Of these, those that the same engine had stored before: evicted since, or purged"
+    ),
     "present_blocks": Described("counter", "Blocks that were to be saved and were in the store already"),
     "lost_saves": Described("counter", "Blocks that were to be saved and were not"),
     "promoted_blocks": Described("counter", "Staged blocks copied to device memory"),
@@ -166,7 +169,8 @@ class BoardCollector(Collector):
             "hints": totals.hints, "hints_dropped": totals.dropped_hints, "bad_records": totals.bad_records,
             "miss_blocks": totals.miss_blocks, "loaded_blocks": totals.loaded_blocks,
             "transfer_seconds": totals.transfer_s, "hidden_seconds": totals.hidden_s,
-            "saved_blocks": totals.saved_blocks, "present_blocks": totals.present_blocks,
+            "saved_blocks": totals.saved_blocks, "saved_again_blocks": totals.saved_again_blocks,
+            "present_blocks": totals.present_blocks,
             "lost_saves": totals.lost_saves, "requests_taken_back": totals.requests_taken_back,
             "promoted_blocks": totals.promoted_blocks, "device_blocks": totals.device_blocks,
         }  # fmt: skip

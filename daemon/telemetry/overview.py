@@ -72,8 +72,12 @@ def headline(status: Status) -> str:
 
 
 def store(status: Status) -> list[str]:
-    """How full the embedded store is, in one line; none where nobody knows it."""
-    return [f"store: {filled(status.store, status.store_earlier)}"] if status.store is not None else []
+    """How full the embedded store is, where that is known, and what is stored again after it was evicted; one line."""
+    parts = [filled(status.store, status.store_earlier)] if status.store is not None else []
+    saved = sum(_int(engine, "saved_blocks") for engine in status.engines)
+    if again := sum(_int(engine, "saved_again_blocks") for engine in status.engines):
+        parts.append(f"of {saved} blocks stored {again} had been stored before")
+    return [f"store: {'; '.join(parts)}"] if parts else []
 
 
 def filled(now: StoreFill, earlier: StoreFill | None = None) -> str:

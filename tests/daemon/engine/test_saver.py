@@ -11,6 +11,7 @@ import structlog
 
 from kvprefetch.daemon.engine import saver as module
 from kvprefetch.daemon.engine.saver import LOADS_FIRST_NS, PAUSE_NS, RESET_SLACK_S, TRIES, Saver
+from kvprefetch.daemon.engine.stored import StoredBefore
 from kvprefetch.daemon.engine.transfers import SaveResult
 from kvprefetch.daemon.telemetry.account import Account
 from kvprefetch.shmring.messages import MAX_MESSAGE_BYTES, Stored, encode_message
@@ -66,7 +67,8 @@ class Setup:
         if again:
             done(SaveResult(0, 0, 0, blocks))
         else:
-            done(SaveResult(len(blocks), 0, 0, [], [] if disk else slots, slots if disk else []))
+            tiers = ([], slots) if disk else (slots, [])
+            done(SaveResult(len(blocks), 0, 0, [], *tiers, digests=[digest for digest, _ in blocks]))
         return slots
 
 
@@ -96,6 +98,30 @@ def test_a_long_save_is_put_in_parts_and_each_part_gives_its_slots_back() -> Non
     counters = setup.saver.counters
     assert (counters.saved_blocks, counters.present_blocks, counters.lost_saves) == (8, 0, 0)
     assert setup.saver.gauges() == {"save_slots": 8, "save_slots_busy": 0, "saves_queued": 0}
+
+
+def test_what_is_stored_a_second_time_is_counted_unless_it_was_removed() -> None:
+    setup = Setup()
+    counters = setup.saver.counters
+    setup.save(3)
+    setup.end()
+    setup.save(2)
+    setup.end()
+    setup.save(3, save_id=2)
+    setup.end()
+    assert (counters.saved_blocks, counters.saved_again_blocks) == (8, 2)
+    setup.saver.reset(0, 1.0, lambda _: None)
+    setup.jobs.pop()[1](True)
+    setup.save(3)
+    setup.end()
+    assert (counters.saved_blocks, counters.saved_again_blocks) == (11, 2)
+
+
+def test_what_was_stored_before_is_never_counted_too_high() -> None:
+    before = StoredBefore(places=64)
+    digests = [bytes([i, j]) * 16 for i in range(256) for j in range(4)]
+    assert before.count(digests) == 0, "they take each other's places"
+    assert before.count(digests[-8:]) > 0
 
 
 def test_loads_go_first_but_not_for_ever() -> None:

@@ -88,6 +88,18 @@ def test_a_memory_that_is_filled_beyond_its_size_shows_it_everywhere(serve: Call
     at = ("--master-http", status.master_http)
     assert json.loads(kvprefetchd("store", "stat", "--json", *at)) == stat, "as a cluster's master says it"
     assert kvprefetchd("store", "stat", *at).splitlines()[-1].startswith("memory ")
+
+    assert status.engines[0]["saved_again_blocks"] == 0
+    assert " stored before" not in kvprefetchd("status", "--socket", daemon.socket)
+    digests = [hashlib.sha256(bytes([i])).digest() for i in range(4)]
+    engine.save({digest: digest * (MIB // 32) for digest in digests})  # of the oldest some at least were evicted
+    wait_for(lambda: sum(line["stored_blocks"] + line["present_blocks"] for line in daemon.records("save.done")) == 28)
+    [numbers] = ask_daemon(daemon.socket).engines
+    assert numbers["saved_again_blocks"] == int(numbers["saved_blocks"]) - 24 > 0
+    assert numbers["present_blocks"] == 4 - int(numbers["saved_again_blocks"])
+    again = f"of {numbers['saved_blocks']} blocks stored {numbers['saved_again_blocks']} had been stored before\n"
+    assert again in kvprefetchd("status", "--socket", daemon.socket)
+    wait_for(lambda: value(scrape(port), "saved_again_blocks_total") == numbers["saved_again_blocks"])
     engine.close()
 
 
@@ -200,11 +212,10 @@ def test_a_watch_remembers_five_minutes(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(fill, "read", ask)
     monkeypatch.setattr(fill, "PERIOD_S", 0.001)
     watch = FillWatch("", lambda: at)
-    assert (watch.now, watch.earlier) == (None, None)
-    for at, first in ((100.0, 1), (250.0, 1), (450.0, 2)):
+    assert (watch.now, watch.earlier) == (None, fill.EMPTY)
+    for at, first in ((100.0, 0), (250.0, 0), (450.0, 2)):
         looked.release()
-        count = wait_for(lambda at=at: watch._answers and watch._answers[-1][0] == at and watch.now, what="it")
-        assert watch.earlier is not None
+        count = wait_for(lambda at=at: watch._answers[-1][0] == at and watch.now, what="it")
         assert watch.earlier.memory_evicted_bytes == first
     assert count.memory_evicted_bytes == 3
     at += fill.STALE_S + 1
