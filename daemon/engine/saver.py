@@ -32,10 +32,22 @@ MAX_JOB_BLOCKS = 4096  # the slots of one job fit a control message
 
 
 @dataclass
+class _Save:
+    """One save of the engine's, and what became of those of its `parts` that have ended: blocks, and store calls."""
+
+    save_id: int
+    parts: int
+    stored: int = 0
+    present: int = 0
+    failed: int = 0
+    tries: int = 0
+
+
+@dataclass
 class _Job:
     """Part of a save on its way into the store; `blocks` are those still to put."""
 
-    save_id: int
+    save: _Save
     slots: list[int]
     blocks: list[tuple[bytes, int]]
     stored: int = 0
@@ -121,10 +133,11 @@ class Saver:
                         self.tell(Stored(save_id=record.save_id, lost=record.slots[start : start + MAX_JOB_BLOCKS]))
             self._grant(record.slots)
             return
+        save = _Save(record.save_id, -(-len(record.slots) // self._job_blocks))
         for start in range(0, len(record.slots), self._job_blocks):
             slots = record.slots[start : start + self._job_blocks]
             digests = record.hashes[start : start + self._job_blocks]
-            self._jobs.append(_Job(record.save_id, slots, list(zip(digests, slots, strict=True))))
+            self._jobs.append(_Job(save, slots, list(zip(digests, slots, strict=True))))
         self.next()
 
     def switch(self, saving: bool) -> None:
@@ -194,39 +207,40 @@ class Saver:
         self.next()
 
     def give_up(self) -> None:
-        """Store nothing of what waits: a store that is gone for all the tries of the one before keeps no slots."""
+        """Store nothing of what waits. A store that is gone for all the tries of the one before keeps no slots."""
         while self._jobs:
             job = self._jobs.popleft()
             job.failed += len(job.blocks)
             self._finished(job)
 
     def _finished(self, job: _Job) -> None:
+        """Its slots may be used again, and the engine may know what became of their blocks."""
         self.counters.saved_blocks += job.stored
         self.counters.saved_again_blocks += job.stored_before
         self.counters.present_blocks += job.present
         self.counters.lost_saves += job.failed
-        self._log.info(
-            "save.done", save_id=job.save_id, stored_blocks=job.stored, present_blocks=job.present,
-            failed_blocks=job.failed, tries=job.tries,
-        )  # fmt: skip
-        self._settle(job)
-
-    def _settle(self, job: _Job) -> None:
-        """Its slots may be used again, and the engine may know what became of their blocks."""
+        save = job.save
+        save.parts -= 1
+        save.stored += job.stored
+        save.present += job.present
+        save.failed += job.failed
+        save.tries += job.tries
+        if not save.parts:
+            self._log.info(
+                "save.done", save_id=save.save_id, stored_blocks=save.stored, present_blocks=save.present,
+                failed_blocks=save.failed, tries=save.tries,
+            )  # fmt: skip
         if self.tell is not None:
             stored = {*job.memory, *job.disk}
             lost = [slot for slot in job.slots if slot not in stored]
-            self.tell(Stored(save_id=job.save_id, memory=job.memory, disk=job.disk, lost=lost))
+            self.tell(Stored(save_id=save.save_id, memory=job.memory, disk=job.disk, lost=lost))
         self._grant(job.slots)
 
     def reset(self, generation: int, timeout_s: float, reply: Callable[[bool], None]) -> None:
         """Drop saves of older generations, remove every key of the namespace, then reply whether that is confirmed."""
         self.generation = max(self.generation, generation)
         self._before.forget()
-        while self._jobs:
-            job = self._jobs.popleft()
-            self.counters.lost_saves += len(job.blocks)
-            self._settle(job)
+        self.give_up()
         deadline_ns = self._clock_ns() + int((timeout_s + RESET_SLACK_S) * 1e9)
         self._resets.append(_Reset(timeout_s, reply, deadline_ns))
         if not self._busy:

@@ -114,7 +114,7 @@ FIELDS: dict[str, Field] = {
     "blocks": Field("integer", "blocks of one store call, or of one copy to device memory"),
     "good_blocks": Field("integer", "of these, fetched and of the right size"),
     "duration_ms": Field("number", "from the order to its result, waiting for a thread included"),
-    "save_id": Field("integer", "the engine's number of the save; several lines have it where that is put in parts"),
+    "save_id": Field("integer", "the engine's number of the save"),
     "stored_blocks": Field("integer", "blocks put into the store"),
     "present_blocks": Field("integer", "blocks that were in the store already"),
     "failed_blocks": Field("integer", "blocks that could not be fetched, or not be stored"),
@@ -276,7 +276,7 @@ EVENTS: dict[str, Event] = {
     "device.unpinned": Event("warning", "Host staging could not be pinned; copies from it are slower.", ("error",)),
     "device.off": Event("warning", "No staging in device memory for this engine; everything loads from the host's.",
                         ("error",)),
-    "save.done": Event("info", "A save, or a part of a large one, ended.",
+    "save.done": Event("info", "A save ended, with all the parts that a large one is put in.",
                        ("save_id", "stored_blocks", "present_blocks", "failed_blocks", "tries")),
     "call.overdue": Event(
         "warning", "A store call, or a copy to device memory, is past its deadline: the requests go on without it.",

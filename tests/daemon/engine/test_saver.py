@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import structlog
+from structlog.testing import capture_logs
 
 from kvprefetch.daemon.engine import saver as module
 from kvprefetch.daemon.engine.saver import LOADS_FIRST_NS, PAUSE_NS, RESET_SLACK_S, TRIES, Saver
@@ -122,6 +123,28 @@ def test_what_was_stored_before_is_never_counted_too_high() -> None:
     digests = [bytes([i, j]) * 16 for i in range(256) for j in range(4)]
     assert before.count(digests) == 0, "they take each other's places"
     assert before.count(digests[-8:]) > 0
+
+
+def test_a_save_in_parts_has_one_line_when_its_last_part_has_ended() -> None:
+    with capture_logs() as log:
+        setup = Setup()
+        setup.save(8)
+        setup.end()
+        setup.end(again=True)
+        setup.now += PAUSE_NS[0]
+        setup.saver.next()
+        setup.end()
+        assert log == []
+        setup.end()
+        setup.save(8, save_id=2)
+        setup.saver.reset(1, 1.0, lambda ok: None)
+        setup.end()
+    assert [(line["save_id"], line["stored_blocks"], line["failed_blocks"], line["tries"]) for line in log] == [
+        (1, 8, 0, 4),
+        (2, 3, 5, 1),
+    ]
+    counters = setup.saver.counters
+    assert (counters.saved_blocks, counters.lost_saves) == (8 + 3, 5)
 
 
 def test_loads_go_first_but_not_for_ever() -> None:
