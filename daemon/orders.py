@@ -9,6 +9,7 @@ from functools import partial
 from ..shmring.messages import Message, Purge, Report, Warm
 from .engine.session import EngineSession
 from .pools import Pools
+from .store.buckets import Removal
 from .store.client import Store
 
 Reply = Callable[[Message], None]
@@ -34,12 +35,16 @@ def purge(sessions: Sequence[EngineSession], store: Store, pools: Pools, order: 
         return
     prefixes = sorted({*order.prefixes, *(prefix for session in named for prefix in session.shape.key_prefixes)})
 
-    def purged(future: Future[bool]) -> None:
+    def purged(future: Future[Removal]) -> None:
         for session in sessions:
             session.namespace.look()  # whose keys these were
-        gone = future.exception() is None and future.result()
-        said = "every key is gone" if gone else "not confirmed: time was up, or the store did not answer"
-        reply(Report(ok=gone, text=f"{said}: {', '.join(prefixes)}"))
+        removal = future.result() if future.exception() is None else Removal(False, 0)
+        if removal == (True, 0):
+            said = "there was no key"
+        else:
+            said = "every key is gone" if removal else "not confirmed: time was up, or the store did not answer"
+            said += f"; {removal.keys} removed, fingerprints included"
+        reply(Report(ok=removal.gone, text=f"{said}: {', '.join(prefixes)}"))
 
     pools.save(partial(store.remove_matching, prefixes, order.timeout_ms / 1e3), purged)
 

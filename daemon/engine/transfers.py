@@ -256,4 +256,4 @@ def _tiers(store: Store, keys: Sequence[str]) -> Sequence[Tier | None]:
 
 def remove_all(store: Store, shape: Shape, timeout_s: float) -> bool:
     """Remove every key of this engine's namespace; True only when confirmed."""
-    return store.remove_matching(sorted(set(shape.key_prefixes)), timeout_s)
+    return store.remove_matching(sorted(set(shape.key_prefixes)), timeout_s).gone

@@ -6,9 +6,20 @@ import contextlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 FINGERPRINT = "fingerprint"  # stands for the hash in the key of what says whose namespace it is (engine/namespace.py)
 _OF_A_KEY = rb"[ -~\x80-\xff]"
+
+
+class Removal(NamedTuple):
+    """Whether every key is `gone`, which is what it is true by, and how many `keys` went, fingerprints included."""
+
+    gone: bool
+    keys: int
+
+    def __bool__(self) -> bool:
+        return self.gone
 
 
 def patterns(prefixes: Sequence[str]) -> tuple[str, str]:

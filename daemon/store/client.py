@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from . import addresses
 from .breaker import Attempt, Breaker
-from .buckets import patterns, purge
+from .buckets import Removal, patterns, purge
 from .errors import ErrorClass, classify, classify_get
 from .fingerprints import Fingerprints
 from .joining import StoreError as StoreError
@@ -340,15 +340,15 @@ class Store:
                 return left == 0
             time.sleep(0.1)
 
-    def remove_matching(self, prefixes: Sequence[str], timeout_s: float) -> bool:
-        """Remove every value whose key is one of `prefixes` and hex digits, leased ones too; True if it is gone.
+    def remove_matching(self, prefixes: Sequence[str], timeout_s: float) -> Removal:
+        """Remove every value whose key is one of `prefixes` and hex digits, leased ones too; true if it is gone.
 
         The master forgets an object at once, but no file of a disk tier goes with it, and its owner would find it
         again at its next start. So with a disk tier of this process the matching files are deleted too, and the sweep
         is repeated until two heartbeats of the tier brought nothing back (a value on its way to disk is registered
         again when written).
 
-        False: the time was up, the master did not answer, a put of such a key hangs, or a value also lay on a disk of
+        Not so: the time was up, the master did not answer, a put of such a key hangs, or a value also lay on a disk of
         another process, which cannot be cleaned from here. What cannot be seen: a value another client was writing at
         that moment, so stop writers first. A key removed and then put again is kept in memory only until the next
         start: the tier still counts it as written.
@@ -356,12 +356,12 @@ class Store:
         with self._state:
             self._sweeps += 1
         try:
-            return not prefixes or self._sweep(prefixes, timeout_s)
+            return self._sweep(prefixes, timeout_s) if prefixes else Removal(True, 0)
         finally:
             with self._state:
                 self._sweeps -= 1
 
-    def _sweep(self, prefixes: Sequence[str], timeout_s: float) -> bool:
+    def _sweep(self, prefixes: Sequence[str], timeout_s: float) -> Removal:
         theirs, a_key = patterns(prefixes)
         ours = re.compile(rf"{a_key}\Z")
         disk = self._disk
@@ -370,11 +370,11 @@ class Store:
             if not self._state.wait_for(
                 lambda: not any(ours.match(key) for keys in self._puts.values() for key in keys), timeout_s
             ):
-                return False
+                return Removal(False, 0)
             seen = [key for key in self._seen if ours.match(key)]
         settle_s = 2 * self._heartbeat_s + 0.5 if disk else 0.0
         quiet_since: float | None = None
-        reach, checked = True, set[str]()
+        reach, checked, most = True, set[str](), 0  # what comes back was counted before
         while True:
             with contextlib.suppress(StoreUnavailable):
                 if disk is None and quiet_since is None:
@@ -383,7 +383,7 @@ class Store:
                     with self._marks.removal():
                         count = int(client.remove_by_regex(theirs, True))
                     self._verdict(attempt, classify(count) is ErrorClass.TRANSIENT, "remove", count)
-                files = purge(disk, a_key, checked) if disk else 0
+                most = max(most, count, files := (purge(disk, a_key, checked) if disk else 0))
                 now = self._clock()
                 if count != 0 or files or quiet_since is None or any(self.exist(seen)):
                     quiet_since = now
@@ -394,7 +394,7 @@ class Store:
                             self._unflushed.pop(key, None)
                     self._fingerprints.remove(a_key)
                     self._log.info("store.removed", prefixes=len(prefixes), durable=reach)
-                    return reach
+                    return Removal(reach, most)
             if self._clock() >= deadline:
-                return False
+                return Removal(False, most)
             time.sleep(0.1)

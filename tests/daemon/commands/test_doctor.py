@@ -173,7 +173,9 @@ def test_a_namespace_is_listed_counted_and_purged(serve: Callable[..., Daemon]) 
     assert (several.returncode, several.stdout.split(":")[0]) == (1, "several engines have an id that begins so")
     purged = kvprefetchd("store", "purge", "--engine", "one-3", "--yes", *at)
     assert purged.returncode == 0, purged.stdout + purged.stderr
-    assert "every key is gone" in purged.stdout
+    assert purged.stdout == "every key is gone; 3 removed, fingerprints included: one@tp_rank:0@\n"
+    again = kvprefetchd("store", "purge", "--prefix", "one@tp_rank:0@", "--yes", *at)
+    assert (again.returncode, again.stdout) == (0, "there was no key: one@tp_rank:0@\n")
     assert counted(*at) == ["2", "two@tp_rank:0@", "2", "in", "all"]
     unused = FakeEngine(daemon.socket, engine_id="unused", prefix="unused", fingerprint={"dtype": "float16"})
     wait_for(lambda: "unused@" in kvprefetchd("store", "ls", *at).stdout, what="its fingerprint")

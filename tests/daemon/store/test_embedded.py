@@ -214,9 +214,9 @@ def test_should_not_bring_back_removed_values_after_a_restart(tmp_path: Path) ->
     script = (
         "put(range(25)); assert store.put_from(['tiny-m@00'], [base], [B]) == [ErrorClass.OK]; assert store.flush(20);"
         " store.exist(keys); put(range(25, count));"
-        "print('>>>', store.remove_matching(['m@'], 20), any(store.exist(keys))); end()"
+        "print('>>>', *store.remove_matching(['m@'], 20), any(store.exist(keys))); end()"
     )
-    assert run(script, tmp_path, 50) == ["True False"]
+    assert run(script, tmp_path, 50) == ["True 50 False"]
     again = "print('>>>', any(store.exist(keys)), right(), store.exist(['tiny-m@00'])); end()"
     assert run(again, tmp_path, 50) == ["False 0 [True]"]
 

@@ -310,7 +310,8 @@ def test_what_was_put_counts_as_flushed_once_it_lies_on_a_disk_or_nowhere() -> N
 def test_a_removal_that_nobody_answers_is_not_confirmed() -> None:
     store, client = opened()
     client.removed = -900
-    assert not store.remove_matching(["gone@"], 0.0)
+    removal = store.remove_matching(["gone@"], 0.0)
+    assert (bool(removal), removal.keys) == (False, 0)
     assert not store.answering
 
 

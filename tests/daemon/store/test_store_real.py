@@ -84,7 +84,8 @@ def test_should_remove_leased_values_by_prefix_and_no_others(real: tuple[Store, 
     )
     store.put_from(gone + kept, [base] * 6, [BLOCK] * 6)
     assert all(store.exist(gone + kept))
-    assert store.remove_matching(["a.b-c/d@x:1@", "none(+)@"], 5.0)
+    assert store.remove_matching(["a.b-c/d@x:1@", "none(+)@"], 5.0) == (True, 2)
+    assert store.remove_matching(["a.b-c/d@x:1@"], 5.0) == (True, 0)
     assert store.exist(gone + kept) == [False, False, True, True, True, True]
 
 
