@@ -283,7 +283,7 @@ class Store:
 
     def discard(self, keys: Sequence[str]) -> None:
         """Remove what was just put, leased or not, as far as the store lets it. Raises StoreUnavailable."""
-        with self._call() as (client, _), self._marks.removal():
+        with self._call() as (client, _), self._marks.removal(set(keys).__contains__):
             client.batch_remove(list(keys), True)
 
     @contextlib.contextmanager
@@ -380,7 +380,7 @@ class Store:
                 if disk is None and quiet_since is None:
                     reach = all(each.is_memory_replica() for replicas in self._described(seen) for each in replicas)
                 with self._call() as (client, attempt):
-                    with self._marks.removal():
+                    with self._marks.removal(ours.match):
                         count = int(client.remove_by_regex(theirs, True))
                     self._verdict(attempt, classify(count) is ErrorClass.TRANSIENT, "remove", count)
                 most = max(most, count, files := (purge(disk, a_key, checked) if disk else 0))

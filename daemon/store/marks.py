@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .places import Places, places
@@ -47,22 +47,28 @@ class Marks:
         self._private = private
         self._lock = threading.Lock()
         self._removing = self._removals = 0  # by force: now, and ever begun or ended
+        self._removed: dict[str, int] = {}  # of each key that was looked at: how many of these could be of it
         self._puts: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def removal(self) -> Iterator[None]:
-        """Around what removes by force."""
-        with self._lock:
-            self._removing, self._removals = self._removing + 1, self._removals + 1
+    def removal(self, of: Callable[[str], object]) -> Iterator[None]:
+        """Around what removes by force; `of` tells of a key whether it is among what goes."""
+        self._count(1, of)
         try:
             yield
         finally:
-            with self._lock:
-                self._removing, self._removals = self._removing - 1, self._removals + 1
+            self._count(-1, of)
+
+    def _count(self, more: int, of: Callable[[str], object]) -> None:
+        with self._lock:
+            self._removing, self._removals = self._removing + more, self._removals + 1
+            for key in self._removed:
+                self._removed[key] += bool(of(key))
 
     def before(self, key: str) -> Mark:
         """To begin a look with."""
-        return Mark(key, (self._removals, self._puts[key]))
+        with self._lock:
+            return Mark(key, (self._removed.setdefault(key, 0), self._puts[key]))
 
     def put(self, mark: Mark) -> Mark:
         """One was put there, by us or just before us."""

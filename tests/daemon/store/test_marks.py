@@ -140,3 +140,15 @@ def test_the_size_follows_from_the_value_and_differs_from_those_of_others() -> N
     assert all(padded(value).rstrip() == value for value in values)
     assert padded(A) == padded(A)
     assert len({len(padded(value)) for value in values}) > 180
+
+
+def test_what_is_removed_of_another_namespace_is_no_doubt_for_this_one(private: Store) -> None:
+    """Its next get would count for nothing, and with a disk tier a removal goes on for seconds."""
+    kept, emptied = (private.put_once(f"{name}@fingerprint", A).mark for name in ("kept", "emptied"))
+    assert private.put_from(["kept@01"], [BASE], [PAGE]) == [ErrorClass.OK]
+    assert private.remove_matching(["emptied@"], timeout_s=10)
+    private.discard(["kept@02"])
+    assert private.unchanged(kept)
+    assert not private.unchanged(emptied)
+    assert private.get_into(["kept@01"], [BASE], [PAGE], None, kept) == [ErrorClass.OK]
+    assert private.get_into(["kept@01"], [BASE], [PAGE], None, emptied) == [ErrorClass.DOUBT]
