@@ -36,7 +36,7 @@ class Found(NamedTuple):
 
 def padded(value: bytes) -> bytes:
     """With spaces behind, which mean nothing in JSON. Two values have one size by chance in one of 8,192 cases."""
-    number = int.from_bytes(hashlib.blake2b(value, digest_size=8).digest())
+    number = int.from_bytes(hashlib.blake2b(value, digest_size=8).digest(), "big")
     return value.ljust(_SIZES[0] + number % _SIZES[1])
 
 
@@ -72,8 +72,9 @@ class Marks:
 
     def put(self, mark: Mark) -> Mark:
         """One was put there, by us or just before us."""
-        self._puts[mark.key] += 1
-        return mark._replace(sign=(mark.sign[0], self._puts[mark.key]))
+        with self._lock:
+            self._puts[mark.key] += 1
+            return mark._replace(sign=(mark.sign[0], self._puts[mark.key]))
 
     def after(self, mark: Mark, value: bytes) -> Mark:
         """To end it with: what it found."""
