@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import re
 import threading
@@ -31,17 +32,13 @@ _NAMES = {
 
 def read(master: str, timeout_s: float = TIMEOUT_S) -> StoreFill | None:
     """Ask the HTTP interface at `master` (host:port). None when it does not answer, or says something else."""
-    connection = None
     try:
-        connection = http.client.HTTPConnection(master, timeout=timeout_s)
-        connection.request("GET", "/metrics")
-        answer = connection.getresponse()
-        return parse(answer.read(MAX_PAGE_BYTES)) if answer.status == http.client.OK else None
+        with contextlib.closing(http.client.HTTPConnection(master, timeout=timeout_s)) as connection:
+            connection.request("GET", "/metrics")
+            answer = connection.getresponse()
+            return parse(answer.read(MAX_PAGE_BYTES)) if answer.status == http.client.OK else None
     except (OSError, ValueError, http.client.HTTPException):
         return None
-    finally:
-        if connection is not None:
-            connection.close()
 
 
 def parse(page: bytes) -> StoreFill | None:
@@ -58,9 +55,8 @@ class FillWatch:
     def __init__(self, master: str, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds, monotonic."""
         self._master, self._clock = master, clock
-        self._answers: tuple[tuple[float, StoreFill], ...] = (
-            (clock(), EMPTY),
-        )  # those of the last LATELY_S, the newest last
+        # Those of the last LATELY_S, the newest last.
+        self._answers: tuple[tuple[float, StoreFill], ...] = ((clock(), EMPTY),)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-fill", daemon=True)
         self._thread.start()

@@ -25,12 +25,12 @@ _PROGRAM = (
 )
 
 
-def listening() -> dict[int, int]:
-    """This process's TCP sockets that listen: their inodes, and the port of each."""
-    return {inode: each.getsockname()[1] for inode, each in _sockets() if _listens(each)}
+def listening() -> set[int]:
+    """The inodes of this process's TCP sockets that listen."""
+    return {inode for inode, each in _sockets() if _listens(each)}
 
 
-def confine(before: dict[int, int]) -> None:
+def confine(before: set[int]) -> None:
     """Shut out other machines from all that listens and is not in `before`, and from what it accepted since.
 
     Raises OSError where the kernel does not let us.

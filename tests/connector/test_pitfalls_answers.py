@@ -33,6 +33,11 @@ def staged(engine: RealEngine, name: str, blocks: int | None = None) -> None:
     engine.daemon.stage(name, engine.daemon.hint(name).blocks if blocks is None else blocks)
 
 
+def fail(*_: Any) -> None:
+    """In place of a load."""
+    raise OSError("planted")
+
+
 def test_p01_a_full_prompt_hit_leaves_a_token_to_compute(make: Make, monkeypatch: Patch) -> None:
     def check() -> None:
         engine = make(load_mode="sync")
@@ -215,9 +220,6 @@ def test_p07_loads_write_only_behind_the_local_blocks(make: Make, monkeypatch: P
 def test_p11_a_request_whose_load_failed_is_not_loaded_again(make: Make, monkeypatch: Patch) -> None:
     """With no good token it is matched again, and a connector that answers the same again does so for ever."""
 
-    def fail(*_: Any) -> None:
-        raise OSError("planted")
-
     def check() -> None:
         engine = make(load_mode="async")
         engine.add("r", 4 * BLOCK)
@@ -244,9 +246,6 @@ def test_p11_a_request_whose_load_failed_is_not_loaded_again(make: Make, monkeyp
 
 def test_p33_a_request_whose_load_failed_stands_in_nobodys_way(make: Make, monkeypatch: Patch) -> None:
     """It lost its blocks and lacks room; a streaming session behind it has that, and cannot go on to give it back."""
-
-    def fail(*_: Any) -> None:
-        raise OSError("planted")
 
     def check() -> None:
         engine = make(load_mode="async", blocks=1 + 9)
