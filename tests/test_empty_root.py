@@ -72,6 +72,19 @@ def test_the_readme_leads_a_new_user_to_a_request_explained(root: EmptyRoot) -> 
 
 
 @pytest.mark.stress
+@pytest.mark.timeout(5400)
+def test_make_test_passes_on_a_machine_that_never_saw_the_project(root: EmptyRoot) -> None:
+    """README's first line, then `make test` to its end. Tests are skipped only for hardware that this machine lacks."""
+    install = re.search(r"^apt-get update && apt-get install .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert install is not None
+    said = root.run(f"cd {CHECKOUT}\n{install[0]}\nmake test", timeout_s=5000)
+    assert re.fullmatch(r"=+ \d+ passed, \d+ skipped in .* =+", said.splitlines()[-1]), said[-2000:]
+    assert "are skipped or fail" not in said, "a package is installed that the tests cannot use"
+    absent = [line for line in said.splitlines() if line.startswith("SKIPPED") and "is not installed" in line]
+    assert absent == []
+
+
+@pytest.mark.stress
 @pytest.mark.timeout(3600)
 def test_the_daemon_s_own_installation_is_complete(root: EmptyRoot) -> None:
     """An environment with the daemon alone: a machine examined, a configuration checked, units written."""
