@@ -56,8 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _fill_standard_streams()
     if not (sys.argv[1:] if arguments is None else arguments):
         _short_help()
+    command = ""
     try:
-        parsed, unknown = build_parser().parse_known_args(arguments)
+        try:
+            parsed, unknown = build_parser().parse_known_args(arguments)
+        except SystemExit:  # argparse has printed the help or the version
+            sys.stdout.flush()
+            raise
+        command = parsed.command
         if unknown:
             known = [option for action in parsed.parser._actions for option in action.option_strings]
             word = unknown[0].partition("=")[0]
@@ -66,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        if parsed.command == "serve":  # its log survives that, so it is something else
+        if command == "serve":  # its log survives that, so it is something else
             raise
         # Who read our output has left; Python flushes once more at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

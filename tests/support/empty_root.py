@@ -34,8 +34,10 @@ for device in null zero full random urandom; do
     mount --bind "/dev/$device" "$root/dev/$device"
 done
 ln -s /proc/self/fd "$root/dev/fd"
-mkdir "$root/dev/shm"
+mkdir "$root/dev/shm" "$root/dev/pts"
 mount -t tmpfs -o mode=1777 shm "$root/dev/shm"
+mount -t devpts -o newinstance,ptmxmode=0666 devpts "$root/dev/pts"
+ln -s pts/ptmx "$root/dev/ptmx"
 for folder; do
     mkdir -p "$root$folder"
     mount --bind "$folder" "$root$folder"

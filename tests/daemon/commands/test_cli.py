@@ -185,7 +185,9 @@ def test_a_reader_that_leaves_early_is_no_error(command: str) -> None:
         timeout=60, check=False,
     )  # fmt: skip
     os.close(write)
-    assert (result.returncode, result.stderr) == (0, "")
+    # install-unit may note that the checkout lies where the service's user cannot reach it.
+    said = [line for line in result.stderr.splitlines() if not line.startswith(("note: ", "      "))]
+    assert (result.returncode, said) == (0, [])
 
 
 @pytest.mark.parametrize(("closed", "said"), [("1", "the path exists and is not a socket"), ("2", ""), ("0 1 2", "")])
