@@ -112,7 +112,8 @@ class Saver:
         self._withheld: list[int] = []  # slots that came back while saving was switched off
         self._saving = True
         self._jobs: deque[_Job] = deque()
-        self._resets: deque[_Reset] = deque()
+        self._reset: _Reset | None = None  # the newest one, until its removal begins; it answers for those before it
+        self._removal: _Reset | None = None  # the one whose removal runs
         self._before = StoredBefore()
         self._busy = False
         self._not_before_ns = 0
@@ -149,8 +150,10 @@ class Saver:
 
     def next(self) -> None:
         """Start the next job, unless one runs, a full store's pause is not over, or loads go first."""
-        for reset in self._resets:
-            if self._clock_ns() >= reset.deadline_ns:  # a put that hangs is in its way, or it hangs itself
+        for reset in (self._removal, self._reset):
+            if (
+                reset is not None and self._clock_ns() >= reset.deadline_ns
+            ):  # a put that hangs is in its way, or it hangs itself
                 reset.answer(False)
         if self._busy or not self._jobs or self._namespace.saves_wait:
             return
@@ -192,7 +195,7 @@ class Saver:
             self._pause_ns = min(2 * self._pause_ns, PAUSE_NS[1])
         else:
             self._pause_ns = PAUSE_NS[0]
-        if result.again and self._fruitless < TRIES and self._saving and not self._resets:
+        if result.again and self._fruitless < TRIES and self._saving and self._reset is None:
             job.blocks = result.again
             self._jobs.appendleft(job)
         else:
@@ -200,8 +203,8 @@ class Saver:
             self._finished(job)
             if self._fruitless >= TRIES:
                 self.give_up()
-        if self._resets:
-            self._remove()
+        if self._reset is not None:
+            self._remove(self._reset)
         if result.doubt:
             self._namespace.doubt()
         self.next()
@@ -237,31 +240,36 @@ class Saver:
         self._grant(job.slots)
 
     def reset(self, generation: int, timeout_s: float, reply: Callable[[bool], None]) -> None:
-        """Drop saves of older generations, remove every key of the namespace, then reply whether that is confirmed."""
+        """Drop saves of older generations, remove every key of the namespace, then reply whether that is confirmed.
+
+        A reset that still waits for its removal is superseded: the reply to this one covers its generation too.
+        """
         self.generation = max(self.generation, generation)
         self._before.forget()
         self.give_up()
         deadline_ns = self._clock_ns() + int((timeout_s + RESET_SLACK_S) * 1e9)
-        self._resets.append(_Reset(timeout_s, reply, deadline_ns))
+        self._reset = _Reset(timeout_s, reply, deadline_ns)
         if not self._busy:
-            self._remove()
+            self._remove(self._reset)
 
     @property
     def resetting(self) -> bool:
         """Keys of the old weights may still be in the store."""
-        return bool(self._resets)
+        return self._reset is not None or self._removal is not None
 
-    def _remove(self) -> None:
+    def _remove(self, reset: _Reset) -> None:
+        self._removal, self._reset = reset, None
         self._busy = True
-        work = partial(transfers.remove_all, self._store, self._shape, self._resets[0].timeout_s)
-        self._run(work, self._removed, False)
+        self._run(partial(transfers.remove_all, self._store, self._shape, reset.timeout_s), self._removed, False)
 
     def _removed(self, ok: bool) -> None:
         self._busy = False
         self._log.info("store.reset", confirmed=ok, reset_generation=self.generation)
-        self._resets.popleft().answer(ok)
-        if self._resets:
-            self._remove()
+        assert self._removal is not None
+        self._removal.answer(ok)
+        self._removal = None
+        if self._reset is not None:
+            self._remove(self._reset)
         self.next()
 
     def _grant(self, slots: list[int]) -> None:

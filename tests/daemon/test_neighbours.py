@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -146,6 +147,34 @@ def test_ranks_of_one_key_that_do_not_take_turns_are_refused(shared_daemon: Daem
     messages.send_message(sockets[2], engine.hello("scheduler"))
     for refusal in refusals(sockets):
         assert "must take turns: key_prefix='m@' (put_factor, put_turn)=[(2, 0), (2, 0)]" in refusal.error
+    engine.close()
+
+
+def test_a_flood_of_resets_is_one_reset(shared_daemon: Daemon) -> None:
+    """The last one is answered soon, and saves go on behind it."""
+    engine = FakeEngine(shared_daemon.socket, prefix="resets")
+    engine.scheduler.setblocking(False)
+    before, last, began = len(shared_daemon.records("store.reset")), 3000, time.monotonic()
+    for generation in range(1, last + 1):
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                messages.send_message(engine.scheduler, messages.Reset(reset_generation=generation, timeout_ms=600_000))
+                break
+            time.sleep(0.001)
+            assert time.monotonic() - began < 30
+    engine.scheduler.settimeout(10)
+    while True:
+        assert time.monotonic() - began < 30
+        received = messages.receive_message(engine.scheduler)
+        assert received is not None
+        assert isinstance(received[0], messages.ResetDone)
+        if received[0].reset_generation == last:
+            break
+    assert received[0].ok
+    values = blocks("after the resets", 3)
+    engine.save(values, reset_generation=last)
+    wait_for(lambda: engine.load(list(values)), what="the save")
+    assert len(shared_daemon.records("store.reset")) - before < last
     engine.close()
 
 

@@ -218,17 +218,21 @@ def test_a_save_of_old_weights_is_told_as_lost() -> None:
 
 
 def test_a_reset_removes_once_the_put_in_flight_has_returned_and_tells_what_came_of_it() -> None:
-    """Saves go on behind it, and one reset does not answer for another."""
+    """Saves go on behind it, and a removal that runs does not answer for a later reset."""
     setup = Setup()
     replies: list[tuple[int, bool]] = []
+
+    def reset(generation: int) -> None:
+        setup.saver.reset(generation, 1.0, lambda ok: replies.append((generation, ok)))
+
     setup.save(3)
-    for generation in (1, 2):
-        setup.saver.reset(generation, 1.0, lambda ok, generation=generation: replies.append((generation, ok)))  # type: ignore[misc]
-    setup.saver.saved(Saved(2, 2, False, [3], [b"\3" * 32]))
+    reset(1)
     assert len(setup.jobs) == 1, "the put"
     assert setup.saver.resetting
     setup.end()
     assert [blocks for blocks, _ in setup.jobs] == [[]], "the first removal"
+    reset(2)
+    setup.saver.saved(Saved(2, 2, False, [3], [b"\3" * 32]))
     setup.jobs.pop()[1](True)
     assert replies == [(1, True)]
     assert [blocks for blocks, _ in setup.jobs] == [[]], "the second one"
@@ -236,6 +240,30 @@ def test_a_reset_removes_once_the_put_in_flight_has_returned_and_tells_what_came
     assert replies == [(1, True), (2, False)]
     assert not setup.saver.resetting
     assert setup.end() == [3], "the save of the new weights"
+
+
+@pytest.mark.parametrize("removing", [False, True])
+def test_of_resets_that_wait_only_the_newest_is_kept_and_it_answers_for_all(removing: bool) -> None:
+    """However many an engine sends, while a put or a removal is under way: one more removal, one answer."""
+    setup = Setup()
+    replies: list[tuple[int, bool]] = []
+
+    def reset(generation: int) -> None:
+        setup.saver.reset(generation, 1.0, lambda ok: replies.append((generation, ok)))
+
+    if removing:
+        reset(1)
+    else:
+        setup.save(1)
+    for generation in range(2, 1000):
+        reset(generation)
+    assert len(setup.jobs) == 1
+    setup.jobs.pop()[1](True if removing else SaveResult(1, 0, 0, []))
+    assert len(setup.jobs) == 1, "one removal"
+    setup.jobs.pop()[1](True)
+    assert setup.jobs == []
+    assert replies == [*([(1, True)] if removing else []), (999, True)]
+    assert not setup.saver.resetting
 
 
 def test_a_reset_while_nothing_is_saved_removes_at_once() -> None:
