@@ -24,6 +24,8 @@ from .device import DeviceStaging
 from .staging import HostStaging, slots_for
 
 MAX_TABLE_BYTES = 16 << 20
+# A control segment of an engine's choice: this much is always allowed, and beyond it a quarter of `staging`.
+CONTROL_BYTES = 64 << 20
 
 
 class EngineShape(NamedTuple):
@@ -73,26 +75,37 @@ class EngineMemory:
                 undo.callback(device.close)
             wants, block_bytes = engine.scheduler, engine.block_bytes
             slots = slots_for(config.staging, block_bytes)
-            if (available := available_bytes()) <= slots * sum(block_bytes):
-                # The kernel would hand it out all the same, and then kill somebody.
-                raise SegmentError(
-                    f"staging: not enough memory for another engine: staging={size_text(config.staging)} "
-                    f"engine={engine.engine_id!r} available={whole_mib(available)}"
-                )
             save_slots = min(slots - 1, max(1, int(slots * config.save_share))) if wants.saves else 0
-            staging = HostStaging(slots, block_bytes)
-            undo.callback(staging.close)
-            if device is not None:
-                device.follow(staging)
+            flag_count = max(16, min(1024, MAX_TABLE_BYTES // (4 * wants.max_blocks)))
+            ring_bytes = power_of_two_at_least(4 * wants.max_hint_bytes)
+            most = max(CONTROL_BYTES, config.staging // 4)
+            if (wanted := ring_bytes + 4 * flag_count * wants.max_blocks) > most:
+                raise SegmentError(
+                    f"max_hint_bytes, max_blocks: the control segment would be too large: "
+                    f"max_hint_bytes={wants.max_hint_bytes} max_blocks={wants.max_blocks} control={whole_mib(wanted)} "
+                    f"max={whole_mib(most)}: lower the engine's max_model_len, or raise "
+                    f"staging={size_text(config.staging)} to {whole_mib(4 * wanted + (1 << 20) - 1)}"
+                )
             layout = Layout(
-                ring_bytes=max(config.hint_ring, power_of_two_at_least(4 * wants.max_hint_bytes)),
-                flag_count=max(16, min(1024, MAX_TABLE_BYTES // (4 * wants.max_blocks))),
+                ring_bytes=max(config.hint_ring, ring_bytes),
+                flag_count=flag_count,
                 table_entries=wants.max_blocks,
                 credit_entries=power_of_two_at_least(max(1, save_slots)),
                 slot_count=slots,
                 epoch=epoch,
                 device_slots=device.slots if device is not None else 0,
             )
+            if (available := available_bytes()) <= slots * sum(block_bytes) + layout.total_bytes:
+                # The kernel would hand it out all the same, and then kill somebody.
+                raise SegmentError(
+                    f"staging: not enough memory for another engine: staging={size_text(config.staging)} "
+                    f"control={whole_mib(layout.total_bytes)} engine={engine.engine_id!r} "
+                    f"available={whole_mib(available)}"
+                )
+            staging = HostStaging(slots, block_bytes)
+            undo.callback(staging.close)
+            if device is not None:
+                device.follow(staging)
             control = Segment.create(layout.total_bytes)
             undo.callback(control.close)
             layout.write(control.buffer)

@@ -137,6 +137,18 @@ def test_staging_smaller_than_one_block_is_refused_naming_both(shared_daemon: Da
     engine.close()
 
 
+def test_a_control_segment_out_of_proportion_to_staging_is_refused(shared_daemon: Daemon) -> None:
+    engine = FakeEngine(shared_daemon.socket, engine_id="large", attach=False)
+    wants = messages.SchedulerShape(max_blocks=(1 << 20) - 1, max_hint_bytes=1 << 28, loads=True, saves=True)
+    sockets = [engine.connect(), engine.connect()]
+    messages.send_message(sockets[0], engine.hello("worker"))
+    messages.send_message(sockets[1], engine.hello("scheduler", scheduler=wants))
+    for refusal in refusals(sockets):
+        assert "max_hint_bytes=268435456 max_blocks=1048575 control=1087MiB max=64MiB" in refusal.error
+        assert "raise staging=1MiB to 4352MiB" in refusal.error
+    engine.close()
+
+
 def test_ranks_of_one_key_that_do_not_take_turns_are_refused(shared_daemon: Daemon) -> None:
     """Otherwise a slot that nobody filled would be put."""
     engine = FakeEngine(shared_daemon.socket, ranks=2, attach=False)
