@@ -50,26 +50,24 @@ class Conversation:
     def __exit__(self, *exc: object) -> None:
         self._sock.close()
 
-    def ask(self, query: messages.Message, wanted: type[Answer]) -> tuple[Answer, list[int]]:
-        """One question and its answer, of this kind; the caller owns the descriptors. Raises Unavailable."""
+    def ask(self, query: messages.Message, wanted: type[Answer]) -> Answer:
+        """One question and its answer, of this kind. Raises Unavailable."""
         try:
             if not self._connected:
                 self._sock.settimeout(self._timeout_s)
                 self._sock.connect(str(self._path))
                 self._connected = True
             messages.send_message(self._sock, query)
-            received = messages.receive_message(self._sock, max_fds=messages.MAX_SEGMENTS)
+            received = messages.receive_message(self._sock, max_fds=0)
         except (OSError, protocol.ProtocolError) as error:
             why = (error.strerror if isinstance(error, OSError) else None) or error
             advice = _ADVICE.get(error.errno or 0, "") if isinstance(error, OSError) else ""
             raise Unavailable(f"no daemon answers: socket={str(self._path)!r}: {why}", advice) from None
         if received is None:
             raise Unavailable(f"no daemon answers: socket={str(self._path)!r}: it hung up")
-        answer, fds = received
+        answer = received[0]
         if isinstance(answer, wanted):
-            return answer, fds
-        for fd in fds:
-            socket.close(fd)
+            return answer
         if isinstance(answer, messages.Refused):
             raise Unavailable(f"the daemon refused: socket={str(self._path)!r}: {answer.error}")
         if isinstance(answer, messages.Report):
@@ -78,6 +76,6 @@ class Conversation:
 
 
 def ask(path: Path, query: messages.Message, wanted: type[Answer], timeout_s: float = TIMEOUT_S) -> Answer:
-    """One question to the daemon behind the socket, whose answer has no descriptors. Raises Unavailable."""
+    """One question to the daemon behind the socket. Raises Unavailable."""
     with Conversation(path, timeout_s) as daemon:
-        return daemon.ask(query, wanted)[0]
+        return daemon.ask(query, wanted)

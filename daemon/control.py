@@ -11,6 +11,7 @@ import errno
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -24,7 +25,6 @@ from ..shmring.messages import (
     Refused,
     Reset,
     ResetDone,
-    Segments,
     SetMode,
     StatQuery,
     Status,
@@ -32,6 +32,7 @@ from ..shmring.messages import (
     Warm,
 )
 from ..shmring.protocol import GROUPS, ProtocolError
+from . import report
 from .access import Access, credentials_of
 from .engine.memory import EngineMemory, EngineShape
 from .engine.session import EngineSession
@@ -165,7 +166,7 @@ class Control:
         elif isinstance(message, StatusQuery):
             messages.send_message(peer.sock, self._status())
         elif isinstance(message, StatQuery):
-            self._show_segments(peer)
+            messages.send_message(peer.sock, report.segments(self.sessions(), time.monotonic_ns()))
         elif isinstance(message, (SetMode, Purge, Warm)):
             self._steered(peer, message)
         elif isinstance(message, Reset) and peer.group is not None and peer.group.scheduler is peer:
@@ -288,16 +289,6 @@ class Control:
             peer.tell(ResetDone(reset_generation=message.reset_generation, ok=ok))
 
         session.reset(message.reset_generation, message.timeout_ms / 1e3, reply)
-
-    def _show_segments(self, peer: Peer) -> None:
-        sessions = self.sessions()[: messages.MAX_SEGMENTS]
-        fds: list[int] = []
-        try:
-            fds += [session.control.read_only_fd() for session in sessions]
-            messages.send_message(peer.sock, Segments(engines=[session.engine_id for session in sessions]), fds)
-        finally:
-            for fd in fds:
-                os.close(fd)
 
     # --- ends -------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The answer to a status query, from what the sessions and the board know. Runs on the main loop."""
+"""The answers to status and stat queries, from what sessions, segments and board know. Runs on the main loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import os
 from collections.abc import Sequence
 
 from .. import __version__
-from ..shmring.messages import SlowRequest, Status
+from ..shmring import view
+from ..shmring.errors import SegmentCorrupt
+from ..shmring.messages import Segments, SlowRequest, Status
+from ..shmring.protocol import FlagState
 from .engine.session import EngineSession
 from .telemetry.board import Board
 from .telemetry.events import Ending
@@ -16,6 +19,7 @@ MAX_ENGINES = 32  # in one answer, which must fit a control message
 MAX_DIFFERENCES = 256  # characters; the log has them all
 SLOWEST = 10
 SLOWEST_NS = 300_000_000_000
+_FLAG_STATES = {state.value: state.name.lower() for state in FlagState}
 
 
 def numbers(session: EngineSession) -> dict[str, int | str]:
@@ -53,6 +57,18 @@ def status(
         calls={kind: (now - since) / 1e9 for kind, since in board.running().items()},
         slowest=_slowest(sessions, now),
     )
+
+
+def segments(sessions: Sequence[EngineSession], now_ns: int) -> Segments:
+    """What the control segments say, as an engine may have written it; a spoiled one has `corrupt` instead."""
+    shown = []
+    for session in sessions[:MAX_ENGINES]:
+        try:
+            said = view.describe(session.control.buffer, now_ns, _FLAG_STATES)
+        except SegmentCorrupt as error:
+            said = {"corrupt": str(error)}
+        shown.append({"engine": session.engine_id, **said})
+    return Segments(engines=shown)
 
 
 def _slowest(sessions: Sequence[EngineSession], now_ns: int) -> list[SlowRequest]:

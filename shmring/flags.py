@@ -69,6 +69,12 @@ def unpack(word: int) -> Flag:
     return Flag(word >> _GENERATION_SHIFT, word >> _STATE_SHIFT & (1 << STATE_BITS) - 1, word & MAX_COUNT)
 
 
+def states(buffer: memoryview, layout: Layout) -> npt.NDArray[np.uint64]:
+    """Return the state of every flag, shape [flag_count]. It orders nothing: only for a reader that just looks."""
+    lines = np.frombuffer(buffer[layout.flags_offset : layout.table_offset], dtype="<u8")
+    return lines[::_WORDS_PER_LINE] >> np.uint64(_STATE_SHIFT) & np.uint64((1 << STATE_BITS) - 1)
+
+
 class FlagTable:
     """The flags of one segment, seen from either side."""
 

@@ -11,7 +11,7 @@ import json
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -20,7 +20,6 @@ from .protocol import PROTOCOL, ProtocolError
 
 MAX_MESSAGE_BYTES = 1 << 16
 MAX_WARM_DIGESTS = 256  # of one Warm order, which must fit a message
-MAX_SEGMENTS = 64  # descriptors beside one message; the kernel takes 253
 HASH_PROBE_TOKENS = (1, 2, 3)  # see SchedulerShape.hash_probe
 MAX_SOCKET_PATH_BYTES = 107  # sun_path has 108, one of them the final zero
 SHOWN_CHARACTERS = 120  # of a bad value, in the line that names it
@@ -195,16 +194,19 @@ class StatusQuery(_Message):
 
 
 class StatQuery(_Message):
-    """Anyone who may attach asks for a look at the control segments; the answer is Segments with their descriptors."""
+    """Anyone who may attach asks what the control segments say; the answer is Segments."""
 
     type: Literal["stat_query"] = "stat_query"
 
 
 class Segments(_Message):
-    """Names of the attached engines; beside it, in this order, a read-only descriptor of each one's control segment."""
+    """What the control segment of each attached engine says (see shmring/view.py), the engine's id first.
+
+    No descriptors come with it: those that a process does not read would count against the daemon's user.
+    """
 
     type: Literal["segments"] = "segments"
-    engines: list[str]
+    engines: list[dict[str, Any]]
 
 
 class SlowRequest(_Message):

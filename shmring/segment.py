@@ -27,7 +27,7 @@ class Segment:
     It has no name that outlives its creation, so a SIGKILL of either side leaves nothing in /dev/shm.
     """
 
-    def __init__(self, fd: int, size_bytes: int, *, writable: bool = True) -> None:
+    def __init__(self, fd: int, size_bytes: int) -> None:
         """Map `size_bytes` of an open descriptor, which the segment owns from now on. Raises SegmentError."""
         self.fd = fd
         self.size_bytes = size_bytes
@@ -36,11 +36,10 @@ class Segment:
             if actual < size_bytes:
                 # Mapping past the end of a tmpfs file is a SIGBUS at the first access: refuse it here.
                 raise SegmentError(f"segment is smaller than announced: bytes={actual} announced={size_bytes}")
-            protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
             # A control segment's pages are mapped at once: a page fault costs more than the push that meets it.
             flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if size_bytes <= POPULATE_BYTES else 0)
             try:
-                self._map = mmap.mmap(fd, size_bytes, flags, protection)
+                self._map = mmap.mmap(fd, size_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
             except OSError as error:
                 if error.errno != errno.ENOMEM:
                     raise
@@ -72,10 +71,6 @@ class Segment:
                 f"cannot reserve shared memory: bytes={size_bytes}: {error.strerror} (is there enough of it?)"
             ) from error
         return cls(fd, size_bytes)
-
-    def read_only_fd(self) -> int:
-        """A new descriptor of the same memory that cannot be mapped writable; the caller closes it."""
-        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
         """Close the descriptor and unmap. Views still exported (numpy, torch) keep the mapping until they are gone."""

@@ -1,4 +1,4 @@
-"""A read-only view of a live control segment, for operators: it maps what it may not write and disturbs nobody.
+"""A read-only view of a live control segment, for operators: it writes nothing and disturbs nobody.
 
 Every number is one load of its own, so two numbers may stem from two moments; nothing is trusted and nothing raises but
 SegmentCorrupt for a geometry that cannot be.  A word that cannot be true is shown as it is and named in `impossible`.
@@ -6,28 +6,14 @@ SegmentCorrupt for a geometry that cannot be.  A word that cannot be true is sho
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from . import flags
 from ._atomics import Words
-from .flags import FlagTable, unpack
 from .layout import Layout, Line
 from .liveness import Liveness, PeerState
-from .segment import Segment
-
-
-def read(fd: int, now_ns: int, state_names: Mapping[int, str] | None = None) -> dict[str, Any]:
-    """Map the segment behind a (read-only) descriptor, describe it, unmap it. The descriptor stays the caller's.
-
-    Raises SegmentCorrupt for what is no control segment, SegmentError for what cannot be mapped.
-    """
-    segment = Segment(os.dup(fd), os.fstat(fd).st_size, writable=False)
-    try:
-        return describe(segment.buffer, now_ns, state_names)
-    finally:
-        segment.close()
 
 
 def describe(buffer: memoryview, now_ns: int, state_names: Mapping[int, str] | None = None) -> dict[str, Any]:
@@ -62,8 +48,7 @@ def _describe(
     taken = load(Line.CREDITS_TAKEN)
     # SYNC credit: slot number visible with the counter
     granted = load(Line.CREDITS_GRANTED)
-    table = FlagTable(buffer, words, layout)
-    states = Counter(unpack(table.load(index)).state for index in range(layout.flag_count))
+    states = Counter(flags.states(buffer, layout).tolist())
     return {
         "epoch": layout.epoch,
         "total_bytes": layout.total_bytes,

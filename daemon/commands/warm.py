@@ -91,7 +91,7 @@ class Orders:
         self._room = MAX_WARM_DIGESTS
         self._shown_s = 0.0
         self.counts: Counter[str] = Counter()
-        self.engine = daemon.ask(Warm(run=self._run, engine=engine), Warmed)[0]
+        self.engine = daemon.ask(Warm(run=self._run, engine=engine), Warmed)
 
     def add(self, digests: list[bytes]) -> None:
         """A chain of any length. Its next part is sent once the store is known to have all of this one."""
@@ -113,7 +113,7 @@ class Orders:
             return 0
         order = Warm(run=self._run, engine=self.engine.engine, chains=self._chains)
         self._chains, self._room = [], MAX_WARM_DIGESTS
-        answer, _ = self._daemon.ask(order, Warmed)
+        answer = self._daemon.ask(order, Warmed)
         if answer.epoch != self.engine.epoch:
             raise Unavailable(f"engine {answer.engine} was attached anew: what was staged for it is gone")
         for name in ("staged", "fetched", "absent", "no_room", "failed"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 from pathlib import Path
 
@@ -128,28 +127,6 @@ def test_a_name_that_cannot_be_made_is_an_error_of_ours(monkeypatch: pytest.Monk
     monkeypatch.setattr(module.posix_ipc, "SharedMemory", NoRight)
     with pytest.raises(SegmentError, match="no permission"):
         Segment.create(4096)
-
-
-def test_a_read_only_descriptor_can_be_read_and_never_mapped_writable(kind: str) -> None:
-    segment = Segment.create(4096)
-    segment.buffer[3] = 9
-    fd = segment.read_only_fd()
-    with pytest.raises(PermissionError):
-        mmap.mmap(fd, 4096, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    with pytest.raises(OSError, match=r"Bad file descriptor|Invalid argument"):
-        os.write(fd, b"x")
-    view = Segment(fd, 4096, writable=False)
-    assert view.buffer.readonly
-    assert view.buffer[3] == 9
-    view.close()
-    segment.close()
-
-
-def test_a_read_only_descriptor_cannot_be_mapped_as_a_writable_segment() -> None:
-    segment = Segment.create(4096)
-    with pytest.raises(PermissionError):
-        Segment(segment.read_only_fd(), 4096)
-    segment.close()
 
 
 def test_what_cannot_be_mapped_is_one_line_and_leaves_no_descriptor() -> None:

@@ -6,6 +6,7 @@ itself last; a gauge that disagrees with the shared words is a finding of its ow
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import time
@@ -57,7 +58,8 @@ def control_segments(pid: int) -> list[dict[str, Any]]:
         try:
             if os.fstat(fd).st_size == 0:  # just being made
                 continue
-            seen = view.read(fd, time.monotonic_ns(), names)
+            with mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ) as mapped, memoryview(mapped) as buffer:
+                seen = view.describe(buffer, time.monotonic_ns(), names)
             views[seen["epoch"]] = seen
         except SegmentCorrupt:
             pass  # a staging segment: it has no header
