@@ -87,7 +87,10 @@ class DaemonConfig(BaseModel):
     save_share: Annotated[float, BeforeValidator(_number)] = Field(
         default=0.25, ge=0.0, le=0.9, description="share of the staging slots kept for saves"
     )
-    max_engines: Number = Field(default=8, ge=1, le=256, description="engines attached at a time")
+    max_engines: Number = Field(default=16, ge=1, le=256, description="engines attached at a time")
+    max_engines_per_uid: Number = Field(
+        default=8, ge=1, le=256, description="of these, engines that run as one and the same user"
+    )
     mooncake_config: Path | None = Field(default=None, description="JSON file of a cluster to join")
     memory: Annotated[Size, _within(16 << 20, 1 << 42)] = Field(
         default=1 << 30, description="DRAM segment of the embedded store"
@@ -136,7 +139,9 @@ class DaemonConfig(BaseModel):
 NEXT_ATTACH = frozenset(
     {"staging", "device_staging", "device_margin", "device_owner", "save_share", "hint_ring", "chunk"}
 )
-RELOADABLE = frozenset({"allow_uids", "log_level", "max_engines", "mode", "spin_us"}) | NEXT_ATTACH
+RELOADABLE = (
+    frozenset({"allow_uids", "log_level", "max_engines", "max_engines_per_uid", "mode", "spin_us"}) | NEXT_ATTACH
+)
 
 
 # Keys whose values are sizes.

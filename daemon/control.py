@@ -1,4 +1,4 @@
-"""The control socket: who may attach, the handshake of all processes of an engine, and their end of file.
+"""The messages of the control socket: the handshake of an engine's processes, questions, orders, and the end of file.
 
 One SOCK_SEQPACKET connection per process (scheduler and each worker).  When the scheduler and every worker of one
 incarnation have said hello, a session with a new epoch is made and each gets its segments; when all mapped them it is
@@ -8,16 +8,15 @@ active.  The first end of file ends the epoch for all of them: they come back wi
 from __future__ import annotations
 
 import errno
-import os
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
 from ..shmring import messages
 from ..shmring.messages import (
-    Attached,
     Hello,
     Mapped,
     Message,
@@ -33,7 +32,8 @@ from ..shmring.messages import (
 )
 from ..shmring.protocol import GROUPS, ProtocolError
 from . import report
-from .access import Access, credentials_of
+from .access import Access
+from .connections import MAX_PROCESSES, Connections
 from .engine.memory import EngineMemory, EngineShape
 from .engine.session import EngineSession
 from .engine.transfers import check_turns
@@ -41,11 +41,6 @@ from .group import Group, Peer
 from .store.client import StoreError
 from .telemetry.events import Ending
 from .telemetry.logs import Log
-
-MAX_STRANGERS = 64  # connections of users who may not attach, until they spoke and were told
-MAX_SILENT = 256  # connections without a hello; beyond, the oldest is hung up on
-_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
 
 # Reserve the memory of (epoch, engine) and call back, on the main loop, with it or with what went wrong.
 Prepare = Callable[[int, EngineShape, Callable[["EngineMemory | Exception"], None]], None]
@@ -56,47 +51,59 @@ MakeSession = Callable[[EngineMemory, EngineShape], EngineSession]
 
 
 class Control:
-    """Accepts processes and keeps their groups.
+    """Speaks with the processes, and keeps those of one engine together in a group.
 
     `prepare` reserves the memory of a complete group off the main loop, `make_session` builds its session on it.
+    `max_engines` and `max_engines_per_uid` bound the groups that have memory; an incomplete group holds nothing but its
+    connections, and those have bounds of their own.
     """
 
     def __init__(
         self, sock: socket.socket, prepare: Prepare, make_session: MakeSession, log: Log,
-        *, access: Access, status: Callable[[], Status], steer: Steer, max_engines: int, watch: Callable[[int], None],
-        unwatch: Callable[[int], None],
+        *, access: Access, status: Callable[[], Status], steer: Steer, max_engines: int, max_engines_per_uid: int,
+        watch: Callable[[int], None], unwatch: Callable[[int], None],
     ) -> None:  # fmt: skip
-        self.sock = sock
-        self.access, self.max_engines = access, max_engines  # a reload may change both
+        self.connections = Connections(sock, access, log, drop=self._drop, watch=watch, unwatch=unwatch)
+        self.max_engines, self.max_engines_per_uid = max_engines, max_engines_per_uid  # a reload may change both
         self._prepare, self._make_session = prepare, make_session
         self._log = log
         self._status, self._steer = status, steer
         self._watch, self._unwatch = watch, unwatch
-        self._peers: dict[int, Peer] = {}
         self._groups: dict[tuple[str, str], Group] = {}
-        self._paused = False
+        self._answers: dict[tuple[str, int], bytes] = {}  # of this turn of the loop, by question and user
         self.ended: list[EngineSession] = []  # ended sessions, until the owner of the loop closes them
 
     def sessions(self) -> list[EngineSession]:
         return [group.session for group in self._groups.values() if group.session is not None]
 
-    def ready(self, fd: int) -> None:
-        """A watched descriptor is readable."""
-        if fd == self.sock.fileno():
-            self._accept()
-        elif (peer := self._peers.get(fd)) is not None:
-            try:
-                received = messages.receive_message(peer.sock, max_fds=0)
-                if received is not None:
-                    self._handle(peer, received[0])
-                    return
-            except BlockingIOError:
+    def ready(self, *fds: int) -> None:
+        """One turn of the loop: these watched descriptors are readable. Reads one message of each."""
+        self._answers.clear()
+        for fd in fds:
+            if fd == self.connections.sock.fileno():
+                self.connections.accept()
+            elif (peer := self.connections.get(fd)) is not None:
+                self._read(peer)
+
+    def tick(self) -> None:
+        """Called a few times a second."""
+        self.connections.tick()
+        for group in [group for group in self._groups.values() if group.waits_to_be_handed]:
+            self._hand_over(group)
+
+    def _read(self, peer: Peer) -> None:
+        try:
+            received = messages.receive_message(peer.sock, max_fds=0)
+            if received is not None:
+                self._handle(peer, received[0])
                 return
-            except ProtocolError as error:
-                self._refuse(peer, str(error), final=True)
-            except OSError as error:  # the process went away while we spoke
-                self._log.debug("peer.lost", pid=peer.credentials.pid, error=str(error))
-            self._drop(peer)
+        except BlockingIOError:
+            return
+        except ProtocolError as error:
+            self._refuse(peer, str(error), final=True)
+        except OSError as error:  # the process went away while we spoke
+            self._log.debug("peer.lost", pid=peer.credentials.pid, error=str(error))
+        self._drop(peer)
 
     def end(self, session: EngineSession, ending: Ending) -> None:
         """End a session from our side: its processes see the end of file and come back."""
@@ -104,57 +111,12 @@ class Control:
             if group.session is session:
                 self._dissolve(group, ending)
 
-    def listen_on(self, sock: socket.socket, access: Access) -> None:
-        """From now on processes come by this socket."""
-        self._unwatch(self.sock.fileno())
-        self.sock.close()
-        self.sock, self.access, self._paused = sock, access, False
-        self._watch(sock.fileno())
-
     def close(self) -> None:
         for group in list(self._groups.values()):
             self._dissolve(group, Ending.DAEMON_STOPPED)
-        for peer in list(self._peers.values()):
-            self._close_peer(peer)
-        self._unwatch(self.sock.fileno())
-        self.sock.close()
+        self.connections.close_all()
 
-    # --- connections ------------------------------------------------------------------------------------------------
-
-    def _accept(self) -> None:
-        try:
-            sock, _ = self.sock.accept()
-        except OSError as error:
-            if error.errno in _NO_ROOM and not self._hang_up(os.strerror(error.errno)):
-                self._unwatch(self.sock.fileno())  # it stays readable: without a pause the loop would spin
-                self._paused = True
-            return
-        sock.setblocking(False)
-        credentials = credentials_of(sock)
-        peer = Peer(sock, credentials, self.access.may_attach(credentials))
-        if not peer.allowed and sum(not other.allowed for other in self._peers.values()) >= MAX_STRANGERS:
-            sock.close()
-            return
-        self._peers[sock.fileno()] = peer
-        self._watch(sock.fileno())
-        if sum(each.hello is None for each in self._peers.values()) > MAX_SILENT:
-            self._hang_up(f"connections without a hello: max={MAX_SILENT}")
-
-    def _hang_up(self, error: str) -> bool:
-        """No room for another connection: the oldest without a hello goes. False when there is none."""
-        oldest = next((peer for peer in self._peers.values() if peer.hello is None), None)
-        if oldest is None:
-            self._log.warning("peers.full", error=error)
-            return False
-        self._log.warning("peers.full", error=error, pid=oldest.credentials.pid)
-        self._close_peer(oldest)
-        return True
-
-    def tick(self) -> None:
-        """Listen again after a pause. Called a few times a second."""
-        if self._paused:
-            self._paused = False
-            self._watch(self.sock.fileno())
+    # --- messages ---------------------------------------------------------------------------------------------------
 
     def _handle(self, peer: Peer, message: Message) -> None:
         if not peer.allowed:  # said only now: closing with its message unread would lose ours
@@ -164,9 +126,9 @@ class Control:
         elif isinstance(message, Mapped):
             self._mapped(peer, message)
         elif isinstance(message, StatusQuery):
-            messages.send_message(peer.sock, self._status())
+            self._answer(peer, message, self._status)
         elif isinstance(message, StatQuery):
-            messages.send_message(peer.sock, report.segments(self.sessions(), time.monotonic_ns()))
+            self._answer(peer, message, lambda: report.segments(self.sessions(), time.monotonic_ns()))
         elif isinstance(message, (SetMode, Purge, Warm)):
             self._steered(peer, message)
         elif isinstance(message, Reset) and peer.group is not None and peer.group.scheduler is peer:
@@ -174,8 +136,15 @@ class Control:
         else:
             raise ProtocolError(f"message is not expected here: type={message.type}")
 
+    def _answer(self, peer: Peer, query: StatusQuery | StatQuery, make: Callable[[], Message]) -> None:
+        """Send what `make` returns. All who ask in one turn of the loop get one answer: the work is done once."""
+        key = (query.type, peer.credentials.uid)
+        if key not in self._answers:
+            self._answers[key] = messages.encode_message(make())
+        peer.sock.send(self._answers[key])
+
     def _steered(self, peer: Peer, message: Message) -> None:
-        if not self.access.may_steer(peer.credentials):
+        if not self.connections.access.may_steer(peer.credentials):
             raise ProtocolError(f"only root and the daemon's own user may do this: uid={peer.credentials.uid}")
         self._steer(message, peer.tell)
 
@@ -188,12 +157,14 @@ class Control:
             raise ProtocolError(f"{hello.role}: field required: role={hello.role}")
         if hello.rank >= (hello.world_size if hello.role == "worker" else 1):
             raise ProtocolError(f"rank out of bounds: rank={hello.rank} world_size={hello.world_size}")
+        if hello.world_size >= MAX_PROCESSES:
+            raise ProtocolError(
+                f"world_size out of bounds: world_size={hello.world_size} max={MAX_PROCESSES - 1}: "
+                "one daemon serves the processes of one node"
+            )
         key = (hello.engine_id, hello.incarnation)
         group = self._groups.get(key)
         if group is None:
-            if len(self._groups) >= self.max_engines:
-                self._turn_away(peer, f"too many engines: max_engines={self.max_engines}")
-                return
             group = self._groups[key] = Group(key, hello.world_size, peer.credentials.uid)
         if not group.has_place(hello):
             self._turn_away(peer, f"already attached: role={hello.role} rank={hello.rank}")
@@ -208,14 +179,33 @@ class Control:
 
     def _attach(self, group: Group) -> None:
         """All said hello: reserve memory, and go on when it is there."""
+        if (why_not := self._no_place(group)) is not None:
+            for peer in group.peers:
+                self._refuse(peer, why_not, final=False)
+            self._dissolve(group)
+            return
         engine = group.engine()
-        group.attaching = True
+        group.placed = True
         try:
             check_turns(engine.workers)
         except ValueError as error:
             self._attached(group, error)
             return
         self._prepare(secrets.randbits(53) + 1, engine, partial(self._attached, group))
+
+    def _no_place(self, group: Group) -> str | None:
+        """Which bound keeps a complete group from being attached now; None: it may be."""
+        places = Counter(other.uid for other in self._groups.values() if other.placed)
+        if places.total() >= self.max_engines:
+            return f"too many engines: max_engines={self.max_engines}"
+        if places[group.uid] >= self.max_engines_per_uid:
+            return f"too many engines of one user: uid={group.uid} max_engines_per_uid={self.max_engines_per_uid}"
+        if (processes := self.connections.processes(group.uid)) + len(group.peers) > MAX_PROCESSES:
+            return (
+                f"too many processes of one user: uid={group.uid} processes={processes} wanted={len(group.peers)} "
+                f"max={MAX_PROCESSES}: those count that ended here and did not read what they were handed"
+            )
+        return None
 
     def _attached(self, group: Group, memory: EngineMemory | Exception) -> None:
         if isinstance(memory, Exception):
@@ -236,11 +226,7 @@ class Control:
         if engine.scheduler.events:
             session.saver.tell = group.scheduler.tell
         self._watch(session.doorbell.fd)
-        try:
-            self._hand_over(group, session)
-        except OSError as error:  # one of them died just now
-            self._log.debug("peer.lost", engine=session.engine_id, error=str(error))
-            self._dissolve(group)
+        self._hand_over(group)
 
     def _refuse_engine(self, group: Group, error: Exception) -> None:
         self._log.error("engine.refused", engine=group.key[0], error=str(error))
@@ -248,23 +234,24 @@ class Control:
             self._refuse(peer, str(error), final=True)
         self._dissolve(group)
 
-    def _hand_over(self, group: Group, session: EngineSession) -> None:
-        device = session.memory.device
-        for rank, worker in group.workers.items():
-            segment = session.staging.segments[rank]
-            attached = Attached(
-                epoch=session.epoch, segment_bytes=segment.size_bytes, slot_count=session.slot_count,
-                slot_bytes=session.staging.block_bytes[rank], device_slots=session.layout.device_slots,
-                device_handle=device.handle(rank) if device is not None else "",
-            )  # fmt: skip
-            lease = [device.lease(rank)] if device is not None else []
-            messages.send_message(worker.sock, attached, [segment.fd, *lease])
-        assert group.scheduler is not None
-        attached = Attached(
-            epoch=session.epoch, segment_bytes=session.layout.total_bytes, slot_count=session.slot_count, slot_bytes=0,
-            device_slots=session.layout.device_slots,
-        )  # fmt: skip
-        messages.send_message(group.scheduler.sock, attached, [session.control.fd, session.doorbell.fd])
+    def _hand_over(self, group: Group) -> None:
+        """Send each process its memory; later to those for which the kernel has no room among descriptors in flight."""
+        session = group.session
+        assert session is not None
+        try:
+            for peer in group.peers:
+                if not peer.handed:
+                    attached, fds = group.memory_of(peer, session)
+                    messages.send_message(peer.sock, attached, fds)
+                    peer.handed = True
+            group.waits_to_be_handed = False
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:  # one of them died just now
+                self._log.debug("peer.lost", engine=session.engine_id, error=str(error))
+                self._dissolve(group)
+            elif not group.waits_to_be_handed:
+                group.waits_to_be_handed = True
+                self._log.warning("engine.waiting", engine=session.engine_id, epoch=session.epoch, error=str(error))
 
     def _mapped(self, peer: Peer, message: Mapped) -> None:
         session = peer.group.session if peer.group is not None else None
@@ -294,7 +281,7 @@ class Control:
 
     def _turn_away(self, peer: Peer, reason: str) -> None:
         self._refuse(peer, reason, final=False)
-        self._close_peer(peer)
+        self.connections.close(peer)
 
     def _refuse(self, peer: Peer, error: str, *, final: bool) -> None:
         pid, uid, _ = peer.credentials
@@ -303,12 +290,12 @@ class Control:
 
     def _drop(self, peer: Peer) -> None:
         group = peer.group
-        self._close_peer(peer)
+        self.connections.close(peer)
         if group is None:
             return
         if group.session is None:
             group.leave(peer)
-            if not group.peers:
+            if not group.peers and not group.placed:  # a placed one keeps its place until its memory is given back
                 self._groups.pop(group.key, None)
             return
         group.session.liveness.peer_is_gone()
@@ -322,11 +309,4 @@ class Control:
             group.session.end(ending)
             self.ended.append(group.session)
         for peer in group.peers:
-            self._close_peer(peer)
-
-    def _close_peer(self, peer: Peer) -> None:
-        fd = peer.sock.fileno()
-        if fd >= 0:
-            self._peers.pop(fd, None)
-            self._unwatch(fd)
-            peer.sock.close()
+            self.connections.close(peer)

@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass, field
 
 from ..shmring import messages
-from ..shmring.messages import Hello, Mapped, Message
+from ..shmring.messages import Attached, Hello, Mapped, Message
 from ..shmring.protocol import ProtocolError
 from .access import Credentials
 from .engine.memory import EngineShape
@@ -24,6 +24,12 @@ class Peer:
     hello: Hello | None = None
     group: Group | None = None
     mapped: Mapped | None = None
+    handed: bool = False  # it was sent the descriptors of its memory
+
+    @property
+    def waiting(self) -> bool:
+        """It belongs to no engine that has a place; hanging up on it costs no attached engine."""
+        return self.group is None or not self.group.placed
 
     def tell(self, message: Message) -> None:
         """Worth no waiting: lost where the process is gone, which its end of file says, or does not read."""
@@ -40,8 +46,9 @@ class Group:
     uid: int
     scheduler: Peer | None = None
     workers: dict[int, Peer] = field(default_factory=dict)
-    attaching: bool = False
+    placed: bool = False  # it counts as an attached engine: its memory is being reserved, or there
     session: EngineSession | None = None
+    waits_to_be_handed: bool = False  # its memory, until the kernel takes more descriptors
 
     @property
     def peers(self) -> list[Peer]:
@@ -54,7 +61,7 @@ class Group:
     def has_place(self, hello: Hello) -> bool:
         """Whether a process that says this is awaited."""
         taken = self.scheduler is not None if hello.role == "scheduler" else hello.rank in self.workers
-        return not taken and not self.attaching
+        return not taken and not self.placed
 
     def join(self, peer: Peer, hello: Hello) -> None:
         """It takes its place. Raises ProtocolError where it is not of this engine."""
@@ -90,3 +97,21 @@ class Group:
             return None
         said = [self.workers[rank].mapped for rank in range(self.world_size)]
         return [mapped for mapped in said if mapped is not None]
+
+    def memory_of(self, peer: Peer, session: EngineSession) -> tuple[Attached, list[int]]:
+        """The message that hands one of its processes its memory, and the descriptors that go with it."""
+        if peer is self.scheduler:
+            attached = Attached(
+                epoch=session.epoch, segment_bytes=session.layout.total_bytes, slot_count=session.slot_count,
+                slot_bytes=0, device_slots=session.layout.device_slots,
+            )  # fmt: skip
+            return attached, [session.control.fd, session.doorbell.fd]
+        assert peer.hello is not None
+        rank, device = peer.hello.rank, session.memory.device
+        segment = session.staging.segments[rank]
+        attached = Attached(
+            epoch=session.epoch, segment_bytes=segment.size_bytes, slot_count=session.slot_count,
+            slot_bytes=session.staging.block_bytes[rank], device_slots=session.layout.device_slots,
+            device_handle=device.handle(rank) if device is not None else "",
+        )  # fmt: skip
+        return attached, [segment.fd, *([device.lease(rank)] if device is not None else [])]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 MIN_CORES = 2
 MIN_THREADS = 64  # the daemon and the master it starts have 59 on two cores, with a disk tier 63
+DESCRIPTORS = 65536  # as LimitNOFILE= of our unit
 # What the kernel takes back from a control group before its limit hurts: its share of the page cache, above all.
 _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")
 
@@ -43,6 +44,14 @@ def startable_threads(most: int) -> int:
     for thread in threads[:started]:
         thread.join()
     return started
+
+
+def use_more_descriptors() -> None:
+    """Raise the soft limit of open files (`ulimit -n`), which is 1,024 in most shells, as far as it may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def machine_bytes() -> int:

@@ -20,6 +20,7 @@ from .config import ConfigError, DaemonConfig, Mode
 from .control import Control
 from .engine.memory import EngineMemory, EngineShape, prepare
 from .engine.session import EngineSession
+from .host import use_more_descriptors
 from .listener import Listener
 from .notify import Notifier
 from .planning.planner import Lane
@@ -34,6 +35,7 @@ from .telemetry.logs import Log, event_counts, finish, tend
 from .telemetry.web import MetricsServer
 
 DRAIN_LIMIT = 256
+EVENTS_PER_TURN = 16  # messages of the control socket that are handled before the rings are looked at again
 TICK_NS = 100_000_000
 REOPEN_S = 2.0
 OPEN_TRIES = 3  # of our own master, which may be slow to answer on a machine that is just starting
@@ -75,6 +77,7 @@ class Daemon:
         self._wake_fd = wake_read
         self._epoll.register(wake_read, select.EPOLLIN)
         try:
+            use_more_descriptors()
             machine.check(self._config, self._log)
             listener = self._listener = Listener(self._config, self._log)
         except ConfigError as error:
@@ -96,7 +99,7 @@ class Daemon:
                 listener.sock, lambda *epoch: prepare(pools, self._config, *epoch),
                 partial(self._session, store, pools), self._log, access=access_of(listener.sock, self._config),
                 status=self._status, steer=partial(self._steer, pools), max_engines=self._config.max_engines,
-                watch=self._watch, unwatch=self._unwatch,
+                max_engines_per_uid=self._config.max_engines_per_uid, watch=self._watch, unwatch=self._unwatch,
             )  # fmt: skip
             self._watch(listener.sock.fileno())
             self._log.info("daemon.ready", socket=listener.path, pid=os.getpid(), staging=self._config.staging)
@@ -142,11 +145,11 @@ class Daemon:
             last_poll = now
             # Every ring announces the sleep, also when an earlier one already turned out not to be empty.
             empty = [session.ring.prepare_sleep() for session in sessions] if not busy else [False]
-            events = self._epoll.poll(TICK_NS / 1e9 if all(empty) else 0.0)
+            # The kernel goes round: a descriptor that was returned stands behind those that were not.
+            events = self._epoll.poll(TICK_NS / 1e9 if all(empty) else 0.0, EVENTS_PER_TURN)
             for session in sessions:
                 session.ring.wake()
-            for fd, _ in events:
-                self._event(control, sessions, pools, fd)
+            control.ready(*(fd for fd, _ in events if not self._cleared(sessions, pools, fd)))
 
     def _end_corrupt(self, control: Control, sessions: Sequence[EngineSession]) -> None:
         for session in sessions:
@@ -200,24 +203,25 @@ class Daemon:
         if self._board.beat(now_ns):
             self._notify.status(self._summary())
             if self._listener.look(now_ns):
-                control.listen_on(self._listener.sock, access_of(self._listener.sock, self._config))
+                control.connections.listen_on(self._listener.sock, access_of(self._listener.sock, self._config))
             accounts = [session.totals for session in (*control.sessions(), *control.ended)]
             engines = [report.numbers(session) for session in control.sessions()]
             self._board.publish(now_ns, engines, accounts, self._store_is_open, self._answering)
 
-    def _event(self, control: Control, sessions: Sequence[EngineSession], pools: Pools, fd: int) -> None:
+    def _cleared(self, sessions: Sequence[EngineSession], pools: Pools, fd: int) -> bool:
+        """Whether the descriptor only woke the loop, and is quiet again; the others belong to the control socket."""
         if fd == pools.fd:
             pools.clear_bell()
-            return
+            return True
         if fd == self._wake_fd:
             with contextlib.suppress(BlockingIOError):
                 os.read(fd, 512)
-            return
+            return True
         for session in sessions:
             if not session.closing and fd == session.doorbell.fd:
                 session.doorbell.clear()
-                return
-        control.ready(fd)
+                return True
+        return False
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -316,8 +320,9 @@ class Daemon:
         self._notify.reloading()
         before = self._config.mode
         self._config = reloaded(self._config, self._reread, self._log)
-        control.access = access_of(control.sock, self._config)
+        control.connections.access = access_of(control.connections.sock, self._config)
         control.max_engines = self._config.max_engines
+        control.max_engines_per_uid = self._config.max_engines_per_uid
         if self._config.mode != before:
             self._switch(self._config.mode)
         self._notify.ready(self._summary())

@@ -238,11 +238,13 @@ EVENTS: dict[str, Event] = {
     "peer.hello": Event("info", "A process of an engine came.", ("role", "rank", "pid", "version")),
     "peer.refused": Event("warning", "A process was refused, or turned away for now.",
                           ("pid", "uid", "error", "final"), floods=True),
-    "peers.full": Event("warning", "No room for another connection; the oldest without a hello (`pid`) was hung up on.",
-                        ("error", "pid?"), floods=True),
+    "peers.full": Event("warning", "No room for another connection: the oldest of the user who has most was closed. "
+                        "Those of attached engines do not count.", ("error", "pid?", "uid?"), floods=True),
     "peer.lost": Event("debug", "A process went away while it was spoken to.", ("error", "pid?")),
     "engine.attached": Event("info", "All processes of an engine mapped their memory: hints are welcome.",
                              ("ranks", "slots", "save_slots", "block_bytes")),
+    "engine.waiting": Event("warning", "An engine waits for its memory: the kernel lets the daemon's user send no more "
+                            "descriptors until some were read. It is tried again.", ("error",)),
     "engine.refused": Event("error", "An engine's memory could not be reserved.", ("error",)),
     "engine.corrupt": Event("error", "An engine's shared memory said what cannot be; it is detached.", ("error",)),
     "engine.held": Event(

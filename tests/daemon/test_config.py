@@ -249,7 +249,7 @@ def test_a_reload_says_sizes_as_people_write_them() -> None:
     assert said == {
         "staging": ("config.changed", "1GiB", "8GiB"),
         "memory": ("config.kept", "1GiB", "16GiB"),
-        "max_engines": ("config.changed", "8", "2"),
+        "max_engines": ("config.changed", "16", "2"),
     }
 
 

@@ -29,18 +29,16 @@ def test_an_engine_whose_memory_the_store_refuses_is_refused_and_the_daemon_goes
     nothing: Any = None
     control = Control(
         listening, lambda _epoch, _engine, done: done(nothing), refuses, structlog.get_logger(),
-        access=Access(-1, frozenset()), status=nothing, steer=nothing, max_engines=1, watch=watched.append,
-        unwatch=watched.remove,
+        access=Access(-1, frozenset()), status=nothing, steer=nothing, max_engines=1,
+        max_engines_per_uid=1, watch=watched.append, unwatch=watched.remove,
     )  # fmt: skip
     for _ in range(2):  # the place of the first is free again
         engine = FakeEngine(path, attach=False)
         peers = [engine.connect(), engine.connect()]
         messages.send_message(peers[0], engine.hello("worker"))
         messages.send_message(peers[1], engine.hello("scheduler"))
-        for _ in peers:
-            control.ready(listening.fileno())
-        for fd in list(watched):
-            control.ready(fd)
+        control.ready(listening.fileno())
+        control.ready(*watched)
         for sock in peers:
             received = messages.receive_message(sock)
             assert received is not None

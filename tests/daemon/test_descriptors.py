@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from benchmarks.lab.daemon import Daemon
-from kvprefetch.daemon.control import MAX_SILENT
+from kvprefetch.daemon.connections import MAX_WAITING
 from kvprefetch.shmring import messages
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.support.auditor import ask_daemon
@@ -94,15 +94,19 @@ def test_who_says_nothing_makes_room_for_who_does(shared_daemon: Daemon, silent:
     wait_for(lambda: descriptors(shared_daemon) == before + 3, what="three connections")
     with at_most(shared_daemon, before + 3):
         assert ask_daemon(shared_daemon.socket).pid == shared_daemon.pid
+        told = messages.receive_message(silent[0])
+        assert told is not None
+        assert isinstance(told[0], messages.Refused)
+        assert not told[0].final
         assert silent[0].recv(1) == b"", "the oldest"
         began, spent_s = used_s(), 0.0
         time.sleep(1)
         spent_s = used_s() - began
     assert spent_s < 0.5, "it does not spin"
-    for _ in range(MAX_SILENT + 20):
+    for _ in range(MAX_WAITING + 20):
         connect()
     assert ask_daemon(shared_daemon.socket).pid == shared_daemon.pid
-    assert descriptors(shared_daemon) <= before + MAX_SILENT + 1
+    assert descriptors(shared_daemon) <= before + MAX_WAITING + 1
     for sock in silent:
         sock.close()
     wait_for(lambda: descriptors(shared_daemon) <= before, what="what it had before")
