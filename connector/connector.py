@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -27,7 +29,7 @@ from . import config as configuration
 from . import copies as copying
 from . import fingerprint, register, support
 from .link import Link
-from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
+from .metadata import KVPrefetchMetadata, KVPrefetchNode, KVPrefetchWorkerMeta
 from .paged import PagedCache
 from .scheduler import SchedulerSide
 from .session import SchedulerSession, WorkerSession
@@ -127,6 +129,23 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
     def _reset(self) -> bool:
         assert self._scheduler is not None
         return self._scheduler.reset()
+
+    # --- start ------------------------------------------------------------------------------------------------------
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Worker: its node. None as a child: MultiConnector hands one child's metadata to all of its children."""
+        if self._keys is None or not has_kv_transfer_group() or get_kv_transfer_group() is not self:
+            return None
+        return KVPrefetchNode(*support.this_node())
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Scheduler: what the workers said, keyed (pp_rank, tp_rank). Raises ValueError for ranks on other nodes."""
+        ranks = {rank: node for rank, node in metadata.items() if isinstance(node, KVPrefetchNode)}
+        try:
+            support.check_nodes(self._vllm_config, KVPrefetchNode(*support.this_node()), ranks)
+        except ValueError:
+            self.shutdown()
+            raise
 
     # --- scheduler side ---------------------------------------------------------------------------------------------
 

@@ -1,10 +1,22 @@
-"""What the scheduler side tells the workers in a step, and what they answer; both are pickled every step, so small."""
+"""What scheduler side and workers tell each other: once at the start, and in every step (pickled, so small)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+
+@dataclass(frozen=True)
+class KVPrefetchNode(KVConnectorHandshakeMetadata):
+    """The node that a process runs on. `boot_id` is one per running kernel, "" where it cannot be read."""
+
+    boot_id: str
+    hostname: str
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
@@ -17,9 +19,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
+    from .metadata import KVPrefetchNode
+
 VLLM_SERIES = "0.32."
 # The longest digest vLLM's hash algorithms make is 32 bytes; the record's field allows 64.
 MAX_HASH_BYTES = 64
+# Of the running kernel: containers of one node have the same one. See random(4).
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = uuid.UUID("8f5a6b0e-6a5c-5f0e-9d9b-2f3f1d6c9a41")
 
 
@@ -48,6 +54,8 @@ class Geometry:
 
 def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise ValueError, in one line, for an engine this connector cannot serve correctly."""
+    from vllm import envs
+
     if not vllm_version.startswith(VLLM_SERIES):
         raise _refused(f"vLLM must be {VLLM_SERIES}x: vllm={vllm_version}")
     if vllm_config.model_config.is_encoder_decoder:
@@ -68,6 +76,12 @@ def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
             "an engine's ranks must be on one node, and started by vLLM: "
             f"distributed_executor_backend={launcher} nnodes={parallel.nnodes} world_size={parallel.world_size}"
         )
+    if launcher == "ray" and parallel.pipeline_parallel_size > 1 and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+        raise _refused(
+            "vLLM's older Ray executor returns the reports of the last pipeline stage only, so that no load would "
+            f"ever be complete: pipeline_parallel_size={parallel.pipeline_parallel_size} max=1 "
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 (set it to 1, vLLM's default)"
+        )
     if parallel.enable_fault_tolerance:
         raise _refused(
             "fault tolerance is not served: enable_fault_tolerance=True (after a step that failed the engine goes on "
@@ -87,6 +101,29 @@ def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
             "per-token-head KV scales are not served without the kernels' warm-up: enable_jit_warmup=False (as with "
             "enforce_eager; the engine's first step overwrites the scales of what was loaded)"
         )
+
+
+def this_node() -> tuple[str, str]:
+    """Boot id and host name of the node that this process runs on; the boot id is "" where it cannot be read."""
+    try:
+        return BOOT_ID.read_text().strip(), socket.gethostname()
+    except OSError:
+        return "", socket.gethostname()
+
+
+def check_nodes(vllm_config: VllmConfig, here: KVPrefetchNode, ranks: Mapping[tuple[int, int], KVPrefetchNode]) -> None:
+    """Raise ValueError, in one line, where a rank runs on another node than `here`, the scheduler's.
+
+    `ranks` has keys (pp_rank, tp_rank). Ray places ranks only when it creates them, so the configuration cannot say.
+    """
+    for (pp_rank, tp_rank), node in sorted(ranks.items(), key=lambda each: each[0]):
+        if node.boot_id and here.boot_id and node.boot_id != here.boot_id:
+            raise _refused(
+                "an engine's ranks must be on the node of its scheduler, as they share memory with one daemon: "
+                f"pp_rank={pp_rank} tp_rank={tp_rank} node={node.hostname} scheduler_node={here.hostname} "
+                f"distributed_executor_backend={vllm_config.parallel_config.distributed_executor_backend} "
+                "(give an engine no more ranks than one node has GPUs; data-parallel engines may be on other nodes)"
+            )
 
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:

@@ -1,4 +1,4 @@
-"""Pitfalls of loading and configuration, and that docs/PITFALLS.md accounts for all 31 (docs/PITFALLS.md)."""
+"""Pitfalls of loading and configuration, and that docs/PITFALLS.md accounts for all of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from . import test_connector
 from .test_stats import transfer
 
 ROOT = Path(__file__).resolve().parents[2]
-COUNT = 33
+COUNT = 34
 Patch = pytest.MonkeyPatch
 
 

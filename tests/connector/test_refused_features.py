@@ -107,3 +107,39 @@ def test_ranks_without_one_scheduler_and_one_daemon_are_refused(
         return
     with pytest.raises(ValueError, match=reason):
         support.check(vllm.__version__, config, kv_cache_config())
+
+
+@pytest.mark.parametrize(
+    ("stages", "newer", "reason"),
+    [
+        (2, "0", r"pipeline_parallel_size=2 max=1 VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 \(set it to 1"),
+        (2, "1", None),
+        (1, "0", None),
+    ],
+)
+def test_pipeline_stages_whose_reports_ray_s_older_executor_drops_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int, newer: str, reason: str | None
+) -> None:
+    """It asks the last stage alone, and a load is complete when every rank has reported it."""
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", newer)
+    config = engine_config(tmp_path, distributed_executor_backend="mp", pipeline_parallel_size=stages)
+    config.parallel_config.distributed_executor_backend = "ray"  # which is not installed here
+    if reason is None:
+        support.check(vllm.__version__, config, kv_cache_config())
+        return
+    with pytest.raises(ValueError, match=reason):
+        support.check(vllm.__version__, config, kv_cache_config())
+
+
+def test_a_load_that_only_the_last_stage_reports_is_never_complete() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    def report() -> Any:
+        return ModelRunnerOutput([], {}, kv_connector_output=KVConnectorOutput(finished_recving={"r"}))
+
+    def finished(outputs: int) -> Any:
+        return KVOutputAggregator(2).aggregate([report() for _ in range(outputs)]).kv_connector_output.finished_recving
+
+    assert finished(2) == {"r"}
+    assert not finished(1)
