@@ -22,6 +22,8 @@ from ..shmring.protocol import ProtocolError
 RETRY_S = 0.5
 FINAL_RETRY_S = 10.0
 BEAT_S = 1.0
+# How long an engine may be without a session before its log says why. The daemon may take some of it to reserve memory.
+PATIENCE_S = 30.0
 # How long an ended epoch that the scheduler side never named stays mapped.
 FORGET_AFTER_S = 60.0
 # Messages about saves that the scheduler has not taken; an engine takes them with every step.
@@ -47,20 +49,22 @@ class Link(Generic[S]):
     """Keeps a process attached. `hello` is asked for on the link's own thread, whenever it connects.
 
     `map_session` maps what came with Attached and owns the descriptors.  With `keep_ended` an ended epoch stays mapped
-    until `keep` says otherwise; else it goes with whoever still uses it.
+    until `keep` says otherwise; else it goes with whoever still uses it.  With `impatient` the log says once why there
+    has been no session for PATIENCE_S: of the scheduler, as workers wait for it as long as the engine starts.
     `session` is the current epoch or None.  `confirmed_reset` is the highest reset generation the daemon confirmed.
     `stored` collects what the daemon said about saves; `refused`: engines unlike this one have its keys.
     """
 
     def __init__(
         self, path: str, hello: Callable[[], Hello], map_session: Callable[[Attached, Sequence[int]], S],
-        *, keep_ended: bool = False,
+        *, keep_ended: bool = False, impatient: bool = False,
     ) -> None:  # fmt: skip
         self.session: S | None = None
         self.confirmed_reset = 0
         self.refused = False
         self.stored: deque[Stored] = deque(maxlen=MAX_STORED)
         self._path, self._hello, self._map, self._keep_ended = path, hello, map_session, keep_ended
+        self._impatient, self._apart_since = impatient, time.monotonic()
         self._sock: socket.socket | None = None
         self._stop = threading.Event()
         self._said: set[str] = set()
@@ -180,8 +184,10 @@ class Link(Generic[S]):
             try:
                 received = messages.receive_message(sock, max_fds=2)
             except TimeoutError:
+                self._apart("it has not answered this engine's hello; `kvprefetchd status` shows whether it hangs")
                 continue
             if received is None:
+                self._apart("it ended the connection without an answer; its log may say why")
                 break
             message, fds = received
             if isinstance(message, Attached):
@@ -198,10 +204,12 @@ class Link(Generic[S]):
                 self.stored.append(message)
             elif isinstance(message, Notice):
                 self.refused = message.refused
+                self._said.add("apart")  # this says more
                 log.warning("kvprefetch: %s", message.text)
             elif isinstance(message, Refused):
                 level = logging.ERROR if message.final else logging.INFO
                 self._say(f"refused {message.error}", level, "kvprefetch: the daemon refused: %s", message.error)
+                self._apart(f"it refused: {message.error}")
                 return FINAL_RETRY_S if message.final else RETRY_S
             else:
                 raise ProtocolError(f"message is not expected here: type={message.type}")
@@ -223,6 +231,7 @@ class Link(Generic[S]):
         session, self.session, self.refused = self.session, None, False
         self._replied.set()
         if session is not None:
+            self._apart_since = time.monotonic()
             session.ended()
             if not self._stop.is_set():
                 # By the daemon's end, or that of another process of this engine, as at every shutdown.
@@ -238,6 +247,16 @@ class Link(Generic[S]):
                 sock.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass  # it ended by itself
+
+    def _apart(self, why: str) -> None:
+        """A daemon is there, and no session comes of it: without this line nobody would know."""
+        apart_s = time.monotonic() - self._apart_since
+        if self._impatient and self.session is None and apart_s >= PATIENCE_S:
+            self._say(
+                "apart", logging.WARNING,
+                "kvprefetch: not attached for %.0f s to the daemon at %s: %s. The engine serves without it",
+                apart_s, self._path, why,
+            )  # fmt: skip
 
     def _say(self, kind: str, level: int, text: str, *values: object) -> None:
         """Log once per kind until the next attachment."""

@@ -20,6 +20,7 @@ from ..shmring.messages import (
     Hello,
     Mapped,
     Message,
+    Notice,
     Purge,
     Refused,
     Reset,
@@ -90,6 +91,20 @@ class Control:
         self.connections.tick()
         for group in [group for group in self._groups.values() if group.waits_to_be_handed]:
             self._hand_over(group)
+        for group in self._groups.values():
+            if missing := group.overdue():
+                self._report(group, missing)
+
+    def _report(self, group: Group, missing: str) -> None:
+        """Log which ranks did not come, and tell the engine."""
+        come, ranks = len(group.workers), group.world_size
+        self._log.warning("engine.incomplete", engine=group.key[0], come=come, ranks=ranks, missing=missing)
+        assert group.scheduler is not None
+        text = (
+            f"{come} of {ranks} ranks have attached to this daemon, missing: rank {missing}. Nothing is loaded or "
+            "saved before all have. Look for `kvprefetch` in what those ranks log; all need this node and this socket"
+        )
+        group.scheduler.tell(Notice(text=text))
 
     def _read(self, peer: Peer) -> None:
         try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
+import time
 from dataclasses import dataclass, field
 
 from ..shmring import messages
@@ -12,6 +14,10 @@ from ..shmring.protocol import ProtocolError
 from .access import Credentials
 from .engine.memory import EngineShape
 from .engine.session import EngineSession
+
+# The scheduler comes last, when all ranks have said hello.
+INCOMPLETE_S = 30.0
+_NAMED_RANKS = 8
 
 
 @dataclass(eq=False)
@@ -49,6 +55,7 @@ class Group:
     placed: bool = False  # it counts as an attached engine: its memory is being reserved, or there
     session: EngineSession | None = None
     waits_to_be_handed: bool = False  # its memory, until the kernel takes more descriptors
+    overdue_s: float = math.inf  # when the missing ranks are to be reported; CLOCK_MONOTONIC
 
     @property
     def peers(self) -> list[Peer]:
@@ -73,8 +80,17 @@ class Group:
         peer.hello, peer.group = hello, self
         if hello.role == "scheduler":
             self.scheduler = peer
+            self.overdue_s = time.monotonic() + INCOMPLETE_S
         else:
             self.workers[hello.rank] = peer
+
+    def overdue(self) -> str:
+        """Ranks for which the scheduler has waited too long, as "1, 2"; "" for none. Says it once."""
+        if self.complete or self.scheduler is None or time.monotonic() < self.overdue_s:
+            return ""
+        self.overdue_s = math.inf
+        missing = [str(rank) for rank in range(self.world_size) if rank not in self.workers]
+        return ", ".join(missing[:_NAMED_RANKS] + ["…"] * (len(missing) > _NAMED_RANKS))
 
     def leave(self, peer: Peer) -> None:
         if self.scheduler is peer:

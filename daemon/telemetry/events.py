@@ -153,6 +153,8 @@ FIELDS: dict[str, Field] = {
     "owner": Field("string", "who allocated the device memory: `daemon` or `engine`"),
     "block_bytes": Field("integer", "one block, all ranks together"),
     "ranks": Field("integer", "worker processes of the engine"),
+    "come": Field("integer", "how many of them said hello"),
+    "missing": Field("string", "numbers of those that did not, eight at most"),
     # the store
     "master": Field("string", "address of the Mooncake master"),
     "protocol": Field("string", "Mooncake's transport"),
@@ -245,6 +247,10 @@ EVENTS: dict[str, Event] = {
                              ("ranks", "slots", "save_slots", "block_bytes")),
     "engine.waiting": Event("warning", "An engine waits for its memory: the kernel lets the daemon's user send no more "
                             "descriptors until some were read. It is tried again.", ("error",)),
+    "engine.incomplete": Event(
+        "warning", "An engine's scheduler came 30 s ago, not all of its ranks did. It is served nothing before. "
+        "They run on another node, look for another socket, or may not attach.", ("come", "ranks", "missing"),
+    ),
     "engine.refused": Event("error", "An engine's memory could not be reserved.", ("error",)),
     "engine.corrupt": Event("error", "An engine's shared memory said what cannot be; it is detached.", ("error",)),
     "engine.held": Event(

@@ -225,6 +225,47 @@ def test_a_refusal_is_said_once(server: Server, caplog: pytest.LogCaptureFixture
     assert [record.levelno for record in said] == [logging.ERROR if final else logging.INFO]
 
 
+@pytest.mark.parametrize("daemon", ["says nothing", "hangs up", "turns away"])
+@pytest.mark.parametrize("impatient", [True, False])
+def test_why_no_session_comes_is_one_warning(
+    server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, daemon: str, impatient: bool
+) -> None:
+    """A worker waits for the scheduler as long as its engine starts, and says nothing."""
+    monkeypatch.setattr(link_module, "PATIENCE_S", 0.05)
+    reason = {"says nothing": "has not answered", "hangs up": "ended the connection", "turns away": "too many engines"}
+    with caplog.at_level(logging.WARNING, "vllm.kvprefetch.link"):
+        link = Link(str(server.path), lambda: hello("scheduler"), SchedulerSession.map, impatient=impatient)
+        link.start()
+        began = time.monotonic()
+        while time.monotonic() - began < 0.3:
+            sock, _ = server.accept()
+            if daemon == "says nothing":
+                time.sleep(0.3)
+            elif daemon == "turns away":
+                messages.send_message(sock, Refused(error="too many engines: max_engines=1", final=False))
+                assert messages.receive_message(sock) is None
+            sock.close()
+        link.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == impatient
+    assert all(f"to the daemon at {server.path}: it " in line and reason[daemon] in line for line in said)
+
+
+def test_what_the_daemon_waits_for_is_said_instead(
+    server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "PATIENCE_S", 0.05)
+    with caplog.at_level(logging.WARNING, "vllm.kvprefetch.link"):
+        link = Link(str(server.path), lambda: hello("scheduler"), SchedulerSession.map, impatient=True)
+        link.start()
+        sock, _ = server.accept()
+        messages.send_message(sock, messages.Notice(text="1 of 2 ranks have come"))
+        time.sleep(0.3)
+        link.close()
+        sock.close()
+    assert caplog.messages == ["kvprefetch: 1 of 2 ranks have come"]
+
+
 @pytest.mark.parametrize("kind", ["garbage", "geometry", "descriptors"])
 def test_nonsense_is_survived(server: Server, scheduler: Link[SchedulerSession], kind: str) -> None:
     sock, _ = server.accept()

@@ -1,13 +1,17 @@
-"""The handshake, where what is to be made for an engine cannot be made."""
+"""The handshake, where an engine's memory cannot be made, or its ranks do not come."""
 
 from __future__ import annotations
 
+import math
 import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
 import structlog
+from structlog.testing import capture_logs
 
+from kvprefetch.daemon import group
 from kvprefetch.daemon.access import Access
 from kvprefetch.daemon.control import Control
 from kvprefetch.daemon.store.client import StoreError
@@ -49,3 +53,53 @@ def test_an_engine_whose_memory_the_store_refuses_is_refused_and_the_daemon_goes
         assert control.sessions() == control.ended == []
         engine.close()
     listening.close()
+
+
+@pytest.mark.parametrize(("ranks", "missing"), [(1, "0"), (3, "0, 2"), (40, "0, 2, 3, 4, 5, 6, 7, 8, …")])
+def test_ranks_that_do_not_come_are_one_warning_in_both_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, missing: str
+) -> None:
+    """They run on another node, or look for another socket; the scheduler would wait for ever, and say nothing."""
+    path = tmp_path / "d.sock"
+    nothing: Any = None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        control = Control(
+            listening, nothing, nothing, structlog.get_logger(), access=Access(-1, frozenset()), status=nothing,
+            steer=nothing, max_engines=1, max_engines_per_uid=1, watch=lambda fd: None, unwatch=lambda fd: None,
+        )  # fmt: skip
+        engine = FakeEngine(path, attach=False, ranks=ranks)
+
+        def join(role: str, rank: int) -> socket.socket:
+            sock = engine.connect()
+            messages.send_message(sock, engine.hello(role, rank))
+            control.ready(listening.fileno())
+            control.ready(*control.connections._peers)
+            sock.settimeout(0.1)
+            return sock
+
+        with capture_logs() as logs:
+            workers = [join("worker", 1)] if ranks > 1 else []
+            monkeypatch.setattr(group, "INCOMPLETE_S", 0.0)
+            control.tick()
+            assert [log["event"] for log in logs if log["log_level"] == "warning"] == [], "no scheduler: it may start"
+            scheduler = join("scheduler", 0)
+            for _ in range(3):
+                control.tick()
+        (log,) = [log for log in logs if log["log_level"] == "warning"]
+        assert (log["event"], log["come"], log["ranks"], log["missing"]) == (
+            "engine.incomplete", len(workers), ranks, missing,
+        )  # fmt: skip
+        received = messages.receive_message(scheduler)
+        assert received is not None
+        assert isinstance(received[0], messages.Notice)
+        assert f"{len(workers)} of {ranks} ranks have attached to this daemon, missing: rank {missing}." in (
+            received[0].text
+        )
+        for sock in (scheduler, *workers):
+            with pytest.raises(TimeoutError):
+                messages.receive_message(sock)
+        assert all(each.overdue_s == math.inf for each in control._groups.values())
+        control.close()
+        engine.close()
