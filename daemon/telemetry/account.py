@@ -86,9 +86,7 @@ class Account:
         self.endings[story["outcome"]] += 1
         self.loaded_blocks += story["loaded_blocks"]
         self.requests_taken_back += story["taken_back"] > 0
-        looked_up, seen, claimed, asked = (
-            story[f"{name}_ms"] for name in ("looked_up", "hint_seen", "claimed", "asked")
-        )
+        looked_up, seen = story["looked_up_ms"], story["hint_seen_ms"]
         if looked_up is not None:
             self.look_up.observe((looked_up - seen) / 1e3)
             self.miss_blocks += story["hint_blocks"] - story["found_blocks"]
@@ -98,9 +96,8 @@ class Account:
             transfer = max(0.0, story["last_byte_ms"] - seen) / 1e3
             self.transfer_s += transfer
             self.hidden_s += transfer * story["hidden_fraction"]
-        ready = story["last_byte_ms"] or looked_up
-        if claimed is not None and asked is not None and ready is not None and asked <= ready <= claimed:
-            self.ready_to_seen.observe((claimed - ready) / 1e3)
+        if story["unseen_ms"] > 0:
+            self.ready_to_seen.observe(story["unseen_ms"] / 1e3)
 
     def add(self, other: Account) -> None:
         """Enter everything of another account."""

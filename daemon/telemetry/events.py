@@ -107,6 +107,7 @@ FIELDS: dict[str, Field] = {
     "exposed_ms": Field(
         "number", "how long the scheduler waited for it, its steps included, as long as its seats and tokens lasted"
     ),
+    "unseen_ms": Field("number", "part of `exposed_ms` after its answer was there, until the engine's step had ended"),
     "hidden_fraction": Field(
         "number?", "share of look-up and transfer for which no scheduler waited, 0 to 1; null: nothing was fetched"
     ),

@@ -79,7 +79,7 @@ CATALOGUE: dict[str, Described] = {
         "How long the scheduler waited for requests that were loaded or late, its turns with others excluded",
     ),
     "ready_to_seen_seconds": Described(
-        "histogram", "From the last byte until the claim, of requests asked for before, turns with others included"
+        "histogram", "How long requests waited although their answer was there: until the engine's step had ended"
     ),
     "engines": Described("gauge", "Attached engines"),
     "engines_refused": Described(

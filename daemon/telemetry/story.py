@@ -11,6 +11,7 @@ from .reader import Record
 WIDTH = 56
 COPY = "copy, until its step ends"
 ELSEWHERE = "scheduler elsewhere"
+UNSEEN = "answered, step goes on"
 _SHOWN = 0.05  # a part of a wait, or of the whole, below this share is not mentioned
 
 
@@ -57,12 +58,15 @@ def spans(record: Record) -> list[Span]:
     end = claimed if claimed is not None else ended
     left = None if asked is None else asked + _number(record, "exposed_ms")  # drawn in one piece, as it mostly is
     elsewhere = left is not None and end is not None and end - left >= _SHOWN * end
+    unseen = _number(record, "unseen_ms")
     outcome = record.get("outcome")
     staged = last is not None or outcome == Ending.LOADED.value
     if outcome in (Ending.LATE.value, Ending.RECOMPUTED.value):
         after = ("fetch not over", ready, end)
+    elif staged:
+        after = ("staged, not yet taken", ready, end)
     else:
-        after = ("staged, not yet taken", ready if staged else None, end)
+        after = (UNSEEN, ready if unseen else None, left)
     found = [
         ("in the engine's queue", 0.0, turn),
         ("hint to daemon", 0.0, seen),
@@ -154,6 +158,13 @@ def _wait(record: Record, waited: float) -> str:
     more = f" For {number(others)} ms more the engine's seats or tokens went to others." if others else ""
     if asked is None or waited < 0.05:
         return f"The scheduler did not wait for it.{more}"
+    if 2 * (unseen := _number(record, "unseen_ms")) >= waited:
+        answer = "answer, a miss," if record.get("outcome") == Ending.MISS.value else "answer"
+        return (
+            f"Its {answer} came {number(max(0.0, waited - unseen))} ms after the scheduler had asked. The scheduler "
+            f"came back after {number(waited)} ms, when its step had ended: the request waited for the engine, not for "
+            f"the store.{more}"
+        )
     until = asked + waited
     during = []
     for part in found:
@@ -174,6 +185,7 @@ def _during(name: str) -> str:
         "the other fetches": "for the other fetches",
         "fetch not over": "for a fetch that was not over",
         "staged, not yet taken": "after it was staged, until the scheduler looked again",
+        UNSEEN: "after it was answered, until the scheduler looked again",
     }[name]
 
 

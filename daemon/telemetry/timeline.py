@@ -35,8 +35,9 @@ class Timeline:
 
         `exposed_ms` is how long the scheduler waited for us, as the engine counted it: the passes in which it would
         have taken the request and could not, not those whose seats or tokens went to others.  Where the engine did not
-        say, it is the time from its question until the fetch was over, or the request.  `hidden_fraction` is the share
-        of look-up and transfer for which it did not wait, None where nothing was fetched or loaded.
+        say, it is the time from its question until the fetch was over, or the request.  `unseen_ms` is the part of it
+        after the answer was there: the scheduler looks once a step, and waited for its own step.  `hidden_fraction` is
+        the share of look-up and transfer for which it did not wait, None where nothing was fetched or loaded.
         """
         asked = done.asked_ns if done is not None and done.asked_ns else self.asked_ns
         claimed = done.claimed_ns if done is not None else 0
@@ -52,6 +53,7 @@ class Timeline:
         transfer_ns = max(0, ready - self.hint_seen_ns)
         late_ns = min(exposed_ns, max(0, min(ready, until) - max(asked, self.hint_seen_ns)))
         hidden = 1.0 - min(1.0, late_ns / transfer_ns) if transfer_ns else 1.0
+        unseen_ns = max(0, asked + exposed_ns - max(ready, asked)) if request.final and ready and asked else 0
         memory_blocks = request.fetched_blocks - request.disk_blocks
         return {
             "request_id": self.request_id,
@@ -76,6 +78,7 @@ class Timeline:
             "loaded_ms": self._ms(loaded),
             "ended_ms": self._ms(now_ns),
             "exposed_ms": round(exposed_ns / 1e6, 3),
+            "unseen_ms": round(unseen_ns / 1e6, 3),
             "hidden_fraction": round(hidden, 4) if request.last_byte_ns or loaded_blocks else None,
         }
 

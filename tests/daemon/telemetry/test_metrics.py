@@ -308,7 +308,8 @@ def story(**changes: Any) -> dict[str, Any]:
     return {
         "outcome": "loaded", "hint_blocks": 10, "local_blocks": 1, "found_blocks": 8, "loaded_blocks": 7,
         "bytes_memory": 500, "bytes_disk": 200, "taken_back": 2, "hint_seen_ms": 1.0, "looked_up_ms": 3.0,
-        "last_byte_ms": 21.0, "asked_ms": 11.0, "claimed_ms": 22.0, "exposed_ms": 11.0, "hidden_fraction": 0.45,
+        "last_byte_ms": 21.0, "asked_ms": 11.0, "claimed_ms": 22.0, "exposed_ms": 11.0, "unseen_ms": 1.0,
+        "hidden_fraction": 0.45,
         **changes,
     }  # fmt: skip
 
@@ -317,7 +318,7 @@ def test_an_account_takes_a_request_in() -> None:
     account = Account()
     account.request_done(story())
     account.request_done(story(outcome="aborted", asked_ms=None, claimed_ms=None, loaded_blocks=0, exposed_ms=0.0,
-                               taken_back=0))  # fmt: skip
+                               unseen_ms=0.0, taken_back=0))  # fmt: skip
     total = Account()
     for _ in range(2):
         total.add(account)

@@ -26,7 +26,8 @@ LINE: dict[str, Any] = {
     "hint_blocks": 65, "local_blocks": 2, "found_blocks": 64, "loaded_blocks": 62, "bytes": 8126464, "bytes_disk": 0,
     "bytes_memory": 8126464, "taken_back": 0, "store_unavailable": False, "arrived_ms": 0.0, "hint_seen_ms": 0.21,
     "looked_up_ms": 1.32, "first_byte_ms": 14.1, "last_byte_ms": 96.4, "asked_ms": 71.0, "claimed_ms": 97.2,
-    "loaded_ms": 99.9, "ended_ms": 100.4, "exposed_ms": 26.2, "hidden_fraction": 0.7359,
+    "loaded_ms": 99.9, "ended_ms": 100.4, "exposed_ms": 26.2, "unseen_ms": 0.8,
+    "hidden_fraction": 0.7359,
 }  # fmt: skip
 
 
@@ -99,9 +100,24 @@ def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
         (
             {"outcome": "miss", "found_blocks": 0, "loaded_blocks": 0, "bytes": 0, "first_byte_ms": None,
              "last_byte_ms": None, "asked_ms": 0.3, "looked_up_ms": 9.1, "claimed_ms": None, "loaded_ms": None,
-             "ended_ms": 67812.3, "exposed_ms": 9.5, "hidden_fraction": None},
+             "ended_ms": 67812.3, "exposed_ms": 9.5, "unseen_ms": 0.7, "hidden_fraction": None},
             "The store had nothing beyond what the engine held itself, and it was recomputed. The scheduler waited "
-            "9.50 ms for it: 8.80 ms for the look-up. For 67802 ms more the engine's seats or tokens went to others.",
+            "9.50 ms for it: 8.80 ms for the look-up, 0.70 ms after it was answered, until the scheduler looked again. "
+            "For 67802 ms more the engine's seats or tokens went to others.",
+        ),
+        (
+            {"outcome": "miss", "found_blocks": 0, "loaded_blocks": 0, "bytes": 0, "first_byte_ms": None,
+             "last_byte_ms": None, "asked_ms": 0.3, "looked_up_ms": 5.3, "claimed_ms": None, "loaded_ms": None,
+             "ended_ms": 812.4, "exposed_ms": 812.0, "unseen_ms": 807.0, "hidden_fraction": None},
+            "The store had nothing beyond what the engine held itself, and it was recomputed. Its answer, a miss, came "
+            "5.00 ms after the scheduler had asked. The scheduler came back after 812 ms, when its step had ended: the "
+            "request waited for the engine, not for the store.",
+        ),
+        (
+            {"asked_ms": 90.0, "claimed_ms": 300.0, "loaded_ms": 310.0, "exposed_ms": 210.0, "unseen_ms": 203.6},
+            "Of look-up and transfer, which took 96.2 ms, the queue hid 74 %. Its answer came 6.40 ms after the "
+            "scheduler had asked. The scheduler came back after 210 ms, when its step had ended: the request waited "
+            "for the engine, not for the store.",
         ),
     ],
 )  # fmt: skip
@@ -152,6 +168,16 @@ def test_what_the_scheduler_did_for_others_is_drawn_apart() -> None:
     found = [span for span in story.spans({**LINE, "asked_ms": 30.0, "exposed_ms": 20.0}) if span.name in names]
     assert found == [("scheduler waits", 30.0, 50.0), ("scheduler elsewhere", 50.0, 97.2)]
     assert [span.name for span in story.spans({**LINE, "exposed_ms": 22.0}) if span.name in names] == [names[0]]
+
+
+def test_the_step_that_a_missed_request_waited_for_is_drawn() -> None:
+    changes = {"outcome": "miss", "loaded_blocks": 0, "bytes": 0, "first_byte_ms": None, "last_byte_ms": None,
+               "asked_ms": 0.3, "looked_up_ms": 5.3, "claimed_ms": None, "loaded_ms": None, "ended_ms": 812.4,
+               "exposed_ms": 812.0, "unseen_ms": 807.0}  # fmt: skip
+    (span,) = [span for span in story.spans({**LINE, **changes}) if span.name == story.UNSEEN]
+    assert (span.start_ms, span.end_ms) == (5.3, 812.3)
+    picture = story.picture({**LINE, **changes})
+    assert any(line.startswith(story.UNSEEN) and line.endswith("█") for line in picture)
 
 
 def test_a_request_is_found_by_its_id_or_a_part_of_it(tmp_path: Path) -> None:

@@ -60,6 +60,32 @@ def test_a_miss_hides_nothing_and_waited_for_its_look_up_alone() -> None:
     assert (account.transfer_s, account.hidden_s) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("final", "asked", "looked_up", "waited", "unseen"),
+    [
+        (True, 1, 6, 812, 807.0),  # told to wait, and its answer came while a step of others ran
+        (True, 1, 6, 4, 0.0),  # the step went to others before the answer came
+        (True, 6, 2, 10, 10.0),  # answered before it was asked about: the daemon's clock and the scheduler's look cross
+        (True, 0, 6, 0, 0.0),  # never asked
+        (False, 1, 6, 812, 0.0),  # no answer yet
+    ],
+)
+def test_what_a_request_waited_for_the_engine_s_own_step(
+    final: bool, asked: int, looked_up: int, waited: int, unseen: float
+) -> None:
+    timeline = Timeline(Hint(0, 1, "r", 46, 0, 0, 1500, 1 * MS, 32, memoryview(b"")), 2 * MS)
+    timeline.looked_up_ns = (looked_up + 1) * MS
+    request = Request((0, 1), b"", 32, 46, 0, 0, 1)
+    request.final = final
+    done = Done(0, 1, Outcome.MISS, 0, 0, (asked + 1) * MS if asked else 0, waited * MS, 0, 0)
+    story = timeline.fields(request, Ending.MISS, done, 1000, 900 * MS)
+    assert story["unseen_ms"] == unseen
+    account = Account()
+    account.request_done(story)
+    assert sum(account.ready_to_seen.counts) == (unseen > 0)
+    assert account.ready_to_seen.sum_s == pytest.approx(unseen / 1e3)
+
+
 @pytest.mark.parametrize(("final", "exposed"), [(True, 20.0), (False, 60.0)])
 def test_without_the_engine_s_word_a_wait_ends_with_the_fetch(final: bool, exposed: float) -> None:
     timeline = Timeline(Hint(0, 1, "r", 4, 0, 0, 129, 1 * MS, 32, memoryview(b"")), 2 * MS)
