@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from benchmarks.lab.daemon import Daemon
 from kvprefetch.daemon.telemetry import events, story
 from kvprefetch.daemon.telemetry.events import Ending
+from kvprefetch.shmring.protocol import Done, FlagState, Outcome, RecordKind, encode_done
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import blocks
 
@@ -227,4 +229,26 @@ def test_a_request_of_a_real_daemon_is_explained(shared_daemon: Daemon) -> None:
     assert result.returncode == 0, result
     assert "14 blocks (449 tokens): 1 local, 11 more in the store, 2 nowhere; 11 loaded" in result.stdout
     assert "its blocks were staged already" in result.stdout
+    engine.close()
+
+
+def test_a_miss_that_was_answered_while_the_engine_s_step_went_on_is_told_as_such(shared_daemon: Daemon) -> None:
+    engine = FakeEngine(shared_daemon.socket, prefix="unseen")
+    asked_ns = time.monotonic_ns()
+    key = engine.hint(list(blocks("unseen", 2)), name="unseen-answer")
+    engine.settled(key)
+    answered_ns = time.monotonic_ns()
+    time.sleep(max(0.3, 2 * (answered_ns - asked_ns) / 1e9))  # the step
+    assert engine.move(key, FlagState.CANCELLED)
+    waited_ns = time.monotonic_ns() - asked_ns
+    done = Done(key[0], key[1], Outcome.MISS, 0, 0, asked_ns, waited_ns, 0, 0)
+    assert engine.producer.push(RecordKind.DONE, encode_done(done))
+    engine.flags.give_back(key[0])
+    (line,) = wait_for(lambda: [e for e in shared_daemon.records("request.done") if e["request_id"] == "unseen-answer"])
+    assert 250 < line["unseen_ms"] <= line["exposed_ms"] < waited_ns / 1e6 + 1
+    result = explain("unseen-answer", given="\n".join(shared_daemon.lines))
+    assert result.returncode == 0, result
+    assert "Its answer, a miss, came " in result.stdout
+    assert "the request waited for the engine, not for the store." in result.stdout
+    assert story.UNSEEN in result.stdout
     engine.close()
