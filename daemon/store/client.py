@@ -30,6 +30,7 @@ from .joining import join, pinned
 from .marks import Found, Mark, Marks, padded
 from .owners import Get, Owners
 from .places import void_what_moved
+from .puts import Puts
 from .settings import MooncakeSettings
 
 Tier = Literal["memory", "disk"]
@@ -63,7 +64,7 @@ class Store:
         self._owners = Owners()
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._unflushed: OrderedDict[str, None] = OrderedDict()
-        self._puts: dict[object, Sequence[str]] = {}  # keys of the puts in flight
+        self._puts = Puts()
         self._sweeps = 0  # removals that go on until nothing comes back
         self._disk = Path(settings.ssd_offload_path) if settings.enable_ssd_offload else None
         self._fingerprints, self._marks = Fingerprints(self._disk), Marks(settings.private)
@@ -245,7 +246,7 @@ class Store:
         if not keys:
             return []
         with self._call() as (client, attempt):
-            with self._putting(keys):
+            with self._puts.of(keys):
                 codes: list[int] = client.batch_put_from(list(keys), list(addresses), list(sizes))
             results = [ErrorClass.OK if code == -705 else classify(code) for code in codes]
             self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "put", codes[0] if codes else -1)
@@ -262,7 +263,7 @@ class Store:
         which might never end. Raises StoreUnavailable.
         """
         with self._call() as (client, attempt):
-            with self._putting([key]):
+            with self._puts.of([key]):
                 mark = self._marks.before(key)
                 [code] = client.batch_is_exist([key])
                 self._verdict(attempt, code < 0, "exist", code)
@@ -285,19 +286,6 @@ class Store:
         """Remove what was just put, leased or not, as far as the store lets it. Raises StoreUnavailable."""
         with self._call() as (client, _), self._marks.removal(set(keys).__contains__):
             client.batch_remove(list(keys), True)
-
-    @contextlib.contextmanager
-    def _putting(self, keys: Sequence[str]) -> Iterator[None]:
-        """A put of these keys is in flight: a removal waits for it, since it brings its keys when it returns."""
-        put = object()
-        with self._state:
-            self._puts[put] = keys
-        try:
-            yield
-        finally:
-            with self._state:
-                del self._puts[put]
-                self._state.notify_all()
 
     def _described(self, keys: Sequence[str]) -> list[Sequence[Any]]:
         with self._call() as (client, _):
@@ -366,11 +354,9 @@ class Store:
         ours = re.compile(rf"{a_key}\Z")
         disk = self._disk
         deadline = self._clock() + timeout_s
+        if not self._puts.wait(ours.match, timeout_s):
+            return Removal(False, 0)
         with self._state:
-            if not self._state.wait_for(
-                lambda: not any(ours.match(key) for keys in self._puts.values() for key in keys), timeout_s
-            ):
-                return Removal(False, 0)
             seen = [key for key in self._seen if ours.match(key)]
         settle_s = 2 * self._heartbeat_s + 0.5 if disk else 0.0
         quiet_since: float | None = None
