@@ -57,8 +57,7 @@ class Fetcher:
         blocks = list(zip(order.digests, order.slots, strict=True))
         get = Get()
         job = partial(
-            transfers.fetch, self._store, self._shape, blocks, from_disk=order.lane is Lane.DISK, get=get,
-            mark=self._namespace.mark,
+            transfers.fetch, self._store, self._shape, blocks, get=get, mark=self._namespace.mark,
         )  # fmt: skip
         done, overdue = partial(self._fetched, order, self._clock_ns()), partial(self._overdue, order, get)
         failed = [ErrorClass.BUG] * len(order.slots)

@@ -15,8 +15,6 @@ from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
-import numpy as np
-
 from ...shmring.messages import WorkerShape
 from ..store.client import Store, StoreUnavailable, Tier
 from ..store.errors import ErrorClass
@@ -26,7 +24,6 @@ from .staging import HostStaging
 
 AT_ONCE = 64  # digests of one call, which then costs little more than that of one
 RETRY_S = 0.02  # a replica being written or busy is usually there by then
-_HALF_PAGE = 2048  # bytes
 # After these a put is tried again.
 _AGAIN = (ErrorClass.NO_SPACE, ErrorClass.RETRY, ErrorClass.TRANSIENT, ErrorClass.TRANSFER)
 
@@ -143,14 +140,14 @@ def _found(where: Sequence[Tier | None]) -> Found:
 
 
 def fetch(
-    store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, from_disk: bool = False, get: Get | None = None,
+    store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, get: Get | None = None,
     mark: Mark | None = None,
 ) -> list[ErrorClass]:  # fmt: skip
     """Read (digest, slot) blocks into their slots; what became of each: OK when every rank's part is there, and what is
     marked lies there still.
 
     A part that several ranks hold is read once and copied to the others. Parts whose class says so are tried once more.
-    A part `from_disk` that has lost a page is CORRUPT. Who gives this fetch up says so in `get`.
+    Who gives this fetch up says so in `get`.
     """
     shards, block_bytes = shape.shards, shape.staging.block_bytes
     places = [shape.staging.addresses(slot) for _, slot in blocks]
@@ -169,9 +166,6 @@ def fetch(
             second = store.get_into(*late, get, mark)
             for i, part in zip(again, second, strict=True):
                 parts[i] = part
-    for i, part in enumerate(parts) if from_disk else ():
-        if part is ErrorClass.OK and _holed(addresses[i], sizes[i]):
-            parts[i] = ErrorClass.CORRUPT
     for place in places if len(shards) < len(block_bytes) else ():
         for _, (first, *others) in shards:
             for other in others:
@@ -180,18 +174,6 @@ def fetch(
         next((part for part in parts[i : i + len(shards)] if part is not ErrorClass.OK), ErrorClass.OK)
         for i in range(0, len(parts), len(shards))
     ]
-
-
-def _holed(address: int, size: int) -> bool:
-    """Whether a page of a file that was never written shows in this value: zeros that no KV has.
-
-    A page begins anywhere in the value, so half of one is looked for; of a part of one at the end nothing is known.
-    Costs 3 % of the copy (docs/decisions.md, "A page of zeros is no KV").
-    """
-    value = memoryview((ctypes.c_char * (size // _HALF_PAGE * _HALF_PAGE)).from_address(address))
-    words = np.frombuffer(value, dtype=np.uint64)
-    halves = words.reshape(-1, _HALF_PAGE // 8)
-    return any(not halves[i].any() for i in np.flatnonzero(halves[:, 0] == 0))
 
 
 def save(

@@ -32,6 +32,7 @@ from .owners import Get, Owners
 from .places import void_what_moved
 from .puts import Puts
 from .settings import MooncakeSettings
+from .zeros import holed
 
 Tier = Literal["memory", "disk"]
 
@@ -179,16 +180,14 @@ class Store:
     def register(self, address: int, length: int) -> None:
         """Make `length` bytes at `address` usable in transfers. Raises StoreError, StoreUnavailable."""
         with self._local() as client:
-            code = client.register_buffer(address, length)
-        if code != 0:
-            raise StoreError(f"registering {length} bytes at {address:#x} failed with code {code}")
+            if code := client.register_buffer(address, length):
+                raise StoreError(f"registering {length} bytes at {address:#x} failed with code {code}")
 
     def unregister(self, address: int) -> None:
         """Undo `register`. Raises StoreError, StoreUnavailable."""
         with self._local() as client:
-            code = client.unregister_buffer(address)
-        if code != 0:
-            raise StoreError(f"unregistering {address:#x} failed with code {code}")
+            if code := client.unregister_buffer(address):
+                raise StoreError(f"unregistering {address:#x} failed with code {code}")
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
         """Which keys exist; renews the lease of each that does. Raises StoreUnavailable."""
@@ -206,7 +205,8 @@ class Store:
         mark: Mark | None = None,
     ) -> list[ErrorClass]:  # fmt: skip
         """Read each value to its address; OK only if exactly its `size` bytes arrived from where it lay before and
-        after (places.py), and what is marked lies there still: else DOUBT. Raises StoreUnavailable.
+        after (places.py), and what is marked lies there still: else DOUBT. CORRUPT: a disk lost a page (zeros.py).
+        Raises StoreUnavailable.
 
         Each key once: of one that stands twice Mooncake fills the last destination only, and says OK for both.
         With an owner that hangs (owners.py) none is tried: TRANSFER. Who gives this get up says so in `get`.
@@ -235,6 +235,9 @@ class Store:
                 void_what_moved(results, keys, before, after)
                 if not same:
                     results = [ErrorClass.DOUBT if r is ErrorClass.OK else r for r in results]
+            for i, result in enumerate(results) if self._disk or not self._settings.private else ():
+                if result is ErrorClass.OK and holed(addresses[i], sizes[i]):
+                    results[i] = ErrorClass.CORRUPT
         self._remember((key for key, r in zip(keys, results, strict=True) if r is ErrorClass.OK), self._seen)
         return results
 

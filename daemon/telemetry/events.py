@@ -305,7 +305,7 @@ EVENTS: dict[str, Event] = {
     "store.failed": Event("warning", "A whole call failed; the store is left alone for a while.",
                           ("call", "code", "pause_s"), floods=True),
     "store.corrupt": Event(
-        "warning", "Values came back from a disk with pages of zeros, and were not used: it loses what it is given. "
+        "warning", "Values came back with pages of zeros, and were not used: a disk loses what it is given. "
         "Look at the kernel's log; start with an empty folder, on another disk.", ("blocks",), floods=True,
     ),
     "store.recovered": Event("info", "A call worked again.", ("call",)),

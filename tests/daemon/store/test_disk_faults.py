@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.lab import control
 from benchmarks.lab.daemon import Daemon
+from benchmarks.lab.store import Store
 from kvprefetch.daemon import doctor
 from kvprefetch.daemon.config import load
 from kvprefetch.daemon.store.disk_watch import HUNG_S, DiskWatch
-from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
 from tests.daemon.stores import blocks, stored
 from tests.support.auditor import ask_daemon
 
@@ -58,6 +60,21 @@ def test_a_disk_that_loses_pages_or_its_folder_costs_its_own_blocks_and_is_told(
     engine.close()
     assert daemon.sigterm(10) == 0, "nothing is waited for that cannot come"
     assert daemon.records("store.unflushed")
+
+
+def test_a_page_that_a_disk_lost_is_found_also_when_the_value_is_read_from_memory(serve: Callable[..., Daemon]) -> None:
+    """Where it lay when it was looked up does not say where it is read from."""
+    values = blocks("promoted", 3)
+    lost = list(values)[1]
+    values[lost] = values[lost][:1024] + bytes(BLOCK_BYTES - 1024)
+    with Store(memory="64 MB") as store:
+        named = {f"model@tp_rank:0@{digest.hex()}": value for digest, value in values.items()}
+        control.put(store.config, named, store.segments[0])
+        daemon = serve(memory=None, mooncake_config=store.config)
+        engine = FakeEngine(daemon.socket)
+        assert engine.load(list(values)) == list(values.values())[:1]
+        assert daemon.wait_record("store.corrupt")
+        engine.close()
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ PAGE = 4096
 KEY = "m@fingerprint"
 A, B = b'{"weights":"a"}', b'{"weights":"b"}'
 AREA = mmap.mmap(-1, PAGE)
+AREA[:] = b"a" * PAGE  # a page of zeros is no KV
 BASE = ctypes.addressof(ctypes.c_char.from_buffer(AREA))
 Pair = tuple[LabStore, Store, Store]
 

@@ -100,6 +100,7 @@ def joined() -> Iterator[Joined]:
         store = Store(MooncakeSettings.from_file(cluster.config), structlog.get_logger())
         store.open()
         area = mmap.mmap(-1, PAGE)
+        area[:] = b"a" * PAGE  # a page of zeros is no KV
         base = ctypes.addressof(ctypes.c_char.from_buffer(area))
         store.register(base, PAGE)
         yield cluster, store, base
@@ -179,6 +180,7 @@ def test_should_not_count_what_another_client_of_an_embedded_master_removed_whil
     config.write_text(json.dumps({"metadata_server": "P2PHANDSHAKE", "master_server_address": f"127.0.0.1:{port}",
                                   "protocol": "tcp", "device_name": ""}))  # fmt: skip
     area = mmap.mmap(-1, PAGE)
+    area[:] = b"a" * PAGE
     base = ctypes.addressof(ctypes.c_char.from_buffer(area))
     store.register(base, PAGE)
     try:
