@@ -62,7 +62,7 @@ class Store:
         self._open = False
         self._in_flight = 0
         self._breaker = Breaker(clock)
-        self._owners = Owners()
+        self._owners = Owners(log, clock)
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._unflushed: OrderedDict[str, None] = OrderedDict()
         self._puts = Puts()
@@ -209,7 +209,7 @@ class Store:
         Raises StoreUnavailable.
 
         Each key once: of one that stands twice Mooncake fills the last destination only, and says OK for both.
-        With an owner that hangs (owners.py) none is tried: TRANSFER. Who gives this get up says so in `get`.
+        With an owner that is put aside (owners.py) none is tried: TRANSFER. Who gives this get up says so in `get`.
         """
         if not keys:
             return []
@@ -298,13 +298,14 @@ class Store:
     def tiers(self, keys: Sequence[str], size: int | None = None) -> list[Tier | None]:
         """Where each value lies; memory wins over disk, None is nowhere. Raises StoreUnavailable when not open.
 
-        With `size`, a value in memory that has another lies nowhere. Of those on a disk alone it is not told.
+        With `size`, a value in memory that has another lies nowhere. Of those on a disk alone it is not told. A value
+        of an owner that is put aside (owners.py) lies nowhere, either.
         """
-        found: list[Tier | None] = []
+        found, aside = list[Tier | None](), self._owners.aside()
         for each in self._described(keys):
-            sizes = {r.get_memory_descriptor().buffer_descriptor.size for r in each if r.is_memory_replica()}
-            foreign = size is not None and sizes - {size}
-            found.append(None if foreign or not each else "memory" if sizes else "disk")
+            memory = [r.get_memory_descriptor().buffer_descriptor for r in each if r.is_memory_replica()]
+            unfit = any(size not in (None, part.size) or part.transport_endpoint in aside for part in memory)
+            found.append(None if unfit or not each else "memory" if memory else "disk")
         return found
 
     def flush(self, timeout_s: float) -> bool:

@@ -159,7 +159,7 @@ FIELDS: dict[str, Field] = {
     # the store
     "master": Field("string", "address of the Mooncake master"),
     "protocol": Field("string", "Mooncake's transport"),
-    "owners": Field("string", "of a fetch: whose memory it waits for, HOST:PORT of one or more; empty: a disk"),
+    "owners": Field("string", "storage nodes whose memory it is, or that a fetch waits for, HOST:PORT; empty: a disk"),
     "call": Field("string", "`exist`, `get`, `put`, `remove`; past its deadline: `look_up`, `fetch`, `save`, `copy`"),
     "code": Field(
         "integer?",
@@ -291,6 +291,9 @@ EVENTS: dict[str, Event] = {
         "warning", "A store call, or a copy to device memory, is past its deadline: the requests go on without it.",
         ("call", "blocks", "owners?"), floods=True,
     ),
+    "owner.aside": Event("warning", "A storage node did not deliver: its values are misses, and one call at a time "
+                         "asks whether it is back.", ("owners",)),
+    "owner.back": Event("info", "It delivered again.", ("owners", "waited_s")),
     "job.failed": Event("error", "A store job raised what it should not; its blocks count as failed.",
                         ("error",), floods=True),
     "store.opened": Event("info", "The store can be used.", ("master", "protocol")),

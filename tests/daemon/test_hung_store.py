@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 
@@ -99,6 +101,38 @@ def test_requests_behind_an_owner_that_is_frozen_wait_for_it_once_and_those_of_o
         assert [engine.settled(key, ANSWER_S).count for key in again] == [2, 0]
     wait_for(lambda: stuck(daemon) == 0, 60, "the slots")
     assert wait_for(lambda: engine.load(list(hung[5])), 30, "a hit") == list(hung[5].values())
+    engine.close()
+
+
+def test_requests_behind_an_owner_that_was_killed_wait_for_it_once_and_those_of_others_are_served(
+    serve: Callable[..., Daemon], two_owners: Store
+) -> None:
+    """Mooncake takes a second for each call to it, until the master drops its values."""
+    dead, fine = ([blocks(f"{name}-{number}", 2) for number in range(10)] for name in ("dead", "fine"))
+    for groups, segment in zip((dead, fine), two_owners.segments, strict=True):
+        values = {f"model@tp_rank:0@{digest.hex()}": v for group in groups for digest, v in group.items()}
+        control.put(two_owners.config, values, segment)
+    daemon = serve(memory=None, mooncake_config=two_owners.config, extra=("--chunk", "8192"))  # two blocks in a call
+    engine = FakeEngine(daemon.socket)
+    assert engine.load(list(dead[0])) == list(dead[0].values()), "connected"
+    assert engine.load(list(fine[0])) == list(fine[0].values())
+    os.kill(two_owners.owner_pid, signal.SIGKILL)
+    began = time.monotonic()
+    behind = [engine.hint(list(group)) for group in dead[1:]]
+    others = [engine.hint(list(group)) for group in fine[1:6]]
+    assert [engine.settled(key, ANSWER_S).count for key in others] == [2] * 5
+    assert [engine.settled(key, ANSWER_S).count for key in behind] == [0] * 9
+    assert time.monotonic() - began < 6, "far below nine seconds, one after the other"
+    [line] = daemon.records("owner.aside")
+    assert line["owners"]
+    began = time.monotonic()
+    while time.monotonic() - began < 5:
+        again = [engine.hint(list(group)) for group in (*dead[1:], fine[6])]
+        assert [engine.settled(key, ANSWER_S).count for key in again] == [0] * 9 + [2]
+        for key in again:
+            end(engine, key)
+        time.sleep(0.05)
+    assert len(daemon.records("owner.aside")) == 1
     engine.close()
 
 

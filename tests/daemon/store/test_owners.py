@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
+import structlog
 
 from kvprefetch.daemon.store.errors import ErrorClass
-from kvprefetch.daemon.store.owners import Get, Owners
+from kvprefetch.daemon.store.owners import FORGET_S, Get, Owners
 
 OK, MISS, REFUSED = ErrorClass.OK, ErrorClass.MISS, ErrorClass.TRANSFER
 
@@ -16,7 +17,8 @@ class Reading:
     """Keys are owners' names and a number, such as a1; of `ab1` there is a replica with each, `.1` is on a disk."""
 
     def __init__(self) -> None:
-        self.owners = Owners()
+        self.now = 100.0
+        self.owners = Owners(structlog.get_logger(), lambda: self.now)
         self.calls: list[list[str]] = []
 
     def read(
@@ -134,3 +136,124 @@ def test_a_call_that_raises_waits_for_nobody_any_more() -> None:
 
 def assert_equal(found: object, expected: object) -> None:
     assert found == expected
+
+
+class Failing(Reading):
+    """As Reading, and the owners that `dead` names fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dead = ""
+
+    def read(
+        self,
+        *keys: str,
+        get: Get | None = None,
+        during: Callable[[], None] = lambda: None,
+        result: ErrorClass = OK,
+    ) -> list[ErrorClass]:
+        def call(part: Sequence[int]) -> list[ErrorClass]:
+            self.calls.append([keys[i] for i in part])
+            during()
+            return [REFUSED if set(keys[i][:-1]) & set(self.dead) else result for i in part]
+
+        where = {key: frozenset((owner, 1) for owner in key[:-1] if owner != ".") for key in keys}
+        return self.owners.read(keys, where, get or Get(), call)
+
+
+def test_an_owner_that_failed_is_asked_again_by_one_call_at_a_time_after_longer_and_longer_pauses() -> None:
+    reading = Failing()
+    reading.dead = "a"
+    assert reading.read("a1", "b1") == [REFUSED, OK]
+    tried = []
+    for _ in range(100):
+        reading.now += 0.5
+        before = len(reading.calls)
+        assert reading.read("a1", "a2", "b1", "b2") == [REFUSED, REFUSED, OK, OK]
+        assert reading.calls[before] == ["b1", "b2"], "those of others first, and together"
+        if reading.calls[before + 1 :]:
+            assert reading.calls[before + 1 :] == [["a1"]], "one value of it"
+            tried.append(reading.now - 100)
+            assert reading.owners.aside() == {"a"}
+    assert tried == [1.0, 3.0, 7.0, 15.0, 25.0, 35.0, 45.0]
+    reading.dead = ""
+    reading.now += 10
+    assert reading.owners.aside() == frozenset()
+    assert reading.read("a1", "a2", "a3") == [OK] * 3
+    assert reading.calls[-2:] == [["a1"], ["a2", "a3"]]
+    assert reading.read("a1", "a2", "a3") == [OK] * 3
+    assert reading.calls[-1] == ["a1", "a2", "a3"]
+
+
+def test_while_one_call_tries_an_owner_no_other_does() -> None:
+    reading = Failing()
+    reading.dead = "a"
+    reading.read("a1")
+    reading.now += 1
+    assert reading.read("a1", during=lambda: assert_equal(reading.read("a2", "b1"), [REFUSED, OK])) == [REFUSED]
+    assert reading.calls == [["a1"], ["a1"], ["b1"]]
+
+
+def test_a_try_that_tells_nothing_or_raises_leaves_the_owner_to_the_next_call() -> None:
+    reading = Failing()
+    reading.dead = "a"
+    reading.read("a1")
+    reading.now += 1
+    reading.dead = ""
+    assert reading.read("a1", result=MISS) == [MISS]
+
+    def fail() -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        reading.read("a1", during=fail)
+    assert reading.read("a1") == [OK]
+    assert reading.owners.aside() == frozenset()
+
+
+def test_of_a_value_that_several_owners_hold_none_is_blamed() -> None:
+    reading = Failing()
+    reading.dead = "a"
+    assert reading.read("ab1") == [REFUSED]
+    assert reading.read("b1") == [OK]
+    assert reading.read("a1", "ab1") == [REFUSED, REFUSED]
+    assert reading.owners.aside() == {"a"}
+    reading.now += 1
+    assert reading.read("ab1", "ab2") == [REFUSED, REFUSED]
+    assert reading.calls[-1] == ["ab1"], "it counts as a try"
+    assert reading.owners.aside() == {"a"}
+
+
+def test_an_owner_that_failed_for_some_values_and_delivered_others_is_not_put_aside() -> None:
+    reading = Reading()
+    where = {f"a{number}": frozenset({("a", number)}) for number in range(2)}
+    reading.owners.read(list(where), where, Get(), lambda part: [REFUSED, OK])
+    assert reading.owners.aside() == frozenset()
+
+
+def test_an_owner_that_nobody_asks_for_any_more_is_forgotten() -> None:
+    reading = Failing()
+    reading.dead = "a"
+    reading.read("a1")
+    reading.now += FORGET_S + 10
+    assert reading.read("b1") == [OK]
+    assert not reading.owners._aside
+
+
+def test_each_owner_that_is_put_aside_and_comes_back_has_one_line_for_each() -> None:
+    reading = Failing()
+    reading.dead = "a"
+    with structlog.testing.capture_logs() as lines:
+        for pause in (1, 2, 4):
+            reading.read("a1", "a2")
+            reading.now += pause
+        reading.dead = ""
+        reading.read("a1", "a2")
+    assert [(line["event"], line["owners"]) for line in lines] == [("owner.aside", "a"), ("owner.back", "a")]
+    assert lines[1]["waited_s"] == 7.0
+
+
+def test_look_ups_know_of_the_owner_that_hangs() -> None:
+    reading = Reading()
+    reading.behind("a1", then=lambda: assert_equal(reading.owners.aside(), {"a"}))
+    assert reading.owners.aside() == frozenset()

@@ -15,6 +15,7 @@ import structlog
 
 from kvprefetch.daemon.store.client import Store, StoreError, StoreUnavailable
 from kvprefetch.daemon.store.errors import ErrorClass, classify
+from kvprefetch.daemon.store.owners import PAUSE_S
 from kvprefetch.daemon.store.settings import MooncakeSettings
 from tests.daemon.fake_engine import wait_for
 
@@ -186,11 +187,13 @@ def test_should_fail_fast_for_growing_intervals_and_let_one_probe_through() -> N
 @pytest.mark.parametrize("code", [-800, -900, -901])
 def test_should_not_blame_the_master_for_an_owner_or_a_disk_that_does_not_answer(code: int) -> None:
     """A disk that hangs ends a get with -901, as a master that is away does; the master is asked which it was."""
-    store, client = opened()
+    clock = Clock()
+    store, client = opened(clock)
     client.codes, client.size = [code], 8
     assert store.get_into(["k"], [0], [8]) == [ErrorClass.TRANSFER]
     client.codes = [1]
     assert store.exist(["k"]) == [True], "the breaker is closed"
+    clock.now += PAUSE_S[0]  # the owner is put aside as long
     client.codes, client.size = [code], -900
     with pytest.raises(StoreUnavailable):
         store.get_into(["k"], [0], [8])

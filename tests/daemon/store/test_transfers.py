@@ -1,4 +1,4 @@
-"""Transfers that bring pages of zeros, at the Mooncake client's border."""
+"""Transfers that fail, and that bring pages of zeros, at the Mooncake client's border."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ from dataclasses import replace
 import pytest
 
 from kvprefetch.daemon.store.errors import ErrorClass
-from tests.daemon.store.test_store import SETTINGS, opened
+from kvprefetch.daemon.store.owners import PAUSE_S
+from tests.daemon.store.test_store import SETTINGS, Clock, opened
+
+
+def test_a_value_of_an_owner_that_is_put_aside_lies_nowhere() -> None:
+    clock = Clock()
+    store, client = opened(clock)
+    client.codes, client.size = [-800], 8
+    assert store.get_into(["k"], [0], [8]) == [ErrorClass.TRANSFER]
+    client.places = {"disk": [None]}
+    assert store.tiers(["k", "disk"], 8) == [None, "disk"]
+    clock.now += PAUSE_S[0]
+    assert store.tiers(["k", "disk"], 8) == ["memory", "disk"], "somebody has to try"
 
 
 @pytest.mark.parametrize(
