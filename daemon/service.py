@@ -181,6 +181,9 @@ class Daemon:
         for session in sessions:
             session.liveness.beat(now_ns)
             session.scan()
+            if session.memory.worn_out and not session.closing:  # its processes come back, and get fresh memory
+                self._log.warning("engine.worn", engine=session.engine_id, epoch=session.epoch)
+                control.end(session, Ending.STAGING_LOST)
         if self._store_is_open and not self._joined:
             self._joined = True
             self._log.info("store.joined")
@@ -192,8 +195,8 @@ class Daemon:
         for session in list(control.ended):
             if session.idle:
                 control.ended.remove(session)
-                self._board.retire(session.totals)
                 session.close()
+                self._board.retire(session.totals)
             else:
                 session.held(now_ns)
         tend()

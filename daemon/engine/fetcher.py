@@ -72,6 +72,8 @@ class Fetcher:
         )  # fmt: skip
         if corrupt := outcome.count(ErrorClass.CORRUPT):
             self._log.warning("store.corrupt", blocks=corrupt)
+        if lost := outcome.count(ErrorClass.UNDER_WAY):
+            self._log.warning("slots.lost", call="fetch", blocks=lost)
         disk = order.lane is Lane.DISK
         (self._totals.fetch_disk if disk else self._totals.fetch_memory).observe((now - started_ns) / 1e9)
         self._totals.fetched_blocks += good

@@ -61,6 +61,15 @@ class EngineMemory:
     def save_slots_from(self) -> int:
         return self.layout.slot_count - self.save_slots
 
+    @property
+    def worn_out(self) -> bool:
+        """Half of the slots to fetch into, or half of those for saves, are lost (`HostStaging.lost`)."""
+        if not self.staging.lost:
+            return False
+        lost = list(self.staging.lost)  # in one step: threads add to it
+        saves = sum(slot >= self.save_slots_from for slot in lost)
+        return 2 * (len(lost) - saves) >= self.save_slots_from or 2 * saves >= self.save_slots > 0
+
     @classmethod
     def create(
         cls, config: DaemonConfig, epoch: int, engine: EngineShape, device: DeviceStaging | None = None,

@@ -109,6 +109,7 @@ class Saver:
         self.slot_count = len(slots)
         self.generation = 0
         self._granted: set[int] = set()
+        self._lost = 0  # slots that Mooncake may still read
         self._withheld: list[int] = []  # slots that came back while saving was switched off
         self._saving = True
         self._jobs: deque[_Job] = deque()
@@ -180,6 +181,8 @@ class Saver:
 
     def _stored(self, job: _Job, result: transfers.SaveResult) -> None:
         self._busy = False
+        if result.lost:
+            self._log.warning("slots.lost", call="save", blocks=result.lost)
         left = {digest for digest, _ in result.again}
         self._in_store([digest for digest, _ in job.blocks if digest not in left])
         job.tries += 1
@@ -273,6 +276,9 @@ class Saver:
         self.next()
 
     def _grant(self, slots: list[int]) -> None:
+        if lost := self._shape.staging.lost.intersection(slots):
+            self._lost += len(lost)
+            slots = [slot for slot in slots if slot not in lost]
         if not self._saving:
             self._withheld += slots
             return
@@ -283,6 +289,7 @@ class Saver:
         """`save_slots_busy` are with the saver; the rest are granted: with the engine, or free for it to take."""
         return {
             "save_slots": self.slot_count,
-            "save_slots_busy": self.slot_count - len(self._granted),
+            "save_slots_busy": self.slot_count - len(self._granted) - self._lost,
+            "save_slots_lost": self._lost,
             "saves_queued": len(self._jobs) + self._busy,
         }

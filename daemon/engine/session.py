@@ -79,7 +79,7 @@ class EngineSession:
         part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in self.staging.block_bytes)  # as a disk tier counts
         self.planner = Planner(
             memory.save_slots_from, self._flags, chunk_blocks=chunk_blocks,
-            disk_chunk_blocks=min(chunk_blocks, disk_call_bytes // part_bytes),
+            disk_chunk_blocks=min(chunk_blocks, disk_call_bytes // part_bytes), lost=self.staging.lost,
         )  # fmt: skip
         self._negative = NegativeCache()
         self.look_ups = LookUps(
@@ -391,7 +391,7 @@ class EngineSession:
 
     def close(self) -> None:
         """Free everything; only when idle and after the last process of the engine is gone."""
-        self.staging.unregister(self._store)
+        self.totals.kept_bytes = self.staging.unregister(self._store)
         self._log.info("engine.detached", **self.account())
         # Their views would keep the control segment mapped.
         del self.ring, self.table, self._flags, self.liveness, self.planner, self.saver, self.look_ups, self._fetcher

@@ -10,6 +10,7 @@ from ...shmring.segment import Segment
 from ..sizes import size_text
 from ..store.client import Store, StoreError, StoreUnavailable
 
+_kept: list[Segment] = []  # memory that stays mapped until the process ends
 MAX_SLOTS = 1 << 22  # of an engine: what the daemon keeps of each adds up, and an engine may name blocks of one byte
 
 
@@ -32,11 +33,17 @@ def slots_for(budget_bytes: int, block_bytes: Sequence[int]) -> int:
 
 
 class HostStaging:
-    """The staging segments of one engine. Addresses are this process's, for the store to read into and write from."""
+    """The staging segments of one engine. Addresses are this process's, for the store to read into and write from.
+
+    `lost`: slots that a transfer which Mooncake gave up may still read or write (store/give_up.py). Nobody uses such a
+    slot again, and as soon as there is one the memory stays registered and mapped until the process ends. Threads of
+    store calls add to it; a slot is in it before the result of its call is known.
+    """
 
     def __init__(self, slot_count: int, block_bytes: Sequence[int]) -> None:
         self.slot_count = slot_count
         self.block_bytes = list(block_bytes)
+        self.lost: set[int] = set()
         self.segments: list[Segment] = []
         self._bases: list[int] = []
         self._registered: list[int] = []
@@ -63,18 +70,25 @@ class HostStaging:
             store.register(address, length)
             self._registered.append(address)
 
-    def unregister(self, store: Store) -> None:
+    def unregister(self, store: Store) -> int:
+        """Undo `register`, but for memory that has lost slots; returns how many bytes are kept so."""
+        if self.lost:
+            return self.slot_count * sum(self.block_bytes)
         for address in self._registered:
             # A store that forgot the memory, or is closed, must not keep it, nor end the others' sessions.
             with contextlib.suppress(StoreError, StoreUnavailable):
                 store.unregister(address)
+        return 0
 
     def addresses(self, slot: int) -> list[int]:
         """Where slot `slot` begins, per rank."""
         return [base + slot * size for base, size in zip(self._bases, self.block_bytes, strict=True)]
 
     def close(self) -> None:
-        """Unmap; only after no store call can touch the addresses any more."""
+        """Unmap, but for memory that has lost slots; only when no store call is running that names it."""
         for segment in self.segments:
-            segment.close()
+            if self.lost:
+                _kept.append(segment)
+            else:
+                segment.close()
         self.segments = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -80,8 +80,8 @@ class SaveResult:
     """Blocks stored now, blocks that were there already, blocks lost, and those to try again: no space, or no store.
 
     `memory` and `disk` are the slots of the blocks that are in the store now, by tier; only when `locate` asked for it.
-    `digests` are those of the blocks stored now.  `doubt`: whose namespace it is was found changed, so none was put, or
-    none left there.
+    `digests` are those of the blocks stored now.  `lost`: how many values Mooncake may still read.  `doubt`: whose
+    namespace it is was found changed, so none was put, or none left there.
     """
 
     stored: int
@@ -91,6 +91,7 @@ class SaveResult:
     memory: list[int] = field(default_factory=list)
     disk: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
+    lost: int = 0
     doubt: bool = False
 
 
@@ -99,6 +100,14 @@ class Found(NamedTuple):
 
     run: int
     on_disk: bytes
+
+
+class _Target(NamedTuple):
+    """Where a put reads a value from."""
+
+    slot: int
+    address: int
+    bytes: int
 
 
 def look_up(store: Store, shape: Shape, questions: Sequence[Sequence[bytes]], *, tiers: bool) -> list[Found] | None:
@@ -154,8 +163,9 @@ def fetch(
     keys = [prefix + digest.hex() for digest, _ in blocks for prefix, _ in shards]
     addresses = [place[ranks[0]] for place in places for _, ranks in shards]
     sizes = [block_bytes[ranks[0]] for _, ranks in shards] * len(blocks)
+    slots = [slot for _, slot in blocks for _ in shards]
     try:
-        parts = store.get_into(keys, addresses, sizes, get, mark)
+        parts = _move(shape, slots, lambda: store.get_into(keys, addresses, sizes, get, mark))
     except StoreUnavailable:
         return [ErrorClass.TRANSIENT] * len(blocks)
     again = [i for i, part in enumerate(parts) if part in (ErrorClass.RETRY, ErrorClass.LOOKUP_AGAIN)]
@@ -163,7 +173,7 @@ def fetch(
         time.sleep(RETRY_S)
         with contextlib.suppress(StoreUnavailable):  # then they stay as they are, and the others are there
             late = [keys[i] for i in again], [addresses[i] for i in again], [sizes[i] for i in again]
-            second = store.get_into(*late, get, mark)
+            second = _move(shape, [slots[i] for i in again], lambda: store.get_into(*late, get, mark))
             for i, part in zip(again, second, strict=True):
                 parts[i] = part
     for place in places if len(shards) < len(block_bytes) else ():
@@ -176,6 +186,24 @@ def fetch(
     ]
 
 
+def _move(shape: Shape, slots: Sequence[int], call: Callable[[], list[ErrorClass]]) -> list[ErrorClass]:
+    """Get or put from and to these slots, one for each result; those that Mooncake may go on using are lost.
+
+    Raises what the call raises.
+    """
+    try:
+        results = call()
+    except StoreUnavailable:
+        raise  # no transfer is under way
+    except BaseException:
+        shape.staging.lost.update(slots)  # nothing is known of the transfers
+        raise
+    if ErrorClass.UNDER_WAY in results:
+        lost = zip(slots, results, strict=True)
+        shape.staging.lost.update(slot for slot, result in lost if result is ErrorClass.UNDER_WAY)
+    return results
+
+
 def save(
     store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, locate: bool = False, mark: Mark | None = None
 ) -> SaveResult:
@@ -185,19 +213,21 @@ def save(
     """
     shards = shape.shards
     keys = [prefix + digest.hex() for digest, _ in blocks for prefix, _ in shards]
-    targets: dict[str, tuple[int, int]] = {}
+    targets: dict[str, _Target] = {}
     for digest, slot in blocks:
         place = shape.staging.addresses(slot)
         for prefix, ranks in shards:
             [source] = [rank for rank in ranks if slot % shape.turns[rank][0] == shape.turns[rank][1]]
-            targets[prefix + digest.hex()] = (place[source], shape.staging.block_bytes[source])
+            targets[prefix + digest.hex()] = _Target(slot, place[source], shape.staging.block_bytes[source])
     names = list(targets)
     try:
         there = store.exist(names)
         missing = [name for name, present in zip(names, there, strict=True) if not present]
         if missing and mark is not None and not store.unchanged(mark):
             return SaveResult(0, 0, 0, list(blocks), doubt=True)
-        outcome = store.put_from(missing, [targets[n][0] for n in missing], [targets[n][1] for n in missing])
+        addresses, sizes = [targets[n].address for n in missing], [targets[n].bytes for n in missing]
+        slots = [targets[n].slot for n in missing]
+        outcome = _move(shape, slots, lambda: store.put_from(missing, addresses, sizes))
         if missing and mark is not None and not store.unchanged(mark):
             store.discard(missing)
             return SaveResult(0, 0, 0, list(blocks), doubt=True)
@@ -221,7 +251,7 @@ def save(
             again.append(block)
         else:
             failed += 1
-    result = SaveResult(stored, present, failed, again, digests=digests)
+    result = SaveResult(stored, present, failed, again, digests=digests, lost=outcome.count(ErrorClass.UNDER_WAY))
     if locate:
         for (_, slot), tier in zip(kept, _tiers(store, [key for key, _ in kept]), strict=True):
             (result.disk if tier == "disk" else result.memory).append(slot)

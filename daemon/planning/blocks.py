@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -64,12 +64,15 @@ class Run:
 class Blocks:
     """The blocks in slots [0, slot_count), of which those from disk hold at most `disk_slots` at a time.
 
+    A slot that is in `lost` when it comes back is never used again; others add to that set.
     Whoever holds slots holds whole runs: find() cuts a run to what is wanted, and unpin() to what is given back.
     """
 
-    def __init__(self, slot_count: int, disk_slots: int) -> None:
+    def __init__(self, slot_count: int, disk_slots: int, lost: Set[int] = frozenset()) -> None:
         self.slot_count = slot_count
         self.disk_slots = disk_slots
+        self.lost = 0  # slots that are never used again
+        self._lost = lost
         self.used = [0, 0]  # slots of each lane's blocks that are pinned or being written
         self.pinned = 0  # blocks that are pinned
         self.sole: dict[int, int] = {}  # request number -> blocks that it alone pins
@@ -303,7 +306,9 @@ class Blocks:
         self._waste(run, len(run))
         for slot in run.slots:
             self._runs[slot] = None
-        self._free.extend(run.slots)
+        back = [slot for slot in run.slots if slot not in self._lost] if self._lost else run.slots
+        self.lost += len(run) - len(back)
+        self._free.extend(back)
 
     def _waste(self, run: Run, blocks: int) -> None:
         """So many of its blocks are given up."""
@@ -328,6 +333,7 @@ class Blocks:
         return {
             "slots": self.slot_count,
             "slots_free": len(self._free),
-            "slots_idle": self.slot_count - len(self._free) - sum(self.used),
+            "slots_idle": self.slot_count - len(self._free) - sum(self.used) - self.lost,
+            "slots_lost": self.lost,
             "blocks_pinned": self.pinned,
         }

@@ -11,7 +11,7 @@ each request, so two cannot go on taking from each other.  Time is handed in; fl
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from .blocks import Blocks, BlockState, Lane, Run
 from .queues import Queues, Stop
@@ -25,14 +25,20 @@ AHEAD_SHARE = 4  # what is staged ahead takes a quarter of a call, and of the sl
 
 
 class Planner:
-    """Plans one engine's staging slots [0, slot_count)."""
+    """Plans one engine's staging slots [0, slot_count), but for those that are `lost` when they come back."""
 
     def __init__(
-        self, slot_count: int, flags: FlagPort, *, chunk_blocks: int, disk_chunk_blocks: int | None = None
+        self,
+        slot_count: int,
+        flags: FlagPort,
+        *,
+        chunk_blocks: int,
+        disk_chunk_blocks: int | None = None,
+        lost: Set[int] = frozenset(),
     ) -> None:
         self._flags = flags
         self._chunk_blocks = (max(1, chunk_blocks), max(1, disk_chunk_blocks or chunk_blocks))
-        self._blocks = Blocks(slot_count, max(1, int(slot_count * DISK_SHARE)))
+        self._blocks = Blocks(slot_count, max(1, int(slot_count * DISK_SHARE)), lost)
         self.requests: dict[Key, Request] = {}
         self._numbers: dict[int, Request] = {}
         self._queues = Queues(self._numbers)
@@ -307,7 +313,7 @@ class Planner:
             return False
         held = {slot: run.lane for run in self._blocks.runs(request.held) for slot in run.slots}
         stuck = [order.lane for order in self._overdue.values() for _ in order.slots]
-        all_of_them = len(held) >= self._blocks.slot_count - len(stuck)
+        all_of_them = len(held) >= self._blocks.slot_count - len(stuck) - self._blocks.lost
         of_lane = sum(held.values()) >= self._blocks.disk_slots - sum(stuck)
         if not (all_of_them or (lane is Lane.DISK and of_lane)):
             waiting = (each for each in self.requests.values() if each.held and each.limit >= 0)

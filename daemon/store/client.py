@@ -25,6 +25,7 @@ from .breaker import Attempt, Breaker
 from .buckets import Removal, patterns, purge
 from .errors import ErrorClass, classify, classify_get
 from .fingerprints import Fingerprints
+from .give_up import UNDER_WAY, Move, move
 from .joining import StoreError as StoreError
 from .joining import join, pinned
 from .marks import Found, Mark, Marks, padded
@@ -61,6 +62,7 @@ class Store:
         self._state = threading.Condition()
         self._open = False
         self._in_flight = 0
+        self._under_way = False  # a transfer that Mooncake gave up may still go on
         self._breaker = Breaker(clock)
         self._owners = Owners(log, clock)
         self._seen: OrderedDict[str, None] = OrderedDict()
@@ -93,15 +95,16 @@ class Store:
     def close(self, *, goodbye: bool = True) -> None:
         """Refuse new calls, wait for those in flight, then leave the cluster; may hold the GIL for 2 s. Idempotent.
 
-        A call still in flight after 65 s would crash the process if the client went away under it; the client is then
-        left as it is, for the end of the process. So it is without `goodbye`, which a process that ends with its master
-        does not say, nor one where several masters are: it would take up to 31 s.
+        A call still in flight after 65 s, or a transfer that may still be under way, would crash the process if the
+        client went away under it; the client is then left as it is, for the end of the process. So it is without
+        `goodbye`, which a process that ends with its master does not say, nor one where several masters are: it would
+        take up to 31 s.
         """
         goodbye = goodbye and addresses.elected(self._settings.master_server_address) is None
         with self._state:
             was_open, self._open = self._open, False
             idle = self._state.wait_for(lambda: self._in_flight == 0, _CLOSE_WAIT_S)
-        if was_open and idle and goodbye:
+        if was_open and idle and goodbye and not self._under_way:
             self._client.close()
         elif was_open:
             _left.append(self._client)
@@ -200,13 +203,19 @@ class Store:
         self._remember((key for key, here in zip(keys, found, strict=True) if here), self._seen)
         return found
 
+    def _move(self, call: Move, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """The one place that hands memory to Mooncake; see give_up.py."""
+        codes = move(call, keys, addresses, sizes)
+        self._under_way |= UNDER_WAY in codes
+        return codes
+
     def get_into(
         self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], get: Get | None = None,
         mark: Mark | None = None,
     ) -> list[ErrorClass]:  # fmt: skip
         """Read each value to its address; OK only if exactly its `size` bytes arrived from where it lay before and
         after (places.py), and what is marked lies there still: else DOUBT. CORRUPT: a disk lost a page (zeros.py).
-        Raises StoreUnavailable.
+        UNDER_WAY: the caller must never use that memory again. Raises StoreUnavailable: no transfer is under way.
 
         Each key once: of one that stands twice Mooncake fills the last destination only, and says OK for both.
         With an owner that is put aside (owners.py) none is tried: TRANSFER. Who gives this get up says so in `get`.
@@ -221,7 +230,7 @@ class Store:
             def read(part: Sequence[int]) -> list[ErrorClass]:
                 nonlocal code
                 these, large = [keys[i] for i in part], [sizes[i] for i in part]
-                codes: list[int] = client.batch_get_into(these, [addresses[i] for i in part], large)
+                codes = self._move(client.batch_get_into, these, [addresses[i] for i in part], large)
                 code = codes[0] if codes else -1
                 return classify_get(client, these, large, codes)
 
@@ -244,13 +253,14 @@ class Store:
     def put_from(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[ErrorClass]:
         """Write each value; a key that exists keeps its value and counts as OK. Raises StoreUnavailable.
 
+        UNDER_WAY: Mooncake may still read that memory, which must not change any more.
         NO_SPACE means that memory is full of values not yet on disk or under lease: try again in about a second.
         """
         if not keys:
             return []
         with self._call() as (client, attempt):
             with self._puts.of(keys):
-                codes: list[int] = client.batch_put_from(list(keys), list(addresses), list(sizes))
+                codes = self._move(client.batch_put_from, keys, addresses, sizes)
             results = [ErrorClass.OK if code == -705 else classify(code) for code in codes]
             self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "put", codes[0] if codes else -1)
         done = [key for key, r in zip(keys, results, strict=True) if r is ErrorClass.OK]

@@ -6,6 +6,8 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
+from .give_up import UNDER_WAY
+
 LIBRARIES = "on Debian install libibverbs1 libcurl4 libnuma1"  # what Mooncake's own need
 
 
@@ -18,6 +20,7 @@ class ErrorClass(enum.Enum):
     LOOKUP_AGAIN = "lookup_again"
     TRANSIENT = "transient"
     TRANSFER = "transfer"  # the owner of these bytes does not deliver; says nothing of other owners, or of the master
+    UNDER_WAY = "under_way"  # as TRANSFER, and Mooncake may still use the memory: nobody may use it again (give_up.py)
     CORRUPT = "corrupt"
     BUG = "bug"
     NO_SPACE = "no_space"
@@ -33,6 +36,7 @@ _CLASSES: dict[int, ErrorClass] = {
         ErrorClass.RETRY: (-703, -714),
         ErrorClass.LOOKUP_AGAIN: (-707, -710),
         ErrorClass.TRANSFER: (-800,),
+        ErrorClass.UNDER_WAY: (UNDER_WAY,),
         ErrorClass.TRANSIENT: (-900, -901, -101, -1010, -1600, -1601),
         ErrorClass.CORRUPT: (-801,),
         ErrorClass.BUG: (-10, -400, -600, -601, -702),

@@ -21,7 +21,7 @@ from .places import Places
 PAUSE_S = (1.0, 10.0)  # the first, and the longest
 FORGET_S = 300.0  # after its pause, when nobody asks for values of this owner
 _ANY_DISK = ""  # stands for the owner of a value on a disk alone, who is not told
-_FAILED = (ErrorClass.TRANSFER,)
+_FAILED = (ErrorClass.TRANSFER, ErrorClass.UNDER_WAY)
 
 
 @dataclass(eq=False)

@@ -63,6 +63,7 @@ class Account:
     saved_again_blocks: int = 0
     present_blocks: int = 0
     lost_saves: int = 0
+    kept_bytes: int = 0
     requests_taken_back: int = 0
     promoted_blocks: int = 0
     device_blocks: int = 0

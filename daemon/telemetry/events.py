@@ -41,6 +41,7 @@ class Ending(enum.Enum):
     UNTOLD = "untold", "the flag was given up, and the record that says how did not come: the hint ring was full"
     RESET = "reset", "the engine's weights changed (`reset_cache`) while it was pending or staged"
     ENGINE_GONE = "engine_gone", "the connection to one of the engine's processes ended first"
+    STAGING_LOST = "staging_lost", "the epoch ended because half of its staging slots were lost (`engine.worn`)"
     ENGINE_CORRUPT = "engine_corrupt", "the engine's shared memory said what cannot be, and it was detached"
     DAEMON_STOPPED = "daemon_stopped", "the daemon was told to stop first"
 
@@ -133,17 +134,20 @@ FIELDS: dict[str, Field] = {
     "saved_blocks": Field("integer", "blocks put into the store"),
     "saved_again_blocks": Field("integer", "of these, blocks that the engine had stored before: evicted, or purged"),
     "lost_saves": Field("integer", "blocks that were to be saved and were not"),
+    "kept_bytes": Field("integer", "staging that is not given back before the daemon ends: the epoch had lost slots"),
     "requests_taken_back": Field("integer", "requests that lost staged blocks to more urgent ones before they ended"),
     "slots": Field("integer", "staging slots, those for saves not counted in `status` and `engine.detached`"),
     "slots_free": Field("integer", "empty slots"),
     "slots_idle": Field("integer", "slots with a staged block that no request holds"),
     "slots_stuck": Field("integer", "slots that a store call past its deadline may still write to"),
+    "slots_lost": Field("integer", "slots that are never used again: Mooncake may still write to them (`slots.lost`)"),
     "blocks_pinned": Field("integer", "blocks that requests hold"),
     "requests": Field("integer", "hinted requests that have not ended"),
     "leases": Field("integer", "blocks that wait for their fetch; the store keeps them until then"),
     "orders": Field("integer", "fetches in flight or waiting for a thread"),
     "save_slots": Field("integer", "slots kept for saves"),
     "save_slots_busy": Field("integer", "of these, with the saver"),
+    "save_slots_lost": Field("integer", "of these, never used again: Mooncake may still read them (`slots.lost`)"),
     "saves_queued": Field("integer", "saves running or waiting"),
     "device_slots": Field("integer", "slots in device memory"),
     "device_slots_free": Field("integer", "empty ones"),
@@ -206,10 +210,10 @@ FIELDS: dict[str, Field] = {
 }
 
 _ACCOUNT = (
-    "slots", "slots_free", "slots_idle", "slots_stuck", "blocks_pinned", "requests", "leases", "orders",
-    "save_slots", "save_slots_busy", "saves_queued", "hints", "dropped_hints", "bad_records", "hit_blocks",
-    "miss_blocks", "fetched_blocks", "failed_blocks", "loaded_blocks", "saved_blocks",
-    "saved_again_blocks", "present_blocks", "lost_saves",
+    "slots", "slots_free", "slots_idle", "slots_stuck", "slots_lost", "blocks_pinned", "requests", "leases",
+    "orders", "save_slots", "save_slots_busy", "save_slots_lost", "saves_queued", "hints", "dropped_hints",
+    "bad_records", "hit_blocks", "miss_blocks", "fetched_blocks", "failed_blocks", "loaded_blocks", "saved_blocks",
+    "saved_again_blocks", "present_blocks", "lost_saves", "kept_bytes",
     "requests_taken_back", "device_slots", "device_slots_free", "device_slots_idle", "device_copies",
     "promoted_blocks", "device_blocks",
 )  # fmt: skip
@@ -232,8 +236,7 @@ EVENTS: dict[str, Event] = {
         "store will take: lower `staging` or `memory`, or the kernel will end somebody.",
         ("available_bytes", "wanted_bytes"),
     ),
-    "log.lost": Event("warning", "Lines could not be written: nobody read them, or a full disk.",
-                      ("lost_lines",)),
+    "log.lost": Event("warning", "Lines could not be written: nobody read them, or a full disk.", ("lost_lines",)),
     "socket.renewed": Event("warning", "The control socket's file was gone, and a new one is there. Who removes it?",
                             ("socket",)),
     "socket.lost": Event("warning", "The file is gone, or another's, and a new one cannot be had: no engine comes. "
@@ -254,11 +257,13 @@ EVENTS: dict[str, Event] = {
     ),
     "engine.refused": Event("error", "An engine's memory could not be reserved.", ("error",)),
     "engine.corrupt": Event("error", "An engine's shared memory said what cannot be; it is detached.", ("error",)),
+    "engine.worn": Event("warning", "Half of an engine's slots are lost (`slots.lost`): its epoch ends, and it attaches"
+                         " anew with fresh memory. The old memory stays until the daemon ends.", ()),
     "engine.held": Event(
         "warning", "An engine is gone, and its memory is kept: calls past their deadline may still touch it.",
         ("in_flight",),
     ),
-    "engine.detached": Event("info", "An engine's epoch is over and its memory is given back.", _ACCOUNT),
+    "engine.detached": Event("info", "An engine's epoch is over; its memory but `kept_bytes` is given back.", _ACCOUNT),
     "request.done": Event("info", "A hinted request ended: its whole story, in one line for each hint.",
                           tuple(FIELDS)[: tuple(FIELDS).index("hidden_fraction") + 1]),
     "namespace.refused": Event(
@@ -291,6 +296,9 @@ EVENTS: dict[str, Event] = {
         "warning", "A store call, or a copy to device memory, is past its deadline: the requests go on without it.",
         ("call", "blocks", "owners?"), floods=True,
     ),
+    "slots.lost": Event("warning", "Mooncake gave up a fetch (or save) and may still write (or read) its slots: they"
+                        " are never used again. A storage node is slow or stopped, or the clock was set.",
+                        ("call", "blocks")),
     "owner.aside": Event("warning", "A storage node did not deliver: its values are misses, and one call at a time "
                          "asks whether it is back.", ("owners",)),
     "owner.back": Event("info", "It delivered again.", ("owners", "waited_s")),

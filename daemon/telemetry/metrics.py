@@ -61,6 +61,10 @@ CATALOGUE: dict[str, Described] = {
     ),
     "present_blocks": Described("counter", "Blocks that were to be saved and were in the store already"),
     "lost_saves": Described("counter", "Blocks that were to be saved and were not"),
+    "kept_bytes": Described(
+        "counter",
+        "Bytes of staging that are never given back: an epoch with lost slots ended, and Mooncake may use them",
+    ),
     "promoted_blocks": Described("counter", "Staged blocks copied to device memory"),
     "device_blocks": Described("counter", "Of the loaded blocks, those that engines loaded from device memory"),
     "memory_evicted_bytes": Described(
@@ -88,7 +92,8 @@ CATALOGUE: dict[str, Described] = {
     ),
     "staging_slots": Described(
         "gauge",
-        "Staging slots: free, idle (staged, held by nobody), pinned (by requests), stuck (a call may still write)",
+        "Staging slots: free, idle (staged, held by nobody), pinned (by requests), stuck (a call may still write), "
+        "lost (Mooncake gave a fetch up that may still write; never used again)",
         ("engine", "use"),
     ),
     "device_slots": Described(
@@ -101,6 +106,9 @@ CATALOGUE: dict[str, Described] = {
     "fetch_orders": Described("gauge", "Fetches in flight or waiting for a thread", ("engine",)),
     "save_slots": Described("gauge", "Staging slots kept for saves", ("engine",)),
     "save_slots_busy": Described("gauge", "Of these, with the saver", ("engine",)),
+    "save_slots_lost": Described(
+        "gauge", "Of these, never used again: Mooncake gave a put up that may still read them", ("engine",)
+    ),
     "saves_queued": Described("gauge", "Saves running or waiting", ("engine",)),
     "store_open": Described("gauge", "1 when the store can be used"),
     "store_answering": Described("gauge", "0 while the store is left alone, because whole calls failed"),
@@ -172,6 +180,7 @@ class BoardCollector(Collector):
             "saved_blocks": totals.saved_blocks, "saved_again_blocks": totals.saved_again_blocks,
             "present_blocks": totals.present_blocks,
             "lost_saves": totals.lost_saves, "requests_taken_back": totals.requests_taken_back,
+            "kept_bytes": totals.kept_bytes,
             "promoted_blocks": totals.promoted_blocks, "device_blocks": totals.device_blocks,
         }  # fmt: skip
         return {
@@ -197,6 +206,7 @@ class BoardCollector(Collector):
             return [((engine,), numbers[key]) for engine, numbers in engines.items()]
 
         uses = {"free": "slots_free", "idle": "slots_idle", "pinned": "blocks_pinned", "stuck": "slots_stuck"}
+        uses["lost"] = "slots_lost"
         device = {"all": "device_slots", "free": "device_slots_free", "idle": "device_slots_idle"}
         return {
             "engines": [((), len(snapshot.engines))],
@@ -212,6 +222,7 @@ class BoardCollector(Collector):
             "fetch_orders": each("orders"),
             "save_slots": each("save_slots"),
             "save_slots_busy": each("save_slots_busy"),
+            "save_slots_lost": each("save_slots_lost"),
             "saves_queued": each("saves_queued"),
             "store_open": [((), snapshot.store_open)],
             "store_answering": [((), snapshot.store_answering)],

@@ -42,8 +42,10 @@ class Setup:
         self.credits = Credits()
         nothing: Any = None
         credits: Any = self.credits
+        self.lost: set[int] = set()
+        shape: Any = SimpleNamespace(staging=SimpleNamespace(lost=self.lost))
         self.saver = Saver(
-            nothing, nothing, credits, range(slots), self.run, structlog.get_logger(), lambda: self.now,
+            nothing, shape, credits, range(slots), self.run, structlog.get_logger(), lambda: self.now,
             job_blocks=job_blocks, loading=lambda: self.loading, namespace=self.namespace, counters=Account(),
             stored=lambda _: None,
         )  # fmt: skip
@@ -83,6 +85,19 @@ def test_a_long_save_that_is_not_stored_is_told_in_messages_that_fit() -> None:
     assert setup.saver.counters.lost_saves == 20_000
 
 
+def test_slots_that_a_put_may_still_read_are_never_granted_again() -> None:
+    setup = Setup()
+    setup.save(8)
+    setup.lost.update({1, 4})
+    while setup.jobs:
+        setup.end()
+    assert setup.credits.granted == [0, 2, 3, 5, 6, 7]
+    assert setup.saver.gauges() == {"save_slots": 8, "save_slots_busy": 0, "save_slots_lost": 2, "saves_queued": 0}
+    setup.saver.switch(saving=False)
+    setup.saver.switch(saving=True)
+    assert len(setup.credits.granted) == 6
+
+
 def test_a_long_save_is_put_in_parts_and_each_part_gives_its_slots_back() -> None:
     setup = Setup()
     setup.save(8)
@@ -98,7 +113,7 @@ def test_a_long_save_is_put_in_parts_and_each_part_gives_its_slots_back() -> Non
     ]
     counters = setup.saver.counters
     assert (counters.saved_blocks, counters.present_blocks, counters.lost_saves) == (8, 0, 0)
-    assert setup.saver.gauges() == {"save_slots": 8, "save_slots_busy": 0, "saves_queued": 0}
+    assert setup.saver.gauges() == {"save_slots": 8, "save_slots_busy": 0, "save_slots_lost": 0, "saves_queued": 0}
 
 
 def test_what_is_stored_a_second_time_is_counted_unless_it_was_removed() -> None:

@@ -100,6 +100,32 @@ def test_what_may_be_there_soon_is_tried_once_more_and_nothing_else() -> None:
     staging.close()
 
 
+def test_the_slots_of_transfers_that_may_be_under_way_are_lost_and_the_memory_is_kept() -> None:
+    """Also of a second try, of one rank's part, and of a call that raises what says nothing of its transfers."""
+    ok, late, retry = ErrorClass.OK, ErrorClass.UNDER_WAY, ErrorClass.RETRY
+    staging = HostStaging(8, [64, 64])
+    shape = Shape(("a@", "b@"), ((1, 0), (1, 0)), staging)
+    store: Any = Told(set(), [[ok, ok, ok, late, retry, ok], [late]])
+    outcome = transfers.fetch(store, shape, [(bytes([slot]), slot) for slot in range(3)])
+    assert (outcome, staging.lost) == ([ok, late, late], {1, 2})
+    broken: Any = SimpleNamespace(get_into=lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        transfers.fetch(broken, shape, [(b"3", 3)])
+    assert staging.lost == {1, 2, 3}
+    answers: Any = Answers({"a@04"}, {"4": late, "5": ok})
+    result = transfers.save(answers, shape, [(b"\4", 4), (b"\5", 5)])
+    assert (result.stored, result.failed, result.again, result.lost) == (1, 1, [], 1)
+    assert staging.lost == {1, 2, 3, 4}
+    address = staging.addresses(1)[0]
+    registered: list[int] = [base for base, _ in staging.areas()]
+    stub: Any = SimpleNamespace(register=lambda *_: None, unregister=registered.remove)
+    staging.register(stub)
+    assert staging.unregister(stub) == 8 * 128
+    assert len(registered) == 2
+    staging.close()
+    ctypes.memset(address, 1, 64)  # still mapped: a segmentation fault otherwise
+
+
 def test_a_second_try_that_fails_as_a_whole_takes_nothing_from_the_first() -> None:
     staging = HostStaging(3, [64])
     store: Any = Told(set(), [[ErrorClass.OK, ErrorClass.RETRY, ErrorClass.OK]])

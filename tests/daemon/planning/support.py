@@ -98,7 +98,9 @@ def audit(planner: Planner) -> None:
     in_call = {slot for order in (*planner._orders.values(), *planner._overdue.values()) for slot in order.slots}
     runs = {run for run in blocks._runs if run is not None}
     slots = [slot for run in runs for slot in run.slots]
-    assert Counter((*slots, *blocks._free)) == Counter(range(blocks.slot_count)), "each slot is free or of one run"
+    gone = set(range(blocks.slot_count)).difference(slots, blocks._free)
+    assert Counter((*slots, *blocks._free, *gone)) == Counter(range(blocks.slot_count)), "each is free or of one run"
+    assert gone <= blocks._lost, "or lost"
     index: dict[bytes, int] = {}
     for run in runs:
         assert run.slots
@@ -120,6 +122,7 @@ def audit(planner: Planner) -> None:
         "slots": blocks.slot_count,
         "slots_free": len(blocks._free),
         "slots_idle": sum(map(len, blocks._idle)),
+        "slots_lost": len(gone),
         "blocks_pinned": sum(len(run) for run in runs if run.pins),
     }
     alone = Counter(numbers[0] for numbers in holders.values() if len(numbers) == 1)

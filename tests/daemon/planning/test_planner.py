@@ -193,6 +193,26 @@ def test_an_overdue_order_ends_its_requests_at_their_prefix_and_gives_its_slots_
     assert gauges["slots_free"] + gauges["slots_idle"] == 4
 
 
+def test_a_slot_that_is_lost_never_comes_back_and_the_others_do() -> None:
+    """Of a call that was past its deadline, and of one that failed in time."""
+    lost: set[int] = set()
+    planner = Planner(4, FlagsModel(), chunk_blocks=2, lost=lost)
+    keys = [hit(planner, 1, "a", "b"), hit(planner, 2, "c", "d")]
+    orders = [order for _ in keys if (order := planner.next_order()) is not None]
+    lost.update({orders[0].slots[0], orders[1].slots[1]})
+    planner.overdue(orders[0].number, 1)
+    for order in orders:
+        planner.fetched(order.number, [False, False], 2)
+    for key in keys:
+        planner.finish(key)
+    assert (planner.gauges()["slots_lost"], planner.gauges()["slots_free"]) == (2, 2)
+    hit(planner, 3, "e", "f", "g")
+    again = planner.next_order()
+    assert again is not None
+    assert sorted(again.slots) == sorted(set(range(4)) - lost)
+    assert planner.next_order() is None
+
+
 def test_a_second_look_up_can_only_shorten() -> None:
     flags = FlagsModel()
     planner = Planner(2, flags, chunk_blocks=1)

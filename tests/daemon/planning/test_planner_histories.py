@@ -25,11 +25,19 @@ def some_prompt(chance: Random) -> list[str]:
     return names
 
 
+def lose(chance: Random, lost: set[int], order: Order, results: list[bool], slots: int) -> None:
+    """Now and then what failed is still under way."""
+    for slot, ok in zip(order.slots, results, strict=True):
+        if not ok and chance.random() < 0.3 and len(lost) < slots - 1:
+            lost.add(slot)
+
+
 def history(chance: Random) -> None:
     """Up to 120 events as they may come, and after them everybody's end."""
     flags = FlagsModel()
     slots = chance.randint(1, 12)
-    planner = Planner(slots, flags, chunk_blocks=chance.randint(1, 4))
+    lost: set[int] = set()  # one slot stays, so that everybody's end can come
+    planner = Planner(slots, flags, chunk_blocks=chance.randint(1, 4), lost=lost)
     live: dict[Key, list[str]] = {}
     content: dict[int, str] = {}
     orders: list[Order] = []
@@ -56,12 +64,14 @@ def history(chance: Random) -> None:
                 planner.tick()
                 assert len(set(taken_back)) == len(taken_back), "nobody gets room that it loses to the same order"
                 if order is not None:
+                    assert lost.isdisjoint(order.slots), "nothing is fetched into a slot that is still written to"
                     orders.append(order)
                     content.update((slot, "") for slot in order.slots)
                     fresh -= set(order.slots)
             case "fetched" if orders:
                 order = orders.pop(chance.randrange(len(orders)))
                 results = [chance.random() < 0.85 for _ in order.slots]
+                lose(chance, lost, order, results, slots)
                 for digest, slot, ok in zip(order.digests, order.slots, results, strict=True):
                     content[slot] = digest.decode().rstrip(".") if ok else ""
                     if ok:
@@ -74,6 +84,7 @@ def history(chance: Random) -> None:
             case "returned" if overdue:
                 order = overdue.pop(chance.randrange(len(overdue)))
                 results = [chance.random() < 0.85 for _ in order.slots]
+                lose(chance, lost, order, results, slots)
                 fetched += sum(results)
                 planner.fetched(order.number, results, 1)
             case "renewed" if live:
@@ -97,6 +108,7 @@ def history(chance: Random) -> None:
                 lane = chance.choice(list(Lane))
                 order = planner.ahead([digests(name) for name in dict.fromkeys(names)], lane, "list")
                 if order is not None:
+                    assert lost.isdisjoint(order.slots)
                     orders.append(order)
                     content.update((slot, "") for slot in order.slots)
                     fresh -= set(order.slots)
@@ -138,7 +150,8 @@ def history(chance: Random) -> None:
     assert planner._blocks.used == [0, 0]
     assert not planner._blocks.sole
     gauges = planner.gauges()
-    assert gauges["slots_free"] + gauges["slots_idle"] == slots
+    assert gauges["slots_lost"] == len(lost)
+    assert gauges["slots_free"] + gauges["slots_idle"] == slots - len(lost)
     assert gauges["blocks_pinned"] == gauges["requests"] == gauges["orders"] == 0
 
 

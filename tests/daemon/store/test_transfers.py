@@ -1,4 +1,4 @@
-"""Transfers that fail, and that bring pages of zeros, at the Mooncake client's border."""
+"""Transfers that fail, that may still be under way, and that bring pages of zeros, at the Mooncake client's border."""
 
 from __future__ import annotations
 
@@ -7,9 +7,39 @@ from dataclasses import replace
 
 import pytest
 
+from kvprefetch.daemon.store import give_up
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.store.owners import PAUSE_S
 from tests.daemon.store.test_store import SETTINGS, Clock, opened
+
+
+@pytest.mark.parametrize(("monotonic_s", "realtime_s"), [(60, 60), (60, 0), (1, 61), (60, -3600)])
+def test_a_transfer_that_fails_when_it_may_have_been_given_up_is_under_way_by_either_clock(
+    monotonic_s: int, realtime_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of CLOCK_REALTIME ends every transfer; one that began before a step back may last longer than 60 s."""
+    times = [(0, 10**18), (monotonic_s * 10**9, 10**18 + realtime_s * 10**9)]
+    monkeypatch.setattr(give_up, "clocks_ns", lambda: times[client.calls % 2])
+    store, client = opened()
+    client.codes, client.size = [-800, 8, -704, -900], -900  # nor is the master asked about them, which is away
+    keys, addresses = list("abcd"), list(range(0, 32, 8))
+    under_way = [ErrorClass.UNDER_WAY, ErrorClass.OK, ErrorClass.UNDER_WAY, ErrorClass.UNDER_WAY]
+    assert store.get_into(keys, addresses, [8] * 4) == under_way
+    times.reverse()
+    assert store.put_from(keys, addresses, [8] * 4) == under_way
+    store.close()
+    assert not client.closed, "its end could free what the transfer uses"
+
+
+@pytest.mark.parametrize("failed_s", [0, 1, 50])
+def test_a_transfer_that_fails_sooner_has_ended(failed_s: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(give_up, "clocks_ns", lambda: (client.calls * failed_s * 10**9,) * 2)
+    store, client = opened()
+    client.codes, client.size = [-800], 8
+    assert store.get_into(["k"], [0], [8]) == [ErrorClass.TRANSFER]
+    assert store.put_from(["k"], [0], [8]) == [ErrorClass.TRANSFER]
+    store.close()
+    assert client.closed
 
 
 def test_a_value_of_an_owner_that_is_put_aside_lies_nowhere() -> None:
