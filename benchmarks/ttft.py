@@ -155,7 +155,7 @@ class Bench:
             }
             if "ours" in variants:
                 daemon = stack.enter_context(Daemon(mooncake_config=store.config, staging=self.setting.staging))
-                transfers["ours"] = connectors.ours(daemon.socket, wait_policy="adaptive")
+                transfers["ours"] = connectors.ours(daemon.socket, wait_policy="adaptive", key_format="vllm")
             server = None
             if self.lmcache_python is not None and not set(LMCACHE).isdisjoint(variants):
                 server = stack.enter_context(LMCache(self.lmcache_python, link=self.link))

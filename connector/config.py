@@ -51,6 +51,10 @@ class ConnectorConfig(BaseModel):
     )
     hint_on_arrival: bool = Field(default=True, description="false: hint only when the scheduler first asks")
     save_decode_cache: bool = Field(default=False, description="also save blocks filled while decoding")
+    key_format: Literal["fingerprint", "vllm"] = Field(
+        default="fingerprint",
+        description="vllm: keys of vLLM's MooncakeStoreConnector, which engines with other weights have, too",
+    )
     cache_prefix: str = Field(default="", max_length=256, description="put before every key, as upstream's connector")
     reset_timeout_ms: int = Field(
         default=5000, ge=1, le=600_000, description="how long reset_cache waits for the daemon"

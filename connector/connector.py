@@ -27,7 +27,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from . import config as configuration
 from . import copies as copying
-from . import fingerprint, register, support
+from . import fingerprint, namespace, register, support
 from .link import Link
 from .metadata import KVPrefetchMetadata, KVPrefetchNode, KVPrefetchWorkerMeta
 from .paged import PagedCache
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from ..shmring.messages import Hello
 
 log = logging.getLogger("vllm.kvprefetch")
 
@@ -255,22 +257,44 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         paged = PagedCache(kv_caches, layers, self._kv_cache_config.num_blocks)
         copies, device = copying.for_cache(paged)
         hello = functools.partial(
-            support.worker_hello, self._vllm_config, self._geometry, tp_rank=self._tp_rank,
-            block_bytes=paged.block_bytes, keys=self._keys, device="" if device is None else device.uuid,
-            fingerprint=self._fingerprint(kv_caches),
-        )  # fmt: skip
+            self._worker_hello, paged.block_bytes, "" if device is None else device.uuid, self._running(paged.layout)
+        )
         map_session = functools.partial(WorkerSession.map, device=device)
         link = Link(self._settings.socket, functools.cache(hello), map_session, keep_ended=True)
         self._worker = WorkerSide(link, paged, self._keys, copies)
         self._link = link
         link.start()
 
-    @_guarded(dict)
-    def _fingerprint(self, kv_caches: dict[str, Any]) -> dict[str, str]:
-        """Without one, stored KV of engines unlike this one is taken for its own."""
+    def _running(self, layout: str) -> dict[str, str] | Exception:
+        """The part of the fingerprint that this rank knows, or why it does not."""
         assert self._keys is not None
-        group = self._geometry.group
-        return fingerprint.of_engine(self._vllm_config, self._kv_cache_config, group, self._keys, kv_caches)
+        group, factor = self._geometry.group, self._keys.put_factor
+        try:
+            return fingerprint.of_engine(
+                self._vllm_config, self._kv_cache_config, group=group, put_factor=factor, layout=layout
+            )
+        except Exception as error:
+            return error
+
+    def _worker_hello(self, block_bytes: int, device: str, running: dict[str, str] | Exception) -> Hello:
+        """On the link's thread, for it reads the model's files."""
+        config, keys = self._vllm_config, self._keys
+        assert keys is not None
+        if self._settings.key_format == "vllm":
+            where = namespace.vllms_own(keys)
+        else:
+            where = namespace.fingerprinted(config, keys, running, support.incarnation(config))
+        hello = support.worker_hello(
+            config,
+            self._geometry,
+            tp_rank=self._tp_rank,
+            block_bytes=block_bytes,
+            keys=keys,
+            device=device,
+            where=where,
+        )
+        namespace.say(where, first_rank=hello.rank == 0)
+        return hello
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """A step begins. With drafts, model runner V1 says wait_for_save on the last pipeline stage only."""

@@ -1,61 +1,143 @@
-"""What the bytes of a block depend on beside its tokens, by name: only engines with equal ones may share stored KV.
+"""Fingerprint of an engine: by name, everything that decides a block's bytes beside its tokens.
 
-Of the weights, 4 MiB spread over their files are read: those of another fine-tune, of a later checkpoint, or with an
-adapter merged in differ there, and it takes milliseconds where the files were just loaded.  Weights that an engine
-replaces while it runs are not seen; they come with a reset (docs/OPERATIONS.md).
+Only engines with equal fingerprints may read each other's stored KV, so its digest stands in their keys.  Where the
+model has files, they are read, and not what a library's classes make of them: a release that adds a field with a
+default changes nothing.  Of vLLM's own objects the fields are named one by one for the same reason.
+
+An error means that the engine has no fingerprint.  Nothing is guessed or left out instead: two engines that differ in
+what was left out would read each other's blocks.
+
+Not in it, since each block's hash has it: LoRA adapters (by name and path), images, cache salts, prompt embeddings.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
+import dataclasses
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .keys import RankKeys
+from . import checkpoint
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-PAGES, PAGE_BYTES = 1024, 4096
-_DIGEST_BYTES = 8
-# Of a model's configuration: what says where it is from, or which libraries read it.
-_VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
-# What else decides the embeddings of an image or a video, whose hash has only what its request says of it.
-_MEDIA = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate")
-# Of a layer's cache: what its block's size follows from, which is part of every hash, and what is compared by itself.
-_ELSEWHERE = ("block_size", "page_size_padded", "block_stride_alignment", "max_tp_shards", "dtype")
+# Fields of a layer's KV spec that decide what its bytes mean. Not what only sizes follow from, which `layout` has.
+_SPEC = (
+    "num_kv_heads", "head_size", "head_size_v", "kv_quant_mode", "num_head_slots", "state_content_bytes",
+    "tokens_per_state", "sliding_window", "attention_chunk_size", "non_causal", "cache_dtype_str", "model_version",
+    "cache_role", "is_index_group_leader", "bounded_replay",
+)  # fmt: skip
+# Options beside `hf_overrides` that decide what a model computes.
+_OPTIONS = ("quantization_config", "model_class_overrides")
+# Options that decide the embedding of an image or a video; its hash has only what its request says of it.
+_MEDIA = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")
+# Fields of a model's configuration that name other models whose weights are loaded with its own (Ultravox).
+_TOWERS = ("text_model_id", "audio_model_id")
 
 
 def of_engine(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: int, keys: RankKeys, kv_caches: Mapping[str, Any]
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, group: int, put_factor: int, layout: str
 ) -> dict[str, str]:
-    """All but the weights. `kv_caches`: tensors by layer, as `register_kv_caches` has them."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    """Return the part that the running rank knows. Ranks with the same bytes (`put_factor` of them) have the same.
+
+    `layout`: of the rank's paged cache (`PagedCache.layout`).
+    """
+    parallel = vllm_config.parallel_config
     served = kv_cache_config.kv_cache_groups[group]
     layers = served.layer_names
     specs = getattr(served.kv_cache_spec, "kv_cache_specs", None) or dict.fromkeys(layers, served.kv_cache_spec)
     found = {
-        "dtype": _name(model.dtype),
         "kv_dtype": ",".join(sorted({_kv_dtype(specs[layer], vllm_config.cache_config) for layer in layers})),
-        "quantization": str(model.quantization or "none"),
         # Ranks that hold the same heads have the same bytes, however many they are.
-        "tp_shards": str(parallel.tensor_parallel_size // keys.put_factor),
+        "tp_shards": str(parallel.tensor_parallel_size // put_factor),
         "pp_size": str(parallel.pipeline_parallel_size),
         "layers": _digest([[layer, *_kind(specs[layer])] for layer in layers]),
-        "layout": ",".join(sorted({_layout(kv_caches[layer]) for layer in layers})),
-        "config": _digest(_config(model)),
+        "layout": layout,
     }
     context = vllm_config.compilation_config.static_forward_context
     backends = {_backend(context[layer]) for layer in layers if hasattr(context.get(layer), "attn_backend")}
     if backends:
         found["attention"] = ",".join(sorted(backends))
-    return {name: value[:64] for name, value in found.items()}
+    return found
+
+
+def of_model(vllm_config: VllmConfig) -> dict[str, str]:
+    """Return the part that the model's files and options say. Reads the files."""
+    model, load, speculative = vllm_config.model_config, vllm_config.load_config, vllm_config.speculative_config
+    found = _of_model(model, load)
+    # A draft model's layers are in the block too; those of one that comes with the model are in its files.
+    draft = None if speculative is None else speculative.draft_model_config
+    if draft is not None and (draft.model, draft.revision) != (model.model, model.revision):
+        found["draft"] = _digest(_of_model(draft, speculative.draft_load_config or load))
+    return found
+
+
+def fitting(fingerprint: Mapping[str, str]) -> dict[str, str]:
+    """Return it as a hello takes it: a value that is long, or not plain ASCII, by its digest."""
+    return {
+        name: value if re.fullmatch(r"[ -~]{0,64}", value) else _digest(value) for name, value in fingerprint.items()
+    }
+
+
+def digest(fingerprint: Mapping[str, str]) -> str:
+    """Return the 32 hex digits that stand for a fingerprint in keys."""
+    return _digest(dict(fingerprint))
+
+
+def _of_model(model: Any, load: Any) -> dict[str, str]:
+    if getattr(model, "model_weights", ""):
+        raise ValueError(f"the weights are not files of the model's folder: model_weights={model.model_weights}")
+    towers = [(name, None) for each in _TOWERS if (name := getattr(model.hf_config, each, None))]
+    folders = [checkpoint.folder(*one, load.download_dir) for one in ((model.model, model.revision), *towers)]
+    # download_dir is where weights go; the rest of a model is in the Hub's own cache.
+    beside = [checkpoint.folder(model.model, model.revision, None)]
+    if model.hf_config_path:
+        beside.insert(0, checkpoint.folder(model.hf_config_path, getattr(model, "_hf_config_revision", None), None))
+    config = _config(model, [*beside, folders[0]])
+    found = {
+        "architecture": str(model.architecture),
+        "dtype": _name(model.dtype),
+        "quantization": str(model.quantization or "none"),
+        "config": _digest(config),
+        "weights": checkpoint.weights(folders, load.load_format),
+    }
+    if model.trust_remote_code:
+        others = [(name, None) for name in checkpoint.repositories(config)]
+        if model.code_revision and not Path(model.model).exists():
+            others.append((model.model, model.code_revision))
+        found["code"] = checkpoint.code([*beside, *(checkpoint.folder(*one, None) for one in others)]) or "none"
+    return found
+
+
+def _config(model: Any, folders: Sequence[Path]) -> dict[str, Any]:
+    media = model.multimodal_config
+    names = checkpoint.CONFIGURATION + (checkpoint.PROCESSORS if media is not None else ())
+    found: dict[str, Any] = {"files": checkpoint.configuration(folders, names)}
+    if overrides := _overrides(model.hf_overrides):
+        found["hf_overrides"] = overrides
+    found.update({name: value for name in _OPTIONS if (value := getattr(model, name, None))})
+    found.update({name: value for name in _MEDIA if (value := getattr(media, name, None))})
+    if "video_pruning_rate" in found:
+        found["video_pruning_method"] = getattr(media, "video_pruning_method", None)
+    if scales := getattr(media, "mm_encoder_fp8_scale_path", None):
+        found["mm_encoder_fp8_scales"] = checkpoint.digest_of(Path(scales).read_bytes())
+    if "longrope" in json.dumps(model.hf_config.to_dict(), default=str):  # vLLM chooses its factors by this length
+        found["max_model_len"] = model.max_model_len
+    return found
+
+
+def _overrides(given: Any) -> object:
+    """vLLM's own functions (it gives one to each draft model) are known by their names; others may do anything."""
+    if not callable(given):
+        return given
+    if getattr(given, "__module__", "").partition(".")[0] == "vllm":
+        return f"{given.__module__}.{given.__qualname__}"
+    raise ValueError("hf_overrides is a function")
 
 
 def _name(dtype: object) -> str:
@@ -69,14 +151,8 @@ def _kv_dtype(spec: Any, cache_config: Any) -> str:
 
 
 def _kind(spec: KVCacheSpec) -> list[str]:
-    fields = {name: value for name, value in vars(spec).items() if name not in _ELSEWHERE}
-    return [type(spec).__name__, *(f"{name}={value}" for name, value in sorted(fields.items()))]
-
-
-def _layout(cache: Any) -> str:
-    """The order in which a block's dimensions lie in memory; those of one element lie anywhere."""
-    dimensions = [each for each in range(1, cache.dim()) if cache.shape[each] > 1]
-    return "".join(map(str, sorted(dimensions, key=cache.stride, reverse=True)))
+    fields = [(name, getattr(spec, name, None)) for name in _SPEC]
+    return [type(spec).__name__, *(f"{name}={value}" for name, value in fields if value is not None)]
 
 
 def _backend(layer: Any) -> str:
@@ -84,79 +160,20 @@ def _backend(layer: Any) -> str:
     return ":".join(filter(None, (layer.attn_backend.get_name(), str(getattr(layer, "isa", "")))))
 
 
-def _config(model: Any) -> dict[str, Any]:
-    # Not to_diff_dict: it makes another one with the class's defaults, which may need arguments, or the network.
-    config = _lasting(model.hf_config.to_dict())
-    media = model.multimodal_config
-    config.update({name: value for name in _MEDIA if (value := getattr(media, name, None))})
-    if "longrope" in json.dumps(config, default=str):  # vLLM chooses its factors by this length
-        config["max_model_len"] = model.max_model_len
-    return config
-
-
-def _lasting(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a configuration, and those within it, what is the model's own."""
-    return {
-        name: _lasting(value) if isinstance(value, dict) and "model_type" in value else value
-        for name, value in config.items()
-        if name not in _VOLATILE
-    }
-
-
-def _text(value: object) -> object:
-    """Of what JSON has no word for; the order of a set and the address of an object are each process's own."""
-    if isinstance(value, (set, frozenset)):
-        return sorted(str(_text(each)) for each in value)
-    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
-
-
 def _digest(value: object) -> str:
-    text = json.dumps(value, sort_keys=True, default=_text).encode()
-    return hashlib.blake2b(text, digest_size=_DIGEST_BYTES).hexdigest()
+    return checkpoint.digest_of(json.dumps(value, sort_keys=True, default=_plain).encode())
 
 
-def of_weights(vllm_config: VllmConfig) -> dict[str, str]:
-    """Of their files, where they are files on this machine; else nothing."""
-    with contextlib.suppress(Exception):  # not here, or not readable: then nothing is said of them
-        load = vllm_config.load_config
-        if load.load_format == "dummy":
-            return {"weights": "dummy"}
-        if files := _files(_folder(vllm_config.model_config, load.download_dir)):
-            return {"weights": sample(files)}
-    return {}
-
-
-def _folder(model: Any, download_dir: str | None) -> Path:
-    if os.path.exists(model.model):
-        return Path(model.model)
-    from vllm.transformers_utils.repo_utils import hf_api
-
-    folder: str = hf_api().snapshot_download(
-        model.model, revision=model.revision, cache_dir=download_dir, local_files_only=True
-    )
-    return Path(folder)
-
-
-def _files(folder: Path) -> list[Path]:
-    """Of what is there in several formats, the one that vLLM loads."""
-    if folder.is_file():
-        return [folder]
-    for pattern in ("*.safetensors", "*.bin", "*.pt", "*.gguf"):
-        found = sorted(folder.glob(pattern))
-        if files := [file for file in found if not file.name.startswith("consolidated")] or found:
-            return files
-    return []
-
-
-def sample(files: Sequence[Path]) -> str:
-    """Digest of the files' sizes and of PAGES pages at even distances. Raises OSError."""
-    sizes = [file.stat().st_size for file in files]
-    step = max(PAGE_BYTES, sum(sizes) // PAGES)
-    digest = hashlib.blake2b(repr(sizes).encode(), digest_size=_DIGEST_BYTES)
-    before = 0
-    for file, size in zip(files, sizes, strict=True):
-        with file.open("rb", buffering=0) as content:
-            for at in range(-before % step, size, step):
-                digest.update(os.pread(content.fileno(), PAGE_BYTES, at))
-        before += size
-    return digest.hexdigest()
+def _plain(value: Any) -> object:
+    """What JSON has no word for. A dataclass is its fields that have not their defaults. Raises TypeError."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, Enum):
+        return value.name
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        defaults = {each.name: each.default for each in dataclasses.fields(value)}
+        return {name: given for name, given in fields.items() if given != defaults[name]}
+    raise TypeError(f"cannot be compared: type={type(value).__name__}")

@@ -1,4 +1,9 @@
-"""Store keys of one rank, byte for byte those of vLLM's MooncakeStoreConnector, and what this rank saves of them."""
+"""Store keys of one rank, and which of the blocks with these keys this rank saves.
+
+    [cache_prefix@]model@tp_rank:R@pcp0@dcp0@pp_rank:Q@group:0@[fp:FINGERPRINT@]HASH
+
+All but the part with the fingerprint is, byte for byte, the key of vLLM's MooncakeStoreConnector.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankKeys:
-    """`prefix` + the hash's hex digits is a key.
+    """`prefix` + the hash's hex digits is a key of vLLM's own connector.
 
     Of `put_factor` ranks that hold the same bytes, and so have the same keys, this one saves what goes through the save
     slots with slot % put_factor == put_turn.
@@ -16,6 +21,10 @@ class RankKeys:
     prefix: str
     put_factor: int
     put_turn: int
+
+    def of(self, fingerprint: str) -> str:
+        """Return the prefix of keys that only engines with this fingerprint (hex digits) have."""
+        return f"{self.prefix}fp:{fingerprint}@"
 
     def saves(self, slot: int) -> bool:
         """Whether the block that goes through this slot is this rank's to copy."""

@@ -158,6 +158,7 @@ class Link(Generic[S]):
 
     def _attach(self) -> float:
         """One connection from hello to its end; the seconds until the next attempt."""
+        hello = self._hello()  # may read files: not while the daemon waits for it
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             sock.settimeout(BEAT_S)
@@ -170,7 +171,7 @@ class Link(Generic[S]):
                     self._path, error.strerror or error,
                 )  # fmt: skip
                 return RETRY_S
-            messages.send_message(sock, self._hello())
+            messages.send_message(sock, hello)
             self._sock = sock
             return self._watch(sock)
         finally:

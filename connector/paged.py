@@ -48,7 +48,10 @@ class Piece(NamedTuple):
 
 
 class PagedCache:
-    """The paged KV cache of one rank. `kv_caches` is what vLLM hands to register_kv_caches, `layers` whose to take."""
+    """The paged KV cache of one rank. `kv_caches` is what vLLM hands to register_kv_caches, `layers` whose to take.
+
+    `layout` names the dimensions of a block as they lie in memory, the outermost first, each with its length.
+    """
 
     def __init__(self, kv_caches: Mapping[str, Any], layers: Sequence[str], num_blocks: int) -> None:
         """Find the segments. Raises LayoutUnsupported."""
@@ -64,6 +67,7 @@ class PagedCache:
         if any(tensor.untyped_storage().data_ptr() != base.data_ptr() for tensor in tensors):
             raise LayoutUnsupported("layers lie in more than one allocation")
         segments = _segments(tensors, num_blocks)
+        self.layout = ";".join(sorted({_order(tensor) for tensor in tensors}))
         self.block_bytes = sum(segment.length for segment in segments)
         raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(base)
         self._on_host = self.device.type == "cpu"
@@ -164,6 +168,12 @@ def _segments(tensors: Sequence[Any], num_blocks: int) -> list[_Segment]:
                 )
             add(part.data_ptr(), stride, stride)
     return found
+
+
+def _order(tensor: Any) -> str:
+    """Dimensions of one element lie anywhere, so they are left out."""
+    dimensions = [each for each in range(1, tensor.dim()) if tensor.shape[each] > 1]
+    return ",".join(f"{each}:{tensor.shape[each]}" for each in sorted(dimensions, key=tensor.stride, reverse=True))
 
 
 def _dense(tensor: Any) -> bool:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..shmring.messages import HASH_PROBE_TOKENS, Hello, SchedulerShape, WorkerShape
 from ..shmring.protocol import GROUPS, MAX_REQUEST_ID_BYTES, PROTOCOL
-from .fingerprint import of_weights
 from .keys import RankKeys, rank_keys
+from .namespace import Namespace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -247,15 +247,25 @@ def scheduler_hello(vllm_config: VllmConfig, shape: Geometry) -> Hello:
 
 
 def worker_hello(
-    vllm_config: VllmConfig, shape: Geometry, *, tp_rank: int, block_bytes: int, keys: RankKeys, device: str = "",
-    fingerprint: Mapping[str, str],
-) -> Hello:  # fmt: skip
-    """`device`: UUID of the rank's GPU, "" without staging in its memory. The weights are read when rank 0 says it."""
-    rank = _pp_rank(vllm_config) * vllm_config.parallel_config.tensor_parallel_size + tp_rank
+    vllm_config: VllmConfig,
+    shape: Geometry,
+    *,
+    tp_rank: int,
+    block_bytes: int,
+    keys: RankKeys,
+    device: str = "",
+    where: Namespace,
+) -> Hello:
+    """`device`: UUID of the rank's GPU, "" without staging in its memory. `where`: of this rank's blocks."""
     mine = WorkerShape(
-        block_bytes=block_bytes, key_prefix=keys.prefix, put_factor=keys.put_factor, put_turn=keys.put_turn,
-        device=device, fingerprint={} if rank else {**fingerprint, **of_weights(vllm_config)},
-    )  # fmt: skip
+        block_bytes=block_bytes,
+        key_prefix=where.prefix,
+        put_factor=keys.put_factor,
+        put_turn=keys.put_turn,
+        device=device,
+        fingerprint=where.fingerprint,
+    )
+    rank = _pp_rank(vllm_config) * vllm_config.parallel_config.tensor_parallel_size + tp_rank
     return Hello(**_common(vllm_config, shape), role="worker", rank=rank, worker=mine)
 
 

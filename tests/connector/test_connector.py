@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +19,10 @@ base = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base")
 
 from transformers import LlamaConfig  # noqa: E402
 
-from kvprefetch.connector import support  # noqa: E402
+from kvprefetch.connector import fingerprint, support  # noqa: E402
 from kvprefetch.connector.connector import KVPrefetchConnector  # noqa: E402
 from kvprefetch.connector.metadata import KVPrefetchMetadata  # noqa: E402
+from tests.connector.test_fingerprint import write_model  # noqa: E402
 
 SCHEDULER, WORKER = base.KVConnectorRole.SCHEDULER, base.KVConnectorRole.WORKER
 
@@ -49,7 +51,9 @@ def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute
     }  # fmt: skip
     model = {
         "is_encoder_decoder": False, "model": "org/tiny", "max_model_len": 512, "dtype": torch.float32,
-        "quantization": None, "hf_config": LlamaConfig(), "multimodal_config": None, **changes.pop("model", {}),
+        "quantization": None, "hf_config": LlamaConfig(), "multimodal_config": None, "revision": None,
+        "hf_config_path": None, "architecture": "LlamaForCausalLM", "trust_remote_code": False, "hf_overrides": {},
+        **changes.pop("model", {}),
     }  # fmt: skip
     cache = {
         "block_size": 32, "prefix_match_unit": None, "enable_prefix_caching": True,
@@ -68,7 +72,7 @@ def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute
         ),
         speculative_config=None,
         kv_events_config=None,
-        load_config=SimpleNamespace(load_format="dummy"),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
         compilation_config=SimpleNamespace(static_forward_context={}),
         instance_id="123",
         **changes,
@@ -245,18 +249,35 @@ def test_an_error_inside_is_logged_and_answers_nothing(
     connector.shutdown()
 
 
-def test_the_worker_registers_its_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Block bytes from the tensors, keys from the configuration; and a step without work does nothing."""
+def worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: dict[str, Any] | None = None, **changes: Any
+) -> KVPrefetchConnector:
+    """A worker's connector with its cache, and a model in tmp_path. `broken`: of the configuration, once it is made."""
     import vllm.distributed
 
     monkeypatch.setattr(vllm.distributed, "get_tensor_model_parallel_rank", lambda: 0)
-    connector = KVPrefetchConnector(vllm_config(tmp_path / "s"), WORKER, kv_cache_config())
+    config = vllm_config(tmp_path / "s", **changes)
+    config.model_config.model = str(write_model(tmp_path / "tiny"))
+    connector = KVPrefetchConnector(config, WORKER, kv_cache_config())
+    vars(config).update(broken or {})
     connector.register_kv_caches({"layer": torch.zeros(16, 1, 32, 32, dtype=torch.float32)})
+    return connector
+
+
+def test_the_worker_registers_its_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block bytes from the tensors, keys from the configuration; and a step without work does nothing."""
+    connector = worker(tmp_path, monkeypatch)
     assert connector._link is not None
     shape = connector._link._hello().worker
     assert shape is not None
-    assert (shape.block_bytes, shape.key_prefix) == (4096, "tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@")
-    names = {"config", "dtype", "kv_dtype", "layers", "layout", "pp_size", "quantization", "tp_shards", "weights"}
+    found = re.fullmatch(r"tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@fp:([0-9a-f]{32})@", shape.key_prefix)
+    assert found is not None
+    assert found[1] == fingerprint.digest(shape.fingerprint)
+    assert shape.block_bytes == 4096
+    names = {
+        "architecture", "config", "dtype", "kv_dtype", "layers", "layout", "pp_size", "quantization", "tp_shards",
+        "weights",
+    }  # fmt: skip
     assert shape.fingerprint.keys() == names
     connector.bind_connector_metadata(KVPrefetchMetadata())
     connector.start_load_kv(None)
@@ -265,3 +286,36 @@ def test_the_worker_registers_its_shape(tmp_path: Path, monkeypatch: pytest.Monk
     assert connector.get_block_ids_with_load_errors() == set()
     assert connector.build_connector_worker_meta() is None
     connector.shutdown()
+
+
+def test_with_vllms_key_format_keys_are_upstreams_and_nothing_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.kvprefetch"):
+        connector = worker(tmp_path, monkeypatch, extra={"key_format": "vllm"})
+        assert connector._link is not None
+        shape = connector._link._hello().worker
+    assert shape is not None
+    assert (shape.key_prefix, shape.fingerprint) == ("tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@", {})
+    assert any("nothing checks that its KV is the same" in record.message for record in caplog.records)
+    connector.shutdown()
+
+
+def test_an_engine_whose_kv_is_not_known_has_keys_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here its weights; and a part that the running rank should know."""
+    with caplog.at_level(logging.WARNING, "vllm.kvprefetch"):
+        for why, broken in (
+            ("load_format=dummy", {"load_config": SimpleNamespace(load_format="dummy", download_dir=None)}),
+            ("AttributeError", {"cache_config": None}),
+        ):
+            connector = worker(tmp_path, monkeypatch, broken)
+            assert connector._link is not None
+            shape = connector._link._hello().worker
+            assert shape is not None
+            start = support.incarnation(connector._vllm_config)
+            assert shape.key_prefix == f"tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@fp:{start}@"
+            assert shape.fingerprint["start"] == start
+            assert any("is not known" in record.message and why in record.message for record in caplog.records)
+            connector.shutdown()

@@ -30,13 +30,14 @@ from vllm.engine.arg_utils import EngineArgs
 from benchmarks.lab.checkpoint import TINY, make_checkpoint
 from kvprefetch.connector import support
 from kvprefetch.connector.connector import KVPrefetchConnector
+from kvprefetch.connector.keys import RankKeys
 from kvprefetch.connector.paged import PagedCache
 from kvprefetch.daemon.engine import transfers
 from kvprefetch.daemon.store import client
 from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.errors import ErrorClass, classify
 
-from . import test_connector
+from . import test_connector, test_fingerprint, test_namespace
 from .test_stats import transfer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,8 +72,10 @@ def test_p19_as_a_child_the_statistics_need_a_name_and_metrics(monkeypatch: Patc
         check()
 
 
-def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_apart(monkeypatch: Patch) -> None:
-    """Keys name neither ranks nor dtype nor weights: engines that differ meet the same key."""
+def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_apart(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """vLLM's keys name neither ranks nor dtype nor weights: engines that differ meet the same key."""
 
     def fetched(size: int) -> list[ErrorClass]:
         """What becomes of a block of 64 bytes whose key holds a value of `size` bytes."""
@@ -89,14 +92,24 @@ def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_ap
         assert fetched(32) == [ErrorClass.FOREIGN]
 
     check()
+    monkeypatch.setattr(client, "classify_get", lambda client, keys, sizes, codes: [classify(code) for code in codes])
+    with pytest.raises(AssertionError):
+        check()
+
+    def prefixes(*engines: dict[str, Any]) -> int:
+        """How many of these engines' prefixes differ."""
+        return len({test_namespace.where(model, **engine).prefix for engine in engines})
+
+    model = test_fingerprint.write_model(tmp_path / "model")
+    unlike: tuple[dict[str, Any], ...] = ({}, {"dtype": "float16"}, {"known": test_fingerprint.running(isa="vec")})
+    assert prefixes(*unlike) == len(unlike)
     mine, theirs = (
         support.keys_of(test_connector.vllm_config(ROOT), test_connector.kv_cache_config(), 0, prefix).prefix
         for prefix in ("bf16", "fp8")
     )
     assert mine != theirs
-    monkeypatch.setattr(client, "classify_get", lambda client, keys, sizes, codes: [classify(code) for code in codes])
-    with pytest.raises(AssertionError):
-        check()
+    monkeypatch.setattr(RankKeys, "of", lambda self, fingerprint: self.prefix)
+    assert prefixes(*unlike) == 1
 
 
 def test_p23_what_cannot_be_served_is_refused_at_start(tmp_path: Path, monkeypatch: Patch) -> None:

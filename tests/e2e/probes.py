@@ -31,6 +31,11 @@ def attached(engine: Any) -> bool:
     return session is not None and bool(session.alive(time.monotonic_ns()))
 
 
+def kv_spec_fields(engine: Any) -> list[str]:
+    """Names of the fields of the specification that the workers gave of their KV."""
+    return list(vars(_scheduler(engine).kv_cache_config.kv_cache_groups[0].kv_cache_spec))
+
+
 def load_a_foreign_block(engine: Any) -> None:
     """From now on every load but the first gets the second block of the first load's prompt for its own."""
     side = _side(engine)

@@ -67,9 +67,9 @@ def pair(
 def test_foreign_sized_objects_are_misses_for_one_and_nothing_for_another(
     cluster: Store, pair: Pair, right: list[list[int]], engines: Callable[..., Engine]
 ) -> None:
-    """Under the keys of one engine somebody stored values of half and of twice the size, and no fingerprint."""
+    """Under the keys of one engine somebody stored values of half and of twice the size."""
     daemon, size = pair.daemon, BLOCK * TINY.kv_bytes_per_token
-    spec = pair.engine.spec.but(kv_transfer=patient(daemon, WAIT_S, cache_prefix="foreign"))
+    spec = pair.engine.spec.but(kv_transfer=patient(daemon, WAIT_S, cache_prefix="foreign", key_format="vllm"))
     values = {}
     for number, prompt in enumerate(FOREIGN):
         for key in control.block_keys(spec.model, prompt):

@@ -1,4 +1,7 @@
-"""The same store as vLLM's own MooncakeStoreConnector: either reads what the other wrote, keys and bytes are equal."""
+"""With `key_format` "vllm" in a store of vLLM's own MooncakeStoreConnector: keys and bytes are equal.
+
+Either connector reads what the other wrote.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def daemon(cluster: Store, module_auditor: Auditor) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def mine(model: Path, daemon: Daemon, engines: Callable[..., Engine]) -> Engine:
-    return engines(EngineSpec(model=model, kv_transfer=ours(daemon.socket)))
+    return engines(EngineSpec(model=model, kv_transfer=ours(daemon.socket, key_format="vllm")))
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +89,8 @@ def test_ranks_that_hold_the_same_heads_store_one_value_for_all(
 
     Upstream's own engine of two ranks would bind each rank, and with it Mooncake's threads, to a core.
     """
-    two = engines(
-        EngineSpec(model=model, kv_transfer=ours(daemon.socket, wait_timeout_ms=60_000), tensor_parallel_size=2)
-    )
+    transfer = ours(daemon.socket, key_format="vllm", wait_timeout_ms=60_000)
+    two = engines(EngineSpec(model=model, kv_transfer=transfer, tensor_parallel_size=2))
     before = cluster.keys
     for seed, writer, reader in ((25, two, theirs), (26, theirs, two)):
         prompts = make_prompts(3, 300, seed=seed)

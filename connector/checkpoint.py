@@ -1,0 +1,204 @@
+"""Digests of a model's own files: its weights, its configuration, and the Python code that comes with them.
+
+Weights are read in part, so that a start stays cheap.  What is read, and so which changes are seen for certain:
+
+    safetensors   the header, every tensor below 1 MiB, and of a larger one a page each 16 MiB and its last page
+    .bin, .pt     files up to 16 MiB; of a larger one the first and the last MiB and a page each MiB between them
+
+torch writes the CRC-32 of each tensor into the last bytes of its files, so a change of any tensor is seen there, too.
+What cannot be read as expected is an error (OSError, ValueError), never a digest of less.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+DIGEST_BYTES = 16
+PAGE_BYTES = 4096
+MIB = 1 << 20
+SMALL_TENSOR_BYTES = MIB
+TENSOR_STRIDE_BYTES = 16 * MIB
+SMALL_FILE_BYTES = 16 * MIB
+# The library's own bound (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
+MAX_HEADER_BYTES = 100_000_000
+
+# vLLM's load formats that read these files (DefaultModelLoader._prepare_weights).
+_SAFETENSORS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral")
+_TORCH = ("pt", "npcache")
+_TORCH_AS_WELL = ("auto", "hf")
+
+# Files that say how a model computes; not generation_config.json nor the tokenizer's, whose tokens are in every hash.
+CONFIGURATION = (
+    "config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json",
+    "quantization_config.json",
+)  # fmt: skip
+# Files that say what becomes of an image, a video or a sound before the model sees it.
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+# Keys of a configuration that say where it is from, or which libraries read it; the engine's dtype is compared by
+# itself.
+_PROVENANCE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+
+_Range = tuple[int, int]  # offset and length, in bytes
+
+
+def digest_of(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def folder(name: str, revision: str | None, download_dir: str | None) -> Path:
+    """Return the folder of a model, by its path or by its name on the Hub, where vLLM has downloaded it."""
+    if os.path.exists(name):
+        return Path(name)
+    from vllm.transformers_utils.repo_utils import hf_api
+
+    return Path(hf_api().snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True))
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def weights(folders: Iterable[Path], load_format: str) -> str:
+    """Return the digest of all files that vLLM may load from these folders, and of the indexes that choose of them."""
+    found = []
+    for each in folders:
+        files = _weight_files(each, load_format)
+        if not files:
+            raise ValueError(f"there are no weights to read: load_format={load_format} folder={each}")
+        found += [digest_of(index.read_bytes()) for index in sorted(each.glob("*.index.json"))]
+        found.append(sample(files))
+    return digest_of(" ".join(found).encode())
+
+
+def _weight_files(folder: Path, load_format: str) -> list[Path]:
+    """Return at least the files that vLLM loads, those of subfolders too, which some models name themselves."""
+    if load_format not in _SAFETENSORS + _TORCH:
+        raise ValueError(f"the weights are not files of the model's folder: load_format={load_format}")
+    files = [] if load_format in _TORCH else sorted(folder.rglob("*.safetensors"))
+    if load_format in _TORCH or (load_format in _TORCH_AS_WELL and not any(folder.glob("*.safetensors"))):
+        files += sorted(each for each in folder.rglob("*") if each.suffix in (".bin", ".pt"))
+    return files
+
+
+def sample(files: Sequence[Path]) -> str:
+    """Return the digest of the sizes of these files and of what is read of each (see above)."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            fd = file.fileno()
+            size = os.fstat(fd).st_size
+            digest.update(struct.pack("<Q", size))
+            try:
+                for part in _safetensors(fd, size) if path.suffix == ".safetensors" else _spread(size):
+                    for content in _read(fd, *part):
+                        digest.update(content)
+            except ValueError as error:
+                raise ValueError(f"{path.name}: {error}") from None
+    return digest.hexdigest()
+
+
+def _read(fd: int, at: int, length: int) -> Iterator[bytes]:
+    end = at + length
+    while at < end:
+        content = os.pread(fd, min(MIB, end - at), at)
+        if not content:
+            raise ValueError(f"file ends too early: offset={at} expected={end}")
+        yield content
+        at += len(content)
+
+
+def _spread(size: int) -> list[_Range]:
+    if size <= SMALL_FILE_BYTES:
+        return [(0, size)]
+    between = [(at, PAGE_BYTES) for at in range(MIB, size - MIB, MIB)]
+    return [(0, MIB), *between, (size - MIB, MIB)]
+
+
+def _safetensors(fd: int, size: int) -> list[_Range]:
+    """Return what to read of a safetensors file; what belongs together is one range."""
+    content, data = _header(fd, size)
+    found: list[_Range] = [(0, data)]
+    end = data
+    for begin, stop in sorted(_offsets(name, entry) for name, entry in content.items() if name != "__metadata__"):
+        if data + begin != end or stop < begin or data + stop > size:
+            raise ValueError(f"tensors do not fill the file: data_offsets={[begin, stop]} expected={end - data}")
+        end = data + stop
+        if stop - begin < SMALL_TENSOR_BYTES:
+            if sum(found[-1]) == data + begin:
+                found[-1] = (found[-1][0], found[-1][1] + stop - begin)
+            else:
+                found.append((data + begin, stop - begin))
+        else:
+            last = end - PAGE_BYTES
+            found += [(at, PAGE_BYTES) for at in (*range(data + begin, last, TENSOR_STRIDE_BYTES), last)]
+    if end != size:
+        raise ValueError(f"tensors do not fill the file: end={end} size={size}")
+    return found
+
+
+def _header(fd: int, size: int) -> tuple[dict[str, Any], int]:
+    """Return the header's JSON, and at which offset the tensors begin: after eight bytes with its length, and it."""
+    length = struct.unpack("<Q", b"".join(_read(fd, 0, 8)))[0]
+    if length > min(MAX_HEADER_BYTES, size - 8):
+        raise ValueError(f"header does not fit: header_bytes={length} max={min(MAX_HEADER_BYTES, size - 8)}")
+    try:
+        content = json.loads(b"".join(_read(fd, 8, length)))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"header is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError("header is not a JSON object")
+    return content, 8 + length
+
+
+def _offsets(name: str, entry: Any) -> _Range:
+    match entry:
+        case {"data_offsets": [int(begin), int(end)]}:
+            return begin, end
+    raise ValueError(f"tensor has no data_offsets: tensor={name[:64]!r}")
+
+
+# --- configuration and code -------------------------------------------------------------------------------------------
+
+
+def configuration(folders: Iterable[Path], names: Sequence[str]) -> dict[str, Any]:
+    """Return the content of these files, each from the first folder that has it, without where they are from."""
+    found: dict[str, Any] = {}
+    for folder in folders:
+        for name in names:
+            if name not in found and (folder / name).exists():
+                found[name] = _lasting(json.loads((folder / name).read_bytes()))
+    if not found:
+        raise ValueError(f"there is no configuration to read: expected={' or '.join(names[:2])}")
+    return found
+
+
+def _lasting(config: Any) -> Any:
+    """Of a configuration, and those within it, what is the model's own."""
+    if not isinstance(config, dict):
+        return config
+    return {
+        name: _lasting(value) if isinstance(value, dict) and "model_type" in value else value
+        for name, value in config.items()
+        if name not in _PROVENANCE
+    }
+
+
+def code(folders: Iterable[Path]) -> str:
+    """Return the digest of all Python files in these folders, by their names in them; "" where there are none."""
+    found = [
+        f"{file.relative_to(each)} {digest_of(file.read_bytes())}"
+        for each in folders
+        for file in sorted(each.rglob("*.py"))
+    ]
+    return digest_of("\n".join(found).encode()) if found else ""
+
+
+def repositories(configuration: object) -> list[str]:
+    """Return the other repositories that a configuration takes code from (`auto_map`, "owner/name--file.Class")."""
+    return sorted(set(re.findall(r'"([\w.-]+/[\w.-]+)--', json.dumps(configuration))))

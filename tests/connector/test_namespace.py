@@ -1,0 +1,93 @@
+"""Which engines share a namespace of the store, and what an engine's log says of it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvprefetch.connector import checkpoint, namespace
+from kvprefetch.connector.keys import rank_keys
+from kvprefetch.connector.namespace import Namespace, fingerprinted
+from kvprefetch.shmring.messages import WorkerShape
+from tests.connector.test_fingerprint import model_config, running, write_model
+
+START, ANOTHER = "1" * 32, "2" * 32
+PREFIX = "tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@"
+
+
+def where(folder: Path, *, start: str = START, tp_rank: int = 0, known: Any = None, **changes: Any) -> Namespace:
+    """Of a rank of two that hold the same KV head."""
+    config: Any = SimpleNamespace(
+        model_config=model_config(folder, **changes),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        speculative_config=None,
+    )
+    keys = rank_keys(model="org/tiny", tp_rank=tp_rank, tp_size=2, pp_rank=0, kv_heads=1, mla=False)
+    return fingerprinted(config, keys, running() if known is None else known, start)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model")
+
+
+def test_the_prefix_ends_with_the_digest_of_what_the_fingerprint_says(model: Path) -> None:
+    found = where(model)
+    assert re.fullmatch(re.escape(PREFIX) + "fp:[0-9a-f]{32}@", found.prefix)
+    assert {"weights", "config", "dtype", "kv_dtype", "layers", "layout", "attention"} <= found.fingerprint.keys()
+    assert found.unknown == ""
+    assert where(model, start=ANOTHER) == found, "a later start finds it"
+    assert where(model, tp_rank=1) == found, "of ranks with the same bytes each has it"
+
+
+def test_engines_whose_kv_differs_in_anything_have_no_key_in_common(model: Path, tmp_path: Path) -> None:
+    unlike = [
+        where(model), where(write_model(tmp_path / "other", size=128)), where(model, quantization="fp8"),
+        where(model, known=running(isa="vec")), where(model, hf_overrides={"rope_theta": 5.0}),
+    ]  # fmt: skip
+    assert len({each.prefix for each in unlike}) == len(unlike)
+
+
+def test_without_a_fingerprint_a_start_has_a_namespace_of_its_own(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its ranks share it, or those that hold the same bytes could not take turns; nobody else does."""
+    right = where(model).prefix
+    (model / "model.safetensors").unlink()
+    first = where(model)
+    assert "there are no weights to read" in first.unknown
+    assert (first.prefix, where(model, tp_rank=1).prefix) == (f"{PREFIX}fp:{START}@",) * 2
+    assert where(model, start=ANOTHER).prefix == f"{PREFIX}fp:{ANOTHER}@" != right
+    write_model(model)
+    assert where(model).prefix == right
+    for broken in ({"known": AttributeError("no such field")}, {"hf_overrides": lambda config: config}):
+        assert where(model, **broken).prefix == first.prefix
+    monkeypatch.setattr(checkpoint, "sample", lambda files: (_ for _ in ()).throw(OSError("gone")))
+    assert where(model).prefix == first.prefix
+
+
+def test_what_is_not_known_fits_the_hello_and_its_reason_is_in_it(model: Path) -> None:
+    found = where(model, known=ValueError("größer\n" * 100))
+    WorkerShape(block_bytes=1, key_prefix=found.prefix, put_factor=1, put_turn=0, fingerprint=found.fingerprint)
+    found = where(model, known=ValueError("why"))
+    assert found.fingerprint == {"start": START, "unknown": "ValueError: why"}
+
+
+def test_the_log_says_once_who_shares_what_is_stored(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = rank_keys(model="tiny", tp_rank=0, tp_size=1, pp_rank=0, kv_heads=1, mla=False)
+    with caplog.at_level(logging.DEBUG, "vllm.kvprefetch"):
+        for found in (where(model), where(model, known=ValueError("why")), namespace.vllms_own(keys)):
+            for first_rank in (True, False):
+                namespace.say(found, first_rank=first_rank)
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in said] == ["INFO", "WARNING", "INFO", "WARNING"]
+    known, unknown, _, upstreams = (text for _, text in said)
+    assert "weights=" in known
+    assert "not known: ValueError: why. Serve the model from files" in unknown
+    assert f"keys begin with {PREFIX}, and nothing checks" in upstreams
+    assert not any("\n" in text for _, text in said)
