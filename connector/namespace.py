@@ -37,8 +37,9 @@ def fingerprinted(
         found = fingerprint.fitting({**running, **fingerprint.of_model(vllm_config)})
         return Namespace(keys.of(fingerprint.digest(found)), found)
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        return Namespace(keys.of(start), fingerprint.fitting({"start": start, "unknown": why}), why)
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        shown = why.encode("ascii", "replace").decode()[:64]
+        return Namespace(keys.of(start), {"start": start, "unknown": shown}, why)
 
 
 def vllms_own(keys: RankKeys) -> Namespace:

@@ -73,6 +73,8 @@ def test_without_a_fingerprint_a_start_has_a_namespace_of_its_own(
 
 def test_what_is_not_known_fits_the_hello_and_its_reason_is_in_it(model: Path) -> None:
     found = where(model, known=ValueError("größer\n" * 100))
+    assert "\n" not in found.unknown
+    assert found.fingerprint["unknown"].startswith("ValueError: gr??er gr??er ")
     WorkerShape(block_bytes=1, key_prefix=found.prefix, put_factor=1, put_turn=0, fingerprint=found.fingerprint)
     found = where(model, known=ValueError("why"))
     assert found.fingerprint == {"start": START, "unknown": "ValueError: why"}
