@@ -11,6 +11,7 @@ What cannot be read as expected is an error (OSError, ValueError), never a diges
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -80,10 +81,15 @@ def _weight_files(folder: Path, load_format: str) -> list[Path]:
     """Return at least the files that vLLM loads, those of subfolders too, which some models name themselves."""
     if load_format not in _SAFETENSORS + _TORCH:
         raise ValueError(f"the weights are not files of the model's folder: load_format={load_format}")
-    files = [] if load_format in _TORCH else sorted(folder.rglob("*.safetensors"))
+    files = [] if load_format in _TORCH else _below(folder, "*.safetensors")
     if load_format in _TORCH or (load_format in _TORCH_AS_WELL and not any(folder.glob("*.safetensors"))):
-        files += sorted(each for each in folder.rglob("*") if each.suffix in (".bin", ".pt"))
+        files += _below(folder, "*.bin") + _below(folder, "*.pt")
     return files
+
+
+def _below(folder: Path, pattern: str) -> list[Path]:
+    """Unlike Path.rglob, as vLLM itself looks: behind symbolic links, too."""
+    return [folder / name for name in sorted(glob.glob(f"**/{pattern}", root_dir=folder, recursive=True))]
 
 
 def sample(files: Sequence[Path]) -> str:
@@ -192,9 +198,7 @@ def _lasting(config: Any) -> Any:
 def code(folders: Iterable[Path]) -> str:
     """Return the digest of all Python files in these folders, by their names in them; "" where there are none."""
     found = [
-        f"{file.relative_to(each)} {digest_of(file.read_bytes())}"
-        for each in folders
-        for file in sorted(each.rglob("*.py"))
+        f"{file.relative_to(each)} {digest_of(file.read_bytes())}" for each in folders for file in _below(each, "*.py")
     ]
     return digest_of("\n".join(found).encode()) if found else ""
 

@@ -152,6 +152,11 @@ def test_the_files_are_at_least_those_that_are_loaded(tmp_path: Path) -> None:
             found.add(weights(tmp_path, load_format))
         return len(found) == 2
 
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "vision").symlink_to(tmp_path / "elsewhere")
+    tmp_path /= "model"
+    assert differs("vision/model.safetensors"), "behind a link"
     assert differs("tower/model.safetensors"), "some models name a subfolder"
     assert differs("pytorch_model.bin")
     assert differs("model.pt")
