@@ -37,9 +37,13 @@ _TORCH_AS_WELL = ("auto", "hf")
 
 # Files that say how a model computes; not generation_config.json nor the tokenizer's, whose tokens are in every hash.
 CONFIGURATION = (
-    "config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json",
+    "config.json",
+    "params.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
     "quantization_config.json",
-)  # fmt: skip
+)
 # Files that say what becomes of an image, a video or a sound before the model sees it.
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 # Keys of a configuration that say where it is from, or which libraries read it; the engine's dtype is compared by

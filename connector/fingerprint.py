@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +29,22 @@ if TYPE_CHECKING:
 
 # Fields of a layer's KV spec that decide what its bytes mean. Not what only sizes follow from, which `layout` has.
 _SPEC = (
-    "num_kv_heads", "head_size", "head_size_v", "kv_quant_mode", "num_head_slots", "state_content_bytes",
-    "tokens_per_state", "sliding_window", "attention_chunk_size", "non_causal", "cache_dtype_str", "model_version",
-    "cache_role", "is_index_group_leader", "bounded_replay",
-)  # fmt: skip
+    "num_kv_heads",
+    "head_size",
+    "head_size_v",
+    "kv_quant_mode",
+    "num_head_slots",
+    "state_content_bytes",
+    "tokens_per_state",
+    "sliding_window",
+    "attention_chunk_size",
+    "non_causal",
+    "cache_dtype_str",
+    "model_version",
+    "cache_role",
+    "is_index_group_leader",
+    "bounded_replay",
+)
 # Options beside `hf_overrides` that decide what a model computes.
 _OPTIONS = ("quantization_config", "model_class_overrides")
 # Options that decide the embedding of an image or a video; its hash has only what its request says of it.
@@ -78,7 +91,7 @@ def of_model(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def fitting(fingerprint: Mapping[str, str]) -> dict[str, str]:
-    """Return it as a hello takes it: a value that is long, or not plain ASCII, by its digest."""
+    """Return the fingerprint as a hello takes it: the digest of a value that is long or not plain ASCII."""
     return {
         name: value if re.fullmatch(r"[ -~]{0,64}", value) else _digest(value) for name, value in fingerprint.items()
     }
@@ -132,7 +145,7 @@ def _config(model: Any, folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def _overrides(given: Any) -> object:
-    """vLLM's own functions (it gives one to each draft model) are known by their names; others may do anything."""
+    """Return what is comparable of `hf_overrides`: a function of vLLM's own, which draft models have, by its name."""
     if not callable(given):
         return given
     if getattr(given, "__module__", "").partition(".")[0] == "vllm":
@@ -150,9 +163,9 @@ def _kv_dtype(spec: Any, cache_config: Any) -> str:
     return quantized if _name(spec.dtype) == "uint8" else _name(spec.dtype)
 
 
-def _kind(spec: KVCacheSpec) -> list[str]:
-    fields = [(name, getattr(spec, name, None)) for name in _SPEC]
-    return [type(spec).__name__, *(f"{name}={value}" for name, value in fields if value is not None)]
+def _kind(spec: KVCacheSpec) -> tuple[str, dict[str, object]]:
+    """What is off, or not there, is left out: a field that comes later may so be named here later."""
+    return type(spec).__name__, {name: value for name in _SPEC if (value := getattr(spec, name, None))}
 
 
 def _backend(layer: Any) -> str:
@@ -165,11 +178,16 @@ def _digest(value: object) -> str:
 
 
 def _plain(value: Any) -> object:
-    """What JSON has no word for. A dataclass is its fields that have not their defaults. Raises TypeError."""
+    """Return JSON for a value that `json` cannot write; of a dataclass the fields that differ from their defaults.
+
+    Raises TypeError: how another value is written may differ from process to process.
+    """
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     if isinstance(value, Enum):
         return value.name
+    if isinstance(value, Fraction):
+        return str(value)
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -43,9 +43,15 @@ def changed(path: Path, at: int) -> str:
 
 # An FP8 checkpoint's kinds of tensors: scales of one number, biases, norms, and matrices.
 SIZES = {
-    "embed": 40 * MIB, "k_proj": 3 * MIB, "k_bias": 2048, "k_scale": 4, "norm": 8192, "v_scale": 4, "almost": MIB - 1,
+    "embed": 40 * MIB,
+    "k_proj": 3 * MIB,
+    "k_bias": 2048,
+    "k_scale": 4,
+    "norm": 8192,
+    "v_scale": 4,
+    "almost": MIB - 1,
     "head": 2 * TENSOR_STRIDE_BYTES,
-}  # fmt: skip
+}
 
 
 def test_every_byte_of_a_small_tensor_counts(tmp_path: Path) -> None:
@@ -76,9 +82,11 @@ def test_of_a_large_tensor_pages_all_over_it_count(tmp_path: Path) -> None:
 def test_names_shapes_and_metadata_count(tmp_path: Path) -> None:
     path, found = tmp_path / "model.safetensors", set()
     for sizes, header in (
-        ({"a": 8, "b": 8}, None), ({"b": 8, "a": 8}, None), ({"a": 16}, None),
+        ({"a": 8, "b": 8}, None),
+        ({"b": 8, "a": 8}, None),
+        ({"a": 16}, None),
         ({"a": 8, "b": 8}, {"__metadata__": {"a": "int4"}}),
-    ):  # fmt: skip
+    ):
         write_tensors(path, sizes, header)
         found.add(sample([path]))
     assert len(found) == 4

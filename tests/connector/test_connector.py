@@ -275,9 +275,17 @@ def test_the_worker_registers_its_shape(tmp_path: Path, monkeypatch: pytest.Monk
     assert found[1] == fingerprint.digest(shape.fingerprint)
     assert shape.block_bytes == 4096
     names = {
-        "architecture", "config", "dtype", "kv_dtype", "layers", "layout", "pp_size", "quantization", "tp_shards",
+        "architecture",
+        "config",
+        "dtype",
+        "kv_dtype",
+        "layers",
+        "layout",
+        "pp_size",
+        "quantization",
+        "tp_shards",
         "weights",
-    }  # fmt: skip
+    }
     assert shape.fingerprint.keys() == names
     connector.bind_connector_metadata(KVPrefetchMetadata())
     connector.start_load_kv(None)

@@ -7,6 +7,7 @@ import functools
 import json
 from collections.abc import Iterator
 from enum import Enum
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from transformers import LlamaConfig
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.config.speculative import SpeculativeConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from kvprefetch.connector import fingerprint
 from kvprefetch.connector.paged import PagedCache
@@ -63,11 +64,23 @@ def running(*, layers: tuple[str, ...] = ("a", "b"), **changes: Any) -> dict[str
 
 def model_config(folder: Path | str, **changes: Any) -> SimpleNamespace:
     fields = {
-        "model": str(folder), "revision": None, "model_weights": "", "hf_config_path": None, "code_revision": None,
-        "trust_remote_code": False, "architecture": "LlamaForCausalLM", "dtype": torch.bfloat16, "quantization": None,
-        "quantization_config": None, "model_class_overrides": {}, "hf_overrides": {}, "hf_config": LlamaConfig(),
-        "multimodal_config": None, "max_model_len": 512, **changes,
-    }  # fmt: skip
+        "model": str(folder),
+        "revision": None,
+        "model_weights": "",
+        "hf_config_path": None,
+        "code_revision": None,
+        "trust_remote_code": False,
+        "architecture": "LlamaForCausalLM",
+        "dtype": torch.bfloat16,
+        "quantization": None,
+        "quantization_config": None,
+        "model_class_overrides": {},
+        "hf_overrides": {},
+        "hf_config": LlamaConfig(),
+        "multimodal_config": None,
+        "max_model_len": 512,
+        **changes,
+    }
     return SimpleNamespace(**fields)
 
 
@@ -97,6 +110,8 @@ def differing(mine: dict[str, str], theirs: dict[str, str]) -> set[str]:
         ({"layers": ("b", "a")}, {"layers"}),
         ({"spec": spec(dtype=torch.float16)}, {"kv_dtype"}),
         ({"spec": spec(sliding_window=128)}, {"layers"}),
+        ({"spec": spec(tokens_per_state=Fraction(1, 2))}, {"layers"}),
+        ({"spec": spec(kv_quant_mode=KVQuantMode.NVFP4)}, {"layers"}),
         ({"spec": spec(num_kv_heads=4, head_size=4)}, {"layers"}),
         ({"layout": "2:32,1:2,3:16"}, {"layout"}),
         ({"isa": "vec"}, {"attention"}),
@@ -188,8 +203,11 @@ def test_what_becomes_of_an_image_makes_a_difference(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     plain = loaded(folder, multimodal_config=media())
     assert plain == loaded(folder, multimodal_config=media(limit_per_prompt=8))
-    for options in ({"mm_processor_kwargs": {"max_pixels": 7}}, {"media_io_kwargs": {"video": {"num_frames": 3}}},
-                    {"video_pruning_rate": 0.5, "video_pruning_method": "evs"}):  # fmt: skip
+    for options in (
+        {"mm_processor_kwargs": {"max_pixels": 7}},
+        {"media_io_kwargs": {"video": {"num_frames": 3}}},
+        {"video_pruning_rate": 0.5, "video_pruning_method": "evs"},
+    ):
         assert differing(plain, loaded(folder, multimodal_config=media(**options))) == {"config"}
     text = loaded(folder)
     (folder / "preprocessor_config.json").write_text('{"do_resize": false}')
@@ -226,8 +244,13 @@ def test_a_draft_model_counts_as_a_model_does(model: Path, tmp_path: Path) -> No
 
 
 def test_with_long_rope_the_factors_follow_from_the_length(model: Path) -> None:
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [1.0] * 4, "short_factor": [1.0] * 4,
-            "original_max_position_embeddings": 512}  # fmt: skip
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "long_factor": [1.0] * 4,
+        "short_factor": [1.0] * 4,
+        "original_max_position_embeddings": 512,
+    }
     config = LlamaConfig(hidden_size=64, num_attention_heads=8, rope_parameters=rope)
     assert loaded(model, hf_config=config) != loaded(model, hf_config=config, max_model_len=4096)
 

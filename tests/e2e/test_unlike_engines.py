@@ -104,7 +104,7 @@ sys.meta_path.insert(0, Finder())
 def test_an_equal_engine_of_another_folder_after_a_restart_and_of_a_later_vllm_shares_what_is_stored(
     site: Site, engines: Callable[..., Engine], tmp_path: Path
 ) -> None:
-    """Where the weights lie, and by what symbolic link, is no difference; nor is the daemon's life."""
+    """No difference: where the weights lie, the daemon's life, into how many ranks with the same heads it is split."""
     link = tmp_path / site.model.name
     link.symlink_to(site.model)
     (tmp_path / "later").mkdir()
@@ -117,7 +117,8 @@ def test_an_equal_engine_of_another_folder_after_a_restart_and_of_a_later_vllm_s
         first.stop()
         assert daemon.sigterm(60) == 0
         daemon.start()
-        second = engines(EngineSpec(model=link, kv_transfer=ours(daemon.socket), env=env))
+        transfer = ours(daemon.socket, wait_timeout_ms=60_000)
+        second = engines(EngineSpec(model=link, kv_transfer=transfer, env=env, tensor_parallel_size=2))
         assert second.call("tests.e2e.probes:kv_spec_fields").count("is_draft") == 1
         got = second.run(PROMPTS)
         assert got.tokens == right
