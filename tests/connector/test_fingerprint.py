@@ -286,4 +286,4 @@ def test_every_value_fits_the_hello() -> None:
     found = fingerprint.fitting({"quantization": "q" * 200, "architecture": "größer", "layout": "", "dtype": "float16"})
     assert {"dtype": "float16", "layout": ""}.items() <= found.items()
     assert found["quantization"] != fingerprint.fitting({"quantization": "q" * 201})["quantization"]
-    WorkerShape(block_bytes=1, key_prefix="k", put_factor=1, put_turn=0, fingerprint=found)
+    WorkerShape(block_bytes=1, key_prefix="k@", put_factor=1, put_turn=0, fingerprint=found)
