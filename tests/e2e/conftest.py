@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -111,6 +112,14 @@ def wait_attached(engine: Engine, timeout_s: float = 5.0) -> None:
     while not engine.call("tests.e2e.probes:attached"):
         assert time.monotonic() < deadline, f"not attached within {timeout_s} s"
         time.sleep(0.05)
+
+
+def fingerprint(engine: Engine) -> dict[str, str]:
+    """What the engine's log says that engines must have to share its stored KV."""
+    [said] = re.findall(
+        r"kvprefetch: stored KV is shared with engines that have all of this: (.*)", engine.log.read_text()
+    )
+    return dict(part.split("=", 1) for part in said.split())
 
 
 def whole_blocks(prompt: list[int]) -> int:

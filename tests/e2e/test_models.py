@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.lab.engine import Engine
 from benchmarks.lab.prompts import make_prompts
-from tests.e2e.conftest import BLOCK, Site, whole_blocks
+from tests.e2e.conftest import BLOCK, Site, fingerprint, whole_blocks
 
 pytestmark = pytest.mark.stress
 
@@ -111,6 +111,7 @@ def test_loaded_tokens_equal_recomputed_ones(site: Site, tmp_path: Path, case: s
         },
     }[case]()  # fmt: skip
     engine = site.engine(site.spec(extra={"cache_prefix": case.replace(" ", "-")}).but(**changes))
+    assert ("draft" in fingerprint(engine)) == (case == "eagle drafts")
     dropped = BLOCK if case == "eagle drafts" else 0  # the drafter's KV of the last block depends on the next token
     assert saved_then_loaded(site, engine) == [whole_blocks(prompt) - dropped for prompt in PROMPTS]
     site.assert_idle()

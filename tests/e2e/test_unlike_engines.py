@@ -14,7 +14,7 @@ from benchmarks.lab.connectors import ours
 from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.engine import Engine, EngineSpec
 from benchmarks.lab.prompts import make_prompts
-from tests.e2e.conftest import Site, whole_blocks
+from tests.e2e.conftest import Site, fingerprint, whole_blocks
 
 PROMPTS = make_prompts(4, 300, seed=2)
 HITS = [whole_blocks(prompt) for prompt in PROMPTS]
@@ -54,6 +54,8 @@ def test_engines_whose_kv_differs_each_store_and_load_their_own(
     got = second.run(PROMPTS)
     assert got.tokens == right
     assert got.cached_tokens == [0] * len(PROMPTS)
+    mine, theirs = fingerprint(first), fingerprint(second)
+    assert mine[differing] != theirs[differing]
     for engine, tokens in ((second, right), (first, saved)):
         site.fresh(engine)
         again = engine.run(PROMPTS)
