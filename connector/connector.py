@@ -100,8 +100,13 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                     "engine and no later start finds what this one saves: set PYTHONHASHSEED",
                     hello.scheduler.hash_algorithm,
                 )
-            link = Link(self._settings.socket, lambda: hello, SchedulerSession.map, impatient=True)
-            self._scheduler = SchedulerSide(
+            link = Link(
+                self._settings.socket,
+                lambda: support.with_epochs(hello, side.live_epochs()),
+                SchedulerSession.map,
+                impatient=True,
+            )
+            side = self._scheduler = SchedulerSide(
                 self._settings, self._geometry, link, publish=support.publishes_events(vllm_config)
             )
             self._link = link

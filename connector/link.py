@@ -18,14 +18,16 @@ from ..shmring import messages
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.messages import Attached, Hello, Mapped, Notice, Refused, Reset, ResetDone, Stored
 from ..shmring.protocol import ProtocolError
+from ..shmring.segment import Segment
 
 RETRY_S = 0.5
 FINAL_RETRY_S = 10.0
 BEAT_S = 1.0
 # How long an engine may be without a session before its log says why. The daemon may take some of it to reserve memory.
 PATIENCE_S = 30.0
-# How long an ended epoch that the scheduler side never named stays mapped.
-FORGET_AFTER_S = 60.0
+# Steps in a row that do not name an ended epoch before a worker forgets it: far more than vLLM has in flight, so one of
+# them was built after the scheduler side saw the end.
+FORGET_STEPS = 64
 # Messages about saves that the scheduler has not taken; an engine takes them with every step.
 MAX_STORED = 4096
 
@@ -37,6 +39,8 @@ class Session(Protocol):
 
     @property
     def epoch(self) -> int: ...
+    @property
+    def segment(self) -> Segment: ...
     def mapped(self) -> Mapped: ...
     def beat(self, now_ns: int) -> None: ...
     def ended(self) -> None: ...
@@ -48,9 +52,10 @@ S = TypeVar("S", bound=Session)
 class Link(Generic[S]):
     """Keeps a process attached. `hello` is asked for on the link's own thread, whenever it connects.
 
-    `map_session` maps what came with Attached and owns the descriptors.  With `keep_ended` an ended epoch stays mapped
-    until `keep` says otherwise; else it goes with whoever still uses it.  With `impatient` the log says once why there
-    has been no session for PATIENCE_S: of the scheduler, as workers wait for it as long as the engine starts.
+    `map_session` maps what came with Attached and owns the descriptors.  With `keep_ended` a load may still name an
+    ended epoch, until steps or the scheduler's next hello say otherwise.  The memory of a session that nobody uses any
+    more is unmapped on the link's thread.  With `impatient` the log says once why there has been no session for
+    PATIENCE_S: of the scheduler, as workers wait for it as long as the engine starts.
     `session` is the current epoch or None.  `confirmed_reset` is the highest reset generation the daemon confirmed.
     `stored` collects what the daemon said about saves; `refused`: engines unlike this one have its keys.
     """
@@ -70,11 +75,11 @@ class Link(Generic[S]):
         self._said: set[str] = set()
         self._replied = threading.Event()
         self._reply: ResetDone | None = None
-        # Worker: every epoch a load may still name; ended ones with the time (s, monotonic) of their end.
+        # Worker: every epoch a load may still name; for ended ones, how many steps in a row have not named it.
         self._mapped: dict[int, S] = {}
-        self._ended: dict[int, float] = {}
-        self._named: set[int] = set()
+        self._ended: dict[int, int] = {}
         self._lock = threading.Lock()
+        self._segments: list[Segment] = []  # of the sessions that were mapped, until this thread has unmapped them
         self._thread = threading.Thread(target=self._run, name="kvprefetch-link", daemon=True)
 
     def start(self) -> None:
@@ -102,18 +107,18 @@ class Link(Generic[S]):
         return self._mapped.get(epoch)
 
     def keep(self, live_epochs: Sequence[int]) -> None:
-        """The live epochs of this step's metadata: an ended one that was named before and no longer is may go."""
-        self._named.update(live_epochs)
+        """A step's metadata names `live_epochs`. Forget the ended epochs that FORGET_STEPS steps have not named."""
         if not self._ended:
             return
-        now = time.monotonic()
         with self._lock:
-            for epoch, at in list(self._ended.items()):
-                # One never named may yet be, in metadata built before the scheduler side saw the end.
-                if epoch not in live_epochs and (epoch in self._named or now - at > FORGET_AFTER_S):
-                    self._mapped.pop(epoch, None)
-                    self._named.discard(epoch)
-                    del self._ended[epoch]
+            for epoch in list(self._ended):
+                self._ended[epoch] = 0 if epoch in live_epochs else self._ended[epoch] + 1
+                if self._ended[epoch] >= FORGET_STEPS:
+                    self._forget(epoch)
+
+    def _forget(self, epoch: int) -> None:
+        self._mapped.pop(epoch, None)
+        del self._ended[epoch]
 
     # --- reset ------------------------------------------------------------------------------------------------------
 
@@ -154,6 +159,7 @@ class Link(Generic[S]):
                 self._say(type(error).__name__, logging.WARNING, "kvprefetch: connection failed: %s", error)
             finally:
                 self._lost()
+            self._unmap()
             self._stop.wait(wait_s)
 
     def _attach(self) -> float:
@@ -182,6 +188,7 @@ class Link(Generic[S]):
         while not self._stop.is_set():
             if (session := self.session) is not None:
                 session.beat(time.monotonic_ns())
+            self._unmap()
             try:
                 received = messages.receive_message(sock, max_fds=2)
             except TimeoutError:
@@ -218,10 +225,13 @@ class Link(Generic[S]):
 
     def _attached(self, sock: socket.socket, message: Attached, fds: Sequence[int]) -> None:
         session = self._map(message, fds)
+        self._segments.append(session.segment)
         session.beat(time.monotonic_ns())
         if self._keep_ended:
             with self._lock:
                 self._mapped[session.epoch] = session
+                for epoch in self._ended.keys() - set(message.live_epochs):
+                    self._forget(epoch)
         self.session = session
         messages.send_message(sock, session.mapped())
         self._said.clear()
@@ -239,7 +249,12 @@ class Link(Generic[S]):
                 log.info("kvprefetch: the session has ended: epoch=%d; requests are recomputed", session.epoch)
         with self._lock:
             for epoch in self._mapped:
-                self._ended.setdefault(epoch, time.monotonic())
+                self._ended.setdefault(epoch, 0)
+
+    def _unmap(self) -> None:
+        """Unmap what no session stands on: here, because in the engine's step it would cost 50 ms per GiB."""
+        if len(self._segments) > (self.session is not None):
+            self._segments = [segment for segment in self._segments if not segment.close()]
 
     def _hang_up(self) -> None:
         sock = self._sock

@@ -66,8 +66,8 @@ class Loads:
         return bool(self.running or self._orders)
 
     def epochs(self) -> set[int]:
-        """Those whose memory a rank may still read."""
-        return {load.handle.session.epoch for load in self.running.values()}
+        """Those whose memory a rank may still read. From any thread."""
+        return {load.handle.session.epoch for load in list(self.running.values())}
 
     def acknowledge(self, counts: dict[int, int], failed: set[int]) -> list[Load]:
         """Ranks that ended (or failed to do) loads; the loads that all ranks ended now."""

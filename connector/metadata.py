@@ -43,7 +43,7 @@ class SaveOrder:
 
 @dataclass
 class KVPrefetchMetadata(KVConnectorMetadata):
-    """One step's work. `live_epochs`: the mappings workers must keep; one that was named and no longer is, may go."""
+    """One step's work. `live_epochs`: the epochs that load orders of this step or a later one may name."""
 
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)

@@ -217,12 +217,17 @@ class SchedulerSide:
 
     def take_loads(self) -> KVPrefetchMetadata:
         """The step's metadata with the loads dispatched in this pass: they are in it whatever else goes wrong."""
-        meta = KVPrefetchMetadata(loads=self._loads.take_orders())
-        epochs = self._loads.epochs()
-        if self._session is not None:
-            epochs.add(self._session.epoch)
-        meta.live_epochs = tuple(epochs)
-        return meta
+        return KVPrefetchMetadata(loads=self._loads.take_orders(), live_epochs=self.live_epochs())
+
+    def live_epochs(self) -> tuple[int, ...]:
+        """The epochs that load orders name, or may name from now on.
+
+        The link's thread calls it, too, after it dropped its session: an epoch that is missing then is never named
+        again, because `_usable_session` looks at the link once more after it adopted an epoch.  The session is read
+        first: an order of its epoch is among the loads before the session changes.
+        """
+        session = self._session
+        return tuple(self._loads.epochs() | ({session.epoch} if session is not None else set()))
 
     @_detaching(None)
     def plan_step(self, output: Any, meta: KVPrefetchMetadata) -> None:
@@ -356,8 +361,7 @@ class SchedulerSide:
 
     def _usable_session(self) -> SchedulerSession | None:
         """The link's session, unless a reset is owed to it."""
-        session = self._link.session
-        if session is not self._session:
+        while (session := self._link.session) is not self._session:
             self._adopt(session)
         if self._link.confirmed_reset >= self._generation:
             return session

@@ -1,7 +1,8 @@
 """One attachment to the daemon (an epoch): the mapped memory of a scheduler or a worker, and what works on it.
 
 A session is never changed after it was made and is dropped by reference: whoever still holds it can use its memory
-safely, although the daemon is gone and a newer session has taken its place.
+safely, although the daemon is gone and a newer session has taken its place.  Its end unmaps nothing: `segment` is the
+link's, which unmaps it on the link's thread once no view of a session stands on it any more.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class SchedulerSession:
         self.producer = Producer(segment.buffer, self.words, layout, doorbell.ring)
         self.liveness = Liveness(self.words, consumer=False)
         self.liveness.set_state(PeerState.ACTIVE)
-        # The views above keep the memory mapped; only the descriptor goes.
-        segment.close()
+        self.segment = segment
+        segment.close()  # its descriptor; the views above keep the memory mapped
 
     @classmethod
     def map(cls, attached: Attached, fds: Sequence[int]) -> SchedulerSession:
@@ -103,7 +104,8 @@ class WorkerSession:
         # A NumPy view, not torch's: it pins the mapping, torch.frombuffer would let close() unmap under the tensor.
         flat = np.frombuffer(segment.buffer, dtype=np.uint8, count=attached.slot_bytes * attached.slot_count)
         self.rows: Rows = flat.reshape(attached.slot_count, attached.slot_bytes)
-        segment.close()
+        self.segment = segment
+        segment.close()  # its descriptor; `rows` keeps the memory mapped
         self.tier: DeviceTier | None = None
         if device is not None:
             self.tier = DeviceTier(device, self.rows, attached, lease)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -244,6 +244,12 @@ def scheduler_hello(vllm_config: VllmConfig, shape: Geometry) -> Hello:
         hash_probe=hash_probe(algorithm) if shape.hashes_per_block == 1 else "",
     )
     return Hello(**_common(vllm_config, shape), role="scheduler", rank=0, scheduler=wants)
+
+
+def with_epochs(hello: Hello, live_epochs: Iterable[int]) -> Hello:
+    """A scheduler's hello that says which earlier epochs its steps may still name."""
+    assert hello.scheduler is not None
+    return hello.model_copy(update={"scheduler": hello.scheduler.model_copy(update={"live_epochs": [*live_epochs]})})
 
 
 def worker_hello(

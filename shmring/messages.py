@@ -83,6 +83,8 @@ class SchedulerShape(_Message):
     # block of HASH_PROBE_TOKENS; no probe when hashes begin with a number that is random in each process.
     hash_algorithm: str = Field(default="", max_length=64)
     hash_probe: str = Field(default="", pattern=r"^([0-9a-f]{2}){0,64}$")
+    # The epochs before this one that its steps may still name; the daemon tells the workers, who forget all others.
+    live_epochs: list[int] = Field(default=[], max_length=1024)
 
 
 class Hello(_Message):
@@ -132,6 +134,7 @@ class Attached(_Message):
     slot_bytes: int = Field(ge=0)
     device_slots: int = Field(default=0, ge=0, le=(1 << 32) - 1)
     device_handle: Handle = ""
+    live_epochs: list[int] = []  # of the scheduler's hello
 
 
 class Mapped(_Message):

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
+import time
 import uuid
 
 import posix_ipc
@@ -19,6 +20,7 @@ import posix_ipc
 from .errors import SegmentError
 
 POPULATE_BYTES = 128 << 20
+RELEASE_BYTES = 16 << 20  # of a large mapping at a time, about a millisecond
 
 
 class Segment:
@@ -72,20 +74,36 @@ class Segment:
             ) from error
         return cls(fd, size_bytes)
 
-    def close(self) -> None:
-        """Close the descriptor and unmap. Views still exported (numpy, torch) keep the mapping until they are gone."""
-        if self.fd < 0:
-            return
-        os.close(self.fd)
-        self.fd = -1
+    def close(self) -> bool:
+        """Close the descriptor and unmap; False while a view (NumPy, a slice) stands on the memory: call it again then.
+
+        The memory never goes with the last view, on whichever thread that ends: unmapping takes the kernel 50 ms per
+        GiB, so whoever owns the segment chooses the thread.  Other threads of the process run meanwhile.
+        """
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        if self._map.closed:
+            return True
         try:
             self.buffer.release()
+            if self.size_bytes > POPULATE_BYTES:
+                self._drop_pages()
             self._map.close()
         except BufferError:
-            # A numpy or torch view still stands on this memory; the mapping goes when the last view does, and must
-            # not wait for whoever still holds this object.
-            self.buffer = memoryview(b"")
-            del self._map
+            self.buffer = memoryview(self._map)
+            return False
+        return True
+
+    def _drop_pages(self) -> None:
+        """Empty the mapping piece by piece; its bytes stay in the file, and a view that stands on it finds them there.
+
+        munmap of the whole would hold the lock of the memory map, which every thread needs to map or unmap, for 0.1 s
+        per GiB.
+        """
+        for start in range(0, self.size_bytes, RELEASE_BYTES):
+            self._map.madvise(mmap.MADV_DONTNEED, start, min(RELEASE_BYTES, self.size_bytes - start))
+            time.sleep(0)  # madvise keeps the interpreter's lock
 
 
 def _memfd() -> int:

@@ -167,6 +167,18 @@ def test_an_engine_in_shadow_mode_says_that_it_saves_nothing(tmp_path: Path, mod
     assert hello.scheduler.saves is saves
 
 
+def test_a_hello_names_the_epochs_that_are_live_when_it_is_said(tmp_path: Path) -> None:
+    connector = KVPrefetchConnector(vllm_config(tmp_path / "s"), SCHEDULER, kv_cache_config())
+    link, side = connector._link, connector._scheduler
+    assert link is not None
+    assert side is not None
+    said = [link._hello().scheduler]
+    side.live_epochs = lambda: (7,)  # type: ignore[method-assign]
+    said.append(link._hello().scheduler)
+    connector.shutdown()
+    assert [each.live_epochs for each in said if each is not None] == [[], [7]]
+
+
 def test_ranks_that_step_together_are_known(tmp_path: Path) -> None:
     for ranks, together in ((1, False), (2, True)):
         config = vllm_config(tmp_path / "s", parallel={"data_parallel_size": ranks})

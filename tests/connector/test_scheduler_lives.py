@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvprefetch.connector.session import SchedulerSession
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import HUNG_AFTER_NS, PeerState
 from kvprefetch.shmring.protocol import FlagState
@@ -64,6 +65,42 @@ def test_an_answer_is_honoured_when_the_daemon_dies_before_the_allocation() -> N
     assert engine.step().live_epochs == (1,)
     engine.acknowledge(meta)
     assert engine.step().live_epochs == ()
+
+
+def test_epochs_that_the_next_hello_does_not_name_are_never_named_again() -> None:
+    """The link's thread asks after it dropped its session; idle, the scheduler side still stands on the one before."""
+    engine = Engine()
+    request = engine.add("r", 3 * BLOCK)
+    engine.daemon.stage("r", 2)
+    engine.match(request)
+    engine.allocate(request, 2 * BLOCK)
+    meta = engine.step([(request, BLOCK)])
+    engine.link.session = FakeDaemon(engine.clock, epoch=2).session()
+    engine.step()
+    engine.link.session = None
+    assert set(engine.side.live_epochs()) == {1, 2}, "a load of the first, and what is adopted"
+    engine.acknowledge(meta)
+    engine.link.session = FakeDaemon(engine.clock, epoch=3).session()
+    assert engine.side.live_epochs() == (2,), "nobody has called the scheduler side since"
+    engine.step()
+    assert engine.side.live_epochs() == (3,)
+
+
+def test_an_epoch_that_ends_while_it_is_adopted_is_not_used() -> None:
+    """Between the look at the link and the adoption its thread may drop the session and say hello without it."""
+    engine = Engine()
+    ending = FakeDaemon(engine.clock, epoch=2).session()
+    adopt = engine.side._adopt
+
+    def ends_meanwhile(session: SchedulerSession | None) -> None:
+        if session is ending:
+            engine.link.session = None
+        adopt(session)
+
+    engine.side._adopt = ends_meanwhile  # type: ignore[method-assign]
+    engine.link.session = ending
+    engine.add("r", 3 * BLOCK)
+    assert engine.side.live_epochs() == ()
 
 
 def test_a_new_daemon_gets_late_hints() -> None:

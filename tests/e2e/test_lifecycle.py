@@ -63,7 +63,24 @@ def test_the_daemon_may_come_late_stop_and_come_back(
             assert again.tokens == right, end
             assert again.cached_tokens == HITS, f"the disk tier has it all after {end}"
         module_auditor.assert_idle(daemon.pid, daemon.socket)
+        for _ in range(3):
+            daemon.sigkill()
+            daemon.start()
+            wait_attached(engine)
+        wait_for(lambda: staging_mapped(engine) <= 2, what="an idle engine with one ended staging at most")
         engine.stop()
+
+
+def staging_mapped(engine: Engine) -> int:
+    """How many daemons' staging the engine's processes have mapped."""
+    files = set()
+    for pid in {engine.scheduler_pid, *engine.worker_pids}:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            area, _, _, _, inode, *name = line.split()
+            begin, end = (int(address, 16) for address in area.split("-"))
+            if name[:1] == ["/memfd:kvprefetch"] and end - begin > 16 << 20:
+                files.add(inode)
+    return len(files)
 
 
 def test_aborts_at_every_stage_leave_nothing_pinned(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvprefetch.shmring import segment as module
@@ -63,23 +66,35 @@ def test_the_pages_of_a_control_segment_are_mapped_at_once() -> None:
     segment.close()
 
 
-def test_a_view_that_is_still_in_use_outlives_the_close() -> None:
-    segment = Segment.create(4096)
-    view = segment.buffer[:8]
-    segment.close()
-    view[0] = 1
-    assert bytes(view) == b"\1" + bytes(7)
-
-
-def test_the_mapping_goes_with_the_last_view_although_the_segment_is_still_held() -> None:
+@pytest.mark.parametrize("view_of", [lambda buffer: buffer[:8], lambda buffer: np.frombuffer(buffer, np.uint8)])
+def test_a_segment_stays_mapped_under_a_view_and_goes_with_the_next_close(view_of: Callable[[memoryview], Any]) -> None:
+    """Never with the view: it may end on a thread that must not wait for the kernel."""
     maps = Path("/proc/self/maps").read_text().count("kvprefetch")
     segment = Segment.create(4096)
-    view = segment.buffer[:8]
-    segment.close()
-    assert Path("/proc/self/maps").read_text().count("kvprefetch") == maps + 1
+    view = view_of(segment.buffer)
+    for _ in range(2):
+        assert not segment.close()
+        view[0] = 1
+        assert bytes(view[:8]) == b"\1" + bytes(7)
     del view
+    assert Path("/proc/self/maps").read_text().count("kvprefetch") == maps + 1
+    assert segment.close()
     assert Path("/proc/self/maps").read_text().count("kvprefetch") == maps
-    segment.close()
+
+
+def test_a_large_segment_is_emptied_piece_by_piece_and_keeps_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POPULATE_BYTES", 4096)
+    monkeypatch.setattr(module, "RELEASE_BYTES", 1 << 20)
+    segment = Segment.create(5 << 19)
+    other = Segment(os.dup(segment.fd), segment.size_bytes)
+    for offset in range(0, segment.size_bytes, 4096):
+        segment.buffer[offset] = 1 + offset % 251
+    view = segment.buffer[-1:]
+    assert not segment.close()
+    del view
+    assert segment.close()
+    assert all(other.buffer[offset] == 1 + offset % 251 for offset in range(0, other.size_bytes, 4096))
+    assert other.close()
 
 
 def test_nobody_can_truncate_a_segment_under_the_other_side() -> None:
