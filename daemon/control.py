@@ -45,6 +45,8 @@ from .telemetry.logs import Log
 
 # Reserve the memory of (epoch, engine) and call back, on the main loop, with it or with what went wrong.
 Prepare = Callable[[int, EngineShape, Callable[["EngineMemory | Exception"], None]], None]
+# Free the memory of an engine that is gone, off the main loop.
+Release = Callable[["EngineMemory"], None]
 # Do what an operator asked (SetMode, Purge, Warm), and call back, now or later, with the answer.
 Steer = Callable[[Message, Callable[[Message], None]], None]
 # Owns the memory; raises StoreError where the store refuses it.
@@ -54,19 +56,19 @@ MakeSession = Callable[[EngineMemory, EngineShape], EngineSession]
 class Control:
     """Speaks with the processes, and keeps those of one engine together in a group.
 
-    `prepare` reserves the memory of a complete group off the main loop, `make_session` builds its session on it.
-    `max_engines` and `max_engines_per_uid` bound the groups that have memory; an incomplete group holds nothing but its
-    connections, and those have bounds of their own.
+    `prepare` reserves the memory of a complete group off the main loop, `make_session` builds its session on it, and
+    `release` frees what none was built on.  `max_engines` and `max_engines_per_uid` bound the groups that have memory;
+    an incomplete group holds nothing but its connections, and those have bounds of their own.
     """
 
     def __init__(
-        self, sock: socket.socket, prepare: Prepare, make_session: MakeSession, log: Log,
+        self, sock: socket.socket, prepare: Prepare, release: Release, make_session: MakeSession, log: Log,
         *, access: Access, status: Callable[[], Status], steer: Steer, max_engines: int, max_engines_per_uid: int,
         watch: Callable[[int], None], unwatch: Callable[[int], None],
     ) -> None:  # fmt: skip
         self.connections = Connections(sock, access, log, drop=self._drop, watch=watch, unwatch=unwatch)
         self.max_engines, self.max_engines_per_uid = max_engines, max_engines_per_uid  # a reload may change both
-        self._prepare, self._make_session = prepare, make_session
+        self._prepare, self._release, self._make_session = prepare, release, make_session
         self._log = log
         self._status, self._steer = status, steer
         self._watch, self._unwatch = watch, unwatch
@@ -227,7 +229,7 @@ class Control:
             self._refuse_engine(group, memory)
             return
         if not group.complete or self._groups.get(group.key) is not group:  # someone left meanwhile
-            memory.close()
+            self._release(memory)
             self._dissolve(group)
             return
         engine = group.engine()

@@ -129,5 +129,6 @@ class Group:
             epoch=session.epoch, segment_bytes=segment.size_bytes, slot_count=session.slot_count,
             slot_bytes=session.staging.block_bytes[rank], device_slots=session.layout.device_slots,
             device_handle=device.handle(rank) if device is not None else "",
+            live_epochs=self.engine().scheduler.live_epochs,
         )  # fmt: skip
         return attached, [segment.fd, *([device.lease(rank)] if device is not None else [])]

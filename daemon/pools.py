@@ -170,6 +170,7 @@ class Pools:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.timeout_ns, self._clock_ns = timeout_ns, clock_ns
         self._finished: deque[Callable[[], None]] = deque()
+        self.closed = False
         self._bell = threading.Lock()  # a thread that rings must not find the number closed, and another file's by then
 
         def pool(name: str, size: int, nice: int = 0) -> Pool:
@@ -242,6 +243,7 @@ class Pools:
 
     def close(self) -> bool:
         """Wait for the calls in flight, as long as a call may take; False when some of the store's still hang."""
+        self.closed = True
         for pool in self._all:
             pool.close()
         deadline = self._clock_ns() + self.timeout_ns

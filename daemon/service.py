@@ -18,7 +18,7 @@ from . import machine, orders, report
 from .access import access_of
 from .config import ConfigError, DaemonConfig, Mode
 from .control import Control
-from .engine.memory import EngineMemory, EngineShape, prepare
+from .engine.memory import EngineMemory, EngineShape, prepare, release
 from .engine.session import EngineSession
 from .host import use_more_descriptors
 from .listener import Listener
@@ -97,9 +97,10 @@ class Daemon:
                 return True
             self._control = Control(
                 listener.sock, lambda *epoch: prepare(pools, self._config, *epoch),
-                partial(self._session, store, pools), self._log, access=access_of(listener.sock, self._config),
-                status=self._status, steer=partial(self._steer, pools), max_engines=self._config.max_engines,
-                max_engines_per_uid=self._config.max_engines_per_uid, watch=self._watch, unwatch=self._unwatch,
+                partial(release, pools), partial(self._session, store, pools), self._log,
+                access=access_of(listener.sock, self._config), status=self._status, steer=partial(self._steer, pools),
+                max_engines=self._config.max_engines, max_engines_per_uid=self._config.max_engines_per_uid,
+                watch=self._watch, unwatch=self._unwatch,
             )  # fmt: skip
             self._watch(listener.sock.fileno())
             self._log.info("daemon.ready", socket=listener.path, pid=os.getpid(), staging=self._config.staging)
@@ -197,6 +198,7 @@ class Daemon:
                 control.ended.remove(session)
                 session.close()
                 self._board.retire(session.totals)
+                release(pools, session.memory)
             else:
                 session.held(now_ns)
         tend()
@@ -290,6 +292,7 @@ class Daemon:
                 pass  # it closes: the end of this process
             except StoreError:
                 session.close()
+                release(pools, memory)
                 raise
         return session
 
@@ -361,8 +364,9 @@ class Daemon:
         if self._control is not None:
             pools.run_finished()
             for session in self._control.ended:
-                if session.idle:
+                if session.idle:  # its memory stays for the end of the process
                     session.close()
+                    session.staging.unregister()
         if self._store is not None:
             began, flushed = time.monotonic(), not self._store_is_open
             with contextlib.suppress(StoreUnavailable):

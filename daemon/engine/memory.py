@@ -123,6 +123,7 @@ class EngineMemory:
         return cls(layout, control, doorbell, staging, save_slots, device, device_error)
 
     def close(self) -> None:
+        """Free everything, once nothing touches it any more: 50 ms per GiB, so not on the main loop (`release`)."""
         if self.device is not None:
             self.device.close()
         self.staging.close()
@@ -166,6 +167,15 @@ def prepare(
 
     timeout_ms = config.call_timeout_ms
     pools.slab(partial(device_staging, config, engine), made, overdue)
+
+
+def release(pools: Pools, memory: EngineMemory) -> None:
+    """Free the memory of an epoch on a thread: the one that reserves, so that the next engine finds it free.
+
+    After `pools` are closed nothing is freed here: what is left goes with the process.
+    """
+    if not pools.closed:
+        pools.attach(memory.close, lambda future: future.result())
 
 
 def device_staging(config: DaemonConfig, engine: EngineShape) -> DeviceStaging:

@@ -390,11 +390,10 @@ class EngineSession:
             self._log.warning("engine.held", in_flight=self.jobs.running)
 
     def close(self) -> None:
-        """Free everything; only when idle and after the last process of the engine is gone."""
-        self.totals.kept_bytes = self.staging.unregister(self._store)
+        """Let go of `memory`, which its owner frees then (memory.release); only when idle and ended."""
+        self.totals.kept_bytes = self.staging.kept_bytes
         self._log.info("engine.detached", **self.account())
         # Their views would keep the control segment mapped.
         del self.ring, self.table, self._flags, self.liveness, self.planner, self.saver, self.look_ups, self._fetcher
         del self.warming, self.promoter, self._untold
         self.words.release()
-        self.memory.close()

@@ -46,7 +46,7 @@ class HostStaging:
         self.lost: set[int] = set()
         self.segments: list[Segment] = []
         self._bases: list[int] = []
-        self._registered: list[int] = []
+        self._registered: list[tuple[Store, int]] = []
         try:
             for size in self.block_bytes:
                 segment = Segment.create(slot_count * size)
@@ -68,24 +68,30 @@ class HostStaging:
         """
         for address, length in self.areas() if not self._registered else ():
             store.register(address, length)
-            self._registered.append(address)
+            self._registered.append((store, address))
 
-    def unregister(self, store: Store) -> int:
-        """Undo `register`, but for memory that has lost slots; returns how many bytes are kept so."""
+    @property
+    def kept_bytes(self) -> int:
+        """What neither `unregister` nor `close` gives back: memory that has lost slots."""
+        return self.slot_count * sum(self.block_bytes) if self.lost else 0
+
+    def unregister(self) -> None:
+        """Undo `register`, but for memory that has lost slots; with RDMA it unlocks the pages, which takes long."""
         if self.lost:
-            return self.slot_count * sum(self.block_bytes)
-        for address in self._registered:
+            return
+        registered, self._registered = self._registered, []
+        for store, address in registered:
             # A store that forgot the memory, or is closed, must not keep it, nor end the others' sessions.
             with contextlib.suppress(StoreError, StoreUnavailable):
                 store.unregister(address)
-        return 0
 
     def addresses(self, slot: int) -> list[int]:
         """Where slot `slot` begins, per rank."""
         return [base + slot * size for base, size in zip(self._bases, self.block_bytes, strict=True)]
 
     def close(self) -> None:
-        """Unmap, but for memory that has lost slots; only when no store call is running that names it."""
+        """Unregister and unmap, but for memory that has lost slots; only when no store call names it any more."""
+        self.unregister()
         for segment in self.segments:
             if self.lost:
                 _kept.append(segment)

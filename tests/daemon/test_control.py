@@ -32,7 +32,7 @@ def test_an_engine_whose_memory_the_store_refuses_is_refused_and_the_daemon_goes
 
     nothing: Any = None
     control = Control(
-        listening, lambda _epoch, _engine, done: done(nothing), refuses, structlog.get_logger(),
+        listening, lambda _epoch, _engine, done: done(nothing), nothing, refuses, structlog.get_logger(),
         access=Access(-1, frozenset()), status=nothing, steer=nothing, max_engines=1,
         max_engines_per_uid=1, watch=watched.append, unwatch=watched.remove,
     )  # fmt: skip
@@ -66,8 +66,9 @@ def test_ranks_that_do_not_come_are_one_warning_in_both_logs(
         listening.bind(str(path))
         listening.listen()
         control = Control(
-            listening, nothing, nothing, structlog.get_logger(), access=Access(-1, frozenset()), status=nothing,
-            steer=nothing, max_engines=1, max_engines_per_uid=1, watch=lambda fd: None, unwatch=lambda fd: None,
+            listening, nothing, nothing, nothing, structlog.get_logger(), access=Access(-1, frozenset()),
+            status=nothing, steer=nothing, max_engines=1, max_engines_per_uid=1, watch=lambda fd: None,
+            unwatch=lambda fd: None,
         )  # fmt: skip
         engine = FakeEngine(path, attach=False, ranks=ranks)
 

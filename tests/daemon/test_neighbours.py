@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +40,43 @@ def test_an_engine_that_vanishes_leaves_nothing_pinned_and_nobody_else_notices(
     assert survivor.load(list(values)) == list(values.values())
     auditor.assert_idle(shared_daemon.pid, shared_daemon.socket)
     survivor.close()
+
+
+SLOW_KERNEL = """
+import time
+from kvprefetch.shmring.segment import Segment
+
+def slow(segment, close=Segment.close):
+    time.sleep(2)
+    return close(segment)
+
+Segment.close = slow
+"""
+
+
+def test_the_memory_of_an_engine_that_leaves_is_freed_beside_the_others(
+    serve: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    """Unmapping takes the kernel 50 ms per GiB; here 2 s for each of two segments."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_KERNEL)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    daemon = serve(env={"PYTHONPATH": path})
+    leaving = FakeEngine(daemon.socket, engine_id="leaving", prefix="leaving")
+    staying = FakeEngine(daemon.socket, engine_id="staying", prefix="staying")
+
+    def segments() -> int:
+        return Path(f"/proc/{daemon.pid}/maps").read_text().count("memfd:kvprefetch")
+
+    assert segments() == 4
+    leaving.close()
+    longest_s = 0.0
+    while segments() > 2:
+        began = time.monotonic()
+        assert staying.load(list(blocks("nowhere", 1))) is None
+        longest_s = max(longest_s, time.monotonic() - began)
+    assert longest_s < 1.5
+    staying.close()
+    assert daemon.sigterm(30) == 0
 
 
 def test_a_corrupt_ring_ends_that_engine_only(shared_daemon: Daemon) -> None:
@@ -230,3 +269,17 @@ def test_a_hint_that_names_a_block_twice_is_served_and_ends_nothing(shared_daemo
     assert engine.load(again) == [values[digest] for digest in again]
     assert engine.load(again) == [values[digest] for digest in again], "from staging"
     engine.close()
+
+
+def test_workers_hear_which_epochs_the_scheduler_may_still_name(shared_daemon: Daemon) -> None:
+    engine = FakeEngine(shared_daemon.socket, engine_id="epochs", attach=False)
+    scheduler, worker = engine.connect(), engine.connect()
+    hello = engine.hello("scheduler")
+    assert hello.scheduler is not None
+    said = hello.scheduler.model_copy(update={"live_epochs": [3, 5]})
+    messages.send_message(scheduler, engine.hello("scheduler", scheduler=said))
+    messages.send_message(worker, engine.hello("worker"))
+    attached, fds = engine.receive(worker)
+    for fd in fds:
+        os.close(fd)
+    assert attached.live_epochs == [3, 5]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,7 +117,17 @@ class Engine:
     def leave(self) -> None:
         del self.producer
         self.session.end(Ending.ENGINE_GONE)
-        self.session.close()
+        give_back(self.session)
+
+
+def give_back(session: EngineSession) -> None:
+    """What its owner does at its end: the memory is freed apart from it, and nothing of it stands on the memory."""
+    maps = Path("/proc/self/maps")
+    before = maps.read_text().count("kvprefetch")
+    session.close()
+    assert maps.read_text().count("kvprefetch") == before, "nothing is unmapped on the main loop"
+    session.memory.close()
+    assert maps.read_text().count("kvprefetch") == before - 1 - len(session.staging.block_bytes)
 
 
 def test_what_is_taken_back_is_pending_in_the_same_use_of_its_flag_and_its_tier_hears_of_it() -> None:
@@ -235,14 +245,17 @@ def test_a_flag_that_does_not_stand_still_ends_the_session_and_raises_nothing() 
     session = restless_session()
     session.scan()
     assert session.corrupt is None, "nothing to do yet"
-    answer = partial(session.planner.looked_up, (0, 1), 0)
-    session.jobs.start(lambda job, done, overdue, owner: done(_Done()), lambda: None, lambda _: answer(), None)
+
+    def answer(_: None) -> None:
+        session.planner.looked_up((0, 1), 0)
+
+    session.jobs.start(lambda job, done, overdue, owner: done(_Done()), lambda: None, answer, None)
     assert session.corrupt is not None
     assert "does not stand still" in session.corrupt
     assert session.drain(10) == 0
     assert not session.pump(Lane.MEMORY)
     session.end(Ending.ENGINE_GONE)
-    session.close()
+    give_back(session)
 
 
 def test_a_reset_that_meets_such_a_flag_raises_nothing() -> None:
@@ -251,7 +264,7 @@ def test_a_reset_that_meets_such_a_flag_raises_nothing() -> None:
     session.reset(1, 1.0, lambda _: None)
     assert session.corrupt is not None
     session.end(Ending.ENGINE_GONE)
-    session.close()
+    give_back(session)
 
 
 def test_memory_that_the_store_refuses_is_let_go() -> None:
@@ -272,7 +285,7 @@ def test_memory_that_the_store_refuses_is_let_go() -> None:
         session.register_staging()
     assert len(registered) == 1
     session.end(Ending.ENGINE_GONE)
-    session.close()
+    give_back(session)
     assert not registered
 
 
@@ -294,7 +307,7 @@ def test_a_store_that_does_not_let_go_of_the_memory_keeps_no_session_open() -> N
     session.register_staging()
     assert len(registered) == 1
     session.end(Ending.ENGINE_GONE)
-    session.close()
+    give_back(session)
 
 
 class _Done:

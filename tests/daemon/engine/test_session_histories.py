@@ -172,3 +172,4 @@ def test_nothing_that_an_engine_pushes_raises(seed: int) -> None:
             pools.step()
         assert session.idle
         session.close()
+        session.memory.close()
