@@ -57,7 +57,10 @@ class ConnectorConfig(BaseModel):
     )
     cache_prefix: str = Field(default="", max_length=256, description="put before every key, as upstream's connector")
     reset_timeout_ms: int = Field(
-        default=5000, ge=1, le=600_000, description="how long reset_cache waits for the daemon"
+        default=5000,
+        ge=1,
+        le=600_000,
+        description="how long reset_cache waits for the daemon; a disk tier needs two heartbeats and 1 s",
     )
 
 

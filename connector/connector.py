@@ -93,7 +93,9 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                     'kvprefetch: set kv_load_failure_policy to "recompute"; with %r a failed load fails its request',
                     transfer.kv_load_failure_policy,
                 )
-            hello = support.scheduler_hello(vllm_config, self._geometry)
+            hello = support.scheduler_hello(
+                vllm_config, self._geometry, reset_timeout_ms=self._settings.reset_timeout_ms
+            )
             if hello.scheduler is not None and not hello.scheduler.hash_probe:
                 log.warning(
                     "kvprefetch: prefix_caching_hash_algo=%s begins with a random number in each process, so no other "

@@ -232,7 +232,7 @@ def hash_probe(algorithm: str) -> str:
     return probe.hex()
 
 
-def scheduler_hello(vllm_config: VllmConfig, shape: Geometry) -> Hello:
+def scheduler_hello(vllm_config: VllmConfig, shape: Geometry, *, reset_timeout_ms: int) -> Hello:
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     wants = SchedulerShape(
         max_blocks=shape.max_blocks,
@@ -240,6 +240,7 @@ def scheduler_hello(vllm_config: VllmConfig, shape: Geometry) -> Hello:
         loads=shape.loads,
         saves=shape.saves,
         events=publishes_events(vllm_config),
+        reset_timeout_ms=reset_timeout_ms,
         hash_algorithm=algorithm,
         hash_probe=hash_probe(algorithm) if shape.hashes_per_block == 1 else "",
     )

@@ -96,7 +96,7 @@ class Daemon:
             if store is None:
                 return True
             self._control = Control(
-                listener.sock, lambda *epoch: prepare(pools, self._config, *epoch),
+                listener.sock, lambda *epoch: prepare(pools, self._config, store.settle_s, *epoch),
                 partial(release, pools), partial(self._session, store, pools), self._log,
                 access=access_of(listener.sock, self._config), status=self._status, steer=partial(self._steer, pools),
                 max_engines=self._config.max_engines, max_engines_per_uid=self._config.max_engines_per_uid,

@@ -79,6 +79,7 @@ class SchedulerShape(_Message):
     saves: bool
     # Wants to be told by Stored messages what became of its saves.
     events: bool = False
+    reset_timeout_ms: int = Field(default=600_000, ge=1, le=600_000)  # of its resets; too short ones are refused
     # How it hashes blocks, to those who hash prompts ahead: vLLM's name of the algorithm, and the hash (hex) of a first
     # block of HASH_PROBE_TOKENS; no probe when hashes begin with a number that is random in each process.
     hash_algorithm: str = Field(default="", max_length=64)

@@ -71,7 +71,8 @@ class Store:
         self._sweeps = 0  # removals that go on until nothing comes back
         self._disk = Path(settings.ssd_offload_path) if settings.enable_ssd_offload else None
         self._fingerprints, self._marks = Fingerprints(self._disk), Marks(settings.private)
-        self._heartbeat_s = float(os.environ.get("MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS", "10"))
+        heartbeat_s = float(os.environ.get("MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS", "10"))
+        self.settle_s = 2 * heartbeat_s + 0.5 if self._disk else 0.0  # how long a removal looks on (_sweep)
 
     def open(self) -> None:
         """Join the cluster. Raises StoreError.
@@ -372,7 +373,6 @@ class Store:
             return Removal(False, 0)
         with self._state:
             seen = [key for key in self._seen if ours.match(key)]
-        settle_s = 2 * self._heartbeat_s + 0.5 if disk else 0.0
         quiet_since: float | None = None
         reach, checked, most = True, set[str](), 0  # what comes back was counted before
         while True:
@@ -387,7 +387,7 @@ class Store:
                 now = self._clock()
                 if count != 0 or files or quiet_since is None or any(self.exist(seen)):
                     quiet_since = now
-                elif now - quiet_since >= settle_s:
+                elif now - quiet_since >= self.settle_s:
                     with self._state:
                         for key in seen:
                             self._seen.pop(key, None)

@@ -151,9 +151,10 @@ def test_the_incarnation_is_the_same_in_every_process_and_new_at_every_start(tmp
 def test_roles_decide_what_is_done(tmp_path: Path, role: str, loads: bool, saves: bool) -> None:
     shape = support.geometry(vllm_config(tmp_path / "s", role=role), kv_cache_config())
     assert (shape.loads, shape.saves, shape.block_bytes, shape.max_blocks) == (loads, saves, 4096, 16)
-    hello = support.scheduler_hello(vllm_config(tmp_path / "s"), shape)
+    hello = support.scheduler_hello(vllm_config(tmp_path / "s"), shape, reset_timeout_ms=2500)
     assert hello.scheduler is not None
     assert (hello.scheduler.loads, hello.scheduler.saves) == (loads, saves)
+    assert hello.scheduler.reset_timeout_ms == 2500
 
 
 @pytest.mark.parametrize(("mode", "saves"), [("on", True), ("shadow", False)])

@@ -283,3 +283,30 @@ def test_workers_hear_which_epochs_the_scheduler_may_still_name(shared_daemon: D
     for fd in fds:
         os.close(fd)
     assert attached.live_epochs == [3, 5]
+
+
+def test_an_engine_whose_resets_could_never_be_confirmed_is_refused_with_the_bound(
+    serve: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    """A removal looks on for two heartbeats of the disk tier and half a second before it is confirmed."""
+    daemon = serve(disk=f"{tmp_path / 'kv'}:256MiB")
+
+    def attach(timeout_ms: int) -> messages.Message:
+        engine = FakeEngine(daemon.socket, engine_id=f"reset-{timeout_ms}", attach=False)
+        hello = engine.hello("scheduler")
+        assert hello.scheduler is not None
+        said = hello.scheduler.model_copy(update={"reset_timeout_ms": timeout_ms})
+        scheduler, worker = engine.connect(), engine.connect()
+        messages.send_message(scheduler, engine.hello("scheduler", scheduler=said))
+        messages.send_message(worker, engine.hello("worker"))
+        received = messages.receive_message(scheduler)
+        assert received is not None
+        for fd in received[1]:
+            os.close(fd)
+        return received[0]
+
+    refused = attach(2999)
+    assert isinstance(refused, messages.Refused)
+    assert refused.final
+    assert "reset_timeout_ms=2999 min=3000" in refused.error
+    assert isinstance(attach(3000), messages.Attached)
