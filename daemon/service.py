@@ -201,7 +201,7 @@ class Daemon:
                 release(pools, session.memory)
             else:
                 session.held(now_ns)
-        tend()
+        self._board.lost_lines = tend()
         if self._reload_wanted:
             self._reload(control)
         self._notify.beat(now_ns)

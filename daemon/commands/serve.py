@@ -59,15 +59,19 @@ def run(arguments: argparse.Namespace) -> int:
     sources = configuration_sources(arguments)
     config = accepted(sources).config
     # Imported late: `kvprefetchd --help` and configuration errors need neither Mooncake nor structlog.
+    from ..telemetry.logs import unblock_streams
+
+    unblock_streams()  # may start processes, so before the imports below start threads
     from ..service import Daemon
     from ..store.client import StoreError
     from ..store.embedded import EmbeddedError
     from ..store.settings import SettingsError
-    from ..telemetry.logs import configure, unblock_streams
+    from ..telemetry.logs import configure
+    from ..telemetry.streams import settle
 
-    unblock_streams()
     try:
         well = Daemon(config, configure(config.log_level), lambda: accepted(sources).config).run()
+        settle()
         # Everything is closed. With a disk tier Mooncake's destructors would now wait about ten seconds for a thread.
         os._exit(0 if well else EX_UNAVAILABLE)
     except SettingsError as error:

@@ -34,6 +34,7 @@ class Board:
         self.phase = "starting"
         self.started_ns = self.beat_ns = clock_ns()
         self.snapshot = Snapshot()
+        self.lost_lines = 0  # of the log
         self.running: Callable[[], Mapping[str, int]] = dict  # start of the oldest store call of each kind, ns
         self.disk_fault: Callable[[], str] = str  # why nothing can be kept on disk, or nothing
         self.fill: Callable[[], StoreFill | None] = lambda: None  # how full the embedded store is

@@ -236,7 +236,8 @@ EVENTS: dict[str, Event] = {
         "store will take: lower `staging` or `memory`, or the kernel will end somebody.",
         ("available_bytes", "wanted_bytes"),
     ),
-    "log.lost": Event("warning", "Lines could not be written: nobody read them, or a full disk.", ("lost_lines",)),
+    "log.lost": Event("warning", "Lines were lost, because nobody read them, or a disk was full or stood still.",
+                      ("lost_lines",)),
     "socket.renewed": Event("warning", "The control socket's file was gone, and a new one is there. Who removes it?",
                             ("socket",)),
     "socket.lost": Event("warning", "The file is gone, or another's, and a new one cannot be had: no engine comes. "

@@ -19,7 +19,8 @@ import structlog
 
 from . import pretty
 from .events import COMMON, EVENTS
-from .log_writer import LogWriter, never_wait
+from .log_writer import LogWriter
+from .streams import never_wait
 
 Log = Any  # a structlog bound logger; its class is made at run time
 
@@ -113,7 +114,7 @@ class Sink:
 
     debug = info = warning = error = msg  # structlog calls the one of the line's level
 
-    def tend(self, all_of_them: bool) -> None:
+    def tend(self, all_of_them: bool) -> int:
         self._writer.pump()
         for line in floods.due(all_of_them=all_of_them):
             level, event = line.pop("level"), line.pop("event")
@@ -121,6 +122,7 @@ class Sink:
             getattr(self.log, level)(event, **line)
         if lost := self._writer.take_lost():
             self.log.warning("log.lost", lost_lines=lost)
+        return self._writer.lost_lines
 
     def finish(self) -> None:
         self._writer.drain(LAST_S)
@@ -174,10 +176,12 @@ def unblock_streams(environ: Mapping[str, str] = os.environ) -> None:
         never_wait(stream.fileno(), ours=goes_to_journald(stream, environ))
 
 
-def tend(*, all_of_them: bool = False) -> None:
-    """What the main loop does for the log a few times a second: write what was held back, say what was lost."""
-    if _sink is not None:
-        _sink.tend(all_of_them)
+def tend(*, all_of_them: bool = False) -> int:
+    """What the main loop does for the log a few times a second: write what was held back, say what was lost.
+
+    How many lines were lost since the start, those included that can not be said yet.
+    """
+    return _sink.tend(all_of_them) if _sink is not None else 0
 
 
 def finish() -> None:

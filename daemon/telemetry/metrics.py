@@ -75,6 +75,7 @@ CATALOGUE: dict[str, Described] = {
         "How often the embedded store's disk tier made room, by one value or many: Mooncake does not say how many",
     ),
     "events": Described("counter", "Log events of level warning and error, those held back included", ("event",)),
+    "log_lost_lines": Described("counter", "Lines of the log that were lost: nobody read them, or a disk stood still"),
     "push_to_seen_seconds": Described("histogram", "From the engine's push of a hint until the daemon read it"),
     "look_up_seconds": Described("histogram", "From the hint read until the store said what it has"),
     "fetch_seconds": Described("histogram", "From a fetch order to its result", ("tier",)),
@@ -192,6 +193,7 @@ class BoardCollector(Collector):
             "fetched_bytes": [((tier,), totals.fetched_bytes[tier]) for tier in TIERS],
             "wasted_bytes": [((tier,), totals.wasted_bytes[tier]) for tier in TIERS],
             "warmed_blocks": [((result,), totals.warmed_blocks[result]) for result in WARM_RESULTS],
+            "log_lost_lines": [((), self._board.lost_lines)],
             "events": [((event,), count) for event, count in self._events.counts.items()],
         }
 

@@ -1,0 +1,111 @@
+"""Makes standard output and standard error streams that a write never waits for, whatever they lead to.
+
+A pipe or a terminal is opened again without blocking.  A file cannot be: a write waits while its disk stands still, and
+a thread in such a wait keeps the whole process from ending, even after SIGKILL.  So a process of its own writes to the
+file, behind a pipe; when the daemon has ended it writes what is left and ends, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import signal
+import stat
+import sys
+import time
+
+PIECE_BYTES = 1 << 16
+RETRY_MS = 100
+SETTLE_S = 2.0
+NAME = "kvprefetchd-log"  # of the process that writes, in ps and top
+
+_pipes: dict[tuple[int, int], int] = {}  # to the files, by device and inode: both streams may lead to one
+_streams: list[int] = []  # those that are such pipes now
+_writers: list[int] = []  # pids
+
+
+def never_wait(fd: int, *, ours: bool = False) -> None:
+    """Let a write to `fd` fail at once where it would wait. Mooncake writes to standard error, too, in its calls.
+
+    `fd` gets a description of its own, so that others who write there do not notice.  A socket cannot be opened again:
+    it is changed itself, if nobody else has it (`ours`). What cannot be opened again for lack of rights stays as it is.
+    """
+    status = os.fstat(fd)
+    if stat.S_ISREG(status.st_mode):
+        key = (status.st_dev, status.st_ino)
+        if key not in _pipes:
+            _pipes[key] = _start_writer(fd)
+        os.dup2(_pipes[key], fd, inheritable=True)
+        _streams.append(fd)
+    elif stat.S_ISSOCK(status.st_mode) and ours:
+        os.set_blocking(fd, False)
+    elif stat.S_ISFIFO(status.st_mode) or os.isatty(fd):
+        with contextlib.suppress(OSError):
+            again = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+            os.dup2(again, fd, inheritable=True)
+            os.close(again)
+
+
+def settle(timeout_s: float = SETTLE_S) -> None:
+    """The last that this process does: wait until its files have all it wrote, for `timeout_s` at most."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if not _writers:
+        return
+    null = os.open(os.devnull, os.O_WRONLY)
+    for fd in (*_streams, *_pipes.values()):
+        os.dup2(null, fd)  # the last end of its pipe: the writer reads the end of file behind what is in it
+    deadline = time.monotonic() + timeout_s
+    while _writers and time.monotonic() < deadline:
+        _writers[:] = filter(_runs, _writers)
+        time.sleep(0.005)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG) == (0, 0)
+    except ChildProcessError:  # who started us ignores SIGCHLD, and so do we
+        return False
+
+
+def _start_writer(file: int) -> int:
+    """Start the process that writes to `file`; the end of its pipe to write to. Call it before there are threads."""
+    read, write = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(write, False)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _write_out(read, file)
+        finally:
+            os._exit(0)
+    os.close(read)
+    if not _writers:
+        atexit.register(settle)
+    _writers.append(pid)
+    return write
+
+
+def _write_out(pipe: int, file: int) -> None:
+    """The process: all that comes through `pipe` to `file`, until nobody has the pipe's other end any more."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the daemon, which has last words
+        signal.signal(each, signal.SIG_IGN)
+    os.dup2(pipe, 0)
+    os.dup2(file, 1)
+    for number in map(int, os.listdir("/proc/self/fd")):  # the daemon's sockets, and the other end of this pipe
+        if number > 1:
+            with contextlib.suppress(OSError):
+                os.close(number)
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
+        comm.write(NAME)
+    ended = select.poll()
+    ended.register(0, 0)  # only that nobody has the other end
+    while data := os.read(0, PIECE_BYTES):
+        while data:
+            try:
+                data = data[os.write(1, data) :]
+            except OSError:  # a full disk: tried again, so that it is one that stands still, until the daemon ends
+                if ended.poll(RETRY_MS):
+                    return

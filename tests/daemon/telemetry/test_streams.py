@@ -1,0 +1,145 @@
+"""Files that standard output and standard error lead to stop nobody: a full disk, one that stands still."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.fake_engine import FakeEngine, listening, wait_for
+from tests.daemon.stores import blocks
+from tests.support.auditor import ask_daemon
+
+
+def writer_of(pid: int) -> int:
+    """The one process that writes files for this one."""
+
+    def named() -> list[str]:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [child for child in children if Path(f"/proc/{child}/comm").read_text() == "kvprefetchd-log\n"]
+
+    [writer] = wait_for(named, what="the writer")
+    return int(writer)
+
+
+def run(script: str, stdout: int, stderr: int | None = None, **options: object) -> subprocess.Popen[str]:
+    preamble = "import os, sys, time\nfrom kvprefetch.daemon.telemetry.streams import never_wait, settle\n"
+    command = [sys.executable, "-c", preamble + textwrap.dedent(script)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, text=True, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def test_a_full_disk_loses_lines_joins_none_and_counts_them_when_there_is_room(tmp_path: Path) -> None:
+    """The limit on the size of files is a full disk that one test can have for itself."""
+    path = tmp_path / "log"
+    script = """
+        import resource
+        from kvprefetch.daemon.telemetry.log_writer import LogWriter
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        never_wait(1)
+        writer = LogWriter(1, limit_bytes=100_000)
+        for i in range(5000):
+            writer.write(f"{i:04} " + "x" * 94)
+        print(writer.take_lost(), writer.lost_lines, file=sys.stderr, flush=True)
+        sys.stdin.readline()
+        writer.drain(20)
+        print(writer.take_lost(), file=sys.stderr, flush=True)
+    """
+    with path.open("wb") as file, run(script, file.fileno(), subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        said, lost = map(int, process.stderr.readline().split())
+        assert (said, lost > 1000) == (0, True), "while none gets through, it is known and not said"
+        assert path.stat().st_size <= 100
+        writer = writer_of(process.pid)
+        resource.prlimit(writer, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        process.stdin.write("there is room\n")
+        process.stdin.flush()
+        assert int(process.stderr.readline()) == lost
+        assert process.wait(20) == 0
+    lines = path.read_text().splitlines()
+    numbers = [int(line[:4]) for line in lines]
+    assert len(numbers) == 5000 - lost
+    assert numbers == sorted(set(numbers)), "in order, none twice"
+    assert {len(line) for line in lines} == {99}
+
+
+def test_both_streams_to_one_file_keep_their_order_and_it_has_all_at_the_end(tmp_path: Path) -> None:
+    script = """
+        never_wait(1), never_wait(2)
+        for i in range(50):
+            os.write(1 + i % 2, f"{i}\\n".encode())
+        print("last words", file=sys.stderr)
+    """
+    path = tmp_path / "log"
+    with path.open("wb") as file, run(script, file.fileno(), file.fileno()) as process:
+        assert process.wait(20) == 0
+    assert path.read_text().splitlines() == [*map(str, range(50)), "last words"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_the_writer_outlives_a_process_that_was_killed_and_ends(tmp_path: Path, number: int) -> None:
+    """Control-C and `systemctl stop` reach both."""
+    path = tmp_path / "log"
+    script = "never_wait(1)\nos.write(1, b'before\\n')\ntime.sleep(60)"
+    with path.open("wb") as file, run(script, file.fileno(), subprocess.DEVNULL, process_group=0) as process:
+        wait_for(lambda: path.read_text() == "before\n", what="the first line")
+        writer = writer_of(process.pid)
+        if number == signal.SIGKILL:
+            process.kill()
+        else:
+            os.killpg(process.pid, number)
+        process.wait(10)
+    wait_for(lambda: not Path(f"/proc/{writer}").exists(), what="the writer's end")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, which can be made to stand still."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("mkfs.ext4", "mount", "fsfreeze"))):
+        pytest.skip("a disk that stands still needs root, mkfs.ext4 and fsfreeze")
+    image, folder = tmp_path / "image", tmp_path / "disk"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(16 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
+    if subprocess.run(["mount", "-o", "loop", str(image), str(folder)], check=False, capture_output=True).returncode:
+        pytest.skip("no loop device can be mounted here")
+    yield folder
+    subprocess.run(["fsfreeze", "-u", str(folder)], check=False, capture_output=True)
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_log_on_a_disk_that_stands_still_keeps_nobody_from_serving_and_ending(disk: Path, tmp_path: Path) -> None:
+    """A write to it waits in the kernel, and neither SIGTERM nor SIGKILL ends that. 50 lines fit the pipe."""
+    path, socket = disk / "log", tmp_path / "s"
+    command = [sys.executable, "-m", "kvprefetch.daemon", "serve", "--socket", str(socket), "--metrics-port", "0"]
+    with path.open("ab") as log:
+        process = subprocess.Popen([*command, "--memory", "64MiB", "--staging", "1MiB"], stdout=log, stderr=log)
+    try:
+        wait_for(lambda: listening(socket), 60, "the socket")
+        engine = FakeEngine(socket)
+        wait_for(lambda: "engine.attached" in path.read_text(), what="the log")
+        subprocess.run(["fsfreeze", "-f", str(disk)], check=True)
+        for i in range(50):
+            assert engine.load(list(blocks("still", 1)), name=f"r{i}") is None
+        assert ask_daemon(socket).engines
+        engine.close()
+        process.terminate()
+        assert process.wait(20) == 0
+    finally:  # before it is waited for: a process that waits for its disk does not end
+        subprocess.run(["fsfreeze", "-u", str(disk)], check=False, capture_output=True)
+        process.kill()
+        process.wait()
+    wait_for(lambda: "daemon.stopped" in path.read_text(), what="the last line")
+    records = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+    assert [each["request_id"] for each in records if each["event"] == "request.done"] == [f"r{i}" for i in range(50)]
+    assert records[-1]["event"] == "daemon.stopped"
