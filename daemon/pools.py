@@ -136,7 +136,8 @@ class Pool:
 
     def _run(self) -> None:
         if self._nice:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
+            with contextlib.suppress(OSError):  # an ordinary user cannot come back from a higher niceness
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
         while (job := self._queue.get()) is not None:
             if not job.future.set_running_or_notify_cancel():
                 continue

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import select
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ import pytest
 from kvprefetch.daemon.planning.planner import Lane
 from kvprefetch.daemon.pools import MAX_STUCK, SLOW_NS, Pools
 from tests.daemon.fake_engine import wait_for
+from tests.support.ordinary import AS_NOBODY
 
 TIMEOUT_NS = 200_000_000
 
@@ -230,3 +233,16 @@ def test_what_a_thread_announces_after_the_end_rings_nobody_else_s_bell() -> Non
         os.eventfd_read(other)
     for fd in {other, number}:
         os.close(fd)
+
+
+def test_an_ordinary_user_s_daemon_fetches_also_at_a_higher_niceness() -> None:
+    code = (
+        "import select; from kvprefetch.daemon.pools import Lane, Pools\n"
+        "pools = Pools(1)\n"
+        "pools.fetch(Lane.MEMORY, lambda: 7, lambda future: print(future.result()), None, 'engine')\n"
+        "assert select.select([pools.fd], [], [], 20)[0]\n"
+        "pools.run_finished()"
+    )
+    argv = ["nice", "-n", "19", *AS_NOBODY, sys.executable, "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("7\n", "", 0)
