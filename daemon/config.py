@@ -97,6 +97,10 @@ class DaemonConfig(BaseModel):
     )
     disk: str | None = Field(default=None, description="DIR[:SIZE] of the embedded store's SSD tier")
     master_port: Number | None = Field(default=None, ge=1, le=65535, description="port of the embedded master")
+    store_reach: Literal["local", "any"] = Field(
+        default="local",
+        description="local: no embedded store where other machines could reach its memory; any: start it all the same",
+    )
     chunk: Annotated[Size, _within(4096, 1 << 30)] = Field(default=4 << 20, description="bytes of one store call")
     fetch_threads: Number = Field(
         default_factory=lambda: max(1, min(4, usable_cores() // 2)), ge=1, le=64,

@@ -33,6 +33,7 @@ from typing import IO, Any
 
 from ...shmring.messages import StoreFill, shown
 from ..sizes import parse_size
+from . import loopback
 from .disk_watch import MIN_FREE_BYTES, DiskWatch, room_bytes
 from .errors import LIBRARIES
 from .fill import FillWatch
@@ -92,13 +93,14 @@ class EmbeddedMaster:
     """A `mooncake_master` process on loopback that dies with this process, even by SIGKILL.
 
     `memory_bytes` is the DRAM segment the store in this process will own (raised to whole units of 16 MiB); a start
-    is given up when `stopping`.
+    is given up when `stopping`. `anywhere`: start also where other machines could reach the store (loopback.py).
     """
 
     def __init__(
         self, memory_bytes: int, disk: DiskSpec | None, log: Any, *, master_port: int | None = None,
-        stopping: Callable[[], bool] = lambda: False,
+        anywhere: bool = False, stopping: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
+        self._anywhere = anywhere
         self._memory_bytes = -(-max(memory_bytes, 1) // MIN_MEMORY_BYTES) * MIN_MEMORY_BYTES
         self._disk = disk
         self._log = log
@@ -153,12 +155,14 @@ class EmbeddedMaster:
 
         Call it on the main thread: the kernel sends the death signal when the *thread* that forked ends. It sets
         MOONCAKE_* and MC_* variables of this process, which Mooncake reads when it is loaded, so call it before any
-        Store.open. Raises EmbeddedError, also when it was told to stop meanwhile.
+        Store.open. Raises EmbeddedError, also when it was told to stop meanwhile, and SettingsError.
         """
         if threading.current_thread() is not threading.main_thread():
             raise EmbeddedError("the private master must be started on the main thread: it would die with this one")
         if self._process is not None:
             raise EmbeddedError("the private master was already started")
+        if not self._anywhere:
+            _check_confined()
         self._set_environment()
         binary = _binary()
         for attempt in range(_ATTEMPTS):
@@ -322,6 +326,17 @@ def _binary() -> str:
     raise EmbeddedError(
         "mooncake_master is not installed: install kvprefetch with daemon-cpu, daemon-cuda12 or daemon-cuda13"
     )
+
+
+def _check_confined() -> None:
+    """Raise SettingsError where other machines could reach what the store listens on."""
+    if (why := loopback.refusal()) and (others := loopback.interfaces()):
+        raise SettingsError(
+            "store_reach: other machines could reach the embedded store's memory, and this kernel lets its sockets "
+            f"neither be bound to the loopback interface nor be filtered: {why}: store_reach='local' "
+            f"interfaces={','.join(others)[:100]}: "
+            "use Linux 5.7 or later, a network namespace with loopback only, or store_reach='any' behind a firewall"
+        )
 
 
 def _free_port() -> int:

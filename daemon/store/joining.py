@@ -44,10 +44,14 @@ def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int, log: Any) -
         del client  # leaves the master while there is one
         raise StoreError(f"mooncake set-up failed: {why}: {settings}{_masters(settings.master_server_address)}")
     if addresses.is_loopback(settings.local_hostname):
+        if why := loopback.refusal():
+            log.warning("store.exposed", error=why)
+            return client
         try:
             loopback.confine(before)
         except OSError as error:
-            log.warning("store.exposed", error=os.strerror(error.errno or 0))
+            del client
+            raise StoreError(f"other machines cannot be kept from Mooncake's ports: {error.strerror}") from None
     return client
 
 

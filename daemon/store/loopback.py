@@ -1,28 +1,60 @@
-"""Keeps to this machine what Mooncake's client listens on: it binds to all addresses, and asks nobody who they are.
+"""Keep other machines from what Mooncake's client listens on: it binds to all addresses and asks for no password.
 
-Whoever reaches its data port may read and write registered memory, staging included, and no setting says where it
-binds.  So its sockets get a filter that passes only what came over the loopback interface; what others send is dropped,
-as by a firewall.  It needs no privilege, and connections that a socket accepts inherit it.
+Whoever reaches its data port may read and write registered memory, staging included, and no setting changes where it
+binds.  So each of its sockets is bound to the loopback interface (SO_BINDTODEVICE, without privilege since Linux 5.7):
+a packet that comes in elsewhere finds no socket.  Where the kernel refuses that, the socket gets a filter that drops
+such packets (SO_ATTACH_FILTER, which some kernels allow root only).  Connections that a socket accepts inherit both.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import fcntl
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
-# linux/filter.h, asm-generic/socket.h; LOOPBACK_IFINDEX in every network namespace.
+# linux/filter.h, asm-generic/socket.h, linux/sockios.h, linux/if.h; interface 1 is "lo" in every network namespace.
 _SO_ATTACH_FILTER = 26
-_LOOPBACK = 1
+_SIOCGIFFLAGS, _IFF_UP, _IFF_LOOPBACK = 0x8913, 0x1, 0x8
+_LOOPBACK = b"lo"
 _PROGRAM = (
     (0x20, 0, 0, 0xFFFFF000 + 8),  # BPF_LD | BPF_W | BPF_ABS: SKF_AD_OFF + SKF_AD_IFINDEX, where the packet came in
-    (0x15, 0, 1, _LOOPBACK),  # BPF_JMP | BPF_JEQ | BPF_K
+    (0x15, 0, 1, 1),  # BPF_JMP | BPF_JEQ | BPF_K: the loopback interface
     (0x06, 0, 0, 0xFFFFFFFF),  # BPF_RET: all of it
     (0x06, 0, 0, 0),  # BPF_RET: nothing
 )
+_TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
+_CONNECTED = ("01", "03", "08")  # ESTABLISHED, SYN_RECV, CLOSE_WAIT of include/net/tcp_states.h
+_SETTLE_S = 2.0
+
+
+def refusal() -> str:
+    """Why this process can confine no socket, such as "Operation not permitted"; empty when it can."""
+    with socket.socket() as probe:
+        try:
+            _shut(probe)
+        except OSError as error:
+            return os.strerror(error.errno or 0)
+    return ""
+
+
+def interfaces() -> list[str]:
+    """Names of the network interfaces that are up, without the loopback interface."""
+    found = []
+    with socket.socket(type=socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it went away meanwhile
+                request = fcntl.ioctl(asked, _SIOCGIFFLAGS, struct.pack("16s24x", os.fsencode(name)))
+                flags = struct.unpack_from("16xH", request)[0]
+                if flags & _IFF_UP and not flags & _IFF_LOOPBACK:
+                    found.append(name)
+    return found
 
 
 def listening() -> set[int]:
@@ -33,16 +65,38 @@ def listening() -> set[int]:
 def confine(before: set[int]) -> None:
     """Shut out other machines from all that listens and is not in `before`, and from what it accepted since.
 
-    Raises OSError where the kernel does not let us.
+    Raises OSError where the kernel refuses, or where a connection that was begun before is not accepted within 2 s.
     """
-    ports = set()
+    ports, shut = set(), set[int]()
     for inode, each in _sockets():
         if inode not in before and _listens(each):
-            _attach(each)
+            _shut(each)
             ports.add(each.getsockname()[1])
-    for _, each in _sockets():
-        if not _listens(each) and each.getsockname()[1] in ports:
-            _attach(each)
+    deadline = time.monotonic() + _SETTLE_S
+    # Nothing new comes in from here on. A handshake that began before still gives a connection without bounds.
+    while left := _connections(ports) - shut:
+        if time.monotonic() > deadline:
+            if 0 not in left:  # those are of another process, which may use such a port of the other address family
+                break
+            raise OSError(errno.EBUSY, "a connection from before is not accepted")
+        for inode, each in _sockets():
+            with contextlib.suppress(OSError):  # disconnected meanwhile
+                if inode not in shut and not _listens(each) and each.getsockname()[1] in ports:
+                    _shut(each)
+                    shut.add(inode)
+        time.sleep(0.001)
+
+
+def _connections(ports: set[int]) -> set[int]:
+    """Inodes of this network namespace's connections to local `ports`; 0 stands for those not accepted yet."""
+    found = set()
+    for table in _TABLES:
+        with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
+            for line in table.read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] in _CONNECTED and int(words[1].rpartition(":")[2], 16) in ports:
+                    found.add(int(words[9]))
+    return found
 
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:
@@ -60,8 +114,13 @@ def _listens(each: socket.socket) -> bool:
     return bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _attach(each: socket.socket) -> None:
-    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in _PROGRAM))
-    each.setsockopt(
-        socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(_PROGRAM), ctypes.addressof(program))
-    )  # fmt: skip
+def _shut(each: socket.socket) -> None:
+    """Let packets of the loopback interface alone reach this socket. Raises OSError: what the filter met."""
+    try:
+        if each.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0") != _LOOPBACK:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, _LOOPBACK)
+    except OSError:
+        program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in _PROGRAM))
+        each.setsockopt(
+            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(_PROGRAM), ctypes.addressof(program))
+        )

@@ -306,8 +306,8 @@ EVENTS: dict[str, Event] = {
     "job.failed": Event("error", "A store job raised what it should not; its blocks count as failed.",
                         ("error",), floods=True),
     "store.opened": Event("info", "The store can be used.", ("master", "protocol")),
-    "store.exposed": Event("warning", "Other machines reach what the embedded store listens on: this kernel filters no "
-                           "sockets.", ("error",)),
+    "store.exposed": Event("warning", "Other machines may reach what the store's client listens on: this kernel "
+                           "neither binds its sockets to the loopback interface nor filters them.", ("error",)),
     "rdma.absent": Event("warning", "No RDMA device is here: Mooncake uses TCP, and reaches owners that do so, too.",
                          ("protocol",)),
     "store.joined": Event("info", "A store that was not there at the start came; engines use it from now on.", ()),

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,21 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
+from benchmarks.lab import process
 from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.link import LimitedLink, available
 from kvprefetch.daemon.store import joining, loopback
-from kvprefetch.daemon.store.settings import MooncakeSettings
+from kvprefetch.daemon.store.embedded import EmbeddedMaster
+from kvprefetch.daemon.store.settings import MooncakeSettings, SettingsError
+from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
+from tests.support.ordinary import AS_NOBODY, NOBODY
 
 # Connects to each port, all of them within a second, and prints those that answer.
 KNOCK = """
 import select, socket, sys, time
 tries = {}
 for port in map(int, sys.argv[2:]):
-    each = socket.socket()
+    each = socket.socket(socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET)
     each.setblocking(False)
     each.connect_ex((sys.argv[1], port))
     tries[each] = port
@@ -37,6 +42,7 @@ while tries and time.monotonic() < deadline:
             open_ports.append(port)
 print(*sorted(open_ports))
 """
+HOST_IP6, FAR_IP6 = "fd97:6b76::1", "fd97:6b76::2"
 
 
 @pytest.fixture
@@ -72,17 +78,32 @@ def open_to_all(pid: int) -> list[int]:
     return sorted(ports)
 
 
-def test_an_embedded_store_is_reached_from_this_machine_only(far: LimitedLink, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        metrics = probe.getsockname()[1]
+@pytest.mark.parametrize("as_user", [[], AS_NOBODY], ids=["as this user", "as nobody"])
+def test_an_embedded_store_is_reached_from_this_machine_only(
+    far: LimitedLink, tmp_path: Path, as_user: list[str]
+) -> None:
+    subprocess.run(["ip", "-6", "addr", "add", f"{HOST_IP6}/64", "dev", far.namespace, "nodad"], check=True)
+    there = far.in_namespace(["ip", "-6", "addr", "add", f"{FAR_IP6}/64", "dev", "far0", "nodad"])
+    subprocess.run(there, check=True)
+    metrics, metrics6 = process.free_ports(2)
     extra = ("--metrics-address", "0.0.0.0", "--metrics-port", str(metrics))
-    with Daemon(memory="64MiB", disk=f"{tmp_path / 'kv'}:1GiB", extra=extra) as daemon:
+    daemon = Daemon(memory="64MiB", extra=extra)
+    daemon.argv[:0] = as_user
+    daemon.socket.parent.chmod(0o777)
+    with socket.socket(socket.AF_INET6) as ours, daemon:
+        ours.bind(("::", metrics6))
+        ours.listen()
+        assert Path(f"/proc/{daemon.pid}").stat().st_uid == (NOBODY if as_user else os.geteuid())
         ports = open_to_all(daemon.pid)
         assert len(ports) >= 3, "Mooncake's listeners: its data, its handshakes, and the metrics"
         assert answering("127.0.0.1", ports) == ports
-        assert answering(far.host_ip, ports) == ports, "by another address of this machine"
+        assert answering("::1", [*ports, metrics6]), "the data port is of both families"
         assert answering(far.host_ip, ports, far) == [metrics]
+        assert answering(HOST_IP6, [*ports, metrics6], far) == [metrics6]
+        engine = FakeEngine(daemon.socket)
+        engine.save({b"\1" * 32: b"v" * BLOCK_BYTES})
+        wait_for(lambda: engine.load([b"\1" * 32]) == [b"v" * BLOCK_BYTES], what="what was saved")
+        engine.close()
         assert not daemon.records("store.exposed")
 
 
@@ -118,24 +139,93 @@ def test_only_what_listens_since_is_shut_off_and_what_it_accepted(far: LimitedLi
             assert answering(far.host_ip, ports, far) == [ours.getsockname()[1]]
 
 
-@pytest.mark.parametrize(("host", "exposed"), [("127.0.0.1", True), ("10.1.2.3", False)])
-def test_a_kernel_without_socket_filters_is_told_of(host: str, exposed: bool, monkeypatch: Any) -> None:
-    class Client:
-        """Mooncake's, as far as it listens; the real one is in the test above."""
+class Client:
+    """Mooncake's, as far as it listens; the real one is in the test above."""
 
-        def setup(self, *args: Any, **options: Any) -> int:
-            self.listens = listener()
-            return 0
+    def setup(self, *args: Any, **options: Any) -> int:
+        self.listens = listener()
+        return 0
 
+
+@pytest.fixture
+def without_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that neither binds sockets to the loopback interface nor filters them; none at hand is one."""
+    monkeypatch.setattr(loopback, "_LOOPBACK", b"no-such-device")
+    monkeypatch.setattr(loopback, "_SO_ATTACH_FILTER", 9999)
+
+
+def join(host: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Client, list[Any]]:
     imported: Callable[[], Any] = lambda: Client  # noqa: E731
     monkeypatch.setattr(joining, "_import_client", imported)
     monkeypatch.setattr(MooncakeSettings, "unreached", lambda self, timeout_s: None)
-    monkeypatch.setattr(loopback, "_SO_ATTACH_FILTER", 9999)
     settings = MooncakeSettings(
         local_hostname=host, metadata_server="P2PHANDSHAKE", master_server_address="127.0.0.1:1", protocol="tcp",
         device_name="", global_segment_size=0, tenant_id="default", enable_ssd_offload=False, ssd_offload_path="",
     )  # fmt: skip
     with capture_logs() as logs:
         client = joining.join(settings, 1, 100, structlog.get_logger())
+    return client, [each["event"] for each in logs]
+
+
+@pytest.mark.parametrize(("host", "exposed"), [("127.0.0.1", True), ("10.1.2.3", False)])
+def test_a_kernel_that_confines_no_socket_is_said(
+    host: str, exposed: bool, monkeypatch: pytest.MonkeyPatch, without_means: None
+) -> None:
+    client, events = join(host, monkeypatch)
     client.listens.close()
-    assert [each["event"] for each in logs] == ["store.exposed"] * exposed
+    assert events == ["store.exposed"] * exposed
+
+
+def test_a_socket_that_cannot_be_bound_to_the_interface_is_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loopback, "_LOOPBACK", b"no-such-device")
+    if why := loopback.refusal():
+        pytest.skip(f"this kernel filters no sockets of this user: {why}")
+    client, events = join("127.0.0.1", monkeypatch)
+    with client.listens as listens:
+        bound = listens.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)
+        assert (events, bound) == ([], b"")
+        assert answering("127.0.0.1", [listens.getsockname()[1]]) == [listens.getsockname()[1]]
+
+
+def test_an_embedded_store_that_others_could_reach_is_not_started_unless_told(
+    monkeypatch: pytest.MonkeyPatch, without_means: None
+) -> None:
+    monkeypatch.setattr(loopback, "interfaces", lambda: ["eth7"])
+    with pytest.raises(SettingsError, match=r"^store_reach: .*store_reach='local' interfaces=eth7: use ") as caught:
+        EmbeddedMaster(1, None, structlog.get_logger()).start()
+    assert "\n" not in str(caught.value)
+    told = EmbeddedMaster(1, None, structlog.get_logger(), anywhere=True)
+    assert told.start().private
+    told.stop()
+    monkeypatch.setattr(loopback, "interfaces", list)
+    alone = EmbeddedMaster(1, None, structlog.get_logger())
+    assert alone.start().private
+    alone.stop()
+
+
+def test_interfaces_are_those_that_are_up_without_loopback(far: LimitedLink) -> None:
+    assert {far.namespace, "lo"} & set(loopback.interfaces()) == {far.namespace}
+    look = "from kvprefetch.daemon.store import loopback; print(loopback.interfaces())"
+    argv = far.in_namespace([sys.executable, "-c", look])
+    assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout == "['far0']\n"
+
+
+def test_a_handshake_that_began_before_is_waited_for(far: LimitedLink) -> None:
+    """Bound sockets do not pass their bounds on to what was begun before: nobody may accept it unseen."""
+    with listener() as theirs:
+        port = theirs.getsockname()[1]
+        knock = f"import socket; socket.create_connection(({far.host_ip!r}, {port})); print(flush=True); input()"
+        argv = far.in_namespace([sys.executable, "-c", knock])
+        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as early:
+            assert early.stdout is not None
+            early.stdout.readline()
+            with pytest.raises(OSError, match="not accepted"):
+                loopback.confine(loopback.listening() - {os.fstat(theirs.fileno()).st_ino})
+            accepting = threading.Timer(0.2, lambda: accepted.append(theirs.accept()[0]))
+            accepted: list[socket.socket] = []
+            accepting.start()
+            loopback.confine(loopback.listening() - {os.fstat(theirs.fileno()).st_ino})
+            [each] = accepted
+            with each:
+                assert each.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16) == b"lo\0"
+            early.kill()
