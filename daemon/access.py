@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..shmring.messages import shown
-from .config import ConfigError, DaemonConfig
+from .config import ConfigError, DaemonConfig, Taken
 
 _CREDENTIALS = struct.Struct("3i")
 _SO_PEERGROUPS = 59  # asm-generic/socket.h; Python has no name for it
@@ -146,7 +146,7 @@ def _make_way(path: Path) -> None:
             return
         except BlockingIOError:
             pass
-    raise ConfigError(f"socket: another daemon is serving: socket={str(path)!r}")
+    raise Taken(f"socket: another daemon is serving: socket={str(path)!r}")
 
 
 def _bound(path: Path, gid: int, mode: int) -> socket.socket:

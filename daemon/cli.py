@@ -21,7 +21,7 @@ from .client import EX_UNAVAILABLE, Unavailable
 from .commands import check_config, doctor, explain, install_unit, mode, serve, stat, status, store, tail, top, warm
 from .commands.common import CONFIGURATION_ENVIRONMENT, CONFIGURATION_FILE, SOCKET_FILE
 from .commands.page import Formatter, Page
-from .config import ConfigError
+from .config import ConfigError, Taken
 
 EX_CONFIG = 78
 
@@ -77,12 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Who read our output has left; Python flushes once more at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (Taken, Unavailable) as error:
+        _say(f"kvprefetchd: {error}")
+        return EX_UNAVAILABLE
     except ConfigError as error:
         _say(f"kvprefetchd: {error}")
         return EX_CONFIG
-    except Unavailable as error:
-        _say(f"kvprefetchd: {error}")
-        return EX_UNAVAILABLE
     except KeyboardInterrupt:  # before the command handles it itself, or in one that ends with it
         return 128 + signal.SIGINT
     except ModuleNotFoundError as error:  # the plain install has what an engine needs, not what serves

@@ -18,6 +18,11 @@ class ConfigError(Exception):
     """Bad configuration, in one line that names key, value and bound. The process exits with 78 (EX_CONFIG)."""
 
 
+class Taken(ConfigError):
+    """Another process has the port or socket that the configuration names. The process exits with 69: it may be free
+    when systemd tries again."""
+
+
 def _parse_uids(value: object) -> object:
     """A list, or text such as 1000,1001."""
     return [part for part in value.replace(",", " ").split() if part] if isinstance(value, str) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 
 from ..client import EX_UNAVAILABLE, Unavailable
 from ..config import ConfigError
@@ -34,7 +35,10 @@ PAGE = Page(
         ("kvprefetchd serve --mooncake-config mooncake.json", "join a Mooncake cluster"),
         ("kvprefetchd serve --config kvprefetchd.toml > kvprefetchd.log", "as a service does it, with a log for tail"),
     ),
-    exits={0: "told to stop, and stopped", 69: "the store cannot be opened"},
+    exits={
+        0: "told to stop, and stopped",
+        69: "the store cannot be opened, or another process has the socket, a port or the disk tier's folder now",
+    },
     files=CONFIGURATION_FILE
     | {
         str(SYSTEM_SOCKET): "the control socket, where no variable below names another place",
@@ -58,6 +62,8 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     sources = configuration_sources(arguments)
     config = accepted(sources).config
+    # A core file would hold all KV. Only the soft limit goes: prlimit --core raises it again for who wants one.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     # Imported late: `kvprefetchd --help` and configuration errors need neither Mooncake nor structlog.
     from ..telemetry.logs import unblock_streams
 

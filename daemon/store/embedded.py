@@ -351,5 +351,6 @@ def _check(port: int) -> None:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
+            kind = EmbeddedError if error.errno == errno.EADDRINUSE else SettingsError
             why = f"{error.strerror}: master_port={port}; another one, or none for a free one"
-            raise SettingsError(f"master_port: cannot be bound: {why}") from None
+            raise kind(f"master_port: cannot be bound: {why}") from None

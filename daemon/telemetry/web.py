@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import socket
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, exposition
 
-from ..config import ConfigError
+from ..config import ConfigError, Taken
 from .board import Board
 from .health import judge
 from .logs import EventCounts
@@ -23,13 +24,15 @@ MAX_CLIENTS = 64  # at a time; each has a thread
 
 
 class MetricsServer:
-    """Serves the board on (address, port) until closed. Raises ConfigError when it cannot be bound."""
+    """Serves the board on (address, port) until closed. Raises ConfigError when it cannot be bound, Taken
+    when another process listens there."""
 
     def __init__(self, address: str, port: int, board: Board, events: EventCounts) -> None:
         try:
             self._server = _Server(address, port, board, events)
         except (OSError, OverflowError, TypeError, ValueError) as error:  # the last two: not a name
-            raise ConfigError(
+            kind = Taken if getattr(error, "errno", None) == errno.EADDRINUSE else ConfigError
+            raise kind(
                 f"metrics_port: cannot be bound: {getattr(error, 'strerror', None) or error}: "
                 f"metrics_address={address!r} metrics_port={port}; another one, or 0 for no metrics"
             ) from None

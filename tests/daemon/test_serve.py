@@ -46,11 +46,11 @@ def test_a_port_that_is_taken_ends_the_start_with_a_line_that_says_which_and_wha
         daemon = Daemon(memory="16MiB", staging="1MiB", extra=("--metrics-port", "0", option, str(port)))
         try:
             daemon.launch()
-            assert daemon.wait_exit(60) == 78
+            assert daemon.wait_exit(60) == 69, "systemd tries again: it may be free then"
         finally:
             daemon.close()
     (line,) = (line for line in daemon.lines if line.startswith("kvprefetchd: "))
-    assert line.startswith(f"kvprefetchd: {key}: cannot be bound: Address already in use: ")
+    assert f"{key}: cannot be bound: Address already in use: " in line
     assert f"{key}={port}" in line
     assert cure in line
 

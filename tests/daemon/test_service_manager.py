@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import shutil
 import signal
 import socket
@@ -82,10 +84,14 @@ def test_a_service_s_life_is_told_from_ready_to_stopping(
     """READY and STATUS, WATCHDOG again and again, RELOADING then READY, STATUS of engines, STOPPING."""
     config = tmp_path / "kvprefetchd.toml"
     config.write_text("max_engines = 2\n")
+    limits = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (limits[1], limits[1]))  # as a container's, or a generous manager's
     daemon = serve(
         env={"NOTIFY_SOCKET": str(manager.path), "WATCHDOG_USEC": str(WATCHDOG_US)}, extra=("--config", str(config))
     )
+    resource.setrlimit(resource.RLIMIT_CORE, limits)
     assert "store open" in manager.wait("READY")["STATUS"]
+    assert re.search(r"^Max core file size +0 ", Path(f"/proc/{daemon.pid}/limits").read_text(), re.MULTILINE)
     for _ in range(3):
         assert manager.wait("WATCHDOG", 10)["WATCHDOG"] == "1"
 

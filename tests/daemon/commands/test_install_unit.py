@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvprefetch.daemon.cli import main
+from kvprefetch.daemon.cli import EX_CONFIG, main
+from kvprefetch.daemon.client import EX_UNAVAILABLE
 from kvprefetch.daemon.commands import install_unit
 
 needs_analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
@@ -116,6 +118,36 @@ def test_the_stop_waits_longer_than_the_drain() -> None:
         assert int(re.search(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)[1]) > 60 + FLUSH_S + 10  # type: ignore[index]
         assert "RestartPreventExitStatus=78" in text
         assert "KillMode=mixed" in text, "a signal to the master as well would end the disk tier's writing"
+
+
+@pytest.mark.parametrize("name", ["kvprefetchd.service", "kvprefetchd-user.service"])
+def test_failures_are_tried_again_however_often_and_nothing_dumps_core(name: str) -> None:
+    """Restarts alone never reach the start limit: five crashes are not the end for good."""
+    values = dict(re.findall(r"^(\w+)=(.*)$", install_unit.template(name), re.MULTILINE))
+    assert values["Restart"] == "on-failure"
+    assert int(values["RestartSec"]) * int(values["StartLimitBurst"]) > int(values["StartLimitIntervalSec"])
+    assert values["RestartPreventExitStatus"] == str(EX_CONFIG) != str(EX_UNAVAILABLE)
+    assert values["LimitCORE"] == "0"
+
+
+@pytest.mark.parametrize("name", ["kvprefetchd.service", "kvprefetchd-user.service"])
+def test_a_reload_needs_no_program_but_the_shell(name: str) -> None:
+    """Debian's /bin/kill is in procps, which a small machine does not have."""
+    reload = re.search(r"^ExecReload=(.*)$", install_unit.template(name), re.MULTILINE)
+    assert reload is not None
+    waits = "import signal; print(flush=True); print(signal.sigwait({signal.SIGHUP}).name)"
+    blocked = f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGHUP}}); {waits}"
+    with subprocess.Popen([sys.executable, "-c", blocked], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        environment = {"MAINPID": str(child.pid), "PATH": "/no/such/folder"}
+        command = shlex.split(reload[1])
+        try:
+            assert command[0] == "/bin/sh"
+            subprocess.run(command, env=environment, timeout=10, check=True)
+            assert child.stdout.readline() == "SIGHUP\n"
+        finally:
+            child.kill()
 
 
 def test_a_program_that_the_service_s_user_cannot_reach_is_noted(

@@ -159,7 +159,7 @@ def test_should_name_an_explicit_port_that_is_taken() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(SettingsError, match=rf"^master_port: cannot be bound: .* in use: master_port={port}; "):
+        with pytest.raises(EmbeddedError, match=rf"^master_port: cannot be bound: .* in use: master_port={port}; "):
             EmbeddedMaster(1, None, structlog.get_logger(), master_port=port).start()
 
 
