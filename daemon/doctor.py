@@ -158,7 +158,10 @@ def disk(config: DaemonConfig) -> Iterator[Finding]:
     if config.disk is None or config.mooncake_config is not None:
         return
     spec = DiskSpec.parse(config.disk)
-    there = next(folder for folder in (spec.path, *spec.path.parents) if folder.exists())
+    there = spec.path if spec.path.exists() else spec.path.parent
+    if not there.exists():
+        yield Finding("bad", f"{there}: is not there", "make it, or mount it: the daemon makes the last folder only")
+        return
     if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
         yield Finding("bad", f"{there}: not readable and writable for this user", "chown it to the daemon's user")
         return

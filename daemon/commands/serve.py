@@ -62,6 +62,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     sources = configuration_sources(arguments)
     config = accepted(sources).config
+    os.umask(0o077)  # before anything is made: what Mooncake writes to a disk tier, too, is for this user alone
     # A core file would hold all KV. Only the soft limit goes: prlimit --core raises it again for who wants one.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     # Imported late: `kvprefetchd --help` and configuration errors need neither Mooncake nor structlog.

@@ -34,6 +34,7 @@ from typing import IO, Any
 from ...shmring.messages import StoreFill, shown
 from ..sizes import parse_size
 from . import loopback
+from .disk_folder import open_folder
 from .disk_watch import MIN_FREE_BYTES, DiskWatch, room_bytes
 from .errors import LIBRARIES
 from .fill import FillWatch
@@ -213,11 +214,10 @@ class EmbeddedMaster:
         os.environ["MC_TCP_BIND_ADDRESS"] = "127.0.0.1"
         if self._disk is None:
             return
+        self._disk_fd = open_folder(self._disk.path, self._log)
         try:
-            self._disk.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not os.access(self._disk.path, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, "it must be readable and writable")
-            os.listdir(self._disk.path)  # of one that cannot be read to its end Mooncake's set-up says nothing
             self._claim_disk()
             size = self._disk.size_bytes or 0
             room = room_bytes(self._disk.path, size)
@@ -244,7 +244,6 @@ class EmbeddedMaster:
     def _claim_disk(self) -> None:
         """Until `stop`, or the end of this process: two owners of one folder would write over each other's files."""
         assert self._disk is not None
-        self._disk_fd = os.open(self._disk.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(self._disk_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -202,6 +202,8 @@ FIELDS: dict[str, Field] = {
     "memory_bytes": Field("integer", "DRAM segment of the embedded store"),
     "disk_bytes": Field("integer", "size that the disk tier was given"),
     "room_bytes": Field("integer", "free space that it may take, and what it has already"),
+    "folder_mode": Field("string", "the folder's mode before, octal"),
+    "files": Field("integer", "how many files lie in it"),
     "available_bytes": Field("integer", "memory that can be had without swapping"),
     "wanted_bytes": Field("integer", "`staging` and, of an embedded store, `memory`"),
     "attempt": Field("integer", "which attempt, from 0"),
@@ -328,6 +330,10 @@ EVENTS: dict[str, Event] = {
     "disk.small": Event(
         "warning", "The file system has less room than the size of the disk tier: it holds `room_bytes`, and less when "
         "others fill the file system, of which 256 MiB stay free.", ("disk_bytes", "room_bytes"),
+    ),
+    "disk.mended": Event(
+        "warning", "Other users could enter the disk tier's folder: it is closed now (0700), and its files are.",
+        ("folder_mode", "files"),
     ),
     "disk.failing": Event("warning", "Nothing can be kept on the disk tier; memory serves on.", ("error",)),
     "disk.recovered": Event("info", "It can be written to again; what was stored in between is in memory only.", ()),

@@ -1,0 +1,100 @@
+"""The disk tier's folder is the daemon's alone, whatever it was before: real files, written by a real Mooncake."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from benchmarks.lab.daemon import Daemon
+from kvprefetch.daemon.store.disk_folder import open_folder
+from kvprefetch.daemon.store.settings import SettingsError
+from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
+from tests.support.ordinary import NOBODY
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def opened(path: Path) -> list[str]:
+    """The events of opening it."""
+    with capture_logs() as logs:
+        os.close(open_folder(path, structlog.get_logger()))
+    return [each["event"] for each in logs]
+
+
+def test_values_are_readable_by_the_daemon_s_user_alone_in_a_folder_that_was_there_before(
+    serve: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    folder = tmp_path / "kv"
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    older = folder / "older.bucket"
+    older.touch()
+    older.chmod(0o644)
+    umask = os.umask(0o022)
+    try:
+        daemon = serve(disk=f"{folder}:64MiB")
+    finally:
+        os.umask(umask)
+    engine = FakeEngine(daemon.socket)
+    engine.save({hashlib.sha256(b"x").digest(): b"k" * BLOCK_BYTES})
+    wait_for(lambda: len(list(folder.glob("*.bucket"))) > 1, 20, "the value on the disk")
+    assert mode(folder) == 0o700
+    assert {path.name: oct(mode(path)) for path in folder.rglob("*") if mode(path) & 0o077} == {}
+    [mended] = daemon.records("disk.mended")
+    assert (mended["folder_mode"], mended["files"]) == ("0755", 1)
+    engine.close()
+
+
+def test_a_folder_is_made_closed_whatever_the_umask(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        assert opened(tmp_path / "kv") == []
+    finally:
+        os.umask(umask)
+    assert mode(tmp_path / "kv") == 0o700
+    assert opened(tmp_path / "kv") == []
+
+
+def test_a_missing_parent_is_not_made(tmp_path: Path) -> None:
+    """It may be a mount that failed."""
+    with pytest.raises(SettingsError, match=r"^disk: cannot be used: the folder above it is not there; .*disk='"):
+        open_folder(tmp_path / "mount" / "kv", structlog.get_logger())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_others_could_write_to_is_taken_only_while_it_is_empty(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    assert opened(tmp_path) == ["disk.mended"]
+    assert mode(tmp_path) == 0o700
+    (tmp_path / "value.bucket").touch()
+    tmp_path.chmod(0o775)
+    with pytest.raises(SettingsError, match=r"others may write to the folder.* mode=0775: empty it, or chmod 700"):
+        open_folder(tmp_path, structlog.get_logger())
+    assert mode(tmp_path) == 0o775
+
+
+def test_links_in_a_folder_that_is_closed_lead_nowhere(tmp_path: Path) -> None:
+    kept, folder = tmp_path / "kept", tmp_path / "kv"
+    kept.touch()
+    kept.chmod(0o644)
+    folder.mkdir()
+    folder.chmod(0o755)
+    (folder / "a.bucket").symlink_to(kept)
+    assert opened(folder) == ["disk.mended"]
+    assert mode(kept) == 0o644
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    os.chown(tmp_path, NOBODY, NOBODY)
+    with pytest.raises(SettingsError, match=rf"belongs to another user: disk='{tmp_path}' uid={NOBODY} daemon_uid=0"):
+        open_folder(tmp_path, structlog.get_logger())
