@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import grp
 import os
@@ -84,16 +85,19 @@ def access_of(sock: socket.socket, config: DaemonConfig) -> Access:
 
 
 def listen(config: DaemonConfig, patience_s: float = _LOCK_S) -> socket.socket:
-    """Bind the control socket, replacing a dead one. Raises ConfigError when the path is taken or not usable."""
+    """Bind the control socket, replacing a dead one. Raises ConfigError when the path is not usable, Taken when another
+    daemon has it."""
     path = config.socket
     gid = group_id(config.socket_group) if config.socket_group is not None else -1
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone_in(path.parent, patience_s):
-            _make_way(path)
-            return _bound(path, gid, int(config.socket_mode, 8))
+        _make_folders(path.parent)
+        with _alone_in(path.parent, patience_s) as folder:
+            _check_folder(folder, path)
+            _make_way(folder, path)
+            return _bound(folder, path, gid, int(config.socket_mode, 8))
     except OSError as error:
-        raise ConfigError(
+        kind = Taken if error.errno == errno.EADDRINUSE else ConfigError
+        raise kind(
             f"socket: cannot be bound: {error.strerror or error}: socket={str(path)!r} "
             f"socket_group={config.socket_group!r}; --socket names another place"
         ) from None
@@ -104,15 +108,31 @@ def take_away(path: Path, bound: os.stat_result) -> None:
 
     Where that cannot be done the file stays, and the next daemon replaces it.
     """
-    with contextlib.suppress(OSError), _alone_in(path.parent):
-        if os.path.samestat(path.stat(), bound):
-            path.unlink()
+    with contextlib.suppress(OSError), _alone_in(path.parent) as folder:
+        if os.path.samestat(os.stat(path.name, dir_fd=folder, follow_symlinks=False), bound):
+            os.unlink(path.name, dir_fd=folder)
+
+
+def _make_folders(folder: Path) -> None:
+    """Make the folders that are missing, for all to enter: who may connect is up to the socket's mode."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    for each in reversed(missing):
+        try:
+            os.mkdir(each, 0o700)
+        except FileExistsError:
+            continue
+        fd = os.open(each, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_uid == os.geteuid():  # else it is another one by now
+                os.fchmod(fd, 0o755)
+        finally:
+            os.close(fd)
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path, patience_s: float = _LOCK_S) -> Iterator[None]:
-    """No other daemon makes or removes a socket in this folder meanwhile: of two that start at once one would take
-    the other's, bound and not yet listening, for a dead one.
+def _alone_in(folder: Path, patience_s: float = _LOCK_S) -> Iterator[int]:
+    """The folder's descriptor, while no other daemon makes or removes a socket in it: of two that start at once one
+    would take the other's, bound and not yet listening, for a dead one.
 
     Each needs it for a moment; whoever keeps it for longer is no daemon that starts, and is not waited for.
     """
@@ -127,42 +147,67 @@ def _alone_in(folder: Path, patience_s: float = _LOCK_S) -> Iterator[None]:
                 if time.monotonic() >= deadline:
                     break
                 time.sleep(0.01)
-        yield
+        yield fd
     finally:
         os.close(fd)
 
 
-def _make_way(path: Path) -> None:
-    if not path.exists():
+def _check_folder(folder: int, path: Path) -> None:
+    """As root, refuse a folder in which another user could put a socket of their own in the place of ours."""
+    found = os.fstat(folder)
+    open_to_others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+    if os.geteuid() == 0 and (found.st_uid != 0 or open_to_others):
+        raise ConfigError(
+            f"socket: other users could replace it in its folder: socket={str(path)!r} folder_uid={found.st_uid} "
+            f"folder_mode={stat.S_IMODE(found.st_mode):04o}: as root, name a folder that root owns and nobody else may "
+            "write to, or start the daemon as the folder's user"
+        )
+
+
+def _make_way(folder: int, path: Path) -> None:
+    try:
+        found = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
         return
-    if not stat.S_ISSOCK(path.stat().st_mode):
+    if not stat.S_ISSOCK(found.st_mode):
         raise ConfigError(f"socket: the path exists and is not a socket: socket={str(path)!r}")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         probe.setblocking(False)  # a daemon that hangs, with a full queue, would let us wait
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
-            path.unlink()
+            os.unlink(path.name, dir_fd=folder)
             return
         except BlockingIOError:
             pass
     raise Taken(f"socket: another daemon is serving: socket={str(path)!r}")
 
 
-def _bound(path: Path, gid: int, mode: int) -> socket.socket:
-    """A socket that listens at a free path, or nothing there. Raises OSError."""
+def _bound(folder: int, path: Path, gid: int, mode: int) -> socket.socket:
+    """A socket that listens at a free path, or nothing there. Raises OSError.
+
+    Nobody can connect before it listens. Owner and mode are set on the file that was opened, through /proc: by path
+    they would go to whatever a link in its place points at.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         sock.bind(str(path))
+        file = os.open(path.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
         try:
-            if gid != -1:
-                os.chown(path, -1, gid)
-            os.chmod(path, mode)
-            sock.listen(_BACKLOG)
-            sock.setblocking(False)
-        except BaseException:
-            path.unlink()
-            raise
+            found = os.fstat(file)
+            if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+                raise OSError(errno.ESTALE, "another file is in its place")
+            try:
+                if gid != -1:
+                    os.chown(f"/proc/self/fd/{file}", -1, gid)
+                os.chmod(f"/proc/self/fd/{file}", mode)
+                sock.listen(_BACKLOG)
+                sock.setblocking(False)
+            except BaseException:
+                os.unlink(path.name, dir_fd=folder)
+                raise
+        finally:
+            os.close(file)
     except BaseException:
         sock.close()
         raise

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import socket
+import stat
 import tempfile
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import structlog
 
-from kvprefetch.daemon import listener
+from kvprefetch.daemon import access, listener
 from kvprefetch.daemon.access import listen, take_away
 from kvprefetch.daemon.config import ConfigError, load
 from kvprefetch.daemon.store.embedded import DiskSpec, EmbeddedMaster
@@ -163,3 +164,54 @@ def test_a_folder_for_the_disk_that_is_not_ones_own_is_a_setting() -> None:
         master = EmbeddedMaster(1, DiskSpec(Path(folder), None), structlog.get_logger())
         text = as_nobody(master.start)
         assert text.startswith(f"SettingsError: disk: the folder belongs to another user: disk={folder!r} uid=0 ")
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root is led astray by links of others")
+
+
+@needs_root
+@pytest.mark.parametrize(("uid", "mode"), [(NOBODY, 0o755), (0, 0o777), (0, 0o775)])
+def test_root_binds_in_no_folder_where_another_user_could_replace_the_socket(
+    tmp_path: Path, uid: int, mode: int
+) -> None:
+    os.chown(tmp_path, uid, -1)
+    tmp_path.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"^socket: other users could replace it .* folder_uid={uid} folder_mode=0"):
+        listen(load({"socket": str(tmp_path / "s")}))
+    assert list(tmp_path.iterdir()) == []
+    os.chown(tmp_path, 0, -1)
+    tmp_path.chmod(0o1777)  # as /tmp: what root owns there stays where it is
+    listen(load({"socket": str(tmp_path / "s")})).close()
+
+
+def test_a_link_in_the_socket_s_place_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user swaps the file between bind and chmod: only a patched bind meets that moment reliably."""
+    secret, path = tmp_path / "secret", tmp_path / "s"
+    secret.touch(mode=0o600)
+
+    class Swapped(socket.socket):
+        def bind(self, address: Any) -> None:
+            super().bind(address)
+            path.rename(tmp_path / "away")
+            path.symlink_to(secret)
+
+    monkeypatch.setattr(access.socket, "socket", Swapped)
+    with pytest.raises(ConfigError, match=r"^socket: cannot be bound: another file is in its place: "):
+        listen(load({"socket": str(path), "socket_mode": "0666", "socket_group": str(os.getegid())}))
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="the path exists and is not a socket"):
+        listen(load({"socket": str(path)}))
+    assert secret.exists()
+
+
+def test_mode_and_folder_are_as_configured_whatever_the_umask(tmp_path: Path) -> None:
+    umask = os.umask(0o077)
+    try:
+        for name, mode in (("a", 0o660), ("b", 0o666), ("c", 0o600)):
+            path = tmp_path / "run" / name
+            with listen(load({"socket": str(path), "socket_mode": f"{mode:04o}"})):
+                assert stat.S_IMODE(path.stat().st_mode) == mode
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o755, "others pass through it to the socket"

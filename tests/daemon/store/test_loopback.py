@@ -89,7 +89,7 @@ def test_an_embedded_store_is_reached_from_this_machine_only(
     extra = ("--metrics-address", "0.0.0.0", "--metrics-port", str(metrics))
     daemon = Daemon(memory="64MiB", extra=extra)
     daemon.argv[:0] = as_user
-    daemon.socket.parent.chmod(0o777)
+    daemon.socket.parent.chmod(0o1777)
     with socket.socket(socket.AF_INET6) as ours, daemon:
         ours.bind(("::", metrics6))
         ours.listen()
