@@ -11,6 +11,13 @@ from ..shmring.messages import check_socket_path, default_socket, first_error, n
 from .policy import Policy
 
 
+def _check_user(value: object) -> object:
+    named = isinstance(value, str) and 1 <= len(value) <= 256 and "\0" not in value
+    if not named and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < (1 << 32) - 1):
+        raise ValueError(f"should be a user's name, or its number from 0 to {(1 << 32) - 2}")
+    return value
+
+
 class ConnectorConfig(BaseModel):
     """The connector's configuration. Unknown keys and values of another type are errors."""
 
@@ -18,6 +25,9 @@ class ConnectorConfig(BaseModel):
 
     socket: Annotated[str, BeforeValidator(check_socket_path)] = Field(
         default_factory=default_socket, description="the daemon's control socket"
+    )
+    daemon_user: Annotated[str | int, BeforeValidator(_check_user)] = Field(
+        default="kvprefetch", description="name or number of the daemon's user, beside root and the engine's own"
     )
     mode: Literal["on", "shadow", "off"] = Field(
         default="on", description="shadow: hint and look, never load or save; off: do nothing"

@@ -107,6 +107,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                 lambda: support.with_epochs(hello, side.live_epochs()),
                 SchedulerSession.map,
                 impatient=True,
+                daemon_user=self._settings.daemon_user,
             )
             side = self._scheduler = SchedulerSide(
                 self._settings, self._geometry, link, publish=support.publishes_events(vllm_config)
@@ -267,7 +268,13 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_hello, paged.block_bytes, "" if device is None else device.uuid, self._running(paged.layout)
         )
         map_session = functools.partial(WorkerSession.map, device=device)
-        link = Link(self._settings.socket, functools.cache(hello), map_session, keep_ended=True)
+        link = Link(
+            self._settings.socket,
+            functools.cache(hello),
+            map_session,
+            keep_ended=True,
+            daemon_user=self._settings.daemon_user,
+        )
         self._worker = WorkerSide(link, paged, self._keys, copies)
         self._link = link
         link.start()

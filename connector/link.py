@@ -7,7 +7,10 @@ goes wrong here is logged, once per kind, and means for the engine that there is
 from __future__ import annotations
 
 import logging
+import os
+import pwd
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -30,6 +33,8 @@ PATIENCE_S = 30.0
 FORGET_STEPS = 64
 # Messages about saves that the scheduler has not taken; an engine takes them with every step.
 MAX_STORED = 4096
+
+_CREDENTIALS = struct.Struct("iII")  # struct ucred of unix(7): pid, uid, gid
 
 log = logging.getLogger("vllm.kvprefetch.link")
 
@@ -56,13 +61,14 @@ class Link(Generic[S]):
     ended epoch, until steps or the scheduler's next hello say otherwise.  The memory of a session that nobody uses any
     more is unmapped on the link's thread.  With `impatient` the log says once why there has been no session for
     PATIENCE_S: of the scheduler, as workers wait for it as long as the engine starts.
+    Only a daemon of root, of this process's user or of `daemon_user` (name or number) is spoken to.
     `session` is the current epoch or None.  `confirmed_reset` is the highest reset generation the daemon confirmed.
     `stored` collects what the daemon said about saves; `refused`: engines unlike this one have its keys.
     """
 
     def __init__(
         self, path: str, hello: Callable[[], Hello], map_session: Callable[[Attached, Sequence[int]], S],
-        *, keep_ended: bool = False, impatient: bool = False,
+        *, keep_ended: bool = False, impatient: bool = False, daemon_user: str | int = 0,
     ) -> None:  # fmt: skip
         self.session: S | None = None
         self.confirmed_reset = 0
@@ -70,6 +76,7 @@ class Link(Generic[S]):
         self.stored: deque[Stored] = deque(maxlen=MAX_STORED)
         self._path, self._hello, self._map, self._keep_ended = path, hello, map_session, keep_ended
         self._impatient, self._apart_since = impatient, time.monotonic()
+        self._daemon_user = daemon_user
         self._sock: socket.socket | None = None
         self._stop = threading.Event()
         self._said: set[str] = set()
@@ -177,6 +184,15 @@ class Link(Generic[S]):
                     self._path, error.strerror or error,
                 )  # fmt: skip
                 return RETRY_S
+            uid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
+            if uid not in (0, os.geteuid(), _uid(self._daemon_user)):
+                self._say(
+                    "stranger", logging.ERROR,
+                    "kvprefetch: daemon_user=%r does not run what listens at %s: uid=%d is neither root nor this "
+                    "engine's user, nothing is shared with it; if it is to be trusted, name its user in daemon_user",
+                    self._daemon_user, self._path, uid,
+                )  # fmt: skip
+                return FINAL_RETRY_S
             messages.send_message(sock, hello)
             self._sock = sock
             return self._watch(sock)
@@ -279,3 +295,11 @@ class Link(Generic[S]):
         if kind not in self._said:
             self._said.add(kind)
             log.log(level, text, *values)
+
+
+def _uid(user: str | int) -> int | None:
+    """Number of a user given by name or number; None for a name that this machine does not know."""
+    try:
+        return user if isinstance(user, int) else pwd.getpwnam(user).pw_uid
+    except KeyError:
+        return None

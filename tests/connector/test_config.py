@@ -36,7 +36,7 @@ def test_the_socket_rule_is_the_daemons(environ: dict[str, str], expected: str) 
 @pytest.mark.parametrize(
     ("values", "names"),
     [
-        ({"sockett": "/x"}, ["unknown key 'sockett'", "the keys are socket, mode, "]),
+        ({"sockett": "/x"}, ["unknown key 'sockett'", "the keys are socket, daemon_user, mode, "]),
         ({"wait_polcy": "wait"}, ["unknown key 'wait_polcy'", "; did you mean wait_policy?"]),
         ({7: "x"}, ["unknown key 7"]),
         ({"mode": "maybe"}, ["mode", "'on'", "'maybe'"]),
@@ -48,6 +48,9 @@ def test_the_socket_rule_is_the_daemons(environ: dict[str, str], expected: str) 
         ({"socket": "/" + "x" * 107}, ["socket", "107"]),
         ({"socket": "/" + "é" * 60}, ["socket", "107"]),
         ({"socket": ""}, ["socket", "1 to 107 bytes"]),
+        ({"daemon_user": -1}, ["daemon_user", "-1", "0 to 4294967294"]),
+        ({"daemon_user": True}, ["daemon_user", "a user's name, or its number"]),
+        ({"daemon_user": ""}, ["daemon_user", "a user's name, or its number"]),
         ({"mode": "x" * 10_000}, ["mode", "'on'", "'xxx"]),
     ],
 )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from benchmarks.lab import process
 from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.process import frozen
 from kvprefetch.shmring import messages
@@ -17,6 +21,7 @@ from kvprefetch.shmring.protocol import FlagState, Outcome
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import blocks, stored
 from tests.support.auditor import Auditor, ask_daemon
+from tests.support.ordinary import AS_NOBODY, NOBODY
 
 
 def test_what_was_saved_is_loaded_with_the_same_bytes(shared_daemon: Daemon, auditor: Auditor) -> None:
@@ -221,3 +226,37 @@ def test_asking_where_no_daemon_is_says_so(tmp_path: Path) -> None:
         assert result.returncode == 69
         assert "none.sock" in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_an_engine_s_container_needs_the_socket_s_folder_read_only(
+    serve: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    """Connecting writes nothing: as an ordinary user, in a mount namespace with the folder bound read-only."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount")
+    daemon = serve(extra=("--socket-mode", "0666", "--allow-uids", str(NOBODY)))
+    daemon.socket.parent.chmod(0o755)
+    there = Path(tempfile.mkdtemp(prefix="kvm-"))
+    there.chmod(0o755)
+    engine = (
+        "import sys, os; from tests.daemon.fake_engine import FakeEngine, wait_for, Path\n"
+        "path = Path(sys.argv[1])\n"
+        "try: path.unlink(); print('removed')\n"
+        "except OSError as error: print(error.strerror)\n"
+        "engine = FakeEngine(path); engine.save({b'k' * 32: b'v' * 4096})\n"
+        "wait_for(lambda: engine.load([b'k' * 32]) == [b'v' * 4096]); engine.close(); print('loaded')"
+    )
+    enter = 'mount --bind "$1" "$2" && mount -o remount,bind,ro "$2" && shift 2 && exec "$@"'
+    command = [*AS_NOBODY, sys.executable, "-c", engine, str(there / daemon.socket.name)]
+    try:
+        done = subprocess.run(
+            ["unshare", "--mount", "sh", "-c", enter, "sh", str(daemon.socket.parent), str(there), *command],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            cwd=process.REPO,
+        )
+    finally:
+        there.rmdir()
+    assert (done.stdout.split("\n")[:2], done.returncode) == (["Read-only file system", "loaded"], 0), done.stderr
