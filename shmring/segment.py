@@ -1,9 +1,8 @@
 """Anonymous shared-memory segments: without a name, reserved, sealed, and handed over as file descriptors.
 
-A memfd is used where the kernel gives one: it never has a name that a SIGKILL could leave behind, it is not bounded
-by the size of /dev/shm (64 MB in a default container), and sealed against shrinking it cannot be truncated under the
-other side, which would be a SIGBUS there.  Elsewhere (a seccomp filter, vm.memfd_noexec) posix_ipc shared memory,
-unlinked at once.
+A segment is a memfd: it never has a name that a SIGKILL could leave behind, and it is not bounded by the size of
+/dev/shm (64 MB in a default container).  Whoever maps one checks that it is sealed against shrinking: truncated under
+a mapping, it would be a SIGBUS there.
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ import fcntl
 import mmap
 import os
 import time
-import uuid
-
-import posix_ipc
 
 from .errors import SegmentError
 
 POPULATE_BYTES = 128 << 20
 RELEASE_BYTES = 16 << 20  # of a large mapping at a time, about a millisecond
+_MFD_NOEXEC_SEAL = 8  # linux/memfd.h; with vm.memfd_noexec=2 nothing else is allowed
 
 
 class Segment:
@@ -34,6 +31,8 @@ class Segment:
         self.fd = fd
         self.size_bytes = size_bytes
         try:
+            if not _seals(fd) & fcntl.F_SEAL_SHRINK:  # before the size is looked at: then it cannot change any more
+                raise SegmentError(f"segment could be truncated under us: seals={_seals(fd):#x} needed=F_SEAL_SHRINK")
             actual = os.fstat(fd).st_size
             if actual < size_bytes:
                 # Mapping past the end of a tmpfs file is a SIGBUS at the first access: refuse it here.
@@ -59,14 +58,10 @@ class Segment:
         if size_bytes <= 0:
             raise SegmentError(f"segment size must be positive: bytes={size_bytes}")
         fd = _memfd()
-        sealable = fd >= 0
-        if not sealable:
-            fd = _unlinked_shm()
         try:
             os.fchmod(fd, 0o600)
             os.posix_fallocate(fd, 0, size_bytes)
-            if sealable:
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         except OSError as error:
             os.close(fd)
             raise SegmentError(
@@ -107,20 +102,23 @@ class Segment:
 
 
 def _memfd() -> int:
-    """A sealable memory file, or -1 where the kernel refuses one."""
+    """A sealable memory file. Raises SegmentError."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        return os.memfd_create("kvprefetch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError:
-        return -1
+        try:
+            return os.memfd_create("kvprefetch", flags | _MFD_NOEXEC_SEAL)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel before 6.3 does not know it
+                raise
+            return os.memfd_create("kvprefetch", flags)
+    except OSError as error:
+        raise SegmentError(
+            f"cannot create shared memory: memfd_create: {error.strerror} (a seccomp filter?)"
+        ) from error
 
 
-def _unlinked_shm() -> int:
-    """POSIX shared memory whose name is gone before anyone else can see it. Raises SegmentError."""
-    name = f"/kvprefetch-{uuid.uuid4().hex}"
+def _seals(fd: int) -> int:
     try:
-        shm = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600)
-    except (OSError, posix_ipc.Error) as error:  # posix_ipc's own errors are not OSErrors
-        raise SegmentError(f"cannot create shared memory: {error}") from error
-    posix_ipc.unlink_shared_memory(name)
-    os.set_inheritable(shm.fd, False)
-    return int(shm.fd)
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # no memory file
+        return 0

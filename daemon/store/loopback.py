@@ -51,7 +51,7 @@ def interfaces() -> list[str]:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it went away meanwhile
                 request = fcntl.ioctl(asked, _SIOCGIFFLAGS, struct.pack("16s24x", os.fsencode(name)))
-                flags = struct.unpack_from("16xH", request)[0]
+                flags = struct.unpack("16xH22x", request)[0]
                 if flags & _IFF_UP and not flags & _IFF_LOOPBACK:
                     found.append(name)
     return found

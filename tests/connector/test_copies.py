@@ -24,7 +24,7 @@ from tests.support.host_device import UUID, HostDevice, HostDevices
 from tests.support.layouts import caches
 
 ROOT = Path(__file__).resolve().parents[2]
-MISSING = ["vllm", "mooncake", "posix_ipc", "pydantic", "structlog", "hypothesis", "kvprefetch.shmring._atomics"]
+MISSING = ["vllm", "mooncake", "pydantic", "structlog", "hypothesis", "kvprefetch.shmring._atomics"]
 SIZES = {"L": 3, "B": 64, "H": 2, "N": 4, "C": 8}
 HOST, DEVICE = 20, 12
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,15 +17,7 @@ from kvprefetch.shmring.errors import SegmentError
 from kvprefetch.shmring.segment import Segment
 
 
-@pytest.fixture(params=["memfd", "posix_ipc"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to make a segment behave alike."""
-    if request.param == "posix_ipc":
-        monkeypatch.setattr(module, "_memfd", lambda: -1)
-    return str(request.param)
-
-
-def test_a_segment_is_zeroed_private_unnamed_and_of_its_size(kind: str) -> None:
+def test_a_segment_is_zeroed_private_unnamed_and_of_its_size() -> None:
     before = {name for name in os.listdir("/dev/shm") if "kvprefetch" in name}
     segment = Segment.create(10_000)
     assert {name for name in os.listdir("/dev/shm") if "kvprefetch" in name} == before
@@ -37,7 +30,7 @@ def test_a_segment_is_zeroed_private_unnamed_and_of_its_size(kind: str) -> None:
     segment.close()
 
 
-def test_two_mappings_of_one_descriptor_are_the_same_memory(kind: str) -> None:
+def test_two_mappings_of_one_descriptor_are_the_same_memory() -> None:
     segment = Segment.create(4096)
     other = Segment(os.dup(segment.fd), 4096)
     segment.buffer[17] = 5
@@ -46,7 +39,7 @@ def test_two_mappings_of_one_descriptor_are_the_same_memory(kind: str) -> None:
     segment.close()
 
 
-def test_closing_leaves_no_descriptor_and_no_mapping(kind: str) -> None:
+def test_closing_leaves_no_descriptor_and_no_mapping() -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     maps = Path("/proc/self/maps").read_text().count("kvprefetch")
     segment = Segment.create(4096)
@@ -115,7 +108,7 @@ def test_a_descriptor_smaller_than_announced_is_refused_and_closed() -> None:
     segment.close()
 
 
-def test_no_room_is_an_error_at_creation_that_leaves_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_is_an_error_at_creation_that_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
 
     def full(fd: int, offset: int, length: int) -> None:
@@ -133,20 +126,49 @@ def test_an_empty_segment_is_refused(size: int) -> None:
         Segment.create(size)
 
 
-def test_a_name_that_cannot_be_made_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoRight:
-        def __init__(self, *_: object, **__: object) -> None:
-            raise module.posix_ipc.PermissionsError("no permission")
+def test_what_could_be_truncated_under_us_is_refused_and_closed() -> None:
+    """A SIGBUS would end the engine or the daemon that maps it."""
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    grown = os.memfd_create("grown", os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(grown, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    file = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)
+    for fd in (unsealed, grown, file):
+        if fd != grown:
+            os.ftruncate(fd, 4096)
+        with pytest.raises(
+            SegmentError, match=r"^segment could be truncated under us: seals=0x\d+ needed=F_SEAL_SHRINK$"
+        ):
+            Segment(fd, 4096)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
 
-    monkeypatch.setattr(module, "_memfd", lambda: -1)
-    monkeypatch.setattr(module.posix_ipc, "SharedMemory", NoRight)
-    with pytest.raises(SegmentError, match="no permission"):
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
+def test_a_kernel_that_refuses_memory_files_is_an_error_of_ours(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str, flags: int) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    with pytest.raises(SegmentError, match=f"memfd_create: {os.strerror(code)}"):
         Segment.create(4096)
 
 
+def test_a_kernel_that_does_not_know_the_newest_flag_gets_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = os.memfd_create
+
+    def older(name: str, flags: int) -> int:
+        if flags & module._MFD_NOEXEC_SEAL:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return make(name, flags)
+
+    monkeypatch.setattr(os, "memfd_create", older)
+    Segment.create(4096).close()
+
+
 def test_what_cannot_be_mapped_is_one_line_and_leaves_no_descriptor() -> None:
-    fd = os.memfd_create("large")
+    fd = os.memfd_create("large", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 1 << 50)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     with pytest.raises(SegmentError, match=rf"^cannot map shared memory: bytes={1 << 50}: .*ulimit -v"):
         Segment(fd, 1 << 50)
     with pytest.raises(OSError, match="Bad file descriptor"):
