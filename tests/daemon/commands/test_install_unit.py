@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -122,12 +123,22 @@ def test_the_stop_waits_longer_than_the_drain() -> None:
 
 @pytest.mark.parametrize("name", ["kvprefetchd.service", "kvprefetchd-user.service"])
 def test_failures_are_tried_again_however_often_and_nothing_dumps_core(name: str) -> None:
-    """Restarts alone never reach the start limit: five crashes are not the end for good."""
+    """Five crashes are not the end for good."""
     values = dict(re.findall(r"^(\w+)=(.*)$", install_unit.template(name), re.MULTILINE))
     assert values["Restart"] == "on-failure"
-    assert int(values["RestartSec"]) * int(values["StartLimitBurst"]) > int(values["StartLimitIntervalSec"])
+    assert (int(values["RestartSec"]), values["StartLimitIntervalSec"]) == (5, "0")
     assert values["RestartPreventExitStatus"] == str(EX_CONFIG) != str(EX_UNAVAILABLE)
     assert values["LimitCORE"] == "0"
+
+
+def test_connections_do_not_start_a_bad_configuration_again_and_again() -> None:
+    drop_in = install_unit.template("kvprefetchd.service.d/activation.conf")
+    after = re.search(r"^ExecStopPost=(.*)$", drop_in, re.MULTILINE)
+    assert after is not None
+    for status, least_s in (("0", 0), ("78", 4)):
+        began = time.monotonic()
+        subprocess.run(shlex.split(after[1]), env={"EXIT_STATUS": status, "PATH": "/bin"}, timeout=30, check=True)
+        assert time.monotonic() - began >= least_s
 
 
 @pytest.mark.parametrize("name", ["kvprefetchd.service", "kvprefetchd-user.service"])
