@@ -77,12 +77,12 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         result = kvprefetchd(
             "serve", "--metrics-port", "0", "--socket", str(tmp_path / "s.sock"), "--master-port", str(port)
         )
-    assert result.returncode == 78
+    assert result.returncode == 69
     assert str(port) in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     log = [json.loads(line) for line in result.stdout.splitlines()]
     assert [line["event"] for line in log] == ["daemon.failed", "daemon.stopped"]
-    assert result.stderr.strip() == f"kvprefetchd: {log[0]['error']}"
+    assert result.stderr.strip() == f"kvprefetchd: store: {log[0]['error']}"
 
 
 # What an engine's environment has not: the packages of the daemon-… extras.

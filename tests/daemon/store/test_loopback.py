@@ -167,6 +167,16 @@ def join(host: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Client, list[Any]]
     return client, [each["event"] for each in logs]
 
 
+@pytest.mark.parametrize(("host", "bound"), [("127.0.0.1", b"lo\0"), ("10.1.2.3", b"")])
+def test_what_a_client_with_a_loopback_name_listens_on_is_bound_to_the_interface(
+    host: str, bound: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever runs the tests: it needs no privilege."""
+    client, events = join(host, monkeypatch)
+    with client.listens as listens:
+        assert (listens.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16), events) == (bound, [])
+
+
 @pytest.mark.parametrize(("host", "exposed"), [("127.0.0.1", True), ("10.1.2.3", False)])
 def test_a_kernel_that_confines_no_socket_is_said(
     host: str, exposed: bool, monkeypatch: pytest.MonkeyPatch, without_means: None
