@@ -239,13 +239,9 @@ class Daemon:
         else:
             disk = DiskSpec.parse(config.disk) if config.disk is not None else None
             self._master = EmbeddedMaster(
-                config.memory,
-                disk,
-                self._log,
-                master_port=config.master_port,
-                anywhere=config.store_reach == "any",
-                stopping=lambda: self._stopping,
+                config.memory, disk, self._log, master_port=config.master_port, stopping=lambda: self._stopping
             )
+            self._master.anywhere = config.store_reach == "any"
             self._board.disk_fault = self._master.disk_fault
             self._board.fill, self._board.fill_earlier = self._master.fill, self._master.fill_earlier
             try:

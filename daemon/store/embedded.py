@@ -94,14 +94,14 @@ class EmbeddedMaster:
     """A `mooncake_master` process on loopback that dies with this process, even by SIGKILL.
 
     `memory_bytes` is the DRAM segment the store in this process will own (raised to whole units of 16 MiB); a start
-    is given up when `stopping`. `anywhere`: start also where other machines could reach the store (loopback.py).
+    is given up when `stopping`. With `anywhere` it starts also where other machines could reach it (loopback.py).
     """
 
     def __init__(
         self, memory_bytes: int, disk: DiskSpec | None, log: Any, *, master_port: int | None = None,
-        anywhere: bool = False, stopping: Callable[[], bool] = lambda: False,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        self._anywhere = anywhere
+        self.anywhere = False
         self._memory_bytes = -(-max(memory_bytes, 1) // MIN_MEMORY_BYTES) * MIN_MEMORY_BYTES
         self._disk = disk
         self._log = log
@@ -162,7 +162,7 @@ class EmbeddedMaster:
             raise EmbeddedError("the private master must be started on the main thread: it would die with this one")
         if self._process is not None:
             raise EmbeddedError("the private master was already started")
-        if not self._anywhere:
+        if not self.anywhere:
             _check_confined()
         self._set_environment()
         binary = _binary()

@@ -204,7 +204,8 @@ def test_an_embedded_store_that_others_could_reach_is_not_started_unless_told(
     with pytest.raises(SettingsError, match=r"^store_reach: .*store_reach='local' interfaces=eth7: use ") as caught:
         EmbeddedMaster(1, None, structlog.get_logger()).start()
     assert "\n" not in str(caught.value)
-    told = EmbeddedMaster(1, None, structlog.get_logger(), anywhere=True)
+    told = EmbeddedMaster(1, None, structlog.get_logger())
+    told.anywhere = True
     assert told.start().private
     told.stop()
     monkeypatch.setattr(loopback, "interfaces", list)
