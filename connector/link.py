@@ -63,7 +63,7 @@ class Link(Generic[S]):
     PATIENCE_S: of the scheduler, as workers wait for it as long as the engine starts.
     Only a daemon of root, of this process's user or of `daemon_user` (name or number) is spoken to.
     `session` is the current epoch or None.  `confirmed_reset` is the highest reset generation the daemon confirmed.
-    `stored` collects what the daemon said about saves; `refused`: engines unlike this one have its keys.
+    `stored` collects what the daemon said about saves.
     """
 
     def __init__(
@@ -72,7 +72,6 @@ class Link(Generic[S]):
     ) -> None:  # fmt: skip
         self.session: S | None = None
         self.confirmed_reset = 0
-        self.refused = False
         self.stored: deque[Stored] = deque(maxlen=MAX_STORED)
         self._path, self._hello, self._map, self._keep_ended = path, hello, map_session, keep_ended
         self._impatient, self._apart_since = impatient, time.monotonic()
@@ -227,7 +226,6 @@ class Link(Generic[S]):
             elif isinstance(message, Stored):
                 self.stored.append(message)
             elif isinstance(message, Notice):
-                self.refused = message.refused
                 self._said.add("apart")  # this says more
                 log.warning("kvprefetch: %s", message.text)
             elif isinstance(message, Refused):
@@ -255,7 +253,7 @@ class Link(Generic[S]):
 
     def _lost(self) -> None:
         """The connection is over: nobody may start anything on its epoch."""
-        session, self.session, self.refused = self.session, None, False
+        session, self.session = self.session, None
         self._replied.set()
         if session is not None:
             self._apart_since = time.monotonic()

@@ -48,8 +48,6 @@ class SessionSource(Protocol):
     def session(self) -> SchedulerSession | None: ...
     @property
     def confirmed_reset(self) -> int: ...
-    @property
-    def refused(self) -> bool: ...
     def detach(self, reason: str) -> None: ...
     @property
     def stored(self) -> deque[Stored]: ...
@@ -132,8 +130,6 @@ class SchedulerSide:
         entry = Entry(request, loadable, request.num_preemptions)
         self._entries[request.request_id] = entry
         session = self._usable_session()
-        if self._link.refused:
-            self.counters["refused_requests"] += 1
         if session is None or not loadable or not self._config.hint_on_arrival:
             return
         if not session.alive(self._clock_ns()):
@@ -236,9 +232,7 @@ class SchedulerSide:
         session = self._usable_session()
         while self._answered:
             self._claims.withdraw(self._entries[self._answered.pop()])
-        if self._link.refused:
-            self._saves.forget_left()
-        elif session is not None and (self._unsaved or self._saves.left) and session.alive(self._clock_ns()):
+        if session is not None and (self._unsaved or self._saves.left) and session.alive(self._clock_ns()):
             meta.saves.extend(self._plan_saves(session, output))
         self._saves.flush()
 
@@ -326,7 +320,7 @@ class SchedulerSide:
         entry = self._entries.pop(request.request_id, None)
         if entry is None:
             return
-        if entry.preemptions == request.num_preemptions and not (self._stale_local or self._link.refused):
+        if entry.preemptions == request.num_preemptions and not self._stale_local:
             self._saves.leave(entry.progress, request, block_ids)
         self._answered.discard(request.request_id)
         self._waits.over(entry, self._clock_ns())

@@ -23,7 +23,6 @@ COUNTERS: Mapping[str, str] = {
     "load_blocks": "Blocks of the dispatched loads",
     "failed_loads": "Loads that failed on a worker; their blocks are recomputed",
     "unknown_loads": "Acknowledgements of loads this engine does not know",
-    "refused_requests": "Requests that came while engines unlike this one had its keys: nothing is loaded or saved",
     "misses": "Requests that the store had nothing for",
     "late": "Requests whose first block was not there in time",
     "recomputed": "Requests that had nothing to take yet and did not wait, recomputing being sooner",

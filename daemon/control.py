@@ -239,7 +239,6 @@ class Control:
             self._refuse_engine(group, error)
             return
         assert group.scheduler is not None
-        session.namespace.tell = group.scheduler.tell
         if engine.scheduler.events:
             session.saver.tell = group.scheduler.tell
         self._watch(session.doorbell.fd)

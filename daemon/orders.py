@@ -36,14 +36,12 @@ def purge(sessions: Sequence[EngineSession], store: Store, pools: Pools, order: 
     prefixes = sorted({*order.prefixes, *(prefix for session in named for prefix in session.shape.key_prefixes)})
 
     def purged(future: Future[Removal]) -> None:
-        for session in sessions:
-            session.namespace.look()  # whose keys these were
         removal = future.result() if future.exception() is None else Removal(False, 0)
         if removal == (True, 0):
             said = "there was no key"
         else:
             said = "every key is gone" if removal else "not confirmed: time was up, or the store did not answer"
-            said += f"; {removal.keys} removed, fingerprints included"
+            said += f"; {removal.keys} removed"
         reply(Report(ok=removal.gone, text=f"{said}: {', '.join(prefixes)}"))
 
     pools.save(partial(store.remove_matching, prefixes, order.timeout_ms / 1e3), purged)

@@ -181,18 +181,14 @@ class Pools:
         self._fetches = tuple(pool(f"fetch-{lane.name.lower()}", fetch_threads, FETCH_NICE) for lane in Lane)
         self.widths = tuple(Width(fetch_threads) for _ in Lane)
         look_ups, saves, attaches = pool("lookup", LOOK_UPS), pool("save", 1), pool("attach", 1)
-        fingerprints = pool("fingerprint", 1)
         slabs, copies = pool("slab", 1), pool("copy", COPY_THREADS)
         self._kinds = {
-            "look_up": (look_ups,), "fetch": self._fetches, "save": (saves,), "fingerprint": (fingerprints,),
-            "attach": (attaches,), "copy": (slabs, copies),
+            "look_up": (look_ups,), "fetch": self._fetches, "save": (saves,), "attach": (attaches,),
+            "copy": (slabs, copies),
         }  # fmt: skip
         self._all = [each for pools in self._kinds.values() for each in pools]
         # How to hand in a call of each kind, as Pool.submit says; for fetches see below.
         self.look_up, self.save = look_ups.submit, saves.submit
-        self.fingerprint = (
-            fingerprints.submit
-        )  # reads a value, whose owner may be dead: neither look-ups nor saves wait for it
         self.attach = attaches.submit  # for memory, not the store: it must not wait behind a store call that hangs
         self.slab = slabs.submit  # for device memory: one at a time, as they go by what is free then
         self.copy = copies.submit  # to device memory
@@ -255,7 +251,7 @@ class Pools:
             with self._bell:
                 os.close(self.fd)
                 self.fd = -1
-        of_the_store = (pool for kind in ("look_up", "fetch", "save", "fingerprint") for pool in self._kinds[kind])
+        of_the_store = (pool for kind in ("look_up", "fetch", "save") for pool in self._kinds[kind])
         return not any(pool.calls for pool in of_the_store)
 
     def _announce(self, callback: Callable[[], None]) -> None:

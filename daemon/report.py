@@ -16,7 +16,6 @@ from .telemetry.board import Board
 from .telemetry.events import Ending
 
 MAX_ENGINES = 32  # in one answer, which must fit a control message
-MAX_DIFFERENCES = 256  # characters; the log has them all
 SLOWEST = 10
 SLOWEST_NS = 300_000_000_000
 _FLAG_STATES = {state.value: state.name.lower() for state in FlagState}
@@ -31,8 +30,6 @@ def numbers(session: EngineSession) -> dict[str, int | str]:
         "transfer_ms": int(session.totals.transfer_s * 1e3),
         "hidden_ms": int(session.totals.hidden_s * 1e3),
         **session.account(),
-        **({"refused": session.namespace.differences[:MAX_DIFFERENCES]} if session.namespace.differences else {}),
-        **({"unknown": session.namespace.trouble[:MAX_DIFFERENCES]} if session.namespace.trouble else {}),
     }
 
 

@@ -27,7 +27,6 @@ SHOWN_CHARACTERS = 120  # of a bad value, in the line that names it
 Handle = Annotated[str, Field(pattern=r"^([0-9a-f]{128})?$")]
 
 
-# Read back from a store too, where anyone may have written it.
 Fingerprint = Annotated[
     dict[Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")], Annotated[str, Field(pattern=r"^[ -~]{0,64}$")]],
     Field(max_length=16),
@@ -66,7 +65,7 @@ class WorkerShape(_Message):
     put_turn: int = Field(ge=0, le=4095)
     # UUID of the rank's GPU, as the driver writes it; empty on a CPU.
     device: str = Field(default="", max_length=96)
-    # What the bytes of a block depend on beside its tokens, by name; only engines that agree share what is stored.
+    # What the digest in `key_prefix` stands for, by name, for people to read; the daemon compares none of it.
     fingerprint: Fingerprint = {}
 
 
@@ -181,14 +180,10 @@ class Stored(_Message):
 
 
 class Notice(_Message):
-    """Something that the engine's operator is to read in the engine's log, in one line.
-
-    `refused`: until the next one nothing of this engine is stored, so that it need not copy what is to be saved.
-    """
+    """Something that the engine's operator is to read in the engine's log, in one line."""
 
     type: Literal["notice"] = "notice"
     text: str = Field(max_length=4096)
-    refused: bool = False
 
 
 class StatusQuery(_Message):

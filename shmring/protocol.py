@@ -24,7 +24,7 @@ import enum
 import struct
 from typing import Any, NamedTuple
 
-PROTOCOL = 6
+PROTOCOL = 7
 MAX_REQUEST_ID_BYTES = 512
 GROUPS = 1  # of KV caches of one engine that are served
 

@@ -51,7 +51,7 @@ def frame(status: Status, rates: overview.Rates) -> RenderableType:
                 engines.add_column(name.lower(), justify="right", no_wrap=True, min_width=wide)
         for engine in status.engines:
             engines.add_row(*map(Text, overview.row(engine)))
-        parts += [engines, *(Text(line, style="yellow") for line in overview.refused(status))]
+        parts.append(engines)
     else:
         parts.append(Text("no engine is attached", style="dim"))
     if status.slowest:

@@ -17,7 +17,6 @@ from ...shmring import messages
 from ...shmring.messages import StoreFill
 from ..client import Unavailable, ask
 from ..config import ConfigError
-from ..store.buckets import FINGERPRINT
 from ..store.fill import read
 from ..telemetry.overview import filled
 from ..telemetry.pretty import printable
@@ -85,10 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def stat(keys: Iterable[str], fill: StoreFill | None, as_json: bool) -> int:
     """Count the values of each namespace, and print that and how full the store is, where that is known."""
-    counts = collections.Counter[str]()
-    for key in keys:
-        block = not key.endswith(f"@{FINGERPRINT}")
-        counts[namespace(key) if block else key.removesuffix(FINGERPRINT)] += block
+    counts = collections.Counter(map(namespace, keys))
     if as_json:
         whole = fill.model_dump() if fill is not None else None
         print(json.dumps({"values": counts.total(), "namespaces": counts, "store": whole}, indent=2, sort_keys=True))

@@ -18,7 +18,6 @@ from ..telemetry.account import Account
 from ..telemetry.logs import Log
 from . import transfers
 from .jobs import Jobs
-from .namespace import Namespace
 from .warming import Warming
 
 
@@ -27,12 +26,12 @@ class Fetcher:
 
     def __init__(
         self, planner: Planner, warming: Warming, store: Store, shape: transfers.Shape, pools: Pools, jobs: Jobs,
-        namespace: Namespace, negative: NegativeCache, totals: Account, log: Log, clock_ns: Callable[[], int],
+        negative: NegativeCache, totals: Account, log: Log, clock_ns: Callable[[], int],
         *, returned: Callable[[], None],
     ) -> None:  # fmt: skip
         self._planner, self._warming = planner, warming
         self._store, self._shape, self._pools, self._jobs = store, shape, pools, jobs
-        self._namespace, self._negative = namespace, negative
+        self._negative = negative
         self._totals, self._log, self._clock_ns = totals, log, clock_ns
         self._returned = returned
         self._block_bytes = sum(shape.staging.block_bytes)
@@ -56,9 +55,7 @@ class Fetcher:
     def _start(self, order: Order) -> None:
         blocks = list(zip(order.digests, order.slots, strict=True))
         get = Get()
-        job = partial(
-            transfers.fetch, self._store, self._shape, blocks, get=get, mark=self._namespace.mark,
-        )  # fmt: skip
+        job = partial(transfers.fetch, self._store, self._shape, blocks, get=get)
         done, overdue = partial(self._fetched, order, self._clock_ns()), partial(self._overdue, order, get)
         failed = [ErrorClass.BUG] * len(order.slots)
         self._jobs.start(partial(self._pools.fetch, order.lane), job, done, failed, overdue)
@@ -82,12 +79,10 @@ class Fetcher:
         for digest, each in zip(order.digests, outcome, strict=True):
             if each is ErrorClass.OK:
                 self._negative.forget(digest)
-            elif each not in (ErrorClass.TRANSIENT, ErrorClass.DOUBT):
+            elif each is not ErrorClass.TRANSIENT:
                 self._negative.add(digest, now, lasting=each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT))
         self._planner.fetched(order.number, [each is ErrorClass.OK for each in outcome], now)
         self._warming.fetched(order, good)
-        if ErrorClass.DOUBT in outcome:
-            self._namespace.doubt()
         waiting = self._planner.wants(order.lane)
         self._pools.widths[order.lane].completed(good * self._block_bytes, now, waiting=waiting)
         self._returned()

@@ -36,10 +36,6 @@ class Ports(Protocol):
         """Whether the store is worth asking."""
         ...
 
-    def may_ask(self) -> bool:
-        """Whether it may be asked already; look-ups wait until then."""
-        ...
-
     def ask_store(self, number: int, questions: Sequence[Question]) -> None:
         """Look up on a thread, then answered(number, …); with None when the question is past its deadline."""
         ...
@@ -102,8 +98,6 @@ class LookUps:
             self._waiting.clear()
             self._queue.clear()
             self._renewing.clear()
-            return
-        if not self._ports.may_ask():
             return
         batch: list[Question] = []
         room = BATCH_DIGESTS

@@ -21,7 +21,6 @@ from ..store.client import Store
 from ..telemetry.account import Account
 from ..telemetry.logs import Log
 from . import transfers
-from .namespace import Namespace
 from .stored import StoredBefore
 
 PAUSE_NS = (100_000_000, 2_000_000_000)
@@ -90,19 +89,19 @@ class RunJob(Protocol):
 class Saver:
     """Owns the save `slots` of one engine.
 
-    `loading` says whether a fetch is in flight or wanted, `namespace` whether saves are to wait.  `stored` hears the
-    digests that are in the store now, and `tell`, once set, what became of every save.
+    `loading` says whether a fetch is in flight or wanted.  `stored` hears the digests that are in the store now, and
+    `tell`, once set, what became of every save.
     """
 
     def __init__(
         self, store: Store, shape: transfers.Shape, credits: CreditGranter, slots: range, run: RunJob, log: Log,
-        clock_ns: Callable[[], int], *, job_blocks: int, loading: Callable[[], bool], namespace: Namespace,
-        counters: Account, stored: Callable[[list[bytes]], None],
+        clock_ns: Callable[[], int], *, job_blocks: int, loading: Callable[[], bool], counters: Account,
+        stored: Callable[[list[bytes]], None],
     ) -> None:  # fmt: skip
         self._store, self._shape, self._credits, self._run = store, shape, credits, run
         self._log, self._clock_ns = log, clock_ns
         self._job_blocks = max(1, min(job_blocks, MAX_JOB_BLOCKS))
-        self._loading, self._namespace, self._in_store = loading, namespace, stored
+        self._loading, self._in_store = loading, stored
         self._yielded_ns = 0  # since when the next job has let loads go first
         self.tell: Callable[[Stored], None] | None = None
         self.counters = counters
@@ -156,7 +155,7 @@ class Saver:
                 reset is not None and self._clock_ns() >= reset.deadline_ns
             ):  # a put that hangs is in its way, or it hangs itself
                 reset.answer(False)
-        if self._busy or not self._jobs or self._namespace.saves_wait:
+        if self._busy or not self._jobs:
             return
         now = self._clock_ns()
         if now < self._not_before_ns:
@@ -168,10 +167,7 @@ class Saver:
         self._yielded_ns = 0
         self._busy = True
         job = self._jobs.popleft()
-        work = partial(
-            transfers.save, self._store, self._shape, job.blocks, locate=self.tell is not None,
-            mark=self._namespace.mark,
-        )  # fmt: skip
+        work = partial(transfers.save, self._store, self._shape, job.blocks, locate=self.tell is not None)
         failed = transfers.SaveResult(0, 0, len(job.blocks), [])
         self._run(work, partial(self._stored, job), failed, partial(self._overdue, job))
 
@@ -208,8 +204,6 @@ class Saver:
                 self.give_up()
         if self._reset is not None:
             self._remove(self._reset)
-        if result.doubt:
-            self._namespace.doubt()
         self.next()
 
     def give_up(self) -> None:

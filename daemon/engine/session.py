@@ -32,7 +32,6 @@ from .flags import SessionFlags
 from .jobs import Jobs
 from .lookups import LookUps, Question
 from .memory import EngineMemory, EngineShape
-from .namespace import Namespace, Whose
 from .promoter import Promoter
 from .saver import Saver
 from .untold import Untold
@@ -70,10 +69,6 @@ class EngineSession:
         self._flags = SessionFlags(self.table, self._disk_blocks)
         self._mode: Mode = "on"
         self.jobs = Jobs(self._log)
-        self.namespace = Namespace(
-            store, self.engine_id, engine.workers[0].key_prefix, engine.workers[0].fingerprint, pools, self.jobs,
-            self._log, clock_ns, self._namespace_changed, saves=engine.scheduler.saves,
-        )  # fmt: skip
         self.stories = Stories(self.totals, self._log, self.block_bytes, clock_ns)
         chunk_blocks = max(1, chunk_bytes // self.block_bytes)
         part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in self.staging.block_bytes)  # as a disk tier counts
@@ -92,7 +87,6 @@ class EngineSession:
             range(memory.save_slots_from, self.slot_count), partial(self.jobs.start, pools.save), self._log, clock_ns,
             job_blocks=chunk_blocks // PUTS_PER_CHUNK, counters=self.totals,
             loading=lambda: pools.fetches_in_flight > 0 or self.planner.has_work, stored=self._negative.stored,
-            namespace=self.namespace,
         )  # fmt: skip
         self.warming = Warming(
             self.planner, self._negative, about(engine, self.epoch), self.totals.warmed_blocks, clock_ns,
@@ -103,8 +97,8 @@ class EngineSession:
             first_slot=self.slot_count, block_bytes=self.block_bytes,
         )  # fmt: skip
         self._fetcher = Fetcher(
-            self.planner, self.warming, store, self.shape, pools, self.jobs, self.namespace, self._negative,
-            self.totals, self._log, clock_ns, returned=self.saver.next,
+            self.planner, self.warming, store, self.shape, pools, self.jobs, self._negative, self.totals,
+            self._log, clock_ns, returned=self.saver.next,
         )  # fmt: skip
 
     def register_staging(self) -> None:
@@ -118,7 +112,6 @@ class EngineSession:
         if self.memory.device_error:
             self._log.warning("device.off", error=self.memory.device_error)
         self.promoter.start(workers)
-        self.namespace.look()
         self.liveness.set_state(PeerState.ACTIVE)
 
     def drain(self, limit: int) -> int:
@@ -213,8 +206,7 @@ class EngineSession:
     def switch(self, mode: Mode) -> None:
         """What becomes of hints from now on, and of blocks to save; requests already planned go on."""
         self._mode = mode
-        self.namespace.switch(mode == "on")
-        self.saver.switch(mode == "on" and self.namespace.whose is not Whose.THEIRS)
+        self.saver.switch(mode == "on")
 
     def scan(self) -> None:
         """Find what a full ring did not say: flags given up without a nudge. Called a few times a second."""
@@ -224,7 +216,6 @@ class EngineSession:
         now = self._clock_ns()
         for key in self._untold.found(self.planner.requests):
             self._finish(key, Ending.UNTOLD)
-        self.namespace.tick()
         self.look_ups.tick(now)
         self.planner.tick()
         self.warming.tick()
@@ -244,10 +235,7 @@ class EngineSession:
     # --- what look-ups are told and ask for (lookups.Ports) ---------------------------------------------------------
 
     def answering(self) -> bool:
-        return self._store.answering and self.namespace.whose in (Whose.ASKING, Whose.OURS)
-
-    def may_ask(self) -> bool:
-        return self.namespace.known
+        return self._store.answering
 
     def ask_store(self, number: int, questions: Sequence[Question]) -> None:
         generation = self.saver.generation
@@ -297,7 +285,7 @@ class EngineSession:
         if (count := sum(map(len, order.chains))) > MAX_WARM_DIGESTS:
             raise ProtocolError(f"too many hashes in one order: hashes={count} max={MAX_WARM_DIGESTS}")
         off = "" if self._mode == "on" else f"mode is {self._mode}"
-        if why := "its weights change" if self.saver.resetting else self.namespace.why_not or off:
+        if why := "its weights change" if self.saver.resetting else off:
             reply(Report(ok=False, text=f"nothing is staged for this engine now: {why}"))
         else:
             self.warming.add(order, reply)
@@ -311,34 +299,12 @@ class EngineSession:
 
     def reset(self, generation: int, timeout_s: float, reply: Callable[[bool], None]) -> None:
         """Void everything staged, hinted or being saved before this generation, remove the keys, then reply."""
-
-        def done(ok: bool) -> None:
-            self.namespace.look()  # it went with the keys
-            reply(ok)
-
-        if self.namespace.whose is Whose.THEIRS:  # none of these keys is its own
-            self.saver.generation = max(self.saver.generation, generation)
-            reply(True)
-        else:
-            self.saver.reset(generation, timeout_s, done)
-        self._void("its weights changed")
-
-    def _void(self, why: str) -> None:
+        self.saver.reset(generation, timeout_s, reply)
         self._negative.clear()
-        self.warming.stop(why)
+        self.warming.stop("its weights changed")
         for request in self.jobs.contain(self.planner.reset, list[Request]()):
             self.stories.tell(request, Ending.RESET)
         self.promoter.reset()
-
-    def _namespace_changed(self, before: Whose) -> None:
-        """What was staged while the namespace was its own is void too: what else is coming may be another's."""
-        if self.namespace.whose is Whose.THEIRS:
-            self.saver.give_up()
-            if before is Whose.OURS:
-                self._void("its namespace is another's")
-        self.switch(self._mode)
-        self.look_ups.next(self._clock_ns())
-        self.saver.next()
 
     # --- life -------------------------------------------------------------------------------------------------------
 

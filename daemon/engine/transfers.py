@@ -18,7 +18,6 @@ from typing import NamedTuple
 from ...shmring.messages import WorkerShape
 from ..store.client import Store, StoreUnavailable, Tier
 from ..store.errors import ErrorClass
-from ..store.marks import Mark
 from ..store.owners import Get
 from .staging import HostStaging
 
@@ -80,8 +79,7 @@ class SaveResult:
     """Blocks stored now, blocks that were there already, blocks lost, and those to try again: no space, or no store.
 
     `memory` and `disk` are the slots of the blocks that are in the store now, by tier; only when `locate` asked for it.
-    `digests` are those of the blocks stored now.  `lost`: how many values Mooncake may still read.  `doubt`: whose
-    namespace it is was found changed, so none was put, or none left there.
+    `digests` are those of the blocks stored now.  `lost`: how many values Mooncake may still read.
     """
 
     stored: int
@@ -92,7 +90,6 @@ class SaveResult:
     disk: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     lost: int = 0
-    doubt: bool = False
 
 
 class Found(NamedTuple):
@@ -149,11 +146,9 @@ def _found(where: Sequence[Tier | None]) -> Found:
 
 
 def fetch(
-    store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, get: Get | None = None,
-    mark: Mark | None = None,
-) -> list[ErrorClass]:  # fmt: skip
-    """Read (digest, slot) blocks into their slots; what became of each: OK when every rank's part is there, and what is
-    marked lies there still.
+    store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, get: Get | None = None
+) -> list[ErrorClass]:
+    """Read (digest, slot) blocks into their slots; what became of each: OK when every rank's part is there.
 
     A part that several ranks hold is read once and copied to the others. Parts whose class says so are tried once more.
     Who gives this fetch up says so in `get`.
@@ -165,7 +160,7 @@ def fetch(
     sizes = [block_bytes[ranks[0]] for _, ranks in shards] * len(blocks)
     slots = [slot for _, slot in blocks for _ in shards]
     try:
-        parts = _move(shape, slots, lambda: store.get_into(keys, addresses, sizes, get, mark))
+        parts = _move(shape, slots, lambda: store.get_into(keys, addresses, sizes, get))
     except StoreUnavailable:
         return [ErrorClass.TRANSIENT] * len(blocks)
     again = [i for i, part in enumerate(parts) if part in (ErrorClass.RETRY, ErrorClass.LOOKUP_AGAIN)]
@@ -173,7 +168,7 @@ def fetch(
         time.sleep(RETRY_S)
         with contextlib.suppress(StoreUnavailable):  # then they stay as they are, and the others are there
             late = [keys[i] for i in again], [addresses[i] for i in again], [sizes[i] for i in again]
-            second = _move(shape, [slots[i] for i in again], lambda: store.get_into(*late, get, mark))
+            second = _move(shape, [slots[i] for i in again], lambda: store.get_into(*late, get))
             for i, part in zip(again, second, strict=True):
                 parts[i] = part
     for place in places if len(shards) < len(block_bytes) else ():
@@ -204,12 +199,10 @@ def _move(shape: Shape, slots: Sequence[int], call: Callable[[], list[ErrorClass
     return results
 
 
-def save(
-    store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, locate: bool = False, mark: Mark | None = None
-) -> SaveResult:
+def save(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, locate: bool = False) -> SaveResult:
     """Put (digest, slot) blocks that are not there yet; of ranks that share a key, the one whose turn the slot is.
 
-    With `locate`, also ask in which tier they are now. They stay only if what is marked lay there before and after.
+    With `locate`, also ask in which tier they are now.
     """
     shards = shape.shards
     keys = [prefix + digest.hex() for digest, _ in blocks for prefix, _ in shards]
@@ -223,14 +216,9 @@ def save(
     try:
         there = store.exist(names)
         missing = [name for name, present in zip(names, there, strict=True) if not present]
-        if missing and mark is not None and not store.unchanged(mark):
-            return SaveResult(0, 0, 0, list(blocks), doubt=True)
         addresses, sizes = [targets[n].address for n in missing], [targets[n].bytes for n in missing]
         slots = [targets[n].slot for n in missing]
         outcome = _move(shape, slots, lambda: store.put_from(missing, addresses, sizes))
-        if missing and mark is not None and not store.unchanged(mark):
-            store.discard(missing)
-            return SaveResult(0, 0, 0, list(blocks), doubt=True)
     except StoreUnavailable:
         return SaveResult(0, 0, 0, list(blocks))
     written = dict(zip(missing, outcome, strict=True))

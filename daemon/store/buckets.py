@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-FINGERPRINT = "fingerprint"  # stands for the hash in the key of what says whose namespace it is (engine/namespace.py)
 _OF_A_KEY = rb"[ -~\x80-\xff]"
 
 
 class Removal(NamedTuple):
-    """Whether every key is `gone`, which is what it is true by, and how many `keys` went, fingerprints included."""
+    """Whether every key is `gone` (its truth value), and how many `keys` were removed."""
 
     gone: bool
     keys: int
@@ -23,18 +22,18 @@ class Removal(NamedTuple):
 
 
 def patterns(prefixes: Sequence[str]) -> tuple[str, str]:
-    """Regular expressions of a key, one of these and hex digits or FINGERPRINT: Mooncake's, anchored, and Python's.
+    """Return regular expressions that match a key, one of these prefixes and hex digits: Mooncake's, anchored, and
+    Python's.
 
-    Of all ranks: what is left of some would be taken for a part of blocks that others store afterwards.
+    They match the keys of all ranks: a part that stayed would be taken for a part of a block that is stored later.
     """
     # Every special character of ECMAScript's grammar, and nothing else: std::regex refuses needless escapes of letters.
     theirs = [re.sub(r"([\\^$.|?*+()\[\]{}])", r"\\\1", prefix) for prefix in prefixes]
-    end = f"(?:[0-9a-fA-F]+|{FINGERPRINT})"
     of_any = [
         "|".join(dict.fromkeys(re.sub(r"@([tp]p_rank):\d+(?=@)", r"@\1:[0-9]+", each) for each in escaped))
         for escaped in (theirs, [re.escape(prefix) for prefix in prefixes])
     ]
-    return f"^(?:{of_any[0]}){end}$", f"(?:{of_any[1]}){end}"
+    return f"^(?:{of_any[0]})[0-9a-fA-F]+$", f"(?:{of_any[1]})[0-9a-fA-F]+"
 
 
 def purge(directory: Path, a_key: str, checked: set[str]) -> int:

@@ -24,13 +24,11 @@ from . import addresses
 from .breaker import Attempt, Breaker
 from .buckets import Removal, patterns, purge
 from .errors import ErrorClass, classify, classify_get
-from .fingerprints import Fingerprints
 from .give_up import UNDER_WAY, Move, move
 from .joining import StoreError as StoreError
-from .joining import join, pinned
-from .marks import Found, Mark, Marks, padded
+from .joining import join
 from .owners import Get, Owners
-from .places import void_what_moved
+from .places import Whereabouts, void_what_moved
 from .puts import Puts
 from .settings import MooncakeSettings
 from .zeros import holed
@@ -68,11 +66,10 @@ class Store:
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._unflushed: OrderedDict[str, None] = OrderedDict()
         self._puts = Puts()
-        self._sweeps = 0  # removals that go on until nothing comes back
         self._disk = Path(settings.ssd_offload_path) if settings.enable_ssd_offload else None
-        self._fingerprints, self._marks = Fingerprints(self._disk), Marks(settings.private)
+        self._whereabouts = Whereabouts(settings.private)
         heartbeat_s = float(os.environ.get("MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS", "10"))
-        self.settle_s = 2 * heartbeat_s + 0.5 if self._disk else 0.0  # how long a removal looks on (_sweep)
+        self.settle_s = 2 * heartbeat_s + 0.5 if self._disk else 0.0  # how long a removal looks on (remove_matching)
 
     def open(self) -> None:
         """Join the cluster. Raises StoreError.
@@ -211,12 +208,11 @@ class Store:
         return codes
 
     def get_into(
-        self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], get: Get | None = None,
-        mark: Mark | None = None,
-    ) -> list[ErrorClass]:  # fmt: skip
+        self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], get: Get | None = None
+    ) -> list[ErrorClass]:
         """Read each value to its address; OK only if exactly its `size` bytes arrived from where it lay before and
-        after (places.py), and what is marked lies there still: else DOUBT. CORRUPT: a disk lost a page (zeros.py).
-        UNDER_WAY: the caller must never use that memory again. Raises StoreUnavailable: no transfer is under way.
+        after (places.py). CORRUPT: a disk lost a page (zeros.py). UNDER_WAY: the caller must never use that memory
+        again. Raises StoreUnavailable: no transfer is under way.
 
         Each key once: of one that stands twice Mooncake fills the last destination only, and says OK for both.
         With an owner that is put aside (owners.py) none is tried: TRANSFER. Who gives this get up says so in `get`.
@@ -226,7 +222,7 @@ class Store:
         if len(set(keys)) != len(keys):
             raise ValueError(f"a key stands twice in one get: keys={len(keys)} different={len(set(keys))}")
         with self._call() as (client, attempt):
-            before, code = self._marks.look(client, keys)[0], 0
+            before, code = self._whereabouts.look(client, keys), 0
 
             def read(part: Sequence[int]) -> list[ErrorClass]:
                 nonlocal code
@@ -241,10 +237,7 @@ class Store:
                 results = self._owners.read(keys, before, get or Get(), read)
             self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "get", code)
             if ErrorClass.OK in results:
-                after, same = self._marks.look(client, keys, mark)
-                void_what_moved(results, keys, before, after)
-                if not same:
-                    results = [ErrorClass.DOUBT if r is ErrorClass.OK else r for r in results]
+                void_what_moved(results, keys, before, self._whereabouts.look(client, keys))
             for i, result in enumerate(results) if self._disk or not self._settings.private else ():
                 if result is ErrorClass.OK and holed(addresses[i], sizes[i]):
                     results[i] = ErrorClass.CORRUPT
@@ -269,37 +262,6 @@ class Store:
         if self._settings.enable_ssd_offload:
             self._remember(done, self._unflushed)
         return results
-
-    def put_once(self, key: str, value: bytes) -> Found:
-        """The value of a key that is whose who puts it first; `value`, a few bytes or none, is put where it has none.
-
-        It is not evicted, and where two owners have room it lies with both. Nothing is put while a removal goes on,
-        which might never end. Raises StoreUnavailable.
-        """
-        with self._call() as (client, attempt):
-            with self._puts.of([key]):
-                mark = self._marks.before(key)
-                [code] = client.batch_is_exist([key])
-                self._verdict(attempt, code < 0, "exist", code)
-                there = code == 1
-                if not there and not self._sweeps and (mine := self._fingerprints.get(key) or value):
-                    there = client.put(key, padded(mine), pinned()) == 0
-                    mark = self._marks.put(mark)
-            found: bytes = client.get(key)
-            if found and value:
-                self._fingerprints.put(key, found.rstrip())
-        self._remember([key], self._seen)
-        return Found(found, there or bool(found), self._marks.after(mark, found))
-
-    def unchanged(self, mark: Mark) -> bool:
-        """Whether what is marked lies there still; False also where the master cannot say. Raises StoreUnavailable."""
-        with self._call() as (client, _):
-            return self._marks.look(client, (), mark)[1]
-
-    def discard(self, keys: Sequence[str]) -> None:
-        """Remove what was just put, leased or not, as far as the store lets it. Raises StoreUnavailable."""
-        with self._call() as (client, _), self._marks.removal(set(keys).__contains__):
-            client.batch_remove(list(keys), True)
 
     def _described(self, keys: Sequence[str]) -> list[Sequence[Any]]:
         with self._call() as (client, _):
@@ -356,15 +318,8 @@ class Store:
         that moment, so stop writers first. A key removed and then put again is kept in memory only until the next
         start: the tier still counts it as written.
         """
-        with self._state:
-            self._sweeps += 1
-        try:
-            return self._sweep(prefixes, timeout_s) if prefixes else Removal(True, 0)
-        finally:
-            with self._state:
-                self._sweeps -= 1
-
-    def _sweep(self, prefixes: Sequence[str], timeout_s: float) -> Removal:
+        if not prefixes:
+            return Removal(True, 0)
         theirs, a_key = patterns(prefixes)
         ours = re.compile(rf"{a_key}\Z")
         disk = self._disk
@@ -380,7 +335,7 @@ class Store:
                 if disk is None and quiet_since is None:
                     reach = all(each.is_memory_replica() for replicas in self._described(seen) for each in replicas)
                 with self._call() as (client, attempt):
-                    with self._marks.removal(ours.match):
+                    with self._whereabouts.removal():
                         count = int(client.remove_by_regex(theirs, True))
                     self._verdict(attempt, classify(count) is ErrorClass.TRANSIENT, "remove", count)
                 most = max(most, count, files := (purge(disk, a_key, checked) if disk else 0))
@@ -392,7 +347,6 @@ class Store:
                         for key in seen:
                             self._seen.pop(key, None)
                             self._unflushed.pop(key, None)
-                    self._fingerprints.remove(a_key)
                     self._log.info("store.removed", prefixes=len(prefixes), durable=reach)
                     return Removal(reach, most)
             if self._clock() >= deadline:

@@ -25,7 +25,6 @@ class ErrorClass(enum.Enum):
     BUG = "bug"
     NO_SPACE = "no_space"
     WRITE = "write"
-    DOUBT = "doubt"  # no code either: whose namespace it is was found changed, so these bytes may be another's
     FOREIGN = "foreign"  # an object of another size lies under our key; no Mooncake code says so, `get_into` finds out
 
 

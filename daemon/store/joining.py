@@ -9,7 +9,7 @@ from . import addresses, loopback
 from .errors import LIBRARIES
 from .settings import MooncakeSettings
 
-LOCAL_BUFFER_BYTES = 16 << 20  # Mooncake's own default; fingerprints are copied through it, blocks are not
+LOCAL_BUFFER_BYTES = 16 << 20  # Mooncake's own default; the zero-copy calls made here do not use it
 
 
 class StoreError(Exception):
@@ -74,12 +74,3 @@ def _import_client() -> Any:
     except ImportError as error:
         raise StoreError(f"mooncake cannot be loaded ({error}): {LIBRARIES}") from None
     return MooncakeDistributedStore
-
-
-def pinned() -> Any:
-    """How to put a value that is not to be evicted, nor to go with its owner where there is another one."""
-    from mooncake.store import ReplicateConfig
-
-    how = ReplicateConfig()
-    how.with_hard_pin, how.replica_num = True, 2
-    return how

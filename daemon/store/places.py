@@ -7,13 +7,46 @@ wanted and without an error.  So a get counts only when the value lay in the sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .errors import ErrorClass
 
 # Of each key that exists: the memory it lies in. On a disk alone it lies in none, and is read by its key.
 Places = Mapping[str, frozenset[tuple[str, int]]]
+
+
+class Whereabouts:
+    """Tells where values lie now; any thread may ask.
+
+    In a `private` store only this process removes values. There a count of removals takes the place of the memory, and
+    costs no call: a value that was there before and after stayed where it was unless a removal began or ended between.
+    """
+
+    def __init__(self, private: bool) -> None:
+        self._private = private
+        self._lock = threading.Lock()
+        self._running = self._count = 0
+
+    @contextlib.contextmanager
+    def removal(self) -> Iterator[None]:
+        """Enclose a call that removes values although they are leased."""
+        with self._lock:
+            self._running, self._count = self._running + 1, self._count + 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running, self._count = self._running - 1, self._count + 1
+
+    def look(self, client: Any, keys: Sequence[str]) -> Places:
+        """Return the places of these keys. During a removal from a private store no key has any."""
+        if self._private:
+            with self._lock:
+                return {} if self._running else dict.fromkeys(keys, frozenset([("", self._count)]))
+        return places(client.batch_get_replica_desc(list(keys)))
 
 
 def places(described: Mapping[str, Sequence[Any]]) -> Places:

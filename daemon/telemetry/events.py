@@ -91,9 +91,7 @@ FIELDS: dict[str, Field] = {
     "taken_back": Field(
         "integer", "how often what was staged for it went to more urgent requests, to be fetched again"
     ),
-    "store_unavailable": Field(
-        "boolean", "the store did not answer, or serves this engine nothing (`namespace.refused`): a miss"
-    ),
+    "store_unavailable": Field("boolean", "the store did not answer: a miss"),
     "arrived_ms": Field("number", "the engine's scheduler got the request; all other times count from here"),
     "hint_seen_ms": Field("number?", "the daemon read the hint"),
     "looked_up_ms": Field("number?", "the store said what it has"),
@@ -177,8 +175,6 @@ FIELDS: dict[str, Field] = {
     "confirmed": Field("boolean", "every key is gone, in every tier"),
     "durable": Field("boolean", "no value lay on a disk that cannot be cleaned from here"),
     "reset_generation": Field("integer", "the engine's count of resets"),
-    "key_prefix": Field("string", "what stands before the hash in its keys"),
-    "differences": Field("string", "what theirs is, and what it is `here`, of those properties that differ"),
     "prefixes": Field("integer", "key prefixes whose keys were removed"),
     # processes
     "pid": Field("integer?", "process id"),
@@ -269,19 +265,6 @@ EVENTS: dict[str, Event] = {
     "engine.detached": Event("info", "An engine's epoch is over; its memory but `kept_bytes` is given back.", _ACCOUNT),
     "request.done": Event("info", "A hinted request ended: its whole story, in one line for each hint.",
                           tuple(FIELDS)[: tuple(FIELDS).index("hidden_fraction") + 1]),
-    "namespace.refused": Event(
-        "warning", "This engine gets nothing from the store, and saves nothing: others, unlike it, use its keys. "
-        "Give it a `cache_prefix` of its own or, when those engines are gone for good, remove what they stored "
-        "(`kvprefetchd store purge --engine ID`).", ("key_prefix", "differences"),
-    ),
-    "namespace.unknown": Event(
-        "warning", "For ten seconds it could not be known whose this engine's keys are: it gets nothing from the "
-        "store, and saves nothing. A fingerprint that stays unreadable goes with what is stored "
-        "(`kvprefetchd store purge --engine ID`).", ("key_prefix", "error"),
-    ),
-    "namespace.served": Event(
-        "info", "Those engines are gone, or what could not be read is: it has the namespace now.", ("key_prefix",)
-    ),
     "record.bad": Event("warning", "A hint-ring record did not follow the protocol and was skipped.",
                         ("error", "count"), floods=True),
     "fetch.done": Event("debug", "A fetch came back.", ("blocks", "good_blocks", "bytes", "duration_ms")),

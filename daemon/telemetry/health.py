@@ -1,9 +1,8 @@
 """Whether the daemon is well, judged by the work it should be doing: the loop's heartbeat and the oldest store call.
 
 Ready: engines may count on it now.  Healthy: it may recover by itself; when it is not, only a restart helps.  A process
-that is there and does nothing is neither.  A call to a GPU that hangs is no reason for either, nor a look at whose a
-namespace is: no request waits for them.  Nor is a disk tier that keeps nothing, which is a problem all the same: memory
-serves on.
+that is there and does nothing is neither.  A call to a GPU that hangs is no reason for either: no request waits for it.
+Nor is a disk tier that keeps nothing, which is a problem all the same: memory serves on.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def judge(board: Board) -> Health:
     snapshot, now = board.snapshot, board.clock_ns()
     loop_age_s = max(0, now - board.beat_ns) / 1e9
     call_age_s = {kind: max(0, now - since) / 1e9 for kind, since in board.running().items()}
-    store_age_s = {kind: age_s for kind, age_s in call_age_s.items() if kind not in ("copy", "fingerprint")}
+    store_age_s = {kind: age_s for kind, age_s in call_age_s.items() if kind != "copy"}
     oldest_s = max(store_age_s.values(), default=0.0)
     serving = board.phase == "serving"
     problems = []

@@ -87,10 +87,6 @@ CATALOGUE: dict[str, Described] = {
         "histogram", "How long requests waited although their answer was there: until the engine's step had ended"
     ),
     "engines": Described("gauge", "Attached engines"),
-    "engines_refused": Described(
-        "gauge",
-        "Of these, those that are served nothing: their keys are those of engines unlike them, or not known whose",
-    ),
     "staging_slots": Described(
         "gauge",
         "Staging slots: free, idle (staged, held by nobody), pinned (by requests), stuck (a call may still write), "
@@ -212,7 +208,6 @@ class BoardCollector(Collector):
         device = {"all": "device_slots", "free": "device_slots_free", "idle": "device_slots_idle"}
         return {
             "engines": [((), len(snapshot.engines))],
-            "engines_refused": [((), sum("refused" in each or "unknown" in each for each in snapshot.engines))],
             "staging_slots": [
                 ((engine, use), numbers[key]) for engine, numbers in engines.items() for use, key in uses.items()
             ],

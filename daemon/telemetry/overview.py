@@ -112,18 +112,6 @@ def slowest(status: Status) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def refused(status: Status) -> list[str]:
-    """A line for each engine that has the keys of others, or of whom it is not known."""
-    reasons = {"refused": "engines unlike it store under its keys", "unknown": "it is not known whose its keys are"}
-    return [
-        f"{printable(str(engine.get('engine', '?')))} is served nothing: {reason}: "
-        f'{printable(str(engine[key]))} (docs/OPERATIONS.md, "Engines that differ")'
-        for engine in status.engines
-        for key, reason in reasons.items()
-        if key in engine
-    ]
-
-
 def pace(rates: Rates) -> str:
     """What happens now, in one line."""
     return f"now: {number(rates.hints)} hints/s, fetching {size(rates.fetched_bytes)}/s, hidden {percent(rates.hidden)}"
@@ -139,7 +127,6 @@ def describe(status: Status, rates: Rates | None = None) -> list[str]:
         lines.append("no engine is attached")
     if status.engine_count > len(status.engines):
         lines.append(f"and {status.engine_count - len(status.engines)} engines more")
-    lines += refused(status)
     if status.slowest:
         lines += ["", "waited longest in the last five minutes:", *aligned(slowest(status))]
     return lines

@@ -139,7 +139,7 @@ def _step(record: Record) -> str:
 
 def _miss(record: Record, waited: float) -> str:
     if record.get("store_unavailable"):
-        reason = "The store did not answer, or serves this engine nothing (namespace.refused), and it was recomputed."
+        reason = "The store did not answer, and it was recomputed."
     elif _count(record, "found_blocks") > _count(record, "local_blocks"):
         reason = "What the store had could not be fetched, and it was recomputed."
     else:

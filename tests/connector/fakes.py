@@ -160,7 +160,6 @@ class FakeLink:
     detached: list[str] = field(default_factory=list)
     resets: list[int] = field(default_factory=list)
     stored: deque[messages.Stored] = field(default_factory=deque)
-    refused: bool = False
 
     def start(self) -> None: ...
     def close(self) -> None: ...

@@ -165,20 +165,3 @@ def test_vllms_own_pool_says_whether_a_block_is_still_there(make: Callable[..., 
         digests = {digest for saved in engine.daemon.saved for digest in saved.hashes}
         assert len(digests) == (1 + 6 if reused else 4), "seven blocks: one of the first request is left beside six"
         assert engine.left() == []
-
-
-def test_an_engine_that_is_refused_copies_nothing_and_keeps_nothing_for_later() -> None:
-    engine = Engine()
-    waits = run_short(engine, "waits", 3)
-    finish(engine, waits, 3)
-    engine.link.refused = True
-    engine.daemon.credits.grant([40, 41, 42])
-    request = run_short(engine, "r", 2)
-    assert not engine.side.has_pending_work()
-    finish(engine, request, 2)
-    assert (engine.side.counters["saves"], engine.side.counters["refused_requests"]) == (0, 1)
-    assert engine.side.counters["save_blocks_unsaved"] == 3
-    engine.link.refused = False
-    assert engine.step().saves == [], "what it left meanwhile is not saved"
-    served = run_short(engine, "again", 2)
-    assert saved_digests(engine) == served.digests(0, 2)

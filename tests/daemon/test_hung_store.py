@@ -163,33 +163,6 @@ def test_a_master_that_is_frozen_makes_hundreds_of_hints_misses_together_and_is_
     engine.close()
 
 
-def test_whose_a_namespace_is_may_lie_with_an_owner_that_is_frozen(
-    serve: Callable[..., Daemon], cluster: Store, auditor: Auditor
-) -> None:
-    """Who knew goes on, at all times; who comes is served nothing, at once, until it can be known."""
-    daemon = serve(memory=None, mooncake_config=cluster.config, extra=("--call-timeout-ms", "1000"))
-    engine = FakeEngine(daemon.socket, fingerprint={"dtype": "x"})
-    values = blocks("there", 4)
-    engine.save(values)
-    wait_for(lambda: engine.load(list(values)), what="a hit")
-    with frozen(cluster.owner_pid):
-        new = FakeEngine(daemon.socket, engine_id="new", fingerprint={"dtype": "x"})
-        key = new.hint(list(values))
-        assert new.settled(key, ANSWER_S).count == 0
-        end(new, key)
-        assert engine.load(list(values)) == list(values.values()), "what is staged"
-        absent = engine.hint(list(blocks("absent", 2)))
-        assert engine.settled(absent, ANSWER_S).count == 0
-        end(engine, absent)
-        assert len(daemon.records("request.done")) >= 4
-        assert [line["store_unavailable"] for line in daemon.records("request.done")[-2:]] == [True, False]
-        assert not daemon.records("store.failed"), "the master answers"
-    wait_for(lambda: new.load(list(values)) == list(values.values()), 60, "a hit")
-    auditor.assert_idle(daemon.pid, daemon.socket)
-    engine.close()
-    new.close()
-
-
 def test_sigterm_does_not_wait_for_a_call_that_hangs(serve: Callable[..., Daemon], cluster: Store) -> None:
     daemon = serve(memory=None, mooncake_config=cluster.config, extra=("--call-timeout-ms", "1000"))
     engine = FakeEngine(daemon.socket)

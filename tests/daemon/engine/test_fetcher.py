@@ -29,7 +29,7 @@ class Setup:
         self.staged_ahead: list[int] = []
         self.ahead: Order | None = None
         self.room = True
-        self.returned = self.doubts = 0
+        self.returned = 0
         self.totals, self.negative = Account(), NegativeCache()
         self.planner = Planner(8, FlagsModel(), chunk_blocks=8)
         log = structlog.get_logger()
@@ -43,14 +43,10 @@ class Setup:
         )
         shape: Any = SimpleNamespace(staging=SimpleNamespace(block_bytes=[BLOCK_BYTES // 2] * 2))
         store: Any = None
-        namespace: Any = SimpleNamespace(mark=None, doubt=self._doubt)
         self.fetcher = Fetcher(
-            self.planner, warming, store, shape, pools, Jobs(log), namespace, self.negative, self.totals, log,
-            lambda: self.now, returned=self._returned,
+            self.planner, warming, store, shape, pools, Jobs(log), self.negative, self.totals, log, lambda: self.now,
+            returned=self._returned,
         )  # fmt: skip
-
-    def _doubt(self) -> None:
-        self.doubts += 1
 
     def _returned(self) -> None:
         self.returned += 1
@@ -159,13 +155,3 @@ def test_whoever_loses_its_room_to_a_fetch_fetches_again_behind_it() -> None:
     assert setup.fetcher.pump(Lane.MEMORY)
     setup.end([ErrorClass.OK])
     assert (loser.ready, loser.final, loser.fetched_blocks) == (8, True, 9)
-
-
-def test_a_fetch_that_found_another_in_the_namespace_brings_nothing_and_says_nothing_of_its_blocks() -> None:
-    setup = Setup()
-    setup.want("a", "b")
-    assert setup.fetcher.pump(Lane.MEMORY)
-    setup.end([ErrorClass.DOUBT, ErrorClass.MISS])
-    assert (setup.doubts, setup.totals.fetched_blocks) == (1, 0)
-    assert not setup.known("a")
-    assert setup.known("b")

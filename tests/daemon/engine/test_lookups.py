@@ -30,7 +30,6 @@ class Setup:
 
     def __init__(self) -> None:
         self.up = True
-        self.may = True
         self.sent: list[tuple[int, list[Question]]] = []
         self.answers: dict[Key, tuple[int, bool]] = {}
         self.renewals: dict[Key, int] = {}
@@ -41,9 +40,6 @@ class Setup:
 
     def answering(self) -> bool:
         return self.up
-
-    def may_ask(self) -> bool:
-        return self.may
 
     def ask_store(self, number: int, questions: Sequence[Question]) -> None:
         self.sent.append((number, list(questions)))
@@ -304,18 +300,14 @@ def test_the_cache_is_bounded() -> None:
     assert len(cache) == MAX_ENTRIES
 
 
-def test_look_ups_wait_until_they_may_be_asked_and_no_longer_than_their_time() -> None:
+def test_a_look_up_waits_for_the_one_before_it_no_longer_than_its_time() -> None:
     setup = Setup()
-    setup.may = False
     setup.store("a")
-    first = setup.hint(1, "a")
+    setup.hint(1, "a")
     setup.look_ups.next(0)
-    assert not setup.sent
-    assert first not in setup.answers
+    second = setup.hint(2, "a")
+    setup.look_ups.next(0)
+    assert len(setup.sent) == 1
+    assert second not in setup.answers
     setup.look_ups.tick(4 * SECOND)
-    assert setup.answers == {first: (0, True)}
-    second = setup.hint(2, "a", now=4 * SECOND)
-    setup.may = True
-    setup.look_ups.next(4 * SECOND)
-    setup.answer(4 * SECOND)
-    assert setup.answers[second] == (1, False)
+    assert setup.answers == {second: (0, True)}

@@ -35,8 +35,6 @@ class Setup:
     def __init__(self, *, job_blocks: int = 3, slots: int = 8) -> None:
         self.now = 1
         self.loading = False
-        self.doubts = 0
-        self.namespace: Any = SimpleNamespace(saves_wait=False, mark=None, doubt=self.doubt)
         self.jobs: list[tuple[list[tuple[bytes, int]], Callable[[Any], None]]] = []
         self.told: list[Stored] = []
         self.credits = Credits()
@@ -46,8 +44,7 @@ class Setup:
         shape: Any = SimpleNamespace(staging=SimpleNamespace(lost=self.lost))
         self.saver = Saver(
             nothing, shape, credits, range(slots), self.run, structlog.get_logger(), lambda: self.now,
-            job_blocks=job_blocks, loading=lambda: self.loading, namespace=self.namespace, counters=Account(),
-            stored=lambda _: None,
+            job_blocks=job_blocks, loading=lambda: self.loading, counters=Account(), stored=lambda _: None,
         )  # fmt: skip
         self.credits.granted.clear()
         self.saver.tell = self.told.append
@@ -55,9 +52,6 @@ class Setup:
     def run(self, job: Any, done: Callable[[Any], None], failed: Any, overdue: Any = None) -> None:
         blocks = list(job.args[2]) if job.func is module.transfers.save else []  # a removal has none
         self.jobs.append((blocks, done))
-
-    def doubt(self) -> None:
-        self.doubts += 1
 
     def save(self, count: int, save_id: int = 1) -> None:
         hashes = [bytes([save_id, slot % 256]) * 16 for slot in range(count)]
@@ -360,7 +354,7 @@ def test_slots_that_are_not_out_are_refused_and_nothing_is_put(slots: list[int])
 
 def test_without_kv_events_the_store_is_not_asked_for_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(module.transfers, "save", lambda *args, locate, mark: asked.append(locate))
+    monkeypatch.setattr(module.transfers, "save", lambda *args, locate: asked.append(locate))
     for tell in (None, lambda stored: None):
         setup = Setup()
         setup.saver.tell = tell
@@ -369,35 +363,3 @@ def test_without_kv_events_the_store_is_not_asked_for_tiers(monkeypatch: pytest.
         setup.save(1)
         assert len(ran) == 1
     assert asked == [False, True]
-
-
-def test_saves_that_are_held_wait_and_are_stored_afterwards_or_given_up() -> None:
-    setup = Setup()
-    setup.namespace.saves_wait = True
-    setup.save(3)
-    assert not setup.jobs
-    setup.namespace.saves_wait = False
-    setup.saver.next()
-    assert setup.end() == [0, 1, 2]
-    setup.namespace.saves_wait = True
-    setup.save(3, save_id=2)
-    setup.saver.give_up()
-    assert not setup.jobs
-    assert setup.told[-1] == Stored(save_id=2, lost=[0, 1, 2])
-    assert setup.credits.granted[-3:] == [0, 1, 2]
-
-
-def test_a_save_that_found_another_in_the_namespace_is_told_and_waits_for_who_it_is() -> None:
-    setup = Setup()
-    setup.save(2)
-    blocks, done = setup.jobs.pop()
-    done(SaveResult(0, 0, 0, blocks, doubt=True))
-    assert setup.doubts == 1
-    setup.namespace.saves_wait = True
-    setup.now += PAUSE_NS[0]
-    setup.saver.next()
-    assert not setup.jobs
-    setup.namespace.saves_wait = False
-    setup.saver.next()
-    assert setup.end() == [0, 1]
-    assert setup.doubts == 1

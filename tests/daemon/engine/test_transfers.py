@@ -15,7 +15,6 @@ from kvprefetch.daemon.engine.staging import HostStaging
 from kvprefetch.daemon.engine.transfers import Found, Shape
 from kvprefetch.daemon.store.client import StoreUnavailable
 from kvprefetch.daemon.store.errors import ErrorClass
-from kvprefetch.daemon.store.marks import Mark
 from kvprefetch.daemon.store.owners import Get
 from kvprefetch.shmring.messages import WorkerShape
 
@@ -39,7 +38,7 @@ class Told:
         return [None if "e" in key else "disk" if "d" in key else "memory" for key in keys]
 
     def get_into(
-        self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], get: Get | None, mark: Mark | None
+        self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], get: Get | None
     ) -> list[ErrorClass]:
         self.asked.append(list(keys))
         if not self.gets:
@@ -190,7 +189,7 @@ def test_a_part_that_several_ranks_hold_is_read_once_and_is_there_for_all() -> N
     asked: list[str] = []
 
     def get_into(
-        keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], get: Get | None, mark: Mark | None
+        keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], get: Get | None
     ) -> list[ErrorClass]:
         asked.extend(keys)
         for key, address, size in zip(keys, addresses, sizes, strict=True):
@@ -250,42 +249,4 @@ def test_what_became_of_each_block_of_a_save() -> None:
     for store.gone in ("exist", "put_from"):
         result = transfers.save(store, shape, blocks)
         assert (result.stored, result.present, result.failed, result.again) == (0, 0, 0, blocks)
-    staging.close()
-
-
-class Changing(Answers):
-    """Of `marked` answers one each time it is asked whether what is marked lies there still."""
-
-    def __init__(self, marked: list[bool]) -> None:
-        super().__init__({"a@02"}, {"0": ErrorClass.OK, "1": ErrorClass.OK})
-        self.marked = marked
-        self.discarded: list[str] = []
-        self.put = 0
-
-    def unchanged(self, mark: Mark) -> bool:
-        return self.marked.pop(0)
-
-    def put_from(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[ErrorClass]:
-        self.put += len(keys)
-        return super().put_from(keys, addresses, sizes)
-
-    def discard(self, keys: Sequence[str]) -> None:
-        self.discarded += keys
-
-
-@pytest.mark.parametrize(
-    ("marked", "put", "discarded"), [([False], 0, []), ([True, False], 2, ["a@00", "a@01"]), ([True, True], 2, [])]
-)
-def test_a_save_puts_nothing_and_leaves_nothing_where_another_has_the_namespace(
-    marked: list[bool], put: int, discarded: list[str]
-) -> None:
-    staging = HostStaging(3, [64])
-    shape = Shape(("a@",), ((1, 0),), staging)
-    store: Any = Changing(list(marked))
-    blocks = [(bytes([number]), number) for number in range(3)]
-    result = transfers.save(store, shape, blocks, mark=Mark("a@fingerprint", (1, 0)))
-    assert (store.put, store.discarded) == (put, discarded)
-    assert (result.doubt, result.again) == ((True, blocks) if False in marked else (False, []))
-    store.marked = []
-    assert transfers.save(store, shape, blocks[2:], mark=Mark("a@fingerprint", (1, 0))).present == 1, "nothing to put"
     staging.close()

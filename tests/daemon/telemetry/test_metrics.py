@@ -285,15 +285,6 @@ def test_two_engines_of_one_name_make_one_series() -> None:
     assert [(s.labels, s.value) for s in families["kvprefetchd_pending_requests"].samples] == [({"engine": "e"}, 6)]
 
 
-def test_an_engine_that_is_refused_is_counted() -> None:
-    board = board_at(1, beat_s=1)
-    board.publish(
-        0, [{"engine": "e", "refused": "dtype=a here=b", **GAUGES}, {"engine": "f", **GAUGES}], [], store_open=True
-    )
-    families = {family.name: family for family in BoardCollector(board, EventCounts()).collect()}
-    assert [each.value for each in families["kvprefetchd_engines_refused"].samples] == [1]
-
-
 def test_a_histogram_counts_each_value_under_its_bound() -> None:
     histogram, other = Histogram((0.1, 1.0)), Histogram((0.1, 1.0))
     for seconds in (0.05, 0.1, 0.5, 7.0):
