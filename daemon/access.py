@@ -50,17 +50,25 @@ def credentials_of(sock: socket.socket) -> Credentials:
 
 @dataclass(frozen=True)
 class Access:
-    """Root, our own user, the users of `uids`, and members of the group that owns the socket file may attach."""
+    """Root, our own user, the users of `uids`, and members of the group that owns the socket file may attach.
+
+    With `share_namespaces` an engine may name the namespaces of other users.
+    """
 
     gid: int
     uids: frozenset[int]
+    share_namespaces: bool = False
 
     def may_attach(self, peer: Credentials) -> bool:
         return self.may_steer(peer) or peer.uid in self.uids or self.gid in peer.groups
 
     def may_steer(self, peer: Credentials) -> bool:
-        """Change what concerns every engine: only root and our own user."""
+        """Change what concerns every engine: only operators, that is root and our own user."""
         return peer.uid in (0, os.geteuid())
+
+    def scope(self, peer: Credentials) -> int | None:
+        """Return the user id of the engines that this peer may see and steer; None stands for all engines."""
+        return None if self.may_steer(peer) else peer.uid
 
 
 def group_id(name: str) -> int:
@@ -81,7 +89,7 @@ def access_of(sock: socket.socket, config: DaemonConfig) -> Access:
         gid = os.stat(sock.getsockname()).st_gid
     except (OSError, TypeError, ValueError):  # no path, or not one we can see
         gid = -1
-    return Access(gid, frozenset(config.allow_uids))
+    return Access(gid, frozenset(config.allow_uids), config.namespaces == "shared")
 
 
 def listen(config: DaemonConfig, patience_s: float = _LOCK_S) -> socket.socket:

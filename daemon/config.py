@@ -74,6 +74,9 @@ class DaemonConfig(BaseModel):
     allow_uids: Annotated[tuple[Uid, ...], BeforeValidator(_parse_uids)] = Field(
         default_factory=tuple, max_length=256, description="users who may attach, beside root, our own and the group"
     )
+    namespaces: Literal["per_user", "shared"] = Field(
+        default="per_user", description="which engines may share stored KV: those of one user, or of all who may attach"
+    )
     mode: Mode = Field(
         default="on", description="shadow: look up and count, never load or save; off: answer every request with a miss"
     )
@@ -148,8 +151,8 @@ class DaemonConfig(BaseModel):
 NEXT_ATTACH = frozenset(
     {"staging", "device_staging", "device_margin", "device_owner", "save_share", "hint_ring", "chunk"}
 )
-RELOADABLE = (
-    frozenset({"allow_uids", "log_level", "max_engines", "max_engines_per_uid", "mode", "spin_us"}) | NEXT_ATTACH
+RELOADABLE = NEXT_ATTACH | frozenset(
+    {"allow_uids", "log_level", "max_engines", "max_engines_per_uid", "mode", "namespaces", "spin_us"}
 )
 
 

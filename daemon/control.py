@@ -20,6 +20,7 @@ from ..shmring.messages import (
     Hello,
     Mapped,
     Message,
+    NamespacesQuery,
     Notice,
     Purge,
     Refused,
@@ -40,6 +41,7 @@ from .engine.session import EngineSession
 from .engine.transfers import check_turns
 from .group import Group, Peer
 from .store.client import StoreError
+from .store.namespaces import Namespaces, NamespaceTaken
 from .telemetry.events import Ending
 from .telemetry.logs import Log
 
@@ -47,8 +49,9 @@ from .telemetry.logs import Log
 Prepare = Callable[[int, EngineShape, Callable[["EngineMemory | Exception"], None]], None]
 # Free the memory of an engine that is gone, off the main loop.
 Release = Callable[["EngineMemory"], None]
-# Do what an operator asked (SetMode, Purge, Warm), and call back, now or later, with the answer.
-Steer = Callable[[Message, Callable[[Message], None]], None]
+# Do what was asked (SetMode, Purge, Warm) for the engines of this user, of all for None, and call back, now or later,
+# with the answer.
+Steer = Callable[[Message, "int | None", Callable[[Message], None]], None]
 # Owns the memory; raises StoreError where the store refuses it.
 MakeSession = Callable[[EngineMemory, EngineShape], EngineSession]
 
@@ -63,21 +66,24 @@ class Control:
 
     def __init__(
         self, sock: socket.socket, prepare: Prepare, release: Release, make_session: MakeSession, log: Log,
-        *, access: Access, status: Callable[[], Status], steer: Steer, max_engines: int, max_engines_per_uid: int,
-        watch: Callable[[int], None], unwatch: Callable[[int], None],
+        *, access: Access, namespaces: Namespaces, status: Callable[[int | None], Status], steer: Steer,
+        max_engines: int, max_engines_per_uid: int, watch: Callable[[int], None], unwatch: Callable[[int], None],
     ) -> None:  # fmt: skip
         self.connections = Connections(sock, access, log, drop=self._drop, watch=watch, unwatch=unwatch)
         self.max_engines, self.max_engines_per_uid = max_engines, max_engines_per_uid  # a reload may change both
         self._prepare, self._release, self._make_session = prepare, release, make_session
-        self._log = log
+        self._log, self._namespaces = log, namespaces
         self._status, self._steer = status, steer
         self._watch, self._unwatch = watch, unwatch
         self._groups: dict[tuple[str, str], Group] = {}
         self._answers: dict[tuple[str, int], bytes] = {}  # of this turn of the loop, by question and user
         self.ended: list[EngineSession] = []  # ended sessions, until the owner of the loop closes them
 
-    def sessions(self) -> list[EngineSession]:
-        return [group.session for group in self._groups.values() if group.session is not None]
+    def sessions(self, uid: int | None = None) -> list[EngineSession]:
+        """Return the sessions of this user's engines, of all engines for None."""
+        return [
+            group.session for group in self._groups.values() if group.session is not None and uid in (None, group.uid)
+        ]
 
     def ready(self, *fds: int) -> None:
         """One turn of the loop: these watched descriptors are readable. Reads one message of each."""
@@ -132,6 +138,7 @@ class Control:
         for group in list(self._groups.values()):
             self._dissolve(group, Ending.DAEMON_STOPPED)
         self.connections.close_all()
+        self._namespaces.close()
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
@@ -145,7 +152,9 @@ class Control:
         elif isinstance(message, StatusQuery):
             self._answer(peer, message, self._status)
         elif isinstance(message, StatQuery):
-            self._answer(peer, message, lambda: report.segments(self.sessions(), time.monotonic_ns()))
+            self._answer(peer, message, lambda uid: report.segments(self.sessions(uid), time.monotonic_ns()))
+        elif isinstance(message, NamespacesQuery):
+            messages.send_message(peer.sock, self._namespaces.page(self._scope(peer), message.after))
         elif isinstance(message, (SetMode, Purge, Warm)):
             self._steered(peer, message)
         elif isinstance(message, Reset) and peer.group is not None and peer.group.scheduler is peer:
@@ -153,17 +162,24 @@ class Control:
         else:
             raise ProtocolError(f"message is not expected here: type={message.type}")
 
-    def _answer(self, peer: Peer, query: StatusQuery | StatQuery, make: Callable[[], Message]) -> None:
-        """Send what `make` returns. All who ask in one turn of the loop get one answer: the work is done once."""
+    def _scope(self, peer: Peer) -> int | None:
+        return self.connections.access.scope(peer.credentials)
+
+    def _answer(self, peer: Peer, query: StatusQuery | StatQuery, make: Callable[[int | None], Message]) -> None:
+        """Send what `make` returns for the user whose engines the peer may see.
+
+        All processes of a user that ask in one turn of the loop get one answer: the work is done once.
+        """
         key = (query.type, peer.credentials.uid)
         if key not in self._answers:
-            self._answers[key] = messages.encode_message(make())
+            self._answers[key] = messages.encode_message(make(self._scope(peer)))
         peer.sock.send(self._answers[key])
 
     def _steered(self, peer: Peer, message: Message) -> None:
-        if not self.connections.access.may_steer(peer.credentials):
-            raise ProtocolError(f"only root and the daemon's own user may do this: uid={peer.credentials.uid}")
-        self._steer(message, peer.tell)
+        scope = self._scope(peer)
+        if isinstance(message, SetMode) and scope is not None:
+            raise ProtocolError(f"only root and the daemon's own user may do this: uid={scope}")
+        self._steer(message, scope, peer.tell)
 
     def _hello(self, peer: Peer, hello: Hello) -> None:
         if peer.hello is not None:
@@ -205,6 +221,7 @@ class Control:
         group.placed = True
         try:
             check_turns(engine.workers)
+            self._namespaces.check(group.uid, engine.namespaces, shared=self.connections.access.share_namespaces)
         except ValueError as error:
             self._attached(group, error)
             return
@@ -234,6 +251,12 @@ class Control:
             return
         engine = group.engine()
         try:
+            self._claim(group.uid, engine)
+        except NamespaceTaken as error:  # by another one that attached meanwhile
+            self._release(memory)
+            self._refuse_engine(group, error)
+            return
+        try:
             session = group.session = self._make_session(memory, engine)
         except StoreError as error:
             self._refuse_engine(group, error)
@@ -243,6 +266,10 @@ class Control:
             session.saver.tell = group.scheduler.tell
         self._watch(session.doorbell.fd)
         self._hand_over(group)
+
+    def _claim(self, uid: int, engine: EngineShape) -> None:
+        in_use = {name for session in self.sessions() for name in session.namespaces}
+        self._namespaces.claim(uid, engine.namespaces, shared=self.connections.access.share_namespaces, in_use=in_use)
 
     def _refuse_engine(self, group: Group, error: Exception) -> None:
         self._log.error("engine.refused", engine=group.key[0], error=str(error))

@@ -1,4 +1,7 @@
-"""What an operator orders of a running daemon: blocks staged ahead for an engine, or a namespace removed."""
+"""What is ordered of a running daemon: blocks staged ahead for an engine, or a namespace removed.
+
+`sessions` are those of the engines that the ordering user may steer.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from .engine.session import EngineSession
 from .pools import Pools
 from .store.buckets import Removal
 from .store.client import Store
+from .store.namespaces import Namespaces, name_of
 
 Reply = Callable[[Message], None]
 
@@ -26,25 +30,59 @@ def warm(sessions: Sequence[EngineSession], order: Warm, reply: Reply) -> None:
     reply(Report(ok=False, text=f"not one engine but {len(named)}: {wanted}; attached: {attached}"))
 
 
-def purge(sessions: Sequence[EngineSession], store: Store, pools: Pools, order: Purge, reply: Reply) -> None:
-    """Remove every value of the order's namespaces, and of those of the engine that it names."""
-    named = _named(sessions, order.engine) if order.engine else []
-    if order.engine and len({session.engine_id for session in named}) != 1:
-        found = "several engines have" if named else "no attached engine has"
-        reply(Report(ok=False, text=f"{found} an id that begins so: engine={order.engine!r}"))
-        return
-    prefixes = sorted({*order.prefixes, *(prefix for session in named for prefix in session.shape.key_prefixes)})
+class Purges:
+    """Removes namespaces, for operators and for their users."""
 
-    def purged(future: Future[Removal]) -> None:
-        removal = future.result() if future.exception() is None else Removal(False, 0)
-        if removal == (True, 0):
-            said = "there was no key"
-        else:
-            said = "every key is gone" if removal else "not confirmed: time was up, or the store did not answer"
-            said += f"; {removal.keys} removed"
-        reply(Report(ok=removal.gone, text=f"{said}: {', '.join(prefixes)}"))
+    def __init__(self, store: Store, pools: Pools, namespaces: Namespaces) -> None:
+        self._store, self._pools, self._namespaces = store, pools, namespaces
+        # Users with a purge on its way: each may have one, since saves wait behind it, those of others too.
+        self._running: set[int | None] = set()
 
-    pools.save(partial(store.remove_matching, prefixes, order.timeout_ms / 1e3), purged)
+    def start(
+        self,
+        every: Sequence[EngineSession],
+        sessions: Sequence[EngineSession],
+        order: Purge,
+        uid: int | None,
+        reply: Reply,
+    ) -> None:
+        """Remove every value of the order's namespaces, and of those of the engine that it names.
+
+        `every`: all sessions of the daemon.  The user `uid`, None for an operator, may name namespaces of its own.
+        Once its values are gone a namespace belongs to nobody, unless an engine uses it or attached with it meanwhile.
+        """
+        named = _named(sessions, order.engine) if order.engine else []
+        mine = {known.name for known in self._namespaces.known(order.prefixes) if known.uid == uid}
+        error = ""
+        if order.engine and len({session.engine_id for session in named}) != 1:
+            found = "several engines have" if named else "no attached engine has"
+            error = f"{found} an id that begins so: engine={order.engine!r}"
+        elif uid is not None and (others := sorted({*map(name_of, order.prefixes)} - mine)):
+            error = f"only root and the daemon's own user may remove what is another's: uid={uid}: {', '.join(others)}"
+        elif uid in self._running:
+            error = f"another purge of this user is running: uid={uid}"
+        if error:
+            reply(Report(ok=False, text=error))
+            return
+        prefixes = sorted({*order.prefixes, *(prefix for session in named for prefix in session.shape.key_prefixes)})
+        in_use = {name for session in every for name in session.namespaces}
+        free = [known for known in self._namespaces.known(prefixes) if known.name not in in_use]
+
+        def purged(future: Future[Removal]) -> None:
+            self._running.discard(uid)
+            removal = future.result() if future.exception() is None else Removal(False, 0)
+            if removal:
+                self._namespaces.free(free)
+            if removal == (True, 0):
+                said = "there was no key"
+            else:
+                said = "every key is gone" if removal else "not confirmed: time was up, or the store did not answer"
+                said += f"; {removal.keys} removed"
+            reply(Report(ok=removal.gone, text=f"{said}: {', '.join(prefixes)}"))
+
+        if uid is not None:
+            self._running.add(uid)
+        self._pools.save(partial(self._store.remove_matching, prefixes, order.timeout_ms / 1e3), purged)
 
 
 def _named(sessions: Sequence[EngineSession], engine: str) -> list[EngineSession]:

@@ -16,6 +16,7 @@ from .telemetry.board import Board
 from .telemetry.events import Ending
 
 MAX_ENGINES = 32  # in one answer, which must fit a control message
+MAX_NAMESPACE_BYTES = 256  # of an engine's in one answer
 SLOWEST = 10
 SLOWEST_NS = 300_000_000_000
 _FLAG_STATES = {state.value: state.name.lower() for state in FlagState}
@@ -25,6 +26,7 @@ def numbers(session: EngineSession) -> dict[str, int | str]:
     """One engine's gauges and counters by name; `transfer_ms` and `hidden_ms` make its hidden fraction."""
     return {
         "engine": session.engine_id,
+        "namespace": _cut(", ".join(sorted(session.namespaces))),
         "epoch": session.epoch,
         "block_bytes": session.block_bytes,
         "transfer_ms": int(session.totals.transfer_s * 1e3),
@@ -33,10 +35,15 @@ def numbers(session: EngineSession) -> dict[str, int | str]:
     }
 
 
+def _cut(text: str) -> str:
+    return text.encode()[:MAX_NAMESPACE_BYTES].decode(errors="ignore")
+
+
 def status(
     sessions: Sequence[EngineSession], board: Board, store_open: bool, store_answering: bool, mode: str,
-    master_http: str,
+    master_http: str, engine_count: int,
 ) -> Status:  # fmt: skip
+    """Return the answer for a user who may see these sessions; `engine_count` counts those of all users."""
     now = board.clock_ns()
     return Status(
         version=__version__,
@@ -49,7 +56,7 @@ def status(
         store=board.fill(),
         store_earlier=board.fill_earlier(),
         engines=[numbers(session) for session in sessions[:MAX_ENGINES]],
-        engine_count=len(sessions),
+        engine_count=engine_count,
         uptime_s=(now - board.started_ns) / 1e9,
         calls={kind: (now - since) / 1e9 for kind, since in board.running().items()},
         slowest=_slowest(sessions, now),

@@ -28,6 +28,7 @@ from .pools import Pools
 from .reload import reloaded
 from .store.client import Store, StoreError, StoreUnavailable
 from .store.embedded import DISK_BUFFER_BYTES, DiskSpec, EmbeddedError, EmbeddedMaster
+from .store.namespaces import Namespaces
 from .store.settings import MooncakeSettings, SettingsError
 from .telemetry.board import Board
 from .telemetry.events import Ending
@@ -60,6 +61,7 @@ class Daemon:
         self._store: Store | None = None
         self._joined = False  # the store is open, and every session knows
         self._control: Control | None = None
+        self._namespaces = Namespaces(None, log)
         self._turn = 0
         self._board = Board()
         self._metrics: MetricsServer | None = None
@@ -92,15 +94,14 @@ class Daemon:
                 self._metrics = MetricsServer(
                     self._config.metrics_address, self._config.metrics_port, self._board, event_counts
                 )
-            store = self._open_store()
-            if store is None:
+            if (store := self._open_store()) is None:
                 return True
             self._control = Control(
                 listener.sock, lambda *epoch: prepare(pools, self._config, store.settle_s, *epoch),
-                partial(release, pools), partial(self._session, store, pools), self._log,
-                access=access_of(listener.sock, self._config), status=self._status, steer=partial(self._steer, pools),
+                partial(release, pools), partial(self._session, store, pools), self._log, namespaces=self._namespaces,
+                steer=partial(self._steer, orders.Purges(store, pools, self._namespaces)), status=self._status,
+                access=access_of(listener.sock, self._config), watch=self._watch, unwatch=self._unwatch,
                 max_engines=self._config.max_engines, max_engines_per_uid=self._config.max_engines_per_uid,
-                watch=self._watch, unwatch=self._unwatch,
             )  # fmt: skip
             self._watch(listener.sock.fileno())
             self._log.info("daemon.ready", socket=listener.path, pid=os.getpid(), staging=self._config.staging)
@@ -251,6 +252,7 @@ class Daemon:
                     return None
                 raise
         store = self._store = Store(settings, self._log, rpc_timeout_ms=config.rpc_timeout_ms)
+        self._namespaces = Namespaces(store.disk, self._log)
         for attempt in range(OPEN_TRIES):
             try:
                 store.open()
@@ -297,13 +299,13 @@ class Daemon:
                 raise
         return session
 
-    def _status(self) -> Status:
-        http = self._master.http if self._master is not None else ""
-        return report.status(self._sessions, self._board, self._store_is_open, self._answering, self._mode, http)
+    def _status(self, uid: int | None) -> Status:
+        http, count = self._master.http if self._master is not None else "", len(self._sessions())
+        seen = self._sessions(uid)
+        return report.status(seen, self._board, self._store_is_open, self._answering, self._mode, http, count)
 
-    @property
-    def _sessions(self) -> list[EngineSession]:
-        return self._control.sessions() if self._control is not None else []
+    def _sessions(self, uid: int | None = None) -> list[EngineSession]:
+        return self._control.sessions(uid) if self._control is not None else []
 
     @property
     def _store_is_open(self) -> bool:
@@ -318,7 +320,7 @@ class Daemon:
         store = "store open" if self._store_is_open else "store not there yet: everything is a miss"
         if self._store_is_open and not self._answering:
             store = "store does not answer: new requests are misses"
-        return f"engines: {len(self._sessions)}; {store}; mode: {self._mode}"
+        return f"engines: {len(self._sessions())}; {store}; mode: {self._mode}"
 
     # --- orders from outside ----------------------------------------------------------------------------------------
 
@@ -337,19 +339,19 @@ class Daemon:
     def _switch(self, mode: Mode) -> None:
         self._log.info("mode.switched", before=self._mode, after=mode)
         self._mode = mode
-        for session in self._sessions:
+        for session in self._sessions():
             session.switch(mode)
 
-    def _steer(self, pools: Pools, message: Message, reply: Callable[[Message], None]) -> None:
-        """An operator's order; see the messages for what each does."""
+    def _steer(self, purges: orders.Purges, message: Message, uid: int | None, reply: orders.Reply) -> None:
+        """Carry out an order of this user, None for an operator; the messages say what each does."""
         if isinstance(message, SetMode):
             before = self._mode
             self._switch(message.mode)
             reply(Report(ok=True, text=f"mode: {message.mode} (was {before})"))
         elif isinstance(message, Warm):
-            orders.warm(self._sessions, message, reply)
-        elif isinstance(message, Purge) and self._store is not None:
-            orders.purge(self._sessions, self._store, pools, message, reply)
+            orders.warm(self._sessions(uid), message, reply)
+        elif isinstance(message, Purge):
+            purges.start(self._sessions(), self._sessions(uid), message, uid, reply)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from .. import __version__
 from .protocol import PROTOCOL, ProtocolError
@@ -31,6 +31,17 @@ Fingerprint = Annotated[
     dict[Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")], Annotated[str, Field(pattern=r"^[ -~]{0,64}$")]],
     Field(max_length=16),
 ]
+
+
+def _whole_prefix(text: str) -> str:
+    if not text.endswith("@") or not text.isprintable():
+        raise ValueError("should be printable and end with '@'")
+    return text
+
+
+# What stands before a block's hash in the keys of one rank. The "@" at its end, which no hash has, keeps the keys of
+# two prefixes apart: neither can be longer than the other by digits that could be a hash.
+KeyPrefix = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_whole_prefix)]
 
 
 def default_socket(environ: Mapping[str, str] = os.environ) -> str:
@@ -59,7 +70,7 @@ class WorkerShape(_Message):
     """One rank's share of a block and where its objects live in the store (vllm-compatible keys)."""
 
     block_bytes: int = Field(ge=1, le=1 << 32)
-    key_prefix: str = Field(min_length=1, max_length=1024)
+    key_prefix: KeyPrefix
     # Of `put_factor` ranks that hold the same shard, this one fills the save slots with slot % put_factor == put_turn.
     put_factor: int = Field(ge=1, le=4096)
     put_turn: int = Field(ge=0, le=4095)
@@ -187,13 +198,16 @@ class Notice(_Message):
 
 
 class StatusQuery(_Message):
-    """Anyone who may attach asks what the daemon holds; needs no hello."""
+    """Anyone who may attach asks what the daemon holds; needs no hello.
+
+    The answer names all engines to an operator (root and the daemon's user), and to others those of their own user.
+    """
 
     type: Literal["status_query"] = "status_query"
 
 
 class StatQuery(_Message):
-    """Anyone who may attach asks what the control segments say; the answer is Segments."""
+    """Ask what the control segments of the engines say that a Status would name; the answer is Segments."""
 
     type: Literal["stat_query"] = "stat_query"
 
@@ -237,7 +251,9 @@ class StoreFill(BaseModel):
 
 
 class Status(_Message):
-    """The daemon's engines (the first 32 of `engine_count`), each with its gauges and counters.
+    """The engines that the asking user may see, the first 32 of them, each with its gauges and counters.
+
+    `engine_count` counts all of the daemon's engines. `slowest` has requests of engines that the user may see.
 
     Only the command line asks for it, never an engine, so it is no reason for another `PROTOCOL`: what one release does
     not know of another's is left out or has its default. `calls` has the age in seconds of the oldest store call that
@@ -263,6 +279,41 @@ class Status(_Message):
     slowest: list[SlowRequest] = Field(default_factory=list)
 
 
+class Namespace(_Message):
+    """A namespace of store keys: the key prefix with `*` for a rank's number, and the id of the user who has it.
+
+    `fingerprint` says what a digest in the name stands for, as an engine said it.  Times are Unix time in seconds.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+    name: KeyPrefix
+    uid: int = Field(ge=0, lt=1 << 32)
+    fingerprint: Fingerprint = {}
+    first_attached_s: float = Field(ge=0)
+    last_attached_s: float = Field(ge=0)
+
+
+class NamespacesQuery(_Message):
+    """Ask for the namespaces that engines attached with, sorted by name, those after the name `after`.
+
+    The answer is KnownNamespaces.  It has all of them for an operator, and for others those of their own user.
+    """
+
+    type: Literal["namespaces_query"] = "namespaces_query"
+    after: str = Field(default="", max_length=1024)
+
+
+class KnownNamespaces(_Message):
+    """As many namespaces as fit a message; with `more` the sender asks again, after the last name of these."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+    type: Literal["namespaces"] = "namespaces"
+    namespaces: list[Namespace]
+    more: bool
+
+
 class SetMode(_Message):
     """An operator (root or the daemon's user) switches what the daemon does for every engine; answered by Report."""
 
@@ -271,14 +322,16 @@ class SetMode(_Message):
 
 
 class Purge(_Message):
-    """An operator removes every stored value of these namespaces; answered by Report.
+    """Remove every stored value of these namespaces, and let others have them unless an engine uses them; answered by
+    Report.
 
     A namespace is what stands before a block's hash in its keys: `prefixes`, or those of an attached engine's ranks.
+    Users who are no operators may name their own engines and namespaces only.
     """
 
     type: Literal["purge"] = "purge"
     engine: str = Field(default="", max_length=256)
-    prefixes: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(default_factory=list, max_length=64)
+    prefixes: list[KeyPrefix] = Field(default_factory=list, max_length=64)
     timeout_ms: int = Field(ge=1, le=600_000)
 
 
@@ -286,7 +339,8 @@ Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{2}){1,64}$")]
 
 
 class Warm(_Message):
-    """An operator stages blocks ahead for an attached engine; answered by Warmed, or by Report when it cannot be done.
+    """Stage blocks ahead for an attached engine, an operator for any and others for one of their own user; answered by
+    Warmed, or by Report when it cannot be done.
 
     Each chain is a prefix's block hashes in hex, in order; all together at most MAX_WARM_DIGESTS, and one order at a
     time.  `engine` may be left out when one is attached, `chains` to ask only what the answer says of it.  `run` names
@@ -332,7 +386,7 @@ class Report(_Message):
 
 Message = (
     Hello | Refused | Attached | Mapped | Reset | ResetDone | Stored | Notice | StatusQuery | Status | StatQuery
-    | Segments | SetMode | Purge | Warm | Warmed | Report
+    | Segments | NamespacesQuery | KnownNamespaces | SetMode | Purge | Warm | Warmed | Report
 )  # fmt: skip
 _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
 

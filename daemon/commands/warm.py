@@ -24,7 +24,8 @@ DETAILS = (
     "FILE has one JSON value per line: a list of block hashes in hex, in the order of their prefix, or of a prompt's "
     'token ids; or {"hashes": […]}, {"prompt_token_ids": […], "cache_salt": "…"}. Prompts need the engine\'s vLLM in '
     "this command's environment. Blocks are fetched only while no request waits for one, into room that no request "
-    "holds; the next request finds them, until others need the room. Only root and the daemon's own user may."
+    "holds; the next request finds them, until others need the room. Root and the daemon's own user may for any "
+    "engine, others for their own."
 )
 PAGE = Page(
     examples=(

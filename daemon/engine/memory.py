@@ -14,12 +14,13 @@ from ...shmring.device_calls import calls
 from ...shmring.doorbell import Doorbell
 from ...shmring.errors import SegmentError
 from ...shmring.layout import Layout, power_of_two_at_least
-from ...shmring.messages import SchedulerShape, WorkerShape
+from ...shmring.messages import Fingerprint, SchedulerShape, WorkerShape
 from ...shmring.segment import Segment
 from ..config import DaemonConfig
 from ..host import available_bytes
 from ..pools import Pools
 from ..sizes import size_text, whole_mib
+from ..store.namespaces import name_of
 from .device import DeviceStaging
 from .staging import HostStaging, slots_for
 
@@ -41,6 +42,11 @@ class EngineShape(NamedTuple):
     def block_bytes(self) -> list[int]:
         """Of each rank's part of a block."""
         return [worker.block_bytes for worker in self.workers]
+
+    @property
+    def namespaces(self) -> dict[str, Fingerprint]:
+        """Return the namespaces of its keys, one unless ranks differ, and what their first ranks say they stand for."""
+        return {name_of(worker.key_prefix): worker.fingerprint for worker in reversed(self.workers)}
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class EngineSession:
         self, memory: EngineMemory, engine: EngineShape, store: Store, pools: Pools, log: Log,
         clock_ns: Callable[[], int], *, chunk_bytes: int, tiers: bool, disk_call_bytes: int, lease_ns: int,
     ) -> None:  # fmt: skip
-        self.engine_id = engine.engine_id
+        self.engine_id, self.namespaces = engine.engine_id, frozenset(engine.namespaces)
         self.memory, self.layout, self.staging, self.control = memory, memory.layout, memory.staging, memory.control
         self.epoch, self.slot_count, self.save_slots = self.layout.epoch, self.layout.slot_count, memory.save_slots
         self.block_bytes = sum(self.staging.block_bytes)

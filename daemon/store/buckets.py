@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from .namespaces import name_of
+
 _OF_A_KEY = rb"[ -~\x80-\xff]"
 
 
@@ -27,11 +29,12 @@ def patterns(prefixes: Sequence[str]) -> tuple[str, str]:
 
     They match the keys of all ranks: a part that stayed would be taken for a part of a block that is stored later.
     """
+    names = dict.fromkeys(map(name_of, prefixes))
     # Every special character of ECMAScript's grammar, and nothing else: std::regex refuses needless escapes of letters.
-    theirs = [re.sub(r"([\\^$.|?*+()\[\]{}])", r"\\\1", prefix) for prefix in prefixes]
+    theirs = [re.sub(r"([\\^$.|?*+()\[\]{}])", r"\\\1", name) for name in names]
     of_any = [
-        "|".join(dict.fromkeys(re.sub(r"@([tp]p_rank):\d+(?=@)", r"@\1:[0-9]+", each) for each in escaped))
-        for escaped in (theirs, [re.escape(prefix) for prefix in prefixes])
+        "|".join(re.sub(r"@([tp]p_rank):\\\*(?=@)", r"@\1:[0-9*]+", each) for each in escaped)
+        for escaped in (theirs, map(re.escape, names))
     ]
     return f"^(?:{of_any[0]})[0-9a-fA-F]+$", f"(?:{of_any[1]})[0-9a-fA-F]+"
 

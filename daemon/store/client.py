@@ -66,10 +66,10 @@ class Store:
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._unflushed: OrderedDict[str, None] = OrderedDict()
         self._puts = Puts()
-        self._disk = Path(settings.ssd_offload_path) if settings.enable_ssd_offload else None
+        self.disk = Path(settings.ssd_offload_path) if settings.enable_ssd_offload else None  # this process's own tier
         self._whereabouts = Whereabouts(settings.private)
         heartbeat_s = float(os.environ.get("MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS", "10"))
-        self.settle_s = 2 * heartbeat_s + 0.5 if self._disk else 0.0  # how long a removal looks on (remove_matching)
+        self.settle_s = 2 * heartbeat_s + 0.5 if self.disk else 0.0  # how long a removal looks on (remove_matching)
 
     def open(self) -> None:
         """Join the cluster. Raises StoreError.
@@ -238,7 +238,7 @@ class Store:
             self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "get", code)
             if ErrorClass.OK in results:
                 void_what_moved(results, keys, before, self._whereabouts.look(client, keys))
-            for i, result in enumerate(results) if self._disk or not self._settings.private else ():
+            for i, result in enumerate(results) if self.disk or not self._settings.private else ():
                 if result is ErrorClass.OK and holed(addresses[i], sizes[i]):
                     results[i] = ErrorClass.CORRUPT
         self._remember((key for key, r in zip(keys, results, strict=True) if r is ErrorClass.OK), self._seen)
@@ -322,7 +322,7 @@ class Store:
             return Removal(True, 0)
         theirs, a_key = patterns(prefixes)
         ours = re.compile(rf"{a_key}\Z")
-        disk = self._disk
+        disk = self.disk
         deadline = self._clock() + timeout_s
         if not self._puts.wait(ours.match, timeout_s):
             return Removal(False, 0)

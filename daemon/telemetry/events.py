@@ -254,7 +254,10 @@ EVENTS: dict[str, Event] = {
         "warning", "An engine's scheduler came 30 s ago, not all of its ranks did. It is served nothing before. "
         "They run on another node, look for another socket, or may not attach.", ("come", "ranks", "missing"),
     ),
-    "engine.refused": Event("error", "An engine's memory could not be reserved.", ("error",)),
+    "engine.refused": Event(
+        "error", "An engine is not served: its memory could not be reserved, or its namespace belongs to another user.",
+        ("error",),
+    ),
     "engine.corrupt": Event("error", "An engine's shared memory said what cannot be; it is detached.", ("error",)),
     "engine.worn": Event("warning", "Half of an engine's slots are lost (`slots.lost`): its epoch ends, and it attaches"
                          " anew with fresh memory. The old memory stays until the daemon ends.", ()),
@@ -308,6 +311,10 @@ EVENTS: dict[str, Event] = {
     "store.recovered": Event("info", "A call worked again.", ("call",)),
     "store.reset": Event("info", "An engine's keys were removed, or could not be.", ("confirmed", "reset_generation")),
     "store.removed": Event("info", "The keys of a namespace are gone.", ("prefixes", "durable")),
+    "namespaces.unwritten": Event(
+        "warning", "Which user a namespace belongs to could not be written beside the disk tier; the next engine that "
+        "attaches, or the end of the daemon, tries again. A start before that would not know it.", ("error",),
+    ),
     "store.unflushed": Event("warning", "Not everything was on disk when the daemon stopped.", ("waited_s",)),
     "store.closed": Event("info", "The store was left.", ("in_flight",)),
     "disk.small": Event(

@@ -15,6 +15,7 @@ from kvprefetch.daemon import group
 from kvprefetch.daemon.access import Access
 from kvprefetch.daemon.control import Control
 from kvprefetch.daemon.store.client import StoreError
+from kvprefetch.daemon.store.namespaces import Namespaces
 from kvprefetch.shmring import messages
 from tests.daemon.fake_engine import FakeEngine
 
@@ -33,8 +34,8 @@ def test_an_engine_whose_memory_the_store_refuses_is_refused_and_the_daemon_goes
     nothing: Any = None
     control = Control(
         listening, lambda _epoch, _engine, done: done(nothing), nothing, refuses, structlog.get_logger(),
-        access=Access(-1, frozenset()), status=nothing, steer=nothing, max_engines=1,
-        max_engines_per_uid=1, watch=watched.append, unwatch=watched.remove,
+        access=Access(-1, frozenset()), namespaces=Namespaces(None, nothing), status=nothing, steer=nothing,
+        max_engines=1, max_engines_per_uid=1, watch=watched.append, unwatch=watched.remove,
     )  # fmt: skip
     for _ in range(2):  # the place of the first is free again
         engine = FakeEngine(path, attach=False)
@@ -67,8 +68,8 @@ def test_ranks_that_do_not_come_are_one_warning_in_both_logs(
         listening.listen()
         control = Control(
             listening, nothing, nothing, nothing, structlog.get_logger(), access=Access(-1, frozenset()),
-            status=nothing, steer=nothing, max_engines=1, max_engines_per_uid=1, watch=lambda fd: None,
-            unwatch=lambda fd: None,
+            namespaces=Namespaces(None, nothing), status=nothing, steer=nothing, max_engines=1, max_engines_per_uid=1,
+            watch=lambda fd: None, unwatch=lambda fd: None,
         )  # fmt: skip
         engine = FakeEngine(path, attach=False, ranks=ranks)
 

@@ -115,7 +115,7 @@ def test_one_user_cannot_take_the_places_of_another(serve: Callable[..., Daemon]
         for peer in peers:
             said = f"too many engines of one user: uid={OTHER_UID} max_engines_per_uid=1"
             assert refusal(peer) == Refused(error=said, final=False)
-        FakeEngine(path, engine_id="ours").close()
+        FakeEngine(path, engine_id="ours", prefix="ours").close()
         first.close()
 
 
@@ -145,7 +145,7 @@ def test_descriptors_that_nobody_reads_are_bounded_for_each_user(daemon: Daemon)
     assert len(kept) == (MAX_PROCESSES - 1) // 32
     if os.geteuid() == 0:
         with another_user():
-            other = FakeEngine(daemon.socket, engine_id="another user's")
+            other = FakeEngine(daemon.socket, engine_id="another user's", prefix="another")
         other.close()
     for worker in kept.pop():
         worker.close()

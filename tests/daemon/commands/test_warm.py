@@ -211,11 +211,12 @@ def test_an_engine_that_goes_ends_its_orders(serve: Serve) -> None:
 
 
 def test_a_stranger_may_not(shared_daemon: Daemon) -> None:
-    """A user who may attach, as a group member would, may still not have anything staged."""
+    """A user who may attach, as a group member would, may not have anything staged for another user's engine."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to become another user")
     os.chmod(shared_daemon.socket.parent, 0o755)
-    order = Warm(run=uuid.uuid4().hex, chains=[["ab" * 32]]).model_dump_json()
+    engine = FakeEngine(shared_daemon.socket, engine_id="strange", prefix="strange")
+    order = Warm(run=uuid.uuid4().hex, engine="strange", chains=[["ab" * 32]]).model_dump_json()
     script = (
         "import os, socket, sys\n"
         "os.setgroups([]); os.setgid(int(sys.argv[2])); os.setuid(65534)\n"
@@ -227,4 +228,5 @@ def test_a_stranger_may_not(shared_daemon: Daemon) -> None:
         [sys.executable, "-c", script, str(shared_daemon.socket), str(group), order],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert "only root and the daemon's own user" in result.stdout, result
+    assert "not one engine but 0: engine='strange'; attached: none" in result.stdout, result
+    engine.close()

@@ -157,7 +157,7 @@ def test_nothing_that_an_engine_pushes_raises(seed: int) -> None:
             elif what < 0.72:
                 store.answering = True
             elif what < 0.74:
-                status([session], Board(), True, True, "on", "")
+                status([session], Board(), True, True, "on", "", 1)
             else:
                 pools.step()
             session.drain(chance.choice([1, 256]))
