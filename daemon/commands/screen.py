@@ -52,8 +52,9 @@ def frame(status: Status, rates: overview.Rates) -> RenderableType:
         for engine in status.engines:
             engines.add_row(*map(Text, overview.row(engine)))
         parts.append(engines)
-    else:
+    elif not status.engine_count:
         parts.append(Text("no engine is attached", style="dim"))
+    parts += [Text(line, style="dim") for line in (*overview.others(status), *overview.namespaces(status))]
     if status.slowest:
         table = Table(
             expand=True,

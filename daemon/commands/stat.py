@@ -11,8 +11,8 @@ from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, decla
 from .page import Page
 
 DETAILS = (
-    "The daemon reads ring positions, flags by state, credits and heartbeats, and changes none of them. For a daemon "
-    "that may be stuck, status and /healthz say more."
+    "The daemon reads ring positions, flags by state, credits and heartbeats, and changes none of them. It shows the "
+    "engines that status names. For a daemon that may be stuck, status and /healthz say more."
 )
 PAGE = Page(
     examples=(("kvprefetchd stat", "every engine's ring, flags, credits and heartbeats"),),

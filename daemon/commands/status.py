@@ -11,8 +11,8 @@ from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, decla
 from .page import Page
 
 DETAILS = (
-    "Asks over the control socket: whoever may attach an engine may ask. Whether the daemon is well is what /healthz "
-    "and /readyz of its metrics port judge."
+    "Asks over the control socket: whoever may attach an engine may ask, and sees the engines of this user; root and "
+    "the daemon's own user see all. Whether the daemon is well is what /healthz and /readyz of its metrics port judge."
 )
 PAGE = Page(
     examples=(

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import http.client
 import json
 import re
 import sys
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
 
 from ...shmring import messages
-from ...shmring.messages import StoreFill
-from ..client import Unavailable, ask
+from ...shmring.messages import KnownNamespaces, Namespace, NamespacesQuery, StoreFill
+from ..client import Conversation, Unavailable, ask
 from ..config import ConfigError
 from ..store.fill import read
+from ..store.namespaces import name_of
 from ..telemetry.overview import filled
 from ..telemetry.pretty import printable
 from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare, give
@@ -25,10 +31,12 @@ from .page import Page
 
 DETAILS = (
     "A namespace is what stands before the hash in a block's key: model, parallel layout and rank, with `cache_prefix` "
-    "first. ls and stat ask the Mooncake master's HTTP interface: the embedded store's, or --master-http. purge takes "
-    "all ranks' parts, goes through the daemon, reaches the embedded disk tier too, and leaves attached engines "
-    "running: what is staged stays valid, and what is saved afterwards is stored again (keys that "
-    "were on the disk tier: in memory only, until the daemon restarts); only root and the daemon's own user may."
+    "first. ls and stat ask the Mooncake master's HTTP interface: the embedded store's, or --master-http. stat also "
+    "asks the daemon to whom each namespace belongs and what it stands for. purge takes all ranks' parts, goes through "
+    "the daemon, reaches the embedded disk tier too, and leaves attached engines running: what is staged stays valid, "
+    "and what is saved afterwards is stored again (keys that were on the disk tier: in memory only, until the daemon "
+    "restarts). Afterwards a namespace that no engine uses belongs to nobody. Root and the daemon's own user may see "
+    "and remove all, others what is their own."
 )
 PAGE = Page(
     examples=(
@@ -76,40 +84,70 @@ def run(arguments: argparse.Namespace) -> int:
     master, fill = master_of(arguments)
     keys = listed(master, arguments.prefix or "")
     if arguments.action == "stat":
-        return stat(keys, fill or read(master), arguments.json)
+        begin = name_of(arguments.prefix or "")
+        owned = [each for each in known(arguments.socket) if each.name.startswith(begin)]
+        return stat(keys, owned, fill or read(master), arguments.json)
     for key in keys:
         sys.stdout.write(key + "\n")
     return 0
 
 
-def stat(keys: Iterable[str], fill: StoreFill | None, as_json: bool) -> int:
-    """Count the values of each namespace, and print that and how full the store is, where that is known."""
+def stat(keys: Iterable[str], owned: Sequence[Namespace], fill: StoreFill | None, as_json: bool) -> int:
+    """Print how many values each prefix has, to whom the namespaces belong, and how full the store is."""
     counts = collections.Counter(map(namespace, keys))
     if as_json:
         whole = fill.model_dump() if fill is not None else None
-        print(json.dumps({"values": counts.total(), "namespaces": counts, "store": whole}, indent=2, sort_keys=True))
+        about = {each.name: each.model_dump(exclude={"name"}) for each in owned}
+        said = {"values": counts.total(), "namespaces": counts, "known": about, "store": whole}
+        print(json.dumps(said, indent=2, sort_keys=True))
         return 0
-    for name, count in sorted(counts.items()):
-        print(f"{count:>10}  {name}")
+    prefixes: dict[str, list[str]] = {each.name: [] for each in owned}
+    for prefix in sorted(counts):
+        prefixes.setdefault(name_of(prefix), []).append(prefix)
+    lines = {each.name: described(each) for each in owned}
+    for name in sorted(prefixes):
+        for prefix in prefixes[name] or [name]:
+            print(f"{counts[prefix]:>10}  {printable(prefix)}")
+        if name in lines:
+            print(f"{'':12}{lines[name]}")
     print(f"{counts.total():>10}  in all" if counts else "nothing is stored")
     print(filled(fill) if fill is not None else "how full it is, the master does not say")
     return 0
 
 
+def described(known: Namespace) -> str:
+    """Return a line that says to whom a namespace belongs, and what it stands for."""
+    last = time.strftime("%Y-%m-%d %H:%M", time.gmtime(known.last_attached_s))
+    parts = [f"uid={known.uid}", f"last attached {last} UTC", *(f"{k}={v}" for k, v in known.fingerprint.items())]
+    return ", ".join(parts)
+
+
+def known(socket: Path) -> list[Namespace]:
+    """Ask the daemon for the namespaces that this user may see; without a daemon there are none."""
+    found: list[Namespace] = []
+    with contextlib.suppress(Unavailable), Conversation(socket) as daemon:
+        more = True
+        while more:
+            query = NamespacesQuery(after=found[-1].name if found else "")
+            page = daemon.ask(query, KnownNamespaces)
+            found += page.namespaces
+            more = page.more and bool(page.namespaces)
+    return found
+
+
 def purge(arguments: argparse.Namespace) -> int:
     if bool(arguments.prefix) == bool(arguments.engine):
         raise ConfigError("store purge: one of --prefix and --engine is wanted")
-    if arguments.prefix and not arguments.prefix.endswith("@"):
+    prefixes = [arguments.prefix] if arguments.prefix else []
+    try:
+        order = messages.Purge(engine=arguments.engine or "", prefixes=prefixes, timeout_ms=PURGE_TIMEOUT_S * 1000)
+    except ValidationError:
         raise ConfigError(
             f"store purge: prefix should be a whole namespace, as `store stat` prints it, up to the last @: "
             f"prefix={arguments.prefix!r}"
-        )
+        ) from None
     if not arguments.yes:
         raise ConfigError("store purge: removes stored KV for every engine of the namespace; say --yes to do it")
-    order = messages.Purge(
-        engine=arguments.engine or "", prefixes=[arguments.prefix] if arguments.prefix else [],
-        timeout_ms=PURGE_TIMEOUT_S * 1000,
-    )  # fmt: skip
     return give(order, arguments.socket, PURGE_TIMEOUT_S + 10)
 
 

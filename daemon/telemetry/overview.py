@@ -112,6 +112,21 @@ def slowest(status: Status) -> list[list[str]]:
     ]  # fmt: skip
 
 
+def others(status: Status) -> list[str]:
+    """Return a line that counts the attached engines that are not in this answer."""
+    count = status.engine_count - len(status.engines)
+    return [f"and {count} engines more, of other users or beyond those that fit"] if count > 0 else []
+
+
+def namespaces(status: Status) -> list[str]:
+    """Return a line for each engine that names its namespace."""
+    return [
+        f"{printable(str(engine.get('engine', '?')))} stores under {printable(str(engine['namespace']))}"
+        for engine in status.engines
+        if "namespace" in engine
+    ]
+
+
 def pace(rates: Rates) -> str:
     """What happens now, in one line."""
     return f"now: {number(rates.hints)} hints/s, fetching {size(rates.fetched_bytes)}/s, hidden {percent(rates.hidden)}"
@@ -123,10 +138,10 @@ def describe(status: Status, rates: Rates | None = None) -> list[str]:
     lines += [pace(rates)] if rates is not None else []
     if status.engines:
         lines += ["", *aligned([list(COLUMNS), *map(row, status.engines)])]
-    else:
+    elif not status.engine_count:
         lines.append("no engine is attached")
-    if status.engine_count > len(status.engines):
-        lines.append(f"and {status.engine_count - len(status.engines)} engines more")
+    lines += others(status)
+    lines += namespaces(status)
     if status.slowest:
         lines += ["", "waited longest in the last five minutes:", *aligned(slowest(status))]
     return lines

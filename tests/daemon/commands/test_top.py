@@ -6,6 +6,7 @@ import fcntl
 import io
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -81,7 +82,9 @@ def test_the_description_says_what_is_wrong() -> None:
     assert "store NOT open" in shown[0]
     assert "store calls in flight: fetch 12.0 s" in shown[0]
     assert shown[1:] == ["no engine is attached"]
-    assert "and 3 engines more" in overview.describe(status(engine(), engine_count=4))
+    more = "and 3 engines more, of other users or beyond those that fit"
+    assert more in overview.describe(status(engine(), engine_count=4))
+    assert overview.describe(status(engine_count=3))[1:] == [more]
 
 
 def test_a_frame_shows_engines_and_slow_requests() -> None:
@@ -100,12 +103,12 @@ def test_a_frame_shows_engines_and_slow_requests() -> None:
 
 def test_a_frame_says_what_is_wrong_as_the_description_does() -> None:
     console = Console(file=io.StringIO(), width=400)
-    now = status(engine(), disk_fault="no disk")
+    now = status(engine(), engine(engine="x", namespace="llama@"), disk_fault="no disk", engine_count=5)
     console.print(screen.frame(now, overview.Rates(0.0, 0.0, None)))
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
-    said = [line for line in overview.describe(now) if "no disk" in line]
-    assert len(said) == 1
+    said = [line for line in overview.describe(now) if re.search("no disk|x stores under llama@|and 3 engines", line)]
+    assert len(said) == 3
     assert [line.rstrip() for line in lines if line.rstrip() in said] == said
 
 
@@ -136,7 +139,7 @@ def test_status_of_another_release_is_understood() -> None:
 
 def test_an_answer_with_many_engines_fits_a_message() -> None:
     counters = {f"counter_{i}": 10**12 for i in range(20)}
-    worst = engine(engine="x" * 256, **counters)
+    worst = engine(engine="x" * 256, namespace="x" * report.MAX_NAMESPACE_BYTES, **counters)
     slow = [
         SlowRequest(
             request_id="r" * 512, engine="x" * 256, outcome="engine_corrupt", exposed_ms=1e6, fetched_bytes=10**12,

@@ -85,7 +85,7 @@ def test_a_memory_that_is_filled_beyond_its_size_shows_it_everywhere(serve: Call
     stat = json.loads(kvprefetchd("store", "stat", "--json", "--socket", daemon.socket))
     assert stat["store"] == store.model_dump()
     assert stat["values"] == sum(stat["namespaces"].values()) == store.memory_used_bytes // MIB
-    at = ("--master-http", status.master_http)
+    at = ("--master-http", status.master_http, "--socket", daemon.socket)
     assert json.loads(kvprefetchd("store", "stat", "--json", *at)) == stat, "as a cluster's master says it"
     assert kvprefetchd("store", "stat", *at).splitlines()[-1].startswith("memory ")
 
