@@ -13,7 +13,7 @@ import torch
 from kvprefetch.connector import cuda_copy
 from kvprefetch.connector.cuda_copy import STEP_BLOCKS, UNIT_BYTES, WIDE_BLOCKS, grid_for, piece_table, step_type
 from kvprefetch.connector.paged import PagedCache, Piece, Rows
-from tests.support.host_kernel import HostKernel
+from tests.support.host_kernel import HostKernel, needs_cxx
 from tests.support.layouts import SERVED, SIZES, caches
 
 # 9 x 3 bytes with float8 is odd, and no multiple of anything; 600 x 5 x 2 is more than a unit, with a rest.
@@ -48,6 +48,7 @@ def memory(kv_caches: dict[str, torch.Tensor]) -> bytes:
     return ctypes.string_at(storage.data_ptr(), storage.nbytes())
 
 
+@needs_cxx
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("layout", SERVED)
@@ -73,6 +74,7 @@ def test_the_kernel_copies_what_numpy_copies(layout: str, shape: str, dtype: tor
     assert memory(kv_caches) == expected_cache != before
 
 
+@needs_cxx
 @pytest.mark.parametrize("grid", [1, 3, 1000])
 def test_any_number_of_threads_copies_everything_once(grid: int) -> None:
     kv_caches = caches("LHBNC", sizes=SHAPES["units"])
@@ -84,6 +86,7 @@ def test_any_number_of_threads_copies_everything_once(grid: int) -> None:
     assert (rows == expected).all()
 
 
+@needs_cxx
 def test_layers_left_out_make_several_pieces() -> None:
     kv_caches = caches("LBNHC", sizes={**SIZES, "L": 6})
     paged = PagedCache(kv_caches, ["layer.0", "layer.1", "layer.3", "layer.5"], SIZES["B"])
@@ -103,6 +106,7 @@ def test_work_is_bounded_by_what_32_bits_count() -> None:
     assert grid_for(512, 64, 132) == 132 * cuda_copy.BLOCKS_PER_PROCESSOR
 
 
+@needs_cxx
 @pytest.mark.parametrize("most", [STEP_BLOCKS, WIDE_BLOCKS])
 def test_a_full_launch_copies_all_its_blocks(most: int) -> None:
     """The last entry of the argument is reached, and nothing behind it."""

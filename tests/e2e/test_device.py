@@ -20,6 +20,7 @@ from tests.e2e.conftest import PATIENT, wait_attached, whole_blocks
 from tests.support.auditor import Auditor, ask_daemon, device_memories
 from tests.support.device_daemon import with_device
 from tests.support.host_device import SPREAD
+from tests.support.host_kernel import needs_cxx
 
 PROMPTS = make_prompts(40, 520, seed=71)  # 16 blocks each
 HITS = [whole_blocks(prompt) for prompt in PROMPTS]
@@ -158,6 +159,7 @@ def test_loads_from_device_slots_in_every_way(
     assert daemon.sigterm(60) == 0
 
 
+@needs_cxx
 @pytest.mark.parametrize(
     ("spread", "killed"),
     [pytest.param(False, 1, id="one GPU"), pytest.param(True, None, id="a GPU each", marks=pytest.mark.stress)],

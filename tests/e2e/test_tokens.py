@@ -15,6 +15,7 @@ from benchmarks.lab.connectors import multi, ours
 from benchmarks.lab.engine import Engine, EngineSpec
 from benchmarks.lab.prompts import make_prompts
 from tests.e2e.conftest import BLOCK, Site, whole_blocks
+from tests.support.host_kernel import needs_cxx
 
 PROMPTS = make_prompts(12, 300, seed=1)
 
@@ -111,6 +112,7 @@ def test_as_a_child_of_multi_connector(site: Site, right: list[list[int]], tmp_p
         engine.stop()
 
 
+@needs_cxx
 def test_on_two_ranks(site: Site, engines: Callable[..., Engine], tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, TINY_TP2)
     prompts = PROMPTS[:4]

@@ -15,6 +15,7 @@ from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.engine import Engine, EngineSpec
 from benchmarks.lab.prompts import make_prompts
 from tests.e2e.conftest import Site, fingerprint, whole_blocks
+from tests.support.host_kernel import needs_cxx
 
 PROMPTS = make_prompts(4, 300, seed=2)
 HITS = [whole_blocks(prompt) for prompt in PROMPTS]
@@ -64,6 +65,7 @@ def test_engines_whose_kv_differs_each_store_and_load_their_own(
         engine.stop()
 
 
+@needs_cxx
 def test_ranks_that_split_the_model_otherwise_share_nothing(site: Site, tmp_path: Path) -> None:
     """One rank, then two: the first rank's key in vLLM's format is the same."""
     model = make_checkpoint(tmp_path, TINY_TP2)
@@ -103,6 +105,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
+@needs_cxx
 def test_an_equal_engine_of_another_folder_after_a_restart_and_of_a_later_vllm_shares_what_is_stored(
     site: Site, engines: Callable[..., Engine], tmp_path: Path
 ) -> None:

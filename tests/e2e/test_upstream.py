@@ -18,6 +18,7 @@ from benchmarks.lab.prompts import make_prompts
 from benchmarks.lab.store import Store
 from tests.e2e.conftest import PATIENT, whole_blocks
 from tests.support.auditor import Auditor
+from tests.support.host_kernel import needs_cxx
 
 OURS_FIRST = make_prompts(4, 300, seed=21)
 UPSTREAM_FIRST = make_prompts(4, 300, seed=22)
@@ -82,6 +83,7 @@ def test_both_write_the_same_bytes_under_the_same_keys(
     assert digests[0] == digests[1]
 
 
+@needs_cxx
 def test_ranks_that_hold_the_same_heads_store_one_value_for_all(
     model: Path, cluster: Store, plain: Engine, theirs: Engine, daemon: Daemon, engines: Callable[..., Engine]
 ) -> None:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from kvprefetch.shmring.cuda import Argument, DeviceError
+
+# PyTorch, too, compiles C++ for engines of several ranks.
+needs_cxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
 # What nvcc has built in, as far as a kernel without cooperation between its threads needs it.
 BEFORE = """

@@ -81,7 +81,7 @@ def test_a_page_that_a_disk_lost_is_found_also_when_the_value_is_read_from_memor
 def tmpfs(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "tmpfs"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", folder], check=False).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m,mode=0700", "tmpfs", folder], check=False).returncode:
         pytest.skip("may not mount here")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
