@@ -66,11 +66,11 @@ class ConnectorConfig(BaseModel):
         description="vllm: keys of vLLM's MooncakeStoreConnector, which engines with other weights have, too",
     )
     cache_prefix: str = Field(default="", max_length=256, description="put before every key, as upstream's connector")
-    reset_timeout_ms: int = Field(
-        default=5000,
+    reset_timeout_ms: int | None = Field(
+        default=None,
         ge=1,
         le=600_000,
-        description="how long reset_cache waits for the daemon; a disk tier needs two heartbeats and 1 s",
+        description="how long reset_cache waits; default: 5000, or two heartbeats of the store's disk tier and 1 s",
     )
 
 

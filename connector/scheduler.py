@@ -37,6 +37,7 @@ from .support import Geometry
 from .waits import Waits
 
 RESET_RETRY_NS = 5_000_000_000
+RESET_TIMEOUT_MS = 5000  # where neither the configuration nor a disk tier asks for another
 # Between two looks of an idle engine; the kernel makes it about twice as long.
 PAUSE_S = 50e-6
 
@@ -351,7 +352,12 @@ class SchedulerSide:
                 # It goes on filling the engine's own prefix cache from where it stands.
                 self._stale_local = True
         self._saves.reset(self._generation)
-        return self._link.request_reset(self._generation, self._config.reset_timeout_ms)
+        return self._link.request_reset(self._generation, self._reset_timeout_ms())
+
+    def _reset_timeout_ms(self) -> int:
+        """As configured, else long enough for the daemon's store to confirm a reset."""
+        least_ms = session.removal_ms if (session := self._link.session) is not None else 0
+        return self._config.reset_timeout_ms or max(RESET_TIMEOUT_MS, least_ms)
 
     def _usable_session(self) -> SchedulerSession | None:
         """The link's session, unless a reset is owed to it."""
@@ -361,7 +367,7 @@ class SchedulerSide:
             return session
         if session is not None and (now := self._clock_ns()) - self._reset_asked_ns > RESET_RETRY_NS:
             self._reset_asked_ns = now
-            self._link.send_reset(self._generation, self._config.reset_timeout_ms)
+            self._link.send_reset(self._generation, self._reset_timeout_ms())
         return None
 
     def _adopt(self, session: SchedulerSession | None) -> None:

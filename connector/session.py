@@ -43,6 +43,7 @@ class SchedulerSession:
                 f"segment is of another epoch: epoch, slot_count, device_slots={found} expected={expected}"
             )
         self.epoch = layout.epoch
+        self.removal_ms = attached.removal_ms
         self.layout = layout
         self.words = Words(segment.buffer)
         self.flags = FlagTable(segment.buffer, self.words, layout)

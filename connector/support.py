@@ -232,7 +232,7 @@ def hash_probe(algorithm: str) -> str:
     return probe.hex()
 
 
-def scheduler_hello(vllm_config: VllmConfig, shape: Geometry, *, reset_timeout_ms: int) -> Hello:
+def scheduler_hello(vllm_config: VllmConfig, shape: Geometry, *, reset_timeout_ms: int | None) -> Hello:
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     wants = SchedulerShape(
         max_blocks=shape.max_blocks,

@@ -119,7 +119,7 @@ class Group:
         if peer is self.scheduler:
             attached = Attached(
                 epoch=session.epoch, segment_bytes=session.layout.total_bytes, slot_count=session.slot_count,
-                slot_bytes=0, device_slots=session.layout.device_slots,
+                slot_bytes=0, device_slots=session.layout.device_slots, removal_ms=session.removal_ms,
             )  # fmt: skip
             return attached, [session.control.fd, session.doorbell.fd]
         assert peer.hello is not None

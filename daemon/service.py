@@ -97,7 +97,7 @@ class Daemon:
             if (store := self._open_store()) is None:
                 return True
             self._control = Control(
-                listener.sock, lambda *epoch: prepare(pools, self._config, store.settle_s, *epoch),
+                listener.sock, lambda *epoch: prepare(pools, self._config, store.removal_ms, *epoch),
                 partial(release, pools), partial(self._session, store, pools), self._log, namespaces=self._namespaces,
                 steer=partial(self._steer, orders.Purges(store, pools, self._namespaces)), status=self._status,
                 access=access_of(listener.sock, self._config), watch=self._watch, unwatch=self._unwatch,

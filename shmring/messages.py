@@ -89,7 +89,8 @@ class SchedulerShape(_Message):
     saves: bool
     # Wants to be told by Stored messages what became of its saves.
     events: bool = False
-    reset_timeout_ms: int = Field(default=600_000, ge=1, le=600_000)  # of its resets; too short ones are refused
+    # How long its resets may take, refused when too short; None: as long as `Attached.removal_ms` at least.
+    reset_timeout_ms: int | None = Field(default=None, ge=1, le=600_000)
     # How it hashes blocks, to those who hash prompts ahead: vLLM's name of the algorithm, and the hash (hex) of a first
     # block of HASH_PROBE_TOKENS; no probe when hashes begin with a number that is random in each process.
     hash_algorithm: str = Field(default="", max_length=64)
@@ -146,6 +147,7 @@ class Attached(_Message):
     device_slots: int = Field(default=0, ge=0, le=(1 << 32) - 1)
     device_handle: Handle = ""
     live_epochs: list[int] = []  # of the scheduler's hello
+    removal_ms: int = Field(default=0, ge=0, le=600_000)  # how long a reset takes at least
 
 
 class Mapped(_Message):

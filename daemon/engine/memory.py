@@ -27,7 +27,6 @@ from .staging import HostStaging, slots_for
 MAX_TABLE_BYTES = 16 << 20
 # A control segment of an engine's choice: this much is always allowed, and beyond it a quarter of `staging`.
 CONTROL_BYTES = 64 << 20
-REMOVAL_S = 0.5  # what a removal takes beside the time for which the store looks on
 
 
 class EngineShape(NamedTuple):
@@ -139,13 +138,13 @@ class EngineMemory:
 
 
 def prepare(
-    pools: Pools, config: DaemonConfig, settle_s: float, epoch: int, engine: EngineShape,
+    pools: Pools, config: DaemonConfig, removal_ms: int, epoch: int, engine: EngineShape,
     done: Callable[[EngineMemory | Exception], None],
 ) -> None:  # fmt: skip
     """Reserve the memory of an epoch, and call back with it, or with what went wrong, on the main loop.
 
-    An engine whose resets have no time for `settle_s`, for which the store looks on before it confirms a removal, is
-    refused: none of its resets would ever be confirmed, and after the first it would neither load nor save.
+    An engine that asks for less time for its resets than a removal takes at least (`removal_ms`) is refused: none of
+    them would ever be confirmed, and after the first it would neither load nor save.
     A GPU that fails, or has not answered within a call's deadline, is left out; what it still gives is given back.
     """
 
@@ -156,10 +155,10 @@ def prepare(
 
         pools.attach(partial(EngineMemory.create, config, epoch, engine, device, device_error), reserved)
 
-    reset_ms, least_ms = engine.scheduler.reset_timeout_ms, int(1e3 * (settle_s + REMOVAL_S))
-    if settle_s and reset_ms < least_ms:
+    reset_ms = engine.scheduler.reset_timeout_ms
+    if reset_ms is not None and reset_ms < removal_ms:
         error = "reset_timeout_ms is too short for this store's disk tier, so that no reset would be confirmed"
-        done(ValueError(f"{error}: reset_timeout_ms={reset_ms} min={least_ms}: raise it in kv_connector_extra_config"))
+        done(ValueError(f"{error}: reset_timeout_ms={reset_ms} min={removal_ms}: raise it or leave it out"))
         return
     uuids = [worker.device for worker in engine.workers]
     if config.device_staging == 0 or not any(uuids):

@@ -56,6 +56,7 @@ class EngineSession:
         self.memory, self.layout, self.staging, self.control = memory, memory.layout, memory.staging, memory.control
         self.epoch, self.slot_count, self.save_slots = self.layout.epoch, self.layout.slot_count, memory.save_slots
         self.block_bytes = sum(self.staging.block_bytes)
+        self.removal_ms = store.removal_ms
         self._store, self._pools, self._clock_ns, self._tiers = store, pools, clock_ns, tiers
         self._log = log.bind(engine=self.engine_id, epoch=self.epoch)
         self.totals = Account()

@@ -69,7 +69,9 @@ class Store:
         self.disk = Path(settings.ssd_offload_path) if settings.enable_ssd_offload else None  # this process's own tier
         self._whereabouts = Whereabouts(settings.private)
         heartbeat_s = float(os.environ.get("MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS", "10"))
-        self.settle_s = 2 * heartbeat_s + 0.5 if self.disk else 0.0  # how long a removal looks on (remove_matching)
+        self._settle_s = 2 * heartbeat_s + 0.5 if self.disk else 0.0  # how long a removal looks on (remove_matching)
+        # How long a removal takes at least; half a second is for the calls.
+        self.removal_ms = min(600_000, int(1e3 * (self._settle_s + 0.5))) if self.disk else 0
 
     def open(self) -> None:
         """Join the cluster. Raises StoreError.
@@ -342,7 +344,7 @@ class Store:
                 now = self._clock()
                 if count != 0 or files or quiet_since is None or any(self.exist(seen)):
                     quiet_since = now
-                elif now - quiet_since >= self.settle_s:
+                elif now - quiet_since >= self._settle_s:
                     with self._state:
                         for key in seen:
                             self._seen.pop(key, None)

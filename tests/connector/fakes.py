@@ -159,6 +159,7 @@ class FakeLink:
     confirms: bool = True
     detached: list[str] = field(default_factory=list)
     resets: list[int] = field(default_factory=list)
+    reset_timeouts_ms: list[int] = field(default_factory=list)
     stored: deque[messages.Stored] = field(default_factory=deque)
 
     def start(self) -> None: ...
@@ -169,6 +170,7 @@ class FakeLink:
 
     def send_reset(self, generation: int, timeout_ms: int) -> bool:
         self.resets.append(generation)
+        self.reset_timeouts_ms.append(timeout_ms)
         return self.session is not None
 
     def request_reset(self, generation: int, timeout_ms: int) -> bool:

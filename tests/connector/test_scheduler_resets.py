@@ -39,6 +39,19 @@ def test_a_reset_is_asked_for_once_however_long_ago_the_last_one_was() -> None:
     assert engine.link.resets == [1]
 
 
+@pytest.mark.parametrize(
+    ("configured", "least_ms", "asked_ms"), [(None, 0, 5000), (None, 21_000, 21_000), (7000, 3000, 7000)]
+)
+def test_a_reset_waits_long_enough_for_the_store_unless_configured_otherwise(
+    configured: int | None, least_ms: int, asked_ms: int
+) -> None:
+    engine = Engine(reset_timeout_ms=configured)
+    assert engine.link.session is not None
+    engine.link.session.removal_ms = least_ms
+    assert engine.side.reset()
+    assert engine.link.reset_timeouts_ms == [asked_ms]
+
+
 @pytest.mark.parametrize("how", ["cached", "running"])
 def test_a_local_prefix_that_outlived_the_reset_is_never_saved_on(how: str) -> None:
     """vLLM could not empty its own prefix cache, or a running request goes on filling it."""

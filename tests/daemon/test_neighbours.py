@@ -291,7 +291,7 @@ def test_an_engine_whose_resets_could_never_be_confirmed_is_refused_with_the_bou
     """A removal looks on for two heartbeats of the disk tier and half a second before it is confirmed."""
     daemon = serve(disk=f"{tmp_path / 'kv'}:256MiB")
 
-    def attach(timeout_ms: int) -> messages.Message:
+    def attach(timeout_ms: int | None) -> messages.Message:
         engine = FakeEngine(daemon.socket, engine_id=f"reset-{timeout_ms}", attach=False)
         hello = engine.hello("scheduler")
         assert hello.scheduler is not None
@@ -309,4 +309,7 @@ def test_an_engine_whose_resets_could_never_be_confirmed_is_refused_with_the_bou
     assert isinstance(refused, messages.Refused)
     assert refused.final
     assert "reset_timeout_ms=2999 min=3000" in refused.error
-    assert isinstance(attach(3000), messages.Attached)
+    for enough in (3000, None):
+        attached = attach(enough)
+        assert isinstance(attached, messages.Attached)
+        assert attached.removal_ms == 3000
