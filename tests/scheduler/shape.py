@@ -86,7 +86,7 @@ def vllm_config(shape: Shape, name: str, socket: Path | None) -> Any:
             kv_connector="KVPrefetchConnector", kv_connector_module_path="kvprefetch.connector",
             kv_role="kv_both", kv_load_failure_policy="recompute", engine_id=name,
             kv_connector_extra_config={
-                "socket": str(socket), "cache_prefix": name, "load_mode": shape.load_mode,
+                "socket": str(socket), "cache_prefix": name, "key_format": "vllm", "load_mode": shape.load_mode,
                 "save_decode_cache": shape.decode, "wait_timeout_ms": shape.wait_timeout_ms,
                 "wait_policy": "timeout" if shape.patient else "adaptive",
                 "reset_timeout_ms": RESET_TIMEOUT_MS,

@@ -198,7 +198,7 @@ def test_a_store_call_that_does_not_come_back_is_seen(serve: Serve) -> None:
     engine.close()
 
 
-def test_a_port_in_use_is_one_line_and_78(tmp_path: Path) -> None:
+def test_a_port_in_use_is_one_line_and_69(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -207,7 +207,7 @@ def test_a_port_in_use_is_one_line_and_78(tmp_path: Path) -> None:
             [sys.executable, "-m", "kvprefetch.daemon", "serve", "--socket", str(tmp_path / "s"), "--metrics-port",
              str(port)], capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
-    assert result.returncode == 78
+    assert result.returncode == 69
     assert len(result.stderr.strip().splitlines()) == 1
     assert f"metrics_address='127.0.0.1' metrics_port={port}" in result.stderr
 
