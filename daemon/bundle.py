@@ -14,7 +14,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from ..shmring.messages import Status, StatusQuery
+from ..shmring.admin import Status, StatusQuery
 from .client import Unavailable, ask
 from .config import DaemonConfig
 

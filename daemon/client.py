@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from ..shmring import messages, protocol
+from ..shmring import admin, messages, protocol
 
 TIMEOUT_S = 5.0
 EX_UNAVAILABLE = 69
@@ -70,7 +70,7 @@ class Conversation:
             return answer
         if isinstance(answer, messages.Refused):
             raise Unavailable(f"the daemon refused: socket={str(self._path)!r}: {answer.error}")
-        if isinstance(answer, messages.Report):
+        if isinstance(answer, admin.Report):
             raise Unavailable(answer.text)
         raise Unavailable(f"the daemon answered with something else: type={answer.type}")
 

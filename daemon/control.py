@@ -16,22 +16,8 @@ from collections.abc import Callable
 from functools import partial
 
 from ..shmring import messages
-from ..shmring.messages import (
-    Hello,
-    Mapped,
-    Message,
-    NamespacesQuery,
-    Notice,
-    Purge,
-    Refused,
-    Reset,
-    ResetDone,
-    SetMode,
-    StatQuery,
-    Status,
-    StatusQuery,
-    Warm,
-)
+from ..shmring.admin import NamespacesQuery, Purge, SetMode, StatQuery, Status, StatusQuery, Warm
+from ..shmring.messages import Hello, Mapped, Message, Notice, Refused, Reset, ResetDone
 from ..shmring.protocol import GROUPS, ProtocolError
 from . import report
 from .access import Access

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import __version__
+from ..shmring.admin import Status, StatusQuery
 from ..shmring.errors import SegmentError
-from ..shmring.messages import Status, StatusQuery
 from ..shmring.segment import Segment
 from .client import Unavailable, ask
 from .config import DaemonConfig

@@ -8,7 +8,8 @@ from typing import IO, Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..shmring.messages import Digest, first_error
+from ..shmring.admin import Digest
+from ..shmring.messages import first_error
 
 MAX_LINE_BYTES = 32 << 20
 MAX_BLOCKS = 1 << 20  # of one line, as of one hint

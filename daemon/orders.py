@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from ..shmring.messages import Message, Purge, Report, Warm
+from ..shmring.admin import Purge, Report, Warm
+from ..shmring.messages import Message
 from .engine.session import EngineSession
 from .pools import Pools
 from .store.buckets import Removal

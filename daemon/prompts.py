@@ -10,7 +10,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ..shmring.messages import HASH_PROBE_TOKENS, Warmed
+from ..shmring.admin import Warmed
+from ..shmring.messages import HASH_PROBE_TOKENS
 from .listed import Prompt
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..shmring import view
+from ..shmring.admin import Segments, SlowRequest, Status
 from ..shmring.errors import SegmentCorrupt
-from ..shmring.messages import Segments, SlowRequest, Status
 from ..shmring.protocol import FlagState
 from .engine.session import EngineSession
 from .telemetry.board import Board

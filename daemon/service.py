@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
 
-from ..shmring.messages import Message, Purge, Report, SetMode, Status, Warm
+from ..shmring.admin import Purge, Report, SetMode, Status, Warm
+from ..shmring.messages import Message
 from . import machine, orders, report
 from .access import access_of
 from .config import ConfigError, DaemonConfig, Mode

@@ -1,6 +1,6 @@
-"""What engine, operator and daemon say on the control socket: where it is, its messages, and how they are sent.
+"""The control socket between engine and daemon: where it is, its messages, and how they are encoded and sent.
 
-JSON, one message per SOCK_SEQPACKET packet, descriptors beside it (SCM_RIGHTS).
+JSON, one message per SOCK_SEQPACKET packet, descriptors beside it (SCM_RIGHTS).  admin.py has what operators say.
 """
 
 from __future__ import annotations
@@ -11,37 +11,21 @@ import json
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from .. import __version__
+from . import admin
+from .fields import Fingerprint, KeyPrefix, Packet
 from .protocol import PROTOCOL, ProtocolError
 
 MAX_MESSAGE_BYTES = 1 << 16
-MAX_WARM_DIGESTS = 256  # of one Warm order, which must fit a message
 HASH_PROBE_TOKENS = (1, 2, 3)  # see SchedulerShape.hash_probe
 MAX_SOCKET_PATH_BYTES = 107  # sun_path has 108, one of them the final zero
 SHOWN_CHARACTERS = 120  # of a bad value, in the line that names it
 # A CUDA IPC memory handle: 64 bytes in hexadecimal digits, or none.
 Handle = Annotated[str, Field(pattern=r"^([0-9a-f]{128})?$")]
-
-
-Fingerprint = Annotated[
-    dict[Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")], Annotated[str, Field(pattern=r"^[ -~]{0,64}$")]],
-    Field(max_length=16),
-]
-
-
-def _whole_prefix(text: str) -> str:
-    if not text.endswith("@") or not text.isprintable():
-        raise ValueError("should be printable and end with '@'")
-    return text
-
-
-# What stands before a block's hash in the keys of one rank. The "@" at its end, which no hash has, keeps the keys of
-# two prefixes apart: neither can be longer than the other by digits that could be a hash.
-KeyPrefix = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_whole_prefix)]
 
 
 def default_socket(environ: Mapping[str, str] = os.environ) -> str:
@@ -62,11 +46,7 @@ def check_socket_path(value: object) -> object:
     return value
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class WorkerShape(_Message):
+class WorkerShape(Packet):
     """One rank's share of a block and where its objects live in the store (vllm-compatible keys)."""
 
     block_bytes: int = Field(ge=1, le=1 << 32)
@@ -77,10 +57,10 @@ class WorkerShape(_Message):
     # UUID of the rank's GPU, as the driver writes it; empty on a CPU.
     device: str = Field(default="", max_length=96)
     # What the digest in `key_prefix` stands for, by name, for people to read; the daemon compares none of it.
-    fingerprint: Fingerprint = {}
+    fingerprint: Fingerprint = Field(default_factory=dict)
 
 
-class SchedulerShape(_Message):
+class SchedulerShape(Packet):
     """What the scheduler side wants of its control segment."""
 
     max_blocks: int = Field(ge=1, le=(1 << 20) - 1)
@@ -99,7 +79,7 @@ class SchedulerShape(_Message):
     live_epochs: list[int] = Field(default=[], max_length=1024)
 
 
-class Hello(_Message):
+class Hello(Packet):
     """First message of a process. All processes of one engine start say the same engine_id and incarnation."""
 
     type: Literal["hello"] = "hello"
@@ -116,20 +96,20 @@ class Hello(_Message):
     scheduler: SchedulerShape | None = None
 
 
-class Refused(_Message):
+class Refused(Packet):
     """The daemon will not serve this process, in one line. `final`: asking again changes nothing.
 
     Read across protocols: it may only grow by fields that a reader can do without.
     """
 
-    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+    model_config = ConfigDict(extra="ignore")
 
     type: Literal["refused"] = "refused"
     error: str
     final: bool
 
 
-class Attached(_Message):
+class Attached(Packet):
     """All processes said hello. Descriptors: scheduler (control segment, doorbell), worker (staging segment, lease).
 
     The lease, one end of a socket pair, comes with device slots only: who opened the handle closes it after unmapping,
@@ -146,11 +126,11 @@ class Attached(_Message):
     slot_bytes: int = Field(ge=0)
     device_slots: int = Field(default=0, ge=0, le=(1 << 32) - 1)
     device_handle: Handle = ""
-    live_epochs: list[int] = []  # of the scheduler's hello
+    live_epochs: list[int] = Field(default_factory=list)  # of the scheduler's hello
     removal_ms: int = Field(default=0, ge=0, le=600_000)  # how long a reset takes at least
 
 
-class Mapped(_Message):
+class Mapped(Packet):
     """The process mapped what it was handed; when all did, the daemon becomes ACTIVE in the control segment.
 
     `device`: a worker has the device slots too, in its own memory where it says a handle. Without it from every worker
@@ -163,7 +143,7 @@ class Mapped(_Message):
     device_handle: Handle = ""
 
 
-class Reset(_Message):
+class Reset(Packet):
     """The weights changed: staged data, hints and saves of older reset generations are void, stored keys must go."""
 
     type: Literal["reset"] = "reset"
@@ -171,7 +151,7 @@ class Reset(_Message):
     timeout_ms: int = Field(ge=1, le=600_000)
 
 
-class ResetDone(_Message):
+class ResetDone(Packet):
     """`ok` only when every key of this engine's namespace, all ranks' included, was confirmed gone."""
 
     type: Literal["reset_done"] = "reset_done"
@@ -179,7 +159,7 @@ class ResetDone(_Message):
     ok: bool
 
 
-class Stored(_Message):
+class Stored(Packet):
     """What became of slots of a SAVED record: their blocks are in the store's memory, on its disk, or not in it.
 
     Each slot of the record stands in exactly one message. Only for schedulers that asked for it.
@@ -187,208 +167,22 @@ class Stored(_Message):
 
     type: Literal["stored"] = "stored"
     save_id: int = Field(ge=0, le=(1 << 64) - 1)
-    memory: list[int] = []
-    disk: list[int] = []
-    lost: list[int] = []
+    memory: list[int] = Field(default_factory=list)
+    disk: list[int] = Field(default_factory=list)
+    lost: list[int] = Field(default_factory=list)
 
 
-class Notice(_Message):
+class Notice(Packet):
     """Something that the engine's operator is to read in the engine's log, in one line."""
 
     type: Literal["notice"] = "notice"
     text: str = Field(max_length=4096)
 
 
-class StatusQuery(_Message):
-    """Anyone who may attach asks what the daemon holds; needs no hello.
-
-    The answer names all engines to an operator (root and the daemon's user), and to others those of their own user.
-    """
-
-    type: Literal["status_query"] = "status_query"
-
-
-class StatQuery(_Message):
-    """Ask what the control segments of the engines say that a Status would name; the answer is Segments."""
-
-    type: Literal["stat_query"] = "stat_query"
-
-
-class Segments(_Message):
-    """What the control segment of each attached engine says (see shmring/view.py), the engine's id first.
-
-    No descriptors come with it: those that a process does not read would count against the daemon's user.
-    """
-
-    type: Literal["segments"] = "segments"
-    engines: list[dict[str, Any]]
-
-
-class SlowRequest(_Message):
-    """One of the requests that ended lately and for which the scheduler waited longest."""
-
-    request_id: str
-    engine: str
-    outcome: str
-    exposed_ms: float
-    fetched_bytes: int
-    ago_s: float
-
-
-class StoreFill(BaseModel):
-    """How full the store is, in bytes, and what left it since its master started.
-
-    What memory evicts may lie on disk still.  `disk_evictions`: how often the disk tier made room, for which it removes
-    one value or many; Mooncake does not say how many.  `disk_bytes` is 0 without a disk tier.
-    """
-
-    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
-
-    memory_used_bytes: int
-    memory_bytes: int
-    memory_evicted_bytes: int
-    disk_used_bytes: int
-    disk_bytes: int
-    disk_evictions: int
-
-
-class Status(_Message):
-    """The engines that the asking user may see, the first 32 of them, each with its gauges and counters.
-
-    `engine_count` counts all of the daemon's engines. `slowest` has requests of engines that the user may see.
-
-    Only the command line asks for it, never an engine, so it is no reason for another `PROTOCOL`: what one release does
-    not know of another's is left out or has its default. `calls` has the age in seconds of the oldest store call that
-    runs, by kind.
-    """
-
-    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
-
-    type: Literal["status"] = "status"
-    version: str
-    pid: int
-    mode: str = "on"
-    master_http: str = ""  # host:port of the embedded master's HTTP interface
-    store_open: bool
-    store_answering: bool = True
-    disk_fault: str = ""  # why nothing can be kept on the disk tier
-    store: StoreFill | None = None  # of the embedded store, where its master says it
-    store_earlier: StoreFill | None = None  # five minutes ago, or at its start
-    engines: list[dict[str, int | str]]
-    engine_count: int = 0
-    uptime_s: float = 0.0
-    calls: dict[str, float] = Field(default_factory=dict)
-    slowest: list[SlowRequest] = Field(default_factory=list)
-
-
-class Namespace(_Message):
-    """A namespace of store keys: the key prefix with `*` for a rank's number, and the id of the user who has it.
-
-    `fingerprint` says what a digest in the name stands for, as an engine said it.  Times are Unix time in seconds.
-    """
-
-    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
-
-    name: KeyPrefix
-    uid: int = Field(ge=0, lt=1 << 32)
-    fingerprint: Fingerprint = {}
-    first_attached_s: float = Field(ge=0)
-    last_attached_s: float = Field(ge=0)
-
-
-class NamespacesQuery(_Message):
-    """Ask for the namespaces that engines attached with, sorted by name, those after the name `after`.
-
-    The answer is KnownNamespaces.  It has all of them for an operator, and for others those of their own user.
-    """
-
-    type: Literal["namespaces_query"] = "namespaces_query"
-    after: str = Field(default="", max_length=1024)
-
-
-class KnownNamespaces(_Message):
-    """As many namespaces as fit a message; with `more` the sender asks again, after the last name of these."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
-
-    type: Literal["namespaces"] = "namespaces"
-    namespaces: list[Namespace]
-    more: bool
-
-
-class SetMode(_Message):
-    """An operator (root or the daemon's user) switches what the daemon does for every engine; answered by Report."""
-
-    type: Literal["set_mode"] = "set_mode"
-    mode: Literal["on", "shadow", "off"]
-
-
-class Purge(_Message):
-    """Remove every stored value of these namespaces, and let others have them unless an engine uses them; answered by
-    Report.
-
-    A namespace is what stands before a block's hash in its keys: `prefixes`, or those of an attached engine's ranks.
-    Users who are no operators may name their own engines and namespaces only.
-    """
-
-    type: Literal["purge"] = "purge"
-    engine: str = Field(default="", max_length=256)
-    prefixes: list[KeyPrefix] = Field(default_factory=list, max_length=64)
-    timeout_ms: int = Field(ge=1, le=600_000)
-
-
-Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{2}){1,64}$")]
-
-
-class Warm(_Message):
-    """Stage blocks ahead for an attached engine, an operator for any and others for one of their own user; answered by
-    Warmed, or by Report when it cannot be done.
-
-    Each chain is a prefix's block hashes in hex, in order; all together at most MAX_WARM_DIGESTS, and one order at a
-    time.  `engine` may be left out when one is attached, `chains` to ask only what the answer says of it.  `run` names
-    the orders that belong together: none takes room from another.
-    """
-
-    type: Literal["warm"] = "warm"
-    run: str = Field(pattern=r"^[0-9a-f]{32}$")
-    engine: str = Field(default="", max_length=256)
-    chains: list[Annotated[list[Digest], Field(min_length=1)]] = Field(
-        default_factory=list, max_length=MAX_WARM_DIGESTS
-    )
-
-
-class Warmed(_Message):
-    """What became of the blocks of a Warm order, and what its sender must know of the engine (see SchedulerShape).
-
-    `found` has, for each chain, how many of its leading blocks are in staging or in the store.  These were `staged`
-    already, are `fetched` now, found `no_room`, or `failed` to arrive; `absent` blocks are in neither, or behind one.
-    """
-
-    type: Literal["warmed"] = "warmed"
-    engine: str
-    epoch: int
-    block_tokens: int
-    hash_algorithm: str
-    hash_probe: str
-    found: list[int] = Field(default_factory=list)
-    staged: int = 0
-    fetched: int = 0
-    absent: int = 0
-    no_room: int = 0
-    failed: int = 0
-
-
-class Report(_Message):
-    """What became of an operator's order: whether it was done, and one line that says so."""
-
-    type: Literal["report"] = "report"
-    ok: bool
-    text: str
-
-
 Message = (
-    Hello | Refused | Attached | Mapped | Reset | ResetDone | Stored | Notice | StatusQuery | Status | StatQuery
-    | Segments | NamespacesQuery | KnownNamespaces | SetMode | Purge | Warm | Warmed | Report
+    Hello | Refused | Attached | Mapped | Reset | ResetDone | Stored | Notice | admin.StatusQuery | admin.Status
+    | admin.StatQuery | admin.Segments | admin.NamespacesQuery | admin.KnownNamespaces | admin.SetMode | admin.Purge
+    | admin.Warm | admin.Warmed | admin.Report
 )  # fmt: skip
 _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
 

@@ -25,9 +25,9 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
     ),
 }
 # What travels between the two sides: it builds on shmring, and nothing else in shmring knows it.
-SPOKEN = ("shmring/protocol.py", "shmring/messages.py")
+SPOKEN = ("shmring/protocol.py", "shmring/fields.py", "shmring/admin.py", "shmring/messages.py")
 # The driver's calls touch no shared memory; what else ctypes is kept out for does not concern them.
-ALSO = {"shmring/messages.py": {"pydantic"}, "shmring/cuda_driver.py": {"ctypes"}}
+ALSO = {**{name: {"pydantic"} for name in SPOKEN[1:]}, "shmring/cuda_driver.py": {"ctypes"}}
 # Packages with a border of their own: only these files may import them, whatever the folder allows.
 BORDERS: dict[str, tuple[str, ...]] = {
     "mooncake": ("daemon/store/joining.py",),

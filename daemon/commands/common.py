@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, get_args
 
 from pydantic.fields import FieldInfo
 
-from ...shmring import messages
+from ...shmring import admin, messages
 from ...shmring.messages import default_socket
 from ..access import group_id
 from ..client import TIMEOUT_S, ask
@@ -132,6 +132,6 @@ def accepted(sources: Sources) -> Effective:
 
 def give(order: messages.Message, socket: Path, timeout_s: float = TIMEOUT_S) -> int:
     """Have a running daemon do it, and print what it says; the exit status is 0 when it was carried out, else 1."""
-    answer = ask(socket, order, messages.Report, timeout_s)
+    answer = ask(socket, order, admin.Report, timeout_s)
     print(answer.text)
     return 0 if answer.ok else 1

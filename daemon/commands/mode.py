@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from ...shmring import messages
+from ...shmring import admin
 from ..config import Mode
 from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare, give
 from .page import Page
@@ -36,4 +36,4 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return give(messages.SetMode(mode=arguments.mode), arguments.socket)
+    return give(admin.SetMode(mode=arguments.mode), arguments.socket)

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ...shmring.messages import Status, StatusQuery
+from ...shmring.admin import Status, StatusQuery
 from ..client import Unavailable, ask
 from ..telemetry import overview
 from ..telemetry.pretty import printable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from ...shmring import messages
+from ...shmring import admin
 from ..client import ask
 from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare
 from .page import Page
@@ -29,5 +29,5 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    print(json.dumps(ask(arguments.socket, messages.StatQuery(), messages.Segments).engines, indent=2))
+    print(json.dumps(ask(arguments.socket, admin.StatQuery(), admin.Segments).engines, indent=2))
     return 0

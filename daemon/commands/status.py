@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ...shmring import messages
+from ...shmring import admin
 from ..client import ask
 from ..telemetry.overview import describe
 from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare
@@ -34,6 +34,6 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    status = ask(arguments.socket, messages.StatusQuery(), messages.Status)
+    status = ask(arguments.socket, admin.StatusQuery(), admin.Status)
     print(status.model_dump_json(indent=2) if arguments.json else "\n".join(describe(status)))
     return 0

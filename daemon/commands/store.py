@@ -18,8 +18,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ...shmring import messages
-from ...shmring.messages import KnownNamespaces, Namespace, NamespacesQuery, StoreFill
+from ...shmring import admin
+from ...shmring.admin import KnownNamespaces, Namespace, NamespacesQuery, StoreFill
 from ..client import Conversation, Unavailable, ask
 from ..config import ConfigError
 from ..store.fill import read
@@ -140,7 +140,7 @@ def purge(arguments: argparse.Namespace) -> int:
         raise ConfigError("store purge: one of --prefix and --engine is wanted")
     prefixes = [arguments.prefix] if arguments.prefix else []
     try:
-        order = messages.Purge(engine=arguments.engine or "", prefixes=prefixes, timeout_ms=PURGE_TIMEOUT_S * 1000)
+        order = admin.Purge(engine=arguments.engine or "", prefixes=prefixes, timeout_ms=PURGE_TIMEOUT_S * 1000)
     except ValidationError:
         raise ConfigError(
             f"store purge: prefix should be a whole namespace, as `store stat` prints it, up to the last @: "
@@ -160,7 +160,7 @@ def master_of(arguments: argparse.Namespace) -> tuple[str, StoreFill | None]:
     """host:port of the master's HTTP interface, and what the daemon knows of how full it is. Raises Unavailable."""
     if arguments.master_http:
         return str(arguments.master_http), None
-    status = ask(arguments.socket, messages.StatusQuery(), messages.Status)
+    status = ask(arguments.socket, admin.StatusQuery(), admin.Status)
     if status.master_http:
         return status.master_http, status.store
     raise Unavailable("the daemon joined a cluster: name its master's HTTP interface with --master-http HOST:PORT")

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from ...shmring.messages import Status, StatusQuery
+from ...shmring.admin import Status, StatusQuery
 from ..client import ask
 from ..telemetry import overview
 from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare

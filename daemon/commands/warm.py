@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from ...shmring.messages import MAX_WARM_DIGESTS, Warm, Warmed
+from ...shmring.admin import MAX_WARM_DIGESTS, Warm, Warmed
 from ..client import Conversation, Unavailable
 from ..listed import read
 from ..prompts import PromptHasher

@@ -13,8 +13,9 @@ from ...shmring.cuda import DeviceError
 from ...shmring.device_calls import calls
 from ...shmring.doorbell import Doorbell
 from ...shmring.errors import SegmentError
+from ...shmring.fields import Fingerprint
 from ...shmring.layout import Layout, power_of_two_at_least
-from ...shmring.messages import Fingerprint, SchedulerShape, WorkerShape
+from ...shmring.messages import SchedulerShape, WorkerShape
 from ...shmring.segment import Segment
 from ..config import DaemonConfig
 from ..host import available_bytes

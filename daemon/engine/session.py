@@ -11,10 +11,11 @@ from functools import partial
 
 from ...shmring import protocol
 from ...shmring._atomics import Words
+from ...shmring.admin import MAX_WARM_DIGESTS, Report, Warm
 from ...shmring.credits import CreditGranter
 from ...shmring.flags import FlagTable
 from ...shmring.liveness import Liveness, PeerState
-from ...shmring.messages import MAX_WARM_DIGESTS, Mapped, Message, Report, Warm
+from ...shmring.messages import Mapped, Message
 from ...shmring.protocol import FlagState, ProtocolError, RecordKind
 from ...shmring.ring import Consumer, Record
 from ..config import Mode

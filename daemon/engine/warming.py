@@ -1,6 +1,6 @@
 """Staging ahead what an operator lists, for one engine: looked up and fetched while no request wants anything.
 
-Pure: clock and store are handed in.  One order (messages.Warm) at a time, and one fetch of it.  A fetch begins only
+Pure: clock and store are handed in.  One order (admin.Warm) at a time, and one fetch of it.  A fetch begins only
 while no request of this engine waits for one, and takes free slots or those of blocks that nobody holds, the least
 recently used first, never those of its own run.  What it staged belongs to nobody: the next hint finds it.  An order
 that is not done after PATIENCE_NS is answered as it stands.
@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ...shmring.messages import Message, Report, Warm, Warmed
+from ...shmring.admin import Report, Warm, Warmed
+from ...shmring.messages import Message
 from ..planning.blocks import Lane
 from ..planning.negative import NegativeCache
 from ..planning.planner import Planner

@@ -31,7 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from ...shmring.messages import StoreFill, shown
+from ...shmring.admin import StoreFill
+from ...shmring.messages import shown
 from ..sizes import parse_size
 from . import loopback
 from .disk_folder import open_folder

@@ -22,7 +22,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...shmring.messages import Fingerprint, KnownNamespaces, Namespace, first_error
+from ...shmring.admin import KnownNamespaces, Namespace
+from ...shmring.fields import Fingerprint
+from ...shmring.messages import first_error
 from .settings import SettingsError
 
 FILE = "namespaces.json"

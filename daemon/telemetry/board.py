@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ...shmring.messages import StoreFill
+from ...shmring.admin import StoreFill
 from .account import Account
 
 PUBLISH_NS = 1_000_000_000

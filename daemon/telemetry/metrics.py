@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ... import __version__
-from ...shmring.messages import StoreFill
+from ...shmring.admin import StoreFill
 from .account import WARM_RESULTS, Account, Histogram
 from .board import Board
 from .events import Ending

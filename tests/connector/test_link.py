@@ -17,7 +17,7 @@ import pytest
 from kvprefetch.connector import link as link_module
 from kvprefetch.connector.link import Link
 from kvprefetch.connector.session import SchedulerSession, WorkerSession
-from kvprefetch.shmring import messages, protocol
+from kvprefetch.shmring import admin, messages, protocol
 from kvprefetch.shmring.doorbell import Doorbell
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import PeerStatus
@@ -446,7 +446,7 @@ def test_a_process_without_a_descriptor_left_for_what_came_says_so() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ours, theirs:
-        messages.send_message(theirs, messages.StatusQuery(), [0, 1])
+        messages.send_message(theirs, admin.StatusQuery(), [0, 1])
         free = os.dup(0)
         os.close(free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, before[1]))

@@ -12,7 +12,7 @@ import structlog
 from kvprefetch.daemon.orders import Purges
 from kvprefetch.daemon.store.buckets import Removal
 from kvprefetch.daemon.store.namespaces import Namespaces
-from kvprefetch.shmring.messages import Purge
+from kvprefetch.shmring.admin import Purge
 
 ALICE, BOB = 1000, 1001
 

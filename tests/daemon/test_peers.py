@@ -21,7 +21,8 @@ from benchmarks.lab import process
 from benchmarks.lab.daemon import Daemon
 from kvprefetch.daemon.connections import MAX_PROCESSES, MAX_WAITING
 from kvprefetch.shmring import messages
-from kvprefetch.shmring.messages import Attached, Refused, StatQuery, StatusQuery
+from kvprefetch.shmring.admin import StatQuery, StatusQuery
+from kvprefetch.shmring.messages import Attached, Refused
 from tests.daemon.conftest import keeps_to_the_catalogue
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import blocks

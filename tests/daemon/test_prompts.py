@@ -10,7 +10,7 @@ import pytest
 from kvprefetch.connector.support import hash_probe
 from kvprefetch.daemon.listed import Prompt
 from kvprefetch.daemon.prompts import CannotHash, PromptHasher
-from kvprefetch.shmring.messages import Warmed
+from kvprefetch.shmring.admin import Warmed
 
 TOKENS = list(range(1000, 1100))
 

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.lab import process
 from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.process import frozen
-from kvprefetch.shmring import messages
+from kvprefetch.shmring import admin, messages
 from kvprefetch.shmring.protocol import FlagState, Outcome
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import blocks, stored
@@ -211,7 +211,7 @@ def test_stat_reads_the_live_segments_without_disturbing_anyone(shared_daemon: D
     assert shown["flags"]["states"]["ready"] == 1
     assert shown["consumer"]["status"] == "alive"
     assert not shown["impossible"]
-    messages.send_message(sock := engine.connect(), messages.StatQuery())
+    messages.send_message(sock := engine.connect(), admin.StatQuery())
     assert socket.recv_fds(sock, messages.MAX_MESSAGE_BYTES, 64)[1] == [], "unread ones would count against the daemon"
     assert engine.load(list(blocks("stat", 2))) is None
     engine.close()

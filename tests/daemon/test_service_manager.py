@@ -20,7 +20,7 @@ import pytest
 from benchmarks.lab.daemon import Daemon
 from kvprefetch.daemon.config import ConfigError
 from kvprefetch.daemon.notify import Notifier, inherited_socket
-from kvprefetch.shmring import messages
+from kvprefetch.shmring import admin, messages
 from tests.daemon.fake_engine import FakeEngine, listening, wait_for
 
 WATCHDOG_US = 900_000
@@ -298,7 +298,7 @@ def test_only_root_and_the_daemon_s_user_may_steer(serve: Callable[..., Daemon])
         os.waitpid(child, 0)
         return said
 
-    look, switch = messages.StatusQuery(), messages.SetMode(mode="off")
+    look, switch = admin.StatusQuery(), admin.SetMode(mode="off")
     assert asked(40002, 40002, [], look) == "refused"
     assert asked(40002, 40002, [54321], look) == "status"  # a supplementary group counts
     assert asked(40002, 54321, [], look) == "status"

@@ -17,7 +17,7 @@ import pytest
 from benchmarks.lab.daemon import Daemon
 from kvprefetch.daemon.cli import main
 from kvprefetch.daemon.store.namespaces import FILE
-from kvprefetch.shmring import messages
+from kvprefetch.shmring import admin, messages
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import blocks, stored
 from tests.support.auditor import ask_daemon
@@ -210,22 +210,22 @@ def test_each_user_sees_and_orders_what_is_its_own(
     daemon = both()
     path, digest = daemon.socket, b"\1" * 32
     _, values = victim_of(daemon, fingerprint={"weights": "secret-weights"})
-    seen = other.ask(path, messages.StatusQuery())
-    assert isinstance(seen, messages.Status)
+    seen = other.ask(path, admin.StatusQuery())
+    assert isinstance(seen, admin.Status)
     assert (seen.engines, seen.engine_count, seen.slowest) == ([], 1, [])
-    segments = other.ask(path, messages.StatQuery())
-    assert isinstance(segments, messages.Segments)
+    segments = other.ask(path, admin.StatQuery())
+    assert isinstance(segments, admin.Segments)
     assert segments.engines == []
     for order in (
-        messages.Purge(engine="victim", timeout_ms=1000),
-        messages.Purge(prefixes=[PREFIX], timeout_ms=1000),
-        messages.Purge(prefixes=["nobody's@"], timeout_ms=1000),
-        messages.Warm(run="0" * 32, engine="victim", chains=[[digest.hex()]]),
+        admin.Purge(engine="victim", timeout_ms=1000),
+        admin.Purge(prefixes=[PREFIX], timeout_ms=1000),
+        admin.Purge(prefixes=["nobody's@"], timeout_ms=1000),
+        admin.Warm(run="0" * 32, engine="victim", chains=[[digest.hex()]]),
     ):
         answer = other.ask(path, order)
-        assert isinstance(answer, messages.Report)
+        assert isinstance(answer, admin.Report)
         assert not answer.ok
-    switched = other.ask(path, messages.SetMode(mode="off"))
+    switched = other.ask(path, admin.SetMode(mode="off"))
     assert isinstance(switched, messages.Refused)
     everywhere = [other.command(*each, "--socket", path) for each in (("status",), ("top", "--once"), ("stat",))]
     for text in everywhere:
@@ -239,11 +239,11 @@ def test_each_user_sees_and_orders_what_is_its_own(
     assert "mine stores under mistral@tp_rank:*@" in shown
     assert "victim" not in shown
     assert "my-weights" in other.command("store", "stat", "--socket", path)
-    warmed = other.ask(path, messages.Warm(run="0" * 32, chains=[[digest.hex()]]))
-    assert isinstance(warmed, messages.Warmed)
+    warmed = other.ask(path, admin.Warm(run="0" * 32, chains=[[digest.hex()]]))
+    assert isinstance(warmed, admin.Warmed)
     assert (warmed.engine, warmed.absent) == ("mine", 1)
-    purged = other.ask(path, messages.Purge(prefixes=["mistral@tp_rank:0@"], timeout_ms=5000))
-    assert isinstance(purged, messages.Report)
+    purged = other.ask(path, admin.Purge(prefixes=["mistral@tp_rank:0@"], timeout_ms=5000))
+    assert isinstance(purged, admin.Report)
     assert purged.ok
 
     assert {each["engine"] for each in ask_daemon(path).engines} == {"victim", "mine"}

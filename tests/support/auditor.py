@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from kvprefetch.shmring import messages, view
+from kvprefetch.shmring import admin, messages, view
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.protocol import FlagState
 
@@ -80,15 +80,15 @@ def device_memories(pid: int) -> int:
     return len(found)
 
 
-def ask_daemon(path: str | Path) -> messages.Status:
+def ask_daemon(path: str | Path) -> admin.Status:
     """The daemon's own account."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.connect(str(path))  # before the timeout: with one it would fail at once where many wait to be accepted
         sock.settimeout(10)
-        messages.send_message(sock, messages.StatusQuery())
+        messages.send_message(sock, admin.StatusQuery())
         received = messages.receive_message(sock)
     assert received is not None
-    assert isinstance(received[0], messages.Status)
+    assert isinstance(received[0], admin.Status)
     return received[0]
 
 

@@ -17,7 +17,8 @@ from kvprefetch.daemon.client import Unavailable, ask
 from kvprefetch.daemon.commands import stat
 from kvprefetch.daemon.config import ConfigError, load
 from kvprefetch.daemon.sizes import parse_size
-from kvprefetch.shmring.messages import Status, StatusQuery, default_socket
+from kvprefetch.shmring.admin import Status, StatusQuery
+from kvprefetch.shmring.messages import default_socket
 
 
 def kvprefetchd(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -23,7 +23,7 @@ from kvprefetch.daemon import report
 from kvprefetch.daemon.commands import screen
 from kvprefetch.daemon.telemetry import overview
 from kvprefetch.shmring import messages, protocol
-from kvprefetch.shmring.messages import SlowRequest, Status
+from kvprefetch.shmring.admin import SlowRequest, Status
 from kvprefetch.shmring.protocol import Outcome
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import blocks

@@ -17,8 +17,8 @@ import pytest
 from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.process import frozen
 from kvprefetch.daemon.cli import main
-from kvprefetch.shmring import messages
-from kvprefetch.shmring.messages import Warm, Warmed
+from kvprefetch.shmring import admin, messages
+from kvprefetch.shmring.admin import Warm, Warmed
 from kvprefetch.shmring.protocol import FlagState, Outcome
 from tests.daemon.commands.test_mode import switch
 from tests.daemon.fake_engine import FakeEngine, wait_for
@@ -183,7 +183,7 @@ def test_orders_that_are_too_large_or_too_many_are_refused_and_hurt_nobody(share
         send(["ab" * 32] * 256)
     answers = [answer() for _ in range(20)]
     assert sum(isinstance(each, Warmed) for each in answers) >= 1
-    assert {type(each) for each in answers} <= {Warmed, messages.Report}
+    assert {type(each) for each in answers} <= {Warmed, admin.Report}
     send(["ab"] * 257)
     refusal = answer()
     assert isinstance(refusal, messages.Refused)
@@ -207,7 +207,7 @@ def test_an_engine_that_goes_ends_its_orders(serve: Serve) -> None:
             engine.close()
             received = messages.receive_message(sock)
     assert received is not None
-    assert received[0] == messages.Report(ok=False, text="the engine is gone")
+    assert received[0] == admin.Report(ok=False, text="the engine is gone")
 
 
 def test_a_stranger_may_not(shared_daemon: Daemon) -> None:

@@ -19,7 +19,7 @@ from benchmarks.lab.daemon import Daemon
 from benchmarks.lab.process import free_ports, frozen
 from kvprefetch.daemon.store import fill
 from kvprefetch.daemon.store.fill import FillWatch, parse, read
-from kvprefetch.shmring.messages import Status, StoreFill
+from kvprefetch.shmring.admin import Status, StoreFill
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import stored
 from tests.daemon.telemetry.test_metrics import scrape, value
