@@ -106,7 +106,6 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                 self._settings.socket,
                 lambda: support.with_epochs(hello, side.live_epochs()),
                 SchedulerSession.map,
-                impatient=True,
                 daemon_user=self._settings.daemon_user,
             )
             side = self._scheduler = SchedulerSide(
@@ -261,12 +260,13 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         """Raises ValueError for a layout that cannot be served."""
         if self._keys is None:
             return
-        layers = self._kv_cache_config.kv_cache_groups[self._geometry.group].layer_names
-        paged = PagedCache(kv_caches, layers, self._kv_cache_config.num_blocks)
+        config, caches, group = self._vllm_config, self._kv_cache_config, self._geometry.group
+        paged = PagedCache(kv_caches, caches.kv_cache_groups[group].layer_names, caches.num_blocks)
         copies, device = copying.for_cache(paged)
-        hello = functools.partial(
-            self._worker_hello, paged.block_bytes, "" if device is None else device.uuid, self._running(paged.layout)
+        running = functools.partial(
+            fingerprint.of_engine, config, caches, group=group, put_factor=self._keys.put_factor, layout=paged.layout
         )
+        hello = functools.partial(self._worker_hello, paged.block_bytes, "" if device is None else device.uuid, running)
         map_session = functools.partial(WorkerSession.map, device=device)
         link = Link(
             self._settings.socket,
@@ -279,18 +279,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         self._link = link
         link.start()
 
-    def _running(self, layout: str) -> dict[str, str] | Exception:
-        """The part of the fingerprint that this rank knows, or why it does not."""
-        assert self._keys is not None
-        group, factor = self._geometry.group, self._keys.put_factor
-        try:
-            return fingerprint.of_engine(
-                self._vllm_config, self._kv_cache_config, group=group, put_factor=factor, layout=layout
-            )
-        except Exception as error:
-            return error
-
-    def _worker_hello(self, block_bytes: int, device: str, running: dict[str, str] | Exception) -> Hello:
+    def _worker_hello(self, block_bytes: int, device: str, running: Callable[[], dict[str, str]]) -> Hello:
         """On the link's thread, for it reads the model's files."""
         config, keys = self._vllm_config, self._keys
         assert keys is not None

@@ -10,7 +10,6 @@ import logging
 import os
 import pwd
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -34,8 +33,6 @@ FORGET_STEPS = 64
 # Messages about saves that the scheduler has not taken; an engine takes them with every step.
 MAX_STORED = 4096
 
-_CREDENTIALS = struct.Struct("iII")  # struct ucred of unix(7): pid, uid, gid
-
 log = logging.getLogger("vllm.kvprefetch.link")
 
 
@@ -58,9 +55,9 @@ class Link(Generic[S]):
     """Keeps a process attached. `hello` is asked for on the link's own thread, whenever it connects.
 
     `map_session` maps what came with Attached and owns the descriptors.  With `keep_ended` a load may still name an
-    ended epoch, until steps or the scheduler's next hello say otherwise.  The memory of a session that nobody uses any
-    more is unmapped on the link's thread.  With `impatient` the log says once why there has been no session for
-    PATIENCE_S: of the scheduler, as workers wait for it as long as the engine starts.
+    ended epoch, until steps or the scheduler's next hello say otherwise: so it is in a worker.  Without it the log says
+    once why there has been no session for PATIENCE_S; workers wait for the scheduler as long as the engine starts.
+    The memory of a session that nobody uses any more is unmapped on the link's thread.
     Only a daemon of root, of this process's user or of `daemon_user` (name or number) is spoken to.
     `session` is the current epoch or None.  `confirmed_reset` is the highest reset generation the daemon confirmed.
     `stored` collects what the daemon said about saves.
@@ -68,14 +65,13 @@ class Link(Generic[S]):
 
     def __init__(
         self, path: str, hello: Callable[[], Hello], map_session: Callable[[Attached, Sequence[int]], S],
-        *, keep_ended: bool = False, impatient: bool = False, daemon_user: str | int = 0,
+        *, keep_ended: bool = False, daemon_user: str | int = 0,
     ) -> None:  # fmt: skip
         self.session: S | None = None
         self.confirmed_reset = 0
         self.stored: deque[Stored] = deque(maxlen=MAX_STORED)
         self._path, self._hello, self._map, self._keep_ended = path, hello, map_session, keep_ended
-        self._impatient, self._apart_since = impatient, time.monotonic()
-        self._daemon_user = daemon_user
+        self._apart_since, self._daemon_user = time.monotonic(), daemon_user
         self._sock: socket.socket | None = None
         self._stop = threading.Event()
         self._said: set[str] = set()
@@ -183,8 +179,7 @@ class Link(Generic[S]):
                     self._path, error.strerror or error,
                 )  # fmt: skip
                 return RETRY_S
-            uid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
-            if uid not in (0, os.geteuid(), _uid(self._daemon_user)):
+            if (uid := messages.peer_of(sock)[1]) not in (0, os.geteuid(), _uid(self._daemon_user)):
                 self._say(
                     "stranger", logging.ERROR,
                     "kvprefetch: daemon_user=%r does not run what listens at %s: uid=%d is neither root nor this "
@@ -281,7 +276,7 @@ class Link(Generic[S]):
     def _apart(self, why: str) -> None:
         """A daemon is there, and no session comes of it: without this line nobody would know."""
         apart_s = time.monotonic() - self._apart_since
-        if self._impatient and self.session is None and apart_s >= PATIENCE_S:
+        if not self._keep_ended and self.session is None and apart_s >= PATIENCE_S:
             self._say(
                 "apart", logging.WARNING,
                 "kvprefetch: not attached for %.0f s to the daemon at %s: %s. The engine serves without it",

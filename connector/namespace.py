@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import fingerprint
@@ -24,17 +24,15 @@ class Namespace(NamedTuple):
 
 
 def fingerprinted(
-    vllm_config: VllmConfig, keys: RankKeys, running: Mapping[str, str] | Exception, start: str
+    vllm_config: VllmConfig, keys: RankKeys, running: Callable[[], Mapping[str, str]], start: str
 ) -> Namespace:
     """Return the namespace that only engines with equal KV share. Reads the model's files.
 
-    `running`: the part of the fingerprint that the rank knows, or why it does not.  Without a fingerprint the namespace
-    is that of one engine start, all ranks of which have the same `start` (32 hex digits), and of nobody else.
+    `running` returns the part of the fingerprint that the rank knows.  Where it or the rest cannot be had, the
+    namespace is that of one engine start, all ranks of which have the same `start` (32 hex digits), and of nobody else.
     """
     try:
-        if isinstance(running, Exception):
-            raise running
-        found = fingerprint.fitting({**running, **fingerprint.of_model(vllm_config)})
+        found = fingerprint.fitting({**running(), **fingerprint.of_model(vllm_config)})
         return Namespace(keys.of(fingerprint.digest(found)), found)
     except Exception as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:400]

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ..shmring.messages import shown
+from ..shmring.messages import peer_of, shown
 from .config import ConfigError, DaemonConfig, Taken
 
-_CREDENTIALS = struct.Struct("3i")
 _SO_PEERGROUPS = 59  # asm-generic/socket.h; Python has no name for it
 _LOCK_S = 2.0
 # Connections that wait to be accepted; beyond, those with a timeout are refused. When a daemon starts anew, all the
@@ -39,8 +38,7 @@ class Credentials(NamedTuple):
 
 def credentials_of(sock: socket.socket) -> Credentials:
     """What the kernel noted when the peer connected."""
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    pid, uid, gid = peer_of(sock)
     try:
         more = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MAX_GROUPS)
     except OSError:  # more groups than fit, or a kernel before 4.13

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import socket
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal
 
@@ -24,6 +25,7 @@ MAX_MESSAGE_BYTES = 1 << 16
 HASH_PROBE_TOKENS = (1, 2, 3)  # see SchedulerShape.hash_probe
 MAX_SOCKET_PATH_BYTES = 107  # sun_path has 108, one of them the final zero
 SHOWN_CHARACTERS = 120  # of a bad value, in the line that names it
+_CREDENTIALS = struct.Struct("iII")  # struct ucred of unix(7)
 # A CUDA IPC memory handle: 64 bytes in hexadecimal digits, or none.
 Handle = Annotated[str, Field(pattern=r"^([0-9a-f]{128})?$")]
 
@@ -236,6 +238,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """ "; did you mean …?" when one of the known words is near, else nothing."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group id of the other side: of a connection when it was made, of its listener's when bound."""
+    pid, uid, gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid, gid
 
 
 def send_message(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:

@@ -219,15 +219,15 @@ def test_a_refusal_is_said_once(server: Server, caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("daemon", ["says nothing", "hangs up", "turns away"])
-@pytest.mark.parametrize("impatient", [True, False])
+@pytest.mark.parametrize("role", ["scheduler", "worker"])
 def test_why_no_session_comes_is_one_warning(
-    server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, daemon: str, impatient: bool
+    server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, daemon: str, role: str
 ) -> None:
     """A worker waits for the scheduler as long as its engine starts, and says nothing."""
     monkeypatch.setattr(link_module, "PATIENCE_S", 0.05)
     reason = {"says nothing": "has not answered", "hangs up": "ended the connection", "turns away": "too many engines"}
     with caplog.at_level(logging.WARNING, "vllm.kvprefetch.link"):
-        link = Link(str(server.path), lambda: hello("scheduler"), SchedulerSession.map, impatient=impatient)
+        link = Link(str(server.path), lambda: hello("scheduler"), SchedulerSession.map, keep_ended=role == "worker")
         link.start()
         began = time.monotonic()
         while time.monotonic() - began < 0.3:
@@ -240,7 +240,7 @@ def test_why_no_session_comes_is_one_warning(
             sock.close()
         link.close()
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == impatient
+    assert len(said) == (role == "scheduler")
     assert all(f"to the daemon at {server.path}: it " in line and reason[daemon] in line for line in said)
 
 
@@ -249,7 +249,7 @@ def test_what_the_daemon_waits_for_is_said_instead(
 ) -> None:
     monkeypatch.setattr(link_module, "PATIENCE_S", 0.05)
     with caplog.at_level(logging.WARNING, "vllm.kvprefetch.link"):
-        link = Link(str(server.path), lambda: hello("scheduler"), SchedulerSession.map, impatient=True)
+        link = Link(str(server.path), lambda: hello("scheduler"), SchedulerSession.map)
         link.start()
         sock, _ = server.accept()
         messages.send_message(sock, messages.Notice(text="1 of 2 ranks have come"))

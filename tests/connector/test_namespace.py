@@ -28,7 +28,13 @@ def where(folder: Path, *, start: str = START, tp_rank: int = 0, known: Any = No
         speculative_config=None,
     )
     keys = rank_keys(model="org/tiny", tp_rank=tp_rank, tp_size=2, pp_rank=0, kv_heads=1, mla=False)
-    return fingerprinted(config, keys, running() if known is None else known, start)
+
+    def runs() -> dict[str, str]:
+        if isinstance(known, Exception):
+            raise known
+        return running() if known is None else known
+
+    return fingerprinted(config, keys, runs, start)
 
 
 @pytest.fixture

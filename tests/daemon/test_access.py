@@ -126,16 +126,16 @@ def test_a_group_that_cannot_be_is_one_line(tmp_path: Path, group: str) -> None:
         listen(load({"socket": str(tmp_path / "s"), "socket_group": group}))
 
 
-def as_nobody(work: Callable[[], object]) -> str:
-    """What `work` raises in a child of user and group nobody."""
+def as_nobody(work: Callable[[], object], number: int = NOBODY) -> str:
+    """What `work` raises in a child of user and group nobody, or of this number."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         try:
             os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
+            os.setgid(number)
+            os.setuid(number)
             work()
         except BaseException as error:
             os.write(write, f"{type(error).__name__}: {error}".encode())
@@ -146,6 +146,19 @@ def as_nobody(work: Callable[[], object]) -> str:
         text = said.read().decode()
     os.waitpid(child, 0)
     return text
+
+
+def test_a_user_of_a_high_number_is_known_by_it() -> None:
+    """Directories give such numbers; as signed ones they would match no configured user."""
+
+    def look() -> None:
+        ours, _theirs = socket.socketpair()
+        raise ValueError(access.credentials_of(ours)[1:])
+
+    text = as_nobody(look, 3_000_000_000)
+    if text.startswith("OSError"):
+        pytest.skip("this machine has no such user number")
+    assert text == "ValueError: (3000000000, frozenset({3000000000}))"
 
 
 def test_a_group_that_is_not_ones_own_leaves_no_socket_behind() -> None:
