@@ -1,17 +1,14 @@
 """The log's catalogue: every event, its level, its fields and what they mean. docs/EVENTS.md is made from it.
 
 `python -m kvprefetch.daemon.telemetry.events` prints the tables of docs/EVENTS.md.  A test reads every log call of the
-daemon and compares it with the catalogue, and the tests against a real daemon compare every line that it writes
-(`problems`).
+daemon and compares it with the catalogue, and the tests against a real daemon compare every line that it writes.
 A field means the same in every event; its unit is the end of its name (`_ms`, `_s`, `_bytes`, `_blocks`).
 """
 
 from __future__ import annotations
 
 import enum
-import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Ending(enum.Enum):
@@ -333,50 +330,6 @@ EVENTS: dict[str, Event] = {
     "master.stopped": Event("info", "It was ended or, where there is a `code`, had ended by itself.", ("pid", "code?")),
     "master.said": Event("debug", "A line of its output.", ("line",)),
 }  # fmt: skip
-
-_KINDS: dict[str, tuple[type, ...]] = {
-    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
-}  # fmt: skip
-_DIGEST = re.compile(r"[0-9a-fA-F]{40}")
-
-
-def known(name: str) -> Field | None:
-    """The field of this name, common or not."""
-    return FIELDS.get(name) or COMMON.get(name) or COMMON.get(name + "?")
-
-
-def problems(record: Mapping[str, Any]) -> list[str]:
-    """What a log line, parsed, says against the catalogue; empty when it keeps to it."""
-    name = record.get("event")
-    event = EVENTS.get(str(name))
-    if event is None:
-        return [f"{name}: not in the catalogue"]
-    found = []
-    if record.get("level") != event.level:
-        found.append(f"{name}: level={record.get('level')!r} expected={event.level!r}")
-    wanted = {field for field in (*COMMON, *event.fields) if not field.endswith("?")}
-    allowed = {field.rstrip("?") for field in (*COMMON, *event.fields)}
-    found += [f"{name}: no field {field}" for field in sorted(wanted - set(record))]
-    found += [f"{name}: field {field} is not of this event" for field in sorted(set(record) - allowed)]
-    for field, value in record.items():
-        if (kind := known(field)) is not None and not _fits(kind.kind, value):
-            found.append(f"{name}: {field}={value!r} is not of type {kind.kind}")
-    if name == "request.done" and record.get("outcome") not in {ending.value for ending in Ending}:
-        found.append(f"{name}: outcome={record.get('outcome')!r} is not in the vocabulary")
-    if event.level != "debug":
-        found += [
-            f"{name}: {field} holds what looks like a key"
-            for field, value in record.items()
-            if isinstance(value, str) and field not in ("request_id", "engine") and _DIGEST.search(value)
-        ]
-    return found
-
-
-def _fits(kind: str, value: object) -> bool:
-    if value is None:
-        return kind.endswith("?")
-    kind = kind.rstrip("?")
-    return isinstance(value, _KINDS[kind]) and (kind == "boolean" or not isinstance(value, bool))
 
 
 def document() -> str:

@@ -123,14 +123,6 @@ CATALOGUE: dict[str, Described] = {
 }
 
 
-def exported(name: str) -> list[str]:
-    """The names of the time series of one metric of the catalogue."""
-    kind = CATALOGUE[name].kind
-    if kind == "histogram":
-        return [PREFIX + name + end for end in ("_bucket", "_sum", "_count")]
-    return [PREFIX + name + ("_total" if kind == "counter" else "")]
-
-
 def document() -> str:
     """The table of docs/METRICS.md."""
     lines = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks.lab.daemon import Daemon
-from kvprefetch.daemon.telemetry import events
 from tests.daemon.fake_engine import FakeEngine
 from tests.support.auditor import Auditor
+from tests.support.log_lines import problems
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def auditor() -> Iterator[Auditor]:
 
 def keeps_to_the_catalogue(daemon: Daemon) -> None:
     """Every line that a daemon wrote is one that docs/EVENTS.md describes."""
-    found = {problem for record in daemon.records() for problem in events.problems(record)}
+    found = {problem for record in daemon.records() for problem in problems(record)}
     assert not found, "\n".join(sorted(found))
 
 

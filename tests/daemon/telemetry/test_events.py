@@ -11,6 +11,7 @@ import pytest
 from kvprefetch.daemon.telemetry import events
 from kvprefetch.daemon.telemetry.events import COMMON, EVENTS, FIELDS, LEVELS, Ending
 from kvprefetch.shmring.protocol import Outcome
+from tests.support.log_lines import problems
 
 ROOT = Path(__file__).resolve().parents[3]
 METHODS = {*LEVELS, "warn", "critical", "exception", "fatal", "log", "msg"}
@@ -114,12 +115,12 @@ def test_a_line_is_held_against_the_catalogue() -> None:
         "ts": "2026-01-01T00:00:00Z", "level": "warning", "event": "store.failed", "run_id": "r", "call": "get",
         "code": -800, "pause_s": 0.5,
     }  # fmt: skip
-    assert events.problems(good) == []
-    assert events.problems({**good, "event": "store.fainted"}) == ["store.fainted: not in the catalogue"]
-    assert "level" in events.problems({**good, "level": "info"})[0]
-    assert "not of this event" in events.problems({**good, "key": "k"})[0]
-    assert "not of type integer" in events.problems({**good, "code": True})[0]
-    assert "not of type number" in events.problems({**good, "pause_s": None})[0]
-    assert "looks like a key" in events.problems({**good, "call": "model@tp_rank:0@" + 64 * "a"})[0]
+    assert problems(good) == []
+    assert problems({**good, "event": "store.fainted"}) == ["store.fainted: not in the catalogue"]
+    assert "level" in problems({**good, "level": "info"})[0]
+    assert "not of this event" in problems({**good, "key": "k"})[0]
+    assert "not of type integer" in problems({**good, "code": True})[0]
+    assert "not of type number" in problems({**good, "pause_s": None})[0]
+    assert "looks like a key" in problems({**good, "call": "model@tp_rank:0@" + 64 * "a"})[0]
     del good["code"]
-    assert events.problems(good) == ["store.failed: no field code"]
+    assert problems(good) == ["store.failed: no field code"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvprefetch.daemon.telemetry.metrics import CATALOGUE, PREFIX, exported
+from kvprefetch.daemon.telemetry.metrics import CATALOGUE, PREFIX
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "docs/monitoring"
@@ -24,6 +24,14 @@ ALL_RULES: list[dict[str, Any]] = [rule for group in RULES["groups"] for rule in
 QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
 RECORDED = {rule["record"] for rule in ALL_RULES if "record" in rule}
 ALERTS = {rule["alert"] for rule in ALL_RULES if "alert" in rule}
+
+
+def exported(name: str) -> list[str]:
+    """The names of the time series of one metric of the catalogue."""
+    kind = CATALOGUE[name].kind
+    if kind == "histogram":
+        return [PREFIX + name + end for end in ("_bucket", "_sum", "_count")]
+    return [PREFIX + name + ("_total" if kind == "counter" else "")]
 
 
 def promtool(*arguments: str) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from benchmarks.lab.daemon import Daemon
-from kvprefetch.daemon.telemetry import events, story
+from kvprefetch.daemon.telemetry import story
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.shmring.protocol import Done, FlagState, Outcome, RecordKind, encode_done
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import blocks
+from tests.support.log_lines import problems
 
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()
@@ -41,7 +42,7 @@ def explain(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str
 
 
 def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
-    assert events.problems(LINE) == []
+    assert problems(LINE) == []
 
 
 @pytest.mark.parametrize(
