@@ -38,7 +38,7 @@ Release = Callable[["EngineMemory"], None]
 # Do what was asked (SetMode, Purge, Warm) for the engines of this user, of all for None, and call back, now or later,
 # with the answer.
 Steer = Callable[[Message, "int | None", Callable[[Message], None]], None]
-# Owns the memory; raises StoreError where the store refuses it.
+# Raises StoreError where the store refuses the memory, which is not the session's then.
 MakeSession = Callable[[EngineMemory, EngineShape], EngineSession]
 
 
@@ -144,7 +144,7 @@ class Control:
         elif isinstance(message, (SetMode, Purge, Warm)):
             self._steered(peer, message)
         elif isinstance(message, Reset) and peer.group is not None and peer.group.scheduler is peer:
-            self._reset(peer, message)
+            self._reset(peer, peer.group.session, message)
         else:
             raise ProtocolError(f"message is not expected here: type={message.type}")
 
@@ -186,7 +186,8 @@ class Control:
         if group is None:
             group = self._groups[key] = Group(key, hello.world_size, peer.credentials.uid)
         if not group.has_place(hello):
-            self._turn_away(peer, f"already attached: role={hello.role} rank={hello.rank}")
+            self._refuse(peer, f"already attached: role={hello.role} rank={hello.rank}", final=False)
+            self.connections.close(peer)
             return
         group.join(peer, hello)
         self._log.info(
@@ -236,15 +237,13 @@ class Control:
             self._dissolve(group)
             return
         engine = group.engine()
+        in_use = {name for session in self.sessions() for name in session.namespaces}
+        share = self.connections.access.share_namespaces
         try:
-            self._claim(group.uid, engine)
-        except NamespaceTaken as error:  # by another one that attached meanwhile
-            self._release(memory)
-            self._refuse_engine(group, error)
-            return
-        try:
+            self._namespaces.claim(group.uid, engine.namespaces, shared=share, in_use=in_use)
             session = group.session = self._make_session(memory, engine)
-        except StoreError as error:
+        except (NamespaceTaken, StoreError) as error:  # a namespace: by another one that attached meanwhile
+            self._release(memory)
             self._refuse_engine(group, error)
             return
         assert group.scheduler is not None
@@ -252,10 +251,6 @@ class Control:
             session.saver.tell = group.scheduler.tell
         self._watch(session.doorbell.fd)
         self._hand_over(group)
-
-    def _claim(self, uid: int, engine: EngineShape) -> None:
-        in_use = {name for session in self.sessions() for name in session.namespaces}
-        self._namespaces.claim(uid, engine.namespaces, shared=self.connections.access.share_namespaces, in_use=in_use)
 
     def _refuse_engine(self, group: Group, error: Exception) -> None:
         self._log.error("engine.refused", engine=group.key[0], error=str(error))
@@ -296,8 +291,7 @@ class Control:
                 slots=session.slot_count, save_slots=session.save_slots, block_bytes=session.block_bytes,
             )  # fmt: skip
 
-    def _reset(self, peer: Peer, message: Reset) -> None:
-        session = peer.group.session if peer.group is not None else None
+    def _reset(self, peer: Peer, session: EngineSession | None, message: Reset) -> None:
         if session is None:
             raise ProtocolError("reset before the engine is attached")
 
@@ -307,10 +301,6 @@ class Control:
         session.reset(message.reset_generation, message.timeout_ms / 1e3, reply)
 
     # --- ends -------------------------------------------------------------------------------------------------------
-
-    def _turn_away(self, peer: Peer, reason: str) -> None:
-        self._refuse(peer, reason, final=False)
-        self.connections.close(peer)
 
     def _refuse(self, peer: Peer, error: str, *, final: bool) -> None:
         pid, uid, _ = peer.credentials

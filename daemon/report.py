@@ -26,17 +26,13 @@ def numbers(session: EngineSession) -> dict[str, int | str]:
     """One engine's gauges and counters by name; `transfer_ms` and `hidden_ms` make its hidden fraction."""
     return {
         "engine": session.engine_id,
-        "namespace": _cut(", ".join(sorted(session.namespaces))),
+        "namespace": ", ".join(sorted(session.namespaces)).encode()[:MAX_NAMESPACE_BYTES].decode(errors="ignore"),
         "epoch": session.epoch,
         "block_bytes": session.block_bytes,
         "transfer_ms": int(session.totals.transfer_s * 1e3),
         "hidden_ms": int(session.totals.hidden_s * 1e3),
         **session.account(),
     }
-
-
-def _cut(text: str) -> str:
-    return text.encode()[:MAX_NAMESPACE_BYTES].decode(errors="ignore")
 
 
 def status(

@@ -296,7 +296,6 @@ class Daemon:
                 pass  # it closes: the end of this process
             except StoreError:
                 session.close()
-                release(pools, memory)
                 raise
         return session
 

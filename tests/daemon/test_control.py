@@ -33,7 +33,7 @@ def test_an_engine_whose_memory_the_store_refuses_is_refused_and_the_daemon_goes
 
     nothing: Any = None
     control = Control(
-        listening, lambda _epoch, _engine, done: done(nothing), nothing, refuses, structlog.get_logger(),
+        listening, lambda _epoch, _engine, done: done(nothing), lambda _: None, refuses, structlog.get_logger(),
         access=Access(-1, frozenset()), namespaces=Namespaces(None, nothing), status=nothing, steer=nothing,
         max_engines=1, max_engines_per_uid=1, watch=watched.append, unwatch=watched.remove,
     )  # fmt: skip
