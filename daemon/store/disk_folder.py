@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -20,24 +21,20 @@ def open_folder(path: Path, log: Any) -> int:
     A missing parent is not made: it may be a mount that failed, and the tier would fill the file system below it.
     A folder that others could write to is taken only while it is empty, for what lies in it may be theirs.
     """
-    fd = -1
     try:
-        try:
+        with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
-        except FileExistsError:
-            pass
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        _close_to_others(fd, path, log)
-    except OSError as error:
-        if fd >= 0:
+        try:
+            _close_to_others(fd, path, log)
+        except BaseException:
             os.close(fd)
+            raise
+        return fd
+    except OSError as error:
         missing = error.errno == errno.ENOENT
         why = "the folder above it is not there; make it, or mount it" if missing else error.strerror
         raise SettingsError(f"disk: cannot be used: {why}: disk={str(path)!r}") from None
-    except SettingsError:
-        os.close(fd)
-        raise
-    return fd
 
 
 def _close_to_others(fd: int, path: Path, log: Any) -> None:

@@ -1,6 +1,6 @@
 """The log's catalogue: every event, its level, its fields and what they mean. docs/EVENTS.md is made from it.
 
-`python -m kvprefetch.daemon.telemetry.events` prints the tables of docs/EVENTS.md.  A test reads every log call of the
+`python -m tests.support.documents events` prints the tables of docs/EVENTS.md.  A test reads every log call of the
 daemon and compares it with the catalogue, and the tests against a real daemon compare every line that it writes.
 A field means the same in every event; its unit is the end of its name (`_ms`, `_s`, `_bytes`, `_blocks`).
 """
@@ -330,29 +330,3 @@ EVENTS: dict[str, Event] = {
     "master.stopped": Event("info", "It was ended or, where there is a `code`, had ended by itself.", ("pid", "code?")),
     "master.said": Event("debug", "A line of its output.", ("line",)),
 }  # fmt: skip
-
-
-def document() -> str:
-    """The tables of docs/EVENTS.md."""
-    lines = ["## Fields of every line", "", "| field | type | meaning |", "| --- | --- | --- |"]
-    lines += [_row(name, field) for name, field in COMMON.items()]
-    lines += ["", "## Outcomes", "", "| `outcome` | meaning |", "| --- | --- |"]
-    lines += [f"| `{ending.value}` | {ending.meaning} |" for ending in Ending]
-    lines += ["", "## Events", ""]
-    for name, event in EVENTS.items():
-        floods = "; summed once a second" if event.floods else ""
-        lines += [f"### `{name}`", "", f"{event.meaning} ({event.level}{floods})", ""]
-        if event.fields:
-            lines += ["| field | type | meaning |", "| --- | --- | --- |"]
-            lines += [_row(field, FIELDS[field.rstrip("?")]) for field in event.fields]
-            lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _row(name: str, field: Field) -> str:
-    kind = field.kind.rstrip("?") + (" or null" if field.kind.endswith("?") else "")
-    return f"| `{name.rstrip('?')}` | {kind}{', may be absent' if name.endswith('?') else ''} | {field.meaning} |"
-
-
-if __name__ == "__main__":
-    print(document(), end="")

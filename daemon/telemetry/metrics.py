@@ -1,7 +1,7 @@
 """The Prometheus metrics: their catalogue, and how a scrape renders the main loop's last snapshot.
 
 There is no second bookkeeping.  docs/METRICS.md, the dashboard and the alert rules are tested against the catalogue;
-`python -m kvprefetch.daemon.telemetry.metrics` prints its table.
+`python -m tests.support.documents metrics` prints its table.
 """
 
 from __future__ import annotations
@@ -123,15 +123,6 @@ CATALOGUE: dict[str, Described] = {
 }
 
 
-def document() -> str:
-    """The table of docs/METRICS.md."""
-    lines = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
-    for name, (kind, meaning, labels) in CATALOGUE.items():
-        shown = PREFIX + name + ("_total" if kind == "counter" else "")
-        lines.append(f"| `{shown}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {meaning} |")
-    return "\n".join(lines) + "\n"
-
-
 Sample = tuple[tuple[str, ...], float]
 
 
@@ -250,7 +241,3 @@ def _histogram(
             buckets.append((bound, count))
         family.add_metric(label_values, buckets, values.sum_s)
     return family
-
-
-if __name__ == "__main__":
-    print(document(), end="")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvprefetch.daemon.telemetry import events
 from kvprefetch.daemon.telemetry.events import COMMON, EVENTS, FIELDS, LEVELS, Ending
 from kvprefetch.shmring.protocol import Outcome
+from tests.support import documents
 from tests.support.log_lines import problems
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -91,7 +91,7 @@ def test_every_event_is_logged_somewhere() -> None:
 def test_the_document_is_the_catalogue() -> None:
     text = (ROOT / "docs/EVENTS.md").read_text()
     tables = text[text.index("## Fields of every line") :]
-    assert tables == events.document(), "run: python -m kvprefetch.daemon.telemetry.events"
+    assert tables == documents.events(), "run: python -m tests.support.documents events"
 
 
 def test_the_catalogue_is_consistent() -> None:

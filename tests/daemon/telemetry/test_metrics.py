@@ -32,6 +32,7 @@ from kvprefetch.daemon.telemetry.web import MAX_CLIENTS, MetricsServer
 from kvprefetch.shmring.protocol import FlagState, Outcome
 from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
 from tests.daemon.stores import blocks
+from tests.support import documents
 
 ROOT = Path(__file__).resolve().parents[3]
 Serve = Callable[..., Daemon]
@@ -335,7 +336,7 @@ def test_every_metric_of_the_catalogue_is_exported_and_nothing_else() -> None:
 
 def test_the_document_is_the_catalogue() -> None:
     text = (ROOT / "docs/METRICS.md").read_text()
-    assert metrics.document() in text, "run: python -m kvprefetch.daemon.telemetry.metrics"
+    assert documents.metrics() in text, "run: python -m tests.support.documents metrics"
 
 
 def test_a_server_without_clients_ends_at_once() -> None:
