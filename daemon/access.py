@@ -58,15 +58,12 @@ class Access:
     share_namespaces: bool = False
 
     def may_attach(self, peer: Credentials) -> bool:
-        return self.may_steer(peer) or peer.uid in self.uids or self.gid in peer.groups
-
-    def may_steer(self, peer: Credentials) -> bool:
-        """Change what concerns every engine: only operators, that is root and our own user."""
-        return peer.uid in (0, os.geteuid())
+        return self.scope(peer) is None or peer.uid in self.uids or self.gid in peer.groups
 
     def scope(self, peer: Credentials) -> int | None:
-        """Return the user id of the engines that this peer may see and steer; None stands for all engines."""
-        return None if self.may_steer(peer) else peer.uid
+        """Return the user id of the engines that this peer may see and steer; None stands for all engines, which are an
+        operator's: of root or our own user."""
+        return None if peer.uid in (0, os.geteuid()) else peer.uid
 
 
 def group_id(name: str) -> int:

@@ -12,7 +12,7 @@ from kvprefetch.connector import link as link_module
 from kvprefetch.connector.link import Link
 from kvprefetch.connector.session import SchedulerSession
 from kvprefetch.shmring import messages
-from tests.connector.test_link import Server, hello, wait_for
+from tests.connector.played_daemon import Server, hello, wait_for
 from tests.support.ordinary import NOBODY
 
 

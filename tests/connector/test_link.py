@@ -9,22 +9,22 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvprefetch.connector import link as link_module
 from kvprefetch.connector.link import Link
-from kvprefetch.connector.session import SchedulerSession, WorkerSession
-from kvprefetch.shmring import admin, messages, protocol
-from kvprefetch.shmring.doorbell import Doorbell
+from kvprefetch.connector.session import SchedulerSession
+from kvprefetch.shmring import admin, messages
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import PeerStatus
-from kvprefetch.shmring.messages import Attached, Hello, Mapped, Refused, Reset, ResetDone, SchedulerShape, WorkerShape
+from kvprefetch.shmring.messages import Attached, Refused, Reset, ResetDone
 from kvprefetch.shmring.segment import Segment
 
 from .fakes import Clock, FakeDaemon
+from .played_daemon import Server, hello, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -32,61 +32,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "RETRY_S", 0.01)
     monkeypatch.setattr(link_module, "FINAL_RETRY_S", 0.05)
     monkeypatch.setattr(link_module, "BEAT_S", 0.02)
-
-
-def hello(role: str) -> Hello:
-    fields: dict[str, object] = {
-        "protocol": protocol.PROTOCOL, "version": "test", "engine_id": "e", "incarnation": "0" * 32, "role": role,
-        "rank": 0, "world_size": 1, "groups": 1, "block_tokens": 16,
-    }  # fmt: skip
-    if role == "scheduler":
-        fields["scheduler"] = SchedulerShape(max_blocks=64, max_hint_bytes=4096, loads=True, saves=True)
-    else:
-        fields["worker"] = WorkerShape(block_bytes=16, key_prefix="m@", put_factor=1, put_turn=0)
-    return Hello.model_validate(fields)
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-class Server:
-    """A listening control socket whose connections the test plays."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.sock.bind(str(path))
-        self.sock.listen(4)
-        self.sock.settimeout(30)
-        self.fake = FakeDaemon(Clock())
-
-    def accept(self) -> tuple[socket.socket, Hello]:
-        sock, _ = self.sock.accept()
-        sock.settimeout(30)
-        message = self.receive(sock)
-        assert isinstance(message, Hello)
-        return sock, message
-
-    @staticmethod
-    def receive(sock: socket.socket) -> messages.Message:
-        received = messages.receive_message(sock)
-        assert received is not None
-        return received[0]
-
-    def attach(self, sock: socket.socket, fake: FakeDaemon) -> None:
-        bell = Doorbell.create()
-        layout = fake.layout
-        messages.send_message(
-            sock,
-            Attached(epoch=layout.epoch, segment_bytes=layout.total_bytes, slot_count=layout.slot_count, slot_bytes=0),
-            [fake.segment.fd, bell.fd],
-        )
-        bell.close()
-        assert self.receive(sock) == Mapped(epoch=layout.epoch)
 
 
 @pytest.fixture
@@ -314,105 +259,6 @@ def test_a_reset_without_a_daemon_or_cut_short_is_not_confirmed(
     thread.join()
     assert results == [False]
     assert time.monotonic() - begun < 2
-
-
-SLOT_BYTES = 16
-
-
-@pytest.fixture
-def worker(server: Server) -> Iterator[Link[WorkerSession]]:
-    link = Link(str(server.path), lambda: hello("worker"), WorkerSession.map, keep_ended=True)
-    link.start()
-    yield link
-    link.close()
-
-
-def live_and_die(server: Server, link: Link[WorkerSession], epoch: int, live_epochs: tuple[int, ...] = ()) -> None:
-    """A daemon that attaches the worker with this epoch and ends."""
-    sock, _ = server.accept()
-    segment = Segment.create(4 * SLOT_BYTES)
-    attached = Attached(
-        epoch=epoch, segment_bytes=segment.size_bytes, slot_count=4, slot_bytes=SLOT_BYTES, live_epochs=[*live_epochs]
-    )
-    messages.send_message(sock, attached, [segment.fd])
-    assert Server.receive(sock) == Mapped(epoch=epoch)
-    wait_for(lambda: link.session is not None)
-    sock.close()
-    segment.close()
-    wait_for(lambda: link.session is None)
-
-
-def mapped_segments() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:kvprefetch")
-
-
-def test_a_worker_keeps_ended_epochs_until_steps_no_longer_name_them(
-    server: Server, worker: Link[WorkerSession]
-) -> None:
-    live_and_die(server, worker, 1)
-    for _ in range(link_module.FORGET_STEPS - 1):
-        worker.keep(())
-    worker.keep((1,))
-    for _ in range(link_module.FORGET_STEPS - 1):
-        worker.keep((2,))
-    kept = worker.mapped(1)
-    assert kept is not None
-    assert kept.rows.shape == (4, SLOT_BYTES)
-    worker.keep(())
-    assert worker.mapped(1) is None
-
-
-def test_an_idle_worker_lets_go_of_every_ended_epoch_that_the_scheduler_does_not_name(
-    server: Server, worker: Link[WorkerSession]
-) -> None:
-    """No step comes; the daemon is started again and again."""
-    before = mapped_segments()
-    for epoch in range(1, 7):
-        live_and_die(server, worker, epoch, live_epochs=(2,))
-    assert [epoch for epoch in range(1, 7) if worker.mapped(epoch) is not None] == [2, 6]
-    wait_for(lambda: mapped_segments() == before + 2)
-
-
-def test_no_thread_but_the_links_unmaps_staging(
-    server: Server, worker: Link[WorkerSession], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unmapping costs 50 ms per GiB: the step that drops the last reference must not pay for it."""
-    unmapped_by: list[str] = []
-    close = Segment.close
-
-    def recorded(segment: Segment) -> bool:
-        if closed := close(segment):
-            unmapped_by.append(threading.current_thread().name)
-        return closed
-
-    before = mapped_segments()
-    live_and_die(server, worker, 1)
-    monkeypatch.setattr(Segment, "close", lambda segment: False)  # the link's thread does not come to it
-    copying = worker.mapped(1)
-    assert copying is not None
-    for _ in range(link_module.FORGET_STEPS):
-        worker.keep(())
-    assert worker.mapped(1) is None
-    del copying
-    assert mapped_segments() == before + 1, "the step dropped the last reference, and unmapped nothing"
-    monkeypatch.setattr(Segment, "close", recorded)
-    wait_for(lambda: mapped_segments() == before)
-    assert unmapped_by == ["kvprefetch-link"]
-
-
-def test_what_a_copy_still_uses_stays_mapped(server: Server, worker: Link[WorkerSession]) -> None:
-    before = mapped_segments()
-    live_and_die(server, worker, 1)
-    copying = worker.mapped(1)
-    assert copying is not None
-    live_and_die(server, worker, 2)
-    assert worker.mapped(1) is None
-    time.sleep(0.1)  # the link's thread tries it several times
-    copying.rows[3, SLOT_BYTES - 1] = 7
-    assert copying.rows[3, SLOT_BYTES - 1] == 7
-    assert mapped_segments() == before + 2
-    del copying
-    wait_for(lambda: mapped_segments() == before + 1)
 
 
 def test_the_heart_beats_while_messages_come(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,69 @@
+"""A control socket on which a test plays the daemon, for tests of the link."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvprefetch.shmring import messages, protocol
+from kvprefetch.shmring.doorbell import Doorbell
+from kvprefetch.shmring.messages import Attached, Hello, Mapped, SchedulerShape, WorkerShape
+
+from .fakes import Clock, FakeDaemon
+
+
+def hello(role: str) -> Hello:
+    fields: dict[str, object] = {
+        "protocol": protocol.PROTOCOL, "version": "test", "engine_id": "e", "incarnation": "0" * 32, "role": role,
+        "rank": 0, "world_size": 1, "groups": 1, "block_tokens": 16,
+    }  # fmt: skip
+    if role == "scheduler":
+        fields["scheduler"] = SchedulerShape(max_blocks=64, max_hint_bytes=4096, loads=True, saves=True)
+    else:
+        fields["worker"] = WorkerShape(block_bytes=16, key_prefix="m@", put_factor=1, put_turn=0)
+    return Hello.model_validate(fields)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+class Server:
+    """A listening control socket whose connections the test plays."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sock.bind(str(path))
+        self.sock.listen(4)
+        self.sock.settimeout(30)
+        self.fake = FakeDaemon(Clock())
+
+    def accept(self) -> tuple[socket.socket, Hello]:
+        sock, _ = self.sock.accept()
+        sock.settimeout(30)
+        message = self.receive(sock)
+        assert isinstance(message, Hello)
+        return sock, message
+
+    @staticmethod
+    def receive(sock: socket.socket) -> messages.Message:
+        received = messages.receive_message(sock)
+        assert received is not None
+        return received[0]
+
+    def attach(self, sock: socket.socket, fake: FakeDaemon) -> None:
+        bell = Doorbell.create()
+        layout = fake.layout
+        messages.send_message(
+            sock,
+            Attached(epoch=layout.epoch, segment_bytes=layout.total_bytes, slot_count=layout.slot_count, slot_bytes=0),
+            [fake.segment.fd, bell.fd],
+        )
+        bell.close()
+        assert self.receive(sock) == Mapped(epoch=layout.epoch)
