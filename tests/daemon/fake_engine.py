@@ -55,12 +55,13 @@ class FakeEngine:
         self, path: Path, *, engine_id: str = "engine", ranks: int = 1, block_bytes: int = BLOCK_BYTES,
         prefix: str = "model", incarnation: str | None = None, attach: bool = True, max_blocks: int = 512,
         events: bool = False, devices: HostDevices | None = None, fingerprint: dict[str, str] | None = None,
+        saves: bool = True,
     ) -> None:  # fmt: skip
         self.path, self.ranks, self.block_bytes = path, ranks, block_bytes
         self.engine_id, self.incarnation = engine_id, incarnation or uuid.uuid4().hex
         self.prefix, self.max_blocks, self.events = prefix, max_blocks, events
         self.told_disk: int | None = None  # of the last load: blocks that came from disk
-        self.fingerprint = fingerprint or {}
+        self.fingerprint, self.saves = fingerprint or {}, saves
         FakeEngine.made.append(self)
         self.sockets: list[socket.socket] = []
         self.staging: list[Segment] = []
@@ -93,7 +94,7 @@ class FakeEngine:
                 max_blocks=self.max_blocks,
                 max_hint_bytes=64 * self.max_blocks,
                 loads=True,
-                saves=True,
+                saves=self.saves,
                 events=self.events,
             )
         return Hello.model_validate({**fields, **changes})
