@@ -114,6 +114,9 @@ def test_bytes_that_come_late_never_come_into_a_slot_that_is_used_again(
     with frozen(cluster.owner_pid):
         keys = [engine.hint(list(late)), worn.hint(list(half))]
         wait_for(lambda: numbers(daemon, engine)["orders"] + numbers(daemon, worn)["orders"] == 2, what="both fetches")
+        # The second begins a second after the first, and has to be in its transfer when the clock steps: were it not,
+        # it would find the owner put aside, and lose nothing.
+        wait_for(lambda: ask_daemon(daemon.socket).calls.get("fetch", 0.0) > 2.0, what="both transfers")
         clock.step_until(lambda: engine.flag(keys[0]).state != FlagState.HINTED, "the end of the fetch")
         assert engine.settled(keys[0]).count == 0
         end(engine, keys[0])
