@@ -7,6 +7,7 @@ a mapping, it would be a SIGBUS there.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -83,7 +84,8 @@ class Segment:
         try:
             self.buffer.release()
             if self.size_bytes > POPULATE_BYTES:
-                self._drop_pages()
+                with contextlib.suppress(OSError):  # memory that is locked (mlockall) cannot be emptied in pieces
+                    self._drop_pages()
             self._map.close()
         except BufferError:
             self.buffer = memoryview(self._map)

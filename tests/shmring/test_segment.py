@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -88,6 +89,16 @@ def test_a_large_segment_is_emptied_piece_by_piece_and_keeps_its_bytes(monkeypat
     assert segment.close()
     assert all(other.buffer[offset] == 1 + offset % 251 for offset in range(0, other.size_bytes, 4096))
     assert other.close()
+
+
+def test_a_large_segment_whose_memory_is_locked_is_unmapped_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after mlockall: the kernel refuses to empty locked memory in pieces, and no thread may end for it."""
+    monkeypatch.setattr(module, "POPULATE_BYTES", 8192)
+    segment = Segment.create(16384)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(segment.buffer))
+    if ctypes.CDLL(None).mlock(ctypes.c_void_p(address), ctypes.c_size_t(16384)):
+        pytest.skip("no memory may be locked (ulimit -l)")
+    assert segment.close()
 
 
 def test_nobody_can_truncate_a_segment_under_the_other_side() -> None:
