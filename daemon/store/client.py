@@ -205,7 +205,11 @@ class Store:
 
     def _move(self, call: Move, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """The one place that hands memory to Mooncake; see give_up.py."""
-        codes = move(call, keys, addresses, sizes)
+        try:
+            codes = move(call, keys, addresses, sizes)
+        except BaseException:
+            self._under_way = True  # nothing is known of the transfers
+            raise
         self._under_way |= UNDER_WAY in codes
         return codes
 

@@ -31,6 +31,20 @@ def test_a_transfer_that_fails_when_it_may_have_been_given_up_is_under_way_by_ei
     assert not client.closed, "its end could free what the transfer uses"
 
 
+def test_after_a_transfer_that_raised_the_client_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of what was under way, so the client must not go away under it."""
+    store, client = opened()
+
+    def raises(*_: object) -> list[int]:
+        raise RuntimeError("of Mooncake's")
+
+    monkeypatch.setattr(client, "batch_get_into", raises)
+    with pytest.raises(RuntimeError):
+        store.get_into(["k"], [0], [8])
+    store.close()
+    assert not client.closed
+
+
 @pytest.mark.parametrize("failed_s", [0, 1, 50])
 def test_a_transfer_that_fails_sooner_has_ended(failed_s: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(give_up, "clocks_ns", lambda: (client.calls * failed_s * 10**9,) * 2)
