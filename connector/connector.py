@@ -79,7 +79,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = configuration.load(transfer.kv_connector_extra_config)
         support.check(vllm.__version__, vllm_config, kv_cache_config)
         self._geometry = support.geometry(vllm_config, kv_cache_config)
-        if self._settings.mode == "shadow":  # the daemon is to know, who gives no slots and no namespace to it
+        if self._settings.mode == "shadow":  # the daemon is to know, and then keeps no slots for saves
             self._geometry = dataclasses.replace(self._geometry, saves=False)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
