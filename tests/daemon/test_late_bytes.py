@@ -121,7 +121,8 @@ def test_bytes_that_come_late_never_come_into_a_slot_that_is_used_again(
         assert engine.settled(keys[0]).count == 0
         end(engine, keys[0])
         wait_for(lambda: numbers(daemon, engine)["slots_lost"] == 4, what="the gauge")
-        assert {line["call"] for line in daemon.records("slots.lost")} == {"fetch"}
+        lost = wait_for(lambda: daemon.records("slots.lost"), what="the log's line")
+        assert {line["call"] for line in lost} == {"fetch"}
         few = list(fine)[: fetch_slots - 4]
         _, slots = claim(engine, few)
         assert len(set(slots)) == fetch_slots - 4, "all that are left"
@@ -137,7 +138,7 @@ def test_bytes_that_come_late_never_come_into_a_slot_that_is_used_again(
     assert anew.move(key, FlagState.RELEASED)
     anew.done(key, loaded=len(whole))
     wait_for(lambda: anew.load(list(half)) == list(half.values()), 30, "a hit")
-    assert daemon.records("owner.back"), "the owner delivers again, and is asked again"
+    wait_for(lambda: daemon.records("owner.back"), what="the line that says that the owner is asked again")
 
     with contextlib.ExitStack() as stopped:  # a put: whose memory it goes to is Mooncake's choice
         for process in cluster._processes[1:]:

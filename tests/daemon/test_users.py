@@ -128,7 +128,8 @@ def test_an_engine_of_another_user_does_not_get_the_namespace(both: Serve, other
     refusal = other.attach(daemon.socket, "thief", "llama")
     assert "namespace='llama@tp_rank:*@' uid=4242 owner_uid=0" in refusal
     assert 'namespaces = "shared"' in refusal
-    assert daemon.records("engine.refused")[0]["error"] in refusal
+    [refused] = wait_for(lambda: daemon.records("engine.refused"), what="its line in the log")
+    assert refused["error"] in refusal
     shape = victim.hello("worker").worker
     assert shape is not None
     for prefix in ("llama", PREFIX + next(iter(values)).hex()[:8], "llama@tp_rank:0"):
