@@ -100,9 +100,12 @@ def listen(config: DaemonConfig, patience_s: float = _LOCK_S) -> socket.socket:
             return _bound(folder, path, gid, int(config.socket_mode, 8))
     except OSError as error:
         kind = Taken if error.errno == errno.EADDRINUSE else ConfigError
+        cure = "--socket names another place"
+        if gid != -1 and error.errno == errno.EPERM:
+            cure = "the daemon's user must be a member of that group"
         raise kind(
             f"socket: cannot be bound: {error.strerror or error}: socket={str(path)!r} "
-            f"socket_group={config.socket_group!r}; --socket names another place"
+            f"socket_group={config.socket_group!r}; {cure}"
         ) from None
 
 
@@ -183,7 +186,7 @@ def _make_way(folder: int, path: Path) -> None:
             return
         except BlockingIOError:
             pass
-    raise Taken(f"socket: another daemon is serving: socket={str(path)!r}")
+    raise Taken(f"socket: another daemon is serving: socket={str(path)!r}; --socket names another place")
 
 
 def _bound(folder: int, path: Path, gid: int, mode: int) -> socket.socket:

@@ -32,8 +32,11 @@ def open_folder(path: Path, log: Any) -> int:
             raise
         return fd
     except OSError as error:
-        missing = error.errno == errno.ENOENT
-        why = "the folder above it is not there; make it, or mount it" if missing else error.strerror
+        why = error.strerror or str(error)
+        if error.errno == errno.ENOENT:
+            why = "the folder above it is not there; make it, or mount it"
+        elif error.errno == errno.EACCES:
+            why += f"; make a folder that belongs to the daemon's user (uid={os.geteuid()}), or name another one"
         raise SettingsError(f"disk: cannot be used: {why}: disk={str(path)!r}") from None
 
 

@@ -49,7 +49,10 @@ def test_of_daemons_that_start_at_once_one_gets_the_path(tmp_path: Path) -> None
             thread.join()
         for sock in won:
             sock.close()
-        assert (len(won), set(lost)) == (1, {f"socket: another daemon is serving: socket={str(path)!r}"})
+        assert (len(won), set(lost)) == (
+            1,
+            {f"socket: another daemon is serving: socket={str(path)!r}; --socket names another place"},
+        )
 
 
 def test_all_processes_of_many_engines_may_come_at_once(tmp_path: Path) -> None:
@@ -167,7 +170,7 @@ def test_a_group_that_is_not_ones_own_leaves_no_socket_behind() -> None:
         path = Path(folder) / "s"
         text = as_nobody(lambda: listen(load({"socket": str(path), "socket_group": "0"})))
         assert text.startswith("ConfigError: socket: cannot be bound: Operation not permitted: ")
-        assert "socket_group='0'" in text
+        assert text.endswith("socket_group='0'; the daemon's user must be a member of that group")
         assert not path.exists()
 
 
@@ -177,6 +180,10 @@ def test_a_folder_for_the_disk_that_is_not_ones_own_is_a_setting() -> None:
         master = EmbeddedMaster(1, DiskSpec(Path(folder), None), structlog.get_logger())
         text = as_nobody(master.start)
         assert text.startswith(f"SettingsError: disk: the folder belongs to another user: disk={folder!r} uid=0 ")
+        below = EmbeddedMaster(1, DiskSpec(Path(folder, "kv"), None), structlog.get_logger())
+        text = as_nobody(below.start)
+        assert text.startswith("SettingsError: disk: cannot be used: Permission denied; make a folder that belongs to ")
+        assert f"(uid={NOBODY})" in text
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root is led astray by links of others")
