@@ -115,7 +115,8 @@ def slowest(status: Status) -> list[list[str]]:
 def others(status: Status) -> list[str]:
     """Return a line that counts the attached engines that are not in this answer."""
     count = status.engine_count - len(status.engines)
-    return [f"and {count} engines more, of other users or beyond those that fit"] if count > 0 else []
+    engines = "engine" if count == 1 else "engines"
+    return [f"and {count} more {engines}, of other users or beyond those that fit"] if count > 0 else []
 
 
 def namespaces(status: Status) -> list[str]:

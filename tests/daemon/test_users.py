@@ -232,7 +232,7 @@ def test_each_user_sees_and_orders_what_is_its_own(
     for text in everywhere:
         assert "victim" not in text
         assert "llama" not in text
-    assert "and 1 engines more, of other users" in everywhere[0]
+    assert "and 1 more engine, of other users" in everywhere[0]
     assert "secret-weights" not in other.command("store", "stat", "--socket", path)
 
     assert other.attach(path, "mine", "mistral", weights="my-weights") == ""

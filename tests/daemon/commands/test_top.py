@@ -82,7 +82,7 @@ def test_the_description_says_what_is_wrong() -> None:
     assert "store NOT open" in shown[0]
     assert "store calls in flight: fetch 12.0 s" in shown[0]
     assert shown[1:] == ["no engine is attached"]
-    more = "and 3 engines more, of other users or beyond those that fit"
+    more = "and 3 more engines, of other users or beyond those that fit"
     assert more in overview.describe(status(engine(), engine_count=4))
     assert overview.describe(status(engine_count=3))[1:] == [more]
 
@@ -107,7 +107,7 @@ def test_a_frame_says_what_is_wrong_as_the_description_does() -> None:
     console.print(screen.frame(now, overview.Rates(0.0, 0.0, None)))
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
-    said = [line for line in overview.describe(now) if re.search("no disk|x stores under llama@|and 3 engines", line)]
+    said = [line for line in overview.describe(now) if re.search("no disk|x stores under llama@|and 3 more engines", line)]
     assert len(said) == 3
     assert [line.rstrip() for line in lines if line.rstrip() in said] == said
 
