@@ -64,8 +64,8 @@ class Namespaces:
                 raise NamespaceTaken(
                     f"the namespace belongs to another user: namespace={name!r} uid={uid} owner_uid={known.uid}: give "
                     f'the engine a cache_prefix of its own, or let users share (namespaces = "shared" in the daemon\'s '
-                    f"configuration), or have root or the daemon's user free it once no engine uses it (kvprefetchd store "
-                    f"purge --prefix {name!r} --yes)"
+                    f"configuration), or have root or the daemon's user free it once no engine uses it "
+                    f"(kvprefetchd store purge --prefix {name!r} --yes)"
                 )
 
     def claim(self, uid: int, namespaces: Mapping[str, Fingerprint], *, shared: bool, in_use: Collection[str]) -> None:

@@ -107,7 +107,8 @@ def test_a_frame_says_what_is_wrong_as_the_description_does() -> None:
     console.print(screen.frame(now, overview.Rates(0.0, 0.0, None)))
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
-    said = [line for line in overview.describe(now) if re.search("no disk|x stores under llama@|and 3 more engines", line)]
+    wrong = re.compile("no disk|x stores under llama@|and 3 more engines")
+    said = [line for line in overview.describe(now) if wrong.search(line)]
     assert len(said) == 3
     assert [line.rstrip() for line in lines if line.rstrip() in said] == said
 
