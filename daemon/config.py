@@ -75,7 +75,8 @@ class DaemonConfig(BaseModel):
         default_factory=tuple, max_length=256, description="users who may attach, beside root, our own and the group"
     )
     namespaces: Literal["per_user", "shared"] = Field(
-        default="per_user", description="which engines may share stored KV: those of one user, or of all who may attach"
+        default="per_user",
+        description="which engines may share stored KV: per_user: those of one user; shared: of all who may attach",
     )
     mode: Mode = Field(
         default="on", description="shadow: look up and count, never load or save; off: answer every request with a miss"

@@ -30,13 +30,14 @@ from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, decla
 from .page import Page
 
 DETAILS = (
-    "A namespace is what stands before the hash in a block's key: model, parallel layout and rank, with `cache_prefix` "
-    "first. ls and stat ask the Mooncake master's HTTP interface: the embedded store's, or --master-http. stat also "
-    "asks the daemon to whom each namespace belongs and what it stands for. purge takes all ranks' parts, goes through "
-    "the daemon, reaches the embedded disk tier too, and leaves attached engines running: what is staged stays valid, "
-    "and what is saved afterwards is stored again (keys that were on the disk tier: in memory only, until the daemon "
-    "restarts). Afterwards a namespace that no engine uses belongs to nobody. Root and the daemon's own user may see "
-    "and remove all, others what is their own."
+    "A namespace is what stands before the hash in a block's key: model, rank and fingerprint, with `cache_prefix` "
+    "first. ls and stat ask the Mooncake master's HTTP interface, so they list the keys of all users: the embedded "
+    "store's, or --master-http. stat also asks the daemon which user each namespace belongs to and what it stands for. "
+    "purge takes all ranks' parts, goes through the daemon, reaches the embedded disk tier too, and leaves attached "
+    "engines running: what is staged stays valid, and what is saved afterwards is stored again (keys that were on the "
+    "disk tier: in memory only, until the daemon restarts). Afterwards a namespace that no engine uses belongs to "
+    "nobody. Root and the daemon's own user may remove all, and see which user each namespace belongs to; other users "
+    "may do so with their own."
 )
 PAGE = Page(
     examples=(
