@@ -26,6 +26,7 @@ PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY",
 # $1: the root; $2: the script in it; then the folders to show in it, read-only.
 ENTER = """
 root=$1 script=$2; shift 2
+mount --bind "$root" "$root" # as / of a machine it is a mount, which `ip netns` and unshare change
 mount -t proc proc "$root/proc"
 mount -t sysfs -o ro sysfs "$root/sys"
 mount -t tmpfs -o mode=755 dev "$root/dev"

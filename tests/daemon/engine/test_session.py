@@ -53,6 +53,7 @@ class Answering:
     """A store that would answer."""
 
     answering = True
+    removal_ms = 0
 
 
 def make_session(
@@ -272,6 +273,8 @@ def test_memory_that_the_store_refuses_is_let_go() -> None:
     registered: set[int] = set()
 
     class Full:
+        removal_ms = 0
+
         def register(self, address: int, _: int) -> None:
             if registered:
                 raise StoreError("registering 4096 bytes failed with code -1")
@@ -296,6 +299,8 @@ def test_a_store_that_does_not_let_go_of_the_memory_keeps_no_session_open() -> N
     registered: list[int] = []
 
     class Stubborn:
+        removal_ms = 0
+
         def register(self, address: int, _: int) -> None:
             registered.append(address)
 

@@ -40,6 +40,7 @@ class Store:
     """Answers, until it does not."""
 
     answering = True
+    removal_ms = 0
 
     def suspect(self, _: str) -> None:
         self.answering = False
