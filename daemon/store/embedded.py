@@ -321,7 +321,7 @@ def _binary() -> str:
     spec = importlib.util.find_spec("mooncake")  # finds the package without importing it
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder) / "mooncake_master"
-        if os.access(path, os.X_OK):
+        if os.access(path, os.X_OK, effective_ids=True):  # what exec goes by
             return str(path)
     raise EmbeddedError(
         "mooncake_master is not installed: install kvprefetch with daemon-cpu, daemon-cuda12 or daemon-cuda13"
