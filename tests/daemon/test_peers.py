@@ -27,6 +27,7 @@ from tests.daemon.conftest import keeps_to_the_catalogue
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import blocks
 from tests.support.auditor import Auditor, ask_daemon
+from tests.support.ordinary import effective_user
 
 OTHER_UID = 54321
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may connect as another user")
@@ -42,16 +43,6 @@ def daemon() -> Iterator[Daemon]:
             yield daemon
             assert daemon.sigterm(30) == 0
             keeps_to_the_catalogue(daemon)
-
-
-@contextlib.contextmanager
-def another_user() -> Iterator[None]:
-    """Connect as another user: the kernel notes the effective user of connect()."""
-    os.seteuid(OTHER_UID)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 def half(path: Path, number: int) -> socket.socket:
@@ -85,7 +76,7 @@ def test_a_crowd_of_one_user_hangs_up_on_nobody_elses_connection(daemon: Daemon)
     engine = FakeEngine(daemon.socket, attach=False)
     worker, scheduler = engine.connect(), engine.connect()
     messages.send_message(worker, engine.hello("worker"))
-    with another_user():
+    with effective_user(OTHER_UID):
         crowd = [half(daemon.socket, number) for number in range(MAX_WAITING + 20)]
     assert "the oldest of uid=54321" in refusal(crowd[0]).error
     messages.send_message(scheduler, engine.hello("scheduler"))
@@ -107,7 +98,7 @@ def test_one_user_cannot_take_the_places_of_another(serve: Callable[..., Daemon]
         access = ("--socket-mode", "0666", "--allow-uids", str(OTHER_UID))
         bounds = ("--max-engines", "2", "--max-engines-per-uid", "1")
         path = serve(socket=Path(name) / "s", extra=(*access, *bounds)).socket
-        with another_user():
+        with effective_user(OTHER_UID):
             first = FakeEngine(path, engine_id="first")
             second = FakeEngine(path, engine_id="second", attach=False)
             peers = [second.connect(), second.connect()]
@@ -145,7 +136,7 @@ def test_descriptors_that_nobody_reads_are_bounded_for_each_user(daemon: Daemon)
         wait_for(lambda: not ask_daemon(daemon.socket).engine_count, what="its end")
     assert len(kept) == (MAX_PROCESSES - 1) // 32
     if os.geteuid() == 0:
-        with another_user():
+        with effective_user(OTHER_UID):
             other = FakeEngine(daemon.socket, engine_id="another user's", prefix="another")
         other.close()
     for worker in kept.pop():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import socket
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from kvprefetch.shmring import admin, messages
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import blocks, stored
 from tests.support.auditor import ask_daemon
+from tests.support.ordinary import effective_user
 
 Serve = Callable[..., Daemon]
 OTHER = 4242
@@ -28,16 +28,6 @@ OPEN = ("--socket-mode", "0666", "--allow-uids", str(OTHER))
 PREFIX = "llama@tp_rank:0@"
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-
-
-@contextlib.contextmanager
-def another_user() -> Iterator[None]:
-    """Connect as another user: the kernel notes the effective user of connect()."""
-    os.seteuid(OTHER)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 class OtherUser:
@@ -49,7 +39,7 @@ class OtherUser:
 
     def attach(self, path: Path, engine_id: str, prefix: str, **fingerprint: str) -> str:
         """Attach an engine; nothing when it is attached, or what the daemon said."""
-        with another_user():
+        with effective_user(OTHER):
             try:
                 engine = FakeEngine(path, engine_id=engine_id, prefix=prefix, fingerprint=fingerprint)
             except AssertionError as error:  # it got something else than Attached
@@ -76,7 +66,7 @@ class OtherUser:
         """What the daemon answers."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(30)
-            with another_user():
+            with effective_user(OTHER):
                 sock.connect(str(path))
             messages.send_message(sock, query)
             received = messages.receive_message(sock)
@@ -85,7 +75,7 @@ class OtherUser:
 
     def command(self, *arguments: object) -> str:
         """What a command of `kvprefetchd` prints."""
-        with another_user():
+        with effective_user(OTHER):
             return command(self._capsys, *arguments)
 
 

@@ -1,8 +1,10 @@
-"""Run a command as an ordinary user: user and group nobody, without privileges, also where the tests run as root."""
+"""Act as an ordinary user where the tests run as root: a command as nobody, a connection as any user."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 NOBODY = 65534
 _READS = "-all,+dac_read_search"  # the checkout may lie in a folder that only root may enter; it gives nothing else
@@ -14,3 +16,14 @@ AS_NOBODY = (
     if os.geteuid() == 0
     else []
 )
+
+
+@contextlib.contextmanager
+def effective_user(uid: int) -> Iterator[None]:
+    """Connect as this user; only root can. The kernel notes the effective user of connect()."""
+    "".encode("idna")  # imported at the first look-up of a host, which this user may not read where Python lies
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
