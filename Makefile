@@ -45,7 +45,7 @@ stress: setup ## the long tests: load and randomised faults
 
 # One process for each file: a CUDA context that is lost takes the rest of its process with it.
 gpu: links ## the tests that need a CUDA device (PYTHON: one with torch, cupy, numpy and pytest; no vLLM needed)
-	@why=$$($(ON_GPU) -c "from kvprefetch.shmring import cuda; cuda.uuid_of('cuda', 0)" 2>&1) || \
+	@why=$$($(ON_GPU) -c "from kvprefetch.shmring.gpu import cuda; cuda.uuid_of('cuda', 0)" 2>&1) || \
 		{ echo "make gpu: no CUDA device here: $$(echo "$$why" | tail -n 1)" >&2; exit 1; }
 	@failed=; for file in $(GPU_TESTS); do \
 		$(ON_GPU) -m pytest -c /dev/null --rootdir=. --import-mode=importlib -p no:cacheprovider -o markers=gpu \

@@ -38,7 +38,7 @@ from kvprefetch.connector.paged import PagedCache
 from kvprefetch.connector.tier import DeviceTier
 from kvprefetch.daemon.engine.device import DeviceStaging
 from kvprefetch.daemon.engine.promoter import COPY_BYTES
-from kvprefetch.shmring import cuda
+from kvprefetch.shmring.gpu import cuda
 
 # Layers, KV heads of a rank, K and V of a head; blocks of 16 tokens in bfloat16, in the layout LBNHC.
 SHAPES = {"llama-8b": (32, 8, 256), "llama-70b-tp8": (80, 1, 256)}

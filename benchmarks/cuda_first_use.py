@@ -3,7 +3,7 @@
     python -m benchmarks.cuda_first_use
 
 The longest gap is how long a daemon's main loop stands still when the first engine on a GPU attaches.  Milliseconds, as
-one JSON object: the gap should be far below the whole, since `shmring/cuda_driver.py` lets other threads run.
+one JSON object: the gap should be far below the whole, since `shmring/gpu/driver.py` lets other threads run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-from kvprefetch.shmring import cuda
+from kvprefetch.shmring.gpu import cuda
 
 
 class Gaps(threading.Thread):

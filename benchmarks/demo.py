@@ -14,12 +14,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.lab import connectors, process
-from benchmarks.lab.checkpoint import Shape, make_checkpoint
-from benchmarks.lab.daemon import Daemon, Record
-from benchmarks.lab.engine import Engine, EngineError, EngineSpec
-from benchmarks.lab.passes import Pass
-from benchmarks.lab.prompts import make_prompts
+from tests.lab import connectors, process
+from tests.lab.checkpoint import Shape, make_checkpoint
+from tests.lab.daemon import Daemon, Record
+from tests.lab.engine import Engine, EngineError, EngineSpec
+from tests.lab.passes import Pass
+from tests.lab.prompts import make_prompts
 
 # float32: recomputed and loaded tokens are then exactly equal. Recompute takes several times as long as loading.
 MODEL = Shape(hidden=512, intermediate=1024, layers=8, heads=8, kv_heads=1, head_dim=64)

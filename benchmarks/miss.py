@@ -19,14 +19,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab import connectors
-from benchmarks.lab.checkpoint import PEERS, make_checkpoint
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.engine import Engine, EngineSpec
-from benchmarks.lab.interference import Interference
-from benchmarks.lab.process import REPO, exit_on_sigterm
-from benchmarks.lab.prompts import make_prompts
 from benchmarks.ttft import machine
+from tests.lab import connectors
+from tests.lab.checkpoint import PEERS, make_checkpoint
+from tests.lab.daemon import Daemon
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.interference import Interference
+from tests.lab.process import REPO, exit_on_sigterm
+from tests.lab.prompts import make_prompts
 
 BARE = "no connector"
 # Looks up and misses; looks up, misses and saves; as the first one, without the look at a pending flag.

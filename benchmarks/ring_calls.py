@@ -12,10 +12,10 @@ from kvprefetch.shmring.doorbell import Doorbell
 from kvprefetch.shmring.flags import FlagTable, pack
 from kvprefetch.shmring.layout import Layout
 from kvprefetch.shmring.liveness import Liveness
-from kvprefetch.shmring.messages import Attached
-from kvprefetch.shmring.protocol import FlagState, Outcome
 from kvprefetch.shmring.ring import Consumer
 from kvprefetch.shmring.segment import Segment
+from kvprefetch.shmring.wire.messages import Attached
+from kvprefetch.shmring.wire.records import FlagState, Outcome
 
 from .ring_peers import Ring, UpstreamLookup
 

@@ -21,15 +21,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab import connectors
-from benchmarks.lab.checkpoint import PEERS, make_checkpoint
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.engine import Engine, EngineSpec
-from benchmarks.lab.interference import Interference
-from benchmarks.lab.passes import percentile
-from benchmarks.lab.process import REPO, exit_on_sigterm
-from benchmarks.lab.prompts import make_prompts
 from benchmarks.ttft import DISTURBED_CORES, machine
+from tests.lab import connectors
+from tests.lab.checkpoint import PEERS, make_checkpoint
+from tests.lab.daemon import Daemon
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.interference import Interference
+from tests.lab.passes import percentile
+from tests.lab.process import REPO, exit_on_sigterm
+from tests.lab.prompts import make_prompts
 
 CASES = ("storing", "stored")
 AIMS = {"storing": 1.10, "stored": 1.02}

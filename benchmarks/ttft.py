@@ -20,17 +20,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab import connectors, lmcache
-from benchmarks.lab.checkpoint import PEERS, make_checkpoint
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.engine import Engine, EngineSpec, KVTransfer
-from benchmarks.lab.interference import Interference, cpu_s, ours
-from benchmarks.lab.link import LimitedLink, available
-from benchmarks.lab.lmcache import LMCache
-from benchmarks.lab.passes import Pass
-from benchmarks.lab.process import REPO, exit_on_sigterm
-from benchmarks.lab.prompts import make_prompts
-from benchmarks.lab.store import Store
+from tests.lab import connectors, lmcache
+from tests.lab.checkpoint import PEERS, make_checkpoint
+from tests.lab.daemon import Daemon
+from tests.lab.engine import Engine, EngineSpec, KVTransfer
+from tests.lab.interference import Interference, cpu_s, ours
+from tests.lab.link import LimitedLink, available
+from tests.lab.lmcache import LMCache
+from tests.lab.passes import Pass
+from tests.lab.process import REPO, exit_on_sigterm
+from tests.lab.prompts import make_prompts
+from tests.lab.store import Store
 
 VARIANTS = ("local", "recompute", "upstream-sync", "upstream-async", "ours")
 # Only with an interpreter that has LMCache.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..shmring.flags import Flag
-from ..shmring.protocol import FlagState, Outcome
+from ..shmring.wire.records import FlagState, Outcome
 from . import hints
 from .config import ConnectorConfig, override
 from .hints import Handle

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ..shmring.messages import check_socket_path, default_socket, first_error, nearest, shown
+from ..shmring.wire.messages import check_socket_path, default_socket, first_error, nearest, shown
 from .policy import Policy
 
 

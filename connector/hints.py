@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.flags import Flag, pack
-from ..shmring.protocol import (
+from ..shmring.wire.records import (
     MAX_REQUEST_ID_BYTES,
     Ask,
     Done,

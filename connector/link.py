@@ -16,11 +16,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from ..shmring import messages
 from ..shmring.errors import SegmentCorrupt
-from ..shmring.messages import Attached, Hello, Mapped, Notice, Refused, Reset, ResetDone, Stored
-from ..shmring.protocol import ProtocolError
 from ..shmring.segment import Segment
+from ..shmring.wire import messages
+from ..shmring.wire.messages import Attached, Hello, Mapped, Notice, Refused, Reset, ResetDone, Stored
+from ..shmring.wire.records import ProtocolError
 
 RETRY_S = 0.5
 FINAL_RETRY_S = 10.0

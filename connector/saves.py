@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..shmring.protocol import RecordKind, Saved, encode_saved
+from ..shmring.wire.records import RecordKind, Saved, encode_saved
 from .events import SavedBlocks
 from .metadata import SaveOrder
 from .session import SchedulerSession

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ..shmring.errors import SegmentCorrupt
-from ..shmring.messages import Stored
-from ..shmring.protocol import Outcome
+from ..shmring.wire.messages import Stored
+from ..shmring.wire.records import Outcome
 from . import hints
 from .claims import NOTHING, PENDING, Claims, Entry, Reply
 from .config import ConnectorConfig

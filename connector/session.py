@@ -15,15 +15,15 @@ import numpy as np
 
 from ..shmring._atomics import Words
 from ..shmring.credits import CreditTaker
-from ..shmring.cuda import Device
 from ..shmring.doorbell import Doorbell
 from ..shmring.errors import SegmentCorrupt, SegmentError
 from ..shmring.flags import FlagAllocator, FlagTable
+from ..shmring.gpu.cuda import Device
 from ..shmring.layout import Layout
 from ..shmring.liveness import Liveness, PeerState, PeerStatus
-from ..shmring.messages import Attached, Mapped
 from ..shmring.ring import Producer
 from ..shmring.segment import Segment
+from ..shmring.wire.messages import Attached, Mapped
 from .paged import Rows
 from .tier import DeviceTier
 

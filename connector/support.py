@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..shmring.messages import HASH_PROBE_TOKENS, Hello, SchedulerShape, WorkerShape
-from ..shmring.protocol import GROUPS, MAX_REQUEST_ID_BYTES, PROTOCOL
+from ..shmring.wire.messages import HASH_PROBE_TOKENS, Hello, SchedulerShape, WorkerShape
+from ..shmring.wire.records import GROUPS, MAX_REQUEST_ID_BYTES, PROTOCOL
 from .keys import RankKeys, rank_keys
 from .namespace import Namespace
 

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..shmring import cuda
-from ..shmring.cuda import Device, DeviceError, Memory
-from ..shmring.device_calls import calls
-from ..shmring.lease import wait_for_end
+from ..shmring.gpu import cuda
+from ..shmring.gpu.calls import calls
+from ..shmring.gpu.cuda import Device, DeviceError, Memory
+from ..shmring.gpu.lease import wait_for_end
 from .paged import Rows
 
 if TYPE_CHECKING:
-    from ..shmring.messages import Attached
+    from ..shmring.wire.messages import Attached
 
 # Between two pieces others get at CUDA's locks.
 PAUSE_S = 0.001

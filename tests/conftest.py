@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from kvprefetch.shmring import cuda
+from kvprefetch.shmring.gpu import cuda
 
 # A shell's background job ignores SIGINT, and what it starts inherits that; tests interrupt what they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -24,23 +24,31 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
         {"mooncake", "structlog", "prometheus_client", "rich", "numpy", "pydantic", "tomli", "vllm"},
     ),
 }
-# What travels between the two sides: it builds on shmring, and nothing else in shmring knows it.
-SPOKEN = ("shmring/protocol.py", "shmring/fields.py", "shmring/admin.py", "shmring/messages.py")
 # The driver's calls touch no shared memory; what else ctypes is kept out for does not concern them.
-ALSO = {**{name: {"pydantic"} for name in SPOKEN[1:]}, "shmring/cuda_driver.py": {"ctypes"}}
+MESSAGES = ("shmring/wire/fields.py", "shmring/wire/admin.py", "shmring/wire/messages.py")
+ALSO = {**{name: {"pydantic"} for name in MESSAGES}, "shmring/gpu/driver.py": {"ctypes"}}
 # Packages with a border of their own: only these files may import them, whatever the folder allows.
 BORDERS: dict[str, tuple[str, ...]] = {
     "mooncake": ("daemon/store/joining.py",),
-    "rich": ("daemon/commands/screen.py",),
-    "vllm": ("daemon/prompts.py", "connector/*"),
-    "cupy": ("shmring/cuda.py",),
+    "rich": ("daemon/cli/top_view.py",),
+    "vllm": ("daemon/cli/prompts.py", "connector/*"),
+    "cupy": ("shmring/gpu/cuda.py",),
 }
-# Inside the daemon: folder -> what of the daemon it may import beside itself.  What is not named here may import all.
-LAYERS: dict[str, set[str]] = {
-    "planning": set(),
-    "store": {"sizes"},
-    "telemetry": {"planning", "config"},
-    "engine": {"planning", "store", "telemetry", "config", "host", "pools", "sizes"},
+# folder: rooms, and which other rooms each may import; "" is the folder's own files.  No arrow leads back.
+ROOMS: dict[str, dict[str, set[str]]] = {
+    "shmring": {"": set(), "wire": {""}, "gpu": {""}},
+    "daemon": {
+        "": {"cli"},
+        "planning": set(),
+        "config": set(),
+        "store": {"config"},
+        "telemetry": {"config", "planning"},
+        "work": {"planning", "telemetry"},
+        "engine": {"config", "planning", "store", "telemetry", "work"},
+        "control": {"config", "engine", "store", "telemetry", "work"},
+        "runtime": {"config", "control", "engine", "planning", "store", "telemetry", "work"},
+        "cli": {"config", "control", "runtime", "store", "telemetry"},
+    },
 }
 # Not even from the standard library: memory order has one home, the C extension, and ctypes has none at all.
 FORBIDDEN = {"shmring": {"ctypes"}}
@@ -74,6 +82,7 @@ def file_violations(root: Path, path: Path) -> Iterator[str]:
     parts = name.split("/")
     folder = parts[0] if len(parts) > 1 else ""
     ours, third_parties = FOLDERS.get(folder, (set(), set()))
+    room = parts[1] if len(parts) > 2 else ""
     third_parties = third_parties | ALSO.get(name, set())
     tree = ast.parse(path.read_text(encoding="utf-8"), filename=name)
     if not has_docstring(tree):
@@ -86,12 +95,11 @@ def file_violations(root: Path, path: Path) -> Iterator[str]:
             other = target[1] if len(target) > 1 and target[1] in FOLDERS else ""
             if other and other != folder and other not in ours:
                 yield f"{where}: {folder or 'the root'} may not import {other}"
-            layer = parts[1] if folder == "daemon" else ""
-            if layer in LAYERS and other == folder and target[2] not in LAYERS[layer] | {layer}:
-                yield f"{where}: daemon/{layer} may not import daemon/{target[2]}"
-            spoken = f"shmring/{target[2]}.py" if len(target) > 2 else ""
-            if other == folder == "shmring" and spoken in SPOKEN and name not in SPOKEN:
-                yield f"{where}: {name} may not import {spoken}"
+            rooms = ROOMS.get(folder, {}) if other == folder else {}
+            theirs = target[2] if len(target) > 2 and target[2] in rooms else ""
+            if room in rooms and theirs != room and theirs not in rooms[room]:
+                us = f"{folder}/{room}" if room else name
+                yield f"{where}: {us} may not import {folder}/{theirs or target[2]}"
         elif top in FORBIDDEN.get(folder, set()) - third_parties:
             yield f"{where}: {folder} may not import {top}"
         elif top in sys.stdlib_module_names or relative:
@@ -141,11 +149,11 @@ DOC = '"""Says what it is for."""\n'
     ("file", "source", "complaint"),
     [
         ("shmring/ring.py", "from ..daemon import store", "shmring may not import daemon"),
-        ("shmring/ring.py", "from .protocol import Hint", "shmring/ring.py may not import shmring/protocol.py"),
-        ("shmring/ring.py", "from . import protocol", "shmring/ring.py may not import shmring/protocol.py"),
-        ("shmring/ring.py", "from .messages import Hello", "shmring/ring.py may not import shmring/messages.py"),
+        ("shmring/ring.py", "from .wire.records import Hint", "shmring/ring.py may not import shmring/wire"),
+        ("shmring/ring.py", "from . import gpu", "shmring/ring.py may not import shmring/gpu"),
+        ("shmring/ring.py", "from .wire import messages", "shmring/ring.py may not import shmring/wire"),
         ("shmring/ring.py", "import pydantic", "shmring may not import pydantic"),
-        ("shmring/protocol.py", "import pydantic", "shmring may not import pydantic"),
+        ("shmring/wire/records.py", "import pydantic", "shmring may not import pydantic"),
         ("shmring/ring.py", "import ctypes", "shmring may not import ctypes"),
         ("shmring/ring.py", "def f():\n    import torch", "shmring may not import torch"),
         ("connector/worker.py", "from ..daemon.store.client import Store", "connector may not import daemon"),
@@ -153,14 +161,14 @@ DOC = '"""Says what it is for."""\n'
         ("connector/worker.py", "import kvprefetch.shmring.ring", "inside the package imports are relative"),
         ("connector/worker.py", "import structlog", "connector may not import structlog"),
         ("connector/scheduler.py", "import cupy", "may not import cupy"),
-        ("shmring/ring.py", "import cupy", "only shmring/cuda.py may import cupy"),
+        ("shmring/ring.py", "import cupy", "only shmring/gpu/cuda.py may import cupy"),
         ("daemon/planning/planner.py", "from ...connector.keys import key", "daemon may not import connector"),
         ("daemon/planning/blocks.py", "import mooncake.store", "only daemon/store/joining.py may import mooncake"),
-        ("daemon/pools.py", "import importlib\nimportlib.import_module('mooncake.store')", "may import mooncake"),
-        ("daemon/planning/planner.py", "import vllm.config", "only daemon/prompts.py"),
+        ("daemon/work/pools.py", "import importlib\nimportlib.import_module('mooncake.store')", "may import mooncake"),
+        ("daemon/planning/planner.py", "import vllm.config", "only daemon/cli/prompts.py"),
         ("daemon/planning/planner.py", "import shmring", "daemon may not import shmring"),
         ("daemon/planning/blocks.py", "from ..store import errors", "daemon/planning may not import daemon/store"),
-        ("daemon/telemetry/metrics.py", "from .. import service", "daemon/telemetry may not import daemon/service"),
+        ("daemon/telemetry/metrics.py", "from .. import runtime", "daemon/telemetry may not import daemon/runtime"),
         ("__init__.py", "from .connector import register", "the root may not import connector"),
         ("tests/shmring/test_ring.py", "from shmring.ring import Ring", "write kvprefetch.shmring.ring.Ring"),
     ],
@@ -188,13 +196,13 @@ def test_what_the_rules_allow_is_not_reported(tmp_path: Path) -> None:
     allowed = {
         "__init__.py": "import os",
         "shmring/ring.py": "import struct, numpy\nfrom ._atomics import fence\nfrom . import layout",
-        "shmring/protocol.py": "import struct\nfrom .layout import WORD_BYTES",
-        "shmring/messages.py": "import pydantic\nfrom .protocol import PROTOCOL",
-        "shmring/cuda.py": "def f():\n    import cupy",
+        "shmring/wire/records.py": "import struct\nfrom ..layout import WORD_BYTES",
+        "shmring/wire/messages.py": "import pydantic\nfrom .records import PROTOCOL",
+        "shmring/gpu/cuda.py": "def f():\n    import cupy",
         "connector/worker.py": "import torch, vllm\nfrom ..shmring import protocol\nfrom .. import __version__",
         "daemon/store/joining.py": "from mooncake.store import Store\nfrom ...shmring.ring import Ring",
         "daemon/engine/session.py": "from ..planning.planner import Planner\nfrom .. import config\nfrom . import jobs",
-        "tests/test_ring.py": "from kvprefetch.shmring.ring import Ring\nfrom benchmarks.lab import engine",
+        "tests/test_ring.py": "from kvprefetch.shmring.ring import Ring\nfrom tests.lab import engine",
     }
     for file, source in allowed.items():
         path = tmp_path / file

@@ -13,11 +13,11 @@ import pytest
 import tomllib
 import yaml
 
-from benchmarks.lab.daemon import Daemon
-from kvprefetch.daemon.cli import main
-from kvprefetch.daemon.config import NEXT_ATTACH, RELOADABLE, DaemonConfig, load
-from kvprefetch.daemon.service import FLUSH_S
+from kvprefetch.daemon.cli.main import main
+from kvprefetch.daemon.config.model import NEXT_ATTACH, RELOADABLE, DaemonConfig, load
+from kvprefetch.daemon.runtime.service import FLUSH_S
 from tests.daemon.fake_engine import FakeEngine
+from tests.lab.daemon import Daemon
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = {name: (ROOT / "docs" / name).read_text() for name in ("OPERATIONS.md", "TUNING.md")}

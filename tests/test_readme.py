@@ -12,9 +12,9 @@ import pytest
 from pydantic import BaseModel
 
 from kvprefetch.connector.config import ConnectorConfig
-from kvprefetch.daemon.commands.common import default_text
-from kvprefetch.daemon.config import SIZES, DaemonConfig
-from kvprefetch.daemon.sizes import size_text
+from kvprefetch.daemon.cli.common import default_text
+from kvprefetch.daemon.config.model import SIZES, DaemonConfig
+from kvprefetch.daemon.config.sizes import size_text
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

@@ -14,11 +14,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.lab.process import REPO
 from benchmarks.simulate import report
 from benchmarks.simulate.plot import plot
 from benchmarks.simulate.scenarios import SCENARIOS, run_named
 from benchmarks.simulate.waiting import POLICIES
+from tests.lab.process import REPO
 
 DEFAULT = ("local", "no-prefetch", "recompute", "wait", "adaptive")
 

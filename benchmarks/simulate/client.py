@@ -12,7 +12,7 @@ from benchmarks.simulate.waiting import Policy
 from benchmarks.simulate.workload import SimRequest
 from kvprefetch.connector.policy import Verdict, Wait, WaitPolicy
 from kvprefetch.connector.steps import StepTimes
-from kvprefetch.shmring.protocol import FlagState
+from kvprefetch.shmring.wire.records import FlagState
 
 MAX_LATE_HINTS = 3  # connector/claims.py, which would bring vLLM with it
 # A pending request is visited again after this for each that is pending.

@@ -14,10 +14,10 @@ from benchmarks.simulate.events import Event, Loop, ns
 from benchmarks.simulate.link import Link, TierModel
 from benchmarks.simulate.workload import HASH_BYTES, SimRequest, StoreContents
 from kvprefetch.daemon.planning.planner import Key, Lane, Order, Planner
-from kvprefetch.shmring.protocol import FlagState
+from kvprefetch.shmring.wire.records import FlagState
 
 MAX_STUCK = 4  # calls past their deadline, with which no other is started
-TICK_NS = 100_000_000  # daemon/service.py
+TICK_NS = 100_000_000  # daemon/runtime/service.py
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,16 +17,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab import connectors
-from benchmarks.lab.checkpoint import PEERS, make_checkpoint
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.engine import Engine, EngineSpec
-from benchmarks.lab.interference import Interference
-from benchmarks.lab.link import LimitedLink, available
-from benchmarks.lab.passes import Pass
-from benchmarks.lab.process import REPO, exit_on_sigterm
-from benchmarks.lab.prompts import make_prompts
-from benchmarks.lab.store import Store
 from benchmarks.simulate.client import over_when_asked
 from benchmarks.simulate.engine import EngineModel
 from benchmarks.simulate.link import TierModel
@@ -35,6 +25,16 @@ from benchmarks.simulate.run import Result, Scenario, simulate
 from benchmarks.simulate.waiting import POLICIES
 from benchmarks.simulate.workload import Load, fixed
 from benchmarks.ttft import machine
+from tests.lab import connectors
+from tests.lab.checkpoint import PEERS, make_checkpoint
+from tests.lab.daemon import Daemon
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.interference import Interference
+from tests.lab.link import LimitedLink, available
+from tests.lab.passes import Pass
+from tests.lab.process import REPO, exit_on_sigterm
+from tests.lab.prompts import make_prompts
+from tests.lab.store import Store
 
 BLOCK_TOKENS, SLOTS, POOL_BLOCKS, BATCHED_TOKENS = 32, 4, 200, 2048
 PROMPT_TOKENS, SHORT_TOKENS, OUTPUT_TOKENS = 1500, 600, 32

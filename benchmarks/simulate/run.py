@@ -7,13 +7,13 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from benchmarks.lab.passes import percentile
 from benchmarks.simulate.client import Client, ClientCounters
 from benchmarks.simulate.engine import Engine, EngineModel
 from benchmarks.simulate.events import NS, Loop
 from benchmarks.simulate.node import Node, NodeCounters, NodeModel
 from benchmarks.simulate.waiting import Policy
 from benchmarks.simulate.workload import Load, SimRequest, StoreContents, generate
+from tests.lab.passes import percentile
 
 
 @dataclass(frozen=True, slots=True)

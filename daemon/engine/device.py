@@ -1,7 +1,7 @@
 """Device staging: one slab of device memory per rank, cut into the same slots as its host staging, and copies into it.
 
 Made and used on threads that may wait for the device; none of it is for the main loop but what says so.  CUDA is first
-touched when an engine with GPUs attaches.  When a slab may be freed, its lease says (shmring/lease.py).
+touched when an engine with GPUs attaches.  When a slab may be freed, its lease says (shmring/gpu/lease.py).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...shmring import cuda
-from ...shmring.cuda import GRAIN_BYTES, Device, DeviceError, Event, Memory, Stream
-from ...shmring.device_calls import calls
-from ...shmring.lease import wait_for_end
-from ..sizes import size_text, whole_mib
+from ...shmring.gpu import cuda
+from ...shmring.gpu.calls import calls
+from ...shmring.gpu.cuda import GRAIN_BYTES, Device, DeviceError, Event, Memory, Stream
+from ...shmring.gpu.lease import wait_for_end
+from ..config.sizes import size_text, whole_mib
 
 if TYPE_CHECKING:  # what tests on a GPU do without (docs/PERFORMANCE.md)
     from .staging import HostStaging

@@ -10,14 +10,14 @@ from functools import partial
 
 from ..planning.negative import NegativeCache
 from ..planning.planner import Lane, Order, Planner
-from ..pools import Pools
 from ..store.client import Store
 from ..store.errors import ErrorClass
-from ..store.owners import Get
-from ..telemetry.account import Account
+from ..store.storage_nodes import Get
+from ..telemetry.counters import Account
 from ..telemetry.logs import Log
+from ..work.calls import Jobs
+from ..work.pools import Pools
 from . import transfers
-from .jobs import Jobs
 from .warming import Warming
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from ...shmring.errors import SegmentCorrupt
 from ...shmring.flags import FlagTable, pack, unpack
-from ...shmring.protocol import FlagState
+from ...shmring.wire.records import FlagState
 from ..planning.requests import Key
 
 MAX_EXCHANGES = 16  # an honest engine makes two transitions of one use of a flag at most

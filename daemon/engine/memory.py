@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from ...shmring.cuda import DeviceError
-from ...shmring.device_calls import calls
 from ...shmring.doorbell import Doorbell
 from ...shmring.errors import SegmentError
-from ...shmring.fields import Fingerprint
+from ...shmring.gpu.calls import calls
+from ...shmring.gpu.cuda import DeviceError
 from ...shmring.layout import Layout, power_of_two_at_least
-from ...shmring.messages import SchedulerShape, WorkerShape
 from ...shmring.segment import Segment
-from ..config import DaemonConfig
-from ..host import available_bytes
-from ..pools import Pools
-from ..sizes import size_text, whole_mib
+from ...shmring.wire.fields import Fingerprint
+from ...shmring.wire.messages import SchedulerShape, WorkerShape
+from ..config.machine import available_bytes
+from ..config.model import DaemonConfig
+from ..config.sizes import size_text, whole_mib
 from ..store.namespaces import name_of
+from ..work.pools import Pools
 from .device import DeviceStaging
 from .staging import HostStaging, slots_for
 

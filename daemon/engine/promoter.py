@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ...shmring.protocol import FlagState
+from ...shmring.wire.records import FlagState
 from ..planning.promotion import CopyOrder, Promotions
 from ..planning.requests import Key, Request
-from ..pools import Pools
-from ..telemetry.account import Account
+from ..telemetry.counters import Account
+from ..work.calls import Jobs
+from ..work.pools import Pools
 from .device import DeviceStaging
-from .jobs import Jobs
 
 if TYPE_CHECKING:  # what tests on a GPU do without (docs/PERFORMANCE.md)
     from ...shmring.flags import FlagTable
-    from ...shmring.messages import Mapped
+    from ...shmring.wire.messages import Mapped
     from ..telemetry.logs import Log
 
 COPY_BYTES = 32 << 20  # of one job: what it takes beside the copy itself, in Python, must not count

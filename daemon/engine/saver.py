@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from ...shmring.credits import CreditGranter
-from ...shmring.messages import Stored
-from ...shmring.protocol import ProtocolError, Saved
+from ...shmring.wire.messages import Stored
+from ...shmring.wire.records import ProtocolError, Saved
 from ..store.client import Store
-from ..telemetry.account import Account
+from ..telemetry.counters import Account
 from ..telemetry.logs import Log
 from . import transfers
 from .stored import StoredBefore

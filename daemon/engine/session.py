@@ -9,33 +9,33 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ...shmring import protocol
 from ...shmring._atomics import Words
-from ...shmring.admin import MAX_WARM_DIGESTS, Report, Warm
 from ...shmring.credits import CreditGranter
 from ...shmring.flags import FlagTable
 from ...shmring.liveness import Liveness, PeerState
-from ...shmring.messages import Mapped, Message
-from ...shmring.protocol import FlagState, ProtocolError, RecordKind
 from ...shmring.ring import Consumer, Record
-from ..config import Mode
+from ...shmring.wire import records
+from ...shmring.wire.admin import MAX_WARM_DIGESTS, Report, Warm
+from ...shmring.wire.messages import Mapped, Message
+from ...shmring.wire.records import FlagState, ProtocolError, RecordKind
+from ..config.model import Mode
 from ..planning.negative import NegativeCache
 from ..planning.planner import Key, Lane, Planner, Request
-from ..pools import Pools
 from ..store.client import Store
-from ..telemetry.account import WARM_RESULTS, Account
+from ..telemetry.counters import WARM_RESULTS, Account
 from ..telemetry.events import Ending
 from ..telemetry.logs import Log
 from ..telemetry.timeline import Stories
+from ..work.calls import Jobs
+from ..work.pools import Pools
 from . import transfers
 from .fetcher import Fetcher
 from .flags import SessionFlags
-from .jobs import Jobs
 from .lookups import LookUps, Question
 from .memory import EngineMemory, EngineShape
+from .orphaned import Untold
 from .promoter import Promoter
 from .saver import Saver
-from .untold import Untold
 from .warming import Warming, about
 
 LAST_RECORDS = 4096  # read at the end of a session: all that an honest engine can have on the way, and no flood
@@ -137,9 +137,9 @@ class EngineSession:
 
     def _handle(self, record: Record) -> None:
         if record.kind == RecordKind.HINT:
-            self._hint(protocol.decode_hint(record.payload))
+            self._hint(records.decode_hint(record.payload))
         elif record.kind == RecordKind.ASK:
-            ask = protocol.decode_ask(record.payload)
+            ask = records.decode_ask(record.payload)
             key = (ask.flag, ask.generation)
             if (request := self.planner.requests.get(key)) is not None and not request.asked:
                 self.stories.asked(key, ask.asked_ns)
@@ -147,15 +147,15 @@ class EngineSession:
                 self.promoter.asked(key)
                 self.look_ups.asked(request)
         elif record.kind == RecordKind.DONE:
-            self._done(protocol.decode_done(record.payload))
+            self._done(records.decode_done(record.payload))
         elif record.kind == RecordKind.SAVED:
             if self.closing:
                 return
-            self.saver.saved(protocol.decode_saved(record.payload))
+            self.saver.saved(records.decode_saved(record.payload))
         else:
             raise ProtocolError(f"unknown record kind: kind={record.kind}")
 
-    def _hint(self, hint: protocol.Hint) -> None:
+    def _hint(self, hint: records.Hint) -> None:
         if hint.flag >= self.layout.flag_count or hint.blocks > self.layout.table_entries:
             raise ProtocolError(
                 f"hint out of bounds: flag={hint.flag} max={self.layout.flag_count - 1} "
@@ -183,7 +183,7 @@ class EngineSession:
             return
         self.look_ups.add(request, now)
 
-    def _done(self, done: protocol.Done) -> None:
+    def _done(self, done: records.Done) -> None:
         key = (done.flag, done.generation)
         if done.flag >= self.layout.flag_count:
             raise ProtocolError(f"flag out of bounds: flag={done.flag} max={self.layout.flag_count - 1}")
@@ -196,7 +196,7 @@ class EngineSession:
         if state.generation == done.generation and state.state in (FlagState.RELEASED, FlagState.CANCELLED):
             self._finish(key, Ending[done.outcome.name], done)
 
-    def _finish(self, key: Key, ending: Ending, done: protocol.Done | None = None) -> None:
+    def _finish(self, key: Key, ending: Ending, done: records.Done | None = None) -> None:
         loaded = range(done.loaded_from, done.loaded_from + done.loaded_blocks) if done is not None else range(0)
         self._untold.told(key)
         request = self.planner.finish(key, loaded)

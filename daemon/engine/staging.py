@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Sequence
 
 from ...shmring.segment import Segment
-from ..sizes import size_text
+from ..config.sizes import size_text
 from ..store.client import Store, StoreError, StoreUnavailable
 
 _kept: list[Segment] = []  # memory that stays mapped until the process ends

@@ -15,10 +15,10 @@ from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
-from ...shmring.messages import WorkerShape
+from ...shmring.wire.messages import WorkerShape
 from ..store.client import Store, StoreUnavailable, Tier
 from ..store.errors import ErrorClass
-from ..store.owners import Get
+from ..store.storage_nodes import Get
 from .staging import HostStaging
 
 AT_ONCE = 64  # digests of one call, which then costs little more than that of one

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ...shmring.admin import Report, Warm, Warmed
-from ...shmring.messages import Message
+from ...shmring.wire.admin import Report, Warm, Warmed
+from ...shmring.wire.messages import Message
 from ..planning.blocks import Lane
 from ..planning.negative import NegativeCache
 from ..planning.planner import Planner

@@ -27,10 +27,10 @@ from .errors import ErrorClass, classify, classify_get
 from .give_up import UNDER_WAY, Move, move
 from .joining import StoreError as StoreError
 from .joining import join
-from .owners import Get, Owners
-from .places import Whereabouts, void_what_moved
 from .puts import Puts
+from .replicas import Whereabouts, void_what_moved
 from .settings import MooncakeSettings
+from .storage_nodes import Get, Owners
 from .zeros import holed
 
 Tier = Literal["memory", "disk"]

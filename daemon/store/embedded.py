@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from ...shmring.admin import StoreFill
-from ...shmring.messages import shown
-from ..sizes import parse_size
+from ...shmring.wire.admin import StoreFill
+from ...shmring.wire.messages import shown
+from ..config.sizes import parse_size
 from . import loopback
 from .disk_folder import open_folder
 from .disk_watch import MIN_FREE_BYTES, DiskWatch, room_bytes

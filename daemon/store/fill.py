@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ...shmring.admin import StoreFill
+from ...shmring.wire.admin import StoreFill
 
 PERIOD_S = 2.0
 TIMEOUT_S = 2.0

@@ -22,9 +22,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...shmring.admin import KnownNamespaces, Namespace
-from ...shmring.fields import Fingerprint
-from ...shmring.messages import first_error
+from ...shmring.wire.admin import KnownNamespaces, Namespace
+from ...shmring.wire.fields import Fingerprint
+from ...shmring.wire.messages import first_error
 from .settings import SettingsError
 
 FILE = "namespaces.json"

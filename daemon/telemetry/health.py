@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .board import Board
+from .snapshot import Board
 
 LOOP_READY_S, LOOP_HEALTHY_S = 2.0, 10.0
 # Mooncake gives a transfer up by itself after 60 s when its peer died; a call that is older will not come back.

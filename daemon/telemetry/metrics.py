@@ -14,12 +14,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ... import __version__
-from ...shmring.admin import StoreFill
-from .account import WARM_RESULTS, Account, Histogram
-from .board import Board
+from ...shmring.wire.admin import StoreFill
+from .counters import WARM_RESULTS, Account, Histogram
 from .events import Ending
 from .health import judge
 from .logs import EventCounts
+from .snapshot import Board
 
 PREFIX = "kvprefetchd_"
 TIERS = ("memory", "disk")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ...shmring.admin import Status, StoreFill
+from ...shmring.wire.admin import Status, StoreFill
 from .pretty import number, printable, size
 
 Numbers = Mapping[str, int | str]

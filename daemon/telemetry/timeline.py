@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ...shmring.protocol import Done, Hint
+from ...shmring.wire.records import Done, Hint
 from ..planning.planner import Key, Request
-from .account import Account
+from .counters import Account
 from .events import Ending
 from .logs import Log
 

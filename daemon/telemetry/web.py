@@ -14,11 +14,11 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, exposition
 
-from ..config import ConfigError, Taken
-from .board import Board
+from ..config.model import ConfigError, Taken
 from .health import judge
 from .logs import EventCounts
 from .metrics import BoardCollector
+from .snapshot import Board
 
 MAX_CLIENTS = 64  # at a time; each has a thread
 

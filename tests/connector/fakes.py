@@ -13,22 +13,22 @@ from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMe
 from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.connector.session import SchedulerSession
 from kvprefetch.connector.support import Geometry
-from kvprefetch.shmring import messages, protocol
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.credits import CreditGranter
 from kvprefetch.shmring.doorbell import Doorbell
 from kvprefetch.shmring.flags import Flag, FlagTable, pack, unpack
 from kvprefetch.shmring.layout import Layout
 from kvprefetch.shmring.liveness import Liveness, PeerState
-from kvprefetch.shmring.messages import Attached
-from kvprefetch.shmring.protocol import FlagState, RecordKind
 from kvprefetch.shmring.ring import Consumer
 from kvprefetch.shmring.segment import Segment
+from kvprefetch.shmring.wire import messages, records
+from kvprefetch.shmring.wire.messages import Attached
+from kvprefetch.shmring.wire.records import FlagState, RecordKind
 
 BLOCK = 16
 BLOCK_BYTES = 1024
 MS = 1_000_000
-# What an engine may do to a flag (protocol.py).
+# What an engine may do to a flag (records.py).
 TRANSITIONS = {
     FlagState.FREE: {FlagState.HINTED},
     FlagState.HINTED: {FlagState.CLAIMED, FlagState.CANCELLED, FlagState.FREE},
@@ -68,10 +68,10 @@ class FakeDaemon:
         self.liveness = Liveness(self.words, consumer=True)
         self.liveness.set_state(PeerState.ACTIVE)
         self.beat()
-        self.hints: list[protocol.Hint] = []
-        self.asks: list[protocol.Ask] = []
-        self.dones: list[protocol.Done] = []
-        self.saved: list[protocol.Saved] = []
+        self.hints: list[records.Hint] = []
+        self.asks: list[records.Ask] = []
+        self.dones: list[records.Done] = []
+        self.saved: list[records.Saved] = []
 
     def beat(self) -> None:
         self.liveness.beat(self.clock())
@@ -100,14 +100,14 @@ class FakeDaemon:
         """Take all records, and free the flags that were given up."""
         while (record := self.ring.peek()) is not None:
             if record.kind == RecordKind.HINT:
-                hint = protocol.decode_hint(record.payload)
+                hint = records.decode_hint(record.payload)
                 self.hints.append(hint._replace(hashes=memoryview(bytes(hint.hashes))))
             elif record.kind == RecordKind.ASK:
-                self.asks.append(protocol.decode_ask(record.payload))
+                self.asks.append(records.decode_ask(record.payload))
             elif record.kind == RecordKind.DONE:
-                self.dones.append(protocol.decode_done(record.payload))
+                self.dones.append(records.decode_done(record.payload))
             else:
-                self.saved.append(protocol.decode_saved(record.payload))
+                self.saved.append(records.decode_saved(record.payload))
             self.ring.advance()
 
     def free(self) -> None:
@@ -117,7 +117,7 @@ class FakeDaemon:
             if flag.state in (FlagState.RELEASED, FlagState.CANCELLED):
                 self.move(index, FlagState.FREE, 0)
 
-    def hint(self, request_id: str) -> protocol.Hint:
+    def hint(self, request_id: str) -> records.Hint:
         """The latest hint of a request."""
         self.drain()
         return next(hint for hint in reversed(self.hints) if hint.request_id == request_id)
@@ -131,7 +131,7 @@ class FakeDaemon:
 
     def stage(
         self, request_id: str, count: int, *, slots: Sequence[int] | None = None, ready: bool = True, found: int = -1
-    ) -> protocol.Hint:
+    ) -> records.Hint:
         """Publish blocks [local_blocks, count) of the request's latest hint."""
         hint = self.hint(request_id)
         taken = list(slots) if slots is not None else list(range(count - hint.local_blocks))

@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvprefetch.shmring import messages, protocol
 from kvprefetch.shmring.doorbell import Doorbell
-from kvprefetch.shmring.messages import Attached, Hello, Mapped, SchedulerShape, WorkerShape
+from kvprefetch.shmring.wire import messages, records
+from kvprefetch.shmring.wire.messages import Attached, Hello, Mapped, SchedulerShape, WorkerShape
 
 from .fakes import Clock, FakeDaemon
 
 
 def hello(role: str) -> Hello:
     fields: dict[str, object] = {
-        "protocol": protocol.PROTOCOL, "version": "test", "engine_id": "e", "incarnation": "0" * 32, "role": role,
+        "protocol": records.PROTOCOL, "version": "test", "engine_id": "e", "incarnation": "0" * 32, "role": role,
         "rank": 0, "world_size": 1, "groups": 1, "block_tokens": 16,
     }  # fmt: skip
     if role == "scheduler":

@@ -34,14 +34,14 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
-from benchmarks.lab.checkpoint import TINY, make_checkpoint
 from kvprefetch.connector import connector as module
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.metadata import KVPrefetchMetadata
 from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.connector.session import WorkerSession
-from kvprefetch.shmring.messages import Attached
 from kvprefetch.shmring.segment import Segment
+from kvprefetch.shmring.wire.messages import Attached
+from tests.lab.checkpoint import TINY, make_checkpoint
 
 from .fakes import BLOCK, BLOCK_BYTES, Clock, FakeDaemon, FakeLink
 

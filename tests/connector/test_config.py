@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.connector.config import load, override
-from kvprefetch.shmring.messages import default_socket
+from kvprefetch.shmring.wire.messages import default_socket
 
 
 def test_defaults() -> None:
@@ -27,7 +27,7 @@ def test_defaults() -> None:
     ],
 )
 def test_the_socket_rule_is_the_daemons(environ: dict[str, str], expected: str) -> None:
-    from kvprefetch.daemon.config import load as daemon_load
+    from kvprefetch.daemon.config.model import load as daemon_load
 
     assert default_socket(environ) == expected
     assert str(daemon_load({}).socket) == load({}).socket, "both sides follow one rule"

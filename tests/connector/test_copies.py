@@ -18,8 +18,8 @@ from kvprefetch.connector import copies as copying
 from kvprefetch.connector import cuda_copy
 from kvprefetch.connector.copies import Copies, CudaCopies, PlainCopies, checked
 from kvprefetch.connector.paged import PagedCache
-from kvprefetch.shmring import cuda
-from kvprefetch.shmring.cuda import DeviceError
+from kvprefetch.shmring.gpu import cuda
+from kvprefetch.shmring.gpu.cuda import DeviceError
 from tests.support.host_device import UUID, HostDevice, HostDevices
 from tests.support.layouts import caches
 

@@ -11,7 +11,7 @@ import pytest
 from kvprefetch.connector import link as link_module
 from kvprefetch.connector.link import Link
 from kvprefetch.connector.session import SchedulerSession
-from kvprefetch.shmring import messages
+from kvprefetch.shmring.wire import messages
 from tests.connector.played_daemon import Server, hello, wait_for
 from tests.support.ordinary import NOBODY
 

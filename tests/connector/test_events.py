@@ -18,8 +18,8 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvprefetch.connector.connector import KVPrefetchConnector
-from kvprefetch.shmring.messages import Stored
-from kvprefetch.shmring.protocol import FlagState
+from kvprefetch.shmring.wire.messages import Stored
+from kvprefetch.shmring.wire.records import FlagState
 
 from .fakes import BLOCK, Engine
 from .real import RealEngine

@@ -6,7 +6,7 @@ import pytest
 
 from kvprefetch.connector.claims import MAX_LATE_HINTS
 from kvprefetch.shmring.layout import Line
-from kvprefetch.shmring.protocol import FlagState, Outcome
+from kvprefetch.shmring.wire.records import FlagState, Outcome
 
 from .fakes import BLOCK, Engine
 

@@ -17,11 +17,11 @@ import pytest
 from kvprefetch.connector import link as link_module
 from kvprefetch.connector.link import Link
 from kvprefetch.connector.session import SchedulerSession
-from kvprefetch.shmring import admin, messages
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import PeerStatus
-from kvprefetch.shmring.messages import Attached, Refused, Reset, ResetDone
 from kvprefetch.shmring.segment import Segment
+from kvprefetch.shmring.wire import admin, messages
+from kvprefetch.shmring.wire.messages import Attached, Refused, Reset, ResetDone
 
 from .fakes import Clock, FakeDaemon
 from .played_daemon import Server, hello, wait_for

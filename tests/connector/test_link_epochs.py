@@ -13,9 +13,9 @@ import pytest
 from kvprefetch.connector import link as link_module
 from kvprefetch.connector.link import Link
 from kvprefetch.connector.session import WorkerSession
-from kvprefetch.shmring import messages
-from kvprefetch.shmring.messages import Attached, Mapped
 from kvprefetch.shmring.segment import Segment
+from kvprefetch.shmring.wire import messages
+from kvprefetch.shmring.wire.messages import Attached, Mapped
 
 from .played_daemon import Server, hello, wait_for
 

@@ -27,7 +27,6 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import EngineArgs
 
-from benchmarks.lab.checkpoint import TINY, make_checkpoint
 from kvprefetch.connector import support
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.keys import RankKeys
@@ -36,6 +35,7 @@ from kvprefetch.daemon.engine import transfers
 from kvprefetch.daemon.store import client
 from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.errors import ErrorClass, classify
+from tests.lab.checkpoint import TINY, make_checkpoint
 
 from . import test_connector, test_fingerprint, test_namespace
 from .test_stats import transfer

@@ -18,7 +18,7 @@ from kvprefetch.connector.claims import Claims
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.loads import Loads
 from kvprefetch.connector.scheduler import SchedulerSide
-from kvprefetch.shmring.protocol import FlagState
+from kvprefetch.shmring.wire.records import FlagState
 
 from .fakes import BLOCK
 from .fakes import Engine as FakeEngine

@@ -12,10 +12,10 @@ import torch
 
 vllm = pytest.importorskip("vllm")
 
-from benchmarks.lab.checkpoint import TINY, make_checkpoint  # noqa: E402
 from kvprefetch.connector import support  # noqa: E402
 from kvprefetch.connector.paged import PagedCache  # noqa: E402
 from tests.connector.test_connector import kv_cache_config  # noqa: E402
+from tests.lab.checkpoint import TINY, make_checkpoint  # noqa: E402
 
 
 def engine_config(folder: Path, **options: Any) -> Any:

@@ -7,7 +7,7 @@ import pytest
 from kvprefetch.connector.session import SchedulerSession
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import HUNG_AFTER_NS, PeerState
-from kvprefetch.shmring.protocol import FlagState
+from kvprefetch.shmring.wire.records import FlagState
 
 from .fakes import BLOCK, Engine, FakeDaemon
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvprefetch.shmring.flags import unpack
-from kvprefetch.shmring.protocol import FlagState, Outcome
+from kvprefetch.shmring.wire.records import FlagState, Outcome
 
 from .fakes import BLOCK, BLOCK_BYTES, Engine
 

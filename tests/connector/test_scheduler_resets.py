@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvprefetch.shmring.protocol import FlagState
+from kvprefetch.shmring.wire.records import FlagState
 
 from .fakes import BLOCK, Engine
 from .test_scheduler_saves import admit

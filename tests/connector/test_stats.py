@@ -20,9 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from benchmarks.lab.connectors import multi, ours
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.stats import COUNTERS, KVPrefetchStats, Tally
+from tests.lab.connectors import multi, ours
 
 from .fakes import BLOCK, Engine
 

@@ -20,17 +20,17 @@ import pytest
 from kvprefetch.connector import tier as tier_module
 from kvprefetch.connector.session import WorkerSession
 from kvprefetch.connector.tier import DeviceTier
-from kvprefetch.shmring import cuda
 from kvprefetch.shmring.errors import SegmentError
-from kvprefetch.shmring.messages import Attached, Mapped
+from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.segment import Segment
+from kvprefetch.shmring.wire.messages import Attached, Mapped
 from tests.support.host_device import UUID, HostDevice
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOTS, SLOT_BYTES, DEVICE_SLOTS = 5, 6000, 3
 EXPORTER = f"""
 import ctypes, sys
-from kvprefetch.shmring import cuda
+from kvprefetch.shmring.gpu import cuda
 from tests.support import host_device
 host_device.install()
 memory = cuda.open_device(host_device.UUID).allocate(cuda.GRAIN_BYTES)
@@ -229,7 +229,7 @@ AT_EXIT = f"""
 import atexit, time
 atexit.register(time.sleep, 0.3)  # runs after what is registered later, and leaves the tier's thread the time to wake
 from kvprefetch.connector.session import WorkerSession
-from kvprefetch.shmring.messages import Attached
+from kvprefetch.shmring.wire.messages import Attached
 from kvprefetch.shmring.segment import Segment
 from tests.support.host_device import UUID, HostDevice
 device = HostDevice(64 << 20, UUID)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.connector.policy import WAIT_BOUND_NS
-from kvprefetch.shmring.protocol import FlagState, Outcome
+from kvprefetch.shmring.wire.records import FlagState, Outcome
 
 from .fakes import BLOCK, MS, Engine, FakeDaemon, Request
 

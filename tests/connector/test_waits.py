@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.shmring.protocol import Outcome
+from kvprefetch.shmring.wire.records import Outcome
 
 from .fakes import BLOCK, MS, Engine
 from .real import RealEngine

@@ -20,8 +20,8 @@ from kvprefetch.connector.session import WorkerSession
 from kvprefetch.connector.stats import KVPrefetchStats
 from kvprefetch.connector.worker import WorkerSide
 from kvprefetch.shmring.errors import SegmentCorrupt
-from kvprefetch.shmring.messages import Attached
 from kvprefetch.shmring.segment import Segment
+from kvprefetch.shmring.wire.messages import Attached
 
 BLOCKS, SLOTS, EPOCH = 6, 4, 77
 ALONE = RankKeys("m@tp_rank:0@", 1, 0)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lab.daemon import Daemon
 from tests.daemon.fake_engine import FakeEngine
+from tests.lab.daemon import Daemon
 from tests.support.auditor import Auditor
 from tests.support.log_lines import problems
 

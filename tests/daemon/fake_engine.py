@@ -13,18 +13,18 @@ import uuid
 from pathlib import Path
 from typing import ClassVar
 
-from kvprefetch.shmring import messages, protocol
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.credits import CreditTaker
-from kvprefetch.shmring.cuda import exported_bytes
 from kvprefetch.shmring.doorbell import Doorbell
 from kvprefetch.shmring.flags import Flag, FlagAllocator, FlagTable, pack, unpack
+from kvprefetch.shmring.gpu.cuda import exported_bytes
 from kvprefetch.shmring.layout import Layout
 from kvprefetch.shmring.liveness import Liveness, PeerStatus
-from kvprefetch.shmring.messages import Hello, SchedulerShape, WorkerShape
-from kvprefetch.shmring.protocol import FlagState, Outcome, RecordKind
 from kvprefetch.shmring.ring import Producer
 from kvprefetch.shmring.segment import Segment
+from kvprefetch.shmring.wire import messages, records
+from kvprefetch.shmring.wire.messages import Hello, SchedulerShape, WorkerShape
+from kvprefetch.shmring.wire.records import FlagState, Outcome, RecordKind
 from tests.support.host_device import HostDevices, HostMemory
 
 BLOCK_BYTES = 4096
@@ -80,7 +80,7 @@ class FakeEngine:
 
     def hello(self, role: str, rank: int = 0, **changes: object) -> Hello:
         fields: dict[str, object] = {
-            "protocol": protocol.PROTOCOL, "version": "test", "engine_id": self.engine_id,
+            "protocol": records.PROTOCOL, "version": "test", "engine_id": self.engine_id,
             "incarnation": self.incarnation, "role": role, "rank": rank, "world_size": self.ranks, "groups": 1,
             "block_tokens": 32,
         }  # fmt: skip
@@ -146,17 +146,17 @@ class FakeEngine:
     def hint(self, digests: list[bytes], *, local: int = 0, name: str = "request") -> tuple[int, int]:
         taken = self.flags.take(FlagState.HINTED)
         assert taken is not None
-        hint = protocol.Hint(
+        hint = records.Hint(
             taken[0], taken[1], name, len(digests), local, 0, 32 * len(digests) + 1, time.monotonic_ns(),
             len(digests[0]), memoryview(b"".join(digests)),
         )  # fmt: skip
-        assert self.producer.push(RecordKind.HINT, *protocol.encode_hint(hint))
+        assert self.producer.push(RecordKind.HINT, *records.encode_hint(hint))
         return taken
 
     def ask(self, key: tuple[int, int]) -> None:
         """The scheduler reached it and found it pending."""
-        ask = protocol.Ask(key[0], key[1], time.monotonic_ns())
-        assert self.producer.push(RecordKind.ASK, protocol.encode_ask(ask))
+        ask = records.Ask(key[0], key[1], time.monotonic_ns())
+        assert self.producer.push(RecordKind.ASK, records.encode_ask(ask))
 
     def flag(self, key: tuple[int, int]) -> Flag:
         return self.table.flag(key[0])
@@ -173,8 +173,8 @@ class FakeEngine:
         return self.table.exchange(key[0], word, pack(key[1], state, flag.count if count is None else count))
 
     def done(self, key: tuple[int, int], outcome: Outcome = Outcome.LOADED, loaded: int = 0, start: int = 0) -> None:
-        done = protocol.Done(key[0], key[1], outcome, start, loaded, 0, 0, 0, 0)
-        assert self.producer.push(RecordKind.DONE, protocol.encode_done(done))
+        done = records.Done(key[0], key[1], outcome, start, loaded, 0, 0, 0, 0)
+        assert self.producer.push(RecordKind.DONE, records.encode_done(done))
         self.flags.give_back(key[0])
 
     def load(self, digests: list[bytes], *, local: int = 0, name: str = "request") -> list[bytes] | None:
@@ -209,8 +209,8 @@ class FakeEngine:
         for slot, value in zip(slots, blocks.values(), strict=True):
             for segment in self.staging:
                 segment.buffer[slot * self.block_bytes : (slot + 1) * self.block_bytes] = value
-        saved = protocol.Saved(save_id, reset_generation, False, slots, list(blocks))
-        assert self.producer.push(RecordKind.SAVED, protocol.encode_saved(saved))
+        saved = records.Saved(save_id, reset_generation, False, slots, list(blocks))
+        assert self.producer.push(RecordKind.SAVED, records.encode_saved(saved))
 
     def close(self) -> None:
         for sock in self.sockets:

@@ -7,8 +7,8 @@ import json
 import socket
 from pathlib import Path
 
-from benchmarks.lab.daemon import Daemon
 from tests.daemon.fake_engine import BLOCK_BYTES, wait_for
+from tests.lab.daemon import Daemon
 
 
 def blocks(name: str, count: int) -> dict[bytes, bytes]:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lab.checkpoint import TINY, make_checkpoint
-from benchmarks.lab.connectors import ours
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.engine import Engine, EngineSpec
-from benchmarks.lab.template import Template
+from tests.lab.checkpoint import TINY, make_checkpoint
+from tests.lab.connectors import ours
+from tests.lab.daemon import Daemon
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.template import Template
 from tests.support.auditor import Auditor
 
 BLOCK = 32

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.lab import control
-from benchmarks.lab.connectors import ours
-from benchmarks.lab.daemon import Daemon, Record
-from benchmarks.lab.engine import Engine
-from benchmarks.lab.passes import Pass
-from benchmarks.lab.store import Store
+from tests.lab import control
+from tests.lab.connectors import ours
+from tests.lab.daemon import Daemon, Record
+from tests.lab.engine import Engine
+from tests.lab.passes import Pass
+from tests.lab.store import Store
 from tests.support.auditor import Auditor, ask_daemon
 
 Prompts = Sequence[Sequence[int]]

@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from kvprefetch.connector.connector import KVPrefetchConnector
-from kvprefetch.shmring import cuda
+from kvprefetch.shmring.gpu import cuda
 from tests.support.host_device import SPREAD, UUIDS, HostDevices
 
 __all__ = ["KVPrefetchConnector"]

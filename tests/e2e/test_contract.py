@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab.connectors import ours
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.engine import Engine, EngineError, EngineSpec
-from benchmarks.lab.prompts import make_prompts
 from tests.e2e.conftest import PATIENT, Site, whole_blocks
+from tests.lab.connectors import ours
+from tests.lab.daemon import Daemon
+from tests.lab.engine import Engine, EngineError, EngineSpec
+from tests.lab.prompts import make_prompts
 from tests.support.auditor import Auditor, ask_daemon
 
 PROMPTS = make_prompts(6, 300, seed=41)

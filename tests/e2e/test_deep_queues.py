@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.engine import Engine, EngineSpec
-from benchmarks.lab.passes import Abort
-from benchmarks.lab.process import frozen
-from benchmarks.lab.prompts import make_prompts
-from benchmarks.lab.store import Store
 from tests.e2e.conftest import PATIENT, whole_blocks
 from tests.e2e.deep import Pair, Prompts, fill, finished, patient, wishing
+from tests.lab.daemon import Daemon
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.passes import Abort
+from tests.lab.process import frozen
+from tests.lab.prompts import make_prompts
+from tests.lab.store import Store
 from tests.support.auditor import Auditor
 
 QUEUE = make_prompts(200, 300, seed=61)  # 9 blocks each

@@ -1,7 +1,7 @@
 """A slow disk beside fast memory: who has its blocks in memory does not wait behind those whose blocks are on disk.
 
 The disk is slow for real. The daemon's embedded store keeps one file per block, and each open of such a file takes a
-while (benchmarks/lab/slow_disk.py), so that a read waits inside the kernel as it does for a disk that answers late.
+while (tests/lab/slow_disk.py), so that a read waits inside the kernel as it does for a disk that answers late.
 Which blocks lie where is decided by a restart: what was stored before it is on disk only, what is stored after it is in
 memory too.
 """
@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.engine import Engine, EngineSpec
-from benchmarks.lab.prompts import make_prompts
-from benchmarks.lab.slow_disk import SlowDisk, available
 from tests.e2e.conftest import PATIENT, wait_attached, whole_blocks
 from tests.e2e.deep import Pair, finished, patient, stories, wishing
+from tests.lab.daemon import Daemon
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.prompts import make_prompts
+from tests.lab.slow_disk import SlowDisk, available
 from tests.support.auditor import Auditor
 
 ON_DISK = make_prompts(32, 300, seed=81)  # 9 blocks each

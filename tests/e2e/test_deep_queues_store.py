@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab import control
-from benchmarks.lab.checkpoint import TINY
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.engine import Engine, EngineSpec
-from benchmarks.lab.passes import Abort
-from benchmarks.lab.process import frozen
-from benchmarks.lab.prompts import make_prompts
-from benchmarks.lab.store import Store
 from tests.e2e.conftest import BLOCK, whole_blocks
 from tests.e2e.deep import Pair, fill, finished, patient
+from tests.lab import control
+from tests.lab.checkpoint import TINY
+from tests.lab.daemon import Daemon
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.passes import Abort
+from tests.lab.process import frozen
+from tests.lab.prompts import make_prompts
+from tests.lab.store import Store
 from tests.support.auditor import Auditor
 
 PROMPTS = make_prompts(24, 300, seed=71)

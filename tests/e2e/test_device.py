@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lab.checkpoint import TINY_TP2, make_checkpoint
-from benchmarks.lab.connectors import ours
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.engine import Engine, EngineSpec
-from benchmarks.lab.prompts import make_prompts
 from tests.daemon.conftest import starter
 from tests.daemon.fake_engine import wait_for
 from tests.e2e.conftest import PATIENT, wait_attached, whole_blocks
+from tests.lab.checkpoint import TINY_TP2, make_checkpoint
+from tests.lab.connectors import ours
+from tests.lab.daemon import Daemon
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.prompts import make_prompts
 from tests.support.auditor import Auditor, ask_daemon, device_memories
 from tests.support.device_daemon import with_device
 from tests.support.host_device import SPREAD

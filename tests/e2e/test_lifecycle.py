@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab.connectors import ours
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.engine import Engine, EngineSpec
-from benchmarks.lab.passes import Abort
-from benchmarks.lab.prompts import make_prompts
 from tests.daemon.fake_engine import wait_for
 from tests.e2e.conftest import BLOCK, wait_attached, whole_blocks
+from tests.lab.connectors import ours
+from tests.lab.daemon import Daemon
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.passes import Abort
+from tests.lab.prompts import make_prompts
 from tests.support.auditor import Auditor
 
 PROMPTS = make_prompts(8, 300, seed=31)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lab.engine import Engine
-from benchmarks.lab.prompts import make_prompts
 from tests.e2e.conftest import BLOCK, Site, fingerprint, whole_blocks
+from tests.lab.engine import Engine
+from tests.lab.prompts import make_prompts
 
 pytestmark = pytest.mark.stress
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab.connectors import multi, ours
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.engine import Engine, EngineSpec
-from benchmarks.lab.prompts import make_prompts
 from tests.e2e.conftest import BLOCK, PATIENT, Site, wait_attached, whole_blocks
+from tests.lab.connectors import multi, ours
+from tests.lab.daemon import Daemon
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.prompts import make_prompts
 from tests.support.auditor import Auditor
 
 LONG = 160

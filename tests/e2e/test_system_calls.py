@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab.connectors import ours
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.engine import Engine, EngineSpec
-from benchmarks.lab.prompts import make_prompts
-from benchmarks.lab.store import Store
 from tests.e2e.probes import BEGIN, END
+from tests.lab.connectors import ours
+from tests.lab.daemon import Daemon
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.prompts import make_prompts
+from tests.lab.store import Store
 from tests.support.auditor import Auditor
 
 POLLS = 2000

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab.checkpoint import TINY_TP2, make_checkpoint
-from benchmarks.lab.connectors import multi, ours
-from benchmarks.lab.engine import Engine, EngineSpec
-from benchmarks.lab.prompts import make_prompts
 from tests.e2e.conftest import BLOCK, Site, whole_blocks
+from tests.lab.checkpoint import TINY_TP2, make_checkpoint
+from tests.lab.connectors import multi, ours
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.prompts import make_prompts
 from tests.support.host_kernel import needs_cxx
 
 PROMPTS = make_prompts(12, 300, seed=1)

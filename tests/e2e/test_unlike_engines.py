@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lab.checkpoint import TINY, TINY_TP2, make_checkpoint
-from benchmarks.lab.connectors import ours
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.engine import Engine, EngineSpec
-from benchmarks.lab.prompts import make_prompts
 from tests.e2e.conftest import Site, fingerprint, whole_blocks
+from tests.lab.checkpoint import TINY, TINY_TP2, make_checkpoint
+from tests.lab.connectors import ours
+from tests.lab.daemon import Daemon
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.prompts import make_prompts
 from tests.support.host_kernel import needs_cxx
 
 PROMPTS = make_prompts(4, 300, seed=2)

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 import kvprefetch
-from benchmarks.lab.connectors import ours
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.engine import Engine, EngineSpec
-from benchmarks.lab.prompts import make_prompts
 from kvprefetch.connector.link import FINAL_RETRY_S
-from kvprefetch.shmring.protocol import PROTOCOL
+from kvprefetch.shmring.wire.records import PROTOCOL
 from tests.e2e.conftest import PATIENT, wait_attached, whole_blocks
+from tests.lab.connectors import ours
+from tests.lab.daemon import Daemon
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.prompts import make_prompts
 from tests.support.auditor import Auditor
 
 PROMPTS = make_prompts(4, 300, seed=53)

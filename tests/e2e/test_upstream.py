@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab import control
-from benchmarks.lab.connectors import ours, upstream
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.engine import Engine, EngineSpec
-from benchmarks.lab.prompts import make_prompts
-from benchmarks.lab.store import Store
 from tests.e2e.conftest import PATIENT, whole_blocks
+from tests.lab import control
+from tests.lab.connectors import ours, upstream
+from tests.lab.daemon import Daemon
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.prompts import make_prompts
+from tests.lab.store import Store
 from tests.support.auditor import Auditor
 from tests.support.host_kernel import needs_cxx
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lab.connectors import ours
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.engine import Engine, EngineSpec
-from benchmarks.lab.process import frozen
-from benchmarks.lab.prompts import make_prompts
-from benchmarks.lab.store import Store
 from tests.e2e.conftest import whole_blocks
+from tests.lab.connectors import ours
+from tests.lab.daemon import Daemon
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.process import frozen
+from tests.lab.prompts import make_prompts
+from tests.lab.store import Store
 from tests.support.auditor import Auditor
 
 PROMPTS = make_prompts(4, 300, seed=71)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvprefetch.shmring import cuda
-from kvprefetch.shmring.cuda import Device
+from kvprefetch.shmring.gpu import cuda
+from kvprefetch.shmring.gpu.cuda import Device
 from tests.gpu.peer import Peer
 
 

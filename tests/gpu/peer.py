@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kvprefetch.shmring import cuda
-from kvprefetch.shmring.cuda import Device, DeviceError, Memory, Stream
+from kvprefetch.shmring.gpu import cuda
+from kvprefetch.shmring.gpu.cuda import Device, DeviceError, Memory, Stream
 
 
 def pattern(seed: int, size_bytes: int) -> Any:

@@ -18,8 +18,8 @@ from kvprefetch.connector.copies import CudaCopies, TorchStreams, checked  # noq
 from kvprefetch.connector.cuda_copy import STEP_BLOCKS, WIDE_BLOCKS  # noqa: E402
 from kvprefetch.connector.paged import PagedCache  # noqa: E402
 from kvprefetch.connector.tier import DeviceTier  # noqa: E402
-from kvprefetch.shmring import cuda  # noqa: E402
-from kvprefetch.shmring.cuda import Device  # noqa: E402
+from kvprefetch.shmring.gpu import cuda  # noqa: E402
+from kvprefetch.shmring.gpu.cuda import Device  # noqa: E402
 from tests.gpu.peer import pattern  # noqa: E402
 from tests.support.layouts import SERVED, SIZES, caches  # noqa: E402
 

@@ -20,13 +20,13 @@ import pytest
 pytest.importorskip("torch")
 
 from kvprefetch.daemon.engine.device import DeviceStaging
-from kvprefetch.daemon.engine.jobs import Jobs
 from kvprefetch.daemon.engine.promoter import Promoter
 from kvprefetch.daemon.planning.requests import Request
-from kvprefetch.daemon.pools import Pools
-from kvprefetch.daemon.telemetry.account import Account
-from kvprefetch.shmring import cuda
-from kvprefetch.shmring.protocol import FlagState
+from kvprefetch.daemon.telemetry.counters import Account
+from kvprefetch.daemon.work.calls import Jobs
+from kvprefetch.daemon.work.pools import Pools
+from kvprefetch.shmring.gpu import cuda
+from kvprefetch.shmring.wire.records import FlagState
 from tests.gpu.peer import pattern, write
 from tests.gpu.worker import SLOT_BYTES, Worker, digest
 from tests.support.host_device import HostDevices

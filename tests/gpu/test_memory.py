@@ -16,8 +16,8 @@ import pytest
 pytest.importorskip("torch")
 
 from kvprefetch.connector.tier import DeviceTier
-from kvprefetch.shmring import cuda
-from kvprefetch.shmring.cuda import GRAIN_BYTES, Device, DeviceError
+from kvprefetch.shmring.gpu import cuda
+from kvprefetch.shmring.gpu.cuda import GRAIN_BYTES, Device, DeviceError
 from tests.gpu.peer import Peer, holds, write
 
 pytestmark = pytest.mark.gpu

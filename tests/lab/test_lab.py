@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from benchmarks import demo
-from benchmarks.lab import connectors, control, link, process
-from benchmarks.lab.checkpoint import TINY, make_checkpoint
-from benchmarks.lab.engine import Engine, EngineError, EngineSpec
-from benchmarks.lab.passes import Abort
-from benchmarks.lab.prompts import make_prompts
-from benchmarks.lab.store import Store
-from benchmarks.lab.template import Template, TemplateError
+from tests.lab import connectors, control, link, process
+from tests.lab.checkpoint import TINY, make_checkpoint
+from tests.lab.engine import Engine, EngineError, EngineSpec
+from tests.lab.passes import Abort
+from tests.lab.prompts import make_prompts
+from tests.lab.store import Store
+from tests.lab.template import Template, TemplateError
 
 pytestmark = pytest.mark.e2e
 
@@ -160,7 +160,7 @@ def test_a_killed_owner_of_a_child_takes_it_along(tmp_path: Path) -> None:
     """SIGKILL of whoever started it must not leave a store behind."""
     log = tmp_path / "log"
     code = (
-        "import pathlib, time; from benchmarks.lab import process\n"
+        "import pathlib, time; from tests.lab import process\n"
         f"print(process.spawn(['sleep', '60'], log=pathlib.Path({str(log)!r})).pid, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=process.REPO) as starter:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab.slow_disk import SlowDisk, SlowDiskError, available
+from tests.lab.slow_disk import SlowDisk, SlowDiskError, available
 
 
 def seconds_to_read(*paths: Path) -> float:

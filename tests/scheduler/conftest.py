@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from benchmarks.lab.checkpoint import TINY, TINY_TP2, make_checkpoint
-from benchmarks.lab.control import Reader
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.store import Store
 from kvprefetch.connector import link, scheduler
+from tests.lab.checkpoint import TINY, TINY_TP2, make_checkpoint
+from tests.lab.control import Reader
+from tests.lab.daemon import Daemon
+from tests.lab.store import Store
 from tests.scheduler.model import BLOCK_BYTES
 from tests.scheduler.shape import Site, use_models
 from tests.support.auditor import Auditor

@@ -25,7 +25,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvprefetch.connector import hints
 from kvprefetch.connector.connector import KVPrefetchConnector
-from kvprefetch.shmring.protocol import FlagState
+from kvprefetch.shmring.wire.records import FlagState
 from tests.scheduler.model import BLOCK, Truth
 from tests.scheduler.oracle import ON_PURPOSE, Oracle
 from tests.scheduler.shape import (

@@ -19,7 +19,7 @@ from vllm.v1.request import RequestStatus
 
 from kvprefetch.connector import hints
 from kvprefetch.shmring.errors import SegmentCorrupt
-from kvprefetch.shmring.protocol import FlagState
+from kvprefetch.shmring.wire.records import FlagState
 from tests.scheduler.model import BLOCK, Truth
 from tests.scheduler.workers import Workers
 

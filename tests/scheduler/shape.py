@@ -20,8 +20,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.request import Request
 
-from benchmarks.lab.control import Reader
-from benchmarks.lab.daemon import Daemon
+from tests.lab.control import Reader
+from tests.lab.daemon import Daemon
 from tests.scheduler.model import BLOCK, BLOCK_BYTES, LAYERS
 from tests.support.auditor import Auditor
 

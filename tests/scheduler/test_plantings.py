@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from kvprefetch.connector import hints, loads, saves, scheduler
 from kvprefetch.connector.keys import RankKeys
 from kvprefetch.connector.worker import WorkerSide
-from kvprefetch.shmring.protocol import Outcome
+from kvprefetch.shmring.wire.records import Outcome
 from tests.scheduler.engine import Engine
 from tests.scheduler.model import BLOCK
 from tests.scheduler.schedules import explore

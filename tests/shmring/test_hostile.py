@@ -13,14 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvprefetch.shmring import messages, protocol
 from kvprefetch.shmring.credits import CreditGranter, CreditTaker
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.flags import FlagAllocator, FlagTable, unpack
 from kvprefetch.shmring.layout import Layout, Line
 from kvprefetch.shmring.liveness import Liveness, PeerStatus
-from kvprefetch.shmring.protocol import ProtocolError
 from kvprefetch.shmring.ring import ALIGN, HEADER_BYTES, PADDING, Consumer, Producer
+from kvprefetch.shmring.wire import messages, records
+from kvprefetch.shmring.wire.records import ProtocolError
 
 from .conftest import Control, small_layout
 
@@ -193,17 +193,17 @@ def test_taking_up_a_segment_of_any_bytes_succeeds_or_is_refused(changes: list[t
 
 # --- what the protocol makes of bytes -------------------------------------------------------------------------------
 
-decoders = st.sampled_from([protocol.decode_hint, protocol.decode_ask, protocol.decode_done, protocol.decode_saved])
+decoders = st.sampled_from([records.decode_hint, records.decode_ask, records.decode_done, records.decode_saved])
 valid_records = st.sampled_from(
     [
         b"".join(
             bytes(part)
-            for part in protocol.encode_hint(protocol.Hint(1, 2, "request", 3, 1, 0, 99, 5, 8, memoryview(bytes(24))))
+            for part in records.encode_hint(records.Hint(1, 2, "request", 3, 1, 0, 99, 5, 8, memoryview(bytes(24))))
         ),
-        protocol.encode_ask(protocol.Ask(1, 2, 3)),
-        protocol.encode_done(protocol.Done(1, 2, protocol.Outcome.LOADED, 3, 4, 5, 6, 7, 8)),
-        protocol.encode_saved(protocol.Saved(1, 2, False, [3, 4], [bytes(8), bytes(8)])),
-        protocol.encode_saved(protocol.Saved(1, 2, True, [3, 4], [])),
+        records.encode_ask(records.Ask(1, 2, 3)),
+        records.encode_done(records.Done(1, 2, records.Outcome.LOADED, 3, 4, 5, 6, 7, 8)),
+        records.encode_saved(records.Saved(1, 2, False, [3, 4], [bytes(8), bytes(8)])),
+        records.encode_saved(records.Saved(1, 2, True, [3, 4], [])),
     ]
 )
 
@@ -246,7 +246,7 @@ FIELDS = ["epoch", "rank", "role", "worker", "scheduler", "error", "device", "de
         st.binary(max_size=100),
         json_values.map(lambda value: json.dumps(value).encode()),
         st.builds(
-            lambda kind, rest: json.dumps({**rest, "type": kind, "protocol": protocol.PROTOCOL}).encode(),
+            lambda kind, rest: json.dumps({**rest, "type": kind, "protocol": records.PROTOCOL}).encode(),
             st.one_of(st.sampled_from(TYPES), json_values),
             st.dictionaries(st.sampled_from(FIELDS), json_values),
         ),
@@ -288,8 +288,8 @@ def test_a_control_message_made_to_break_the_parser_is_refused(data: bytes) -> N
 
 
 def test_a_request_id_that_is_no_valid_text_still_makes_a_hint() -> None:
-    hint = protocol.Hint(1, 2, "a\ud800b" + "é" * 600, 1, 0, 0, 1, 0, 8, memoryview(bytes(8)))
-    decoded = protocol.decode_hint(memoryview(b"".join(bytes(part) for part in protocol.encode_hint(hint))))
+    hint = records.Hint(1, 2, "a\ud800b" + "é" * 600, 1, 0, 0, 1, 0, 8, memoryview(bytes(8)))
+    decoded = records.decode_hint(memoryview(b"".join(bytes(part) for part in records.encode_hint(hint))))
     assert decoded.request_id.startswith("a?b")
 
 

@@ -36,7 +36,7 @@ PLAIN = {
     "shmring/ring.py": "record headers (SYNC tail)",
     "shmring/flags.py": "slot tables (SYNC flag)",
     "shmring/credits.py": "credit entries (SYNC credit)",
-    "shmring/protocol.py": "payloads of records already peeked (SYNC tail)",
+    "shmring/wire/records.py": "payloads of records already peeked (SYNC tail)",
 }
 PLAIN_CALLS = {"pack_into", "unpack_from", "frombuffer", "cast"}
 
@@ -83,7 +83,7 @@ def test_shmring_reads_and_writes_plainly_only_what_an_order_covers() -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS[1:])
 def test_outside_shmring_nobody_takes_a_control_segment_apart(folder: str) -> None:
-    """A struct over shared memory can expose a transient zero; records are decoded by shmring/protocol.py alone."""
+    """A struct over shared memory can expose a transient zero; records are decoded by shmring/wire/records.py alone."""
     wrong = [
         f"{name}: {call}"
         for name, tree in modules()

@@ -14,9 +14,10 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from kvprefetch.shmring import admin, messages, view
+from kvprefetch.shmring import view
 from kvprefetch.shmring.errors import SegmentCorrupt
-from kvprefetch.shmring.protocol import FlagState
+from kvprefetch.shmring.wire import admin, messages
+from kvprefetch.shmring.wire.records import FlagState
 
 # In the environment of this process, and so of everything it starts: how a leaked process is told from a stranger.
 # Several test processes run at once (pytest-xdist), each started by one that has a mark already: theirs is their own.

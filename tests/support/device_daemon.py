@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab.daemon import Daemon
-from kvprefetch.daemon.cli import main
+from kvprefetch.daemon.cli.main import main
+from tests.lab.daemon import Daemon
 from tests.support import host_device
 
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.lab import process
+from tests.lab import process
 
 APT_FOLDERS = ("etc/apt/keyrings", "etc/apt/trusted.gpg.d", "etc/apt/auth.conf.d", "usr/local/share/ca-certificates")
 FILES = ("etc/apt/auth.conf", "etc/resolv.conf", "etc/hosts")

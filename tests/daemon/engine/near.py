@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab.daemon import Daemon
-from kvprefetch.shmring.protocol import FlagState
+from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import stored
+from tests.lab.daemon import Daemon
 from tests.support.auditor import ask_daemon
 from tests.support.device_daemon import with_device
 from tests.support.host_device import UUID, HostDevices

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab.daemon import Daemon
-from kvprefetch.daemon.config import load
+from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.engine.memory import EngineMemory, EngineShape, prepare
-from kvprefetch.daemon.pools import Pools
-from kvprefetch.shmring import cuda, messages
-from kvprefetch.shmring.protocol import FlagState
+from kvprefetch.daemon.work.pools import Pools
+from kvprefetch.shmring.gpu import cuda
+from kvprefetch.shmring.wire import messages
+from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.conftest import keeps_to_the_catalogue
 from tests.daemon.engine.near import (
     BLOCK,
@@ -28,6 +28,7 @@ from tests.daemon.engine.near import (
     values_of,
 )  # fmt: skip
 from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.lab.daemon import Daemon
 from tests.support.auditor import Auditor, device_memories
 from tests.support.host_device import UUID, HostDevices
 

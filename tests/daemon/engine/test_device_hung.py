@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab.daemon import Daemon
 from tests.daemon.engine.near import (
     BLOCK,
     DEVICE_SLOTS,
@@ -23,6 +22,7 @@ from tests.daemon.engine.near import (
     values_of,
 )  # fmt: skip
 from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.lab.daemon import Daemon
 from tests.support.auditor import Auditor, ask_daemon, device_memories
 from tests.support.host_device import UUID, UUIDS
 

@@ -10,11 +10,11 @@ from typing import Any
 import structlog
 
 from kvprefetch.daemon.engine.fetcher import Fetcher
-from kvprefetch.daemon.engine.jobs import Jobs
 from kvprefetch.daemon.planning.negative import LASTING_NS, MISS_NS, NegativeCache
 from kvprefetch.daemon.planning.planner import Lane, Order, Planner
 from kvprefetch.daemon.store.errors import ErrorClass
-from kvprefetch.daemon.telemetry.account import Account
+from kvprefetch.daemon.telemetry.counters import Account
+from kvprefetch.daemon.work.calls import Jobs
 from tests.daemon.planning.support import FlagsModel, digests, hint
 
 BLOCK_BYTES = 64

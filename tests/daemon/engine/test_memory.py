@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvprefetch.daemon.config import load
+from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.engine import memory
 from kvprefetch.daemon.engine.memory import EngineMemory, EngineShape
 from kvprefetch.daemon.engine.staging import MAX_SLOTS, slots_for
 from kvprefetch.shmring.errors import SegmentError
-from kvprefetch.shmring.messages import SchedulerShape, WorkerShape
+from kvprefetch.shmring.wire.messages import SchedulerShape, WorkerShape
 
 
 def test_staging_that_the_machine_has_not_left_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

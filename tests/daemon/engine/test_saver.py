@@ -14,9 +14,9 @@ from kvprefetch.daemon.engine import saver as module
 from kvprefetch.daemon.engine.saver import LOADS_FIRST_NS, PAUSE_NS, RESET_SLACK_S, TRIES, Saver
 from kvprefetch.daemon.engine.stored import StoredBefore
 from kvprefetch.daemon.engine.transfers import SaveResult
-from kvprefetch.daemon.telemetry.account import Account
-from kvprefetch.shmring.messages import MAX_MESSAGE_BYTES, Stored, encode_message
-from kvprefetch.shmring.protocol import ProtocolError, Saved
+from kvprefetch.daemon.telemetry.counters import Account
+from kvprefetch.shmring.wire.messages import MAX_MESSAGE_BYTES, Stored, encode_message
+from kvprefetch.shmring.wire.records import ProtocolError, Saved
 
 
 class Credits:

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import structlog
 
-from kvprefetch.daemon.config import load
+from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.engine.memory import EngineMemory, EngineShape
 from kvprefetch.daemon.engine.session import EngineSession
 from kvprefetch.daemon.planning.planner import Key, Lane
 from kvprefetch.daemon.store.client import StoreError
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.shmring.flags import FlagTable, pack
-from kvprefetch.shmring.messages import SchedulerShape, WorkerShape
-from kvprefetch.shmring.protocol import (
+from kvprefetch.shmring.ring import Producer
+from kvprefetch.shmring.wire.messages import SchedulerShape, WorkerShape
+from kvprefetch.shmring.wire.records import (
     Ask,
     Done,
     FlagState,
@@ -29,7 +30,6 @@ from kvprefetch.shmring.protocol import (
     encode_done,
     encode_hint,
 )
-from kvprefetch.shmring.ring import Producer
 
 
 class NoPools:

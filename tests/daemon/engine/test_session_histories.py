@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
+from kvprefetch.daemon.control.report import status
 from kvprefetch.daemon.engine.session import EngineSession
 from kvprefetch.daemon.engine.transfers import Found, SaveResult
 from kvprefetch.daemon.planning.blocks import Lane
-from kvprefetch.daemon.planning.width import Width
-from kvprefetch.daemon.report import status
 from kvprefetch.daemon.store.errors import ErrorClass
-from kvprefetch.daemon.telemetry.board import Board
 from kvprefetch.daemon.telemetry.events import Ending
+from kvprefetch.daemon.telemetry.snapshot import Board
+from kvprefetch.daemon.work.concurrency import Width
 from kvprefetch.shmring.flags import MAX_COUNT, MAX_GENERATION, pack
-from kvprefetch.shmring.protocol import (
+from kvprefetch.shmring.ring import Producer
+from kvprefetch.shmring.wire.records import (
     Ask,
     Done,
     Hint,
@@ -30,7 +31,6 @@ from kvprefetch.shmring.protocol import (
     encode_hint,
     encode_saved,
 )  # fmt: skip
-from kvprefetch.shmring.ring import Producer
 from tests.daemon.engine.test_session import make_session
 
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1

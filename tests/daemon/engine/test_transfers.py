@@ -15,8 +15,8 @@ from kvprefetch.daemon.engine.staging import HostStaging
 from kvprefetch.daemon.engine.transfers import Found, Shape
 from kvprefetch.daemon.store.client import StoreUnavailable
 from kvprefetch.daemon.store.errors import ErrorClass
-from kvprefetch.daemon.store.owners import Get
-from kvprefetch.shmring.messages import WorkerShape
+from kvprefetch.daemon.store.storage_nodes import Get
+from kvprefetch.shmring.wire.messages import WorkerShape
 
 
 class Told:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab import control
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.store import Store
-from kvprefetch.daemon import doctor
-from kvprefetch.daemon.config import load
+from kvprefetch.daemon.cli import findings
+from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.store.disk_watch import HUNG_S, DiskWatch
 from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
 from tests.daemon.stores import blocks, stored
+from tests.lab import control
+from tests.lab.daemon import Daemon
+from tests.lab.store import Store
 from tests.support.auditor import ask_daemon
 
 
@@ -55,8 +55,8 @@ def test_a_disk_that_loses_pages_or_its_folder_costs_its_own_blocks_and_is_told(
     assert ask_daemon(daemon.socket).disk_fault == line["error"]
     config = load({"socket": daemon.socket})
     fault = ("bad", line["error"].removesuffix(": restart the daemon"), "restart the daemon")
-    assert list(doctor.disk(config)) == [fault]
-    assert [finding.level for finding in doctor.control_socket(config)] == ["ok"]
+    assert list(findings.disk(config)) == [fault]
+    assert [finding.level for finding in findings.control_socket(config)] == ["ok"]
     engine.close()
     assert daemon.sigterm(10) == 0, "nothing is waited for that cannot come"
     assert daemon.records("store.unflushed")

@@ -12,10 +12,10 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from benchmarks.lab.daemon import Daemon
 from kvprefetch.daemon.store.disk_folder import open_folder
 from kvprefetch.daemon.store.settings import SettingsError
 from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
+from tests.lab.daemon import Daemon
 from tests.support.ordinary import NOBODY
 
 

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.process import free_ports, frozen
 from kvprefetch.daemon.store import fill
 from kvprefetch.daemon.store.fill import FillWatch, parse, read
-from kvprefetch.shmring.admin import Status, StoreFill
+from kvprefetch.shmring.wire.admin import Status, StoreFill
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import stored
 from tests.daemon.telemetry.test_metrics import scrape, value
+from tests.lab.daemon import Daemon
+from tests.lab.process import free_ports, frozen
 from tests.support.auditor import ask_daemon
 
 MIB = 1 << 20

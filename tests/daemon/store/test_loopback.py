@@ -16,13 +16,13 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from benchmarks.lab import process
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.link import LimitedLink, available
 from kvprefetch.daemon.store import joining, loopback
 from kvprefetch.daemon.store.embedded import EmbeddedMaster
 from kvprefetch.daemon.store.settings import MooncakeSettings, SettingsError
 from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
+from tests.lab import process
+from tests.lab.daemon import Daemon
+from tests.lab.link import LimitedLink, available
 from tests.support.ordinary import AS_NOBODY, NOBODY
 
 # Connects to each port, all of them within a second, and prints those that answer.

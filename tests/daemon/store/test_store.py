@@ -15,8 +15,8 @@ import structlog
 
 from kvprefetch.daemon.store.client import Store, StoreError, StoreUnavailable
 from kvprefetch.daemon.store.errors import ErrorClass, classify
-from kvprefetch.daemon.store.owners import PAUSE_S
 from kvprefetch.daemon.store.settings import MooncakeSettings
+from kvprefetch.daemon.store.storage_nodes import PAUSE_S
 from tests.daemon.fake_engine import wait_for
 
 SETTINGS = MooncakeSettings("127.0.0.1", "P2PHANDSHAKE", "127.0.0.1:1", "tcp", "", 0, "default")

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import structlog
 
-from benchmarks.lab import control
-from benchmarks.lab.process import free_ports, frozen
-from benchmarks.lab.store import Store as LabStore
 from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.embedded import EmbeddedMaster
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.store.settings import MooncakeSettings
 from tests.daemon.fake_engine import wait_for
+from tests.lab import control
+from tests.lab.process import free_ports, frozen
+from tests.lab.store import Store as LabStore
 
 BLOCK = 65536
 PAGE = 4096

@@ -9,7 +9,7 @@ import pytest
 
 from kvprefetch.daemon.store import give_up
 from kvprefetch.daemon.store.errors import ErrorClass
-from kvprefetch.daemon.store.owners import PAUSE_S
+from kvprefetch.daemon.store.storage_nodes import PAUSE_S
 from tests.daemon.store.test_store import SETTINGS, Clock, opened
 
 

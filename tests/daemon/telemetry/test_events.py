@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.daemon.telemetry.events import COMMON, EVENTS, FIELDS, LEVELS, Ending
-from kvprefetch.shmring.protocol import Outcome
+from kvprefetch.shmring.wire.records import Outcome
 from tests.support import documents
 from tests.support.log_lines import problems
 

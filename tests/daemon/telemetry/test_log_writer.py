@@ -16,10 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvprefetch.daemon import config
-from kvprefetch.daemon.service import Daemon
+from kvprefetch.daemon.config import model
+from kvprefetch.daemon.runtime.service import Daemon
 from kvprefetch.daemon.telemetry.log_writer import LogWriter
-from kvprefetch.shmring.protocol import RecordKind
+from kvprefetch.shmring.wire.records import RecordKind
 from tests.daemon.fake_engine import FakeEngine, listening, wait_for
 from tests.daemon.stores import blocks
 from tests.support.auditor import ask_daemon
@@ -151,7 +151,7 @@ def test_a_signal_in_the_middle_of_a_line_stops_nobody(
     """Its handler runs on the thread that writes, wherever that is."""
     writer = LogWriter(pipe[1])
     log = SimpleNamespace(info=lambda event, **_: writer.write(event))
-    daemon = Daemon(config.load({"socket": str(tmp_path / "d.sock")}), log, lambda: config.load({}))
+    daemon = Daemon(model.load({"socket": str(tmp_path / "d.sock")}), log, lambda: model.load({}))
     write = os.write
 
     def interrupted(fd: int, data: bytes) -> int:

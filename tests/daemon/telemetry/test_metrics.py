@@ -19,19 +19,19 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.lab.daemon import Daemon
-from benchmarks.lab.process import free_ports, frozen
 from kvprefetch.daemon.telemetry import metrics
-from kvprefetch.daemon.telemetry.account import Account, Histogram
-from kvprefetch.daemon.telemetry.board import Board
+from kvprefetch.daemon.telemetry.counters import Account, Histogram
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.health import CALL_HEALTHY_S, LOOP_HEALTHY_S, judge
 from kvprefetch.daemon.telemetry.logs import EventCounts
 from kvprefetch.daemon.telemetry.metrics import CATALOGUE, BoardCollector
+from kvprefetch.daemon.telemetry.snapshot import Board
 from kvprefetch.daemon.telemetry.web import MAX_CLIENTS, MetricsServer
-from kvprefetch.shmring.protocol import FlagState, Outcome
+from kvprefetch.shmring.wire.records import FlagState, Outcome
 from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
 from tests.daemon.stores import blocks
+from tests.lab.daemon import Daemon
+from tests.lab.process import free_ports, frozen
 from tests.support import documents
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -150,7 +150,7 @@ def test_a_flood_is_counted_in_full_and_health_is_good_until_the_end(serve: Serv
 # A signal handler of Python runs on the main thread, which is the loop: it plants a loop that hangs, nothing else.
 STALLING = """
 import signal, sys, time
-from kvprefetch.daemon.cli import main
+from kvprefetch.daemon.cli.main import main
 signal.signal(signal.SIGUSR2, lambda *_: time.sleep(600))
 sys.exit(main(sys.argv[1:]))
 """

@@ -121,7 +121,7 @@ def test_every_alert_is_explained() -> None:
 
 
 def test_the_scrape_job_and_port_are_those_of_the_code() -> None:
-    from kvprefetch.daemon.config import DaemonConfig
+    from kvprefetch.daemon.config.model import DaemonConfig
 
     text = (FOLDER / "rules.yml").read_text()
     config = DaemonConfig.model_fields

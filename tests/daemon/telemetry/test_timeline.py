@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from kvprefetch.daemon.planning.planner import Request
-from kvprefetch.daemon.telemetry.account import Account
+from kvprefetch.daemon.telemetry.counters import Account
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.timeline import Stories, Timeline
-from kvprefetch.shmring.protocol import Done, Hint, Outcome
+from kvprefetch.shmring.wire.records import Done, Hint, Outcome
 
 MS = 1_000_000
 

@@ -1,0 +1,1 @@
+"""The command line `kvprefetchd`: one module per command; `add(commands)` declares it, its `run` does it."""

@@ -1,0 +1,86 @@
+"""One tar.gz for whoever helps: versions, findings, configuration without secrets, recent log, status, metrics."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+import time
+import urllib.request
+from pathlib import Path
+
+from ...shmring.wire.admin import Status, StatusQuery
+from ..config.model import DaemonConfig
+from .client import Unavailable, ask
+
+LOG_BYTES = 4 << 20
+_USERINFO = re.compile(r"(://)[^/\s\"'@]+@")
+_SECRET = re.compile(
+    r"(?i)(\"?[\w-]*(?:password|passwd|token|secret|credential|api_?key)[\w-]*\"?\s*[:=]\s*)(\"[^\"]*\"|\S+)"
+)
+
+
+def without_secrets(text: str) -> str:
+    """User names and passwords in addresses, and values of keys that sound like secrets, replaced."""
+    return _SECRET.sub(r"\1[removed]", _USERINFO.sub(r"\1[removed]@", text))
+
+
+def write(target: Path, config: DaemonConfig, shown: str, findings: str, versions: dict[str, str],
+          log: Path | None) -> None:  # fmt: skip
+    """Write the bundle, readable by its owner only. Raises OSError."""
+    parts = {
+        "versions.json": json.dumps(versions, indent=2),
+        "doctor.txt": findings,
+        "config.toml": shown,
+        "status.json": _status(config.socket),
+        "metrics.txt": _metrics(config),
+        "log.jsonl": _log(log),
+    }
+    if config.mooncake_config is not None:
+        parts["mooncake.json"] = config.mooncake_config.read_text(errors="replace")
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+        for name, text in parts.items():
+            data = without_secrets(text).encode()
+            entry = tarfile.TarInfo(f"kvprefetch/{name}")
+            entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
+            archive.addfile(entry, io.BytesIO(data))
+
+
+def _status(path: Path) -> str:
+    try:
+        return ask(path, StatusQuery(), Status).model_dump_json(indent=2)
+    except Unavailable as error:
+        return str(error)
+
+
+def _metrics(config: DaemonConfig) -> str:
+    if not config.metrics_port:
+        return "switched off: metrics_port=0"
+    try:
+        with urllib.request.urlopen(
+            f"http://{config.metrics_address}:{config.metrics_port}/metrics", timeout=5
+        ) as page:
+            return str(page.read().decode(errors="replace"))
+    except (OSError, ValueError, http.client.HTTPException) as error:  # something else may have that port
+        return f"not answered: {error}"
+
+
+def _log(path: Path | None) -> str:
+    """The end of a log file, or of the unit's journal."""
+    try:
+        if path is not None:
+            with path.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+                return file.read().decode(errors="replace")
+        if shutil.which("journalctl") is None:
+            return "no --log FILE given, and no journalctl here"
+        journal = ["journalctl", "--no-pager", "-o", "cat", "-u", "kvprefetchd", "-n", "5000"]
+        return subprocess.run(journal, capture_output=True, text=True, timeout=30, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"not readable: {error}"

@@ -1,0 +1,85 @@
+"""Block hashes of a prompt, by vLLM's own functions and as one engine computes them. The only importer of vllm here.
+
+A hash that is not the engine's would name nothing in the store, so whatever could make it differ is found first: the
+engine said what the hash of a first block of known tokens is there (SchedulerShape.hash_probe).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ...shmring.wire.admin import Warmed
+from ...shmring.wire.messages import HASH_PROBE_TOKENS
+from .warm_file import Prompt
+
+
+class CannotHash(ValueError):
+    """Why no prompt can be hashed as this engine does; one line."""
+
+
+class PromptHasher:
+    """Hashes prompts for the engine that `engine` tells of; what is needed is loaded with the first prompt."""
+
+    def __init__(self, engine: Warmed) -> None:
+        self._engine = engine
+        self._hasher: Callable[[Prompt], list[bytes]] | None = None
+        self._refusal: CannotHash | None = None
+
+    def __call__(self, prompt: Prompt) -> list[bytes]:
+        """The digests of the blocks that a request could load: full ones, and a token stays to be computed.
+
+        Raises CannotHash, for every prompt alike.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        if self._hasher is None:
+            try:
+                self._hasher = _hasher(self._engine)
+            except CannotHash as error:
+                self._refusal = error
+                raise
+        return self._hasher(prompt)
+
+
+def _hasher(engine: Warmed) -> Callable[[Prompt], list[bytes]]:
+    algorithm, size = engine.hash_algorithm, engine.block_tokens
+    if not algorithm:
+        raise CannotHash(f"prompts cannot be hashed: engine {engine.engine} did not say how it does; list hashes")
+    if not engine.hash_probe:
+        raise CannotHash(
+            f"prompts cannot be hashed as in engine {engine.engine}: its {algorithm} begins with a number that is "
+            "random in each process; set PYTHONHASHSEED for the engine, or list hashes"
+        )
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        from vllm.sampling_params import SamplingParams
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core import kv_cache_utils
+        from vllm.v1.request import Request
+
+        function = get_hash_fn_by_name(algorithm)
+        kv_cache_utils.init_none_hash(function)
+        probe = kv_cache_utils.hash_block_tokens(function, None, HASH_PROBE_TOKENS).hex()
+    except (ImportError, OSError, RuntimeError, ValueError, AttributeError) as error:
+        raise CannotHash(
+            f"prompts need the engine's vLLM in the environment of this command, hashes do not: {error}"
+        ) from None
+    if probe != engine.hash_probe:
+        raise CannotHash(
+            f"prompts are hashed otherwise here than in engine {engine.engine} ({algorithm}): give this command the "
+            f"engine's vLLM and its PYTHONHASHSEED (here {os.environ.get('PYTHONHASHSEED', 'not set')}), or list hashes"
+        )
+    blocks = kv_cache_utils.get_request_block_hasher(size, function)
+
+    def hashed(prompt: Prompt) -> list[bytes]:
+        tokens = prompt.prompt_token_ids[: (len(prompt.prompt_token_ids) - 1) // size * size]
+        request: Any = Request(
+            request_id="warm", prompt_token_ids=tokens, sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None, cache_salt=prompt.cache_salt, block_hasher=blocks,
+        )  # fmt: skip
+        return list(request.block_hashes)
+
+    return hashed

@@ -1,0 +1,1 @@
+"""The configuration: its model, where its values come from, and what the machine gives this process."""

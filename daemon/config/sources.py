@@ -1,0 +1,95 @@
+"""Where configuration comes from: flags, environment, TOML file, default; the effective values with their sources."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ...shmring.wire.messages import first_error, nearest
+from .model import ConfigError, DaemonConfig
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PREFIX = "KVPREFETCHD_"
+FILE_VARIABLE = PREFIX + "CONFIG"
+MAX_FILE_BYTES = 1 << 16  # read on the main loop; the parser's time may grow with its square
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where to look, flags first; a running daemon keeps it, so that a reload looks in the same places."""
+
+    flags: Mapping[str, Any]
+    environ: Mapping[str, str]
+    file: Path | None
+
+    @classmethod
+    def of(cls, flags: Mapping[str, Any], file: Path | None, environ: Mapping[str, str] = os.environ) -> Sources:
+        """Flags given (absent ones are None), and the file of `--config` or $KVPREFETCHD_CONFIG."""
+        given = {name: value for name, value in flags.items() if value is not None}
+        if file is None and environ.get(FILE_VARIABLE):
+            file = Path(environ[FILE_VARIABLE])
+        return cls(given, {name: value for name, value in environ.items() if name.startswith(PREFIX)}, file)
+
+
+@dataclass(frozen=True)
+class Effective:
+    """A valid configuration, and for each key where its value came from."""
+
+    config: DaemonConfig
+    origin: Mapping[str, str]
+
+
+def resolve(sources: Sources) -> Effective:
+    """Read and validate. Raises ConfigError: one line with key, value, bound and the source of the value."""
+    values: dict[str, Any] = {}
+    origin = dict.fromkeys(DaemonConfig.model_fields, "default")
+    layers: list[tuple[str, dict[str, Any]]] = []
+    if sources.file is not None:
+        layers.append((str(sources.file), _read(sources.file)))
+    names = {name: name.removeprefix(PREFIX).lower() for name in sources.environ if name != FILE_VARIABLE}
+    for variable, name in names.items():
+        _known(name, variable, "environment", f"{PREFIX}{{}}", upper=True)
+        layers.append((f"${variable}", {name: sources.environ[variable]}))
+    layers += [(f"--{name.replace('_', '-')}", {name: value}) for name, value in sources.flags.items()]
+    for place, layer in layers:
+        for name, value in layer.items():
+            _known(name, name, place, "{}")
+            values[name], origin[name] = value, place
+    try:
+        return Effective(DaemonConfig.model_validate(values), origin)
+    except ValidationError as error:
+        key = str(error.errors(include_url=False)[0]["loc"][0])
+        place = origin[key]
+        raise ConfigError(first_error(error) + ("" if place.startswith("--") else f" (from {place})")) from None
+
+
+def _known(name: str, shown: str, place: str, form: str, *, upper: bool = False) -> None:
+    if name in DaemonConfig.model_fields:
+        return
+    known = {form.format(field.upper() if upper else field) for field in DaemonConfig.model_fields}
+    raise ConfigError(f"{place}: unknown key {shown}{nearest(shown, known)}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        if path.is_fifo():
+            raise ConfigError(f"config: is a pipe, which a reload cannot read again: config={str(path)!r}")
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ConfigError(f"config: is too large: max_bytes={MAX_FILE_BYTES} config={str(path)!r}")
+        return tomllib.loads(data.decode())
+    except OSError as error:
+        raise ConfigError(f"config: cannot be read: {error.strerror or error}: config={str(path)!r}") from None
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, brackets a thousand deep
+        raise ConfigError(f"config: not TOML: {error}: config={str(path)!r}") from None

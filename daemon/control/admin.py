@@ -1,0 +1,93 @@
+"""What is ordered of a running daemon: blocks staged ahead for an engine, or a namespace removed.
+
+`sessions` are those of the engines that the ordering user may steer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from ...shmring.wire.admin import Purge, Report, Warm
+from ...shmring.wire.messages import Message
+from ..engine.session import EngineSession
+from ..store.buckets import Removal
+from ..store.client import Store
+from ..store.namespaces import Namespaces, name_of
+from ..work.pools import Pools
+
+Reply = Callable[[Message], None]
+
+
+def warm(sessions: Sequence[EngineSession], order: Warm, reply: Reply) -> None:
+    """Stage blocks ahead for the one engine that the order names. Raises ProtocolError for one that is too large."""
+    named = _named(sessions, order.engine)
+    if len(named) == 1:
+        named[0].warm(order, reply)
+        return
+    attached = ", ".join(sorted(each.engine_id for each in sessions)) or "none"
+    wanted = f"engine={order.engine!r}" if order.engine else "name one with --engine"
+    reply(Report(ok=False, text=f"not one engine but {len(named)}: {wanted}; attached: {attached}"))
+
+
+class Purges:
+    """Removes namespaces, for operators and for their users."""
+
+    def __init__(self, store: Store, pools: Pools, namespaces: Namespaces) -> None:
+        self._store, self._pools, self._namespaces = store, pools, namespaces
+        # Users with a purge on its way: each may have one, since saves wait behind it, those of others too.
+        self._running: set[int | None] = set()
+
+    def start(
+        self,
+        every: Sequence[EngineSession],
+        sessions: Sequence[EngineSession],
+        order: Purge,
+        uid: int | None,
+        reply: Reply,
+    ) -> None:
+        """Remove every value of the order's namespaces, and of those of the engine that it names.
+
+        `every`: all sessions of the daemon.  The user `uid`, None for an operator, may name namespaces of its own.
+        Once its values are gone a namespace belongs to nobody, unless an engine uses it or attached with it meanwhile.
+        """
+        named = _named(sessions, order.engine) if order.engine else []
+        mine = {known.name for known in self._namespaces.known(order.prefixes) if known.uid == uid}
+        error = ""
+        if order.engine and len({session.engine_id for session in named}) != 1:
+            found = "several engines have" if named else "no attached engine has"
+            error = f"{found} an id that begins so: engine={order.engine!r}"
+        elif uid is not None and (others := sorted({*map(name_of, order.prefixes)} - mine)):
+            error = f"only root and the daemon's own user may remove what is another's: uid={uid}: {', '.join(others)}"
+        elif uid in self._running:
+            error = f"another purge of this user is running: uid={uid}"
+        if error:
+            reply(Report(ok=False, text=error))
+            return
+        prefixes = sorted({*order.prefixes, *(prefix for session in named for prefix in session.shape.key_prefixes)})
+        in_use = {name for session in every for name in session.namespaces}
+        free = [known for known in self._namespaces.known(prefixes) if known.name not in in_use]
+
+        def purged(future: Future[Removal]) -> None:
+            self._running.discard(uid)
+            removal = future.result() if future.exception() is None else Removal(False, 0)
+            if removal:
+                self._namespaces.free(free)
+            if removal == (True, 0):
+                said = "there was no key"
+            else:
+                said = "every key is gone" if removal else "not confirmed: time was up, or the store did not answer"
+                said += f"; {removal.keys} removed"
+            reply(Report(ok=removal.gone, text=f"{said}: {', '.join(prefixes)}"))
+
+        if uid is not None:
+            self._running.add(uid)
+        self._pools.save(partial(self._store.remove_matching, prefixes, order.timeout_ms / 1e3), purged)
+
+
+def _named(sessions: Sequence[EngineSession], engine: str) -> list[EngineSession]:
+    """Those with this id, else those whose id begins so: `top` may show the start of one. All for ""."""
+    return [each for each in sessions if each.engine_id == engine] or [
+        each for each in sessions if each.engine_id.startswith(engine)
+    ]

@@ -1,0 +1,88 @@
+"""The answers to status and stat queries, from what sessions, segments and board know. Runs on the main loop."""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections.abc import Sequence
+
+from ... import __version__
+from ...shmring import view
+from ...shmring.errors import SegmentCorrupt
+from ...shmring.wire.admin import Segments, SlowRequest, Status
+from ...shmring.wire.records import FlagState
+from ..engine.session import EngineSession
+from ..telemetry.events import Ending
+from ..telemetry.snapshot import Board
+
+MAX_ENGINES = 32  # in one answer, which must fit a control message
+MAX_NAMESPACE_BYTES = 256  # of an engine's in one answer
+SLOWEST = 10
+SLOWEST_NS = 300_000_000_000
+_FLAG_STATES = {state.value: state.name.lower() for state in FlagState}
+
+
+def numbers(session: EngineSession) -> dict[str, int | str]:
+    """One engine's gauges and counters by name; `transfer_ms` and `hidden_ms` make its hidden fraction."""
+    return {
+        "engine": session.engine_id,
+        "namespace": ", ".join(sorted(session.namespaces)).encode()[:MAX_NAMESPACE_BYTES].decode(errors="ignore"),
+        "epoch": session.epoch,
+        "block_bytes": session.block_bytes,
+        "transfer_ms": int(session.totals.transfer_s * 1e3),
+        "hidden_ms": int(session.totals.hidden_s * 1e3),
+        **session.account(),
+    }
+
+
+def status(
+    sessions: Sequence[EngineSession], board: Board, store_open: bool, store_answering: bool, mode: str,
+    master_http: str, engine_count: int,
+) -> Status:  # fmt: skip
+    """Return the answer for a user who may see these sessions; `engine_count` counts those of all users."""
+    now = board.clock_ns()
+    return Status(
+        version=__version__,
+        pid=os.getpid(),
+        mode=mode,
+        master_http=master_http,
+        store_open=store_open,
+        store_answering=store_answering,
+        disk_fault=board.disk_fault(),
+        store=board.fill(),
+        store_earlier=board.fill_earlier(),
+        engines=[numbers(session) for session in sessions[:MAX_ENGINES]],
+        engine_count=engine_count,
+        uptime_s=(now - board.started_ns) / 1e9,
+        calls={kind: (now - since) / 1e9 for kind, since in board.running().items()},
+        slowest=_slowest(sessions, now),
+    )
+
+
+def segments(sessions: Sequence[EngineSession], now_ns: int) -> Segments:
+    """What the control segments say, as an engine may have written it; a spoiled one has `corrupt` instead."""
+    shown = []
+    for session in sessions[:MAX_ENGINES]:
+        try:
+            said = view.describe(session.control.buffer, now_ns, _FLAG_STATES)
+        except SegmentCorrupt as error:
+            said = {"corrupt": str(error)}
+        shown.append({"engine": session.engine_id, **said})
+    return Segments(engines=shown)
+
+
+def _slowest(sessions: Sequence[EngineSession], now_ns: int) -> list[SlowRequest]:
+    """Those that waited longest, but for those whose client did not: how long they waited says when it left."""
+    waited = (
+        (story["exposed_ms"], -at_ns, session.engine_id, story)
+        for session in sessions
+        for at_ns, story in session.stories.recent
+        if story["exposed_ms"] > 0 and story["outcome"] != Ending.ABORTED.value and now_ns - at_ns < SLOWEST_NS
+    )
+    return [
+        SlowRequest(
+            request_id=story["request_id"], engine=engine, outcome=story["outcome"], exposed_ms=exposed_ms,
+            fetched_bytes=story["bytes"], ago_s=(now_ns + negative_ns) / 1e9,
+        )
+        for exposed_ms, negative_ns, engine, story in heapq.nlargest(SLOWEST, waited, key=lambda each: each[:2])
+    ]  # fmt: skip

@@ -1,0 +1,64 @@
+"""What the main loop shows to other threads: snapshots once a second, its heartbeat, and the totals of engines gone.
+
+The loop writes, the threads of the metrics server read.  A snapshot is never changed after it was published, so nobody
+waits for anybody; when the loop hangs, the last one stays and `beat_ns` says how old it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ...shmring.wire.admin import StoreFill
+from .counters import Account
+
+PUBLISH_NS = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One second's view: each attached engine's gauges and counters, and the totals since the daemon started."""
+
+    engines: list[dict[str, int | str]] = field(default_factory=list)
+    totals: Account = field(default_factory=Account)
+    store_open: bool = False
+    store_answering: bool = False
+
+
+class Board:
+    """Phases are `starting`, `serving` and `stopping`."""
+
+    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self.clock_ns = clock_ns
+        self.phase = "starting"
+        self.started_ns = self.beat_ns = clock_ns()
+        self.snapshot = Snapshot()
+        self.lost_lines = 0  # of the log
+        self.running: Callable[[], Mapping[str, int]] = dict  # start of the oldest store call of each kind, ns
+        self.disk_fault: Callable[[], str] = str  # why nothing can be kept on disk, or nothing
+        self.fill: Callable[[], StoreFill | None] = lambda: None  # how full the embedded store is
+        self.fill_earlier: Callable[[], StoreFill | None] = lambda: None
+        self._retired = Account()
+        self._published_ns = 0
+
+    def retire(self, account: Account) -> None:
+        """An engine is gone, its numbers stay in the totals."""
+        self._retired.add(account)
+
+    def beat(self, now_ns: int) -> bool:
+        """The loop lives; True once a second: publish now."""
+        self.beat_ns = now_ns
+        return now_ns - self._published_ns >= PUBLISH_NS
+
+    def publish(
+        self, now_ns: int, engines: list[dict[str, int | str]], accounts: Iterable[Account], store_open: bool,
+        store_answering: bool = True,
+    ) -> None:  # fmt: skip
+        """Show what `engines` hold; `accounts` are those of every session that was not retired, ended ones included."""
+        self._published_ns = now_ns
+        totals = Account()
+        totals.add(self._retired)
+        for account in accounts:
+            totals.add(account)
+        self.snapshot = Snapshot(engines, totals, store_open, store_answering)

@@ -1,0 +1,1 @@
+"""GPU memory for both sides: find a device, share memory with another process, copy and launch."""

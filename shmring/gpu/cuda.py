@@ -1,0 +1,376 @@
+"""GPU memory for both sides: find a device by UUID, allocate, export, import, register host memory, copy, launch.
+
+cupy is imported at the first question about a CUDA device, never before, and no CUDA context exists before the first
+method of a Device is called.  Only raw runtime calls are used: cupy's memory pools would hold what others map, and
+memory of the asynchronous allocator has no IPC handle.  Those that may take long and that cupy makes under the
+interpreter's lock go to the driver instead (cuda_driver.py).
+
+What CUDA's documentation says and the code rests on: `cudaSetDevice` is per thread, so each call that depends on it is
+preceded by it; an IPC handle names a whole allocation, and `cudaMalloc` may cut small ones from a larger one, so an
+exported allocation is a multiple of 2 MiB and must begin at one; a handle cannot be opened by the process that made it;
+with unified addressing, registered host memory has the same address on the device.
+
+Tests put a provider of host memory in the place of `devices`.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import DeviceError as DeviceError
+from .driver import HANDLE_BYTES as HANDLE_BYTES
+from .driver import Driver
+
+# Exported allocations are multiples of this: less could share its handle with another allocation.
+GRAIN_BYTES = 2 << 20
+# Registered host memory goes in whole pages.
+PAGE_BYTES = 4096
+# While host memory is registered other calls into CUDA may wait; this much takes some milliseconds.
+PIECE_BYTES = 16 << 20
+
+Argument = npt.NDArray[np.void]
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def wait(self) -> None:
+        """Wait, without spinning, until it is. Raises DeviceError."""
+
+
+class Stream(Protocol):
+    """Work in order, beside all other work. Not for two threads at a time."""
+
+    @property
+    def pointer(self) -> int:
+        """The cudaStream_t."""
+
+    def copy(self, target: int, source: int, size_bytes: int) -> None:
+        """Queue a copy between two addresses, each of device memory or of registered host memory. Raises DeviceError.
+
+        Unregistered host memory may be named too; the call then returns only when it has been read.
+        """
+
+    def record(self) -> Event:
+        """The point behind everything queued so far. Raises DeviceError."""
+
+    def close(self) -> None:
+        """Destroy it and its events, once what is queued is done."""
+
+
+class Memory(Protocol):
+    """Device memory: allocated here, or another process's mapped here."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+
+    def handle(self) -> bytes:
+        """HANDLE_BYTES bytes by which another process opens it. Raises DeviceError, also for opened memory."""
+
+    def close(self) -> None:
+        """Free or unmap it; a second call does nothing. Nothing may use the address any more. Raises DeviceError."""
+
+
+class Kernel(Protocol):
+    """A compiled kernel with one parameter, a structure by value."""
+
+    def launch(self, grid: int, threads: int, argument: Argument, stream: int) -> None:
+        """Queue `grid` blocks of `threads` on the stream. `argument` may be changed when this returns. DeviceError."""
+
+
+class Device(Protocol):
+    """One GPU. Any thread may call it; each call makes it the thread's current device."""
+
+    @property
+    def uuid(self) -> str: ...
+    @property
+    def processors(self) -> int:
+        """Multiprocessors."""
+
+    def free_bytes(self) -> int:
+        """Unused memory of the device, whoever asks. Raises DeviceError, as all of these do."""
+
+    def allocate(self, size_bytes: int) -> Memory:
+        """`cudaMalloc`; to be exported, a multiple of GRAIN_BYTES."""
+
+    def open(self, handle: bytes, size_bytes: int) -> Memory:
+        """Map what another process exported."""
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Pin whole pages of host memory and give the device access at the same address; blocks until that is done."""
+
+    def unregister(self, address: int) -> None:
+        """Undo `register` of exactly this address; waits for the device's work on it."""
+
+    def stream(self) -> Stream: ...
+
+    def kernel(self, source: str, name: str) -> Kernel:
+        """Compile `source` for this device, or find it compiled, and load it; `name` is extern "C"."""
+
+
+class Devices(Protocol):
+    """Where devices come from."""
+
+    def open(self, uuid: str) -> Device:
+        """The device with this UUID. Raises DeviceError where it cannot be used."""
+
+    def uuid_of(self, kind: str, index: int) -> str:
+        """UUID of torch's device `kind:index`; "" for a kind without device memory of its own. Raises DeviceError."""
+
+
+def exported_bytes(size_bytes: int) -> int:
+    """`size_bytes` rounded up to what may be exported."""
+    return -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
+
+
+def pieces(size_bytes: int, slot_bytes: int) -> list[tuple[int, int]]:
+    """(offset, bytes) of the pieces in which a segment of slots is to be registered.
+
+    Every cut lies between two slots, for one copy must not span two registrations, and between two pages.  The last
+    piece ends with the segment's last page.
+    """
+    least = slot_bytes * PAGE_BYTES // math.gcd(slot_bytes, PAGE_BYTES)
+    step = least * max(1, PIECE_BYTES // least)
+    end = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+    return [(offset, min(step, end - offset)) for offset in range(0, end, step)]
+
+
+# --- CUDA through cupy ------------------------------------------------------------------------------------------------
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except Exception as error:  # it loads CUDA's libraries, so more than an ImportError may come of it
+        raise DeviceError(f"cupy cannot be imported: {_line(error)}") from error
+    return cupy
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".split("\n", 1)[0]
+
+
+def _said(what: str, function: Callable[..., Any], *values: Any) -> Any:
+    try:
+        return function(*values)
+    except Exception as error:
+        raise DeviceError(f"{what}: {_line(error)}") from error
+
+
+def _uuid(runtime: Any, index: int) -> str:
+    # cupy reads the 16 bytes as a C string: those after a zero are missing (in every process alike).
+    raw = bytes(_said("cudaGetDeviceProperties", runtime.getDeviceProperties, index)["uuid"])
+    return str(uuid.UUID(bytes=raw[:16].ljust(16, b"\0")))
+
+
+class CudaDevices:
+    """The devices that this process may see. Asking for UUIDs makes no CUDA context."""
+
+    def __init__(self) -> None:
+        self._driver = Driver()
+        self._opened: dict[str, CudaDevice] = {}
+
+    def open(self, uuid: str) -> Device:
+        if (opened := self._opened.get(uuid)) is not None:
+            return opened  # the others, of which one may not answer, are not asked again
+        runtime = _cupy().cuda.runtime
+        self._driver.init()
+        count = _said("cudaGetDeviceCount", runtime.getDeviceCount)
+        found = [index for index in range(count) if _uuid(runtime, index) == uuid]
+        if len(found) != 1:
+            raise DeviceError(f"not exactly one device has this UUID: uuid={uuid} found={len(found)} devices={count}")
+        return self._opened.setdefault(uuid, CudaDevice(found[0], uuid, self._driver))
+
+    def uuid_of(self, kind: str, index: int) -> str:
+        if kind != "cuda":
+            return ""
+        runtime = _cupy().cuda.runtime
+        self._driver.init()
+        return _uuid(runtime, index)
+
+
+class CudaDevice:
+    """A device by its index in this process."""
+
+    def __init__(self, index: int, uuid: str, driver: Driver) -> None:
+        self.index, self.uuid, self.driver = index, uuid, driver
+        self._started = False
+        self.cupy = _cupy()
+        self.runtime = self.cupy.cuda.runtime
+        properties = _said("cudaGetDeviceProperties", self.runtime.getDeviceProperties, index)
+        self.processors = int(properties["multiProcessorCount"])
+        self._same_addresses = bool(
+            _said(
+                "cudaDeviceGetAttribute", self.runtime.deviceGetAttribute,
+                self.runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, index,
+            )
+        )  # fmt: skip
+
+    def make_current(self) -> None:
+        """For this thread; the first time it makes the context. Raises DeviceError."""
+        if not self._started:
+            self.driver.start(self.index)
+            self._started = True
+        _said("cudaSetDevice", self.runtime.setDevice, self.index)
+
+    def call(self, what: str, *values: Any) -> Any:
+        """runtime.`what`(*values) with this device current. Raises DeviceError."""
+        self.make_current()
+        return _said(what, getattr(self.runtime, what), *values)
+
+    def free_bytes(self) -> int:
+        self.make_current()
+        return self.driver.free_bytes()
+
+    def allocate(self, size_bytes: int) -> Memory:
+        return CudaMemory(self, int(self.call("malloc", size_bytes)), size_bytes, ours=True)
+
+    def open(self, handle: bytes, size_bytes: int) -> Memory:
+        if len(handle) != HANDLE_BYTES:
+            raise DeviceError(f"handle has another size: bytes={len(handle)} expected={HANDLE_BYTES}")
+        self.make_current()
+        return CudaMemory(self, self.driver.open(handle), size_bytes, ours=False)
+
+    def register(self, address: int, size_bytes: int) -> None:
+        if not self._same_addresses:
+            raise DeviceError("hostRegister: this device does not use the host's addresses for registered memory")
+        portable, mapped = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped: cupy has no names for them
+        self.call("hostRegister", address, size_bytes, portable | mapped)
+
+    def unregister(self, address: int) -> None:
+        self.call("hostUnregister", address)
+
+    def stream(self) -> Stream:
+        return CudaStream(self)
+
+    def kernel(self, source: str, name: str) -> Kernel:
+        self.make_current()
+
+        def load() -> Any:
+            # RawModule compiles and loads for the current device; its Function keeps the module loaded.
+            return self.cupy.RawModule(code=source, options=("-std=c++17",)).get_function(name).kernel
+
+        return CudaKernel(self, _said(f"kernel {name}", load))
+
+
+class CudaMemory:
+    """An allocation of ours, or a mapping of another process's."""
+
+    def __init__(self, device: CudaDevice, address: int, size_bytes: int, *, ours: bool) -> None:
+        self._device, self._ours, self._closed = device, ours, False
+        self.address, self.size_bytes = address, size_bytes
+
+    def handle(self) -> bytes:
+        if not self._ours or self._closed or self.size_bytes % GRAIN_BYTES or self.address % GRAIN_BYTES:
+            raise DeviceError(
+                f"only whole allocations can be exported: address={self.address:#x} bytes={self.size_bytes} "
+                f"both multiples of {GRAIN_BYTES}"
+            )
+        self._device.make_current()
+        return self._device.driver.handle(self.address)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._ours:
+            self._device.call("free", self.address)
+        else:
+            self._device.make_current()
+            self._device.driver.close(self.address)
+
+
+class CudaStream:
+    """A stream that does not synchronise with the default stream."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self.pointer = int(device.call("streamCreateWithFlags", device.runtime.streamNonBlocking))
+        self._default_kind = device.runtime.memcpyDefault
+        self._events: set[CudaEvent] = set()
+
+    def copy(self, target: int, source: int, size_bytes: int) -> None:
+        self._device.call("memcpyAsync", target, source, size_bytes, self._default_kind, self.pointer)
+
+    def record(self) -> Event:
+        event = CudaEvent(self._device, self._events)
+        self._device.call("eventRecord", event.pointer, self.pointer)
+        return event
+
+    def close(self) -> None:
+        pointer, self.pointer = self.pointer, 0
+        if not pointer:
+            return
+        try:
+            self._device.call("streamSynchronize", pointer)
+        finally:
+            for event in list(self._events):
+                event.destroy()
+            self._device.call("streamDestroy", pointer)
+
+
+class CudaEvent:
+    """Destroyed when it was waited for, or with its stream."""
+
+    def __init__(self, device: CudaDevice, alive: set[CudaEvent]) -> None:
+        runtime = device.runtime
+        flags = runtime.eventDisableTiming | runtime.eventBlockingSync
+        self._device, self._alive = device, alive
+        self.pointer = int(device.call("eventCreateWithFlags", flags))
+        alive.add(self)
+
+    def wait(self) -> None:
+        if self.pointer:
+            try:
+                self._device.call("eventSynchronize", self.pointer)
+            finally:
+                self.destroy()
+
+    def destroy(self) -> None:
+        pointer, self.pointer = self.pointer, 0
+        self._alive.discard(self)
+        if pointer:
+            self._device.call("eventDestroy", pointer)
+
+
+class CudaKernel:
+    """A function of a loaded module, launched through the driver: nothing is packed anew at each launch."""
+
+    def __init__(self, device: CudaDevice, function: Any) -> None:
+        self._device, self._function = device, function
+        self._launch, self._set_device = device.cupy.cuda.driver.launchKernel, device.runtime.setDevice
+        self._argument: Argument | None = None
+        self._pointer = np.zeros(1, np.uint64)
+        self._array = self._pointer.ctypes.data
+
+    def launch(self, grid: int, threads: int, argument: Argument, stream: int) -> None:
+        if argument is not self._argument:
+            # The driver takes an array of pointers to the parameters, and has copied those when it returns.
+            self._argument, self._pointer[0] = argument, argument.ctypes.data
+        try:
+            self._set_device(self._device.index)
+            self._launch(self._function.ptr, grid, 1, 1, threads, 1, 1, 0, stream, self._array, 0)
+        except Exception as error:
+            raise DeviceError(f"cuLaunchKernel: {_line(error)}") from error
+
+
+# The provider in use. Tests replace it.
+devices: Devices = CudaDevices()
+
+
+def open_device(uuid: str) -> Device:
+    """The device with this UUID. Raises DeviceError."""
+    return devices.open(uuid)
+
+
+def uuid_of(kind: str, index: int) -> str:
+    """UUID of torch's device `kind:index`; "" where it has no device memory of its own. Raises DeviceError."""
+    return devices.uuid_of(kind, index)

@@ -1,0 +1,207 @@
+"""Bad input on the command line: one line that names key, value and bound, and exit status 78."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvprefetch.daemon.cli import stat
+from kvprefetch.daemon.cli.client import Unavailable, ask
+from kvprefetch.daemon.cli.main import main
+from kvprefetch.daemon.config.model import ConfigError, load
+from kvprefetch.daemon.config.sizes import parse_size
+from kvprefetch.shmring.wire.admin import Status, StatusQuery
+from kvprefetch.shmring.wire.messages import default_socket
+
+
+def kvprefetchd(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvprefetch.daemon", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--stagin", "1GiB"], ["--stagin"]),
+        (["--staging", "lots"], ["staging", "'lots'", "512MiB"]),
+        (["--staging", "100"], ["staging: should be 4KiB to 4TiB: staging='100'"]),
+        (["--fetch-threads", "0"], ["fetch_threads", "'0'", "greater than or equal to 1"]),
+        (["--master-port", "70000"], ["master_port", "'70000'", "65535"]),
+        (["--log-level", "loud"], ["log_level", "'loud'"]),
+        (["--mooncake-config", "/nonexistent/mooncake.json"], ["/nonexistent/mooncake.json"]),
+    ],
+)
+def test_bad_configuration_is_one_line_and_78(tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+    result = kvprefetchd("serve", "--metrics-port", "0", "--socket", str(tmp_path / "s.sock"), *arguments)
+    assert result.returncode == 78, result
+    assert len(result.stderr.strip().splitlines()) == 1
+    for word in words:
+        assert word in result.stderr
+
+
+def test_a_mistyped_key_in_the_mooncake_config_is_named(tmp_path: Path) -> None:
+    config = tmp_path / "mooncake.json"
+    config.write_text(json.dumps({"metadata_server": "P2PHANDSHAKE", "master_server_adress": "127.0.0.1:1"}))
+    result = kvprefetchd(
+        "serve", "--metrics-port", "0", "--socket", str(tmp_path / "s.sock"), "--mooncake-config", str(config)
+    )
+    assert result.returncode == 78
+    assert "master_server_adress" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_socket_path_that_is_a_file_is_kept_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("precious")
+    result = kvprefetchd("serve", "--socket", str(path))
+    assert result.returncode == 78
+    assert str(path) in result.stderr
+    assert path.read_text() == "precious"
+    [failed] = map(json.loads, result.stdout.splitlines())
+    assert failed["event"] == "daemon.failed"
+    assert result.stderr.strip() == f"kvprefetchd: {failed['error']}"
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = kvprefetchd(
+            "serve", "--metrics-port", "0", "--socket", str(tmp_path / "s.sock"), "--master-port", str(port)
+        )
+    assert result.returncode == 69
+    assert str(port) in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    log = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line["event"] for line in log] == ["daemon.failed", "daemon.stopped"]
+    assert result.stderr.strip() == f"kvprefetchd: store: {log[0]['error']}"
+
+
+# What an engine's environment has not: the packages of the daemon-… extras.
+PLAIN = """
+import sys
+for name in ("structlog", "prometheus_client", "rich", "mooncake"):
+    sys.modules[name] = None
+from kvprefetch.daemon.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--help"], 0, ""),
+        (["check-config"], 0, ""),
+        (["warm", "/dev/null", "--socket", "/nonexistent"], 69, "no daemon answers"),
+        (["serve", "--metrics-port", "0", "--socket", "/tmp/none"], 69, "pip install '.[daemon-cpu]'"),
+    ],
+)
+def test_in_an_engine_s_environment(arguments: list[str], status: int, words: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", PLAIN, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == status, result
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == (1 if words else 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "cure"),
+    [
+        ([], 78, "required: COMMAND; see kvprefetchd --help"),
+        (["mode"], 78, "required: {on,shadow,off}; see kvprefetchd mode --help"),
+        (["store"], 78, "required: {ls,stat,purge}; see kvprefetchd store --help"),
+        (["status", "--socket", "/nonexistent"], 69, "start it (kvprefetchd serve"),
+    ],
+)
+def test_a_first_mistake_is_told_its_cure(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, cure: str
+) -> None:
+    assert main(arguments) == status
+    assert cure in capsys.readouterr().err
+
+
+def test_without_arguments_the_commands_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 78
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("usage: kvprefetchd ")
+    assert [name for name in ("serve", "doctor", "explain") if f"\n    {name} " not in shown.err] == []
+    assert shown.err.splitlines()[-1].startswith("kvprefetchd: command line: ")
+
+
+def test_a_socket_of_others_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:  # root may use any socket, so the kernel's answer is given here
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    with pytest.raises(Unavailable, match=r"Permission denied; .* members of the socket's group"):
+        ask(tmp_path / "s.sock", StatusQuery(), Status)
+
+
+def test_an_extension_that_is_not_built_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(_: object) -> int:
+        raise ImportError("the C extension is not built here", name="kvprefetch.shmring._atomics")
+
+    monkeypatch.setattr(stat, "run", missing)
+    assert main(["stat"]) == 69
+    assert capsys.readouterr().err == "kvprefetchd: the C extension is not built here\n"
+
+
+def test_sizes_are_read_with_their_units() -> None:
+    assert [parse_size(text) for text in ("64KiB", "1.5G", "4GB", 7, "12")] == [65536, 1_500_000_000, 4 * 10**9, 7, 12]
+    with pytest.raises(ValueError, match="such as"):
+        parse_size("12 parsecs")
+
+
+def test_an_unknown_key_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="stagingg"):
+        load({"stagingg": 5})
+
+
+def test_the_default_socket_follows_systemd_then_the_session_then_run() -> None:
+    assert default_socket({"RUNTIME_DIRECTORY": "/run/a:/run/b"}) == "/run/a/kvprefetchd.sock"
+    assert default_socket({"XDG_RUNTIME_DIR": "/run/user/7"}) == "/run/user/7/kvprefetch/kvprefetchd.sock"
+    assert default_socket({}) == "/run/kvprefetch/kvprefetchd.sock"
+
+
+@pytest.mark.parametrize("command", ["check-config", "--help", "install-unit --dry-run"])
+def test_a_reader_that_leaves_early_is_no_error(command: str) -> None:
+    """As with `| head`."""
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run(
+        [sys.executable, "-m", "kvprefetch.daemon", *command.split()], stdout=write, stderr=subprocess.PIPE, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    os.close(write)
+    # install-unit may note that the checkout lies where the service's user cannot reach it.
+    said = [line for line in result.stderr.splitlines() if not line.startswith(("note: ", "      "))]
+    assert (result.returncode, said) == (0, [])
+
+
+@pytest.mark.parametrize(("closed", "said"), [("1", "the path exists and is not a socket"), ("2", ""), ("0 1 2", "")])
+def test_streams_that_were_closed_are_nowhere(tmp_path: Path, closed: str, said: str) -> None:
+    """No file or socket gets their numbers, and nothing is missing."""
+    path = tmp_path / "file"
+    path.write_text("precious")
+    command = f"{sys.executable} -m kvprefetch.daemon serve --metrics-port 0 --socket {path}"
+    redirect = " ".join(f"{fd}>&-" for fd in closed.split())
+    result = subprocess.run(
+        ["sh", "-c", f"{command} {redirect}"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 78, result
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+    assert path.read_text() == "precious"

@@ -1,0 +1,186 @@
+"""`doctor`, its bundle, and `store`: against a real daemon, a real store, and things that are not there."""
+
+from __future__ import annotations
+
+import grp
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvprefetch.daemon.cli import findings
+from kvprefetch.daemon.cli.bundle import _metrics as metrics_of
+from kvprefetch.daemon.cli.bundle import without_secrets
+from kvprefetch.daemon.cli.client import Unavailable
+from kvprefetch.daemon.cli.store import listed, namespace
+from kvprefetch.daemon.config.machine import machine_bytes
+from kvprefetch.daemon.config.model import load
+from tests.daemon.fake_engine import FakeEngine
+from tests.daemon.stores import absent_cluster, blocks, stored
+from tests.lab.daemon import Daemon
+from tests.lab.process import free_ports
+
+
+def kvprefetchd(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvprefetch.daemon", *map(str, arguments)],
+        capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+
+
+def test_doctor_sees_a_daemon_a_store_round_trip_and_bundles_it(
+    serve: Callable[..., Daemon], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (port,) = free_ports(1)
+    daemon = serve(extra=("--metrics-port", str(port)))
+    log = tmp_path / "log.jsonl"
+    log.write_text("\n".join(daemon.lines))
+    (tmp_path / "kvprefetch").mkdir()
+    (tmp_path / "kvprefetch/kvprefetchd.sock").symlink_to(daemon.socket)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    result = kvprefetchd(
+        "doctor", "--staging", "64MiB", "--memory", "64MiB", "--metrics-port", str(port),
+        "--bundle", tmp_path / "bundle.tar.gz", "--log", log,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    for words in (f"daemon answers: pid {daemon.pid}", "round trip through a private store", "fetch_threads="):
+        assert words in result.stdout
+    with tarfile.open(tmp_path / "bundle.tar.gz") as archive:
+        assert (tmp_path / "bundle.tar.gz").stat().st_mode & 0o777 == 0o600
+        parts = {member.name: archive.extractfile(member).read().decode() for member in archive}  # type: ignore[union-attr]
+    assert json.loads(parts["kvprefetch/status.json"])["pid"] == daemon.pid
+    assert "daemon.ready" in parts["kvprefetch/log.jsonl"]
+    assert "# HELP kvprefetch" in parts["kvprefetch/metrics.txt"]
+    assert 'staging = "64MiB"' in parts["kvprefetch/config.toml"]
+    assert "kvprefetch" in json.loads(parts["kvprefetch/versions.json"])
+
+
+def test_doctor_knows_how_large_the_file_system_is(tmp_path: Path) -> None:
+    more = shutil.disk_usage(tmp_path).free - (100 << 20)  # 256 MiB stay free
+    (finding,) = findings.disk(load({"disk": f"{tmp_path}:{more}"}))
+    assert finding.level == "bad"
+    assert f"{more >> 20} MiB" in finding.what
+    (tmp_path / "1.bucket").symlink_to("gone")  # listed, and not there any more when it is looked at
+    (finding,) = findings.disk(load({"disk": f"{tmp_path}:64MiB"}))
+    assert finding.level == "ok"
+
+
+def test_who_may_not_use_the_socket_is_never_sent_into_root_s_group() -> None:
+    others = next(group.gr_gid for group in grp.getgrall() if group.gr_gid != 0)
+    for gid, mode, joins in ((0, 0o660, False), (others, 0o600, False), (4_000_000_000, 0o660, False),
+                             (others, 0o660, True)):  # fmt: skip
+        advice = findings.way_in(os.stat_result((mode, 1, 1, 1, 0, gid, 0, 0, 0, 0)), 1234)
+        if joins:
+            assert advice == f"join the group {grp.getgrgid(gid).gr_name}"
+        else:
+            assert "--socket-group GROUP" in advice
+            assert "--allow-uids 1234" in advice
+
+
+def test_doctor_says_what_is_bad_and_what_to_do(tmp_path: Path) -> None:
+    config = absent_cluster(tmp_path, metadata_server="http://operator:hunter2@127.0.0.1/x")
+    result = kvprefetchd(
+        "doctor", "--socket", tmp_path / "none.sock", "--mooncake-config", config,
+        "--staging", str(machine_bytes()),
+        "--bundle", tmp_path / "b.tar.gz", "--metrics-port", "0",
+    )  # fmt: skip
+    assert result.returncode == 1, result.stdout + result.stderr
+    bad = [line.split()[1] for line in result.stdout.splitlines() if line.startswith("bad")]
+    assert bad == ["memory", "master", "store"]
+    assert "cluster.conf" in result.stdout
+    with tarfile.open(tmp_path / "b.tar.gz") as archive:
+        text = b"".join(archive.extractfile(member).read() for member in archive).decode()  # type: ignore[union-attr]
+    assert "hunter2" not in text
+    assert "[removed]@127.0.0.1" in text
+
+
+def test_without_mooncake_only_that_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "MOONCAKE", ())
+    (libraries,) = findings.libraries(load({}))
+    (store,) = findings.store(load({}))
+    assert "pip install '.[daemon-cpu]'" in libraries.advice
+    assert (store.what, store.advice) == ("not tried without Mooncake", "")
+
+
+def test_secrets_are_removed() -> None:
+    text = 'x = "redis://me:pass@host:1"\n"api_key": "abc def",\nAUTH_TOKEN=xyz chunk = 5'
+    assert without_secrets(text) == (
+        'x = "redis://[removed]@host:1"\n"api_key": [removed],\nAUTH_TOKEN=[removed] chunk = 5'
+    )
+
+
+def test_what_answers_and_is_no_http_is_one_line_and_leaves_the_bundle_whole() -> None:
+    """Most of all the master's own port, which is one digit or so away from its HTTP port."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+
+        def answer() -> None:
+            for _ in range(2):
+                client, _ = stranger.accept()
+                with client:
+                    client.recv(1000)
+                    client.sendall(b"\x00\x01garbage\n\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with pytest.raises(Unavailable, match=r"^the master does not answer: http://127[^\n\x00]*garbage$"):
+            list(listed(f"127.0.0.1:{port}", ""))
+        assert "not answered: " in metrics_of(load({"metrics_port": port}))
+        thread.join(10)
+    with pytest.raises(Unavailable, match="nonnumeric port"):
+        list(listed("localhost:abc", ""))
+
+
+def counted(*at: Any) -> list[str]:
+    """What `store stat` counts, without how full the store is, and to whom it belongs."""
+    *lines, last = kvprefetchd("store", "stat", *at).stdout.splitlines()
+    assert last.startswith("memory ")
+    return " ".join(line for line in lines if not line.lstrip().startswith("uid=")).split()
+
+
+def test_a_namespace_is_listed_counted_and_purged(serve: Callable[..., Daemon]) -> None:
+    daemon = serve()
+    engine = FakeEngine(daemon.socket, engine_id="one-3f2a", prefix="one")
+    other = FakeEngine(daemon.socket, engine_id="two", prefix="two")
+    values = blocks("purged", 3)
+    engine.save(values)
+    other.save(blocks("kept", 2))
+    stored(daemon, 5)
+    at = ("--socket", daemon.socket)
+
+    listed = kvprefetchd("store", "ls", "--prefix", "one@", *at)
+    assert sorted(listed.stdout.split()) == sorted(f"one@tp_rank:0@{digest.hex()}" for digest in values)
+    assert counted(*at) == ["3", "one@tp_rank:0@", "2", "two@tp_rank:0@",
+                                                                  "5", "in", "all"]  # fmt: skip
+    refused = kvprefetchd("store", "purge", "--engine", "one", *at)
+    assert refused.returncode == 78
+    assert "--yes" in refused.stderr
+    part = kvprefetchd("store", "purge", "--prefix", "on", "--yes", *at)
+    assert part.returncode == 78
+    assert "prefix='on'" in part.stderr
+    assert kvprefetchd("store", "purge", "--engine", "none", "--yes", *at).returncode == 1
+    like = FakeEngine(daemon.socket, engine_id="one-77", prefix="one-77")
+    several = kvprefetchd("store", "purge", "--engine", "one-", "--yes", *at)
+    assert (several.returncode, several.stdout.split(":")[0]) == (1, "several engines have an id that begins so")
+    purged = kvprefetchd("store", "purge", "--engine", "one-3", "--yes", *at)
+    assert purged.returncode == 0, purged.stdout + purged.stderr
+    assert purged.stdout == "every key is gone; 3 removed: one@tp_rank:0@\n"
+    again = kvprefetchd("store", "purge", "--prefix", "one@tp_rank:0@", "--yes", *at)
+    assert (again.returncode, again.stdout) == (0, "there was no key: one@tp_rank:0@\n")
+    of_none = ["0", "one-77@tp_rank:*@", "0", "one@tp_rank:*@"]
+    assert counted(*at) == [*of_none, "2", "two@tp_rank:0@", "2", "in", "all"]
+    for each in (engine, like, other):
+        each.close()
+
+
+def test_a_key_without_its_hash_is_its_namespace() -> None:
+    assert namespace("m@tp_rank:0@" + "0a" * 32) == "m@tp_rank:0@"

@@ -1,0 +1,94 @@
+"""`--help` of every command: what a man page says, examples that are commands that parse, lines that fit."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from kvprefetch.daemon.cli import main
+from kvprefetch.daemon.config.model import DaemonConfig, load
+
+SECTIONS = ["examples:", "exit status:", "files:", "environment:"]
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    parser = main.build_parser()
+    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return {"": parser, **commands.choices}
+
+
+NAMES = list(parsers())
+
+
+def section(text: str, name: str) -> list[str]:
+    """Lines of a section, without its heading."""
+    return text.split(f"\n{name}\n")[1].split("\n\n")[0].splitlines()
+
+
+def examples(text: str) -> list[list[str]]:
+    """Words of each command line of ours among the examples, pipes and redirections taken apart."""
+    lines = [line.strip() for line in section(text, "examples:") if not line.startswith("      ")]
+    parts = [part for line in lines for part in re.split(r" \| ", re.sub(r" [<>] \S+", "", line))]
+    return [shlex.split(part) for part in parts]
+
+
+def test_the_command_line_loads_nothing_that_only_one_command_needs() -> None:
+    """NumPy alone would nearly double the time until `kvprefetchd status` answers."""
+    heavy = {"mooncake", "numpy", "prometheus_client", "rich", "structlog", "vllm"}
+    script = "import sys; import kvprefetch.daemon.cli.main; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert not heavy & set(result.stdout.split())
+
+
+def test_every_command_is_there() -> None:
+    assert len(NAMES) == 1 + len(main.COMMANDS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_help_has_what_a_man_page_has(name: str) -> None:
+    parser = parsers()[name]
+    text = parser.format_help()
+    places = [text.index(f"\n{heading}\n") for heading in SECTIONS]
+    assert places == sorted(places)
+    assert len(parser.description or "") > 60, "what it does, in more than its one line of the list"
+    statuses = [line.split()[0] for line in section(text, "exit status:") if re.match(r"  \d", line)]
+    assert statuses[0] == "0"
+    assert statuses == sorted(statuses, key=int)
+    assert {str(main.EX_UNAVAILABLE), str(main.EX_CONFIG)} <= set(statuses)
+    for action in parser._actions:
+        assert action.help or isinstance(action, argparse._SubParsersAction), action.dest
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_examples_are_commands(name: str) -> None:
+    shown = examples(parsers()[name].format_help())
+    assert shown
+    assert all(name in words[1:] for words in shown[:1]) or not name
+    for words in shown:
+        assert words[0] == "kvprefetchd"
+        parsed, unknown = main.build_parser().parse_known_args(words[1:])
+        assert not unknown, words
+        load({key: value for key, value in vars(parsed).items() if key in DaemonConfig.model_fields and value
+              and words[1] in ("serve", "check-config", "doctor")})  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_the_help_fits_the_terminal(name: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = parsers()[name].format_help()
+    shown = set(section(text, "examples:"))
+    for line in text.splitlines():
+        assert len(line) <= min(columns, 112) or line in shown or " " not in line.strip(), line
+
+
+def test_the_version_names_the_protocol(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["--version"])
+    assert ended.value.code == 0
+    assert re.fullmatch(r"kvprefetchd? \d+\.\d+\.\S+, protocol \d+\n", capsys.readouterr().out)

@@ -1,0 +1,186 @@
+"""`install-unit`: units that systemd's own tools accept, hardened, for the environment that wrote them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvprefetch.daemon.cli import install_unit
+from kvprefetch.daemon.cli.client import EX_UNAVAILABLE
+from kvprefetch.daemon.cli.main import EX_CONFIG, main
+
+needs_analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+
+
+def install(root: Path, *arguments: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-m", "kvprefetch.daemon", "install-unit", "--root", str(root), *arguments],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def analyze(*arguments: str | Path) -> str:
+    result = subprocess.run(
+        ["systemd-analyze", "--no-pager", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stderr.strip() == ""
+    return result.stdout
+
+
+def exposure(unit: Path) -> float:
+    found = re.search(r"exposure level for \S+: ([\d.]+)", analyze("security", "--offline=true", unit))
+    assert found is not None
+    return float(found[1])
+
+
+@needs_analyze
+@pytest.mark.parametrize("drop_ins", [(), ("--gpu",), ("--rdma",), ("--gpu", "--rdma", "--cluster", "--activation")])
+def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, drop_ins: tuple[str, ...]) -> None:
+    install(tmp_path, *drop_ins)
+    units = sorted((tmp_path / "etc/systemd/system").glob("kvprefetchd.*"))
+    analyze("verify", *[unit for unit in units if unit.is_file()])
+
+
+@needs_analyze
+@pytest.mark.parametrize(("drop_in", "most"), [(None, 1.5), ("--gpu", 2.0)])
+def test_the_service_is_hardened(tmp_path: Path, drop_in: str | None, most: float) -> None:
+    install(tmp_path, *([drop_in] if drop_in is not None else []))
+    assert exposure(tmp_path / "etc/systemd/system/kvprefetchd.service") <= most
+
+
+@needs_analyze
+def test_the_user_s_unit_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/config")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    said = install(tmp_path, "--user")
+    unit = tmp_path / "config/systemd/user/kvprefetchd.service"
+    analyze("--user", "verify", unit)
+    assert "systemctl --user enable --now kvprefetchd" in said
+    assert "/config/kvprefetch/kvprefetchd.toml" in unit.read_text()
+
+
+def test_what_is_written_starts_this_environment(tmp_path: Path) -> None:
+    """The program of ExecStart runs, and accepts the configuration that was written beside it."""
+    install(tmp_path)
+    unit = (tmp_path / "etc/systemd/system/kvprefetchd.service").read_text()
+    assert not re.search(r"@[A-Z_]+@", unit)
+    command = re.search(r"^ExecStart=(.*) serve --config (\S+)$", unit, re.MULTILINE)
+    assert command is not None
+    config = tmp_path / command[2].lstrip("/")
+    result = subprocess.run(
+        [*command[1].split(), "check-config", "--config", str(config)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_configuration_that_is_there_is_kept(tmp_path: Path) -> None:
+    install(tmp_path)
+    config = tmp_path / "etc/kvprefetch/kvprefetchd.toml"
+    config.write_text("spin_us = 3\n")
+    assert "kept" in install(tmp_path)
+    assert config.read_text() == "spin_us = 3\n"
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    said = install(tmp_path, "--dry-run", "--activation")
+    assert "ListenSequentialPacket=" in said
+    assert "WatchdogSec=30" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_s_path_survives_the_unit_file() -> None:
+    assert install_unit.quoted("/opt/a/bin/kvprefetchd") == "/opt/a/bin/kvprefetchd"
+    assert install_unit.quoted("/opt/50%/my env/x") == '"/opt/50%%/my env/x"'
+    files = install_unit.system_files([], ["/home/x/venv/bin/kvprefetchd"])
+    assert "ProtectHome=read-only" in files[Path("/etc/systemd/system/kvprefetchd.service")]
+
+
+def test_the_stop_waits_longer_than_the_drain() -> None:
+    """60 s for store calls in flight, FLUSH_S for the disk tier, and some for closing."""
+    from kvprefetch.daemon.runtime.service import FLUSH_S
+
+    for name in ("kvprefetchd.service", "kvprefetchd-user.service"):
+        text = install_unit.template(name)
+        assert int(re.search(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)[1]) > 60 + FLUSH_S + 10  # type: ignore[index]
+        assert "RestartPreventExitStatus=78" in text
+        assert "KillMode=mixed" in text, "a signal to the master as well would end the disk tier's writing"
+
+
+@pytest.mark.parametrize("name", ["kvprefetchd.service", "kvprefetchd-user.service"])
+def test_failures_are_tried_again_however_often_and_nothing_dumps_core(name: str) -> None:
+    """Five crashes are not the end for good."""
+    values = dict(re.findall(r"^(\w+)=(.*)$", install_unit.template(name), re.MULTILINE))
+    assert values["Restart"] == "on-failure"
+    assert (int(values["RestartSec"]), values["StartLimitIntervalSec"]) == (5, "0")
+    assert values["RestartPreventExitStatus"] == str(EX_CONFIG) != str(EX_UNAVAILABLE)
+    assert values["LimitCORE"] == "0"
+
+
+def test_connections_do_not_start_a_bad_configuration_again_and_again() -> None:
+    drop_in = install_unit.template("kvprefetchd.service.d/activation.conf")
+    after = re.search(r"^ExecStopPost=(.*)$", drop_in, re.MULTILINE)
+    assert after is not None
+    for status, least_s in (("0", 0), ("78", 4)):
+        began = time.monotonic()
+        subprocess.run(shlex.split(after[1]), env={"EXIT_STATUS": status, "PATH": "/bin"}, timeout=30, check=True)
+        assert time.monotonic() - began >= least_s
+
+
+@pytest.mark.parametrize("name", ["kvprefetchd.service", "kvprefetchd-user.service"])
+def test_a_reload_needs_no_program_but_the_shell(name: str) -> None:
+    """Debian's /bin/kill is in procps, which a small machine does not have."""
+    reload = re.search(r"^ExecReload=(.*)$", install_unit.template(name), re.MULTILINE)
+    assert reload is not None
+    waits = "import signal; print(flush=True); print(signal.sigwait({signal.SIGHUP}).name)"
+    blocked = f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGHUP}}); {waits}"
+    with subprocess.Popen([sys.executable, "-c", blocked], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        environment = {"MAINPID": str(child.pid), "PATH": "/no/such/folder"}
+        command = shlex.split(reload[1])
+        try:
+            assert command[0] == "/bin/sh"
+            subprocess.run(command, env=environment, timeout=10, check=True)
+            assert child.stdout.readline() == "SIGHUP\n"
+        finally:
+            child.kill()
+
+
+def test_a_program_that_the_service_s_user_cannot_reach_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "home"
+    script = home / "venv/bin/kvprefetchd"
+    script.parent.mkdir(parents=True)
+    script.touch(mode=0o755)
+    tmp_path.chmod(0o755)
+    home.chmod(0o700)
+    monkeypatch.setattr(sys, "prefix", str(home / "venv"))
+    image = str(tmp_path / "image")
+    for arguments in (["--dry-run"], ["--root", image], ["--root", image, "--dry-run"]):
+        assert main(["install-unit", *arguments]) == 0
+        assert f"the user kvprefetch cannot start {script}" in capsys.readouterr().err
+    assert install_unit.closed("/usr/bin/env") is None
+
+
+def test_what_the_manual_removes_is_what_was_written(tmp_path: Path) -> None:
+    manual = (Path(__file__).parents[3] / "docs/OPERATIONS.md").read_text().split("## Remove it")[1]
+    install(tmp_path, *(f"--{name}" for name in install_unit.DROP_INS))
+    removal = next(line for line in manual.splitlines() if line.startswith("rm -r /etc/"))
+    subprocess.run(["sh", "-ec", removal.replace(" /etc/", f" {tmp_path}/etc/")], timeout=10, check=True)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -1,0 +1,79 @@
+"""`kvprefetchd mode`: what off and shadow do to look-ups, loads and saves of an attached engine, and the way back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from kvprefetch.shmring.wire.records import FlagState, Outcome
+from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.stores import blocks, stored
+from tests.lab.daemon import Daemon
+from tests.support.auditor import ask_daemon
+
+
+def switch(path: Path, mode: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-m", "kvprefetch.daemon", "mode", mode, "--socket", str(path)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def missed(engine: FakeEngine, digests: list[bytes], name: str) -> None:
+    key = engine.hint(digests, name=name)
+    assert engine.settled(key).state == FlagState.READY
+    assert engine.flag(key).count == 0
+    assert engine.move(key, FlagState.CANCELLED)
+    engine.done(key, Outcome.MISS)
+
+
+def test_off_misses_shadow_counts_on_loads(serve: Callable[..., Daemon]) -> None:
+    daemon = serve()
+    engine = FakeEngine(daemon.socket)
+    values = blocks("mode", 4)
+    engine.save(values)
+    stored(daemon, 4)
+
+    assert "off (was on)" in switch(daemon.socket, "off")
+    assert ask_daemon(daemon.socket).mode == "off"
+    missed(engine, list(values), "while-off")
+    line = daemon.wait_record("request.done")
+    assert line is not None
+    assert (line["found_blocks"], line["looked_up_ms"], line["bytes"]) == (0, None, 0)
+
+    # Slots that the engine holds already can be filled once; then it has none left, and nothing was put.
+    while engine.credits.available():
+        engine.save(blocks(f"dropped-{engine.credits.available()}", engine.credits.available()))
+    wait_for(lambda: ask_daemon(daemon.socket).engines[0]["save_slots_busy"] > 0, what="slots held back")
+    assert engine.credits.available() == 0
+    assert sum(line["stored_blocks"] for line in daemon.records("save.done")) == 4
+
+    switch(daemon.socket, "shadow")
+    missed(engine, list(values), "in-shadow")
+    line = daemon.wait_record("request.done", count=2)
+    assert line is not None
+    assert (line["found_blocks"], line["bytes"], line["outcome"]) == (4, 0, "miss")
+
+    switch(daemon.socket, "on")
+    assert engine.load(list(values)) == list(values.values())
+    more = blocks("more", 3)
+    engine.save(more)
+    stored(daemon, 7)
+    assert engine.load(list(more)) == list(more.values())
+    engine.close()
+
+
+def test_an_engine_that_attaches_while_off_gets_misses(serve: Callable[..., Daemon]) -> None:
+    daemon = serve(extra=("--mode", "off"))
+    engine = FakeEngine(daemon.socket)
+    missed(engine, list(blocks("late", 2)), "late")
+    switch(daemon.socket, "on")
+    values = blocks("late", 2)
+    engine.save(values)
+    stored(daemon, 2)
+    assert engine.load(list(values)) == list(values.values())
+    engine.close()

@@ -1,0 +1,337 @@
+"""`kvprefetchd tail`: filters, foreign lines, rotation, truncation, the journal, readers that leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvprefetch.daemon.cli.main import main
+from kvprefetch.daemon.telemetry import reader
+from tests.daemon.fake_engine import wait_for
+
+TAIL = [sys.executable, "-m", "kvprefetch.daemon", "tail"]
+
+
+def record(event: str = "request.done", **fields: Any) -> dict[str, Any]:
+    return {"ts": "2026-01-02T03:04:05.678901Z", "level": "info", "event": event, "run_id": "r", **fields}
+
+
+LOG = [
+    record("daemon.ready", socket="/s", pid=1, staging=5),
+    record(engine="alpha", request_id="one", outcome="loaded", exposed_ms=12.0, hidden_fraction=0.5),
+    record(engine="beta", request_id="two", outcome="miss", exposed_ms=250.0, hidden_fraction=0.0),
+    record("record.bad", engine="beta", error="kind=7", count=1) | {"level": "warning"},
+]
+
+
+def written(path: Path, *lines: object) -> Path:
+    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    path.write_text(text)
+    return path
+
+
+def tail(*arguments: str, given: bytes = b"") -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([*TAIL, *arguments], input=given, capture_output=True, timeout=60, check=False)
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ([], ["daemon.ready", "one", "two", "record.bad"]),
+        (["--event", "request.*"], ["one", "two"]),
+        (["--event", "daemon.ready", "--event", "record.bad"], ["daemon.ready", "record.bad"]),
+        (["--request", "wo"], ["two"]),  # vLLM puts cmpl- before the id that its client knows
+        (["--engine", "beta"], ["two", "record.bad"]),
+        (["--engine", "beta", "--event", "request.done"], ["two"]),
+        (["--level", "warning"], ["record.bad"]),
+        (["--slow", "100"], ["two"]),
+        (["-n", "1"], ["record.bad"]),
+        (["-n", "0"], []),
+    ],
+)
+def test_filters(tmp_path: Path, capsys: pytest.CaptureFixture[str], filters: list[str], expected: list[str]) -> None:
+    assert main(["tail", str(written(tmp_path / "log", *LOG)), "--json", *filters]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line.get("request_id", line["event"]) for line in lines] == expected
+
+
+def test_an_event_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    path = str(written(tmp_path / "log", *LOG))
+    mistyped = tail(path, "--event", "request.dnoe", "--event", "daemon.*")
+    assert mistyped.stderr == "kvprefetchd: note: no event has the name 'request.dnoe'; did you mean request.done?\n"
+    assert len(mistyped.stdout.splitlines()) == 1
+
+
+def test_json_is_the_line_as_it_was_written(tmp_path: Path) -> None:
+    path = written(tmp_path / "log", "not ours", *LOG)
+    assert [json.loads(line) for line in tail(str(path), "--json").stdout.splitlines()] == LOG
+
+
+def test_foreign_lines_are_passed_on_harmlessly_and_left_out_by_a_filter(tmp_path: Path) -> None:
+    foreign = ["Traceback (most recent call last):", '{"event": 7}', "[1, 2]", "{broken", "\x1b[31mred", ""]
+    path = written(tmp_path / "log", *foreign, LOG[1])
+    lines = tail(str(path)).stdout.splitlines()
+    assert lines[:4] == foreign[:4]
+    assert lines[4] == "\N{REPLACEMENT CHARACTER}[31mred"
+    assert "one loaded:" in lines[6]
+    assert len(tail(str(path), "--level", "debug").stdout.splitlines()) == 1
+
+
+def test_a_line_of_strange_values_is_shown_and_harms_nothing(tmp_path: Path) -> None:
+    """Another release's line, or another program's: the ones after it are read all the same."""
+    strange: list[Any] = ["x", [1], None, float("nan"), float("inf"), 10**400, {"a": 1}]
+    names = ("bytes", "hidden_fraction", "exposed_ms", "hint_seen_ms", "last_byte_ms", "hint_blocks", "request_id")
+    lines = [record(**dict.fromkeys(names, value)) for value in strange]
+    hostile = record(engine="\x1b[31m", request_id="\ud800") | {"level": "\x1b[1m", "ts": "\x1b]0;x\x07"}
+    path = written(tmp_path / "log", *lines, hostile, LOG[2])
+    shown = tail(str(path))
+    assert shown.returncode == 0, shown.stderr
+    assert len(shown.stdout.splitlines()) == len(lines) + 2
+    assert "\x1b" not in shown.stdout
+    assert shown.stdout.splitlines()[-1].startswith(
+        "01-02 03:04:05.678 info    request.done     beta         two miss:"
+    )
+    assert len(tail(str(path), "--slow", "100", "--json").stdout.splitlines()) == 1
+
+
+def test_standard_input_and_lines_with_a_journal_priority_are_read() -> None:
+    line = b"<4>" + json.dumps(LOG[3]).encode() + b"\n\xff\xfe\n"
+    assert "record.bad" in tail(given=line).stdout
+    assert "record.bad" in tail("-", "--level", "warning", given=line).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["/nonexistent/log"], 69, ["/nonexistent/log", "No such file"]),
+        (["-f", "/nonexistent/log"], 69, ["/nonexistent/log", "No such file"]),
+        (["--level", "loud"], 78, ["--level", "'loud'", "warning"]),
+        (["-n", "-3"], 78, ["-n"]),
+        (["-n", "x"], 78, ["-n", "'x'", "0 or more"]),
+        (["--slow", "much"], 78, ["--slow", "'much'", "0 or more"]),
+        (["--slow", "nan"], 78, ["--slow", "'nan'"]),
+        (["log", "--journal"], 78, ["FILE='log'", "--journal"]),
+    ],
+)
+def test_bad_use_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, words: list[str]
+) -> None:
+    assert main(["tail", *arguments]) == status
+    said = capsys.readouterr().err
+    assert len(said.strip().splitlines()) == 1
+    for word in words:
+        assert word in said
+
+
+def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
+    path = written(tmp_path / "log", *(LOG[1] for _ in range(20_000)))
+    process = subprocess.Popen([*TAIL, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(30) == 0
+    assert process.stderr is not None
+    with process.stderr as errors:
+        assert errors.read() == b""
+
+
+def test_a_pipe_is_read_to_its_end_after_the_first_interrupt() -> None:
+    """Ctrl-C in `kvprefetchd serve | kvprefetchd tail` reaches both: the daemon still has its last lines to say."""
+    for interrupts in (1, 2):
+        process = subprocess.Popen([*TAIL, "-f", "--json"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with process, process.stdin as given, process.stdout as shown:
+            given.write(json.dumps(LOG[0]).encode() + b"\n")
+            given.flush()
+            assert json.loads(shown.readline()) == LOG[0]
+            for _ in range(interrupts):
+                assert process.poll() is None
+                process.send_signal(signal.SIGINT)
+                wait_for(lambda pid=process.pid: not pending(pid), what="the signal's delivery")
+            if interrupts == 1:
+                given.write(json.dumps(LOG[1]).encode() + b"\n")
+                given.close()
+                assert json.loads(shown.readline()) == LOG[1]
+            assert process.wait(30) == 0
+
+
+def pending(pid: int) -> bool:
+    """Whether a signal waits for the process, or it has not ended its handler's call yet."""
+    fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["ShdPnd"], 16) != 0 or not fields["State"].startswith(("S", "Z"))
+
+
+# --- following ----------------------------------------------------------------------------------------------------
+
+
+class Done(Exception):
+    """The script of a test is over."""
+
+
+def followed(path: Path, *steps: Callable[[], object], last: int = 10) -> list[bytes]:
+    """The lines read while each pause does the next step; two pauses lie after the last one."""
+    script = iter((*steps, lambda: None, lambda: None))
+
+    def pause() -> None:
+        try:
+            step = next(script)
+        except StopIteration:
+            raise Done from None
+        step()
+
+    lines = []
+    try:
+        for line in reader.follow(path, last, pause):
+            lines.append(line)
+    except Done:
+        return lines
+    raise AssertionError("following ended by itself")
+
+
+def appended(path: Path, text: str) -> Callable[[], object]:
+    def step() -> None:
+        with path.open("a") as file:
+            file.write(text)
+
+    return step
+
+
+def test_follow_begins_with_the_last_lines_and_waits_for_whole_ones(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("1\n2\n3\n")
+    assert followed(path, appended(path, "4\n5"), appended(path, "5\n6"), last=2) == [b"2", b"3", b"4", b"55"]
+
+
+@pytest.mark.parametrize("text", ["", "\n", "a", "a\n", "a\nb", "a\n\n", "\n\nb\n"])
+@pytest.mark.parametrize("wide", [1, 40_000, 65_535, 65_536])
+def test_the_last_lines_are_found_from_the_end(tmp_path: Path, text: str, wide: int) -> None:
+    path = tmp_path / "log"
+    path.write_text(text.replace("a", "a" * wide).replace("b", "b" * wide))
+    lines = path.read_bytes().splitlines(keepends=True)
+    for last in range(4):
+        with path.open("rb") as file:
+            assert list(reader.last_lines(file, last)) == lines[max(0, len(lines) - last) :], last
+
+
+def test_follow_reads_the_old_file_to_its_end_and_goes_on_with_the_new_one(tmp_path: Path) -> None:
+    path, old = tmp_path / "log", tmp_path / "log.1"
+    path.write_text("1\n")
+    lines = followed(
+        path,
+        lambda: path.rename(old),
+        appended(old, "2\nunfinished"),  # the writer still has the old one open
+        lambda: path.write_text("3\n"),
+        appended(path, "4\n"),
+    )
+    assert lines == [b"1", b"2", b"unfinished", b"3", b"4"]
+
+
+def test_follow_starts_again_when_the_file_was_cut(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("1\n2\n3\nhalf")
+    assert followed(path, lambda: path.write_text("4\n"), appended(path, "5\n")) == [b"1", b"2", b"3", b"4", b"5"]
+
+
+def test_follow_survives_several_rotations_and_a_gap(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("")
+    steps: list[Callable[[], object]] = []
+    for i in range(5):
+        steps += [
+            appended(path, f"{i}\n"), lambda: None, lambda i=i: path.rename(tmp_path / f"log.{i}"), lambda: None,
+            lambda: path.write_text(""),
+        ]  # fmt: skip
+    assert followed(path, *steps) == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_a_line_without_an_end_is_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"x" * (3 << 20) + b"\nlast\n")
+    lines = followed(path, last=2)
+    assert max(map(len, lines)) < reader.MAX_LINE_BYTES + (1 << 17)
+    assert lines[-1] == b"last"
+
+
+def test_following_as_a_process_until_it_is_interrupted(tmp_path: Path) -> None:
+    path = written(tmp_path / "log", *LOG)
+    process = subprocess.Popen([*TAIL, "-f", str(path), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    lines: list[bytes] = []
+    assert process.stdout is not None
+    collect = threading.Thread(target=lambda out: lines.extend(iter(out.readline, b"")), args=(process.stdout,))
+    collect.start()
+    try:
+        wait_for(lambda: len(lines) == 4, 30, "what was there")
+        path.rename(tmp_path / "log.1")
+        written(path, LOG[0])
+        wait_for(lambda: len(lines) == 5, 30, "the first line after the rotation")
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        collect.join()
+    assert process.stderr is not None
+    with process.stdout, process.stderr as errors:
+        assert errors.read() == b""
+
+
+# --- the journal --------------------------------------------------------------------------------------------------
+
+
+def test_messages_are_taken_out_of_the_journal_s_lines() -> None:
+    assert reader.journal_message(b'{"MESSAGE": "caf\\u00e9", "PRIORITY": "6"}') == "café".encode()
+    assert reader.journal_message(b'{"MESSAGE": [104, 105, 255]}') == b"hi\xff"
+    for line in (b'{"MESSAGE": null}', b'{"PRIORITY": "6"}', b"-- Boot --", b'{"MESSAGE": [1000]}', b"[]"):
+        assert reader.journal_message(line) is None
+
+
+@pytest.fixture
+def planted_journal(tmp_path: Path) -> dict[str, str]:
+    """A journalctl that answers like the real one; no journal can be written to without booting systemd."""
+    program = tmp_path / "journalctl"
+    lines = [json.dumps({"MESSAGE": json.dumps(each), "_PID": "1"}) for each in LOG]
+    body = "\n".join(["#!/bin/sh", f'echo "$@" > {tmp_path}/arguments', "cat <<'END'", *lines, "END", ""])
+    program.write_text(body)
+    program.chmod(0o755)
+    return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+
+def test_the_journal_is_asked_for_the_unit(planted_journal: dict[str, str], tmp_path: Path) -> None:
+    command = [*TAIL, "--journal", "other.service", "-n", "50", "-f", "--event", "request.done"]
+    result = subprocess.run(command, env=planted_journal, capture_output=True, text=True, timeout=60, check=True)
+    assert len(result.stdout.splitlines()) == 2
+    asked = (tmp_path / "arguments").read_text().split()
+    assert asked == ["--output=json", "--unit=other.service", "--lines=50", "--follow"]
+
+
+def test_a_journal_without_entries_is_told(tmp_path: Path) -> None:
+    program = tmp_path / "journalctl"
+    program.write_text("#!/bin/sh\n")  # what the real one prints for a unit that does not exist
+    program.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for command, status in ((["tail", "--journal"], 69), (["explain", "x", "--journal"], 69),
+                            (["tail", "--journal", "-n", "0"], 0)):  # fmt: skip
+        result = subprocess.run(
+            [*TAIL[:-1], *command], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        said = "kvprefetchd: the journal of kvprefetchd.service has no entries: " if status else ""
+        assert (result.returncode, result.stderr[: len(said)], bool(result.stderr)) == (status, said, bool(said))
+
+
+def test_without_journalctl_it_says_so(tmp_path: Path) -> None:
+    command = [*TAIL, "--journal"]
+    result = subprocess.run(
+        command, env={**os.environ, "PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 69
+    assert "journalctl" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1

@@ -1,0 +1,240 @@
+"""`kvprefetchd status` and `top`: what is shown is what the daemon says, in numbers that add up."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kvprefetch.daemon.cli import top_view
+from kvprefetch.daemon.control import report
+from kvprefetch.daemon.telemetry import overview
+from kvprefetch.shmring.wire import messages, records
+from kvprefetch.shmring.wire.admin import SlowRequest, Status
+from kvprefetch.shmring.wire.records import Outcome
+from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.stores import blocks
+from tests.lab.daemon import Daemon
+from tests.support.auditor import ask_daemon
+
+COMMAND = [sys.executable, "-m", "kvprefetch.daemon"]
+
+
+def status(*engines: dict[str, Any], **changes: Any) -> Status:
+    fields: dict[str, Any] = {
+        "version": "1", "pid": 7, "store_open": True, "engines": list(engines), "engine_count": len(engines),
+        "uptime_s": 400.0, **changes,
+    }  # fmt: skip
+    return Status(**fields)
+
+
+def engine(**changes: Any) -> dict[str, Any]:
+    return {
+        "engine": "e", "epoch": 1, "block_bytes": 1000, "transfer_ms": 400, "hidden_ms": 300, "hints": 10,
+        "fetched_blocks": 50, "hit_blocks": 60, "miss_blocks": 20, "requests": 3, "orders": 1, "blocks_pinned": 4,
+        "slots_idle": 5, "slots_free": 6, "saves_queued": 2, "dropped_hints": 8, "bad_records": 9, **changes,
+    }  # fmt: skip
+
+
+def test_rates_are_of_what_grew_between_two_answers() -> None:
+    before = status(engine(), engine(epoch=2, hints=100))
+    now = status(
+        engine(hints=14, fetched_blocks=80, transfer_ms=500, hidden_ms=320),
+        engine(epoch=3, hints=2, fetched_blocks=10, transfer_ms=0, hidden_ms=0),  # came since; epoch 2 left
+    )
+    rates = overview.rates(before, now, 2.0)
+    assert rates.hints == (4 + 2) / 2
+    assert rates.fetched_bytes == (30 + 10) * 1000 / 2
+    assert rates.hidden == 20 / 100
+
+
+def test_another_daemon_and_a_first_look_have_no_rates() -> None:
+    now = status(engine())
+    for before in (None, status(engine(), pid=8)):
+        assert overview.rates(before, now, 1.0) == (0.0, 0.0, 0.75)
+    assert overview.rates(None, status(), 1.0).hidden is None
+
+
+def test_a_row_has_a_cell_for_each_column() -> None:
+    cells = dict(zip(overview.COLUMNS, overview.row(engine()), strict=True))
+    assert cells == {
+        "ENGINE": "e", "PEND": "3", "FETCH": "1", "PINNED": "4", "IDLE": "5", "FREE": "6", "SAVES": "2",
+        "HINTS": "10", "HIT": "75 %", "HIDDEN": "75 %", "DROP": "8", "BAD": "9",
+    }  # fmt: skip
+    assert overview.row({"engine": "x\x1b[2J"})[0] == "x\N{REPLACEMENT CHARACTER}[2J"
+    assert overview.row(engine(engine="4f1c" * 9))[0] == "4f1c" * 9, "whole: --engine takes it"
+
+
+def test_the_description_says_what_is_wrong() -> None:
+    shown = overview.describe(status(store_open=False, calls={"fetch": 12.0}))
+    assert "store NOT open" in shown[0]
+    assert "store calls in flight: fetch 12.0 s" in shown[0]
+    assert shown[1:] == ["no engine is attached"]
+    more = "and 3 more engines, of other users or beyond those that fit"
+    assert more in overview.describe(status(engine(), engine_count=4))
+    assert overview.describe(status(engine_count=3))[1:] == [more]
+
+
+def test_a_frame_shows_engines_and_slow_requests() -> None:
+    slow = SlowRequest(
+        request_id="cmpl-[red]9", engine="e", outcome="late", exposed_ms=250.0, fetched_bytes=10_000_000, ago_s=42.0
+    )
+    console = Console(file=io.StringIO(), width=140)
+    now = status(engine(), slowest=[slow])
+    console.print(top_view.frame(now, overview.Rates(12.0, 3e6, 0.5)))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "12.0 hints/s, fetching 3.0 MB/s, hidden 50 %" in text
+    line = next(line for line in text.splitlines() if "cmpl-" in line)
+    assert line.split() == ["250", "ms", "late", "10.0", "MB", "42", "s", "ago", "e", "cmpl-[red]9"]
+
+
+def test_a_frame_says_what_is_wrong_as_the_description_does() -> None:
+    console = Console(file=io.StringIO(), width=400)
+    now = status(engine(), engine(engine="x", namespace="llama@"), disk_fault="no disk", engine_count=5)
+    console.print(top_view.frame(now, overview.Rates(0.0, 0.0, None)))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    wrong = re.compile("no disk|x stores under llama@|and 3 more engines")
+    said = [line for line in overview.describe(now) if wrong.search(line)]
+    assert len(said) == 3
+    assert [line.rstrip() for line in lines if line.rstrip() in said] == said
+
+
+def test_a_narrow_terminal_cuts_names_short_and_no_number() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    slow = SlowRequest(
+        request_id="cmpl-" + "9" * 40, engine="e" * 36, outcome="recomputed", exposed_ms=31.6, fetched_bytes=99_900_000,
+        ago_s=118.0,
+    )  # fmt: skip
+    now = status(engine(engine="4f1c" * 8, hints=1234567, slots_idle=76800), slowest=[slow])
+    console.print(top_view.frame(now, overview.Rates(0.0, 0.0, None)))
+    assert isinstance(console.file, io.StringIO)
+    line = next(line for line in console.file.getvalue().splitlines() if line.startswith("4f1c"))
+    assert line.split()[1:] == ["3", "1", "4", "76800", "6", "2", "1234567", "75", "%", "75", "%", "8", "9"]
+    line = next(line for line in console.file.getvalue().splitlines() if "recomputed" in line)
+    assert line.split()[:7] == ["31.6", "ms", "recomputed", "99.9", "MB", "118", "s"]
+    assert "cmpl-" in line
+
+
+def test_status_of_another_release_is_understood() -> None:
+    """Fewer fields than this one knows, and more."""
+    old = messages.decode_message(
+        b'{"type":"status","version":"0","pid":1,"store_open":true,"engines":[],"news":{"a":1}}'
+    )
+    assert isinstance(old, Status)
+    assert overview.describe(old)
+
+
+def test_an_answer_with_many_engines_fits_a_message() -> None:
+    counters = {f"counter_{i}": 10**12 for i in range(20)}
+    worst = engine(engine="x" * 256, namespace="x" * report.MAX_NAMESPACE_BYTES, **counters)
+    slow = [
+        SlowRequest(
+            request_id="r" * 512, engine="x" * 256, outcome="engine_corrupt", exposed_ms=1e6, fetched_bytes=10**12,
+            ago_s=1.0,
+        )
+    ] * report.SLOWEST  # fmt: skip
+    message = status(*([worst] * report.MAX_ENGINES), slowest=slow)
+    assert len(messages.encode_message(message)) <= messages.MAX_MESSAGE_BYTES
+
+
+def test_a_real_daemon_s_status_and_top(shared_daemon: Daemon) -> None:
+    attached = FakeEngine(shared_daemon.socket, engine_id="shown", prefix="top")
+    values = blocks("top", 8)
+    attached.save(values)
+    wait_for(lambda: attached.load(list(values)), what="a hit")
+    for name, outcome in (("given-up", Outcome.ABORTED), ("slow-one", Outcome.LATE)):
+        late = attached.hint(list(blocks("top-late", 3)), name=name)
+        attached.settled(late)
+        assert attached.move(late, records.FlagState.CANCELLED)
+        began = time.monotonic_ns() - 80_000_000
+        asked = records.Done(late[0], late[1], outcome, 0, 0, began, 80_000_000, 0, 0)
+        assert attached.producer.push(records.RecordKind.DONE, records.encode_done(asked))
+        attached.flags.give_back(late[0])
+    wait_for(lambda: ask_daemon(shared_daemon.socket).slowest, what="the slow request")
+    waited = {line["request_id"]: line["exposed_ms"] for line in shared_daemon.records("request.done")}
+    assert waited["given-up"] >= 80, "its client left, which says nothing of us"
+
+    def shown(*arguments: str) -> str:
+        done = subprocess.run(
+            [*COMMAND, *arguments, "--socket", str(shared_daemon.socket)],
+            env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        return done.stdout
+
+    said = json.loads(shown("status", "--json"))
+    assert said["engines"][0]["fetched_blocks"] == 8
+    assert [each["request_id"] for each in said["slowest"]] == ["slow-one"]
+    assert said["slowest"][0]["exposed_ms"] >= 80
+    for text in (shown("status"), shown("top", "--once", "--interval", "0.2")):
+        assert "shown" in text
+        assert "slow-one" in text
+        assert "late" in text
+        assert f"pid {shared_daemon.pid}" in text
+        assert "store calls in flight" in text.splitlines()[0], "no line is cut or wrapped"
+        assert text == "".join(line.rstrip() + "\n" for line in text.splitlines())
+    assert "\nnow: 0.00 hints/s, fetching 0 B/s, " in shown("top", "--interval", "0.2")
+    attached.close()
+
+
+def test_top_on_a_terminal_runs_until_it_is_interrupted(shared_daemon: Daemon) -> None:
+    primary, secondary = os.openpty()
+    fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+    process = subprocess.Popen(
+        [*COMMAND, "top", "--interval", "0.2", "--socket", str(shared_daemon.socket)],
+        stdin=secondary, stdout=secondary, stderr=subprocess.PIPE, env={**os.environ, "TERM": "xterm"},
+    )  # fmt: skip
+    try:
+        os.close(secondary)
+        os.set_blocking(primary, False)
+        text = b""
+
+        def frames() -> bool:
+            nonlocal text
+            try:
+                text += os.read(primary, 1 << 16)
+            except BlockingIOError:
+                pass
+            return text.count(b"kvprefetchd") >= 3
+
+        wait_for(frames, 30, "three frames")
+        assert b"no engine is attached" in text
+    finally:
+        process.send_signal(signal.SIGINT)
+        os.set_blocking(primary, True)
+        assert process.wait(30) == 0
+        os.close(primary)
+    assert process.stderr is not None
+    with process.stderr as errors:
+        assert errors.read() == b""
+
+
+@pytest.mark.parametrize("command", ["status", "top"])
+def test_without_a_daemon_it_is_one_line(command: str) -> None:
+    done = subprocess.run(
+        [*COMMAND, command, "--socket", "/nonexistent/s"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 69
+    assert "/nonexistent/s" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7199, "120 min"), (7200, "2 h"), (86400 * 12.4, "12 d")],
+)
+def test_a_time_is_shown_in_the_largest_unit_of_which_it_has_two(seconds: float, text: str) -> None:
+    assert overview.duration(seconds) == text

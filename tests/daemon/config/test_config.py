@@ -1,0 +1,277 @@
+"""Configuration: where each value comes from, what is refused, and what a reload takes over."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from kvprefetch.daemon.config.machine import available_bytes, quota_cores
+from kvprefetch.daemon.config.model import RELOADABLE, ConfigError, DaemonConfig, load
+from kvprefetch.daemon.config.sizes import parse_size, size_text, whole_mib
+from kvprefetch.daemon.config.sources import PREFIX, Sources, resolve
+from kvprefetch.daemon.runtime.reload import reloaded
+from kvprefetch.daemon.telemetry.events import LEVELS
+from kvprefetch.daemon.telemetry.logs import threshold
+
+
+def sources(tmp_path: Path, text: str, flags: dict[str, str] | None = None, **environ: str) -> Sources:
+    file = tmp_path / "kvprefetchd.toml"
+    file.write_text(text)
+    return Sources.of(flags or {}, file, {PREFIX + name: value for name, value in environ.items()})
+
+
+def test_flags_win_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    text = 'staging = "1GiB"\nchunk = "1MiB"\nmax_engines = 3\nallow_uids = [7, 8]\n'
+    effective = resolve(sources(tmp_path, text, {"staging": "3GiB"}, STAGING="2GiB", CHUNK="2MiB"))
+    config, origin = effective.config, effective.origin
+    assert (config.staging, config.chunk, config.max_engines, config.spin_us) == (3 << 30, 2 << 20, 3, 50)
+    assert config.allow_uids == (7, 8)
+    assert [origin[key] for key in ("staging", "chunk", "max_engines", "spin_us")] == [
+        "--staging", "$KVPREFETCHD_CHUNK", str(tmp_path / "kvprefetchd.toml"), "default",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "words"),
+    [
+        ("stagin = 1", {}, ["kvprefetchd.toml", "unknown key stagin", "did you mean staging?"]),
+        ("", {"FETCH_THREAD": "2"}, ["KVPREFETCHD_FETCH_THREAD", "did you mean KVPREFETCHD_FETCH_THREADS?"]),
+        ("zzz = 1", {}, ["unknown key zzz"]),
+        ("max_engines = 0", {}, ["max_engines", "greater than or equal to 1", "max_engines=0", "kvprefetchd.toml"]),
+        ("", {"STAGING": "lots"}, ["staging", "'lots'", "512MiB", "$KVPREFETCHD_STAGING"]),
+        ("staging = ", {}, ["not TOML", "kvprefetchd.toml"]),
+        ("[daemon]\nstaging = 1", {}, ["unknown key daemon"]),
+        ("socket_mode = '999'", {}, ["socket_mode", "'999'", "such as 0660"]),
+        ("staging = '" + "9" * 400 + "GiB'", {}, ["staging: should be 4KiB to 4TiB: staging="]),
+        ("max_engines = true", {}, ["max_engines", "number", "True"]),
+        ("staging = true", {}, ["staging", "512MiB", "True"]),
+        ("allow_uids = [true]", {}, ["allow_uids.0", "number", "True"]),
+        ("log_level = 'loud'", {}, ["log_level", "'debug', 'info', 'warning' or 'error'", "'loud'"]),
+        ("device_owner = 'me'", {}, ["device_owner", "'daemon' or 'engine'", "'me'"]),
+        ("socket = ''", {}, ["socket", "1 to 107 bytes", "socket=''"]),
+        ("", {"SOCKET": ""}, ["1 to 107 bytes", "$KVPREFETCHD_SOCKET"]),
+        ("mode = 'maybe'", {}, ["mode", "'maybe'", "'shadow'"]),
+        ("socket = '/" + "x" * 107 + "'", {}, ["socket", "107"]),
+    ],
+)
+def test_bad_input_names_key_value_bound_and_place(
+    tmp_path: Path, text: str, environ: dict[str, str], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(sources(tmp_path, text, **environ))
+    assert "\n" not in str(caught.value)
+    assert "value error" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        resolve(Sources.of({}, tmp_path / "none.toml", {}))
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("spin_us = 7")
+    assert resolve(Sources.of({}, None, {"KVPREFETCHD_CONFIG": str(tmp_path / "a.toml")})).config.spin_us == 7
+
+
+def check_config(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvprefetch.daemon", "check-config", *arguments],
+        capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environ},
+    )  # fmt: skip
+
+
+def test_check_config_prints_what_it_reads_back_as_the_same(tmp_path: Path) -> None:
+    """Its output, used as a file, is the same configuration."""
+    first = check_config("--disk", "/var/x:20GiB", "--socket-group", "0", KVPREFETCHD_MAX_ENGINES="3")
+    assert first.returncode == 0, first.stderr
+    assert "max_engines = 3" in first.stdout
+    assert 'staging = "1GiB"' in first.stdout
+    assert "$KVPREFETCHD_MAX_ENGINES; reload: at once" in first.stdout
+    (tmp_path / "again.toml").write_text(first.stdout)
+    again = check_config("--config", str(tmp_path / "again.toml"))
+    assert again.returncode == 0, again.stderr
+
+    def said(text: str) -> list[str]:
+        return [line.partition(" # ")[0].rstrip() for line in text.splitlines()]
+
+    assert said(again.stdout) == said(first.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [(["--disk", "relative"], "relative"), (["--mooncake-config", "/nonexistent.json"], "/nonexistent.json"),
+     (["--disk", "/x:" + "9" * 400 + "GiB"], "disk"), (["--socket-group", "nobody-has-this"], "nobody-has-this"),
+     (["--memory", "4TiB"], "more than this machine has"), (["--staging", "4TiB"], "more than this machine has"),
+     (["--save-share", "-1"], "save_share='-1'\n"),
+     (["--stagging", "1GiB"], "did you mean --staging?")],
+)  # fmt: skip
+def test_check_config_refuses_what_serve_would(arguments: list[str], word: str) -> None:
+    result = check_config(*arguments)
+    assert result.returncode == 78
+    assert word in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+class Lines:
+    """Collects log calls."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, str, str]] = []
+
+    def __getattr__(self, level: str) -> object:
+        return lambda event, **fields: self.said.append((level, event, str(fields.get("key") or fields.get("error"))))
+
+
+def test_a_reload_takes_over_what_it_may_and_names_the_rest() -> None:
+    lines, before = Lines(), DaemonConfig()
+    wanted = before.model_copy(update={"log_level": "debug", "chunk": 8192, "disk": "/var/x", "memory": 32 << 20})
+    after = reloaded(before, lambda: wanted, lines)
+    assert (after.log_level, after.chunk, after.disk, after.memory) == ("debug", 8192, None, before.memory)
+    assert sorted(lines.said) == [
+        ("info", "config.changed", "chunk"), ("info", "config.changed", "log_level"),
+        ("warning", "config.kept", "disk"), ("warning", "config.kept", "memory"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("before", LEVELS)
+@pytest.mark.parametrize("after", LEVELS)
+def test_each_change_of_a_reload_is_seen_whatever_the_level(before: Any, after: Any) -> None:
+    seen: list[str] = []
+
+    class Log:
+        def __getattr__(self, level: str) -> object:
+            def write(_event: str, key: str, **_fields: object) -> None:
+                if passes(level):
+                    seen.append(key)
+
+            return write
+
+    def passes(level: str) -> bool:
+        try:
+            return bool(threshold(None, level, {"event": "x"}))
+        except structlog.DropEvent:
+            return False
+
+    threshold.set(before)
+    try:
+        reloaded(DaemonConfig(log_level=before), lambda: DaemonConfig(log_level=after, chunk=8192), Log())
+        assert set(seen) == {"chunk"} | ({"log_level"} if before != after else set())
+        assert [level for level in LEVELS if passes(level)] == list(LEVELS[LEVELS.index(after) :])
+    finally:
+        threshold.set("info")
+
+
+def test_a_reload_of_a_bad_file_keeps_everything() -> None:
+    def bad() -> DaemonConfig:
+        raise ConfigError("staging: no")
+
+    lines, before = Lines(), DaemonConfig()
+    assert reloaded(before, bad, lines) is before
+    assert lines.said == [("error", "config.invalid", "staging: no")]
+
+
+def test_reloadable_keys_exist() -> None:
+    assert set(DaemonConfig.model_fields) >= RELOADABLE
+
+
+def test_the_least_quota_of_the_groups_above_counts(tmp_path: Path) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/cpu.max").write_text("150000 100000\n")
+    (tmp_path / "a/b/cpu.max").write_text("max 100000\n")
+    own = tmp_path / "own"
+    own.write_text("0::/a/b\n")
+    assert quota_cores(tmp_path, own) == 1.5
+    (tmp_path / "a/cpu.max").write_text("max 100000\n")
+    assert quota_cores(tmp_path, own) is None
+    assert quota_cores(tmp_path, tmp_path / "absent") is None
+
+
+def test_available_memory_is_what_the_group_can_still_get(tmp_path: Path) -> None:
+    """A group that writes files is at its limit all the time, with page cache that goes when somebody needs room."""
+    own = tmp_path / "own"
+    own.write_text("0::/a/b\n")
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    (inner / "memory.max").write_text("max\n")
+    (inner / "memory.current").write_text("900\n")
+    (inner.parent / "memory.max").write_text("1000\n")
+    (inner.parent / "memory.current").write_text("990\n")
+    assert available_bytes(tmp_path, own) == 10
+    (inner.parent / "memory.stat").write_text(
+        "anon 300\nshmem 90\ninactive_file 400\nactive_file 200\nslab_reclaimable 5\n"
+    )
+    assert available_bytes(tmp_path, own) == 615
+    assert available_bytes(tmp_path, tmp_path / "absent") > 1 << 20
+
+
+def test_available_memory_of_an_old_control_group(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("9:name=systemd:/\n4:cpu,memory:/a/b\n0::/\n")
+    group = tmp_path / "memory" / "a"
+    (group / "b").mkdir(parents=True)
+    (group / "memory.limit_in_bytes").write_text("1000\n")
+    (group / "memory.usage_in_bytes").write_text("990\n")
+    (group / "memory.stat").write_text("cache 500\ninactive_file 1\ntotal_inactive_file 400\ntotal_active_file 200\n")
+    (group / "b" / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")
+    (group / "b" / "memory.usage_in_bytes").write_text("990\n")
+    assert available_bytes(tmp_path, own) == 610
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (1000, "1000"), (1024, "1KiB"), (1536, "1536"), (3 << 20, "3MiB"), (5 << 30, "5GiB"), (1 << 40, "1TiB")],
+)
+def test_a_size_is_shown_as_it_may_be_written(count: int, text: str) -> None:
+    assert size_text(count) == text
+    assert parse_size(text) == count
+
+
+def test_a_size_that_was_measured_is_shown_rounded_down() -> None:
+    assert [whole_mib(count) for count in (-1, 5, (3 << 20) + 7, 2 << 30)] == ["0", "0", "3MiB", "2GiB"]
+
+
+def test_a_reload_says_sizes_as_people_write_them() -> None:
+    before, wanted = load({"memory": "1GiB"}), load({"staging": "8GiB", "memory": "16GiB", "max_engines": 2})
+    with capture_logs() as lines:
+        after = reloaded(before, lambda: wanted, structlog.get_logger())
+    assert (after.staging, after.memory, after.max_engines) == (8 << 30, 1 << 30, 2)
+    said = {line["key"]: (line["event"], line["before"], line["after"]) for line in lines}
+    assert said == {
+        "staging": ("config.changed", "1GiB", "8GiB"),
+        "memory": ("config.kept", "1GiB", "16GiB"),
+        "max_engines": ("config.changed", "16", "2"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a = " + "[" * 3000, "config: not TOML: "),
+        ("staging = " + "1" * 5000, "config: not TOML: "),
+        ("# " + "x" * (1 << 16), "config: is too large: max_bytes=65536 "),
+    ],
+)
+def test_a_file_that_no_parser_takes_ends_no_daemon_that_reads_it_again(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "kvprefetchd.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        resolve(Sources({}, {}, file))
+    assert str(caught.value).startswith(words)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pipe_is_refused_since_a_reload_would_wait_for_it(tmp_path: Path) -> None:
+    pipe = tmp_path / "kvprefetchd.toml"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match=r"config: is a pipe, .*kvprefetchd\.toml"):
+        resolve(Sources({}, {}, pipe))

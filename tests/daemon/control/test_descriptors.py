@@ -1,0 +1,113 @@
+"""A daemon that runs out of descriptors, or is connected to by those who say nothing: it refuses, and goes on."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvprefetch.daemon.control.connections import MAX_WAITING
+from kvprefetch.shmring.wire import messages
+from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.lab.daemon import Daemon
+from tests.support.auditor import ask_daemon
+
+
+def descriptors(daemon: Daemon) -> int:
+    """How many it has, once that stands still: Mooncake's and the engines' come and go."""
+    seen = [-1] * 5
+
+    def count() -> bool:
+        seen.append(len(os.listdir(f"/proc/{daemon.pid}/fd")))
+        time.sleep(0.05)
+        return len(set(seen[-5:])) == 1
+
+    wait_for(count, 20, "a number that stands still")
+    return seen[-1]
+
+
+@contextmanager
+def at_most(daemon: Daemon, count: int) -> Iterator[None]:
+    before = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (count, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, before)
+
+
+def test_an_engine_for_which_no_descriptors_are_left_is_refused(shared_daemon: Daemon) -> None:
+    """Whichever of them is the first that cannot be had."""
+    FakeEngine(shared_daemon.socket).close()
+    wait_for(lambda: shared_daemon.records("engine.detached"))
+    time.sleep(0.2)
+    before = descriptors(shared_daemon)
+    refused = 0
+    for left in range(2, 10):  # two connections, and what the engine's memory takes
+        engine = FakeEngine(shared_daemon.socket, attach=False)
+        peers = [engine.connect(), engine.connect()]
+        ask_daemon(shared_daemon.socket)  # by then both are accepted
+        with at_most(shared_daemon, before + left):
+            messages.send_message(peers[0], engine.hello("worker"))
+            messages.send_message(peers[1], engine.hello("scheduler"))
+            received = messages.receive_message(peers[1])
+        assert received is not None
+        for fd in received[1]:
+            os.close(fd)
+        refused += isinstance(received[0], messages.Refused)
+        engine.close()
+        wait_for(lambda: descriptors(shared_daemon) <= before, what="its descriptors")
+    assert 3 <= refused < 8
+    FakeEngine(shared_daemon.socket).close()
+    wait_for(lambda: descriptors(shared_daemon) <= before, what="its descriptors")
+
+
+@pytest.fixture
+def silent() -> Iterator[list[socket.socket]]:
+    """Sockets that are closed at the end."""
+    sockets: list[socket.socket] = []
+    yield sockets
+    for sock in sockets:
+        sock.close()
+
+
+def test_who_says_nothing_makes_room_for_who_does(shared_daemon: Daemon, silent: list[socket.socket]) -> None:
+    before = descriptors(shared_daemon)
+
+    def used_s() -> float:
+        with open(f"/proc/{shared_daemon.pid}/stat") as stat:
+            fields = stat.read().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def connect() -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.connect(str(shared_daemon.socket))
+        silent.append(sock)
+
+    for _ in range(3):
+        connect()
+    wait_for(lambda: descriptors(shared_daemon) == before + 3, what="three connections")
+    with at_most(shared_daemon, before + 3):
+        assert ask_daemon(shared_daemon.socket).pid == shared_daemon.pid
+        told = messages.receive_message(silent[0])
+        assert told is not None
+        assert isinstance(told[0], messages.Refused)
+        assert not told[0].final
+        assert silent[0].recv(1) == b"", "the oldest"
+        began, spent_s = used_s(), 0.0
+        time.sleep(1)
+        spent_s = used_s() - began
+    assert spent_s < 0.5, "it does not spin"
+    for _ in range(MAX_WAITING + 20):
+        connect()
+    assert ask_daemon(shared_daemon.socket).pid == shared_daemon.pid
+    assert descriptors(shared_daemon) <= before + MAX_WAITING + 1
+    for sock in silent:
+        sock.close()
+    wait_for(lambda: descriptors(shared_daemon) <= before, what="what it had before")
+    assert shared_daemon.records("peers.full")

@@ -1,0 +1,232 @@
+"""Processes that may attach and do harm: each user has bounds, and the engines of others attach and go on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvprefetch.daemon.control.connections import MAX_PROCESSES, MAX_WAITING
+from kvprefetch.shmring.wire import messages
+from kvprefetch.shmring.wire.admin import StatQuery, StatusQuery
+from kvprefetch.shmring.wire.messages import Attached, Refused
+from tests.daemon.conftest import keeps_to_the_catalogue
+from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.stores import blocks
+from tests.lab import process
+from tests.lab.daemon import Daemon
+from tests.support.auditor import Auditor, ask_daemon
+from tests.support.ordinary import effective_user
+
+OTHER_UID = 54321
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may connect as another user")
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    """One that serves other users, too."""
+    with tempfile.TemporaryDirectory(prefix="kvp-") as name:
+        os.chmod(name, 0o711)
+        extra = ("--socket-mode", "0666", "--allow-uids", str(OTHER_UID))
+        with Daemon(memory="64MiB", staging="1MiB", socket=Path(name) / "s", extra=extra) as daemon:
+            yield daemon
+            assert daemon.sigterm(30) == 0
+            keeps_to_the_catalogue(daemon)
+
+
+def half(path: Path, number: int) -> socket.socket:
+    """A process that says hello, of an engine whose other process never does."""
+    engine = FakeEngine(path, engine_id=f"half-{number}", attach=False)
+    sock = engine.connect()
+    messages.send_message(sock, engine.hello("scheduler"))
+    return sock
+
+
+def refusal(sock: socket.socket) -> Refused:
+    received = messages.receive_message(sock)
+    assert received is not None
+    assert isinstance(received[0], Refused)
+    return received[0]
+
+
+def test_engines_that_never_become_complete_take_nobodys_place(daemon: Daemon) -> None:
+    """However many: the oldest are told to come back, an honest engine attaches, a command is answered."""
+    halves = [half(daemon.socket, number) for number in range(MAX_WAITING + 20)]
+    FakeEngine(daemon.socket, engine_id="honest").close()
+    assert ask_daemon(daemon.socket).pid == daemon.pid
+    told = refusal(halves[0])
+    assert (told.final, f"max={MAX_WAITING}" in told.error) == (False, True)
+    assert halves[0].recv(1) == b""
+    assert select.select([halves[-1]], [], [], 0)[0] == [], "the newest one waits on"
+
+
+@needs_root
+def test_a_crowd_of_one_user_hangs_up_on_nobody_elses_connection(daemon: Daemon) -> None:
+    engine = FakeEngine(daemon.socket, attach=False)
+    worker, scheduler = engine.connect(), engine.connect()
+    messages.send_message(worker, engine.hello("worker"))
+    with effective_user(OTHER_UID):
+        crowd = [half(daemon.socket, number) for number in range(MAX_WAITING + 20)]
+    assert "the oldest of uid=54321" in refusal(crowd[0]).error
+    messages.send_message(scheduler, engine.hello("scheduler"))
+    assert engine.receive(worker)[0].slot_count > 0
+
+
+def test_an_engine_of_more_processes_than_one_user_may_have_is_refused_at_its_first_hello(daemon: Daemon) -> None:
+    engine = FakeEngine(daemon.socket, ranks=4096, attach=False)
+    messages.send_message(sock := engine.connect(), engine.hello("worker", 7))
+    told = refusal(sock)
+    assert told.final
+    assert f"world_size=4096 max={MAX_PROCESSES - 1}" in told.error
+
+
+@needs_root
+def test_one_user_cannot_take_the_places_of_another(serve: Callable[..., Daemon]) -> None:
+    with tempfile.TemporaryDirectory(prefix="kvp-") as name:
+        os.chmod(name, 0o711)
+        access = ("--socket-mode", "0666", "--allow-uids", str(OTHER_UID))
+        bounds = ("--max-engines", "2", "--max-engines-per-uid", "1")
+        path = serve(socket=Path(name) / "s", extra=(*access, *bounds)).socket
+        with effective_user(OTHER_UID):
+            first = FakeEngine(path, engine_id="first")
+            second = FakeEngine(path, engine_id="second", attach=False)
+            peers = [second.connect(), second.connect()]
+        messages.send_message(peers[0], second.hello("worker"))
+        messages.send_message(peers[1], second.hello("scheduler"))
+        for peer in peers:
+            said = f"too many engines of one user: uid={OTHER_UID} max_engines_per_uid=1"
+            assert refusal(peer) == Refused(error=said, final=False)
+        FakeEngine(path, engine_id="ours", prefix="ours").close()
+        first.close()
+
+
+def hoard(path: Path, ranks: int) -> list[socket.socket] | None:
+    """Let an engine be handed its memory, and end it with its workers' descriptors unread. None: it was refused."""
+    engine = FakeEngine(path, engine_id="hoard", ranks=ranks, attach=False)
+    scheduler, workers = engine.connect(), [engine.connect() for _ in range(ranks)]
+    for rank, worker in enumerate(workers):
+        messages.send_message(worker, engine.hello("worker", rank))
+    messages.send_message(scheduler, engine.hello("scheduler"))
+    received = messages.receive_message(scheduler)
+    assert received is not None
+    for fd in received[1]:
+        os.close(fd)
+    scheduler.close()
+    return workers if isinstance(received[0], Attached) else None
+
+
+def test_descriptors_that_nobody_reads_are_bounded_for_each_user(daemon: Daemon) -> None:
+    """In flight they count against the daemon's user, also once the daemon has ended the connection."""
+    kept: list[list[socket.socket]] = []
+    for _ in range(MAX_PROCESSES // 32 + 1):
+        if (workers := hoard(daemon.socket, 32)) is None:
+            break
+        kept.append(workers)
+        wait_for(lambda: not ask_daemon(daemon.socket).engine_count, what="its end")
+    assert len(kept) == (MAX_PROCESSES - 1) // 32
+    if os.geteuid() == 0:
+        with effective_user(OTHER_UID):
+            other = FakeEngine(daemon.socket, engine_id="another user's", prefix="another")
+        other.close()
+    for worker in kept.pop():
+        worker.close()
+    again = wait_for(lambda: hoard(daemon.socket, 32), what="room for the memory of an engine")
+    for worker in [*again, *(worker for workers in kept for worker in workers)]:
+        worker.close()
+    wait_for(lambda: not ask_daemon(daemon.socket).engine_count, what="the end of all")
+
+
+@pytest.fixture
+def bounded(auditor: Auditor) -> Iterator[Daemon]:
+    """A daemon without the capabilities for which the kernel does not count descriptors in flight."""
+    daemon = Daemon(memory="64MiB", staging="1MiB")
+    [effective] = re.findall(r"^CapEff:\t(\w+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    uncounted = int(effective, 16) & (1 << 21 | 1 << 24)  # CAP_SYS_ADMIN, CAP_SYS_RESOURCE
+    drop = ["setpriv", "--bounding-set", "-sys_resource,-sys_admin"] if uncounted else []
+    daemon.argv = [*drop, "prlimit", "--nofile=512:2048", *daemon.argv]
+    with daemon:
+        yield daemon
+    keeps_to_the_catalogue(daemon)
+
+
+def test_an_engine_is_handed_its_memory_once_the_kernel_takes_descriptors_again(bounded: Daemon) -> None:
+    """Other processes of the daemon's user fill the kernel's count: a warning, and another try, not a lost engine."""
+    daemon = bounded
+    assert resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE) == (2048, 2048), "the daemon raises its soft limit"
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (400, 2048))
+    ends = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(5)]
+    for near, _ in ends:
+        socket.send_fds(near, [b"x"], [near.fileno()] * 100)
+    engine = FakeEngine(daemon.socket, engine_id="patient", attach=False)
+    peers = [engine.connect(), engine.connect()]
+    messages.send_message(peers[0], engine.hello("worker"))
+    messages.send_message(peers[1], engine.hello("scheduler"))
+    told = daemon.wait_record("engine.waiting")
+    assert told is not None
+    assert told["engine"] == "patient"
+    assert ask_daemon(daemon.socket).engine_count == 1
+    for pair in ends:
+        for end in pair:
+            end.close()
+    for peer in peers:
+        assert engine.receive(peer)[0].epoch == told["epoch"], "the same memory, handed over later"
+    assert len(daemon.records("engine.waiting")) == 1
+
+
+_FLOOD = """
+import select, socket, sys
+data, poll, sockets = sys.argv[2].encode(), select.epoll(), {}
+for _ in range(int(sys.argv[3])):
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.connect(sys.argv[1])
+    sockets[sock.fileno()] = sock
+    poll.register(sock, select.EPOLLIN)
+    sock.send(data)
+    sock.send(data)
+print("flooding", flush=True)
+while True:
+    for fd, _ in poll.poll():
+        assert sockets[fd].recv(1 << 16)
+        sockets[fd].send(data)
+"""
+
+
+@contextlib.contextmanager
+def flooded(path: Path, query: messages.Message, clients: int = 200) -> Iterator[None]:
+    """Meanwhile so many connections each have two questions under way, and send the next with every answer."""
+    command = [sys.executable, "-c", _FLOOD, str(path), messages.encode_message(query).decode(), str(clients)]
+    with subprocess.Popen(process.bound_to_parent(command), stdout=subprocess.PIPE) as flood:
+        try:
+            assert flood.stdout is not None
+            assert flood.stdout.readline() == b"flooding\n"
+            yield
+            assert flood.poll() is None, "the flood went on"
+        finally:
+            flood.kill()
+
+
+@pytest.mark.parametrize("query", [StatusQuery(), StatQuery()], ids=["status", "stat"])
+def test_a_newcomer_is_served_within_a_second_beside_two_hundred_clients_that_flood(
+    daemon: Daemon, query: messages.Message
+) -> None:
+    engine = FakeEngine(daemon.socket, engine_id="served", prefix="flood")
+    with flooded(daemon.socket, query):
+        for _ in range(3):
+            began = time.monotonic()
+            assert ask_daemon(daemon.socket).pid == daemon.pid
+            assert engine.load(list(blocks("flood", 2))) is None
+            assert time.monotonic() - began < 1.0
+        newcomers = [FakeEngine(daemon.socket, engine_id=f"newcomer-{number}") for number in range(2)]
+    for each in (engine, *newcomers):
+        each.close()

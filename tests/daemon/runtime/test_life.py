@@ -1,0 +1,161 @@
+"""A daemon that is killed, frozen, stopped, started again, idle, or waits for its cluster."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvprefetch.shmring.liveness import PeerStatus
+from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
+from tests.daemon.stores import absent_cluster, blocks, stored
+from tests.lab.daemon import Daemon
+from tests.lab.process import frozen
+from tests.support.auditor import Auditor, ask_daemon, control_segments
+
+Serve = Callable[..., Daemon]
+
+
+def test_a_daemon_killed_in_mid_run_leaves_nothing_and_the_engine_reads_gone(serve: Serve, auditor: Auditor) -> None:
+    daemon = serve()
+    engine = FakeEngine(daemon.socket)
+    assert len(control_segments(daemon.pid)) == 1
+    daemon.sigkill()
+    assert engine.scheduler.recv(1) == b""
+    engine.liveness.peer_is_gone()
+    assert engine.liveness.peer(time.monotonic_ns()) is PeerStatus.GONE
+    engine.close()
+    auditor.assert_nothing_left()
+    again = serve()
+    FakeEngine(again.socket).close()
+
+
+def test_a_frozen_daemon_reads_as_hung_and_comes_back(serve: Serve) -> None:
+    daemon = serve()
+    engine = FakeEngine(daemon.socket)
+    with frozen(daemon.pid):
+        wait_for(lambda: engine.liveness.peer(time.monotonic_ns()) is PeerStatus.HUNG, 10)
+    wait_for(lambda: engine.liveness.peer(time.monotonic_ns()) is PeerStatus.ALIVE, 10)
+    engine.close()
+
+
+def test_sigterm_stops_cleanly_while_an_engine_is_attached(serve: Serve) -> None:
+    daemon = serve()
+    engine = FakeEngine(daemon.socket)
+    engine.hint(list(blocks("term", 4)))
+    began = time.monotonic()
+    assert daemon.sigterm(30) == 0
+    assert time.monotonic() - began < 2.5, "nobody is there to hear a goodbye of three seconds"
+    assert engine.liveness.peer(time.monotonic_ns()) is PeerStatus.GONE
+    assert not daemon.socket.exists()
+    assert daemon.wait_record("daemon.stopped")
+    engine.close()
+
+
+def test_a_daemon_that_stops_leaves_its_successors_socket_alone(serve: Serve) -> None:
+    """A stop waits for store calls and the disk tier; another daemon may serve at the same place by then."""
+    daemon = serve()
+    with frozen(daemon.pid):  # else it would bind another one there
+        daemon.socket.unlink()
+        successor = serve(socket=daemon.socket)
+    lost = daemon.wait_record("socket.lost")
+    assert lost is not None
+    assert "another daemon is serving" in lost["error"]
+    second = Daemon(memory="64MiB", staging="1MiB", socket=daemon.socket)
+    try:
+        second.launch()
+        assert second.wait_exit() == 69, "systemd tries again: it may be free then"
+    finally:
+        second.close()
+    assert daemon.sigterm(30) == 0
+    assert ask_daemon(successor.socket).pid == successor.pid
+
+
+def test_a_socket_whose_file_or_folder_is_removed_is_bound_again(serve: Serve, tmp_path: Path) -> None:
+    daemon = serve(socket=tmp_path / "run" / "s")
+    engine = FakeEngine(daemon.socket)
+    shutil.rmtree(tmp_path / "run")
+    assert daemon.wait_record("socket.renewed", timeout_s=15)
+    FakeEngine(daemon.socket, engine_id="later").close()
+    assert engine.load(list(blocks("renewed", 2))) is None, "who was there noticed nothing"
+    engine.close()
+    assert daemon.sigterm(30) == 0
+    assert not daemon.socket.exists()
+
+
+@pytest.mark.parametrize("end", ["stop", "ctrl-c", "kill"])
+def test_with_a_disk_tier_the_data_is_there_after_a_restart(serve: Serve, tmp_path: Path, end: str) -> None:
+    disk = f"{tmp_path / 'disk'}:256MiB"
+    daemon = serve(disk=disk)
+    engine = FakeEngine(daemon.socket)
+    values = blocks("disk", 40)
+    engine.save(values)
+    stored(daemon, 40)
+    if end == "stop":
+        assert daemon.sigterm(30) == 0
+    elif end == "ctrl-c":  # goes to the whole process group
+        os.killpg(daemon.pid, signal.SIGINT)
+        assert daemon.wait_exit(30) == 0
+    else:
+        # What the tier has written is what must be there (daemon/embedded.py): after a heartbeat, of a second.
+        wait_for(lambda: len(list((tmp_path / "disk").rglob("*.meta"))) == 40, 8, "the files")
+        daemon.sigkill()
+    engine.close()
+    again = serve(disk=disk)
+    engine = FakeEngine(again.socket)
+    found = wait_for(lambda: engine.load(list(values)), 30, "a hit after the restart")
+    assert found == list(values.values())
+    assert engine.told_disk == 40
+    assert engine.load(list(values)) == list(values.values())
+    assert engine.told_disk == 0, "now they came from staging"
+    line = wait_for(lambda: [e for e in again.records("request.done") if e["outcome"] == "loaded"])[0]
+    assert line["bytes_disk"] == 40 * BLOCK_BYTES
+    engine.close()
+
+
+def test_a_daemon_whose_master_dies_says_what_is_lost_and_ends_to_be_started_again(
+    serve: Serve, tmp_path: Path, auditor: Auditor
+) -> None:
+    daemon = serve(disk=f"{tmp_path / 'disk'}:256MiB")
+    engine = FakeEngine(daemon.socket)
+    engine.save(blocks("unflushed", 40))
+    stored(daemon, 40)
+    os.kill(int(daemon.records("master.started")[0]["pid"]), signal.SIGKILL)
+    assert daemon.wait_exit(60) == 69
+    assert daemon.records("master.died")
+    assert daemon.records("daemon.stopped")
+    written = len(list((tmp_path / "disk").rglob("*.meta")))
+    assert written == 40 or daemon.records("store.unflushed"), written
+    assert engine.liveness.peer(time.monotonic_ns()) is PeerStatus.GONE
+    engine.close()
+    auditor.assert_nothing_left()
+
+
+def test_an_idle_daemon_uses_next_to_nothing(shared_daemon: Daemon) -> None:
+    """0.1 % of a core was measured, 0.5 % is the aim; the bound leaves room for a noisy machine."""
+    engine = FakeEngine(shared_daemon.socket, prefix="idle")
+
+    def used_s() -> float:
+        fields = Path(f"/proc/{shared_daemon.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    time.sleep(1)
+    before = used_s()
+    time.sleep(4)
+    assert (used_s() - before) / 4 < 0.01
+    engine.close()
+
+
+def test_a_cluster_that_is_not_there_yet_makes_misses_and_no_failure(serve: Serve, tmp_path: Path) -> None:
+    daemon = serve(memory=None, mooncake_config=absent_cluster(tmp_path))
+    assert len(daemon.records("store.degraded")) == 1
+    engine = FakeEngine(daemon.socket)
+    assert engine.load(list(blocks("degraded", 3))) is None
+    engine.save(blocks("degraded", 3))
+    assert ask_daemon(daemon.socket).store_open is False
+    engine.close()

@@ -1,0 +1,262 @@
+"""A real daemon with a real Mooncake store, driven over its real sockets and shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvprefetch.shmring.wire import admin, messages
+from kvprefetch.shmring.wire.records import FlagState, Outcome
+from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.stores import blocks, stored
+from tests.lab import process
+from tests.lab.daemon import Daemon
+from tests.lab.process import frozen
+from tests.support.auditor import Auditor, ask_daemon
+from tests.support.ordinary import AS_NOBODY, NOBODY
+
+
+def test_what_was_saved_is_loaded_with_the_same_bytes(shared_daemon: Daemon, auditor: Auditor) -> None:
+    engine = FakeEngine(shared_daemon.socket, prefix="same-bytes")
+    assert engine.epoch <= 1 << 53, "jq reads the log's numbers as doubles"
+    values = blocks("same", 20)
+    assert engine.load(list(values)) is None, "nothing is stored yet"
+    before = sum(line["stored_blocks"] for line in shared_daemon.records("save.done"))
+    engine.save(values)
+    stored(shared_daemon, before + 20)
+    assert engine.load(list(values)) == list(values.values())
+    assert engine.told_disk == 0, "there is no disk"
+    assert engine.load(list(values), local=7) == list(values.values())[7:]
+    longer = list(values) + list(blocks("absent", 3))
+    assert engine.load(longer) == list(values.values()), "the prefix that is there"
+    auditor.assert_idle(shared_daemon.pid, shared_daemon.socket)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "cure"), [("metrics_port", "another one, or 0 for no metrics"), ("master_port", "another one, or none")]
+)
+def test_a_port_that_is_taken_ends_the_start_with_a_line_that_says_which_and_what_to_do(key: str, cure: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        option = f"--{key.replace('_', '-')}"
+        daemon = Daemon(memory="16MiB", staging="1MiB", extra=("--metrics-port", "0", option, str(port)))
+        try:
+            daemon.launch()
+            assert daemon.wait_exit(60) == 69, "systemd tries again: it may be free then"
+        finally:
+            daemon.close()
+    (line,) = (line for line in daemon.lines if line.startswith("kvprefetchd: "))
+    assert f"{key}: cannot be bound: Address already in use: " in line
+    assert f"{key}={port}" in line
+    assert cure in line
+
+
+def test_a_master_that_is_slow_to_answer_at_first_does_not_end_the_start() -> None:
+    daemon = Daemon(memory="64MiB", staging="1MiB", extra=("--log-level", "debug", "--rpc-timeout-ms", "1000"))
+    try:
+        daemon.launch()
+        started = daemon.wait_record("master.started", timeout_s=30)
+        assert started is not None
+        with frozen(started["pid"]):
+            assert daemon.wait_record("store.retried", timeout_s=20) is not None
+        assert daemon.wait_record("daemon.ready", timeout_s=30) is not None
+    finally:
+        daemon.close()
+
+
+def test_every_rank_gets_its_own_part(shared_daemon: Daemon) -> None:
+    engine = FakeEngine(shared_daemon.socket, prefix="two-ranks", ranks=2)
+    values = blocks("ranks", 4)
+    engine.save(values)
+    wait_for(lambda: engine.credits.available() == int(ask_daemon(shared_daemon.socket).engines[0]["save_slots"]))
+    key = engine.hint(list(values))
+    assert engine.settled(key).count == 4
+    for slot, value in zip(engine.table.read_slots(key[0], 0, 4), values.values(), strict=True):
+        assert engine.read(slot, 0) == engine.read(slot, 1) == value
+    engine.close()
+
+
+def test_an_engine_with_kv_events_hears_what_became_of_its_saves(shared_daemon: Daemon) -> None:
+    """When the store has the blocks, and in which tier; an engine without them hears nothing."""
+    engine = FakeEngine(shared_daemon.socket, engine_id="events", prefix="events", events=True)
+    quiet = FakeEngine(shared_daemon.socket, engine_id="quiet", prefix="quiet")
+    values = blocks("events", 5)
+    quiet.save(values)
+    for save_id in (8, 9):  # the second time they are there already
+        engine.save(values, save_id=save_id)
+        received = messages.receive_message(engine.scheduler)
+        assert received is not None
+        told = received[0]
+        assert isinstance(told, messages.Stored)
+        assert (told.save_id, len(told.memory), told.disk, told.lost) == (save_id, 5, [], [])
+    quiet.scheduler.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        quiet.scheduler.recv(1)
+
+
+def test_a_request_done_line_tells_the_whole_story(shared_daemon: Daemon) -> None:
+    engine = FakeEngine(shared_daemon.socket, prefix="story")
+    values = blocks("story", 5)
+    engine.save(values)
+    wait_for(lambda: engine.load(list(values)), what="a hit")
+    engine.load(list(values), name="told")
+    lines = wait_for(lambda: [e for e in shared_daemon.records("request.done") if e["request_id"] == "told"])
+    line = lines[0]
+    assert line["outcome"] == "loaded"
+    assert line["found_blocks"] == line["loaded_blocks"] == 5
+    assert 0 <= line["hint_seen_ms"] <= line["looked_up_ms"]
+    first = next(e for e in shared_daemon.records("request.done") if e["outcome"] == "loaded" and e["bytes"])
+    assert first["looked_up_ms"] <= first["first_byte_ms"] <= first["last_byte_ms"]
+    assert first["bytes"] == first["bytes_memory"]
+    engine.close()
+
+
+def test_a_lost_nudge_loses_no_release(shared_daemon: Daemon, auditor: Auditor) -> None:
+    engine = FakeEngine(shared_daemon.socket, prefix="nudge")
+    key = engine.hint(list(blocks("nudge", 3)))
+    engine.settled(key)
+    assert engine.move(key, FlagState.CANCELLED)
+    auditor.assert_idle(shared_daemon.pid, shared_daemon.socket)
+    engine.close()
+
+
+def test_a_hint_cancelled_before_it_is_read_is_forgotten(shared_daemon: Daemon, auditor: Auditor) -> None:
+    engine = FakeEngine(shared_daemon.socket, prefix="early-cancel")
+    with frozen(shared_daemon.pid):
+        keys = [engine.hint(list(blocks("early", 3))) for _ in range(5)]
+        for key in keys:
+            assert engine.move(key, FlagState.CANCELLED)
+            engine.done(key, Outcome.ABORTED)
+    auditor.assert_idle(shared_daemon.pid, shared_daemon.socket)
+    engine.close()
+
+
+def test_the_auditor_finds_a_planted_leak(shared_daemon: Daemon, auditor: Auditor) -> None:
+    engine = FakeEngine(shared_daemon.socket, prefix="leak")
+    engine.hint(list(blocks("leak", 3)))
+    with pytest.raises(AssertionError, match="flags in use"):
+        auditor.assert_idle(shared_daemon.pid, shared_daemon.socket, timeout_s=0.5)
+    engine.close()
+    engine = FakeEngine(shared_daemon.socket, prefix="leak")
+    engine.credits.take(1)
+    with pytest.raises(AssertionError, match="credits out"):
+        auditor.assert_idle(shared_daemon.pid, shared_daemon.socket, timeout_s=0.5)
+    engine.close()
+
+
+def test_more_waiting_than_staging_holds_is_served_in_turn(shared_daemon: Daemon, auditor: Auditor) -> None:
+    engine = FakeEngine(shared_daemon.socket, prefix="queue")
+    groups = [blocks(f"queue-{i}", 60) for i in range(8)]  # 1 MiB holds 256 slots, 64 of them for saves
+    for values in groups:
+        engine.save(values)
+    stored_bytes = 8 * 60
+    wait_for(lambda: sum(e["stored_blocks"] for e in shared_daemon.records("save.done")) >= stored_bytes, what="saves")
+    keys = [engine.hint(list(values)) for values in groups]
+    for key, values in zip(keys, groups, strict=True):
+        assert engine.settled(key).count == 60
+        assert engine.move(key, FlagState.CLAIMED)
+        assert [engine.read(s) for s in engine.table.read_slots(key[0], 0, 60)] == list(values.values())
+        assert engine.move(key, FlagState.RELEASED)
+        engine.done(key, loaded=60)
+    auditor.assert_idle(shared_daemon.pid, shared_daemon.socket)
+    engine.close()
+
+
+def test_a_reset_voids_what_is_staged_and_removes_every_rank_s_keys(shared_daemon: Daemon) -> None:
+    engine = FakeEngine(shared_daemon.socket, prefix="reset", ranks=2)
+    other = FakeEngine(shared_daemon.socket, engine_id="other", prefix="not-reset")
+    values = blocks("reset", 6)
+    for each in (engine, other):
+        each.save(values)
+        wait_for(lambda each=each: each.load(list(values)), what="a hit")
+    waiting = engine.hint(list(values))
+    engine.settled(waiting)
+    messages.send_message(engine.scheduler, messages.Reset(reset_generation=1, timeout_ms=5000))
+    received = messages.receive_message(engine.scheduler)
+    assert received is not None
+    assert received[0] == messages.ResetDone(reset_generation=1, ok=True)
+    assert engine.flag(waiting).state == FlagState.EXPIRED
+    assert engine.load(list(values)) is None
+    engine.save(values, reset_generation=0)  # a save of the old weights that comes late
+    wait_for(lambda: engine.credits.available() == int(_engine(shared_daemon, "engine")["save_slots"]), what="credits")
+    assert engine.load(list(values)) is None
+    assert other.load(list(values)) == list(values.values()), "another namespace keeps its keys"
+    engine.close()
+    other.close()
+
+
+def _engine(daemon: Daemon, engine_id: str) -> dict[str, int | str]:
+    return next(engine for engine in ask_daemon(daemon.socket).engines if engine["engine"] == engine_id)
+
+
+def test_stat_reads_the_live_segments_without_disturbing_anyone(shared_daemon: Daemon) -> None:
+    engine = FakeEngine(shared_daemon.socket, engine_id="looked-at", prefix="stat")
+    key = engine.hint(list(blocks("stat", 3)))
+    engine.settled(key)
+    result = subprocess.run(
+        [sys.executable, "-m", "kvprefetch.daemon", "stat", "--socket", str(shared_daemon.socket)],
+        capture_output=True, text=True, timeout=30, check=True,
+    )  # fmt: skip
+    shown = next(each for each in json.loads(result.stdout) if each["engine"] == "looked-at")
+    assert shown["epoch"] == engine.epoch
+    assert shown["flags"]["states"]["ready"] == 1
+    assert shown["consumer"]["status"] == "alive"
+    assert not shown["impossible"]
+    messages.send_message(sock := engine.connect(), admin.StatQuery())
+    assert socket.recv_fds(sock, messages.MAX_MESSAGE_BYTES, 64)[1] == [], "unread ones would count against the daemon"
+    assert engine.load(list(blocks("stat", 2))) is None
+    engine.close()
+
+
+def test_asking_where_no_daemon_is_says_so(tmp_path: Path) -> None:
+    for command in ("stat", "status"):
+        result = subprocess.run(
+            [sys.executable, "-m", "kvprefetch.daemon", command, "--socket", str(tmp_path / "none.sock")],
+            capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+        assert result.returncode == 69
+        assert "none.sock" in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_an_engine_s_container_needs_the_socket_s_folder_read_only(
+    serve: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    """Connecting writes nothing: as an ordinary user, in a mount namespace with the folder bound read-only."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount")
+    daemon = serve(extra=("--socket-mode", "0666", "--allow-uids", str(NOBODY)))
+    daemon.socket.parent.chmod(0o755)
+    there = Path(tempfile.mkdtemp(prefix="kvm-"))
+    there.chmod(0o755)
+    engine = (
+        "import sys, os; from tests.daemon.fake_engine import FakeEngine, wait_for, Path\n"
+        "path = Path(sys.argv[1])\n"
+        "try: path.unlink(); print('removed')\n"
+        "except OSError as error: print(error.strerror)\n"
+        "engine = FakeEngine(path); engine.save({b'k' * 32: b'v' * 4096})\n"
+        "wait_for(lambda: engine.load([b'k' * 32]) == [b'v' * 4096]); engine.close(); print('loaded')"
+    )
+    enter = 'mount --bind "$1" "$2" && mount -o remount,bind,ro "$2" && shift 2 && exec "$@"'
+    command = [*AS_NOBODY, sys.executable, "-c", engine, str(there / daemon.socket.name)]
+    try:
+        done = subprocess.run(
+            ["unshare", "--mount", "sh", "-c", enter, "sh", str(daemon.socket.parent), str(there), *command],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            cwd=process.REPO,
+        )
+    finally:
+        there.rmdir()
+    assert (done.stdout.split("\n")[:2], done.returncode) == (["Read-only file system", "loaded"], 0), done.stderr

@@ -1,0 +1,308 @@
+"""The daemon under a service manager: what it tells it, when it falls silent, and the socket it takes over."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvprefetch.daemon.config.model import ConfigError
+from kvprefetch.daemon.control.listener import inherited_socket
+from kvprefetch.daemon.runtime.notify import Notifier
+from kvprefetch.shmring.wire import admin, messages
+from tests.daemon.fake_engine import FakeEngine, listening, wait_for
+from tests.lab.daemon import Daemon
+
+WATCHDOG_US = 900_000
+
+# The loop runs on the main thread, and so do signal handlers: this one makes the loop hang and nothing else.
+HANGING = (
+    "import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: time.sleep(60));"
+    "from kvprefetch.daemon.cli.main import main; sys.exit(main())"
+)
+
+
+class Manager:
+    """The datagram socket of a service manager."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.sock.bind(str(path))
+        self.heard: list[dict[str, str]] = []
+
+    def listen(self, timeout_s: float) -> dict[str, str] | None:
+        self.sock.settimeout(timeout_s)
+        try:
+            lines = self.sock.recv(4096).decode().split("\n")
+        except (TimeoutError, BlockingIOError):
+            return None
+        self.heard.append(dict(line.split("=", 1) for line in lines))
+        return self.heard[-1]
+
+    def wait(self, name: str, timeout_s: float = 30.0) -> dict[str, str]:
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            message = self.listen(left)
+            if message is not None and name in message:
+                return message
+        raise AssertionError(f"{name} was not said: {self.heard}")
+
+    def drain(self) -> None:
+        while self.listen(0.01) is not None:
+            pass
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder whose path is short enough for sockets."""
+    path = Path(tempfile.mkdtemp(prefix="kvn-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def manager(folder: Path) -> Iterator[Manager]:
+    manager = Manager(folder / "notify")
+    yield manager
+    manager.sock.close()
+
+
+def test_a_service_s_life_is_told_from_ready_to_stopping(
+    serve: Callable[..., Daemon], manager: Manager, tmp_path: Path
+) -> None:
+    """READY and STATUS, WATCHDOG again and again, RELOADING then READY, STATUS of engines, STOPPING."""
+    config = tmp_path / "kvprefetchd.toml"
+    config.write_text("max_engines = 2\n")
+    limits = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (limits[1], limits[1]))  # as a container's, or a generous manager's
+    daemon = serve(
+        env={"NOTIFY_SOCKET": str(manager.path), "WATCHDOG_USEC": str(WATCHDOG_US)}, extra=("--config", str(config))
+    )
+    resource.setrlimit(resource.RLIMIT_CORE, limits)
+    assert "store open" in manager.wait("READY")["STATUS"]
+    assert re.search(r"^Max core file size +0 ", Path(f"/proc/{daemon.pid}/limits").read_text(), re.MULTILINE)
+    for _ in range(3):
+        assert manager.wait("WATCHDOG", 10)["WATCHDOG"] == "1"
+
+    config.write_text('max_engines = 1\nlog_level = "debug"\nmemory = "128MiB"\nmode = "shadow"\n')
+    os.kill(daemon.pid, signal.SIGHUP)
+    told = int(manager.wait("RELOADING")["MONOTONIC_USEC"])
+    assert 0 <= time.monotonic_ns() // 1000 - told < 30_000_000
+    assert "mode: shadow" in manager.wait("READY")["STATUS"]
+    assert daemon.wait_record("mode.switched") is not None
+    changed = {record["key"]: record["after"] for record in daemon.records("config.changed")}
+    assert changed == {"max_engines": "1", "log_level": "debug", "mode": "shadow"}
+    assert [record["key"] for record in daemon.records("config.kept")] == []  # --memory, a flag, wins over the file
+
+    config.write_text("max_engine = 1\n")
+    os.kill(daemon.pid, signal.SIGHUP)
+    record = daemon.wait_record("config.invalid")
+    assert record is not None
+    assert "did you mean max_engines?" in record["error"]
+    config.write_text('socket_group = "no-such-group"\n')  # what a start with it would refuse
+    os.kill(daemon.pid, signal.SIGHUP)
+    assert wait_for(lambda: daemon.records("config.invalid")[1:])[0]["error"].startswith("socket_group: no such group")
+
+    engine = FakeEngine(daemon.socket)
+    while "engines: 1" not in manager.wait("STATUS")["STATUS"]:
+        pass
+    engine.close()
+    os.kill(daemon.pid, signal.SIGTERM)
+    assert "STATUS" in manager.wait("STOPPING")
+    assert daemon.wait_exit(40) == 0
+
+
+def test_a_reload_that_comes_while_the_daemon_starts_is_done_when_it_runs(manager: Manager) -> None:
+    """What it needs is still being imported: only then can it have a handler."""
+    daemon = Daemon(memory="64MiB", staging="1MiB", env={"NOTIFY_SOCKET": str(manager.path)})
+    try:
+        daemon.launch()
+        wait_for(lambda: "pydantic" in Path(f"/proc/{daemon.pid}/maps").read_text(), what="the first imports")
+        os.kill(daemon.pid, signal.SIGHUP)
+        manager.wait("READY")
+        manager.wait("RELOADING")
+        assert daemon.sigterm() == 0
+    finally:
+        daemon.close()
+
+
+def test_a_loop_that_hangs_falls_silent(serve: Callable[..., Daemon], manager: Manager) -> None:
+    """The watchdog is fed by the loop itself: threads that still run do not speak for it."""
+    daemon = Daemon(
+        memory="64MiB", staging="1MiB", env={"NOTIFY_SOCKET": str(manager.path), "WATCHDOG_USEC": str(WATCHDOG_US)}
+    )
+    daemon.argv[1:3] = ["-c", HANGING]
+    try:
+        daemon.start()
+        manager.wait("WATCHDOG")
+        os.kill(daemon.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        manager.drain()
+        silent_until = time.monotonic() + 4 * WATCHDOG_US / 1e6
+        while (left := silent_until - time.monotonic()) > 0:
+            message = manager.listen(left)
+            assert message is None or "WATCHDOG" not in message
+        daemon.sigkill()
+    finally:
+        daemon.close()
+
+
+def test_without_a_manager_nothing_is_said_and_children_inherit_nothing(manager: Manager) -> None:
+    environ = {"NOTIFY_SOCKET": str(manager.path), "WATCHDOG_USEC": "9000000", "WATCHDOG_PID": str(os.getpid())}
+    notifier = Notifier(environ)
+    assert environ == {}
+    notifier.beat(10**12)
+    notifier.beat(10**12 + 1)
+    assert [manager.listen(1.0), manager.listen(0.01)] == [{"WATCHDOG": "1"}, None]
+    notifier.close()
+    Notifier({}).ready("nobody listens")
+    stranger = Notifier({"NOTIFY_SOCKET": str(manager.path), "WATCHDOG_USEC": "9000000", "WATCHDOG_PID": "1"})
+    stranger.beat(10**12)
+    assert manager.listen(0.01) is None
+    stranger.close()
+
+
+def serving(folder: Path) -> list[str]:
+    arguments = ["serve", "--memory", "64MiB", "--staging", "1MiB", "--metrics-port", "0"]
+    return [sys.executable, "-m", "kvprefetch.daemon", *arguments, "--socket", str(folder / "unused.sock")]
+
+
+def attach_and_stop(child: subprocess.Popen[bytes], path: Path) -> None:
+    """An engine attaches through the inherited socket; after SIGTERM the daemon leaves the file to the manager."""
+    engine = FakeEngine(path)
+    engine.save({b"\1" * 32: b"v" * 4096})
+    wait_for(lambda: engine.load([b"\1" * 32]) == [b"v" * 4096], what="what was saved")
+    engine.close()
+    child.terminate()
+    assert child.wait(40) == 0
+    assert path.exists()
+
+
+def test_a_socket_unit_s_socket_is_served(folder: Path) -> None:
+    """A hand-made LISTEN_FDS exec, as a service manager does it."""
+    path = folder / "unit.sock"
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.bind(str(path))
+    sock.listen()
+    # The launcher puts the socket at descriptor 3, says so with its own pid, and becomes the daemon.
+    code = (
+        f"import os, sys; os.dup2({sock.fileno()}, 3); os.environ.update(LISTEN_FDS='1', LISTEN_PID=str(os.getpid()));"
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, *serving(folder)], pass_fds=[sock.fileno(), 3] if sock.fileno() != 3 else [3],
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    sock.close()
+    try:
+        attach_and_stop(child, path)
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.skipif(shutil.which("systemd-socket-activate") is None, reason="systemd-socket-activate is not installed")
+def test_systemd_starts_it_at_the_first_connection(folder: Path) -> None:
+    path = folder / "unit.sock"
+    passed = [word for name in ("PYTHONPATH", "PATH") if name in os.environ for word in ("-E", name)]
+    child = subprocess.Popen(
+        ["systemd-socket-activate", "--seqpacket", "-l", str(path), *passed, *serving(folder)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        wait_for(lambda: listening(path), 60, "the socket")
+        attach_and_stop(child, path)
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.parametrize(("count", "words"), [("2", "LISTEN_FDS=2"), ("1", "ListenSequentialPacket=")])
+def test_a_socket_of_another_kind_is_refused(count: str, words: str) -> None:
+    """In a process of its own: descriptor 3 is this one's for something else."""
+    code = (
+        "import os, socket, sys; from kvprefetch.daemon.control.listener import inherited_socket\n"
+        "from kvprefetch.daemon.config.model import ConfigError\n"
+        "sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM); sock.fileno() == 3 or os.dup2(sock.fileno(), 3)\n"
+        f"try: inherited_socket({{'LISTEN_PID': str(os.getpid()), 'LISTEN_FDS': '{count}'}})\n"
+        "except ConfigError as error: print(error)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert words in result.stdout, result
+
+
+def test_a_socket_for_another_process_is_left_alone() -> None:
+    assert inherited_socket({"LISTEN_PID": "1", "LISTEN_FDS": "1"}) is None
+    assert inherited_socket({}) is None
+    assert issubclass(ConfigError, Exception)
+
+
+def test_one_core_is_refused_in_one_line(folder: Path) -> None:
+    code = (
+        "import os, sys; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, *serving(folder)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 78
+    assert "cores=1 min=2" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_too_little_to_map_is_refused_in_one_line_instead_of_by_what_fails_first(folder: Path) -> None:
+    command = ["prlimit", f"--as={2 << 30}", *serving(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 78
+    assert "ulimit -v): bytes=2GiB min=" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_only_root_and_the_daemon_s_user_may_steer(serve: Callable[..., Daemon]) -> None:
+    """Another user whom the group lets in may attach and look, but not switch the daemon for everybody."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    daemon = serve(extra=("--socket-group", "54321", "--allow-uids", "40001", "--socket-mode", "0666"))
+    os.chmod(daemon.socket.parent, 0o755)
+    assert daemon.socket.stat().st_gid == 54321
+
+    def asked(uid: int, gid: int, groups: list[int], query: messages.Message) -> str:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setgroups(groups)
+                os.setresgid(gid, gid, gid)
+                os.setresuid(uid, uid, uid)
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+                    sock.settimeout(10)
+                    sock.connect(str(daemon.socket))
+                    messages.send_message(sock, query)
+                    answer = messages.receive_message(sock)
+                os.write(write, answer[0].type.encode() if answer is not None else b"nothing")
+            finally:
+                os._exit(0)
+        os.close(write)
+        with open(read, "rb") as pipe:
+            said = pipe.read().decode()
+        os.waitpid(child, 0)
+        return said
+
+    look, switch = admin.StatusQuery(), admin.SetMode(mode="off")
+    assert asked(40002, 40002, [], look) == "refused"
+    assert asked(40002, 40002, [54321], look) == "status"  # a supplementary group counts
+    assert asked(40002, 54321, [], look) == "status"
+    assert asked(40001, 40002, [], look) == "status"  # allow_uids
+    assert asked(40002, 54321, [], switch) == "refused"
+    assert asked(0, 0, [], switch) == "report"

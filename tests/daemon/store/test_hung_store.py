@@ -1,0 +1,208 @@
+"""Store calls that hang: a real cluster whose owner or master is stopped with SIGSTOP, and thawed again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvprefetch.shmring.wire.records import FlagState, Outcome
+from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.stores import blocks
+from tests.lab import control
+from tests.lab.daemon import Daemon
+from tests.lab.process import frozen
+from tests.lab.store import Store
+from tests.support.auditor import Auditor, ask_daemon
+
+ANSWER_S = 15.0  # the calls' deadline is one second; the rest is for a busy machine, and far below Mooncake's 60 s
+
+
+@pytest.fixture
+def cluster() -> Iterator[Store]:
+    with Store(memory="64 MB") as store:
+        yield store
+
+
+@pytest.fixture
+def two_owners() -> Iterator[Store]:
+    with Store(memory="64 MB", owners=2) as store:
+        yield store
+
+
+def end(engine: FakeEngine, key: tuple[int, int]) -> None:
+    assert engine.move(key, FlagState.CANCELLED)
+    engine.done(key, Outcome.ABORTED)
+
+
+def stuck(daemon: Daemon) -> int:
+    return int(ask_daemon(daemon.socket).engines[0]["slots_stuck"])
+
+
+def test_an_owner_that_is_frozen_costs_its_requests_the_deadline_and_no_one_else_anything(
+    serve: Callable[..., Daemon], cluster: Store, auditor: Auditor
+) -> None:
+    daemon = serve(memory=None, mooncake_config=cluster.config, extra=("--call-timeout-ms", "1000"))
+    engine = FakeEngine(daemon.socket)
+    staged, hung, other = blocks("staged", 3), blocks("hung", 5), blocks("other", 4)
+    engine.save({**staged, **hung, **other})
+    wait_for(lambda: engine.load(list(staged)), what="a hit")
+    wait_for(lambda: sum(line["stored_blocks"] for line in daemon.records("save.done")) >= 12, what="the saves")
+    with frozen(cluster.owner_pid):
+        key = engine.hint([*staged, *hung])
+        at_once = engine.hint(list(staged))
+        assert engine.settled(at_once, ANSWER_S).count == 3, "what is staged waits for nothing"
+        assert engine.settled(engine.hint(list(blocks("absent", 2))), ANSWER_S).count == 0
+        assert engine.settled(key, ANSWER_S).count == 3, "the prefix that is ready"
+        assert stuck(daemon) == 5
+        assert daemon.wait_record("call.overdue") is not None
+        again = engine.hint([*staged, *hung])
+        assert engine.settled(again, ANSWER_S).count == 3
+        assert stuck(daemon) == 5
+        assert len(daemon.records("call.overdue")) == 1, "known to hang: not asked for again"
+    wait_for(lambda: stuck(daemon) == 0, 60, "the slots")
+    assert wait_for(lambda: engine.load(list(other)), 30, "a hit") == list(other.values())
+    assert engine.load([*staged, *hung]) == [*staged.values(), *hung.values()], "it arrived, so it is asked for again"
+    for index in range(engine.layout.flag_count):
+        flag = engine.flag((index, 0))
+        if flag.state == FlagState.READY:
+            end(engine, (index, flag.generation))
+    auditor.assert_idle(daemon.pid, daemon.socket)
+    engine.close()
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_requests_behind_an_owner_that_is_frozen_wait_for_it_once_and_those_of_others_are_served(
+    serve: Callable[..., Daemon], two_owners: Store, apart: bool
+) -> None:
+    """Each request's values lie with one owner, or with both: then it is read apart once which of them hangs."""
+    hung, fine = ([blocks(f"{name}-{number}", 2) for number in range(8)] for name in ("hung", "fine"))
+    for groups, segment in zip((hung, fine), two_owners.segments, strict=True):
+        values = {f"model@tp_rank:0@{digest.hex()}": v for group in groups for digest, v in group.items()}
+        control.put(two_owners.config, values, segment)
+    extra = ("--call-timeout-ms", "1000", "--chunk", "8192")  # two blocks in a call
+    daemon = serve(memory=None, mooncake_config=two_owners.config, extra=extra)
+    engine = FakeEngine(daemon.socket)
+    wanted = [list(group) for pair in zip(hung, fine, strict=True) for group in pair]
+    if not apart:
+        wanted = [[good, bad] for (_, good), (bad, _) in zip(fine, hung, strict=True)]
+    with frozen(two_owners.owner_pid):
+        began = time.monotonic()
+        keys = [engine.hint(digests) for digests in wanted]
+        counts = [engine.settled(key, ANSWER_S).count for key in keys]
+        assert time.monotonic() - began < 3.5, "far below one deadline after the other"
+        assert counts == [0, 2] * 8 if apart else counts == [0] + [1] * 7
+        (overdue,) = daemon.records("call.overdue")
+        assert len(overdue["owners"].split()) == (1 if apart else 2)
+        again = [engine.hint(list(group)) for group in (fine[1], hung[1])]
+        assert [engine.settled(key, ANSWER_S).count for key in again] == [2, 0]
+    wait_for(lambda: stuck(daemon) == 0, 60, "the slots")
+    assert wait_for(lambda: engine.load(list(hung[5])), 30, "a hit") == list(hung[5].values())
+    engine.close()
+
+
+def test_requests_behind_an_owner_that_was_killed_wait_for_it_once_and_those_of_others_are_served(
+    serve: Callable[..., Daemon], two_owners: Store
+) -> None:
+    """Mooncake takes a second for each call to it, until the master drops its values."""
+    dead, fine = ([blocks(f"{name}-{number}", 2) for number in range(10)] for name in ("dead", "fine"))
+    for groups, segment in zip((dead, fine), two_owners.segments, strict=True):
+        values = {f"model@tp_rank:0@{digest.hex()}": v for group in groups for digest, v in group.items()}
+        control.put(two_owners.config, values, segment)
+    daemon = serve(memory=None, mooncake_config=two_owners.config, extra=("--chunk", "8192"))  # two blocks in a call
+    engine = FakeEngine(daemon.socket)
+    assert engine.load(list(dead[0])) == list(dead[0].values()), "connected"
+    assert engine.load(list(fine[0])) == list(fine[0].values())
+    os.kill(two_owners.owner_pid, signal.SIGKILL)
+    began = time.monotonic()
+    behind = [engine.hint(list(group)) for group in dead[1:]]
+    others = [engine.hint(list(group)) for group in fine[1:6]]
+    assert [engine.settled(key, ANSWER_S).count for key in others] == [2] * 5
+    assert [engine.settled(key, ANSWER_S).count for key in behind] == [0] * 9
+    assert time.monotonic() - began < 6, "far below nine seconds, one after the other"
+    [line] = daemon.records("owner.aside")
+    assert line["owners"]
+    began = time.monotonic()
+    while time.monotonic() - began < 5:
+        again = [engine.hint(list(group)) for group in (*dead[1:], fine[6])]
+        assert [engine.settled(key, ANSWER_S).count for key in again] == [0] * 9 + [2]
+        for key in again:
+            end(engine, key)
+        time.sleep(0.05)
+    assert len(daemon.records("owner.aside")) == 1
+    engine.close()
+
+
+def test_a_master_that_is_frozen_makes_hundreds_of_hints_misses_together_and_is_found_again(
+    serve: Callable[..., Daemon], cluster: Store, auditor: Auditor
+) -> None:
+    daemon = serve(memory=None, mooncake_config=cluster.config, extra=("--call-timeout-ms", "1000"))
+    engine = FakeEngine(daemon.socket)
+    values = blocks("there", 4)
+    engine.save(values)
+    wait_for(lambda: engine.load(list(values)), what="a hit")
+    with frozen(cluster.master_pid):
+        keys = [engine.hint(list(blocks(f"master-{number}", 2))) for number in range(300)]
+        started = time.monotonic()
+        for key in keys:
+            assert engine.settled(key, ANSWER_S).count == 0
+        assert time.monotonic() - started < ANSWER_S, "one question's deadline for all, not one for each"
+        for key in keys:
+            end(engine, key)
+        late = engine.hint(list(blocks("late", 2)))
+        assert engine.settled(late, ANSWER_S).count == 0
+        end(engine, late)
+    wait_for(lambda: daemon.records("store.recovered"), 30, "the probe's answer")
+    other = blocks("after", 2)
+    engine.save(other)
+    assert wait_for(lambda: engine.load(list(other)), 30, "a hit") == list(other.values())
+    auditor.assert_idle(daemon.pid, daemon.socket)
+    engine.close()
+
+
+def test_sigterm_does_not_wait_for_a_call_that_hangs(serve: Callable[..., Daemon], cluster: Store) -> None:
+    daemon = serve(memory=None, mooncake_config=cluster.config, extra=("--call-timeout-ms", "1000"))
+    engine = FakeEngine(daemon.socket)
+    values = blocks("term", 3)
+    engine.save(values)
+    wait_for(lambda: sum(line["stored_blocks"] for line in daemon.records("save.done")) >= 3, what="the save")
+    with frozen(cluster.owner_pid):
+        assert engine.settled(engine.hint(list(values)), ANSWER_S).count == 0
+        assert daemon.sigterm(25) == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("deadline_ms", [1000, 20_000])
+def test_one_engine_s_calls_that_hang_are_not_in_the_way_of_another_s(
+    serve: Callable[..., Daemon], two_owners: Store, deadline_ms: int
+) -> None:
+    """One owner is frozen, and one engine wants nothing but its values; the other owner's go on being fetched.
+
+    With a long deadline calls hang in the midst of their time.
+    """
+    hung = [blocks(f"hung-{number}", 2) for number in range(8)]
+    fine = [blocks(f"fine-{number}", 2) for number in range(12)]
+    for prefix, groups, segment in zip(("hung", "fine"), (hung, fine), two_owners.segments, strict=True):
+        values = {f"{prefix}@tp_rank:0@{digest.hex()}": v for group in groups for digest, v in group.items()}
+        control.put(two_owners.config, values, segment)
+    extra = ("--call-timeout-ms", str(deadline_ms), "--chunk", "8192")  # two blocks in a call
+    daemon = serve(memory=None, mooncake_config=two_owners.config, extra=extra)
+    victim = FakeEngine(daemon.socket, engine_id="victim", prefix="hung")
+    other = FakeEngine(daemon.socket, engine_id="other", prefix="fine")
+    assert other.load(list(fine[0])) == list(fine[0].values())
+    with frozen(two_owners.owner_pid):
+        waiting = [victim.hint(list(group)) for group in hung]
+        for number, group in enumerate(fine[1:]):
+            started = time.monotonic()
+            assert other.load(list(group)) == list(group.values()), f"a hit became a miss: {number}"
+            assert time.monotonic() - started < 5, "far below the long deadline"
+            time.sleep(0.5)
+        if deadline_ms < 5000:
+            for key in waiting:
+                assert victim.settled(key, ANSWER_S).count == 0
+            assert len(daemon.records("call.overdue")) == 1, "the owner hangs: nobody asks it again"
+    victim.close()
+    other.close()

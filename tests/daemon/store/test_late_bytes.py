@@ -1,0 +1,196 @@
+"""Transfers that Mooncake gives up and that go on: their bytes arrive late, and never in memory that is used again.
+
+A real cluster of two owners, of which SIGSTOP holds one up. Mooncake gives up after 60 s of CLOCK_REALTIME; the tests
+of the default run step that clock of the daemon's process (tests/support/clock_shift.c), the stress test waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvprefetch.shmring.wire.records import FlagState, Outcome
+from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
+from tests.daemon.stores import blocks
+from tests.lab import control
+from tests.lab.daemon import Daemon
+from tests.lab.process import frozen
+from tests.lab.store import Store
+from tests.support.auditor import ask_daemon
+
+SLOTS = 32
+SOURCE = Path(__file__).parents[2] / "support" / "clock_shift.c"
+Key = tuple[int, int]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Store]:
+    with Store(memory="256 MB", owners=2) as store:
+        yield store
+
+
+class Clock:
+    """CLOCK_REALTIME of a daemon that runs with `env`."""
+
+    def __init__(self, folder: Path) -> None:
+        if shutil.which("cc") is None:
+            pytest.skip("no C compiler")
+        library, self._file = folder / "clock_shift.so", folder / "shift"
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
+        self._ns = 0
+        self._file.write_bytes(bytes(8))
+        self.env = {"LD_PRELOAD": str(library), "SHIFT_FILE": str(self._file)}
+
+    def step_until(self, condition: Callable[[], object], what: str) -> None:
+        """Step by 61 s, and again while a transfer began only after the last step, until this is so."""
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline, f"{what} did not come"
+            self._ns += 61 * 10**9
+            with self._file.open("r+b") as file:  # in place: it is mapped
+                file.write(self._ns.to_bytes(8, "little"))
+            time.sleep(0.5)
+
+
+def put(cluster: Store, owner: int, values: dict[bytes, bytes], prefix: str = "model") -> None:
+    named = {f"{prefix}@tp_rank:0@{digest.hex()}": value for digest, value in values.items()}
+    control.put(cluster.config, named, cluster.segments[owner])
+
+
+def numbers(daemon: Daemon, engine: FakeEngine) -> dict[str, int]:
+    [found] = [each for each in ask_daemon(daemon.socket).engines if each["engine"] == engine.engine_id]
+    return {name: value for name, value in found.items() if isinstance(value, int)}
+
+
+def running(daemon: Daemon, kind: str) -> bool:
+    return kind in ask_daemon(daemon.socket).calls
+
+
+def end(engine: FakeEngine, key: Key) -> None:
+    assert engine.move(key, FlagState.CANCELLED)
+    engine.done(key, Outcome.ABORTED)
+
+
+def claim(engine: FakeEngine, digests: Sequence[bytes]) -> tuple[Key, list[int]]:
+    """Have these blocks staged, claim them, and return their slots."""
+    key = engine.hint(list(digests))
+    assert engine.settled(key).count == len(digests)
+    assert engine.move(key, FlagState.CLAIMED)
+    return key, list(engine.table.read_slots(key[0], 0, len(digests)))
+
+
+def holds(engine: FakeEngine, values: dict[bytes, bytes]) -> bool:
+    """Whether each of these values lies in some slot."""
+    memory = engine.staging[0].buffer
+    there = {bytes(memory[at : at + engine.block_bytes]) for at in range(0, len(memory), engine.block_bytes)}
+    return set(values.values()) <= there
+
+
+def test_bytes_that_come_late_never_come_into_a_slot_that_is_used_again(
+    serve: Callable[..., Daemon], cluster: Store, tmp_path: Path
+) -> None:
+    """Of one engine four slots are lost, and it goes on with the others; of another half, and it attaches anew."""
+    clock = Clock(tmp_path)
+    daemon = serve(memory=None, mooncake_config=cluster.config, staging=str(SLOTS * BLOCK_BYTES), env=clock.env)
+    engine = FakeEngine(daemon.socket, engine_id="some", prefix="some")
+    worn = FakeEngine(daemon.socket, engine_id="worn", prefix="worn", saves=False)
+    fetch_slots = numbers(daemon, engine)["slots"]
+    late, fine, half = blocks("late", 4), blocks("fine", fetch_slots), blocks("half", SLOTS // 2)
+    warm = blocks("warm", 1)
+    for prefix, values in (("some", {**warm, **late}), ("worn", {**warm, **half})):
+        put(cluster, 0, values, prefix)
+        put(cluster, 1, fine, prefix)
+    for each in (engine, worn):
+        assert each.load(list(warm)) == list(warm.values()), "connected"
+    with frozen(cluster.owner_pid):
+        keys = [engine.hint(list(late)), worn.hint(list(half))]
+        wait_for(lambda: numbers(daemon, engine)["orders"] + numbers(daemon, worn)["orders"] == 2, what="both fetches")
+        # The second begins a second after the first, and has to be in its transfer when the clock steps: were it not,
+        # it would find the owner put aside, and lose nothing.
+        wait_for(lambda: ask_daemon(daemon.socket).calls.get("fetch", 0.0) > 2.0, what="both transfers")
+        clock.step_until(lambda: engine.flag(keys[0]).state != FlagState.HINTED, "the end of the fetch")
+        assert engine.settled(keys[0]).count == 0
+        end(engine, keys[0])
+        wait_for(lambda: numbers(daemon, engine)["slots_lost"] == 4, what="the gauge")
+        lost = wait_for(lambda: daemon.records("slots.lost"), what="the log's line")
+        assert {line["call"] for line in lost} == {"fetch"}
+        few = list(fine)[: fetch_slots - 4]
+        _, slots = claim(engine, few)
+        assert len(set(slots)) == fetch_slots - 4, "all that are left"
+        clock.step_until(lambda: daemon.records("engine.worn"), "the end of the other fetch")
+        detached = wait_for(lambda: daemon.records("engine.detached"), what="the end of the epoch")
+        assert [line["kept_bytes"] for line in detached] == [SLOTS * BLOCK_BYTES]
+        assert not holds(engine, late)
+        anew = FakeEngine(daemon.socket, engine_id="worn", prefix="worn", saves=False)
+        key, whole = claim(anew, list(fine))
+    wait_for(lambda: holds(engine, late) and holds(worn, half), 30, "the late bytes")
+    assert [engine.read(slot) for slot in slots] == [fine[digest] for digest in few], "claimed blocks have not changed"
+    assert [anew.read(slot) for slot in whole] == list(fine.values())
+    assert anew.move(key, FlagState.RELEASED)
+    anew.done(key, loaded=len(whole))
+    wait_for(lambda: anew.load(list(half)) == list(half.values()), 30, "a hit")
+    wait_for(lambda: daemon.records("owner.back"), what="the line that says that the owner is asked again")
+
+    with contextlib.ExitStack() as stopped:  # a put: whose memory it goes to is Mooncake's choice
+        for process in cluster._processes[1:]:
+            stopped.enter_context(frozen(process.pid))
+        engine.save(blocks("saved", 2))
+        wait_for(lambda: running(daemon, "save"), what="the put")
+        clock.step_until(lambda: numbers(daemon, engine)["save_slots_lost"] == 2, "the end of the put")
+    assert numbers(daemon, engine)["save_slots_busy"] == 0
+    for each in (engine, worn, anew):
+        each.close()
+    assert daemon.sigterm(30) == 0
+
+
+@pytest.mark.stress
+def test_bytes_that_come_late_by_the_true_clock(serve: Callable[..., Daemon]) -> None:
+    """A little comes every 20 s: Mooncake ends a connection after 30 s without progress, and a get after 60 s."""
+    size = 64 << 20
+    digests = [hashlib.sha256(b"%d" % number).digest() for number in range(4)]
+    warm, late, *fine = ({digest: digest * (size // 32)} for digest in digests)
+    with Store(memory="256 MB", owners=2) as cluster:
+        for owner, values in ((0, warm), (0, late), (1, fine[0]), (1, fine[1])):
+            put(cluster, owner, values)
+        daemon = serve(memory=None, mooncake_config=cluster.config, staging=str(3 * size))
+        engine = FakeEngine(daemon.socket, block_bytes=size, saves=False)
+        assert engine.load(list(warm)) == list(warm.values())
+        first = next(iter(late))[0]
+        starts = range(0, size, 1 << 16)
+
+        def arrived() -> int:
+            """How much of the late value lies in the one slot that has its beginning, in pieces of 64 KiB."""
+            memory = engine.staging[0].buffer
+            slots = [at for at in range(0, 3 * size, size) if memory[at] == first]
+            return sum(memory[slots[0] + start] == first for start in starts) if slots else 0
+
+        with frozen(cluster.owner_pid):
+            key = engine.hint(list(late))
+            wait_for(lambda: running(daemon, "fetch"), what="the fetch")
+            time.sleep(0.3)
+            for last in (False, False, True):
+                with frozen(daemon.pid):  # a get that waits would spin
+                    time.sleep(20.5)
+                before = arrived()
+                if not last:
+                    os.kill(cluster.owner_pid, signal.SIGCONT)
+                    wait_for(lambda before=before: arrived() > before, what="progress")
+                    os.kill(cluster.owner_pid, signal.SIGSTOP)
+                    time.sleep(0.2)
+            assert engine.settled(key, 30).count == 0
+            end(engine, key)
+            wait_for(lambda: numbers(daemon, engine)["slots_lost"] == 1, 30, "the end of the call")
+            assert 0 < arrived() < len(starts), "stopped within the value"
+            _, slots = claim(engine, [digest for values in fine for digest in values])
+        wait_for(lambda: holds(engine, late), 30, "the late bytes")
+        assert [engine.read(slot) for slot in slots] == [value for values in fine for value in values.values()]
+        engine.close()

@@ -1,0 +1,259 @@
+"""Which owner hangs, told from gets that are late and gets that deliver; what is then not asked for, and what is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import structlog
+
+from kvprefetch.daemon.store.errors import ErrorClass
+from kvprefetch.daemon.store.storage_nodes import FORGET_S, Get, Owners
+
+OK, MISS, REFUSED = ErrorClass.OK, ErrorClass.MISS, ErrorClass.TRANSFER
+
+
+class Reading:
+    """Keys are owners' names and a number, such as a1; of `ab1` there is a replica with each, `.1` is on a disk."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.owners = Owners(structlog.get_logger(), lambda: self.now)
+        self.calls: list[list[str]] = []
+
+    def read(
+        self, *keys: str, get: Get | None = None, during: Callable[[], None] = lambda: None,
+        result: ErrorClass = OK,
+    ) -> list[ErrorClass]:  # fmt: skip
+        """What became of them; `during` each call the test may do something else."""
+
+        def call(part: Sequence[int]) -> list[ErrorClass]:
+            self.calls.append([keys[i] for i in part])
+            during()
+            return [result] * len(part)
+
+        where = {key: frozenset((owner, 1) for owner in key[:-1] if owner != ".") for key in keys if key != "?0"}
+        return self.owners.read(keys, where, get or Get(), call)
+
+    def behind(self, *hung: str, then: Callable[[], None]) -> None:
+        """Do that while a get of these is late."""
+        get = Get()
+
+        def during() -> None:
+            get.late = True
+            then()
+
+        self.read(*hung, get=get, during=during)
+
+
+def test_nothing_is_refused_or_read_apart_while_no_get_is_late() -> None:
+    reading = Reading()
+    during = lambda: calls.append(reading.read("a1", "b1", "?0"))  # noqa: E731
+    calls: list[list[ErrorClass]] = []
+    assert reading.read("a2", "b2", ".2", during=during) == [OK] * 3
+    assert calls == [[OK] * 3]
+    assert reading.calls == [["a2", "b2", ".2"], ["a1", "b1", "?0"]]
+
+
+def test_the_one_owner_of_a_late_get_is_left_alone_until_it_returns() -> None:
+    reading = Reading()
+    outcome: list[list[ErrorClass]] = []
+    reading.behind("a1", "a2", then=lambda: outcome.append(reading.read("b1", "a3", "ab1", ".1")))
+    assert outcome == [[OK, REFUSED, REFUSED, OK]], "which of its replicas a get reads nobody knows before"
+    assert reading.calls[1:] == [["b1", ".1"]]
+    assert reading.read("a3") == [OK]
+
+
+def test_nothing_is_called_for_keys_of_an_owner_that_hangs_alone() -> None:
+    reading = Reading()
+    reading.behind("a1", then=lambda: assert_equal(reading.read("a2", "a3"), [REFUSED] * 2))
+    assert reading.calls == [["a1"]]
+
+
+def test_of_several_owners_of_a_late_get_those_that_deliver_are_told_from_the_one_that_does_not() -> None:
+    reading = Reading()
+
+    def then() -> None:
+        assert reading.read("a1", "b1", "c1") == [OK, REFUSED, OK], "after a delivered it is b"
+        assert reading.read("a2", "b2", "c2") == [OK, REFUSED, OK]
+
+    reading.behind("a0", "b0", then=then)
+    assert reading.calls == [["a0", "b0"], ["c1"], ["a1"], ["a2", "c2"]]
+
+
+def test_the_second_get_that_hangs_at_one_doubtful_owner_says_that_it_is_that_one() -> None:
+    reading = Reading()
+
+    def second() -> None:
+        reading.behind("b1", then=lambda: assert_equal(reading.read("a2", "b2"), [OK, REFUSED]))
+
+    reading.behind("a0", "b0", then=second)
+    assert reading.calls == [["a0", "b0"], ["b1"], ["a2"]]
+
+
+def test_a_get_that_is_given_up_between_two_owners_does_not_go_on_to_the_next() -> None:
+    reading, get = Reading(), Get()
+
+    def then() -> None:
+        results = reading.read("a1", "b1", get=get, during=lambda: setattr(get, "late", True), result=MISS)
+        assert results == [MISS, REFUSED]
+
+    reading.behind("a0", "b0", then=then)
+
+
+def test_an_owner_that_delivered_to_another_get_meanwhile_is_not_the_one_that_hangs() -> None:
+    reading, late = Reading(), Get()
+
+    def during() -> None:
+        reading.read("a1")
+        reading.read("c1", result=MISS)
+        late.late = True
+        assert late.owners == "b c"
+        assert reading.read("a2", "d2") == [OK] * 2
+
+    reading.read("a0", "b0", "c0", get=late, during=during)
+    assert reading.calls[-1] == ["a2", "d2"], "not read apart"
+
+
+@pytest.mark.parametrize("also", [[], ["a0"]])
+def test_a_disk_that_hangs_is_nobody_s_memory(also: list[str]) -> None:
+    """Whose disk it is is not told. Where memory was read with it, either may hang."""
+    reading = Reading()
+    reading.behind(".0", *also, then=lambda: assert_equal(reading.read("a1", ".1", "b1"), [OK] * 3))
+
+
+def test_a_call_that_raises_waits_for_nobody_any_more() -> None:
+    reading, get = Reading(), Get()
+
+    def during() -> None:
+        get.late = True
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        reading.read("a1", get=get, during=during)
+    assert reading.read("a1") == [OK]
+
+
+def assert_equal(found: object, expected: object) -> None:
+    assert found == expected
+
+
+class Failing(Reading):
+    """As Reading, and the owners that `dead` names fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dead = ""
+
+    def read(
+        self,
+        *keys: str,
+        get: Get | None = None,
+        during: Callable[[], None] = lambda: None,
+        result: ErrorClass = OK,
+    ) -> list[ErrorClass]:
+        def call(part: Sequence[int]) -> list[ErrorClass]:
+            self.calls.append([keys[i] for i in part])
+            during()
+            return [REFUSED if set(keys[i][:-1]) & set(self.dead) else result for i in part]
+
+        where = {key: frozenset((owner, 1) for owner in key[:-1] if owner != ".") for key in keys}
+        return self.owners.read(keys, where, get or Get(), call)
+
+
+def test_an_owner_that_failed_is_asked_again_by_one_call_at_a_time_after_longer_and_longer_pauses() -> None:
+    reading = Failing()
+    reading.dead = "a"
+    assert reading.read("a1", "b1") == [REFUSED, OK]
+    tried = []
+    for _ in range(100):
+        reading.now += 0.5
+        before = len(reading.calls)
+        assert reading.read("a1", "a2", "b1", "b2") == [REFUSED, REFUSED, OK, OK]
+        assert reading.calls[before] == ["b1", "b2"], "those of others first, and together"
+        if reading.calls[before + 1 :]:
+            assert reading.calls[before + 1 :] == [["a1"]], "one value of it"
+            tried.append(reading.now - 100)
+            assert reading.owners.aside() == {"a"}
+    assert tried == [1.0, 3.0, 7.0, 15.0, 25.0, 35.0, 45.0]
+    reading.dead = ""
+    reading.now += 10
+    assert reading.owners.aside() == frozenset()
+    assert reading.read("a1", "a2", "a3") == [OK] * 3
+    assert reading.calls[-2:] == [["a1"], ["a2", "a3"]]
+    assert reading.read("a1", "a2", "a3") == [OK] * 3
+    assert reading.calls[-1] == ["a1", "a2", "a3"]
+
+
+def test_while_one_call_tries_an_owner_no_other_does() -> None:
+    reading = Failing()
+    reading.dead = "a"
+    reading.read("a1")
+    reading.now += 1
+    assert reading.read("a1", during=lambda: assert_equal(reading.read("a2", "b1"), [REFUSED, OK])) == [REFUSED]
+    assert reading.calls == [["a1"], ["a1"], ["b1"]]
+
+
+def test_a_try_that_tells_nothing_or_raises_leaves_the_owner_to_the_next_call() -> None:
+    reading = Failing()
+    reading.dead = "a"
+    reading.read("a1")
+    reading.now += 1
+    reading.dead = ""
+    assert reading.read("a1", result=MISS) == [MISS]
+
+    def fail() -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        reading.read("a1", during=fail)
+    assert reading.read("a1") == [OK]
+    assert reading.owners.aside() == frozenset()
+
+
+def test_of_a_value_that_several_owners_hold_none_is_blamed() -> None:
+    reading = Failing()
+    reading.dead = "a"
+    assert reading.read("ab1") == [REFUSED]
+    assert reading.read("b1") == [OK]
+    assert reading.read("a1", "ab1") == [REFUSED, REFUSED]
+    assert reading.owners.aside() == {"a"}
+    reading.now += 1
+    assert reading.read("ab1", "ab2") == [REFUSED, REFUSED]
+    assert reading.calls[-1] == ["ab1"], "it counts as a try"
+    assert reading.owners.aside() == {"a"}
+
+
+def test_an_owner_that_failed_for_some_values_and_delivered_others_is_not_put_aside() -> None:
+    reading = Reading()
+    where = {f"a{number}": frozenset({("a", number)}) for number in range(2)}
+    reading.owners.read(list(where), where, Get(), lambda part: [REFUSED, OK])
+    assert reading.owners.aside() == frozenset()
+
+
+def test_an_owner_that_nobody_asks_for_any_more_is_forgotten() -> None:
+    reading = Failing()
+    reading.dead = "a"
+    reading.read("a1")
+    reading.now += FORGET_S + 10
+    assert reading.read("b1") == [OK]
+    assert not reading.owners._aside
+
+
+def test_each_owner_that_is_put_aside_and_comes_back_has_one_line_for_each() -> None:
+    reading = Failing()
+    reading.dead = "a"
+    with structlog.testing.capture_logs() as lines:
+        for pause in (1, 2, 4):
+            reading.read("a1", "a2")
+            reading.now += pause
+        reading.dead = ""
+        reading.read("a1", "a2")
+    assert [(line["event"], line["owners"]) for line in lines] == [("owner.aside", "a"), ("owner.back", "a")]
+    assert lines[1]["waited_s"] == 7.0
+
+
+def test_look_ups_know_of_the_owner_that_hangs() -> None:
+    reading = Reading()
+    reading.behind("a1", then=lambda: assert_equal(reading.owners.aside(), {"a"}))
+    assert reading.owners.aside() == frozenset()

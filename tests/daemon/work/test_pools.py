@@ -1,0 +1,248 @@
+"""Threads with deadlines: a call that hangs is given up, replaced, and heard of when it returns."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import pytest
+
+from kvprefetch.daemon.planning.planner import Lane
+from kvprefetch.daemon.work.pools import MAX_STUCK, SLOW_NS, Pools
+from tests.daemon.fake_engine import wait_for
+from tests.support.ordinary import AS_NOBODY
+
+TIMEOUT_NS = 200_000_000
+
+
+class Calls:
+    """Calls that hang until `release`, and what became of each."""
+
+    def __init__(self, pools: Pools) -> None:
+        self.pools = pools
+        self.release = threading.Event()
+        self.results: dict[str, Any] = {}
+        self.overdue: list[str] = []
+
+    def start(self, name: str, submit: Callable[..., None], *, hang: bool = False, owner: str = "engine") -> None:
+        work = partial(self.release.wait, 30) if hang else (lambda: True)
+        submit(work, partial(self._done, name), partial(self.overdue.append, name), owner)
+
+    def _done(self, name: str, future: Future[Any]) -> None:
+        self.results[name] = future.exception() or future.result()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, (self.results, self.overdue)
+            self.pools.run_finished()
+            self.pools.check(time.monotonic_ns())
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def calls() -> Iterator[Calls]:
+    pools = Pools(2, timeout_ns=TIMEOUT_NS)
+    calls = Calls(pools)
+    yield calls
+    calls.release.set()
+    calls.until(lambda: pools.stuck == 0)
+    assert pools.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(pools.fd)
+
+
+def test_a_call_that_hangs_is_given_up_once_and_the_next_one_runs_meanwhile(calls: Calls) -> None:
+    """And so it is again the next time; no thread is left over."""
+    for number in range(3):
+        calls.release.clear()
+        calls.overdue.clear()
+        calls.start(f"hung-{number}", calls.pools.save, hang=True)
+        calls.start(f"next-{number}", calls.pools.save)
+        calls.until(lambda number=number: f"next-{number}" in calls.results)  # type: ignore[misc]
+        assert calls.overdue == [f"hung-{number}"]
+        assert calls.pools.stuck == 1
+        calls.release.set()
+        calls.until(lambda number=number: f"hung-{number}" in calls.results)  # type: ignore[misc]
+        assert calls.pools.stuck == 0
+        assert calls.overdue == [f"hung-{number}"]
+        calls.start(f"after-{number}", calls.pools.save)
+        calls.until(lambda number=number: f"after-{number}" in calls.results)  # type: ignore[misc]
+    calls.until(lambda: sum(thread.name.startswith("save-") for thread in threading.enumerate()) <= 1)
+
+
+def test_results_are_announced_at_the_descriptor_until_they_are_fetched(calls: Calls) -> None:
+    """The main loop sleeps in an epoll over it."""
+    calls.start("one", calls.pools.look_up)
+    assert select.select([calls.pools.fd], [], [], 30)[0]
+    calls.pools.clear_bell()
+    calls.until(lambda: "one" in calls.results)
+    assert not select.select([calls.pools.fd], [], [], 0)[0]
+    calls.pools.clear_bell()  # nothing is there, and that is no error
+
+
+def test_what_waits_for_a_thread_is_given_up_when_as_many_hang_as_may(calls: Calls) -> None:
+    """Without having run: what it would write to may be gone by the time there is a thread again."""
+    ran: list[str] = []
+    for number in range(MAX_STUCK):
+        calls.start(f"hung-{number}", calls.pools.save, hang=True)
+    calls.pools.save(lambda: ran.append("late"), partial(calls._done, "late"), lambda: None, "engine")
+    calls.until(lambda: "late" in calls.results)
+    assert isinstance(calls.results["late"], TimeoutError)
+    assert calls.pools.stuck == MAX_STUCK
+    calls.release.set()
+    calls.until(lambda: calls.pools.stuck == 0)
+    calls.start("after", calls.pools.save)
+    calls.until(lambda: "after" in calls.results)
+    assert ran == []
+
+
+def test_a_lane_that_hangs_leaves_the_other_alone_and_has_room_again_when_its_calls_return(calls: Calls) -> None:
+    slow, fast = partial(calls.pools.fetch, Lane.DISK), partial(calls.pools.fetch, Lane.MEMORY)
+    hang_all(calls, slow)
+    assert not calls.pools.fetch_room(Lane.DISK, "engine")
+    assert calls.pools.fetch_room(Lane.MEMORY, "engine")
+    calls.start("fast", fast)
+    calls.until(lambda: "fast" in calls.results)
+    calls.start("no-thread", slow)
+    calls.until(lambda: "no-thread" in calls.results)
+    assert isinstance(calls.results["no-thread"], TimeoutError)
+    calls.release.set()
+    calls.until(lambda: calls.pools.fetch_room(Lane.DISK, "engine"))
+    calls.start("again", slow)
+    calls.until(lambda: calls.results.get("again") is True)
+
+
+def test_calls_of_one_engine_that_hang_leave_room_for_the_others_until_one_of_theirs_does(calls: Calls) -> None:
+    fetch = partial(calls.pools.fetch, Lane.MEMORY)
+    hang_all(calls, fetch)
+    for number in range(3):
+        assert calls.pools.fetch_room(Lane.MEMORY, "other")
+        calls.start(f"other-{number}", fetch, owner="other")
+        calls.until(lambda number=number: calls.results.get(f"other-{number}") is True)  # type: ignore[misc]
+    calls.start("other-hung", fetch, hang=True, owner="other")
+    calls.until(lambda: "other-hung" in calls.overdue)
+    assert calls.pools.exhausted(Lane.MEMORY, "other")
+    assert calls.pools.stuck == MAX_STUCK + 1
+    assert not calls.pools.exhausted(Lane.MEMORY, "third")
+    calls.start("third", fetch, owner="third")
+    calls.until(lambda: calls.results.get("third") is True)
+
+
+@pytest.mark.parametrize("kind", ["fetch", "save"])
+def test_a_call_that_takes_long_keeps_no_place_from_another_engine_s(kind: str) -> None:
+    """Long before its deadline; its own engine's next one waits."""
+    pools = Pools(1, timeout_ns=60_000_000_000)
+    calls = Calls(pools)
+    submit = partial(pools.fetch, Lane.MEMORY) if kind == "fetch" else pools.save
+    calls.start("hung", submit, hang=True)
+    if kind == "fetch":
+        calls.until(lambda: pools.fetch_room(Lane.MEMORY, "other"))
+        assert not pools.fetch_room(Lane.MEMORY, "engine")
+    calls.start("other", submit, owner="other")
+    calls.until(lambda: "other" in calls.results)
+    assert calls.overdue == []
+    calls.release.set()
+    calls.until(lambda: "hung" in calls.results)
+    assert pools.close()
+
+
+def test_a_look_up_that_does_not_return_yet_is_not_in_the_way_of_another_engine_s() -> None:
+    """Not for a moment: on a clock that stands still no call becomes slow."""
+    began = time.monotonic_ns()
+    pools = Pools(1, clock_ns=lambda: began)
+    calls = Calls(pools)
+    calls.start("hung", pools.look_up, hang=True)
+    calls.start("other", pools.look_up, owner="other")
+    calls.until(lambda: "other" in calls.results)
+    assert "hung" not in calls.results
+    calls.release.set()
+    calls.until(lambda: "hung" in calls.results)
+    assert pools.close()
+
+
+def hang_all(calls: Calls, fetch: Callable[..., None]) -> None:
+    """As many calls of one engine as may hang."""
+    lane = fetch.args[0]  # type: ignore[attr-defined]
+    for number in range(MAX_STUCK):
+        assert calls.pools.fetch_room(lane, "engine")
+        calls.start(f"hung-{number}", fetch, hang=True)
+        calls.until(lambda number=number: f"hung-{number}" in calls.overdue)  # type: ignore[misc]
+    assert calls.pools.exhausted(lane, "engine")
+
+
+def test_closing_does_not_wait_for_a_call_that_hangs() -> None:
+    pools = Pools(1, timeout_ns=TIMEOUT_NS)
+    calls = Calls(pools)
+    calls.start("hung", pools.look_up, hang=True)
+    started = time.monotonic()
+    assert not pools.close()
+    assert time.monotonic() - started < 10
+    calls.release.set()
+
+
+def test_what_other_engines_fetch_counts_until_it_is_slow_and_the_oldest_call_is_known() -> None:
+    """The clock stands still but for the test: a call is slow when it says so."""
+    now = [5]
+    pools = Pools(1, timeout_ns=60_000_000_000, clock_ns=lambda: now[0])
+    calls = Calls(pools)
+    assert pools.running() == {}
+    for number, lane in enumerate(Lane):
+        now[0] = 10 * (number + 1)
+        calls.start(lane.name, partial(pools.fetch, lane), hang=True, owner="other")
+        wait_for(lambda lane=lane: pools._fetches[lane].oldest_ns() is not None)
+    assert not pools.fetch_room(Lane.MEMORY, "engine"), "a lane's width is for all engines together"
+    now[0] += SLOW_NS
+    assert pools.fetch_room(Lane.MEMORY, "engine")
+    assert not pools.fetch_room(Lane.MEMORY, "other")
+    assert pools.running() == {"fetch": 10}
+    calls.release.set()
+    assert pools.close(), "waits for what is in flight"
+    assert set(calls.results) == {"MEMORY", "DISK"}
+
+
+def test_the_oldest_call_that_runs_is_known_though_others_wait_or_have_ended() -> None:
+    pools = Pools(1, timeout_ns=60_000_000_000, clock_ns=lambda: 5)
+    calls = Calls(pools)
+    calls.start("runs", pools.save, hang=True)
+    calls.start("waits", pools.save)
+    wait_for(lambda: pools.running() == {"save": 5})
+    calls.release.set()
+    wait_for(lambda: pools.running() == {})
+    assert calls.results == {}, "nor are they waited for by the main loop"
+    assert pools.close()
+
+
+def test_what_a_thread_announces_after_the_end_rings_nobody_else_s_bell() -> None:
+    """Its result may have been taken before it rings; the descriptor's number is another file's by then."""
+    pools = Pools(1)
+    number = pools.fd
+    assert pools.close()
+    other = os.eventfd(0, os.EFD_NONBLOCK)
+    os.dup2(other, number)
+    pools._announce(lambda: None)
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(other)
+    for fd in {other, number}:
+        os.close(fd)
+
+
+def test_an_ordinary_user_s_daemon_fetches_also_at_a_higher_niceness() -> None:
+    code = (
+        "import select; from kvprefetch.daemon.work.pools import Lane, Pools\n"
+        "pools = Pools(1)\n"
+        "pools.fetch(Lane.MEMORY, lambda: 7, lambda future: print(future.result()), None, 'engine')\n"
+        "assert select.select([pools.fd], [], [], 20)[0]\n"
+        "pools.run_finished()"
+    )
+    argv = ["nice", "-n", "19", *AS_NOBODY, sys.executable, "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("7\n", "", 0)

@@ -1,0 +1,210 @@
+"""Spoils a store on purpose: two KV blocks swapped, so that a load that works must give other tokens.
+
+The control of every comparison of tokens: where it does not change them, equal tokens prove nothing. Mooncake's client
+runs in a process of its own, because its calls can crash the process and its close holds the GIL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.lab.process import PARENT_VARIABLE, REPO, die_with_parent
+
+# vllm/v1/core/kv_cache_utils.py: the seed of the hash chain where PYTHONHASHSEED is not set.
+_SEED = "vllm-none-hash"
+_ANSWER = "answer: "
+GETS = 20
+
+
+class ControlError(RuntimeError):
+    """The store refused; the message says which key and code."""
+
+
+def chunk_hashes(tokens: Sequence[int], block_size: int = 32) -> list[bytes]:
+    """vLLM's sha256 hashes of the full blocks of a prompt, as ``prefix_caching_hash_algo="sha256"`` makes them."""
+
+    def digest(value: object) -> bytes:
+        return hashlib.sha256(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)).digest()
+
+    parent = digest(os.environ.get("PYTHONHASHSEED", _SEED))
+    hashes = []
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        parent = digest((parent, tuple(tokens[start : start + block_size]), None))
+        hashes.append(parent)
+    return hashes
+
+
+def block_keys(model: Path | str, tokens: Sequence[int], block_size: int = 32, *, tp_rank: int = 0) -> list[str]:
+    """Keys under which vLLM's Mooncake connector stores the blocks of a prompt (one KV group, no cache prefix).
+
+    kvprefetch's are the same with ``key_format="vllm"``; by default there are as many.
+    """
+    prefix = f"{Path(model).name}@tp_rank:{tp_rank}@pcp0@dcp0@pp_rank:0@group:0@"
+    return [prefix + each.hex() for each in chunk_hashes(tokens, block_size)]
+
+
+def swap_values(config: Path, first: str, second: str, *, host_ip: str = "127.0.0.1") -> None:
+    """Exchange the values of two keys in the store that ``config`` names; they must differ and have one size.
+
+    Take blocks of two *different* prompts. Two blocks of one prompt exchanged change nothing: keys carry their position
+    (rotary embedding is applied before they are cached), and attention does not care in which order it meets them.
+    """
+    _ask({"op": "swap", "keys": [first, second]}, config, host_ip)
+
+
+def read_digests(config: Path, keys: Sequence[str], *, host_ip: str = "127.0.0.1") -> list[str | None]:
+    """sha256 of each key's value, None where the store has none: compares what two writers stored."""
+    return _ask({"op": "digests", "keys": list(keys)}, config, host_ip)
+
+
+def remove(config: Path, keys: Sequence[str], *, host_ip: str = "127.0.0.1") -> None:
+    """Remove keys, leased ones too, so that another writer can be compared."""
+    _ask({"op": "remove", "keys": list(keys)}, config, host_ip)
+
+
+def put(config: Path, values: Mapping[str, bytes], segment: str, *, host_ip: str = "127.0.0.1") -> None:
+    """Store values in the memory of one owner (:attr:`tests.lab.store.Store.segments`)."""
+    _ask({"op": "put", "keys": list(values), "values": [v.hex() for v in values.values()], "segment": segment},
+         config, host_ip)  # fmt: skip
+
+
+class Reader:
+    """A client of the store that ``config`` names, in a process of its own, for many questions; a context manager."""
+
+    def __init__(self, config: Path, *, host_ip: str = "127.0.0.1") -> None:
+        self._config, self._host_ip = config, host_ip
+
+    def __enter__(self) -> Reader:
+        self._errors = tempfile.TemporaryFile()
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "tests.lab.control", str(self._config), self._host_ip],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            cwd=REPO,
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+        )
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._child.kill()
+        self._child.communicate()
+        self._errors.close()
+
+    def digests(self, keys: Sequence[str]) -> list[str | None]:
+        """sha256 of each key's value, None where the store has none."""
+        return self.ask({"op": "digests", "keys": list(keys)})
+
+    def ask(self, command: dict[str, object]) -> list[str | None]:
+        """One command, one answer. Raises ControlError when the store refused or does not answer for 90 seconds."""
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        late = threading.Timer(90.0, self._child.kill)
+        late.start()
+        try:
+            self._child.stdin.write(json.dumps(command) + "\n")
+            self._child.stdin.flush()
+            # Mooncake prints on both outputs: the answer is the line that says so.
+            for line in self._child.stdout:
+                if line.startswith(_ANSWER):
+                    answer: list[str | None] = json.loads(line[len(_ANSWER) :])
+                    return answer
+        except OSError:
+            pass  # it ended; why stands in what it printed
+        finally:
+            late.cancel()
+        self._errors.seek(0)
+        text = self._errors.read().decode(errors="replace")
+        raise ControlError(f"exit code {self._child.wait()}: {text[-2000:]}")
+
+
+def _ask(command: dict[str, object], config: Path, host_ip: str) -> list[str | None]:
+    with Reader(config, host_ip=host_ip) as reader:
+        return reader.ask(command)
+
+
+def _main() -> None:
+    die_with_parent()
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    from mooncake.store import MooncakeDistributedStore
+
+    store = MooncakeDistributedStore()
+    code = store.setup(
+        sys.argv[2],
+        settings["metadata_server"],
+        0,
+        64 << 20,
+        settings["protocol"],
+        settings["device_name"],
+        settings["master_server_address"],
+    )
+    if code != 0:
+        raise ControlError(f"no connection to {settings['master_server_address']}: {code}")
+    for line in sys.stdin:
+        print(f"\n{_ANSWER}{json.dumps(_do(store, json.loads(line)))}", flush=True)
+    # No close(): it takes two seconds, and the process ends anyway.
+    os._exit(0)
+
+
+def _value(store: Any, key: str) -> bytes | None:
+    """The value of a key that was there a moment ago, None when it is not there any more.
+
+    A get that fails says b"", as an empty value does, which no KV block is: on a machine with no core to spare it may
+    outlast its lease. Each get is its own allocation in the client's buffer: a batch would need room for all values.
+    """
+    for _ in range(GETS):
+        value: bytes = store.get(key)
+        if value:
+            return value
+        if store.is_exist(key) == 0:
+            return None
+        time.sleep(0.2)
+    raise ControlError(f"{key} is there and cannot be read")
+
+
+def _do(store: Any, command: dict[str, Any]) -> list[str | None]:
+    keys: list[str] = command["keys"]
+    if not keys:
+        return []
+    if command["op"] == "put":
+        from mooncake.store import ReplicateConfig
+
+        where = ReplicateConfig()
+        where.preferred_segment = command["segment"]
+        for key, value in zip(keys, command["values"], strict=True):
+            if (code := store.put(key, bytes.fromhex(value), where)) != 0:
+                raise ControlError(f"put {key}: {code}")
+    found = store.batch_is_exist(keys)
+    values = [_value(store, key) if code == 1 else None for key, code in zip(keys, found, strict=True)]
+    if command["op"] == "swap":
+        missing = [key for key, value in zip(keys, values, strict=True) if not value]
+        if missing:
+            raise ControlError(f"not in the store: {missing}")
+        if values[0] == values[1] or len(values[0] or b"") != len(values[1] or b""):
+            raise ControlError(f"values are equal or differ in size: {keys}")
+        for key, value in zip(keys, reversed(values), strict=True):
+            # Forced: the gets above took leases.
+            for what, code in (("remove", store.remove(key, force=True)), ("put", store.put(key, value))):
+                if code != 0:
+                    raise ControlError(f"{what} {key}: {code}")
+    elif command["op"] == "remove":
+        for key in keys:
+            if (code := store.remove(key, force=True)) != 0:
+                raise ControlError(f"remove {key}: {code}")
+    return [None if value is None else hashlib.sha256(value).hexdigest() for value in values]
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,146 @@
+"""LMCache's multiprocess server, its second tier a Redis here or behind a limited link; in an environment of its own.
+
+LMCache pins other versions of libraries than ours, so that server and engines run under the interpreter they are given,
+which has ``lmcache`` and the same vLLM (docs/BENCHMARKS.md says how to make it). Redis: Debian's ``redis-server``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.lab import process
+from tests.lab.link import LimitedLink
+
+START_TIMEOUT_S = 60.0
+# Tokens of one object: with 64, as with vLLM's blocks of 32, 1,472 of 1,500 tokens can be loaded; with LMCache's own
+# default of 256 it would be 1,280.
+CHUNK_TOKENS = 64
+
+
+class LMCacheError(RuntimeError):
+    """A program is missing or did not start; the message ends with its log."""
+
+
+def missing(python: Path) -> str | None:
+    """Why LMCache cannot be run with this interpreter, or None if it can."""
+    if shutil.which("redis-server") is None:
+        return "redis-server is not installed (package redis-server)"
+    probe = "import importlib.util as u; print([n for n in ('lmcache', 'vllm') if u.find_spec(n) is None])"
+    try:
+        found = subprocess.run([str(python), "-I", "-c", probe], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return str(error)
+    return None if found.stdout.strip() == "[]" else f"{python} lacks {found.stdout.strip()}"
+
+
+class LMCache:
+    """Server and Redis; use as a context manager. One for all engines here, as one daemon is."""
+
+    def __init__(self, python: Path, *, link: LimitedLink | None = None, memory_gib: float = 1.0) -> None:
+        self._python = python
+        self._link = link
+        self._memory_gib = memory_gib
+        self._shared_memory = f"kvl-lmcache-{os.getpid()}"
+        self._redis_address = ("127.0.0.1" if link is None else link.remote_ip, 0)
+        self._port = self._http_port = 0
+        self._scratch: Path | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> LMCache:
+        self._scratch = process.scratch("lmcache")
+        try:
+            self._start(self._scratch)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End server and Redis and remove their files."""
+        while self._processes:
+            process.reap(self._processes.pop(), term_s=5.0)
+        Path("/dev/shm", self._shared_memory).unlink(missing_ok=True)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+
+    def connector(self, *, eager: bool) -> dict[str, Any]:
+        """vLLM's ``kv_transfer_config`` for an engine of this server; ``eager`` looks up and prefetches at arrival."""
+        return {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": self._port,
+                "lmcache.mp.eager_prefetch": eager,
+            },
+        }
+
+    def empty_memory(self) -> None:
+        """Forget what stores left in the server's memory, so that loads come from Redis."""
+        request = urllib.request.Request(f"http://127.0.0.1:{self._http_port}/cache/clear", data=b"", method="POST")
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            json.load(answer)
+
+    def wait_objects(self, count: int, timeout_s: float = 30.0) -> int:
+        """Wait until Redis holds ``count`` objects; returns how many it holds."""
+        deadline = time.monotonic() + timeout_s
+        while (held := self._objects()) < count and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return held
+
+    def _objects(self) -> int:
+        with socket.create_connection(self._redis_address, timeout=5) as redis, redis.makefile("rwb") as stream:
+            stream.write(b"DBSIZE\r\n")
+            stream.flush()
+            return int(stream.readline().lstrip(b":"))
+
+    def _start(self, scratch: Path) -> None:
+        self._port, self._http_port, prometheus, redis_port = process.free_ports(4)
+        self._redis_address = (self._redis_address[0], redis_port)
+        host, port = self._redis_address
+        redis = ["redis-server", "--bind", host, "--port", str(port), "--protected-mode", "no"]
+        redis += ["--save", "", "--appendonly", "no", "--dir", str(scratch)]
+        log = scratch / "redis.log"
+        self._processes.append(
+            process.spawn(redis, log=log) if self._link is None else self._link.run_in_ns(redis, log=log)
+        )
+        self._wait("redis-server", log, lambda: self._objects() == 0)
+        server = [str(self._python), "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1"]
+        server += ["--port", str(self._port), "--http-port", str(self._http_port)]
+        server += ["--prometheus-port", str(prometheus), "--chunk-size", str(CHUNK_TOKENS)]
+        server += ["--l1-size-gb", str(self._memory_gib), "--eviction-policy", "LRU"]
+        # How an engine on a CPU wants to move its blocks: out of memory that both see.
+        server += ["--supported-transfer-mode", "engine_driven", "--no-l1-use-lazy", "--shm-name", self._shared_memory]
+        server += ["--l2-adapter", json.dumps({"type": "resp", "host": host, "port": port})]
+        log = scratch / "server.log"
+        self._processes.append(process.spawn(server, log=log, env={**os.environ, "DO_NOT_TRACK": "1"}))
+        self._wait("lmcache server", log, self._healthy)
+
+    def _healthy(self) -> bool:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._http_port}/healthcheck", timeout=5) as answer:
+            return bool(answer.status == 200)
+
+    def _wait(self, name: str, log: Path, ready: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            with contextlib.suppress(OSError, ValueError):
+                if ready():
+                    return
+            if self._processes[-1].poll() is not None or time.monotonic() > deadline:
+                raise LMCacheError(f"{name} did not start\n{process.tail(log)}")
+            time.sleep(0.05)

@@ -1,0 +1,119 @@
+"""A disk made slow: every open of a file for reading takes a while, one after the other, as on a disk with one head.
+
+The kernel does the delaying: a process of ours holds a write lease (``fcntl(2)``, F_SETLEASE) on each file, whoever
+opens one waits until the lease is given up, and it is given up after the delay. No privileges are needed beyond owning
+the files; the reader is an unmodified program that waits inside ``open``, as it does for a disk that answers late.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.lab import process
+
+_POLL_S = 0.005
+_UP = "slow disk is up"
+
+
+class SlowDiskError(RuntimeError):
+    """The process that holds the leases did not start; the message ends with what it printed."""
+
+
+class SlowDisk:
+    """Slows the files under ``folder`` that match ``pattern`` while it is entered; use as a context manager.
+
+    ``delay_s`` is what one open takes; as many as wait are let through one after the other. The kernel lets nobody wait
+    longer than ``/proc/sys/fs/lease-break-time`` (45 s). Files that appear later, or are open elsewhere, stay fast.
+    """
+
+    def __init__(self, folder: Path, delay_s: float, pattern: str = "*.bucket") -> None:
+        self.folder, self.delay_s, self.pattern = folder, delay_s, pattern
+        self._scratch: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> SlowDisk:
+        self._scratch = process.scratch("slow-disk")
+        argv = [sys.executable, "-m", "tests.lab.slow_disk", str(self.folder), self.pattern, str(self.delay_s)]
+        self._process = process.spawn(argv, log=self._log)
+        deadline = time.monotonic() + 20
+        while _UP not in process.tail(self._log):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                text = process.tail(self._log)
+                self.__exit__()
+                raise SlowDiskError(f"no leases on {self.folder}\n{text}")
+            time.sleep(0.02)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._process is not None:
+            process.reap(self._process)
+            self._process = None
+        if self._scratch is not None:
+            for each in self._scratch.iterdir():
+                each.unlink()
+            self._scratch.rmdir()
+            self._scratch = None
+
+    @property
+    def opens(self) -> int:
+        """How many opens were delayed so far."""
+        return self._log.read_text().count("opened")
+
+    @property
+    def _log(self) -> Path:
+        assert self._scratch is not None
+        return self._scratch / "log"
+
+
+def available(folder: Path) -> str | None:
+    """Why the files of ``folder`` cannot be slowed here, or None if they can."""
+    probe = folder / f".lease-{os.getpid()}"
+    probe.write_bytes(b"x")
+    fd = os.open(probe, os.O_RDONLY)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError as error:
+        return f"no file leases in {folder}: {error.strerror}"
+    finally:
+        os.close(fd)
+        probe.unlink()
+    return None
+
+
+def _main(folder: Path, pattern: str, delay_s: float) -> None:
+    process.die_with_parent()
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # says that a lease is wanted back; F_GETLEASE says of which file
+    held: dict[int, Path] = {}
+    for path in folder.rglob(pattern):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        held[fd] = path
+    if not held:
+        sys.exit(f"no {pattern} under {folder}")
+    print(f"{_UP}: {len(held)} files", flush=True)
+    let_through: set[int] = set()
+    while True:
+        for fd, path in held.items():
+            if fd in let_through:
+                # The lease comes back when the reader has closed the file.
+                try:
+                    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+                except BlockingIOError:
+                    continue
+                let_through.discard(fd)
+            elif fcntl.fcntl(fd, fcntl.F_GETLEASE) != fcntl.F_WRLCK:
+                time.sleep(delay_s)
+                print(f"opened {path.name}", flush=True)
+                fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+                let_through.add(fd)
+        time.sleep(_POLL_S)
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
