@@ -22,7 +22,8 @@ from tests.support.device_daemon import with_device
 from tests.support.host_device import SPREAD
 from tests.support.host_kernel import needs_cxx
 
-PROMPTS = make_prompts(40, 520, seed=71)  # 16 blocks each
+PROMPT_BLOCKS = 16
+PROMPTS = make_prompts(40, 520, seed=71)
 HITS = [whole_blocks(prompt) for prompt in PROMPTS]
 SLOTS = 32  # of 64 KiB in the smallest slab of a rank: two of the prompts
 
@@ -79,7 +80,9 @@ def check_loads(daemon: Daemon, engine: Engine, auditor: Auditor, right: list[li
     assert int(counted["promoted_blocks"]) >= least, "slots were used again and again"
     for was, now in zip(before, loaded_from_device(engine), strict=True):
         assert now - was >= least, "blocks were copied out of the slab"
-        assert abs(now - was - int(counted["device_blocks"])) <= (now - was) // 10, "the daemon knows roughly which"
+        # The daemon counts a prompt by its table at the end; one prompt, or a tenth of the blocks, may differ.
+        allowed = max(PROMPT_BLOCKS, (now - was) // 10)
+        assert abs(now - was - int(counted["device_blocks"])) <= allowed, "the daemon knows roughly which"
 
 
 def loaded_from_device(engine: Engine) -> list[int]:
