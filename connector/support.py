@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..shmring.wire.messages import HASH_PROBE_TOKENS, Hello, SchedulerShape, WorkerShape
+from ..shmring.wire.messages import HASH_PROBE_TOKENS, Hello, SchedulerShape, WorkerInfo
 from ..shmring.wire.records import GROUPS, MAX_REQUEST_ID_BYTES, PROTOCOL
 from .keys import RankKeys, rank_keys
 from .namespace import Namespace
@@ -264,7 +264,7 @@ def worker_hello(
     where: Namespace,
 ) -> Hello:
     """`device`: UUID of the rank's GPU, "" without staging in its memory. `where`: of this rank's blocks."""
-    mine = WorkerShape(
+    mine = WorkerInfo(
         block_bytes=block_bytes,
         key_prefix=where.prefix,
         put_factor=keys.put_factor,

@@ -16,7 +16,7 @@ from ...shmring.gpu.cuda import DeviceError
 from ...shmring.layout import Layout, power_of_two_at_least
 from ...shmring.segment import Segment
 from ...shmring.wire.fields import Fingerprint
-from ...shmring.wire.messages import SchedulerShape, WorkerShape
+from ...shmring.wire.messages import SchedulerShape, WorkerInfo
 from ..config.machine import available_bytes
 from ..config.model import DaemonConfig
 from ..config.sizes import size_text, whole_mib
@@ -36,7 +36,7 @@ class EngineShape(NamedTuple):
     engine_id: str
     block_tokens: int
     scheduler: SchedulerShape
-    workers: Sequence[WorkerShape]
+    workers: Sequence[WorkerInfo]
 
     @property
     def block_bytes(self) -> list[int]:

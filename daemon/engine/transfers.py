@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
-from ...shmring.wire.messages import WorkerShape
+from ...shmring.wire.messages import WorkerInfo
 from ..store.client import Store, StoreUnavailable, Tier
 from ..store.errors import ErrorClass
 from ..store.storage_nodes import Get
@@ -48,13 +48,13 @@ class Shape:
         return list(found.items())
 
     @classmethod
-    def of(cls, workers: Sequence[WorkerShape], staging: HostStaging) -> Shape:
+    def of(cls, workers: Sequence[WorkerInfo], staging: HostStaging) -> Shape:
         """The shape of ranks that `check_turns` accepted."""
         turns = tuple((worker.put_factor, worker.put_turn) for worker in workers)
         return cls(tuple(worker.key_prefix for worker in workers), turns, staging)
 
 
-def check_turns(workers: Sequence[WorkerShape]) -> None:
+def check_turns(workers: Sequence[WorkerInfo]) -> None:
     """Raise ValueError unless ranks that share a key prefix have parts of one size, and one of them each save slot."""
     sharing: dict[str, list[tuple[int, int]]] = {}
     sizes: dict[str, set[int]] = {}

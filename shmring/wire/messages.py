@@ -48,7 +48,7 @@ def check_socket_path(value: object) -> object:
     return value
 
 
-class WorkerShape(Packet):
+class WorkerInfo(Packet):
     """One rank's share of a block and where its objects live in the store (vllm-compatible keys)."""
 
     block_bytes: int = Field(ge=1, le=1 << 32)
@@ -94,7 +94,7 @@ class Hello(Packet):
     world_size: int = Field(ge=1, le=4096)
     groups: int = Field(ge=1, le=16)
     block_tokens: int = Field(ge=1, le=1 << 20)
-    worker: WorkerShape | None = None
+    worker: WorkerInfo | None = None
     scheduler: SchedulerShape | None = None
 
 

@@ -281,9 +281,9 @@ def test_what_cannot_be_known_is_an_error(model: Path) -> None:
 
 
 def test_every_value_fits_the_hello() -> None:
-    from kvprefetch.shmring.wire.messages import WorkerShape
+    from kvprefetch.shmring.wire.messages import WorkerInfo
 
     found = fingerprint.fitting({"quantization": "q" * 200, "architecture": "größer", "layout": "", "dtype": "float16"})
     assert {"dtype": "float16", "layout": ""}.items() <= found.items()
     assert found["quantization"] != fingerprint.fitting({"quantization": "q" * 201})["quantization"]
-    WorkerShape(block_bytes=1, key_prefix="k@", put_factor=1, put_turn=0, fingerprint=found)
+    WorkerInfo(block_bytes=1, key_prefix="k@", put_factor=1, put_turn=0, fingerprint=found)

@@ -13,7 +13,7 @@ import pytest
 from kvprefetch.connector import checkpoint, namespace
 from kvprefetch.connector.keys import rank_keys
 from kvprefetch.connector.namespace import Namespace, fingerprinted
-from kvprefetch.shmring.wire.messages import WorkerShape
+from kvprefetch.shmring.wire.messages import WorkerInfo
 from tests.connector.test_fingerprint import model_config, running, write_model
 
 START, ANOTHER = "1" * 32, "2" * 32
@@ -84,7 +84,7 @@ def test_what_is_not_known_fits_the_hello_and_its_reason_is_in_it(model: Path) -
     found = where(model, known=ValueError("größer\n" * 100))
     assert "\n" not in found.unknown
     assert found.fingerprint["unknown"].startswith("ValueError: gr??er gr??er ")
-    WorkerShape(block_bytes=1, key_prefix=found.prefix, put_factor=1, put_turn=0, fingerprint=found.fingerprint)
+    WorkerInfo(block_bytes=1, key_prefix=found.prefix, put_factor=1, put_turn=0, fingerprint=found.fingerprint)
     found = where(model, known=ValueError("why"))
     assert found.fingerprint == {"start": START, "unknown": "ValueError: why"}
 

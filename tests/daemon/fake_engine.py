@@ -23,7 +23,7 @@ from kvprefetch.shmring.liveness import Liveness, PeerStatus
 from kvprefetch.shmring.ring import Producer
 from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire import messages, records
-from kvprefetch.shmring.wire.messages import Hello, SchedulerShape, WorkerShape
+from kvprefetch.shmring.wire.messages import Hello, SchedulerShape, WorkerInfo
 from kvprefetch.shmring.wire.records import FlagState, Outcome, RecordKind
 from tests.support.host_device import HostDevices, HostMemory
 
@@ -85,7 +85,7 @@ class FakeEngine:
             "block_tokens": 32,
         }  # fmt: skip
         if role == "worker":
-            fields["worker"] = WorkerShape(
+            fields["worker"] = WorkerInfo(
                 block_bytes=self.block_bytes, key_prefix=f"{self.prefix}@tp_rank:{rank}@", put_factor=1, put_turn=0,
                 device=self.devices.device.uuid if self.devices is not None else "", fingerprint=self.fingerprint,
             )  # fmt: skip

@@ -226,7 +226,7 @@ def prepared(options: dict[str, object], *devices: str) -> EngineMemory:
     """The memory of an epoch whose ranks are on these devices."""
     pools = Pools(1)
     workers = [
-        messages.WorkerShape(block_bytes=BLOCK, key_prefix="k@", put_factor=1, put_turn=0, device=device)
+        messages.WorkerInfo(block_bytes=BLOCK, key_prefix="k@", put_factor=1, put_turn=0, device=device)
         for device in devices
     ]
     wants = messages.SchedulerShape(max_blocks=8, max_hint_bytes=512, loads=True, saves=True)

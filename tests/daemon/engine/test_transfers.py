@@ -16,7 +16,7 @@ from kvprefetch.daemon.engine.transfers import Found, Shape
 from kvprefetch.daemon.store.client import StoreUnavailable
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.store.storage_nodes import Get
-from kvprefetch.shmring.wire.messages import WorkerShape
+from kvprefetch.shmring.wire.messages import WorkerInfo
 
 
 class Told:
@@ -168,14 +168,14 @@ def test_of_ranks_that_share_a_key_the_one_whose_turn_the_slot_is_is_put() -> No
     "turns", [[(1, 0), (1, 0)], [(2, 0), (2, 0)], [(2, 0)], [(2, 1), (2, 2)], [(3, 0), (3, 1)], [(1, 1)]]
 )
 def test_ranks_that_would_leave_a_slot_to_nobody_or_to_two_are_refused(turns: list[tuple[int, int]]) -> None:
-    workers = [WorkerShape(block_bytes=64, key_prefix="a@", put_factor=factor, put_turn=turn) for factor, turn in turns]
+    workers = [WorkerInfo(block_bytes=64, key_prefix="a@", put_factor=factor, put_turn=turn) for factor, turn in turns]
     with pytest.raises(ValueError, match=r"must take turns: key_prefix='a@' .*expected="):
         transfers.check_turns(workers)
 
 
 def test_ranks_that_share_a_key_with_parts_of_two_sizes_are_refused() -> None:
     workers = [
-        WorkerShape(block_bytes=size, key_prefix="a@", put_factor=2, put_turn=turn)
+        WorkerInfo(block_bytes=size, key_prefix="a@", put_factor=2, put_turn=turn)
         for turn, size in enumerate((64, 128))
     ]
     with pytest.raises(ValueError, match=r"of one size: key_prefix='a@' block_bytes=\[64, 128\]"):

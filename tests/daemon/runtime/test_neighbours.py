@@ -191,7 +191,7 @@ def test_a_control_segment_out_of_proportion_to_staging_is_refused(shared_daemon
 def test_ranks_of_one_key_that_do_not_take_turns_are_refused(shared_daemon: Daemon) -> None:
     """Otherwise a slot that nobody filled would be put."""
     engine = FakeEngine(shared_daemon.socket, ranks=2, attach=False)
-    share = messages.WorkerShape(block_bytes=4096, key_prefix="m@", put_factor=2, put_turn=0)
+    share = messages.WorkerInfo(block_bytes=4096, key_prefix="m@", put_factor=2, put_turn=0)
     sockets = [engine.connect() for _ in range(3)]
     for rank in range(2):
         messages.send_message(sockets[rank], engine.hello("worker", rank, worker=share))
