@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..shmring.wire.messages import HASH_PROBE_TOKENS, Hello, SchedulerShape, WorkerInfo
+from ..shmring.wire.messages import HASH_PROBE_TOKENS, Hello, SchedulerInfo, WorkerInfo
 from ..shmring.wire.records import GROUPS, MAX_REQUEST_ID_BYTES, PROTOCOL
 from .keys import RankKeys, rank_keys
 from .namespace import Namespace
@@ -220,7 +220,7 @@ def incarnation(vllm_config: VllmConfig) -> str:
 
 
 def hash_probe(algorithm: str) -> str:
-    """What SchedulerShape.hash_probe says of this process, before or after vLLM chose its seed."""
+    """What SchedulerInfo.hash_probe says of this process, before or after vLLM chose its seed."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, resolve_none_hash_seed
 
@@ -234,7 +234,7 @@ def hash_probe(algorithm: str) -> str:
 
 def scheduler_hello(vllm_config: VllmConfig, shape: Geometry, *, reset_timeout_ms: int | None) -> Hello:
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    wants = SchedulerShape(
+    wants = SchedulerInfo(
         max_blocks=shape.max_blocks,
         max_hint_bytes=shape.max_blocks * MAX_HASH_BYTES + MAX_REQUEST_ID_BYTES + 64,
         loads=shape.loads,

@@ -1,7 +1,7 @@
 """Block hashes of a prompt, by vLLM's own functions and as one engine computes them. The only importer of vllm here.
 
 A hash that is not the engine's would name nothing in the store, so whatever could make it differ is found first: the
-engine said what the hash of a first block of known tokens is there (SchedulerShape.hash_probe).
+engine said what the hash of a first block of known tokens is there (SchedulerInfo.hash_probe).
 """
 
 from __future__ import annotations

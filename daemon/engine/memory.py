@@ -16,7 +16,7 @@ from ...shmring.gpu.cuda import DeviceError
 from ...shmring.layout import Layout, power_of_two_at_least
 from ...shmring.segment import Segment
 from ...shmring.wire.fields import Fingerprint
-from ...shmring.wire.messages import SchedulerShape, WorkerInfo
+from ...shmring.wire.messages import SchedulerInfo, WorkerInfo
 from ..config.machine import available_bytes
 from ..config.model import DaemonConfig
 from ..config.sizes import size_text, whole_mib
@@ -35,7 +35,7 @@ class EngineShape(NamedTuple):
 
     engine_id: str
     block_tokens: int
-    scheduler: SchedulerShape
+    scheduler: SchedulerInfo
     workers: Sequence[WorkerInfo]
 
     @property

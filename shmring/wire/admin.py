@@ -170,7 +170,7 @@ class Warm(Packet):
 
 
 class Warmed(Packet):
-    """What became of the blocks of a Warm order, and what its sender must know of the engine (see SchedulerShape).
+    """What became of the blocks of a Warm order, and what its sender must know of the engine (see SchedulerInfo).
 
     `found` has, for each chain, how many of its leading blocks are in staging or in the store.  These were `staged`
     already, are `fetched` now, found `no_room`, or `failed` to arrive; `absent` blocks are in neither, or behind one.

@@ -22,7 +22,7 @@ from .fields import Fingerprint, KeyPrefix, Packet
 from .records import PROTOCOL, ProtocolError
 
 MAX_MESSAGE_BYTES = 1 << 16
-HASH_PROBE_TOKENS = (1, 2, 3)  # see SchedulerShape.hash_probe
+HASH_PROBE_TOKENS = (1, 2, 3)  # see SchedulerInfo.hash_probe
 MAX_SOCKET_PATH_BYTES = 107  # sun_path has 108, one of them the final zero
 SHOWN_CHARACTERS = 120  # of a bad value, in the line that names it
 _CREDENTIALS = struct.Struct("iII")  # struct ucred of unix(7)
@@ -62,7 +62,7 @@ class WorkerInfo(Packet):
     fingerprint: Fingerprint = Field(default_factory=dict)
 
 
-class SchedulerShape(Packet):
+class SchedulerInfo(Packet):
     """What the scheduler side wants of its control segment."""
 
     max_blocks: int = Field(ge=1, le=(1 << 20) - 1)
@@ -95,7 +95,7 @@ class Hello(Packet):
     groups: int = Field(ge=1, le=16)
     block_tokens: int = Field(ge=1, le=1 << 20)
     worker: WorkerInfo | None = None
-    scheduler: SchedulerShape | None = None
+    scheduler: SchedulerInfo | None = None
 
 
 class Refused(Packet):

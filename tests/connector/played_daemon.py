@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvprefetch.shmring.doorbell import Doorbell
 from kvprefetch.shmring.wire import messages, records
-from kvprefetch.shmring.wire.messages import Attached, Hello, Mapped, SchedulerShape, WorkerInfo
+from kvprefetch.shmring.wire.messages import Attached, Hello, Mapped, SchedulerInfo, WorkerInfo
 
 from .fakes import Clock, FakeDaemon
 
@@ -20,7 +20,7 @@ def hello(role: str) -> Hello:
         "rank": 0, "world_size": 1, "groups": 1, "block_tokens": 16,
     }  # fmt: skip
     if role == "scheduler":
-        fields["scheduler"] = SchedulerShape(max_blocks=64, max_hint_bytes=4096, loads=True, saves=True)
+        fields["scheduler"] = SchedulerInfo(max_blocks=64, max_hint_bytes=4096, loads=True, saves=True)
     else:
         fields["worker"] = WorkerInfo(block_bytes=16, key_prefix="m@", put_factor=1, put_turn=0)
     return Hello.model_validate(fields)

@@ -23,7 +23,7 @@ from kvprefetch.shmring.liveness import Liveness, PeerStatus
 from kvprefetch.shmring.ring import Producer
 from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire import messages, records
-from kvprefetch.shmring.wire.messages import Hello, SchedulerShape, WorkerInfo
+from kvprefetch.shmring.wire.messages import Hello, SchedulerInfo, WorkerInfo
 from kvprefetch.shmring.wire.records import FlagState, Outcome, RecordKind
 from tests.support.host_device import HostDevices, HostMemory
 
@@ -90,7 +90,7 @@ class FakeEngine:
                 device=self.devices.device.uuid if self.devices is not None else "", fingerprint=self.fingerprint,
             )  # fmt: skip
         else:
-            fields["scheduler"] = SchedulerShape(
+            fields["scheduler"] = SchedulerInfo(
                 max_blocks=self.max_blocks,
                 max_hint_bytes=64 * self.max_blocks,
                 loads=True,

@@ -229,7 +229,7 @@ def prepared(options: dict[str, object], *devices: str) -> EngineMemory:
         messages.WorkerInfo(block_bytes=BLOCK, key_prefix="k@", put_factor=1, put_turn=0, device=device)
         for device in devices
     ]
-    wants = messages.SchedulerShape(max_blocks=8, max_hint_bytes=512, loads=True, saves=True)
+    wants = messages.SchedulerInfo(max_blocks=8, max_hint_bytes=512, loads=True, saves=True)
     made: list[EngineMemory | Exception] = []
     prepare(pools, load(options), 0.0, 7, EngineShape("e", 32, wants, workers), made.append)
     wait_for(lambda: pools.run_finished() and made, what="the memory")

@@ -18,7 +18,7 @@ from kvprefetch.daemon.store.client import StoreError
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.shmring.flags import FlagTable, pack
 from kvprefetch.shmring.ring import Producer
-from kvprefetch.shmring.wire.messages import SchedulerShape, WorkerInfo
+from kvprefetch.shmring.wire.messages import SchedulerInfo, WorkerInfo
 from kvprefetch.shmring.wire.records import (
     Ask,
     Done,
@@ -60,7 +60,7 @@ def make_session(
     store: Any = None, ranks: int = 1, pools: Any = None, clock_ns: Callable[[], int] = lambda: 1
 ) -> EngineSession:
     workers = [WorkerInfo(block_bytes=4096, key_prefix=f"k{rank}@", put_factor=1, put_turn=0) for rank in range(ranks)]
-    engine = EngineShape("e", 32, SchedulerShape(max_blocks=8, max_hint_bytes=512, loads=True, saves=True), workers)
+    engine = EngineShape("e", 32, SchedulerInfo(max_blocks=8, max_hint_bytes=512, loads=True, saves=True), workers)
     memory = EngineMemory.create(load({"staging": "64KiB"}), 7, engine)
     return EngineSession(
         memory,

@@ -178,7 +178,7 @@ def test_staging_smaller_than_one_block_is_refused_naming_both(shared_daemon: Da
 
 def test_a_control_segment_out_of_proportion_to_staging_is_refused(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, engine_id="large", attach=False)
-    wants = messages.SchedulerShape(max_blocks=(1 << 20) - 1, max_hint_bytes=1 << 28, loads=True, saves=True)
+    wants = messages.SchedulerInfo(max_blocks=(1 << 20) - 1, max_hint_bytes=1 << 28, loads=True, saves=True)
     sockets = [engine.connect(), engine.connect()]
     messages.send_message(sockets[0], engine.hello("worker"))
     messages.send_message(sockets[1], engine.hello("scheduler", scheduler=wants))
