@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ...shmring.wire import messages
 from ...shmring.wire.messages import Attached, Hello, Mapped, Message
 from ...shmring.wire.records import ProtocolError
-from ..engine.memory import EngineShape
+from ..engine.memory import EngineInfo
 from ..engine.session import EngineSession
 from .access import Credentials
 
@@ -97,7 +97,7 @@ class Group:
             self.scheduler = None
         self.workers = {rank: other for rank, other in self.workers.items() if other is not peer}
 
-    def engine(self) -> EngineShape:
+    def engine(self) -> EngineInfo:
         """What its processes said when they came; only when complete."""
         assert self.scheduler is not None
         hello = self.scheduler.hello
@@ -105,7 +105,7 @@ class Group:
         assert hello.scheduler is not None
         said = [self.workers[rank].hello for rank in range(self.world_size)]
         workers = [each.worker for each in said if each is not None and each.worker is not None]
-        return EngineShape(hello.engine_id, hello.block_tokens, hello.scheduler, workers)
+        return EngineInfo(hello.engine_id, hello.block_tokens, hello.scheduler, workers)
 
     def mapped(self) -> list[Mapped] | None:
         """What the workers, by rank, said when they had mapped the epoch; None until all processes have."""

@@ -19,7 +19,7 @@ from ...shmring.wire import messages
 from ...shmring.wire.admin import NamespacesQuery, Purge, SetMode, StatQuery, Status, StatusQuery, Warm
 from ...shmring.wire.messages import Hello, Mapped, Message, Notice, Refused, Reset, ResetDone
 from ...shmring.wire.records import GROUPS, ProtocolError
-from ..engine.memory import EngineMemory, EngineShape
+from ..engine.memory import EngineInfo, EngineMemory
 from ..engine.session import EngineSession
 from ..engine.transfers import check_turns
 from ..store.client import StoreError
@@ -32,14 +32,14 @@ from .connections import MAX_PROCESSES, Connections
 from .group import Group, Peer
 
 # Reserve the memory of (epoch, engine) and call back, on the main loop, with it or with what went wrong.
-Prepare = Callable[[int, EngineShape, Callable[["EngineMemory | Exception"], None]], None]
+Prepare = Callable[[int, EngineInfo, Callable[["EngineMemory | Exception"], None]], None]
 # Free the memory of an engine that is gone, off the main loop.
 Release = Callable[["EngineMemory"], None]
 # Do what was asked (SetMode, Purge, Warm) for the engines of this user, of all for None, and call back, now or later,
 # with the answer.
 Steer = Callable[[Message, "int | None", Callable[[Message], None]], None]
 # Raises StoreError where the store refuses the memory, which is not the session's then.
-MakeSession = Callable[[EngineMemory, EngineShape], EngineSession]
+MakeSession = Callable[[EngineMemory, EngineInfo], EngineSession]
 
 
 class Control:

@@ -30,7 +30,7 @@ MAX_TABLE_BYTES = 16 << 20
 CONTROL_BYTES = 64 << 20
 
 
-class EngineShape(NamedTuple):
+class EngineInfo(NamedTuple):
     """What the processes of one engine said of it; `workers` by rank."""
 
     engine_id: str
@@ -79,7 +79,7 @@ class EngineMemory:
 
     @classmethod
     def create(
-        cls, config: DaemonConfig, epoch: int, engine: EngineShape, device: DeviceStaging | None = None,
+        cls, config: DaemonConfig, epoch: int, engine: EngineInfo, device: DeviceStaging | None = None,
         device_error: str = "",
     ) -> EngineMemory:  # fmt: skip
         """Reserve everything; takes as long as the kernel takes to zero it, so not on the main loop. Owns `device`.
@@ -139,7 +139,7 @@ class EngineMemory:
 
 
 def prepare(
-    pools: Pools, config: DaemonConfig, removal_ms: int, epoch: int, engine: EngineShape,
+    pools: Pools, config: DaemonConfig, removal_ms: int, epoch: int, engine: EngineInfo,
     done: Callable[[EngineMemory | Exception], None],
 ) -> None:  # fmt: skip
     """Reserve the memory of an epoch, and call back with it, or with what went wrong, on the main loop.
@@ -192,7 +192,7 @@ def release(pools: Pools, memory: EngineMemory) -> None:
         pools.attach(memory.close, lambda future: future.result())
 
 
-def device_staging(config: DaemonConfig, engine: EngineShape) -> DeviceStaging:
+def device_staging(config: DaemonConfig, engine: EngineInfo) -> DeviceStaging:
     """Device slots for all ranks. Raises DeviceError where there can be none."""
     uuids = [worker.device for worker in engine.workers]
     if not all(uuids):

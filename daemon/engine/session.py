@@ -32,7 +32,7 @@ from . import transfers
 from .fetcher import Fetcher
 from .flags import SessionFlags
 from .lookups import LookUps, Question
-from .memory import EngineMemory, EngineShape
+from .memory import EngineInfo, EngineMemory
 from .orphaned import Untold
 from .promoter import Promoter
 from .saver import Saver
@@ -50,7 +50,7 @@ class EngineSession:
     """
 
     def __init__(
-        self, memory: EngineMemory, engine: EngineShape, store: Store, pools: Pools, log: Log,
+        self, memory: EngineMemory, engine: EngineInfo, store: Store, pools: Pools, log: Log,
         clock_ns: Callable[[], int], *, chunk_bytes: int, tiers: bool, disk_call_bytes: int, lease_ns: int,
     ) -> None:  # fmt: skip
         self.engine_id, self.namespaces = engine.engine_id, frozenset(engine.namespaces)

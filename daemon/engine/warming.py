@@ -19,7 +19,7 @@ from ..planning.blocks import Lane
 from ..planning.negative import NegativeCache
 from ..planning.planner import Planner
 from ..planning.requests import Order
-from .memory import EngineShape
+from .memory import EngineInfo
 from .transfers import Found
 
 MAX_WAITING = 4  # orders, each of another connection
@@ -31,7 +31,7 @@ Reply = Callable[[Message], None]
 LookUp = Callable[[Sequence[Sequence[bytes]], Callable[[Sequence[Found] | None], None]], None]
 
 
-def about(engine: EngineShape, epoch: int) -> Warmed:
+def about(engine: EngineInfo, epoch: int) -> Warmed:
     """An answer about the engine, without counts."""
     return Warmed(
         engine=engine.engine_id, epoch=epoch, block_tokens=engine.block_tokens,

@@ -21,7 +21,7 @@ from ..control import admin, report
 from ..control.access import access_of
 from ..control.listener import Listener
 from ..control.server import Control
-from ..engine.memory import EngineMemory, EngineShape, prepare, release
+from ..engine.memory import EngineInfo, EngineMemory, prepare, release
 from ..engine.session import EngineSession
 from ..planning.planner import Lane
 from ..store.client import Store, StoreError, StoreUnavailable
@@ -283,7 +283,7 @@ class Daemon:
                 pause_s = max(REOPEN_S, 4 * (time.monotonic() - began))
                 self._log.debug("store.retried", error=str(error), retry_s=round(pause_s, 1))
 
-    def _session(self, store: Store, pools: Pools, memory: EngineMemory, engine: EngineShape) -> EngineSession:
+    def _session(self, store: Store, pools: Pools, memory: EngineMemory, engine: EngineInfo) -> EngineSession:
         session = EngineSession(
             memory, engine, store, pools, self._log, time.monotonic_ns, chunk_bytes=self._config.chunk,
             tiers=self._config.disk is not None or self._config.mooncake_config is not None,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.daemon.config.model import load
-from kvprefetch.daemon.engine.memory import EngineMemory, EngineShape, prepare
+from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory, prepare
 from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.wire import messages
@@ -231,7 +231,7 @@ def prepared(options: dict[str, object], *devices: str) -> EngineMemory:
     ]
     wants = messages.SchedulerInfo(max_blocks=8, max_hint_bytes=512, loads=True, saves=True)
     made: list[EngineMemory | Exception] = []
-    prepare(pools, load(options), 0.0, 7, EngineShape("e", 32, wants, workers), made.append)
+    prepare(pools, load(options), 0.0, 7, EngineInfo("e", 32, wants, workers), made.append)
     wait_for(lambda: pools.run_finished() and made, what="the memory")
     pools.close()
     assert isinstance(made[0], EngineMemory)

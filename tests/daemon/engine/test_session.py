@@ -11,7 +11,7 @@ import pytest
 import structlog
 
 from kvprefetch.daemon.config.model import load
-from kvprefetch.daemon.engine.memory import EngineMemory, EngineShape
+from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
 from kvprefetch.daemon.engine.session import EngineSession
 from kvprefetch.daemon.planning.planner import Key, Lane
 from kvprefetch.daemon.store.client import StoreError
@@ -60,7 +60,7 @@ def make_session(
     store: Any = None, ranks: int = 1, pools: Any = None, clock_ns: Callable[[], int] = lambda: 1
 ) -> EngineSession:
     workers = [WorkerInfo(block_bytes=4096, key_prefix=f"k{rank}@", put_factor=1, put_turn=0) for rank in range(ranks)]
-    engine = EngineShape("e", 32, SchedulerInfo(max_blocks=8, max_hint_bytes=512, loads=True, saves=True), workers)
+    engine = EngineInfo("e", 32, SchedulerInfo(max_blocks=8, max_hint_bytes=512, loads=True, saves=True), workers)
     memory = EngineMemory.create(load({"staging": "64KiB"}), 7, engine)
     return EngineSession(
         memory,
