@@ -25,7 +25,7 @@ class Fetcher:
     """Starts a lane's next fetch, for requests or ahead of them. `returned` hears of every fetch's end."""
 
     def __init__(
-        self, planner: Planner, warming: Warming, store: Store, shape: transfers.Shape, pools: Pools, jobs: Jobs,
+        self, planner: Planner, warming: Warming, store: Store, shape: transfers.RankLayout, pools: Pools, jobs: Jobs,
         negative: NegativeCache, totals: Account, log: Log, clock_ns: Callable[[], int],
         *, returned: Callable[[], None],
     ) -> None:  # fmt: skip

@@ -94,7 +94,7 @@ class Saver:
     """
 
     def __init__(
-        self, store: Store, shape: transfers.Shape, credits: CreditGranter, slots: range, run: RunJob, log: Log,
+        self, store: Store, shape: transfers.RankLayout, credits: CreditGranter, slots: range, run: RunJob, log: Log,
         clock_ns: Callable[[], int], *, job_blocks: int, loading: Callable[[], bool], counters: Account,
         stored: Callable[[list[bytes]], None],
     ) -> None:  # fmt: skip

@@ -61,7 +61,7 @@ class EngineSession:
         self._store, self._pools, self._clock_ns, self._tiers = store, pools, clock_ns, tiers
         self._log = log.bind(engine=self.engine_id, epoch=self.epoch)
         self.totals = Account()
-        self.shape = transfers.Shape.of(engine.workers, self.staging)
+        self.shape = transfers.RankLayout.of(engine.workers, self.staging)
         self.words = Words(self.control.buffer)
         self.doorbell = memory.doorbell
         self.ring = Consumer(self.control.buffer, self.words, self.layout)

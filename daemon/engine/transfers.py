@@ -28,7 +28,7 @@ _AGAIN = (ErrorClass.NO_SPACE, ErrorClass.RETRY, ErrorClass.TRANSIENT, ErrorClas
 
 
 @dataclass(frozen=True)
-class Shape:
+class RankLayout:
     """Where one engine's blocks lie: store key prefix of each rank (fixed at attach) and its staging.
 
     Ranks with one prefix hold the same bytes. Of them, rank r fills the save slots with slot % factor == turn, where
@@ -48,8 +48,8 @@ class Shape:
         return list(found.items())
 
     @classmethod
-    def of(cls, workers: Sequence[WorkerInfo], staging: HostStaging) -> Shape:
-        """The shape of ranks that `check_turns` accepted."""
+    def of(cls, workers: Sequence[WorkerInfo], staging: HostStaging) -> RankLayout:
+        """The layout of ranks that `check_turns` accepted."""
         turns = tuple((worker.put_factor, worker.put_turn) for worker in workers)
         return cls(tuple(worker.key_prefix for worker in workers), turns, staging)
 
@@ -107,7 +107,9 @@ class _Target(NamedTuple):
     bytes: int
 
 
-def look_up(store: Store, shape: Shape, questions: Sequence[Sequence[bytes]], *, tiers: bool) -> list[Found] | None:
+def look_up(
+    store: Store, layout: RankLayout, questions: Sequence[Sequence[bytes]], *, tiers: bool
+) -> list[Found] | None:
     """The answers to several requests' questions; None when the store cannot say now.
 
     Many digests are asked for in two calls: of a question whose first one is missing the others are not.
@@ -116,25 +118,25 @@ def look_up(store: Store, shape: Shape, questions: Sequence[Sequence[bytes]], *,
     """
     try:
         if sum(map(len, questions)) <= AT_ONCE:
-            runs = _runs(store, shape, questions)
+            runs = _runs(store, layout, questions)
         else:
-            runs = _runs(store, shape, [digests[:1] for digests in questions])
+            runs = _runs(store, layout, [digests[:1] for digests in questions])
             others = [digests[1:] if run else () for digests, run in zip(questions, runs, strict=True)]
-            runs = [run + more for run, more in zip(runs, _runs(store, shape, others), strict=True)]
+            runs = [run + more for run, more in zip(runs, _runs(store, layout, others), strict=True)]
         if not tiers:
             return [Found(run, b"") for run in runs]
-        prefix, (rank, *_) = shape.shards[0]
+        prefix, (rank, *_) = layout.shards[0]
         keys = [prefix + digest.hex() for digests, run in zip(questions, runs, strict=True) for digest in digests[:run]]
-        where = iter(store.tiers(keys, shape.staging.block_bytes[rank]))
+        where = iter(store.tiers(keys, layout.staging.block_bytes[rank]))
     except StoreUnavailable:
         return None
     return [_found(list(islice(where, run))) for run in runs]
 
 
-def _runs(store: Store, shape: Shape, questions: Sequence[Sequence[bytes]]) -> list[int]:
+def _runs(store: Store, layout: RankLayout, questions: Sequence[Sequence[bytes]]) -> list[int]:
     """How many leading digests of each question the store holds for every rank. Raises StoreUnavailable."""
-    parts = len(shape.shards)
-    keys = [prefix + digest.hex() for digests in questions for digest in digests for prefix, _ in shape.shards]
+    parts = len(layout.shards)
+    keys = [prefix + digest.hex() for digests in questions for digest in digests for prefix, _ in layout.shards]
     present = iter(store.exist(keys))
     here = [list(islice(present, parts * len(digests))) for digests in questions]
     return [(each.index(False) if False in each else len(each)) // parts for each in here]
@@ -146,21 +148,21 @@ def _found(where: Sequence[Tier | None]) -> Found:
 
 
 def fetch(
-    store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, get: Get | None = None
+    store: Store, layout: RankLayout, blocks: Sequence[tuple[bytes, int]], *, get: Get | None = None
 ) -> list[ErrorClass]:
     """Read (digest, slot) blocks into their slots; what became of each: OK when every rank's part is there.
 
     A part that several ranks hold is read once and copied to the others. Parts whose class says so are tried once more.
     Who gives this fetch up says so in `get`.
     """
-    shards, block_bytes = shape.shards, shape.staging.block_bytes
-    places = [shape.staging.addresses(slot) for _, slot in blocks]
+    shards, block_bytes = layout.shards, layout.staging.block_bytes
+    places = [layout.staging.addresses(slot) for _, slot in blocks]
     keys = [prefix + digest.hex() for digest, _ in blocks for prefix, _ in shards]
     addresses = [place[ranks[0]] for place in places for _, ranks in shards]
     sizes = [block_bytes[ranks[0]] for _, ranks in shards] * len(blocks)
     slots = [slot for _, slot in blocks for _ in shards]
     try:
-        parts = _move(shape, slots, lambda: store.get_into(keys, addresses, sizes, get))
+        parts = _move(layout, slots, lambda: store.get_into(keys, addresses, sizes, get))
     except StoreUnavailable:
         return [ErrorClass.TRANSIENT] * len(blocks)
     again = [i for i, part in enumerate(parts) if part in (ErrorClass.RETRY, ErrorClass.LOOKUP_AGAIN)]
@@ -168,7 +170,7 @@ def fetch(
         time.sleep(RETRY_S)
         with contextlib.suppress(StoreUnavailable):  # then they stay as they are, and the others are there
             late = [keys[i] for i in again], [addresses[i] for i in again], [sizes[i] for i in again]
-            second = _move(shape, [slots[i] for i in again], lambda: store.get_into(*late, get))
+            second = _move(layout, [slots[i] for i in again], lambda: store.get_into(*late, get))
             for i, part in zip(again, second, strict=True):
                 parts[i] = part
     for place in places if len(shards) < len(block_bytes) else ():
@@ -181,7 +183,7 @@ def fetch(
     ]
 
 
-def _move(shape: Shape, slots: Sequence[int], call: Callable[[], list[ErrorClass]]) -> list[ErrorClass]:
+def _move(layout: RankLayout, slots: Sequence[int], call: Callable[[], list[ErrorClass]]) -> list[ErrorClass]:
     """Get or put from and to these slots, one for each result; those that Mooncake may go on using are lost.
 
     Raises what the call raises.
@@ -191,34 +193,34 @@ def _move(shape: Shape, slots: Sequence[int], call: Callable[[], list[ErrorClass
     except StoreUnavailable:
         raise  # no transfer is under way
     except BaseException:
-        shape.staging.lost.update(slots)  # nothing is known of the transfers
+        layout.staging.lost.update(slots)  # nothing is known of the transfers
         raise
     if ErrorClass.UNDER_WAY in results:
         lost = zip(slots, results, strict=True)
-        shape.staging.lost.update(slot for slot, result in lost if result is ErrorClass.UNDER_WAY)
+        layout.staging.lost.update(slot for slot, result in lost if result is ErrorClass.UNDER_WAY)
     return results
 
 
-def save(store: Store, shape: Shape, blocks: Sequence[tuple[bytes, int]], *, locate: bool = False) -> SaveResult:
+def save(store: Store, layout: RankLayout, blocks: Sequence[tuple[bytes, int]], *, locate: bool = False) -> SaveResult:
     """Put (digest, slot) blocks that are not there yet; of ranks that share a key, the one whose turn the slot is.
 
     With `locate`, also ask in which tier they are now.
     """
-    shards = shape.shards
+    shards = layout.shards
     keys = [prefix + digest.hex() for digest, _ in blocks for prefix, _ in shards]
     targets: dict[str, _Target] = {}
     for digest, slot in blocks:
-        place = shape.staging.addresses(slot)
+        place = layout.staging.addresses(slot)
         for prefix, ranks in shards:
-            [source] = [rank for rank in ranks if slot % shape.turns[rank][0] == shape.turns[rank][1]]
-            targets[prefix + digest.hex()] = _Target(slot, place[source], shape.staging.block_bytes[source])
+            [source] = [rank for rank in ranks if slot % layout.turns[rank][0] == layout.turns[rank][1]]
+            targets[prefix + digest.hex()] = _Target(slot, place[source], layout.staging.block_bytes[source])
     names = list(targets)
     try:
         there = store.exist(names)
         missing = [name for name, present in zip(names, there, strict=True) if not present]
         addresses, sizes = [targets[n].address for n in missing], [targets[n].bytes for n in missing]
         slots = [targets[n].slot for n in missing]
-        outcome = _move(shape, slots, lambda: store.put_from(missing, addresses, sizes))
+        outcome = _move(layout, slots, lambda: store.put_from(missing, addresses, sizes))
     except StoreUnavailable:
         return SaveResult(0, 0, 0, list(blocks))
     written = dict(zip(missing, outcome, strict=True))
@@ -254,6 +256,6 @@ def _tiers(store: Store, keys: Sequence[str]) -> Sequence[Tier | None]:
         return [None] * len(keys)
 
 
-def remove_all(store: Store, shape: Shape, timeout_s: float) -> bool:
+def remove_all(store: Store, layout: RankLayout, timeout_s: float) -> bool:
     """Remove every key of this engine's namespace; True only when confirmed."""
-    return store.remove_matching(sorted(set(shape.key_prefixes)), timeout_s).gone
+    return store.remove_matching(sorted(set(layout.key_prefixes)), timeout_s).gone

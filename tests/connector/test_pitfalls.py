@@ -84,7 +84,7 @@ def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_ap
         store._client = SimpleNamespace(batch_get_into=lambda *_: [size], get_size=lambda key: size)
         store._open = True
         staging: Any = SimpleNamespace(block_bytes=[64], addresses=lambda slot: [0])
-        return transfers.fetch(store, transfers.Shape(("model@",), ((1, 0),), staging), [(b"digest", 0)])
+        return transfers.fetch(store, transfers.RankLayout(("model@",), ((1, 0),), staging), [(b"digest", 0)])
 
     def check() -> None:
         assert fetched(64) == [ErrorClass.OK]

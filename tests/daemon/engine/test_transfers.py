@@ -12,7 +12,7 @@ import pytest
 
 from kvprefetch.daemon.engine import transfers
 from kvprefetch.daemon.engine.staging import HostStaging
-from kvprefetch.daemon.engine.transfers import Found, Shape
+from kvprefetch.daemon.engine.transfers import Found, RankLayout
 from kvprefetch.daemon.store.client import StoreUnavailable
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.store.storage_nodes import Get
@@ -48,7 +48,7 @@ class Told:
 
 def test_several_questions_are_one_and_only_hits_are_asked_for_their_tier() -> None:
     staging = HostStaging(1, [64, 64])
-    shape = Shape(("r0@", "r1@"), ((1, 0), (1, 0)), staging)
+    shape = RankLayout(("r0@", "r1@"), ((1, 0), (1, 0)), staging)
     store: Any = Told({"r0@aa", "r1@aa", "r0@dd", "r1@dd", "r0@cc"})
     questions = [[b"\xaa", b"\xdd", b"\xcc"], [b"\xcc"], [b"\xdd"]]
     answers = transfers.look_up(store, shape, questions, tiers=True)
@@ -61,7 +61,7 @@ def test_what_is_foreign_or_gone_when_it_is_asked_for_its_tier_ends_its_question
     staging = HostStaging(1, [64])
     store: Any = Told({"r0@aa", "r0@ee", "r0@dd"})
     questions = [[b"\xaa", b"\xee", b"\xdd"], [b"\xdd", b"\xaa"]]
-    answers = transfers.look_up(store, Shape(("r0@",), ((1, 0),), staging), questions, tiers=True)
+    answers = transfers.look_up(store, RankLayout(("r0@",), ((1, 0),), staging), questions, tiers=True)
     assert answers == [Found(1, b"\0"), Found(2, b"\1\0")]
     staging.close()
 
@@ -71,7 +71,7 @@ def test_of_many_digests_those_behind_a_miss_are_not_asked_for(ranks: int) -> No
     """The answers are those of asking for all: a random store says so."""
     chance = random.Random(ranks)
     staging = HostStaging(1, [64] * ranks)
-    shape = Shape(tuple(f"r{rank}@" for rank in range(ranks)), ((1, 0),) * ranks, staging)
+    shape = RankLayout(tuple(f"r{rank}@" for rank in range(ranks)), ((1, 0),) * ranks, staging)
     for _ in range(50):
         questions = [[chance.randbytes(4) for _ in range(chance.choice([0, 1, 5, 40]))] for _ in range(8)]
         there = {
@@ -90,7 +90,7 @@ def test_of_many_digests_those_behind_a_miss_are_not_asked_for(ranks: int) -> No
 
 def test_what_may_be_there_soon_is_tried_once_more_and_nothing_else() -> None:
     staging = HostStaging(4, [64])
-    shape = Shape(("r0@",), ((1, 0),), staging)
+    shape = RankLayout(("r0@",), ((1, 0),), staging)
     first = [ErrorClass.OK, ErrorClass.RETRY, ErrorClass.FOREIGN, ErrorClass.LOOKUP_AGAIN]
     store: Any = Told(set(), [first, [ErrorClass.OK, ErrorClass.LOOKUP_AGAIN]])
     outcome = transfers.fetch(store, shape, [(bytes([i]), i) for i in range(4)])
@@ -103,7 +103,7 @@ def test_the_slots_of_transfers_that_may_be_under_way_are_lost_and_the_memory_is
     """Also of a second try, of one rank's part, and of a call that raises what says nothing of its transfers."""
     ok, late, retry = ErrorClass.OK, ErrorClass.UNDER_WAY, ErrorClass.RETRY
     staging = HostStaging(8, [64, 64])
-    shape = Shape(("a@", "b@"), ((1, 0), (1, 0)), staging)
+    shape = RankLayout(("a@", "b@"), ((1, 0), (1, 0)), staging)
     store: Any = Told(set(), [[ok, ok, ok, late, retry, ok], [late]])
     outcome = transfers.fetch(store, shape, [(bytes([slot]), slot) for slot in range(3)])
     assert (outcome, staging.lost) == ([ok, late, late], {1, 2})
@@ -129,7 +129,7 @@ def test_the_slots_of_transfers_that_may_be_under_way_are_lost_and_the_memory_is
 def test_a_second_try_that_fails_as_a_whole_takes_nothing_from_the_first() -> None:
     staging = HostStaging(3, [64])
     store: Any = Told(set(), [[ErrorClass.OK, ErrorClass.RETRY, ErrorClass.OK]])
-    outcome = transfers.fetch(store, Shape(("r0@",), ((1, 0),), staging), [(bytes([i]), i) for i in range(3)])
+    outcome = transfers.fetch(store, RankLayout(("r0@",), ((1, 0),), staging), [(bytes([i]), i) for i in range(3)])
     assert outcome == [ErrorClass.OK, ErrorClass.RETRY, ErrorClass.OK]
     staging.close()
 
@@ -152,7 +152,7 @@ class Puts:
 def test_of_ranks_that_share_a_key_the_one_whose_turn_the_slot_is_is_put() -> None:
     """The others did not copy their part: it stands in no store and is asked for once."""
     staging = HostStaging(4, [64, 64, 64])
-    shape = Shape(("a@", "a@", "b@"), ((2, 0), (2, 1), (1, 0)), staging)
+    shape = RankLayout(("a@", "a@", "b@"), ((2, 0), (2, 1), (1, 0)), staging)
     store: Any = Puts()
     result = transfers.save(store, shape, [(bytes([slot]), slot) for slot in range(4)])
     assert (result.stored, result.failed, result.again) == (4, 0, [])
@@ -185,7 +185,7 @@ def test_ranks_that_share_a_key_with_parts_of_two_sizes_are_refused() -> None:
 def test_a_part_that_several_ranks_hold_is_read_once_and_is_there_for_all() -> None:
     """Mooncake fills one destination only of a key that stands twice in a get."""
     staging = HostStaging(3, [64, 64, 64])
-    shape = Shape(("a@", "a@", "b@"), ((2, 0), (2, 1), (1, 0)), staging)
+    shape = RankLayout(("a@", "a@", "b@"), ((2, 0), (2, 1), (1, 0)), staging)
     asked: list[str] = []
 
     def get_into(
@@ -232,7 +232,7 @@ class Answers:
 def test_what_became_of_each_block_of_a_save() -> None:
     """Stored, there already, to be tried again, or failed: each block is one of them, whatever its ranks' parts did."""
     staging = HostStaging(8, [64, 64])
-    shape = Shape(("a@", "b@"), ((1, 0), (1, 0)), staging)
+    shape = RankLayout(("a@", "b@"), ((1, 0), (1, 0)), staging)
     puts = {"0": ErrorClass.OK, "3": ErrorClass.NO_SPACE, "4": ErrorClass.RETRY, "5": ErrorClass.TRANSIENT,
             "6": ErrorClass.WRITE, "7": ErrorClass.BUG, "2": ErrorClass.OK}  # fmt: skip
     store: Any = Answers({"a@01", "b@01", "a@02"}, puts)
