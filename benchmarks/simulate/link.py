@@ -11,7 +11,7 @@ from benchmarks.simulate.events import NS, Event, Loop, ns
 
 
 @dataclass(frozen=True, slots=True)
-class TierModel:
+class MediumModel:
     """A tier: `bytes_per_s` for all calls together, `latency_s` of each, how many may be under way."""
 
     bytes_per_s: float
@@ -24,7 +24,7 @@ class TierModel:
 class Link:
     """Calls in flight on one tier. Equal sharing, kept as one clock of bytes that every active call has received."""
 
-    def __init__(self, loop: Loop, model: TierModel) -> None:
+    def __init__(self, loop: Loop, model: MediumModel) -> None:
         self._loop, self._model = loop, model
         self._latency_ns = ns(model.latency_s)
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()

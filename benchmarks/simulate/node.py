@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from benchmarks.simulate.events import Event, Loop, ns
-from benchmarks.simulate.link import Link, TierModel
+from benchmarks.simulate.link import Link, MediumModel
 from benchmarks.simulate.workload import HASH_BYTES, SimRequest, StoreContents
 from kvprefetch.daemon.planning.planner import Key, Lane, Order, Planner
 from kvprefetch.shmring.wire.records import FlagState
@@ -28,8 +28,8 @@ class NodeModel:
     chunk_blocks: int
     fetch_threads: int
     """Calls under way for blocks in the store's memory."""
-    memory: TierModel
-    disk: TierModel
+    memory: MediumModel
+    disk: MediumModel
     disk_threads: int = 1
     """Calls under way for blocks on the store's disks, a lane of their own. 0: where a block lies is not known."""
     look_up_s: float = 0.0005

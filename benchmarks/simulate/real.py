@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.simulate.client import over_when_asked
 from benchmarks.simulate.engine import EngineModel
-from benchmarks.simulate.link import TierModel
+from benchmarks.simulate.link import MediumModel
 from benchmarks.simulate.node import NodeModel
 from benchmarks.simulate.run import Result, Scenario, simulate
 from benchmarks.simulate.waiting import POLICIES
@@ -203,7 +203,7 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def scenario(calibration: Calibration) -> Scenario:
     """The real set-up, as the simulation sees it."""
-    tier = TierModel(calibration.link_bytes_per_s, calibration.call_latency_s)
+    tier = MediumModel(calibration.link_bytes_per_s, calibration.call_latency_s)
     engine = EngineModel(
         max_num_seqs=SLOTS, max_num_batched_tokens=BATCHED_TOKENS, block_tokens=BLOCK_TOKENS, block_bytes=BLOCK_BYTES,
         pool_blocks=POOL_BLOCKS, prefill_tokens_per_s=calibration.prefill_tokens_per_s, step_s=calibration.step_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.simulate.engine import EngineModel
-from benchmarks.simulate.link import TierModel
+from benchmarks.simulate.link import MediumModel
 from benchmarks.simulate.node import NodeModel
 from benchmarks.simulate.run import Result, Scenario, simulate
 from benchmarks.simulate.waiting import POLICIES
@@ -17,14 +17,14 @@ NODE = NodeModel(
     chunk_blocks=8,
     fetch_threads=4,
     disk_threads=2,
-    memory=TierModel(bytes_per_s=10e9, latency_s=0.0003, call_bytes_per_s=5e9),
-    disk=TierModel(bytes_per_s=1.5e9, latency_s=0.003, call_bytes_per_s=0.8e9),
+    memory=MediumModel(bytes_per_s=10e9, latency_s=0.0003, call_bytes_per_s=5e9),
+    disk=MediumModel(bytes_per_s=1.5e9, latency_s=0.003, call_bytes_per_s=0.8e9),
 )
 LOAD = Load(rate_per_s=16.0)
 # 90 % of a prompt's blocks lie in the upper two levels of the tree; the KV pool is too small to keep them all.
 TREE = replace(LOAD, shared_blocks=(16, 38), fan_out=(8, 40), own_blocks=(4, 8))
 SMALL_STAGING = replace(NODE, staging_blocks=160)  # two requests of 64 blocks and a half
-SLOW = TierModel(bytes_per_s=1.2e9, latency_s=0.001)
+SLOW = MediumModel(bytes_per_s=1.2e9, latency_s=0.001)
 
 SCENARIOS = {
     scenario.name: scenario

@@ -13,7 +13,7 @@ from benchmarks.simulate.__main__ import main
 from benchmarks.simulate.client import MAX_LATE_HINTS
 from benchmarks.simulate.engine import Engine, EngineModel
 from benchmarks.simulate.events import NS, Loop, ns
-from benchmarks.simulate.link import Link, TierModel
+from benchmarks.simulate.link import Link, MediumModel
 from benchmarks.simulate.node import NodeModel
 from benchmarks.simulate.plot import plot
 from benchmarks.simulate.run import Result, Scenario, simulate
@@ -29,8 +29,8 @@ ENGINE = EngineModel(
     idle_poll_s=0.001,
 )  # fmt: skip
 NODE = NodeModel(
-    staging_blocks=100, chunk_blocks=2, fetch_threads=1, memory=TierModel(bytes_per_s=100e6, latency_s=0.005),
-    disk=TierModel(bytes_per_s=10e6, latency_s=0.05), look_up_s=0.002, message_s=0.0001,
+    staging_blocks=100, chunk_blocks=2, fetch_threads=1, memory=MediumModel(bytes_per_s=100e6, latency_s=0.005),
+    disk=MediumModel(bytes_per_s=10e6, latency_s=0.05), look_up_s=0.002, message_s=0.0001,
 )  # fmt: skip
 SMALL = Scenario("small", "exact", Load(), ENGINE, NODE)
 
@@ -120,7 +120,7 @@ def test_a_look_up_of_a_frozen_store_is_a_miss_after_its_timeout() -> None:
 
 
 def link_times(
-    model: TierModel, calls: list[tuple[float, int]], freeze: tuple[float, float] | None = None
+    model: MediumModel, calls: list[tuple[float, int]], freeze: tuple[float, float] | None = None
 ) -> list[float]:
     loop, times = Loop(), [0.0] * len(calls)
     link = Link(loop, model)
@@ -139,22 +139,22 @@ def link_times(
 
 def test_calls_share_a_link_equally() -> None:
     """10 and 30 MB together on 100 MB/s: the first has half the link for 0.2 s, the second all of it afterwards."""
-    model = TierModel(bytes_per_s=100e6, latency_s=0.1)
+    model = MediumModel(bytes_per_s=100e6, latency_s=0.1)
     assert link_times(model, [(0.0, 10 * MEGABYTE), (0.0, 30 * MEGABYTE)]) == pytest.approx([0.3, 0.5])
 
 
 def test_a_call_alone_reaches_its_own_limit_only() -> None:
-    model = TierModel(bytes_per_s=100e6, latency_s=0.0, call_bytes_per_s=20e6)
+    model = MediumModel(bytes_per_s=100e6, latency_s=0.0, call_bytes_per_s=20e6)
     assert link_times(model, [(0.0, 10 * MEGABYTE)]) == pytest.approx([0.5])
 
 
 def test_calls_above_the_concurrency_wait() -> None:
-    model = TierModel(bytes_per_s=100e6, latency_s=0.1, concurrency=1)
+    model = MediumModel(bytes_per_s=100e6, latency_s=0.1, concurrency=1)
     assert link_times(model, [(0.0, 10 * MEGABYTE), (0.0, 10 * MEGABYTE)]) == pytest.approx([0.2, 0.4])
 
 
 def test_a_frozen_link_moves_nothing() -> None:
-    model = TierModel(bytes_per_s=100e6, latency_s=0.0)
+    model = MediumModel(bytes_per_s=100e6, latency_s=0.0)
     assert link_times(model, [(0.0, 100 * MEGABYTE)], freeze=(0.25, 3.0)) == pytest.approx([4.0])
 
 
