@@ -76,7 +76,7 @@ class Blocks:
         self.used = [0, 0]  # slots of each lane's blocks that are pinned or being written
         self.pinned = 0  # blocks that are pinned
         self.sole: dict[int, int] = {}  # request number -> blocks that it alone pins
-        self.exposed: set[int] = set()  # requests that came to hold one alone since the owner looked last
+        self.sole_changed: set[int] = set()  # requests that came to hold one alone since Victims looked last
         self.wasted = [0, 0]  # blocks of each lane that were fetched for nothing
         self._free = array("I", range(slot_count - 1, -1, -1))
         self._index: dict[bytes, int] = {}  # slot of each digest that can be found
@@ -319,7 +319,7 @@ class Blocks:
         before = self.sole.get(number, 0)
         self.sole[number] = before + blocks
         if before == 0:
-            self.exposed.add(number)
+            self.sole_changed.add(number)
 
     def _not_alone(self, number: int, blocks: int) -> None:
         left = self.sole[number] - blocks
@@ -327,7 +327,7 @@ class Blocks:
             self.sole[number] = left
         else:
             del self.sole[number]
-            self.exposed.discard(number)
+            self.sole_changed.discard(number)
 
     def gauges(self) -> dict[str, int]:
         return {

@@ -90,7 +90,7 @@ class Planner:
             return
         request.asked = True
         if request.sequence in self._blocks.sole:
-            self._blocks.exposed.add(request.sequence)
+            self._blocks.sole_changed.add(request.sequence)
         if request.wants_work:
             self._queues.enter(request)
 

@@ -19,8 +19,8 @@ class Victims:
 
     def take_back(self, urgency: Urgency, lane: Lane | None) -> Request | None:
         """Take back the flag of one that is less urgent, holds a slot (of this lane) alone, and is not claimed."""
-        while self._blocks.exposed:
-            if (request := self._numbers.get(self._blocks.exposed.pop())) is not None:
+        while self._blocks.sole_changed:
+            if (request := self._numbers.get(self._blocks.sole_changed.pop())) is not None:
                 push(self._heap, negated(request.urgency), self._numbers)
         aside: list[Urgency] = []
         found = None
