@@ -47,7 +47,7 @@ class Run:
     digests: list[bytes]
     slots: array[int]
     lane: Lane
-    owner: Any
+    first_requester: Any
     state: BlockState = BlockState.LOADING
     pins: int = 0
     holders: int = 0
@@ -150,9 +150,9 @@ class Blocks:
                 del self._idle[run]
         return slots
 
-    def add(self, digests: Sequence[bytes], slots: array[int], lane: Lane, owner: Any) -> Run:
+    def add(self, digests: Sequence[bytes], slots: array[int], lane: Lane, first_requester: Any) -> Run:
         """Blocks that are about to be fetched into slots that were taken for them."""
-        run = Run(list(digests), slots[:], lane, owner)
+        run = Run(list(digests), slots[:], lane, first_requester)
         self._index.update(zip(digests, slots, strict=True))
         self._enter(run)
         self.used[lane] += len(run)

@@ -125,10 +125,10 @@ class Planner:
                 self._blocks.detach(run)
             else:
                 self._blocks.fetched(run)
-                if run.owner is not None:
-                    run.owner.fetched_blocks += len(run)
-                    run.owner.disk_blocks += run.lane * len(run)
-            run.owner = None
+                if run.first_requester is not None:
+                    run.first_requester.fetched_blocks += len(run)
+                    run.first_requester.disk_blocks += run.lane * len(run)
+            run.first_requester = None
             self._blocks.returned(run)
         self._wake(runs, now_ns)
 
@@ -139,7 +139,7 @@ class Planner:
         for run in runs:
             run.state = BlockState.FAILED
             self._blocks.detach(run)
-            run.owner = None
+            run.first_requester = None
         self._wake(runs, now_ns)
 
     def _wake(self, runs: Sequence[Run], now_ns: int) -> None:
