@@ -90,7 +90,7 @@ class Warming:
             del wanted[digest]
             batch.counts["staged"] += 1
         if wanted and not self._planner.wanted:
-            self._order = self._planner.ahead(list(wanted), lane, batch.run)
+            self._order = self._planner.warm(list(wanted), lane, batch.run)
             if self._order is None:
                 self._give_up(batch, lane)
             else:

@@ -40,7 +40,7 @@ class Run:
 
     `digests`: of one length.  `detached`: no longer in the index, the slots are freed with the last pin.  `in_call`: a
     store call may still write to the slots, also after everyone gave the blocks up.  `holders`: the sum of the numbers
-    of the requests that pin it, so with one pin the number of that request.  `ahead`: the last staging ahead that
+    of the requests that pin it, so with one pin the number of that request.  `warming`: the last warming that
     listed any of it.  `unloaded`: it was fetched, and nobody loaded it since.
     """
 
@@ -53,7 +53,7 @@ class Run:
     holders: int = 0
     detached: bool = False
     in_call: bool = True
-    ahead: str = ""
+    warming: str = ""
     unloaded: bool = False
     waiters: list[Any] = field(default_factory=list)  # for its first block
 
@@ -129,7 +129,7 @@ class Blocks:
         """How many slots more blocks of this lane may take, if there are as many."""
         return self.slot_count if lane is Lane.MEMORY else self.disk_slots - self.used[lane]
 
-    def take_slots(self, most: int, ahead: str | None = None) -> array[int]:
+    def take_slots(self, most: int, warming: str | None = None) -> array[int]:
         """Free slots, then those of the blocks whose last use lies longest ago, up to one that this staging ahead
         listed; none when all are in use.
         """
@@ -137,7 +137,7 @@ class Blocks:
         slots = self._free[start:]
         slots.reverse()
         del self._free[start:]
-        while len(slots) < most and self._idle and (run := next(iter(self._idle))).ahead != ahead:
+        while len(slots) < most and self._idle and (run := next(iter(self._idle))).warming != warming:
             kept = max(0, len(run) - most + len(slots))  # its first blocks: they are of use without the others
             for digest in run.digests[kept:]:
                 del self._index[digest]
@@ -158,27 +158,27 @@ class Blocks:
         self.used[lane] += len(run)
         return run
 
-    def touch(self, digest: bytes, ahead: str) -> bool:
+    def touch(self, digest: bytes, warming: str) -> bool:
         """Whether the block is staged or on its way; if so its run counts as used now, and as listed by this staging
         ahead.
         """
         if (slot := self._index.get(digest)) is None:
             return False
         run = self.at(slot)
-        run.ahead = ahead
+        run.warming = warming
         if run in self._idle:
             self._idle.move_to_end(run)
         return True
 
-    def add_ahead(self, digests: Sequence[bytes], lane: Lane, ahead: str) -> array[int]:
+    def add_warm(self, digests: Sequence[bytes], lane: Lane, warming: str) -> array[int]:
         """Slots of the leading ones of these blocks, which are not here, as far as there is room that nobody holds.
 
         Nothing that this staging ahead listed is replaced, nor what was used since it began.
         """
         alike = list(takewhile(lambda digest: len(digest) == len(digests[0]), digests))  # as a run's are
-        slots = self.take_slots(max(0, min(len(alike), self.budget(lane))), ahead)
+        slots = self.take_slots(max(0, min(len(alike), self.budget(lane))), warming)
         if slots:
-            self.add(digests[: len(slots)], slots, lane, None).ahead = ahead
+            self.add(digests[: len(slots)], slots, lane, None).warming = warming
         return slots
 
     # --- life -------------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class Blocks:
                 last = None
             elif (
                 last is None
-                or (run.lane, run.detached, run.ahead) != (last.lane, last.detached, last.ahead)
+                or (run.lane, run.detached, run.warming) != (last.lane, last.detached, last.warming)
                 or run.unloaded is not last.unloaded
             ):
                 last = run

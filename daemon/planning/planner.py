@@ -21,7 +21,7 @@ from .victims import Victims
 __all__ = ["FlagPort", "Key", "Lane", "Order", "Planner", "Request"]
 
 DISK_SHARE = 0.75  # of the slots, at most, for blocks from disk that are wanted now
-AHEAD_SHARE = 4  # what is staged ahead takes a quarter of a call, and of the slots, at a time
+WARM_SHARE = 4  # a warming takes a quarter of a call, and of the slots, at a time
 
 
 class Planner:
@@ -208,13 +208,13 @@ class Planner:
                 break
         return self._order(lane, digests, slots)
 
-    def ahead(self, digests: Sequence[bytes], lane: Lane, ahead: str) -> Order | None:
+    def warm(self, digests: Sequence[bytes], lane: Lane, warming: str) -> Order | None:
         """An order for the first of these blocks, which no request wants yet, into room that none needs.
 
         None when there is no such room.  The blocks belong to nobody: the next hint finds them staged.
         """
-        most = max(1, min(self._chunk_blocks[lane], self._blocks.slot_count) // AHEAD_SHARE)
-        slots = self._blocks.add_ahead(digests[:most], lane, ahead)
+        most = max(1, min(self._chunk_blocks[lane], self._blocks.slot_count) // WARM_SHARE)
+        slots = self._blocks.add_warm(digests[:most], lane, warming)
         return self._order(lane, digests[: len(slots)], slots)
 
     def _order(self, lane: Lane, digests: Sequence[bytes], slots: array[int]) -> Order | None:

@@ -143,7 +143,7 @@ class Promotions:
             if not ok:
                 self._forget(copy)
             for holder, block in list(copy.holders.items()):
-                if ok and self._may_be_told(holder):
+                if ok and self._may_enter(holder):
                     moves.setdefault(holder, []).append((block, copy.slot))
                 else:
                     del copy.holders[holder]
@@ -197,7 +197,7 @@ class Promotions:
         slots: list[tuple[int, int]] = []
         copies: list[_Copy] = []
         while not self._stopped and len(slots) < self._chunk_blocks and (holder := self._head()) is not None:
-            if not self._may_be_told(holder):
+            if not self._may_enter(holder):
                 continue
             self._promote(holder, slots, copies)
         if not slots:
@@ -288,7 +288,7 @@ class Promotions:
 
     # --- state ------------------------------------------------------------------------------------------------------
 
-    def _may_be_told(self, holder: _Holder) -> bool:
+    def _may_enter(self, holder: _Holder) -> bool:
         """Whether the engine may still read what is entered for this request now."""
         if not holder.settled and not self._port.unclaimed(holder.request.key):
             self._settle_claimed(holder)  # it loads from where its table says

@@ -128,7 +128,7 @@ def test_a_fetch_that_raises_fails_its_own_blocks_only() -> None:
 def test_what_is_staged_ahead_needs_room_too() -> None:
     setup = Setup()
     assert not setup.fetcher.pump_ahead(Lane.MEMORY)
-    setup.ahead = setup.planner.ahead([digests("a")], Lane.MEMORY, "run")
+    setup.ahead = setup.planner.warm([digests("a")], Lane.MEMORY, "run")
     setup.room = False
     assert not setup.fetcher.pump_ahead(Lane.MEMORY)
     setup.want("b")

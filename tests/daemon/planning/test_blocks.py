@@ -59,7 +59,7 @@ def test_digests_of_different_lengths_can_be_staged_ahead() -> None:
     wanted = [b"short", b"another.", b"a-long-one", b"one-longer"]
     lengths = []
     while wanted:
-        order = planner.ahead(wanted, Lane.MEMORY, "list")
+        order = planner.warm(wanted, Lane.MEMORY, "list")
         assert order is not None
         lengths.append([len(digest) for digest in order.digests])
         planner.fetched(order.number, [True] * len(order.slots), 1)
@@ -73,8 +73,8 @@ def test_what_is_staged_ahead_from_disk_keeps_to_the_share_of_blocks_from_disk()
     planner = Planner(8, FlagsModel(), chunk_blocks=8)
     planner.looked_up(hint(planner, 1, *"abcdef"), 6, b"\1" * 6)
     run(planner)
-    assert planner.ahead([b"x......."], Lane.DISK, "list") is None
-    assert planner.ahead([b"x......."], Lane.MEMORY, "list") is not None
+    assert planner.warm([b"x......."], Lane.DISK, "list") is None
+    assert planner.warm([b"x......."], Lane.MEMORY, "list") is not None
     audit(planner)
 
 
@@ -84,8 +84,8 @@ def test_what_a_staging_ahead_listed_is_not_replaced_by_its_own() -> None:
     run(planner)
     planner.finish(key)
     assert planner.touch(b"a.......", "list")
-    assert planner.ahead([b"x......."], Lane.MEMORY, "list") is None
-    assert planner.ahead([b"x......."], Lane.MEMORY, "another") is not None
+    assert planner.warm([b"x......."], Lane.MEMORY, "list") is None
+    assert planner.warm([b"x......."], Lane.MEMORY, "another") is not None
 
 
 def wasted_after(planner: Planner, number: int, *names: str) -> list[int]:
@@ -121,7 +121,7 @@ def test_what_an_aborted_request_left_and_another_loaded_is_no_waste() -> None:
 
 def test_what_was_staged_ahead_or_came_too_late_or_is_void_is_waste_of_its_tier() -> None:
     planner = Planner(8, FlagsModel(), chunk_blocks=16)
-    ahead = planner.ahead([b"a.......", b"b......."], Lane.DISK, "list")
+    ahead = planner.warm([b"a.......", b"b......."], Lane.DISK, "list")
     assert ahead is not None
     planner.fetched(ahead.number, [True, False], 1)
     assert planner.wasted == [0, 0]

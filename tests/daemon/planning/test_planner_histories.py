@@ -12,7 +12,7 @@ from tests.daemon.planning.support import FlagsModel, audit, digests, hint
 HISTORIES = 500
 EVENTS = {
     "hint": 6, "ask": 3, "order": 8, "fetched": 6, "overdue": 1, "returned": 2, "renewed": 1, "finish": 4, "claim": 2,
-    "unclaim": 1, "reset": 0.3, "ahead": 1,
+    "unclaim": 1, "reset": 0.3, "warm": 1,
 }  # fmt: skip
 
 
@@ -103,10 +103,10 @@ def history(chance: Random) -> None:
                 del live[key]
             case "claim" if live:
                 flags.claimed.add(chance.choice(sorted(live)))
-            case "ahead":
+            case "warm":
                 names = [name for name in some_prompt(chance) if not planner.touch(digests(name), "list")]
                 lane = chance.choice(list(Lane))
-                order = planner.ahead([digests(name) for name in dict.fromkeys(names)], lane, "list")
+                order = planner.warm([digests(name) for name in dict.fromkeys(names)], lane, "list")
                 if order is not None:
                     assert lost.isdisjoint(order.slots)
                     orders.append(order)
