@@ -13,7 +13,7 @@ from ..planning.planner import Lane, Order, Planner
 from ..store.client import Store
 from ..store.errors import ErrorClass
 from ..store.storage_nodes import Get
-from ..telemetry.counters import Account
+from ..telemetry.counters import Counters
 from ..telemetry.logs import Log
 from ..work.calls import Jobs
 from ..work.pools import Pools
@@ -26,7 +26,7 @@ class Fetcher:
 
     def __init__(
         self, planner: Planner, warming: Warming, store: Store, shape: transfers.RankLayout, pools: Pools, jobs: Jobs,
-        negative: NegativeCache, totals: Account, log: Log, clock_ns: Callable[[], int],
+        negative: NegativeCache, totals: Counters, log: Log, clock_ns: Callable[[], int],
         *, returned: Callable[[], None],
     ) -> None:  # fmt: skip
         self._planner, self._warming = planner, warming

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ...shmring.wire.records import FlagState
 from ..planning.promotion import CopyOrder, Promotions
 from ..planning.requests import Key, Request
-from ..telemetry.counters import Account
+from ..telemetry.counters import Counters
 from ..work.calls import Jobs
 from ..work.pools import Pools
 from .device import DeviceStaging
@@ -46,7 +46,7 @@ class Promoter:
 
     def __init__(
         self, device: DeviceStaging | None, table: FlagTable, requests: Mapping[Key, Request], pools: Pools, jobs: Jobs,
-        totals: Account, log: Log, clock_ns: Callable[[], int], *, first_slot: int, block_bytes: int,
+        totals: Counters, log: Log, clock_ns: Callable[[], int], *, first_slot: int, block_bytes: int,
     ) -> None:  # fmt: skip
         self._device, self._requests, self._pools, self._jobs = device, requests, pools, jobs
         self._totals, self._log, self._clock_ns = totals, log, clock_ns

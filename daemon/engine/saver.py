@@ -18,7 +18,7 @@ from ...shmring.credits import CreditGranter
 from ...shmring.wire.messages import Stored
 from ...shmring.wire.records import ProtocolError, Saved
 from ..store.client import Store
-from ..telemetry.counters import Account
+from ..telemetry.counters import Counters
 from ..telemetry.logs import Log
 from . import transfers
 from .stored import StoredBefore
@@ -95,7 +95,7 @@ class Saver:
 
     def __init__(
         self, store: Store, shape: transfers.RankLayout, credits: CreditGranter, slots: range, run: RunJob, log: Log,
-        clock_ns: Callable[[], int], *, job_blocks: int, loading: Callable[[], bool], counters: Account,
+        clock_ns: Callable[[], int], *, job_blocks: int, loading: Callable[[], bool], counters: Counters,
         stored: Callable[[list[bytes]], None],
     ) -> None:  # fmt: skip
         self._store, self._shape, self._credits, self._run = store, shape, credits, run

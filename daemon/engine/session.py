@@ -22,7 +22,7 @@ from ..config.model import Mode
 from ..planning.negative import NegativeCache
 from ..planning.planner import Key, Lane, Planner, Request
 from ..store.client import Store
-from ..telemetry.counters import WARM_RESULTS, Account
+from ..telemetry.counters import WARM_RESULTS, Counters
 from ..telemetry.events import Ending
 from ..telemetry.logs import Log
 from ..telemetry.timeline import Stories
@@ -60,7 +60,7 @@ class EngineSession:
         self.removal_ms = store.removal_ms
         self._store, self._pools, self._clock_ns, self._tiers = store, pools, clock_ns, tiers
         self._log = log.bind(engine=self.engine_id, epoch=self.epoch)
-        self.totals = Account()
+        self.totals = Counters()
         self.shape = transfers.RankLayout.of(engine.workers, self.staging)
         self.words = Words(self.control.buffer)
         self.doorbell = memory.doorbell

@@ -212,9 +212,9 @@ class Daemon:
             self._notify.status(self._summary())
             if self._listener.look(now_ns):
                 control.connections.listen_on(self._listener.sock, access_of(self._listener.sock, self._config))
-            accounts = [session.totals for session in (*control.sessions(), *control.ended)]
+            counters = [session.totals for session in (*control.sessions(), *control.ended)]
             engines = [report.numbers(session) for session in control.sessions()]
-            self._board.publish(now_ns, engines, accounts, self._store_is_open, self._answering)
+            self._board.publish(now_ns, engines, counters, self._store_is_open, self._answering)
 
     def _cleared(self, sessions: Sequence[EngineSession], pools: Pools, fd: int) -> bool:
         """Whether the descriptor only woke the loop, and is quiet again; the others belong to the control socket."""

@@ -1,6 +1,6 @@
-"""What an epoch of an engine did, in numbers that only grow: for the status, the metrics and the log.
+"""What one epoch of an engine did, in numbers that only grow: for the status, the metrics and the log.
 
-Written by the main loop alone.  When an engine goes, its account is added to those of the engines before it, so that no
+The main loop alone writes them.  When an engine goes, its counters are added to those of earlier engines, so that no
 total ever falls.
 """
 
@@ -47,7 +47,7 @@ def _slow() -> Histogram:
 
 
 @dataclass
-class Account:
+class Counters:
     """Counters are of blocks, bytes, seconds or events, as their names say.
 
     Tiers are `memory` and `disk`, and for hits also `staging`: blocks that were staged, or on their way, already.
@@ -100,8 +100,8 @@ class Account:
         if story["unseen_ms"] > 0:
             self.ready_to_seen.observe(story["unseen_ms"] / 1e3)
 
-    def add(self, other: Account) -> None:
-        """Enter everything of another account."""
+    def add(self, other: Counters) -> None:
+        """Add everything that `other` counted."""
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
             if isinstance(mine, Histogram):

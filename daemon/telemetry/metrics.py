@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from ... import __version__
 from ...shmring.wire.admin import StoreFill
-from .counters import WARM_RESULTS, Account, Histogram
+from .counters import WARM_RESULTS, Counters, Histogram
 from .events import Ending
 from .health import judge
 from .logs import EventCounts
@@ -152,7 +152,7 @@ class BoardCollector(Collector):
                 family.add_metric(values, value)
             yield family
 
-    def _counters(self, totals: Account) -> dict[str, Iterable[Sample]]:
+    def _counters(self, totals: Counters) -> dict[str, Iterable[Sample]]:
         plain = {
             "hints": totals.hints, "hints_dropped": totals.dropped_hints, "bad_records": totals.bad_records,
             "miss_blocks": totals.miss_blocks, "loaded_blocks": totals.loaded_blocks,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ...shmring.wire.admin import StoreFill
-from .counters import Account
+from .counters import Counters
 
 PUBLISH_NS = 1_000_000_000
 
@@ -21,7 +21,7 @@ class Snapshot:
     """One second's view: each attached engine's gauges and counters, and the totals since the daemon started."""
 
     engines: list[dict[str, int | str]] = field(default_factory=list)
-    totals: Account = field(default_factory=Account)
+    totals: Counters = field(default_factory=Counters)
     store_open: bool = False
     store_answering: bool = False
 
@@ -39,12 +39,12 @@ class Board:
         self.disk_fault: Callable[[], str] = str  # why nothing can be kept on disk, or nothing
         self.fill: Callable[[], StoreFill | None] = lambda: None  # how full the embedded store is
         self.fill_earlier: Callable[[], StoreFill | None] = lambda: None
-        self._retired = Account()
+        self._retired = Counters()
         self._published_ns = 0
 
-    def retire(self, account: Account) -> None:
+    def retire(self, counters: Counters) -> None:
         """An engine is gone, its numbers stay in the totals."""
-        self._retired.add(account)
+        self._retired.add(counters)
 
     def beat(self, now_ns: int) -> bool:
         """The loop lives; True once a second: publish now."""
@@ -52,13 +52,13 @@ class Board:
         return now_ns - self._published_ns >= PUBLISH_NS
 
     def publish(
-        self, now_ns: int, engines: list[dict[str, int | str]], accounts: Iterable[Account], store_open: bool,
+        self, now_ns: int, engines: list[dict[str, int | str]], counters: Iterable[Counters], store_open: bool,
         store_answering: bool = True,
     ) -> None:  # fmt: skip
-        """Show what `engines` hold; `accounts` are those of every session that was not retired, ended ones included."""
+        """Show what `engines` hold; `counters` are those of every session that was not retired, ended ones included."""
         self._published_ns = now_ns
-        totals = Account()
+        totals = Counters()
         totals.add(self._retired)
-        for account in accounts:
-            totals.add(account)
+        for each in counters:
+            totals.add(each)
         self.snapshot = Snapshot(engines, totals, store_open, store_answering)

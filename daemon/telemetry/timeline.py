@@ -8,7 +8,7 @@ from typing import Any
 
 from ...shmring.wire.records import Done, Hint
 from ..planning.planner import Key, Request
-from .counters import Account
+from .counters import Counters
 from .events import Ending
 from .logs import Log
 
@@ -89,7 +89,7 @@ class Timeline:
 class Stories:
     """One timeline for each request that is planned; told, counted and forgotten when it ends."""
 
-    def __init__(self, totals: Account, log: Log, block_bytes: int, clock_ns: Callable[[], int]) -> None:
+    def __init__(self, totals: Counters, log: Log, block_bytes: int, clock_ns: Callable[[], int]) -> None:
         self._totals, self._log, self._block_bytes, self._clock_ns = totals, log, block_bytes, clock_ns
         self._timelines: dict[Key, Timeline] = {}
         self.recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=RECENT)  # (when, request.done), for `top`

@@ -22,7 +22,7 @@ pytest.importorskip("torch")
 from kvprefetch.daemon.engine.device import DeviceStaging
 from kvprefetch.daemon.engine.promoter import Promoter
 from kvprefetch.daemon.planning.requests import Request
-from kvprefetch.daemon.telemetry.counters import Account
+from kvprefetch.daemon.telemetry.counters import Counters
 from kvprefetch.daemon.work.calls import Jobs
 from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.gpu import cuda
@@ -102,7 +102,7 @@ class Rig:
         self.staging = DeviceStaging([SLOT_BYTES], [uuid], budget_bytes=SLAB_BYTES, margin_bytes=0, owner=owner)
         self.staging.follow(staging)
         assert self.staging.slots == NEAR
-        self.pools, self.jobs, self.totals = Pools(1), Jobs(self.log), Account()
+        self.pools, self.jobs, self.totals = Pools(1), Jobs(self.log), Counters()
         self.requests: dict[tuple[int, int], Request] = {}
         table: Any = self.table
         self.promoter = Promoter(

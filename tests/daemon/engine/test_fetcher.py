@@ -13,7 +13,7 @@ from kvprefetch.daemon.engine.fetcher import Fetcher
 from kvprefetch.daemon.planning.negative import LASTING_NS, MISS_NS, NegativeCache
 from kvprefetch.daemon.planning.planner import Lane, Order, Planner
 from kvprefetch.daemon.store.errors import ErrorClass
-from kvprefetch.daemon.telemetry.counters import Account
+from kvprefetch.daemon.telemetry.counters import Counters
 from kvprefetch.daemon.work.calls import Jobs
 from tests.daemon.planning.support import FlagsModel, digests, hint
 
@@ -30,7 +30,7 @@ class Setup:
         self.ahead: Order | None = None
         self.room = True
         self.returned = 0
-        self.totals, self.negative = Account(), NegativeCache()
+        self.totals, self.negative = Counters(), NegativeCache()
         self.planner = Planner(8, FlagsModel(), chunk_blocks=8)
         log = structlog.get_logger()
         pools: Any = SimpleNamespace(

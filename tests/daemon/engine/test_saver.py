@@ -14,7 +14,7 @@ from kvprefetch.daemon.engine import saver as module
 from kvprefetch.daemon.engine.saver import LOADS_FIRST_NS, PAUSE_NS, RESET_SLACK_S, TRIES, Saver
 from kvprefetch.daemon.engine.stored import StoredBefore
 from kvprefetch.daemon.engine.transfers import SaveResult
-from kvprefetch.daemon.telemetry.counters import Account
+from kvprefetch.daemon.telemetry.counters import Counters
 from kvprefetch.shmring.wire.messages import MAX_MESSAGE_BYTES, Stored, encode_message
 from kvprefetch.shmring.wire.records import ProtocolError, Saved
 
@@ -44,7 +44,7 @@ class Setup:
         shape: Any = SimpleNamespace(staging=SimpleNamespace(lost=self.lost))
         self.saver = Saver(
             nothing, shape, credits, range(slots), self.run, structlog.get_logger(), lambda: self.now,
-            job_blocks=job_blocks, loading=lambda: self.loading, counters=Account(), stored=lambda _: None,
+            job_blocks=job_blocks, loading=lambda: self.loading, counters=Counters(), stored=lambda _: None,
         )  # fmt: skip
         self.credits.granted.clear()
         self.saver.tell = self.told.append

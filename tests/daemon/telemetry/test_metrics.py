@@ -20,7 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvprefetch.daemon.telemetry import metrics
-from kvprefetch.daemon.telemetry.counters import Account, Histogram
+from kvprefetch.daemon.telemetry.counters import Counters, Histogram
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.health import CALL_HEALTHY_S, LOOP_HEALTHY_S, judge
 from kvprefetch.daemon.telemetry.logs import EventCounts
@@ -307,13 +307,13 @@ def story(**changes: Any) -> dict[str, Any]:
 
 
 def test_an_account_takes_a_request_in() -> None:
-    account = Account()
-    account.request_done(story())
-    account.request_done(story(outcome="aborted", asked_ms=None, claimed_ms=None, loaded_blocks=0, exposed_ms=0.0,
+    counters = Counters()
+    counters.request_done(story())
+    counters.request_done(story(outcome="aborted", asked_ms=None, claimed_ms=None, loaded_blocks=0, exposed_ms=0.0,
                                unseen_ms=0.0, taken_back=0))  # fmt: skip
-    total = Account()
+    total = Counters()
     for _ in range(2):
-        total.add(account)
+        total.add(counters)
     assert total.endings == {Ending.LOADED.value: 2, Ending.ABORTED.value: 2}
     assert total.miss_blocks == 8
     assert total.transfer_s == pytest.approx(4 * 0.02)
@@ -326,7 +326,7 @@ def test_an_account_takes_a_request_in() -> None:
     assert total.exposed.sum_s == pytest.approx(0.022)
     assert total.loaded_blocks == 14
     assert total.requests_taken_back == 2, "one in each, however often"
-    assert account.totals()["loaded_blocks"] == 7, "what was added stays as it was"
+    assert counters.totals()["loaded_blocks"] == 7, "what was added stays as it was"
 
 
 def test_every_metric_of_the_catalogue_is_exported_and_nothing_else() -> None:

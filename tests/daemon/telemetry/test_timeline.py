@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.daemon.planning.planner import Request
-from kvprefetch.daemon.telemetry.counters import Account
+from kvprefetch.daemon.telemetry.counters import Counters
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.timeline import Stories, Timeline
 from kvprefetch.shmring.wire.records import Done, Hint, Outcome
@@ -55,9 +55,9 @@ def test_a_miss_hides_nothing_and_waited_for_its_look_up_alone() -> None:
     done = Done(0, 1, Outcome.MISS, 0, 0, 3 * MS, 9 * MS, 0, 0)
     story = timeline.fields(request, Ending.MISS, done, 1000, 67_815 * MS)
     assert (story["exposed_ms"], story["hidden_fraction"]) == (9.0, None)
-    account = Account()
-    account.request_done(story)
-    assert (account.transfer_s, account.hidden_s) == (0.0, 0.0)
+    counters = Counters()
+    counters.request_done(story)
+    assert (counters.transfer_s, counters.hidden_s) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +80,10 @@ def test_what_a_request_waited_for_the_engine_s_own_step(
     done = Done(0, 1, Outcome.MISS, 0, 0, (asked + 1) * MS if asked else 0, waited * MS, 0, 0)
     story = timeline.fields(request, Ending.MISS, done, 1000, 900 * MS)
     assert story["unseen_ms"] == unseen
-    account = Account()
-    account.request_done(story)
-    assert sum(account.ready_to_seen.counts) == (unseen > 0)
-    assert account.ready_to_seen.sum_s == pytest.approx(unseen / 1e3)
+    counters = Counters()
+    counters.request_done(story)
+    assert sum(counters.ready_to_seen.counts) == (unseen > 0)
+    assert counters.ready_to_seen.sum_s == pytest.approx(unseen / 1e3)
 
 
 @pytest.mark.parametrize(("final", "exposed"), [(True, 20.0), (False, 60.0)])
@@ -98,7 +98,7 @@ def test_without_the_engine_s_word_a_wait_ends_with_the_fetch(final: bool, expos
 
 def test_a_request_is_told_once_and_entered_into_the_totals() -> None:
     """One that the engine said nothing of has loaded nothing, and no time at which it did."""
-    totals, written = Account(), []
+    totals, written = Counters(), []
     log: Any = SimpleNamespace(info=lambda event, **fields: written.append((event, fields)))
     stories = Stories(totals, log, 1000, lambda: 61 * MS)
     request = Request((0, 1), b"", 32, 4, 1, 0, 1)
