@@ -1,4 +1,4 @@
-"""The answers to status and stat queries, from what sessions, segments and board know. Runs on the main loop."""
+"""The answers to status and stat queries, from sessions, segments and the snapshot. Runs on the main loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...shmring.wire.admin import Segments, SlowRequest, Status
 from ...shmring.wire.records import FlagState
 from ..engine.session import EngineSession
 from ..telemetry.events import Ending
-from ..telemetry.snapshot import Board
+from ..telemetry.snapshot import Snapshot
 
 MAX_ENGINES = 32  # in one answer, which must fit a control message
 MAX_NAMESPACE_BYTES = 256  # of an engine's in one answer
@@ -36,11 +36,11 @@ def numbers(session: EngineSession) -> dict[str, int | str]:
 
 
 def status(
-    sessions: Sequence[EngineSession], board: Board, store_open: bool, store_answering: bool, mode: str,
+    sessions: Sequence[EngineSession], snapshot: Snapshot, store_open: bool, store_answering: bool, mode: str,
     master_http: str, engine_count: int,
 ) -> Status:  # fmt: skip
     """Return the answer for a user who may see these sessions; `engine_count` counts those of all users."""
-    now = board.clock_ns()
+    now = snapshot.clock_ns()
     return Status(
         version=__version__,
         pid=os.getpid(),
@@ -48,13 +48,13 @@ def status(
         master_http=master_http,
         store_open=store_open,
         store_answering=store_answering,
-        disk_fault=board.disk_fault(),
-        store=board.fill(),
-        store_earlier=board.fill_earlier(),
+        disk_fault=snapshot.disk_fault(),
+        store=snapshot.fill(),
+        store_earlier=snapshot.fill_earlier(),
         engines=[numbers(session) for session in sessions[:MAX_ENGINES]],
         engine_count=engine_count,
-        uptime_s=(now - board.started_ns) / 1e9,
-        calls={kind: (now - since) / 1e9 for kind, since in board.running().items()},
+        uptime_s=(now - snapshot.started_ns) / 1e9,
+        calls={kind: (now - since) / 1e9 for kind, since in snapshot.running().items()},
         slowest=_slowest(sessions, now),
     )
 

@@ -30,7 +30,7 @@ from ..store.namespaces import Namespaces
 from ..store.settings import MooncakeSettings, SettingsError
 from ..telemetry.events import Ending
 from ..telemetry.logs import Log, event_counts, finish, tend
-from ..telemetry.snapshot import Board
+from ..telemetry.snapshot import Snapshot
 from ..telemetry.web import MetricsServer
 from ..work.pools import Pools
 from . import requirements
@@ -65,7 +65,7 @@ class Daemon:
         self._control: Control | None = None
         self._namespaces = Namespaces(None, log)
         self._turn = 0
-        self._board = Board()
+        self._snapshot = Snapshot()
         self._metrics: MetricsServer | None = None
 
     def run(self) -> bool:
@@ -89,12 +89,12 @@ class Daemon:
             finish()
             raise
         pools = Pools(self._config.fetch_threads, timeout_ns=self._config.call_timeout_ms * 1_000_000)
-        self._board.running = pools.running
+        self._snapshot.running = pools.running
         self._epoll.register(pools.fd, select.EPOLLIN)
         try:
             if self._config.metrics_port:
                 self._metrics = MetricsServer(
-                    self._config.metrics_address, self._config.metrics_port, self._board, event_counts
+                    self._config.metrics_address, self._config.metrics_port, self._snapshot, event_counts
                 )
             if (store := self._open_store()) is None:
                 return True
@@ -107,7 +107,7 @@ class Daemon:
             )  # fmt: skip
             self._watch(listener.sock.fileno())
             self._log.info("daemon.ready", socket=listener.path, pid=os.getpid(), staging=self._config.staging)
-            self._board.phase = "serving"
+            self._snapshot.phase = "serving"
             self._notify.ready(self._summary())
             self._loop(self._control, pools)
         except (ConfigError, SettingsError, StoreError, EmbeddedError) as error:
@@ -200,21 +200,21 @@ class Daemon:
             if session.idle:
                 control.ended.remove(session)
                 session.close()
-                self._board.retire(session.totals)
+                self._snapshot.retire(session.totals)
                 release(pools, session.memory)
             else:
                 session.held(now_ns)
-        self._board.lost_lines = tend()
+        self._snapshot.lost_lines = tend()
         if self._reload_wanted:
             self._reload(control)
         self._notify.beat(now_ns)
-        if self._board.beat(now_ns):
+        if self._snapshot.beat(now_ns):
             self._notify.status(self._summary())
             if self._listener.look(now_ns):
                 control.connections.listen_on(self._listener.sock, access_of(self._listener.sock, self._config))
             counters = [session.totals for session in (*control.sessions(), *control.ended)]
             engines = [report.numbers(session) for session in control.sessions()]
-            self._board.publish(now_ns, engines, counters, self._store_is_open, self._answering)
+            self._snapshot.publish(now_ns, engines, counters, self._store_is_open, self._answering)
 
     def _cleared(self, sessions: Sequence[EngineSession], pools: Pools, fd: int) -> bool:
         """Whether the descriptor only woke the loop, and is quiet again; the others belong to the control socket."""
@@ -245,8 +245,8 @@ class Daemon:
                 config.memory, disk, self._log, master_port=config.master_port, stopping=lambda: self._stopping
             )
             self._master.anywhere = config.store_reach == "any"
-            self._board.disk_fault = self._master.disk_fault
-            self._board.fill, self._board.fill_earlier = self._master.fill, self._master.fill_earlier
+            self._snapshot.disk_fault = self._master.disk_fault
+            self._snapshot.fill, self._snapshot.fill_earlier = self._master.fill, self._master.fill_earlier
             try:
                 settings = self._master.start()
             except EmbeddedError:
@@ -303,7 +303,7 @@ class Daemon:
     def _status(self, uid: int | None) -> Status:
         http, count = self._master.http if self._master is not None else "", len(self._sessions())
         seen = self._sessions(uid)
-        return report.status(seen, self._board, self._store_is_open, self._answering, self._mode, http, count)
+        return report.status(seen, self._snapshot, self._store_is_open, self._answering, self._mode, http, count)
 
     def _sessions(self, uid: int | None = None) -> list[EngineSession]:
         return self._control.sessions(uid) if self._control is not None else []
@@ -361,7 +361,7 @@ class Daemon:
         if self._stop_signal:
             self._log.info("daemon.stopping", signal=signal.Signals(self._stop_signal).name)
         self._notify.stopping("draining store calls, then writing what is not on disk yet")
-        self._board.phase = "stopping"
+        self._snapshot.phase = "stopping"
         if self._control is not None:
             self._control.close()
         quiet = pools.close()
@@ -374,7 +374,7 @@ class Daemon:
         if self._store is not None:
             began, flushed = time.monotonic(), not self._store_is_open
             with contextlib.suppress(StoreUnavailable):
-                flushed = flushed or (quiet and not self._board.disk_fault() and self._store.flush(FLUSH_S))
+                flushed = flushed or (quiet and not self._snapshot.disk_fault() and self._store.flush(FLUSH_S))
             if not flushed:
                 self._log.warning("store.unflushed", waited_s=round(time.monotonic() - began, 1))
             if quiet:  # else the memory and the client of a call that hangs stay for the end of the process

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .snapshot import Board
+from .snapshot import Snapshot
 
 LOOP_READY_S, LOOP_HEALTHY_S = 2.0, 10.0
 # Mooncake gives a transfer up by itself after 60 s when its peer died; a call that is older will not come back.
@@ -30,17 +30,17 @@ class Health:
     problems: tuple[str, ...]
 
 
-def judge(board: Board) -> Health:
+def judge(snapshot: Snapshot) -> Health:
     """From any thread, at any time."""
-    snapshot, now = board.snapshot, board.clock_ns()
-    loop_age_s = max(0, now - board.beat_ns) / 1e9
-    call_age_s = {kind: max(0, now - since) / 1e9 for kind, since in board.running().items()}
+    published, now = snapshot.published, snapshot.clock_ns()
+    loop_age_s = max(0, now - snapshot.beat_ns) / 1e9
+    call_age_s = {kind: max(0, now - since) / 1e9 for kind, since in snapshot.running().items()}
     store_age_s = {kind: age_s for kind, age_s in call_age_s.items() if kind != "copy"}
     oldest_s = max(store_age_s.values(), default=0.0)
-    serving = board.phase == "serving"
+    serving = snapshot.phase == "serving"
     problems = []
     if not serving:
-        problems.append(board.phase)
+        problems.append(snapshot.phase)
     elif loop_age_s > LOOP_READY_S:
         problems.append(
             f"the main loop hangs: loop_age_s={loop_age_s:.1f} ready<={LOOP_READY_S} alive<={LOOP_HEALTHY_S}"
@@ -50,12 +50,12 @@ def judge(board: Board) -> Health:
         for kind, age_s in store_age_s.items()
         if age_s > CALL_READY_S
     ]
-    if serving and not snapshot.store_open:
+    if serving and not published.store_open:
         problems.append("the store is not open: everything is a miss")
-    elif serving and not snapshot.store_answering:
+    elif serving and not published.store_answering:
         problems.append("the store does not answer: new requests are misses")
     healthy = oldest_s <= CALL_HEALTHY_S and (not serving or loop_age_s <= LOOP_HEALTHY_S)
     ready = not problems
-    if fault := board.disk_fault():
+    if fault := snapshot.disk_fault():
         problems.append(fault)
-    return Health(board.phase, ready, healthy, loop_age_s, call_age_s, snapshot.store_open, tuple(problems))
+    return Health(snapshot.phase, ready, healthy, loop_age_s, call_age_s, published.store_open, tuple(problems))

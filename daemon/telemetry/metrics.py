@@ -19,7 +19,7 @@ from .counters import WARM_RESULTS, Counters, Histogram
 from .events import Ending
 from .health import judge
 from .logs import EventCounts
-from .snapshot import Board
+from .snapshot import Snapshot
 
 PREFIX = "kvprefetchd_"
 TIERS = ("memory", "disk")
@@ -126,16 +126,16 @@ CATALOGUE: dict[str, Described] = {
 Sample = tuple[tuple[str, ...], float]
 
 
-class BoardCollector(Collector):
-    """Renders the board's snapshot; touches nothing that the loop writes to."""
+class SnapshotCollector(Collector):
+    """Renders what was published last; reads nothing that the loop still changes."""
 
-    def __init__(self, board: Board, events: EventCounts) -> None:
-        self._board, self._events = board, events
+    def __init__(self, snapshot: Snapshot, events: EventCounts) -> None:
+        self._snapshot, self._events = snapshot, events
 
     def collect(self) -> Iterator[Metric]:
-        snapshot = self._board.snapshot
-        totals = snapshot.totals
-        samples = {**self._counters(totals), **self._gauges(), **_fill(self._board.fill())}
+        published = self._snapshot.published
+        totals = published.totals
+        samples = {**self._counters(totals), **self._gauges(), **_fill(self._snapshot.fill())}
         histograms: dict[str, dict[tuple[str, ...], Histogram]] = {
             "push_to_seen_seconds": {(): totals.push_to_seen}, "look_up_seconds": {(): totals.look_up},
             "fetch_seconds": {("memory",): totals.fetch_memory, ("disk",): totals.fetch_disk},
@@ -172,14 +172,16 @@ class BoardCollector(Collector):
             "fetched_bytes": [((tier,), totals.fetched_bytes[tier]) for tier in TIERS],
             "wasted_bytes": [((tier,), totals.wasted_bytes[tier]) for tier in TIERS],
             "warmed_blocks": [((result,), totals.warmed_blocks[result]) for result in WARM_RESULTS],
-            "log_lost_lines": [((), self._board.lost_lines)],
+            "log_lost_lines": [((), self._snapshot.lost_lines)],
             "events": [((event,), count) for event, count in self._events.counts.items()],
         }
 
     def _gauges(self) -> dict[str, Iterable[Sample]]:
-        snapshot, health = self._board.snapshot, judge(self._board)
+        published, health = self._snapshot.published, judge(self._snapshot)
         engines: dict[str, Counter[str]] = {}
-        for engine in snapshot.engines:  # two may have one id: their numbers are added, as one series cannot come twice
+        for (
+            engine
+        ) in published.engines:  # two may have one id: their numbers are added, as one series cannot come twice
             numbers = {name: value for name, value in engine.items() if isinstance(value, int)}
             engines.setdefault(str(engine["engine"]), Counter()).update(numbers)
 
@@ -190,7 +192,7 @@ class BoardCollector(Collector):
         uses["lost"] = "slots_lost"
         device = {"all": "device_slots", "free": "device_slots_free", "idle": "device_slots_idle"}
         return {
-            "engines": [((), len(snapshot.engines))],
+            "engines": [((), len(published.engines))],
             "staging_slots": [
                 ((engine, use), numbers[key]) for engine, numbers in engines.items() for use, key in uses.items()
             ],
@@ -204,9 +206,9 @@ class BoardCollector(Collector):
             "save_slots_busy": each("save_slots_busy"),
             "save_slots_lost": each("save_slots_lost"),
             "saves_queued": each("saves_queued"),
-            "store_open": [((), snapshot.store_open)],
-            "store_answering": [((), snapshot.store_answering)],
-            "disk_writable": [((), not self._board.disk_fault())],
+            "store_open": [((), published.store_open)],
+            "store_answering": [((), published.store_answering)],
+            "disk_writable": [((), not self._snapshot.disk_fault())],
             "ready": [((), health.ready)],
             "loop_age_seconds": [((), health.loop_age_s)],
             "call_age_seconds": [((call,), age_s) for call, age_s in health.call_age_s.items()],

@@ -17,7 +17,7 @@ PUBLISH_NS = 1_000_000_000
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Published:
     """One second's view: each attached engine's gauges and counters, and the totals since the daemon started."""
 
     engines: list[dict[str, int | str]] = field(default_factory=list)
@@ -26,14 +26,14 @@ class Snapshot:
     store_answering: bool = False
 
 
-class Board:
+class Snapshot:
     """Phases are `starting`, `serving` and `stopping`."""
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.clock_ns = clock_ns
         self.phase = "starting"
         self.started_ns = self.beat_ns = clock_ns()
-        self.snapshot = Snapshot()
+        self.published = Published()
         self.lost_lines = 0  # of the log
         self.running: Callable[[], Mapping[str, int]] = dict  # start of the oldest store call of each kind, ns
         self.disk_fault: Callable[[], str] = str  # why nothing can be kept on disk, or nothing
@@ -61,4 +61,4 @@ class Board:
         totals.add(self._retired)
         for each in counters:
             totals.add(each)
-        self.snapshot = Snapshot(engines, totals, store_open, store_answering)
+        self.published = Published(engines, totals, store_open, store_answering)

@@ -17,19 +17,19 @@ from prometheus_client import CollectorRegistry, ProcessCollector, exposition
 from ..config.model import ConfigError, Taken
 from .health import judge
 from .logs import EventCounts
-from .metrics import BoardCollector
-from .snapshot import Board
+from .metrics import SnapshotCollector
+from .snapshot import Snapshot
 
 MAX_CLIENTS = 64  # at a time; each has a thread
 
 
 class MetricsServer:
-    """Serves the board on (address, port) until closed. Raises ConfigError when it cannot be bound, Taken
+    """Serves metrics and health on (address, port) until closed. Raises ConfigError when it cannot be bound, Taken
     when another process listens there."""
 
-    def __init__(self, address: str, port: int, board: Board, events: EventCounts) -> None:
+    def __init__(self, address: str, port: int, snapshot: Snapshot, events: EventCounts) -> None:
         try:
-            self._server = _Server(address, port, board, events)
+            self._server = _Server(address, port, snapshot, events)
         except (OSError, OverflowError, TypeError, ValueError) as error:  # the last two: not a name
             kind = Taken if getattr(error, "errno", None) == errno.EADDRINUSE else ConfigError
             raise kind(
@@ -52,11 +52,11 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = MAX_CLIENTS  # of Python's five the sixth's packet is dropped, and sent again a second later
 
-    def __init__(self, address: str, port: int, board: Board, events: EventCounts) -> None:
+    def __init__(self, address: str, port: int, snapshot: Snapshot, events: EventCounts) -> None:
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._room = threading.BoundedSemaphore(MAX_CLIENTS)
-        self._board, self._registry = board, CollectorRegistry()
-        self._registry.register(BoardCollector(board, events))
+        self._snapshot, self._registry = snapshot, CollectorRegistry()
+        self._registry.register(SnapshotCollector(snapshot, events))
         ProcessCollector(registry=self._registry)
         self._stopping = False
         super().__init__((address, port), _Handler)
@@ -75,7 +75,7 @@ class _Server(ThreadingHTTPServer):
         if path == "/metrics":
             encode, content_type = exposition.choose_encoder(accept)
             return 200, content_type, encode(self._registry)
-        health = judge(self._board)
+        health = judge(self._snapshot)
         body = json.dumps(dataclasses.asdict(health)).encode() + b"\n"
         if path == "/healthz":
             return 200 if health.healthy else 503, "application/json", body

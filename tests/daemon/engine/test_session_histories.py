@@ -15,7 +15,7 @@ from kvprefetch.daemon.engine.transfers import Found, SaveResult
 from kvprefetch.daemon.planning.blocks import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.telemetry.events import Ending
-from kvprefetch.daemon.telemetry.snapshot import Board
+from kvprefetch.daemon.telemetry.snapshot import Snapshot
 from kvprefetch.daemon.work.concurrency import Width
 from kvprefetch.shmring.flags import MAX_COUNT, MAX_GENERATION, pack
 from kvprefetch.shmring.ring import Producer
@@ -158,7 +158,7 @@ def test_nothing_that_an_engine_pushes_raises(seed: int) -> None:
             elif what < 0.72:
                 store.answering = True
             elif what < 0.74:
-                status([session], Board(), True, True, "on", "", 1)
+                status([session], Snapshot(), True, True, "on", "", 1)
             else:
                 pools.step()
             session.drain(chance.choice([1, 256]))

@@ -24,8 +24,8 @@ from kvprefetch.daemon.telemetry.counters import Counters, Histogram
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.health import CALL_HEALTHY_S, LOOP_HEALTHY_S, judge
 from kvprefetch.daemon.telemetry.logs import EventCounts
-from kvprefetch.daemon.telemetry.metrics import CATALOGUE, BoardCollector
-from kvprefetch.daemon.telemetry.snapshot import Board
+from kvprefetch.daemon.telemetry.metrics import CATALOGUE, SnapshotCollector
+from kvprefetch.daemon.telemetry.snapshot import Snapshot
 from kvprefetch.daemon.telemetry.web import MAX_CLIENTS, MetricsServer
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
@@ -216,30 +216,32 @@ def test_a_port_in_use_is_one_line_and_69(tmp_path: Path) -> None:
 # --- without a daemon ---------------------------------------------------------------------------------------------
 
 
-def board_at(now_s: float, *, beat_s: float, running: dict[str, float] | None = None, phase: str = "serving") -> Board:
-    board = Board(lambda: int(now_s * 1e9))
-    board.phase, board.beat_ns = phase, int(beat_s * 1e9)
-    board.publish(0, [], [], store_open=True)
-    board.running = lambda: {call: int(since * 1e9) for call, since in (running or {}).items()}
-    return board
+def snapshot_at(
+    now_s: float, *, beat_s: float, running: dict[str, float] | None = None, phase: str = "serving"
+) -> Snapshot:
+    snapshot = Snapshot(lambda: int(now_s * 1e9))
+    snapshot.phase, snapshot.beat_ns = phase, int(beat_s * 1e9)
+    snapshot.publish(0, [], [], store_open=True)
+    snapshot.running = lambda: {call: int(since * 1e9) for call, since in (running or {}).items()}
+    return snapshot
 
 
 @pytest.mark.parametrize(
-    ("board", "ready", "healthy"),
+    ("snapshot", "ready", "healthy"),
     [
-        (board_at(100, beat_s=99.9), True, True),
-        (board_at(100, beat_s=95), False, True),
-        (board_at(100, beat_s=99 - LOOP_HEALTHY_S), False, False),
-        (board_at(100, beat_s=100, running={"fetch": 99}), True, True),
-        (board_at(100, beat_s=100, running={"fetch": 80, "save": 99}), False, True),
-        (board_at(200, beat_s=200, running={"save": 199 - CALL_HEALTHY_S}), False, False),
-        (board_at(200, beat_s=200, running={"copy": 199 - CALL_HEALTHY_S}), True, True),
-        (board_at(100, beat_s=0, phase="starting"), False, True),
-        (board_at(100, beat_s=0, phase="stopping"), False, True),
+        (snapshot_at(100, beat_s=99.9), True, True),
+        (snapshot_at(100, beat_s=95), False, True),
+        (snapshot_at(100, beat_s=99 - LOOP_HEALTHY_S), False, False),
+        (snapshot_at(100, beat_s=100, running={"fetch": 99}), True, True),
+        (snapshot_at(100, beat_s=100, running={"fetch": 80, "save": 99}), False, True),
+        (snapshot_at(200, beat_s=200, running={"save": 199 - CALL_HEALTHY_S}), False, False),
+        (snapshot_at(200, beat_s=200, running={"copy": 199 - CALL_HEALTHY_S}), True, True),
+        (snapshot_at(100, beat_s=0, phase="starting"), False, True),
+        (snapshot_at(100, beat_s=0, phase="stopping"), False, True),
     ],
 )
-def test_health_is_judged_by_ages(board: Board, ready: bool, healthy: bool) -> None:
-    health = judge(board)
+def test_health_is_judged_by_ages(snapshot: Snapshot, ready: bool, healthy: bool) -> None:
+    health = judge(snapshot)
     assert (health.ready, health.healthy) == (ready, healthy)
     assert bool(health.problems) == (not ready)
 
@@ -247,29 +249,29 @@ def test_health_is_judged_by_ages(board: Board, ready: bool, healthy: bool) -> N
 def test_health_is_the_status_over_http() -> None:
     """503 of /healthz is the restart that is due."""
     (port,) = free_ports(1)
-    board = board_at(100, beat_s=100)
-    server = MetricsServer("127.0.0.1", port, board, EventCounts())
+    snapshot = snapshot_at(100, beat_s=100)
+    server = MetricsServer("127.0.0.1", port, snapshot, EventCounts())
     try:
         for beat_s, statuses in ((100, (200, 200)), (97, (503, 200)), (99 - LOOP_HEALTHY_S, (503, 503))):
-            board.beat_ns = int(beat_s * 1e9)
+            snapshot.beat_ns = int(beat_s * 1e9)
             assert (get(port, "/readyz")[0], get(port, "/healthz")[0]) == statuses
     finally:
         server.close()
 
 
 def test_a_closed_store_is_not_ready_but_healthy() -> None:
-    board = board_at(1, beat_s=1)
-    board.publish(0, [], [], store_open=False)
-    assert (judge(board).ready, judge(board).healthy) == (False, True)
-    board.publish(0, [], [], store_open=True, store_answering=False)
-    assert (judge(board).ready, judge(board).healthy) == (False, True)
-    assert "does not answer" in judge(board).problems[0]
+    snapshot = snapshot_at(1, beat_s=1)
+    snapshot.publish(0, [], [], store_open=False)
+    assert (judge(snapshot).ready, judge(snapshot).healthy) == (False, True)
+    snapshot.publish(0, [], [], store_open=True, store_answering=False)
+    assert (judge(snapshot).ready, judge(snapshot).healthy) == (False, True)
+    assert "does not answer" in judge(snapshot).problems[0]
 
 
 def test_a_disk_tier_that_keeps_nothing_is_a_problem_and_no_reason_not_to_be_ready() -> None:
-    board = board_at(1, beat_s=1)
-    board.disk_fault = lambda: "nothing can be kept on disk"
-    health = judge(board)
+    snapshot = snapshot_at(1, beat_s=1)
+    snapshot.disk_fault = lambda: "nothing can be kept on disk"
+    health = judge(snapshot)
     assert (health.ready, health.healthy, health.problems) == (True, True, ("nothing can be kept on disk",))
 
 
@@ -280,9 +282,9 @@ GAUGES: dict[str, Any] = dict.fromkeys(
 
 
 def test_two_engines_of_one_name_make_one_series() -> None:
-    board = board_at(1, beat_s=1)
-    board.publish(0, [{"engine": "e", **GAUGES}, {"engine": "e", **GAUGES}], [], store_open=True)
-    families = {family.name: family for family in BoardCollector(board, EventCounts()).collect()}
+    snapshot = snapshot_at(1, beat_s=1)
+    snapshot.publish(0, [{"engine": "e", **GAUGES}, {"engine": "e", **GAUGES}], [], store_open=True)
+    families = {family.name: family for family in SnapshotCollector(snapshot, EventCounts()).collect()}
     assert [(s.labels, s.value) for s in families["kvprefetchd_pending_requests"].samples] == [({"engine": "e"}, 6)]
 
 
@@ -330,7 +332,7 @@ def test_an_account_takes_a_request_in() -> None:
 
 
 def test_every_metric_of_the_catalogue_is_exported_and_nothing_else() -> None:
-    families = list(BoardCollector(board_at(1, beat_s=1), EventCounts()).collect())
+    families = list(SnapshotCollector(snapshot_at(1, beat_s=1), EventCounts()).collect())
     assert [family.name for family in families] == [metrics.PREFIX + name for name in CATALOGUE]
 
 
@@ -343,7 +345,7 @@ def test_a_server_without_clients_ends_at_once() -> None:
     (port,) = free_ports(1)
     began = time.monotonic()
     for _ in range(10):
-        MetricsServer("127.0.0.1", port, Board(), EventCounts()).close()
+        MetricsServer("127.0.0.1", port, Snapshot(), EventCounts()).close()
     assert time.monotonic() - began < 2, "Python's own shutdown takes half a second"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
@@ -352,7 +354,7 @@ def test_a_server_without_clients_ends_at_once() -> None:
 def test_clients_that_leave_or_say_nothing_cost_no_traceback_and_no_thread(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = free.getsockname()
-    server = MetricsServer(*address, Board(), EventCounts())
+    server = MetricsServer(*address, Snapshot(), EventCounts())
     before = threading.active_count()
     try:
         for _ in range(20):
