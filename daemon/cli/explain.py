@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from ..telemetry.pretty import printable
 from ..telemetry.reader import Record, records
-from ..telemetry.trace import explain
+from ..telemetry.trace_picture import explain
 from .client import Unavailable
 from .common import Commands, declare
 from .help_page import Page

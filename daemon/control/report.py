@@ -74,15 +74,15 @@ def segments(sessions: Sequence[EngineSession], now_ns: int) -> Segments:
 def _slowest(sessions: Sequence[EngineSession], now_ns: int) -> list[SlowRequest]:
     """Those that waited longest, but for those whose client did not: how long they waited says when it left."""
     waited = (
-        (story["exposed_ms"], -at_ns, session.engine_id, story)
+        (line["exposed_ms"], -at_ns, session.engine_id, line)
         for session in sessions
-        for at_ns, story in session.stories.recent
-        if story["exposed_ms"] > 0 and story["outcome"] != Ending.ABORTED.value and now_ns - at_ns < SLOWEST_NS
+        for at_ns, line in session.traces.recent
+        if line["exposed_ms"] > 0 and line["outcome"] != Ending.ABORTED.value and now_ns - at_ns < SLOWEST_NS
     )
     return [
         SlowRequest(
-            request_id=story["request_id"], engine=engine, outcome=story["outcome"], exposed_ms=exposed_ms,
-            fetched_bytes=story["bytes"], ago_s=(now_ns + negative_ns) / 1e9,
+            request_id=line["request_id"], engine=engine, outcome=line["outcome"], exposed_ms=exposed_ms,
+            fetched_bytes=line["bytes"], ago_s=(now_ns + negative_ns) / 1e9,
         )
-        for exposed_ms, negative_ns, engine, story in heapq.nlargest(SLOWEST, waited, key=lambda each: each[:2])
+        for exposed_ms, negative_ns, engine, line in heapq.nlargest(SLOWEST, waited, key=lambda each: each[:2])
     ]  # fmt: skip

@@ -25,7 +25,7 @@ from ..store.client import Store
 from ..telemetry.counters import WARM_RESULTS, Counters
 from ..telemetry.events import Ending
 from ..telemetry.logs import Log
-from ..telemetry.timeline import Stories
+from ..telemetry.trace import Traces
 from ..work.calls import Jobs
 from ..work.pools import Pools
 from . import transfers
@@ -71,7 +71,7 @@ class EngineSession:
         self._flags = SessionFlags(self.table, self._disk_blocks)
         self._mode: Mode = "on"
         self.jobs = Jobs(self._log)
-        self.stories = Stories(self.totals, self._log, self.block_bytes, clock_ns)
+        self.traces = Traces(self.totals, self._log, self.block_bytes, clock_ns)
         chunk_blocks = max(1, chunk_bytes // self.block_bytes)
         part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in self.staging.block_bytes)  # as a disk tier counts
         self.planner = Planner(
@@ -142,7 +142,7 @@ class EngineSession:
             ask = records.decode_ask(record.payload)
             key = (ask.flag, ask.generation)
             if (request := self.planner.requests.get(key)) is not None and not request.asked:
-                self.stories.asked(key, ask.asked_ns)
+                self.traces.asked(key, ask.asked_ns)
                 self.planner.ask(key)
                 self.promoter.asked(key)
                 self.look_ups.asked(request)
@@ -174,7 +174,7 @@ class EngineSession:
         request = self.planner.hint(
             key, bytes(hint.hashes), hint.hash_bytes, hint.blocks, hint.local_blocks, hint.priority
         )
-        self.stories.begin(key, hint, now)
+        self.traces.begin(key, hint, now)
         self.totals.push_to_seen.observe(max(0, now - hint.arrival_ns) / 1e9)
         # Cancelled before we looked, read after the end, keys of old weights may still be there, or switched
         # off: nothing to look up.
@@ -203,7 +203,7 @@ class EngineSession:
         self.promoter.loaded(key, len(loaded))
         self._flags.free(key)
         if request is not None:
-            self.stories.tell(request, ending, done)
+            self.traces.write(request, ending, done)
 
     def switch(self, mode: Mode) -> None:
         """What becomes of hints from now on, and of blocks to save; requests already planned go on."""
@@ -250,7 +250,7 @@ class EngineSession:
         self._look_up([question.digests for question in questions], done)
 
     def found(self, request: Request, blocks: int, on_disk: bytes, *, unavailable: bool) -> None:
-        self.stories.looked_up(request.key, blocks, self._clock_ns(), unavailable=unavailable)
+        self.traces.looked_up(request.key, blocks, self._clock_ns(), unavailable=unavailable)
         staged, disk = request.issued - request.local, sum(on_disk)
         self.totals.hit_blocks.update(staging=staged, memory=blocks - request.local - staged - disk, disk=disk)
         self.table.set_found(request.key[0], blocks)
@@ -305,7 +305,7 @@ class EngineSession:
         self._negative.clear()
         self.warming.stop("its weights changed")
         for request in self.jobs.contain(self.planner.reset, list[Request]()):
-            self.stories.tell(request, Ending.RESET)
+            self.traces.write(request, Ending.RESET)
         self.promoter.reset()
 
     # --- life -------------------------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ class EngineSession:
         self.drain(LAST_RECORDS)
         self.promoter.end()
         for request in list(self.planner.requests.values()):
-            self.stories.tell(request, Ending.ENGINE_CORRUPT if self.corrupt is not None else ending)
+            self.traces.write(request, Ending.ENGINE_CORRUPT if self.corrupt is not None else ending)
         self.planner.end()
         self._count_waste()
 

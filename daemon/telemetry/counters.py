@@ -82,23 +82,23 @@ class Counters:
     exposed: Histogram = field(default_factory=_slow)
     ready_to_seen: Histogram = field(default_factory=_slow)
 
-    def request_done(self, story: Mapping[str, Any]) -> None:
+    def request_done(self, line: Mapping[str, Any]) -> None:
         """Enter one request.done line."""
-        self.endings[story["outcome"]] += 1
-        self.loaded_blocks += story["loaded_blocks"]
-        self.requests_taken_back += story["taken_back"] > 0
-        looked_up, seen = story["looked_up_ms"], story["hint_seen_ms"]
+        self.endings[line["outcome"]] += 1
+        self.loaded_blocks += line["loaded_blocks"]
+        self.requests_taken_back += line["taken_back"] > 0
+        looked_up, seen = line["looked_up_ms"], line["hint_seen_ms"]
         if looked_up is not None:
             self.look_up.observe((looked_up - seen) / 1e3)
-            self.miss_blocks += story["hint_blocks"] - story["found_blocks"]
-        if story["outcome"] in (Ending.LOADED.value, Ending.LATE.value):
-            self.exposed.observe(story["exposed_ms"] / 1e3)
-        if story["last_byte_ms"] is not None:
-            transfer = max(0.0, story["last_byte_ms"] - seen) / 1e3
+            self.miss_blocks += line["hint_blocks"] - line["found_blocks"]
+        if line["outcome"] in (Ending.LOADED.value, Ending.LATE.value):
+            self.exposed.observe(line["exposed_ms"] / 1e3)
+        if line["last_byte_ms"] is not None:
+            transfer = max(0.0, line["last_byte_ms"] - seen) / 1e3
             self.transfer_s += transfer
-            self.hidden_s += transfer * story["hidden_fraction"]
-        if story["unseen_ms"] > 0:
-            self.ready_to_seen.observe(story["unseen_ms"] / 1e3)
+            self.hidden_s += transfer * line["hidden_fraction"]
+        if line["unseen_ms"] > 0:
+            self.ready_to_seen.observe(line["unseen_ms"] / 1e3)
 
     def add(self, other: Counters) -> None:
         """Add everything that `other` counted."""

@@ -263,7 +263,7 @@ EVENTS: dict[str, Event] = {
         ("in_flight",),
     ),
     "engine.detached": Event("info", "An engine's epoch is over; its memory but `kept_bytes` is given back.", _ACCOUNT),
-    "request.done": Event("info", "A hinted request ended: its whole story, in one line for each hint.",
+    "request.done": Event("info", "A hinted request ended: its trace, in one line for each hint.",
                           tuple(FIELDS)[: tuple(FIELDS).index("hidden_fraction") + 1]),
     "record.bad": Event("warning", "A hint-ring record did not follow the protocol and was skipped.",
                         ("error", "count"), floods=True),

@@ -1,201 +1,117 @@
-"""One request's story as a picture and a sentence: where its time went. Pure: a `request.done` record in, text out."""
+"""The traces of one engine's requests: the times of each, written as a single `request.done` log line."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable
+from typing import Any
 
+from ...shmring.wire.records import Done, Hint
+from ..planning.planner import Key, Request
+from .counters import Counters
 from .events import Ending
-from .pretty import figure, number, printable, size
-from .reader import Record
+from .logs import Log
 
-WIDTH = 56
-COPY = "copy, until its step ends"
-ELSEWHERE = "scheduler elsewhere"
-UNSEEN = "answered, step goes on"
-_SHOWN = 0.05  # a part of a wait, or of the whole, below this share is not mentioned
+RECENT = 256
 
 
-class Span(NamedTuple):
-    """Part of the story, in milliseconds since the request arrived."""
+class Trace:
+    """Collects the times of one hinted request (CLOCK_MONOTONIC nanoseconds; 0: did not happen)."""
 
-    name: str
-    start_ms: float
-    end_ms: float
+    def __init__(self, hint: Hint, seen_ns: int) -> None:
+        self.request_id = hint.request_id
+        self.arrived_ns = hint.arrival_ns
+        self.hint_seen_ns = seen_ns
+        self.prompt_tokens = hint.prompt_tokens
+        self.looked_up_ns = 0
+        self.asked_ns = 0
+        self.found_blocks = hint.local_blocks
+        self.store_unavailable = False
 
+    def fields(
+        self, request: Request, ending: Ending, done: Done | None, block_bytes: int, now_ns: int
+    ) -> dict[str, Any]:
+        """The log line's fields: `*_ms` are milliseconds since the request arrived in the engine.
 
-def explain(record: Record) -> str:
-    """The whole explanation, several lines."""
-    return "\n".join([*headline(record), "", *picture(record), "", sentence(record)])
+        `exposed_ms` is how long the scheduler waited for us, as the engine counted it: the passes in which it would
+        have taken the request and could not, not those whose seats or tokens went to others.  Where the engine did not
+        say, it is the time from its question until the fetch was over, or the request.  `unseen_ms` is the part of it
+        after the answer was there: the scheduler looks once a step, and waited for its own step.  `hidden_fraction` is
+        the share of look-up and transfer for which it did not wait, None where nothing was fetched or loaded.
+        """
+        asked = done.asked_ns if done is not None and done.asked_ns else self.asked_ns
+        claimed = done.claimed_ns if done is not None else 0
+        loaded = done.loaded_ns if done is not None else 0
+        ready = request.last_byte_ns or self.looked_up_ns
+        until = claimed or now_ns
+        exposed_ns = max(0, until - asked) if asked else 0
+        if done is not None:
+            exposed_ns = min(exposed_ns, done.waited_ns)
+        elif request.final:
+            exposed_ns = min(exposed_ns, max(0, ready - asked))
+        loaded_blocks = done.loaded_blocks if done is not None else 0
+        transfer_ns = max(0, ready - self.hint_seen_ns)
+        late_ns = min(exposed_ns, max(0, min(ready, until) - max(asked, self.hint_seen_ns)))
+        hidden = 1.0 - min(1.0, late_ns / transfer_ns) if transfer_ns else 1.0
+        unseen_ns = max(0, asked + exposed_ns - max(ready, asked)) if request.final and ready and asked else 0
+        memory_blocks = request.fetched_blocks - request.disk_blocks
+        return {
+            "request_id": self.request_id,
+            "outcome": ending.value,
+            "prompt_tokens": self.prompt_tokens,
+            "hint_blocks": request.blocks,
+            "local_blocks": request.local,
+            "found_blocks": self.found_blocks,
+            "loaded_blocks": loaded_blocks,
+            "bytes": request.fetched_blocks * block_bytes,
+            "bytes_disk": request.disk_blocks * block_bytes,
+            "bytes_memory": memory_blocks * block_bytes,
+            "taken_back": request.taken_back,
+            "store_unavailable": self.store_unavailable,
+            "arrived_ms": 0.0,
+            "hint_seen_ms": self._ms(self.hint_seen_ns),
+            "looked_up_ms": self._ms(self.looked_up_ns),
+            "first_byte_ms": self._ms(request.first_byte_ns),
+            "last_byte_ms": self._ms(request.last_byte_ns),
+            "asked_ms": self._ms(asked),
+            "claimed_ms": self._ms(claimed),
+            "loaded_ms": self._ms(loaded),
+            "ended_ms": self._ms(now_ns),
+            "exposed_ms": round(exposed_ns / 1e6, 3),
+            "unseen_ms": round(unseen_ns / 1e6, 3),
+            "hidden_fraction": round(hidden, 4) if request.last_byte_ns or loaded_blocks else None,
+        }
 
-
-def headline(record: Record) -> list[str]:
-    hinted, local, found = (_count(record, f"{name}_blocks") for name in ("hint", "local", "found"))
-    ended = str(record.get("ts", "?"))[:23].replace("T", " ")
-    lines = [
-        printable(f"request {record.get('request_id')} of engine {record.get('engine', '?')}: {record.get('outcome')}"),
-        printable(f"ended {ended} UTC"),
-        f"{hinted} blocks ({_count(record, 'prompt_tokens')} tokens): {local} local, {found - local} more in the store,"
-        f" {hinted - found} nowhere; {_count(record, 'loaded_blocks')} loaded",
-    ]
-    if record.get("bytes"):
-        lines.append(
-            f"{size(_count(record, 'bytes'))} fetched: {size(_count(record, 'bytes_memory'))} from memory, "
-            f"{size(_count(record, 'bytes_disk'))} from disk"
-        )
-    if times := _count(record, "taken_back"):
-        lines.append(f"its room went to more urgent requests {'once' if times == 1 else f'{times} times'}")
-    return lines
-
-
-def spans(record: Record) -> list[Span]:
-    """The parts that this request went through, in the order of their starts."""
-    seen, looked_up, first, last, asked, claimed, loaded, ended = (
-        _ms(record, name)
-        for name in ("hint_seen", "looked_up", "first_byte", "last_byte", "asked", "claimed", "loaded", "ended")
-    )
-    turn = asked if asked is not None else claimed if claimed is not None else ended
-    ready = last if last is not None else looked_up
-    end = claimed if claimed is not None else ended
-    left = None if asked is None else asked + _number(record, "exposed_ms")  # drawn in one piece, as it mostly is
-    elsewhere = left is not None and end is not None and end - left >= _SHOWN * end
-    unseen = _number(record, "unseen_ms")
-    outcome = record.get("outcome")
-    staged = last is not None or outcome == Ending.LOADED.value
-    if outcome in (Ending.LATE.value, Ending.RECOMPUTED.value):
-        after = ("fetch not over", ready, end)
-    elif staged:
-        after = ("staged, not yet taken", ready, end)
-    else:
-        after = (UNSEEN, ready if unseen else None, left)
-    found = [
-        ("in the engine's queue", 0.0, turn),
-        ("hint to daemon", 0.0, seen),
-        ("look-up", seen, looked_up),
-        ("first fetch", looked_up, first),
-        ("the other fetches", first, last if last != first else None),
-        after,
-        ("scheduler waits", asked, left),
-        (ELSEWHERE, left if elsewhere else None, end),
-        (COPY, claimed, loaded),
-    ]
-    return [
-        Span(name, start, max(start, end)) for name, start, end in found if start is not None and end is not None
-    ]  # fmt: skip
-
-
-def picture(record: Record) -> list[str]:
-    """A bar for each part, on one scale."""
-    parts = spans(record)
-    end = max((part.end_ms for part in parts), default=0.0) or 1.0
-    left = max((len(part.name) for part in parts), default=0)
-    scale = f"{'':{left}}  {'':>9}  0{f'{number(end)} ms':>{WIDTH - 1}}"
-    lines = [scale]
-    for part in parts:
-        start, stop = (round(WIDTH * max(0.0, at) / end) for at in (part.start_ms, part.end_ms))
-        start = min(start, WIDTH - 1)
-        bar = " " * start + ("█" * (stop - start) or "▏")
-        lines.append(f"{part.name:{left}}  {number(part.end_ms - part.start_ms):>6} ms  {bar}")
-    return lines
+    def _ms(self, at_ns: int) -> float | None:
+        return round((at_ns - self.arrived_ns) / 1e6, 3) if at_ns else None
 
 
-def sentence(record: Record) -> str:
-    """What the picture says, in words."""
-    outcome = str(record.get("outcome"))
-    waited = _number(record, "exposed_ms")
-    told = {
-        Ending.LOADED.value: _loaded,
-        Ending.MISS.value: _miss,
-        Ending.LATE.value: _late,
-    }.get(outcome)
-    if told is not None:
-        return told(record, waited)
-    meaning = next((ending.meaning for ending in Ending if ending.value == outcome), "an outcome unknown here")
-    return f"It did not load, because {meaning}. {_wait(record, waited)}"
+class Traces:
+    """One trace for each planned request; written, counted and forgotten when the request ends."""
 
+    def __init__(self, totals: Counters, log: Log, block_bytes: int, clock_ns: Callable[[], int]) -> None:
+        self._totals, self._log, self._block_bytes, self._clock_ns = totals, log, block_bytes, clock_ns
+        self._traces: dict[Key, Trace] = {}
+        self.recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=RECENT)  # (when, request.done), for `top`
 
-def _loaded(record: Record, waited: float) -> str:
-    fetched = bool(record.get("bytes"))
-    seen, looked_up, last = (_ms(record, name) for name in ("hint_seen", "looked_up", "last_byte"))
-    ready = last if last is not None else looked_up
-    work = f"{'look-up and transfer' if fetched else 'the look-up (its blocks were staged already)'}"
-    took = f"{number((ready or 0.0) - (seen or 0.0))} ms"
-    if waited < 0.05:
-        queue = next((part.end_ms for part in spans(record) if part.name == "in the engine's queue"), 0.0)
-        said = f"The scheduler did not wait: {work} took {took} of the {number(queue)} ms that it queued in the engine."
-    else:
-        hidden = 100 * _number(record, "hidden_fraction")
-        said = f"Of {work}, which took {took}, the queue hid {hidden:.0f} %. {_wait(record, waited)}"
-    return said + _step(record)
+    def begin(self, key: Key, hint: Hint, now_ns: int) -> None:
+        self._traces[key] = Trace(hint, now_ns)
 
+    def asked(self, key: Key, asked_ns: int) -> None:
+        if (trace := self._traces.get(key)) is not None:
+            trace.asked_ns = asked_ns
 
-def _step(record: Record) -> str:
-    """Said where most of the time was the engine's own."""
-    parts = spans(record)
-    took = sum(part.end_ms - part.start_ms for part in parts if part.name == COPY)
-    if 2 * took <= max((part.end_ms for part in parts), default=0.0):
-        return ""
-    return f" Most of the time, {number(took)} ms, was the engine's step that copied it, its computing included."
+    def looked_up(self, key: Key, blocks: int, now_ns: int, *, unavailable: bool) -> None:
+        trace = self._traces[key]
+        trace.looked_up_ns, trace.found_blocks, trace.store_unavailable = now_ns, blocks, unavailable
 
-
-def _miss(record: Record, waited: float) -> str:
-    if record.get("store_unavailable"):
-        reason = "The store did not answer, and it was recomputed."
-    elif _count(record, "found_blocks") > _count(record, "local_blocks"):
-        reason = "What the store had could not be fetched, and it was recomputed."
-    else:
-        reason = "The store had nothing beyond what the engine held itself, and it was recomputed."
-    return f"{reason} {_wait(record, waited)}"
-
-
-def _late(record: Record, waited: float) -> str:
-    return f"It was not there when the engine's patience was over, and it was recomputed. {_wait(record, waited)}"
-
-
-def _wait(record: Record, waited: float) -> str:
-    """How the time at the head of the queue divides among what the daemon did meanwhile."""
-    asked, found = _ms(record, "asked"), spans(record)
-    others = sum(part.end_ms - part.start_ms for part in found if part.name == ELSEWHERE)
-    more = f" For {number(others)} ms more the engine's seats or tokens went to others." if others else ""
-    if asked is None or waited < 0.05:
-        return f"The scheduler did not wait for it.{more}"
-    if 2 * (unseen := _number(record, "unseen_ms")) >= waited:
-        answer = "answer, a miss," if record.get("outcome") == Ending.MISS.value else "answer"
-        return (
-            f"Its {answer} came {number(max(0.0, waited - unseen))} ms after the scheduler had asked. The scheduler "
-            f"came back after {number(waited)} ms, when its step had ended: the request waited for the engine, not for "
-            f"the store.{more}"
-        )
-    until = asked + waited
-    during = []
-    for part in found:
-        if part.name in ("in the engine's queue", "scheduler waits", ELSEWHERE, COPY):
-            continue
-        overlap = min(until, part.end_ms) - max(asked, part.start_ms)
-        if overlap >= _SHOWN * waited:
-            during.append((overlap, part.name))
-    parts = ", ".join(f"{number(overlap)} ms {_during(name)}" for overlap, name in sorted(during, reverse=True))
-    return f"The scheduler waited {number(waited)} ms for it{f': {parts}' if parts else ''}.{more}"
-
-
-def _during(name: str) -> str:
-    return {
-        "hint to daemon": "until the daemon read the hint",
-        "look-up": "for the look-up",
-        "first fetch": "for its first fetch",
-        "the other fetches": "for the other fetches",
-        "fetch not over": "for a fetch that was not over",
-        "staged, not yet taken": "after it was staged, until the scheduler looked again",
-        UNSEEN: "after it was answered, until the scheduler looked again",
-    }[name]
-
-
-def _ms(record: Record, name: str) -> float | None:
-    return figure(record, f"{name}_ms")
-
-
-def _number(record: Record, name: str) -> float:
-    return figure(record, name) or 0.0
-
-
-def _count(record: Record, name: str) -> int:
-    return int(_number(record, name))
+    def write(self, request: Request, ending: Ending, done: Done | None = None) -> None:
+        """Write the one line of a request that ended, unless it was written."""
+        trace = self._traces.pop(request.key, None)
+        if trace is None:
+            return
+        now = self._clock_ns()
+        line = trace.fields(request, ending, done, self._block_bytes, now)
+        self._totals.request_done(line)
+        self.recent.append((now, line))
+        self._log.info("request.done", **line)

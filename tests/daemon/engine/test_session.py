@@ -165,7 +165,7 @@ def test_a_block_from_disk_that_is_fetched_again_and_again_counts_once_for_the_e
         engine.push(RecordKind.DONE, encode_done(Done(1, others, Outcome.LOADED, 0, 8, 0, 0, 0, 0)))
         engine.fetch()
     assert session.table.flag(0) == (1, FlagState.READY, 8)
-    assert session.planner.requests[0, 1].disk_blocks > 8, "for the story every byte counts"
+    assert session.planner.requests[0, 1].disk_blocks > 8, "for the trace every byte counts"
     assert session.table.disk(0) == 8
     engine.leave()
 

@@ -298,7 +298,7 @@ def test_a_histogram_counts_each_value_under_its_bound() -> None:
     assert histogram.sum_s == pytest.approx(7.85)
 
 
-def story(**changes: Any) -> dict[str, Any]:
+def line(**changes: Any) -> dict[str, Any]:
     return {
         "outcome": "loaded", "hint_blocks": 10, "local_blocks": 1, "found_blocks": 8, "loaded_blocks": 7,
         "bytes_memory": 500, "bytes_disk": 200, "taken_back": 2, "hint_seen_ms": 1.0, "looked_up_ms": 3.0,
@@ -310,8 +310,8 @@ def story(**changes: Any) -> dict[str, Any]:
 
 def test_an_account_takes_a_request_in() -> None:
     counters = Counters()
-    counters.request_done(story())
-    counters.request_done(story(outcome="aborted", asked_ms=None, claimed_ms=None, loaded_blocks=0, exposed_ms=0.0,
+    counters.request_done(line())
+    counters.request_done(line(outcome="aborted", asked_ms=None, claimed_ms=None, loaded_blocks=0, exposed_ms=0.0,
                                unseen_ms=0.0, taken_back=0))  # fmt: skip
     total = Counters()
     for _ in range(2):

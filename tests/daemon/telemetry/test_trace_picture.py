@@ -1,0 +1,255 @@
+"""`kvprefetchd explain`: one request's trace as a picture, and a sentence that says where its time went."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvprefetch.daemon.telemetry import trace_picture
+from kvprefetch.daemon.telemetry.events import Ending
+from kvprefetch.shmring.wire.records import Done, FlagState, Outcome, RecordKind, encode_done
+from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.stores import blocks
+from tests.lab.daemon import Daemon
+from tests.support.log_lines import problems
+
+ROOT = Path(__file__).resolve().parents[3]
+README = (ROOT / "README.md").read_text()
+
+LINE: dict[str, Any] = {
+    "ts": "2026-11-21T07:30:00.000000Z", "level": "info", "event": "request.done", "run_id": "5d1c0a7be2f4",
+    "engine": "3f2a91c04d11", "epoch": 5, "request_id": "cmpl-7", "outcome": "loaded", "prompt_tokens": 2081,
+    "hint_blocks": 65, "local_blocks": 2, "found_blocks": 64, "loaded_blocks": 62, "bytes": 8126464, "bytes_disk": 0,
+    "bytes_memory": 8126464, "taken_back": 0, "store_unavailable": False, "arrived_ms": 0.0, "hint_seen_ms": 0.21,
+    "looked_up_ms": 1.32, "first_byte_ms": 14.1, "last_byte_ms": 96.4, "asked_ms": 71.0, "claimed_ms": 97.2,
+    "loaded_ms": 99.9, "ended_ms": 100.4, "exposed_ms": 26.2, "unseen_ms": 0.8,
+    "hidden_fraction": 0.7359,
+}  # fmt: skip
+
+
+def explain(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvprefetch.daemon", "explain", *arguments],
+        input=given, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
+    assert problems(LINE) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {},
+            "Of look-up and transfer, which took 96.2 ms, the queue hid 74 %. The scheduler waited 26.2 ms for it: "
+            "25.4 ms for the other fetches.",
+        ),
+        (
+            {"asked_ms": None, "claimed_ms": 250.0, "loaded_ms": 253.0, "exposed_ms": 0.0, "hidden_fraction": 1.0},
+            "The scheduler did not wait: look-up and transfer took 96.2 ms of the 250 ms that it queued in the engine.",
+        ),
+        (
+            {"loaded_ms": 900.0},
+            "Of look-up and transfer, which took 96.2 ms, the queue hid 74 %. The scheduler waited 26.2 ms for it: "
+            "25.4 ms for the other fetches. Most of the time, 803 ms, was the engine's step that copied it, its "
+            "computing included.",
+        ),
+        (
+            {"asked_ms": 0.5, "exposed_ms": 96.7, "hidden_fraction": 0.0},
+            "Of look-up and transfer, which took 96.2 ms, the queue hid 0 %. The scheduler waited 96.7 ms for it: "
+            "82.3 ms for the other fetches, 12.8 ms for its first fetch.",
+        ),
+        (
+            {"bytes": 0, "first_byte_ms": None, "last_byte_ms": None, "asked_ms": None, "claimed_ms": 30.0,
+             "loaded_ms": 31.0, "exposed_ms": 0.0, "hidden_fraction": 1.0},
+            "The scheduler did not wait: the look-up (its blocks were staged already) took 1.11 ms of the 30.0 ms that "
+            "it queued in the engine.",
+        ),
+        (
+            {"outcome": "miss", "found_blocks": 2, "loaded_blocks": 0, "bytes": 0, "first_byte_ms": None,
+             "last_byte_ms": None, "asked_ms": None, "claimed_ms": None, "loaded_ms": None, "exposed_ms": 0.0,
+             "hidden_fraction": None},
+            "The store had nothing beyond what the engine held itself, and it was recomputed. The scheduler did not "
+            "wait for it.",
+        ),
+        (
+            {"outcome": "miss", "found_blocks": 2, "store_unavailable": True, "bytes": 0, "looked_up_ms": 2000.0,
+             "first_byte_ms": None, "last_byte_ms": None, "asked_ms": 1.0, "claimed_ms": None, "loaded_ms": None,
+             "ended_ms": 2001.0, "exposed_ms": 2000.0},
+            "The store did not answer, and it was recomputed. The scheduler waited 2000 ms for it: 1999 ms for the "
+            "look-up.",
+        ),
+        (
+            {"outcome": "late", "claimed_ms": None, "loaded_ms": None, "last_byte_ms": None, "first_byte_ms": None,
+             "bytes": 0, "asked_ms": 5.0, "ended_ms": 5005.0, "exposed_ms": 5000.0},
+            "It was not there when the engine's patience was over, and it was recomputed. The scheduler waited 5000 ms "
+            "for it: 5000 ms for a fetch that was not over.",
+        ),
+        (
+            {"asked_ms": 0.5, "claimed_ms": 3498.0, "loaded_ms": 3600.0, "exposed_ms": 9.5, "hidden_fraction": 0.9},
+            "Of look-up and transfer, which took 96.2 ms, the queue hid 90 %. The scheduler waited 9.50 ms for it: "
+            "8.68 ms for its first fetch, 0.82 ms for the look-up. For 3488 ms more the engine's seats or tokens went "
+            "to others.",
+        ),
+        (
+            {"outcome": "miss", "found_blocks": 0, "loaded_blocks": 0, "bytes": 0, "first_byte_ms": None,
+             "last_byte_ms": None, "asked_ms": 0.3, "looked_up_ms": 9.1, "claimed_ms": None, "loaded_ms": None,
+             "ended_ms": 67812.3, "exposed_ms": 9.5, "unseen_ms": 0.7, "hidden_fraction": None},
+            "The store had nothing beyond what the engine held itself, and it was recomputed. The scheduler waited "
+            "9.50 ms for it: 8.80 ms for the look-up, 0.70 ms after it was answered, until the scheduler looked again. "
+            "For 67802 ms more the engine's seats or tokens went to others.",
+        ),
+        (
+            {"outcome": "miss", "found_blocks": 0, "loaded_blocks": 0, "bytes": 0, "first_byte_ms": None,
+             "last_byte_ms": None, "asked_ms": 0.3, "looked_up_ms": 5.3, "claimed_ms": None, "loaded_ms": None,
+             "ended_ms": 812.4, "exposed_ms": 812.0, "unseen_ms": 807.0, "hidden_fraction": None},
+            "The store had nothing beyond what the engine held itself, and it was recomputed. Its answer, a miss, came "
+            "5.00 ms after the scheduler had asked. The scheduler came back after 812 ms, when its step had ended: the "
+            "request waited for the engine, not for the store.",
+        ),
+        (
+            {"asked_ms": 90.0, "claimed_ms": 300.0, "loaded_ms": 310.0, "exposed_ms": 210.0, "unseen_ms": 203.6},
+            "Of look-up and transfer, which took 96.2 ms, the queue hid 74 %. Its answer came 6.40 ms after the "
+            "scheduler had asked. The scheduler came back after 210 ms, when its step had ended: the request waited "
+            "for the engine, not for the store.",
+        ),
+    ],
+)  # fmt: skip
+def test_the_sentence_says_where_the_time_went(changes: dict[str, Any], expected: str) -> None:
+    assert trace_picture.sentence({**LINE, **changes}) == expected
+
+
+def test_it_says_how_often_the_room_went_to_others() -> None:
+    heads = ["\n".join(trace_picture.headline({**LINE, "taken_back": times})) for times in (0, 1, 2)]
+    assert "more urgent" not in heads[0]
+    assert "its room went to more urgent requests once" in heads[1]
+    assert "its room went to more urgent requests 2 times" in heads[2]
+
+
+@pytest.mark.parametrize("ending", Ending)
+def test_every_outcome_has_a_sentence_and_nothing_breaks_it(ending: Ending) -> None:
+    bare = {"event": "request.done", "ts": "x", "outcome": ending.value}
+    for record in ({**LINE, "outcome": ending.value}, bare, {**bare, "exposed_ms": "?", "asked_ms": [1]},
+                   {**bare, "hint_blocks": float("nan"), "bytes": 1e999, "loaded_ms": 10**400}):  # fmt: skip
+        assert trace_picture.explain(record).rstrip().endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "last_byte_ms", "name"),
+    [
+        ("loaded", None, "staged, not yet taken"), ("aborted", 96.4, "staged, not yet taken"), ("miss", None, None),
+        ("aborted", None, None), ("late", None, "fetch not over"), ("recomputed", None, "fetch not over"),
+    ],
+)  # fmt: skip
+def test_only_what_was_staged_is_drawn_as_staged(outcome: str, last_byte_ms: float | None, name: str | None) -> None:
+    record = {**LINE, "outcome": outcome, "first_byte_ms": last_byte_ms, "last_byte_ms": last_byte_ms}
+    after = {"staged, not yet taken", "fetch not over"}
+    assert [span.name for span in trace_picture.spans(record) if span.name in after] == ([name] if name else [])
+
+
+def test_bars_lie_on_one_scale_and_keep_to_their_width() -> None:
+    lines = trace_picture.picture({**LINE, "loaded_ms": None})
+    bars = {line[: line.index("  ")]: line[line.index(" ms  ") + 5 :] for line in lines[1:]}
+    assert len(bars["the other fetches"]) <= trace_picture.WIDTH
+    assert bars["scheduler waits"].endswith("█")
+    assert len(bars["scheduler waits"]) == trace_picture.WIDTH, "the last part ends the scale"
+    assert len(bars["in the engine's queue"]) == len(bars["scheduler waits"].rstrip("█")), "one begins where one ends"
+
+
+def test_what_the_scheduler_did_for_others_is_drawn_apart() -> None:
+    """Little of it is not drawn: it is the time that a record takes."""
+    names = ("scheduler waits", "scheduler elsewhere")
+    found = [span for span in trace_picture.spans({**LINE, "asked_ms": 30.0, "exposed_ms": 20.0}) if span.name in names]
+    assert found == [("scheduler waits", 30.0, 50.0), ("scheduler elsewhere", 50.0, 97.2)]
+    assert [span.name for span in trace_picture.spans({**LINE, "exposed_ms": 22.0}) if span.name in names] == [names[0]]
+
+
+def test_the_step_that_a_missed_request_waited_for_is_drawn() -> None:
+    changes = {"outcome": "miss", "loaded_blocks": 0, "bytes": 0, "first_byte_ms": None, "last_byte_ms": None,
+               "asked_ms": 0.3, "looked_up_ms": 5.3, "claimed_ms": None, "loaded_ms": None, "ended_ms": 812.4,
+               "exposed_ms": 812.0, "unseen_ms": 807.0}  # fmt: skip
+    (span,) = [span for span in trace_picture.spans({**LINE, **changes}) if span.name == trace_picture.UNSEEN]
+    assert (span.start_ms, span.end_ms) == (5.3, 812.3)
+    picture = trace_picture.picture({**LINE, **changes})
+    assert any(line.startswith(trace_picture.UNSEEN) and line.endswith("█") for line in picture)
+
+
+def test_a_request_is_found_by_its_id_or_a_part_of_it(tmp_path: Path) -> None:
+    names = ["cmpl-1", "cmpl-12", "chat-9"]
+    log = tmp_path / "log"
+    log.write_text("noise\n" + "".join(json.dumps({**LINE, "request_id": name}) + "\n" for name in names))
+    assert "request cmpl-1 of" in explain("cmpl-1", str(log)).stdout, "the whole id wins over a part of another"
+    assert "request chat-9 of" in explain("chat", str(log)).stdout
+    several = explain("cmpl", str(log))
+    assert several.returncode == 69
+    assert "2 requests have 'cmpl' in their id: cmpl-1, cmpl-12" in several.stderr
+    many = explain("c", given="".join(json.dumps({**LINE, "request_id": f"c{i}"}) + "\n" for i in range(9)))
+    assert many.stderr.endswith("more than 5 requests have 'c' in their id: c0, c1, c2, c3, c4, …\n")
+    none = explain("nobody", given=log.read_text())
+    assert none.returncode == 69
+    assert "no request.done line in standard input has 'nobody' in its id" in none.stderr
+    assert f"in {log} has 'nobody'" in explain("nobody", str(log)).stderr
+
+
+def test_a_request_hinted_twice_is_shown_twice() -> None:
+    lines = [{**LINE, "outcome": "evicted", "loaded_blocks": 0}, LINE]
+    shown = explain("cmpl-7", given="".join(json.dumps(line) + "\n" for line in lines)).stdout
+    assert re.findall(r"d11: (\w+)", shown) == ["evicted", "loaded"]
+
+
+def test_the_readme_s_example_is_what_the_commands_print(tmp_path: Path) -> None:
+    section = README.split("## Three ways to use it\n")[1].split("\n## ")[0]
+    commands = re.findall(r"^\$ kvprefetchd (.*)\n((?:(?!\$ |```).*\n)*)", section, re.MULTILINE)
+    assert [command.split()[0] for command, _ in commands] == ["tail", "explain"]
+    (tmp_path / "kvprefetchd.log").write_text(json.dumps(LINE) + "\n")
+    for command, expected in commands:
+        result = subprocess.run(
+            [sys.executable, "-m", "kvprefetch.daemon", *command.split()],
+            cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        assert result.stdout.strip() == expected.strip(), f"what `kvprefetchd {command}` prints has changed"
+
+
+def test_a_request_of_a_real_daemon_is_explained(shared_daemon: Daemon) -> None:
+    engine = FakeEngine(shared_daemon.socket, prefix="explained")
+    values = blocks("explained", 12)
+    engine.save(values)
+    wait_for(lambda: engine.load(list(values), name="first"), what="a hit")
+    engine.load(list(values) + list(blocks("absent", 2)), local=1, name="to-explain")
+    wait_for(lambda: [e for e in shared_daemon.records("request.done") if e["request_id"] == "to-explain"])
+    result = explain("to-explain", given="\n".join(shared_daemon.lines))
+    assert result.returncode == 0, result
+    assert "14 blocks (449 tokens): 1 local, 11 more in the store, 2 nowhere; 11 loaded" in result.stdout
+    assert "its blocks were staged already" in result.stdout
+    engine.close()
+
+
+def test_a_miss_that_was_answered_while_the_engine_s_step_went_on_is_told_as_such(shared_daemon: Daemon) -> None:
+    engine = FakeEngine(shared_daemon.socket, prefix="unseen")
+    asked_ns = time.monotonic_ns()
+    key = engine.hint(list(blocks("unseen", 2)), name="unseen-answer")
+    engine.settled(key)
+    answered_ns = time.monotonic_ns()
+    time.sleep(max(0.3, 2 * (answered_ns - asked_ns) / 1e9))  # the step
+    assert engine.move(key, FlagState.CANCELLED)
+    waited_ns = time.monotonic_ns() - asked_ns
+    done = Done(key[0], key[1], Outcome.MISS, 0, 0, asked_ns, waited_ns, 0, 0)
+    assert engine.producer.push(RecordKind.DONE, encode_done(done))
+    engine.flags.give_back(key[0])
+    (line,) = wait_for(lambda: [e for e in shared_daemon.records("request.done") if e["request_id"] == "unseen-answer"])
+    assert 250 < line["unseen_ms"] <= line["exposed_ms"] < waited_ns / 1e6 + 1
+    result = explain("unseen-answer", given="\n".join(shared_daemon.lines))
+    assert result.returncode == 0, result
+    assert "Its answer, a miss, came " in result.stdout
+    assert "the request waited for the engine, not for the store." in result.stdout
+    assert trace_picture.UNSEEN in result.stdout
+    engine.close()
