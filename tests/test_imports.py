@@ -201,7 +201,7 @@ def test_what_the_rules_allow_is_not_reported(tmp_path: Path) -> None:
         "shmring/gpu/cuda.py": "def f():\n    import cupy",
         "connector/worker.py": "import torch, vllm\nfrom ..shmring import protocol\nfrom .. import __version__",
         "daemon/store/joining.py": "from mooncake.store import Store\nfrom ...shmring.ring import Ring",
-        "daemon/engine/session.py": "from ..planning.planner import Planner\nfrom .. import config\nfrom . import jobs",
+        "daemon/engine/epoch.py": "from ..planning.planner import Planner\nfrom .. import config\nfrom . import jobs",
         "tests/test_ring.py": "from kvprefetch.shmring.ring import Ring\nfrom tests.lab import engine",
     }
     for file, source in allowed.items():

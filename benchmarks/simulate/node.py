@@ -1,4 +1,4 @@
-"""The daemon's place in the simulation: the real planner, driven as an engine's session does, on simulated links.
+"""The daemon's place in the simulation: the real planner, driven as an engine's epoch does, on simulated links.
 
 This is the only file that knows the planner's interface.
 """

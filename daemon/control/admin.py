@@ -1,6 +1,6 @@
 """What is ordered of a running daemon: blocks staged ahead for an engine, or a namespace removed.
 
-`sessions` are those of the engines that the ordering user may steer.
+`epochs` are those of the engines that the ordering user may steer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import partial
 
 from ...shmring.wire.admin import Purge, Report, Warm
 from ...shmring.wire.messages import Message
-from ..engine.session import EngineSession
+from ..engine.epoch import Epoch
 from ..store.buckets import Removal
 from ..store.client import Store
 from ..store.namespaces import Namespaces, name_of
@@ -20,13 +20,13 @@ from ..work.pools import Pools
 Reply = Callable[[Message], None]
 
 
-def warm(sessions: Sequence[EngineSession], order: Warm, reply: Reply) -> None:
+def warm(epochs: Sequence[Epoch], order: Warm, reply: Reply) -> None:
     """Stage blocks ahead for the one engine that the order names. Raises ProtocolError for one that is too large."""
-    named = _named(sessions, order.engine)
+    named = _named(epochs, order.engine)
     if len(named) == 1:
         named[0].warm(order, reply)
         return
-    attached = ", ".join(sorted(each.engine_id for each in sessions)) or "none"
+    attached = ", ".join(sorted(each.engine_id for each in epochs)) or "none"
     wanted = f"engine={order.engine!r}" if order.engine else "name one with --engine"
     reply(Report(ok=False, text=f"not one engine but {len(named)}: {wanted}; attached: {attached}"))
 
@@ -41,21 +41,21 @@ class Purges:
 
     def start(
         self,
-        every: Sequence[EngineSession],
-        sessions: Sequence[EngineSession],
+        every: Sequence[Epoch],
+        epochs: Sequence[Epoch],
         order: Purge,
         uid: int | None,
         reply: Reply,
     ) -> None:
         """Remove every value of the order's namespaces, and of those of the engine that it names.
 
-        `every`: all sessions of the daemon.  The user `uid`, None for an operator, may name namespaces of its own.
+        `every`: all epochs of the daemon.  The user `uid`, None for an operator, may name namespaces of its own.
         Once its values are gone a namespace belongs to nobody, unless an engine uses it or attached with it meanwhile.
         """
-        named = _named(sessions, order.engine) if order.engine else []
+        named = _named(epochs, order.engine) if order.engine else []
         mine = {known.name for known in self._namespaces.known(order.prefixes) if known.uid == uid}
         error = ""
-        if order.engine and len({session.engine_id for session in named}) != 1:
+        if order.engine and len({epoch.engine_id for epoch in named}) != 1:
             found = "several engines have" if named else "no attached engine has"
             error = f"{found} an id that begins so: engine={order.engine!r}"
         elif uid is not None and (others := sorted({*map(name_of, order.prefixes)} - mine)):
@@ -65,8 +65,8 @@ class Purges:
         if error:
             reply(Report(ok=False, text=error))
             return
-        prefixes = sorted({*order.prefixes, *(prefix for session in named for prefix in session.shape.key_prefixes)})
-        in_use = {name for session in every for name in session.namespaces}
+        prefixes = sorted({*order.prefixes, *(prefix for epoch in named for prefix in epoch.shape.key_prefixes)})
+        in_use = {name for epoch in every for name in epoch.namespaces}
         free = [known for known in self._namespaces.known(prefixes) if known.name not in in_use]
 
         def purged(future: Future[Removal]) -> None:
@@ -86,8 +86,8 @@ class Purges:
         self._pools.save(partial(self._store.remove_matching, prefixes, order.timeout_ms / 1e3), purged)
 
 
-def _named(sessions: Sequence[EngineSession], engine: str) -> list[EngineSession]:
+def _named(epochs: Sequence[Epoch], engine: str) -> list[Epoch]:
     """Those with this id, else those whose id begins so: `top` may show the start of one. All for ""."""
-    return [each for each in sessions if each.engine_id == engine] or [
-        each for each in sessions if each.engine_id.startswith(engine)
+    return [each for each in epochs if each.engine_id == engine] or [
+        each for each in epochs if each.engine_id.startswith(engine)
     ]

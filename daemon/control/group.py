@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from ...shmring.wire import messages
 from ...shmring.wire.messages import Attached, Hello, Mapped, Message
 from ...shmring.wire.records import ProtocolError
+from ..engine.epoch import Epoch
 from ..engine.memory import EngineInfo
-from ..engine.session import EngineSession
 from .access import Credentials
 
 # The scheduler comes last, when all ranks have said hello.
@@ -45,7 +45,7 @@ class Peer:
 
 @dataclass(eq=False)
 class Group:
-    """The processes of one engine incarnation, and their session once all have said hello."""
+    """The processes of one engine incarnation, and their epoch once all have said hello."""
 
     key: tuple[str, str]
     world_size: int
@@ -53,7 +53,7 @@ class Group:
     scheduler: Peer | None = None
     workers: dict[int, Peer] = field(default_factory=dict)
     placed: bool = False  # it counts as an attached engine: its memory is being reserved, or there
-    session: EngineSession | None = None
+    epoch: Epoch | None = None
     waits_to_be_handed: bool = False  # its memory, until the kernel takes more descriptors
     overdue_s: float = math.inf  # when the missing ranks are to be reported; CLOCK_MONOTONIC
 
@@ -114,20 +114,20 @@ class Group:
         said = [self.workers[rank].mapped for rank in range(self.world_size)]
         return [mapped for mapped in said if mapped is not None]
 
-    def memory_of(self, peer: Peer, session: EngineSession) -> tuple[Attached, list[int]]:
+    def memory_of(self, peer: Peer, epoch: Epoch) -> tuple[Attached, list[int]]:
         """The message that hands one of its processes its memory, and the descriptors that go with it."""
         if peer is self.scheduler:
             attached = Attached(
-                epoch=session.epoch, segment_bytes=session.layout.total_bytes, slot_count=session.slot_count,
-                slot_bytes=0, device_slots=session.layout.device_slots, removal_ms=session.removal_ms,
+                epoch=epoch.number, segment_bytes=epoch.layout.total_bytes, slot_count=epoch.slot_count,
+                slot_bytes=0, device_slots=epoch.layout.device_slots, removal_ms=epoch.removal_ms,
             )  # fmt: skip
-            return attached, [session.control.fd, session.doorbell.fd]
+            return attached, [epoch.control.fd, epoch.doorbell.fd]
         assert peer.hello is not None
-        rank, device = peer.hello.rank, session.memory.device
-        segment = session.staging.segments[rank]
+        rank, device = peer.hello.rank, epoch.memory.device
+        segment = epoch.staging.segments[rank]
         attached = Attached(
-            epoch=session.epoch, segment_bytes=segment.size_bytes, slot_count=session.slot_count,
-            slot_bytes=session.staging.block_bytes[rank], device_slots=session.layout.device_slots,
+            epoch=epoch.number, segment_bytes=segment.size_bytes, slot_count=epoch.slot_count,
+            slot_bytes=epoch.staging.block_bytes[rank], device_slots=epoch.layout.device_slots,
             device_handle=device.handle(rank) if device is not None else "",
             live_epochs=self.engine().scheduler.live_epochs,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The answers to status and stat queries, from sessions, segments and the snapshot. Runs on the main loop."""
+"""The answers to status and stat queries, from epochs, segments and the snapshot. Runs on the main loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...shmring import view
 from ...shmring.errors import SegmentCorrupt
 from ...shmring.wire.admin import Segments, SlowRequest, Status
 from ...shmring.wire.records import FlagState
-from ..engine.session import EngineSession
+from ..engine.epoch import Epoch
 from ..telemetry.events import Ending
 from ..telemetry.snapshot import Snapshot
 
@@ -22,24 +22,24 @@ SLOWEST_NS = 300_000_000_000
 _FLAG_STATES = {state.value: state.name.lower() for state in FlagState}
 
 
-def numbers(session: EngineSession) -> dict[str, int | str]:
+def numbers(epoch: Epoch) -> dict[str, int | str]:
     """One engine's gauges and counters by name; `transfer_ms` and `hidden_ms` make its hidden fraction."""
     return {
-        "engine": session.engine_id,
-        "namespace": ", ".join(sorted(session.namespaces)).encode()[:MAX_NAMESPACE_BYTES].decode(errors="ignore"),
-        "epoch": session.epoch,
-        "block_bytes": session.block_bytes,
-        "transfer_ms": int(session.totals.transfer_s * 1e3),
-        "hidden_ms": int(session.totals.hidden_s * 1e3),
-        **session.account(),
+        "engine": epoch.engine_id,
+        "namespace": ", ".join(sorted(epoch.namespaces)).encode()[:MAX_NAMESPACE_BYTES].decode(errors="ignore"),
+        "epoch": epoch.number,
+        "block_bytes": epoch.block_bytes,
+        "transfer_ms": int(epoch.totals.transfer_s * 1e3),
+        "hidden_ms": int(epoch.totals.hidden_s * 1e3),
+        **epoch.account(),
     }
 
 
 def status(
-    sessions: Sequence[EngineSession], snapshot: Snapshot, store_open: bool, store_answering: bool, mode: str,
+    epochs: Sequence[Epoch], snapshot: Snapshot, store_open: bool, store_answering: bool, mode: str,
     master_http: str, engine_count: int,
 ) -> Status:  # fmt: skip
-    """Return the answer for a user who may see these sessions; `engine_count` counts those of all users."""
+    """Return the answer for a user who may see these epochs; `engine_count` counts those of all users."""
     now = snapshot.clock_ns()
     return Status(
         version=__version__,
@@ -51,32 +51,32 @@ def status(
         disk_fault=snapshot.disk_fault(),
         store=snapshot.fill(),
         store_earlier=snapshot.fill_earlier(),
-        engines=[numbers(session) for session in sessions[:MAX_ENGINES]],
+        engines=[numbers(epoch) for epoch in epochs[:MAX_ENGINES]],
         engine_count=engine_count,
         uptime_s=(now - snapshot.started_ns) / 1e9,
         calls={kind: (now - since) / 1e9 for kind, since in snapshot.running().items()},
-        slowest=_slowest(sessions, now),
+        slowest=_slowest(epochs, now),
     )
 
 
-def segments(sessions: Sequence[EngineSession], now_ns: int) -> Segments:
+def segments(epochs: Sequence[Epoch], now_ns: int) -> Segments:
     """What the control segments say, as an engine may have written it; a spoiled one has `corrupt` instead."""
     shown = []
-    for session in sessions[:MAX_ENGINES]:
+    for epoch in epochs[:MAX_ENGINES]:
         try:
-            said = view.describe(session.control.buffer, now_ns, _FLAG_STATES)
+            said = view.describe(epoch.control.buffer, now_ns, _FLAG_STATES)
         except SegmentCorrupt as error:
             said = {"corrupt": str(error)}
-        shown.append({"engine": session.engine_id, **said})
+        shown.append({"engine": epoch.engine_id, **said})
     return Segments(engines=shown)
 
 
-def _slowest(sessions: Sequence[EngineSession], now_ns: int) -> list[SlowRequest]:
+def _slowest(epochs: Sequence[Epoch], now_ns: int) -> list[SlowRequest]:
     """Those that waited longest, but for those whose client did not: how long they waited says when it left."""
     waited = (
-        (line["exposed_ms"], -at_ns, session.engine_id, line)
-        for session in sessions
-        for at_ns, line in session.traces.recent
+        (line["exposed_ms"], -at_ns, epoch.engine_id, line)
+        for epoch in epochs
+        for at_ns, line in epoch.traces.recent
         if line["exposed_ms"] > 0 and line["outcome"] != Ending.ABORTED.value and now_ns - at_ns < SLOWEST_NS
     )
     return [

@@ -1,7 +1,7 @@
 """The messages of the control socket: the handshake of an engine's processes, questions, orders, and the end of file.
 
 One SOCK_SEQPACKET connection per process (scheduler and each worker).  When the scheduler and every worker of one
-incarnation have said hello, a session with a new epoch is made and each gets its segments; when all mapped them it is
+incarnation have said hello, a new epoch is made and each gets its segments; when all mapped them it is
 active.  The first end of file ends the epoch for all of them: they come back with a new hello and get a new one.
 """
 
@@ -19,8 +19,8 @@ from ...shmring.wire import messages
 from ...shmring.wire.admin import NamespacesQuery, Purge, SetMode, StatQuery, Status, StatusQuery, Warm
 from ...shmring.wire.messages import Hello, Mapped, Message, Notice, Refused, Reset, ResetDone
 from ...shmring.wire.records import GROUPS, ProtocolError
+from ..engine.epoch import Epoch
 from ..engine.memory import EngineInfo, EngineMemory
-from ..engine.session import EngineSession
 from ..engine.transfers import check_turns
 from ..store.client import StoreError
 from ..store.namespaces import Namespaces, NamespaceTaken
@@ -38,38 +38,36 @@ Release = Callable[["EngineMemory"], None]
 # Do what was asked (SetMode, Purge, Warm) for the engines of this user, of all for None, and call back, now or later,
 # with the answer.
 Steer = Callable[[Message, "int | None", Callable[[Message], None]], None]
-# Raises StoreError where the store refuses the memory, which is not the session's then.
-MakeSession = Callable[[EngineMemory, EngineInfo], EngineSession]
+# Raises StoreError where the store refuses the memory, which is not the epoch's then.
+MakeEpoch = Callable[[EngineMemory, EngineInfo], Epoch]
 
 
 class Control:
     """Speaks with the processes, and keeps those of one engine together in a group.
 
-    `prepare` reserves the memory of a complete group off the main loop, `make_session` builds its session on it, and
+    `prepare` reserves the memory of a complete group off the main loop, `make_epoch` builds its epoch on it, and
     `release` frees what none was built on.  `max_engines` and `max_engines_per_uid` bound the groups that have memory;
     an incomplete group holds nothing but its connections, and those have bounds of their own.
     """
 
     def __init__(
-        self, sock: socket.socket, prepare: Prepare, release: Release, make_session: MakeSession, log: Log,
+        self, sock: socket.socket, prepare: Prepare, release: Release, make_epoch: MakeEpoch, log: Log,
         *, access: Access, namespaces: Namespaces, status: Callable[[int | None], Status], steer: Steer,
         max_engines: int, max_engines_per_uid: int, watch: Callable[[int], None], unwatch: Callable[[int], None],
     ) -> None:  # fmt: skip
         self.connections = Connections(sock, access, log, drop=self._drop, watch=watch, unwatch=unwatch)
         self.max_engines, self.max_engines_per_uid = max_engines, max_engines_per_uid  # a reload may change both
-        self._prepare, self._release, self._make_session = prepare, release, make_session
+        self._prepare, self._release, self._make_epoch = prepare, release, make_epoch
         self._log, self._namespaces = log, namespaces
         self._status, self._steer = status, steer
         self._watch, self._unwatch = watch, unwatch
         self._groups: dict[tuple[str, str], Group] = {}
         self._answers: dict[tuple[str, int], bytes] = {}  # of this turn of the loop, by question and user
-        self.ended: list[EngineSession] = []  # ended sessions, until the owner of the loop closes them
+        self.ended: list[Epoch] = []  # ended epochs, until the owner of the loop closes them
 
-    def sessions(self, uid: int | None = None) -> list[EngineSession]:
-        """Return the sessions of this user's engines, of all engines for None."""
-        return [
-            group.session for group in self._groups.values() if group.session is not None and uid in (None, group.uid)
-        ]
+    def epochs(self, uid: int | None = None) -> list[Epoch]:
+        """Return the epochs of this user's engines, of all engines for None."""
+        return [group.epoch for group in self._groups.values() if group.epoch is not None and uid in (None, group.uid)]
 
     def ready(self, *fds: int) -> None:
         """One turn of the loop: these watched descriptors are readable. Reads one message of each."""
@@ -114,10 +112,10 @@ class Control:
             self._log.debug("peer.lost", pid=peer.credentials.pid, error=str(error))
         self._drop(peer)
 
-    def end(self, session: EngineSession, ending: Ending) -> None:
-        """End a session from our side: its processes see the end of file and come back."""
+    def end(self, epoch: Epoch, ending: Ending) -> None:
+        """End an epoch from our side: its processes see the end of file and come back."""
         for group in list(self._groups.values()):
-            if group.session is session:
+            if group.epoch is epoch:
                 self._dissolve(group, ending)
 
     def close(self) -> None:
@@ -138,13 +136,13 @@ class Control:
         elif isinstance(message, StatusQuery):
             self._answer(peer, message, self._status)
         elif isinstance(message, StatQuery):
-            self._answer(peer, message, lambda uid: report.segments(self.sessions(uid), time.monotonic_ns()))
+            self._answer(peer, message, lambda uid: report.segments(self.epochs(uid), time.monotonic_ns()))
         elif isinstance(message, NamespacesQuery):
             messages.send_message(peer.sock, self._namespaces.page(self._scope(peer), message.after))
         elif isinstance(message, (SetMode, Purge, Warm)):
             self._steered(peer, message)
         elif isinstance(message, Reset) and peer.group is not None and peer.group.scheduler is peer:
-            self._reset(peer, peer.group.session, message)
+            self._reset(peer, peer.group.epoch, message)
         else:
             raise ProtocolError(f"message is not expected here: type={message.type}")
 
@@ -237,19 +235,19 @@ class Control:
             self._dissolve(group)
             return
         engine = group.engine()
-        in_use = {name for session in self.sessions() for name in session.namespaces}
+        in_use = {name for epoch in self.epochs() for name in epoch.namespaces}
         share = self.connections.access.share_namespaces
         try:
             self._namespaces.claim(group.uid, engine.namespaces, shared=share, in_use=in_use)
-            session = group.session = self._make_session(memory, engine)
+            epoch = group.epoch = self._make_epoch(memory, engine)
         except (NamespaceTaken, StoreError) as error:  # a namespace: by another one that attached meanwhile
             self._release(memory)
             self._refuse_engine(group, error)
             return
         assert group.scheduler is not None
         if engine.scheduler.events:
-            session.saver.tell = group.scheduler.tell
-        self._watch(session.doorbell.fd)
+            epoch.saver.tell = group.scheduler.tell
+        self._watch(epoch.doorbell.fd)
         self._hand_over(group)
 
     def _refuse_engine(self, group: Group, error: Exception) -> None:
@@ -260,45 +258,45 @@ class Control:
 
     def _hand_over(self, group: Group) -> None:
         """Send each process its memory; later to those for which the kernel has no room among descriptors in flight."""
-        session = group.session
-        assert session is not None
+        epoch = group.epoch
+        assert epoch is not None
         try:
             for peer in group.peers:
                 if not peer.handed:
-                    attached, fds = group.memory_of(peer, session)
+                    attached, fds = group.memory_of(peer, epoch)
                     messages.send_message(peer.sock, attached, fds)
                     peer.handed = True
             group.waits_to_be_handed = False
         except OSError as error:
             if error.errno != errno.ETOOMANYREFS:  # one of them died just now
-                self._log.debug("peer.lost", engine=session.engine_id, error=str(error))
+                self._log.debug("peer.lost", engine=epoch.engine_id, error=str(error))
                 self._dissolve(group)
             elif not group.waits_to_be_handed:
                 group.waits_to_be_handed = True
-                self._log.warning("engine.waiting", engine=session.engine_id, epoch=session.epoch, error=str(error))
+                self._log.warning("engine.waiting", engine=epoch.engine_id, epoch=epoch.number, error=str(error))
 
     def _mapped(self, peer: Peer, message: Mapped) -> None:
-        session = peer.group.session if peer.group is not None else None
-        if session is None or message.epoch != session.epoch or peer.group is None:
+        epoch = peer.group.epoch if peer.group is not None else None
+        if epoch is None or message.epoch != epoch.number or peer.group is None:
             raise ProtocolError(f"mapped an epoch that is not current: epoch={message.epoch}")
         if peer.mapped is not None:
             raise ProtocolError(f"mapped was said before: epoch={message.epoch}")
         peer.mapped = message
         if (workers := peer.group.mapped()) is not None:
-            session.activate(workers)
+            epoch.activate(workers)
             self._log.info(
-                "engine.attached", engine=session.engine_id, epoch=session.epoch, ranks=peer.group.world_size,
-                slots=session.slot_count, save_slots=session.save_slots, block_bytes=session.block_bytes,
+                "engine.attached", engine=epoch.engine_id, epoch=epoch.number, ranks=peer.group.world_size,
+                slots=epoch.slot_count, save_slots=epoch.save_slots, block_bytes=epoch.block_bytes,
             )  # fmt: skip
 
-    def _reset(self, peer: Peer, session: EngineSession | None, message: Reset) -> None:
-        if session is None:
+    def _reset(self, peer: Peer, epoch: Epoch | None, message: Reset) -> None:
+        if epoch is None:
             raise ProtocolError("reset before the engine is attached")
 
         def reply(ok: bool) -> None:
             peer.tell(ResetDone(reset_generation=message.reset_generation, ok=ok))
 
-        session.reset(message.reset_generation, message.timeout_ms / 1e3, reply)
+        epoch.reset(message.reset_generation, message.timeout_ms / 1e3, reply)
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -312,20 +310,20 @@ class Control:
         self.connections.close(peer)
         if group is None:
             return
-        if group.session is None:
+        if group.epoch is None:
             group.leave(peer)
             if not group.peers and not group.placed:  # a placed one keeps its place until its memory is given back
                 self._groups.pop(group.key, None)
             return
-        group.session.liveness.peer_is_gone()
+        group.epoch.liveness.peer_is_gone()
         self._dissolve(group)
 
     def _dissolve(self, group: Group, ending: Ending = Ending.ENGINE_GONE) -> None:
         if self._groups.get(group.key) is group:  # its processes may be back already, as another group
             del self._groups[group.key]
-        if group.session is not None:
-            self._unwatch(group.session.doorbell.fd)
-            group.session.end(ending)
-            self.ended.append(group.session)
+        if group.epoch is not None:
+            self._unwatch(group.epoch.doorbell.fd)
+            group.epoch.end(ending)
+            self.ended.append(group.epoch)
         for peer in group.peers:
             self.connections.close(peer)

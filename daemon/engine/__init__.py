@@ -1,1 +1,1 @@
-"""What serves one attached engine: its memory, its session, and the store work done for it."""
+"""What serves one attached engine: its memory, its epoch, and the store work done for it."""

@@ -23,7 +23,7 @@ class Tier(Protocol):
         """The engine reads nothing of it, unless it is published again."""
 
 
-class SessionFlags:
+class EpochFlags:
     """The planner's port to the completion flags. `disk_blocks` says how many of a request's blocks came from disk.
 
     `tier` has a say in the slots of what is published, and hears what is not any more.

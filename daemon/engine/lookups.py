@@ -30,7 +30,7 @@ class Question(NamedTuple):
 
 
 class Ports(Protocol):
-    """What the session does for its look-ups."""
+    """What the epoch does for its look-ups."""
 
     def answering(self) -> bool:
         """Whether the store is worth asking."""

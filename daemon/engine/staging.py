@@ -81,7 +81,7 @@ class HostStaging:
             return
         registered, self._registered = self._registered, []
         for store, address in registered:
-            # A store that forgot the memory, or is closed, must not keep it, nor end the others' sessions.
+            # A store that forgot the memory, or is closed, must not keep it, nor end the others' epochs.
             with contextlib.suppress(StoreError, StoreUnavailable):
                 store.unregister(address)
 

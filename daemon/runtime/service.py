@@ -21,8 +21,8 @@ from ..control import admin, report
 from ..control.access import access_of
 from ..control.listener import Listener
 from ..control.server import Control
+from ..engine.epoch import Epoch
 from ..engine.memory import EngineInfo, EngineMemory, prepare, release
-from ..engine.session import EngineSession
 from ..planning.planner import Lane
 from ..store.client import Store, StoreError, StoreUnavailable
 from ..store.embedded import DISK_BUFFER_BYTES, DiskSpec, EmbeddedError, EmbeddedMaster
@@ -61,7 +61,7 @@ class Daemon:
         self._master: EmbeddedMaster | None = None
         self._master_died = False
         self._store: Store | None = None
-        self._joined = False  # the store is open, and every session knows
+        self._joined = False  # the store is open, and every epoch knows
         self._control: Control | None = None
         self._namespaces = Namespaces(None, log)
         self._turn = 0
@@ -100,7 +100,7 @@ class Daemon:
                 return True
             self._control = Control(
                 listener.sock, lambda *epoch: prepare(pools, self._config, store.removal_ms, *epoch),
-                partial(release, pools), partial(self._session, store, pools), self._log, namespaces=self._namespaces,
+                partial(release, pools), partial(self._epoch, store, pools), self._log, namespaces=self._namespaces,
                 steer=partial(self._steer, admin.Purges(store, pools, self._namespaces)), status=self._status,
                 access=access_of(listener.sock, self._config), watch=self._watch, unwatch=self._unwatch,
                 max_engines=self._config.max_engines, max_engines_per_uid=self._config.max_engines_per_uid,
@@ -131,16 +131,16 @@ class Daemon:
         last_work = last_tick = last_poll = 0
         while not self._stopping:
             now = time.monotonic_ns()
-            sessions = control.sessions()
+            epochs = control.epochs()
             work = pools.run_finished()
-            for session in sessions:
-                work += session.drain(DRAIN_LIMIT)
-            self._pump(sessions)
+            for epoch in epochs:
+                work += epoch.drain(DRAIN_LIMIT)
+            self._pump(epochs)
             if now - last_tick >= TICK_NS:
                 last_tick = now
-                self._tick(control, sessions, pools, now)
-            self._end_corrupt(control, sessions)
-            sessions = control.sessions()  # some may have ended, and been closed
+                self._tick(control, epochs, pools, now)
+            self._end_corrupt(control, epochs)
+            epochs = control.epochs()  # some may have ended, and been closed
             if work:
                 last_work = now
             busy = now - last_work < self._config.spin_us * 1000
@@ -148,30 +148,30 @@ class Daemon:
                 continue
             last_poll = now
             # Every ring announces the sleep, also when an earlier one already turned out not to be empty.
-            empty = [session.ring.prepare_sleep() for session in sessions] if not busy else [False]
+            empty = [epoch.ring.prepare_sleep() for epoch in epochs] if not busy else [False]
             # The kernel goes round: a descriptor that was returned stands behind those that were not.
             events = self._epoll.poll(TICK_NS / 1e9 if all(empty) else 0.0, EVENTS_PER_TURN)
-            for session in sessions:
-                session.ring.wake()
-            control.ready(*(fd for fd, _ in events if not self._cleared(sessions, pools, fd)))
+            for epoch in epochs:
+                epoch.ring.wake()
+            control.ready(*(fd for fd, _ in events if not self._cleared(epochs, pools, fd)))
 
-    def _end_corrupt(self, control: Control, sessions: Sequence[EngineSession]) -> None:
-        for session in sessions:
-            if session.corrupt is not None and not session.closing:
-                self._log.error("engine.corrupt", engine=session.engine_id, epoch=session.epoch, error=session.corrupt)
-                control.end(session, Ending.ENGINE_CORRUPT)
+    def _end_corrupt(self, control: Control, epochs: Sequence[Epoch]) -> None:
+        for epoch in epochs:
+            if epoch.corrupt is not None and not epoch.closing:
+                self._log.error("engine.corrupt", engine=epoch.engine_id, epoch=epoch.number, error=epoch.corrupt)
+                control.end(epoch, Ending.ENGINE_CORRUPT)
 
-    def _pump(self, sessions: Sequence[EngineSession]) -> None:
+    def _pump(self, epochs: Sequence[Epoch]) -> None:
         """Hand out fetches of each lane, one engine after the other, while there is room in it."""
         for lane in Lane:
             idle = 0
-            while idle < len(sessions):
+            while idle < len(epochs):
                 self._turn += 1
-                idle = 0 if sessions[self._turn % len(sessions)].pump(lane) else idle + 1
-            for session in sessions:
-                session.pump_ahead(lane)
+                idle = 0 if epochs[self._turn % len(epochs)].pump(lane) else idle + 1
+            for epoch in epochs:
+                epoch.pump_ahead(lane)
 
-    def _tick(self, control: Control, sessions: Sequence[EngineSession], pools: Pools, now_ns: int) -> None:
+    def _tick(self, control: Control, epochs: Sequence[Epoch], pools: Pools, now_ns: int) -> None:
         pools.check(now_ns)
         control.tick()
         if self._store is not None and self._store.due_for_probe:
@@ -182,28 +182,28 @@ class Daemon:
                 # What was only in memory is gone with it. A new start finds the disk tier again; engines attach to it.
                 self._log.error("master.died", pid=self._master.pid)
                 self._master_died = self._stopping = True
-        for session in sessions:
-            session.liveness.beat(now_ns)
-            session.scan()
-            if session.memory.worn_out and not session.closing:  # its processes come back, and get fresh memory
-                self._log.warning("engine.worn", engine=session.engine_id, epoch=session.epoch)
-                control.end(session, Ending.STAGING_LOST)
+        for epoch in epochs:
+            epoch.liveness.beat(now_ns)
+            epoch.scan()
+            if epoch.memory.worn_out and not epoch.closing:  # its processes come back, and get fresh memory
+                self._log.warning("engine.worn", engine=epoch.engine_id, epoch=epoch.number)
+                control.end(epoch, Ending.STAGING_LOST)
         if self._store_is_open and not self._joined:
             self._joined = True
             self._log.info("store.joined")
-            for session in sessions:
+            for epoch in epochs:
                 try:
-                    session.register_staging()
+                    epoch.register_staging()
                 except (StoreError, StoreUnavailable):
-                    control.end(session, Ending.ENGINE_GONE)  # its processes come back, and are told why
-        for session in list(control.ended):
-            if session.idle:
-                control.ended.remove(session)
-                session.close()
-                self._snapshot.retire(session.totals)
-                release(pools, session.memory)
+                    control.end(epoch, Ending.ENGINE_GONE)  # its processes come back, and are told why
+        for epoch in list(control.ended):
+            if epoch.idle:
+                control.ended.remove(epoch)
+                epoch.close()
+                self._snapshot.retire(epoch.totals)
+                release(pools, epoch.memory)
             else:
-                session.held(now_ns)
+                epoch.held(now_ns)
         self._snapshot.lost_lines = tend()
         if self._reload_wanted:
             self._reload(control)
@@ -212,11 +212,11 @@ class Daemon:
             self._notify.status(self._summary())
             if self._listener.look(now_ns):
                 control.connections.listen_on(self._listener.sock, access_of(self._listener.sock, self._config))
-            counters = [session.totals for session in (*control.sessions(), *control.ended)]
-            engines = [report.numbers(session) for session in control.sessions()]
+            counters = [epoch.totals for epoch in (*control.epochs(), *control.ended)]
+            engines = [report.numbers(epoch) for epoch in control.epochs()]
             self._snapshot.publish(now_ns, engines, counters, self._store_is_open, self._answering)
 
-    def _cleared(self, sessions: Sequence[EngineSession], pools: Pools, fd: int) -> bool:
+    def _cleared(self, epochs: Sequence[Epoch], pools: Pools, fd: int) -> bool:
         """Whether the descriptor only woke the loop, and is quiet again; the others belong to the control socket."""
         if fd == pools.fd:
             pools.clear_bell()
@@ -225,9 +225,9 @@ class Daemon:
             with contextlib.suppress(BlockingIOError):
                 os.read(fd, 512)
             return True
-        for session in sessions:
-            if not session.closing and fd == session.doorbell.fd:
-                session.doorbell.clear()
+        for epoch in epochs:
+            if not epoch.closing and fd == epoch.doorbell.fd:
+                epoch.doorbell.clear()
                 return True
         return False
 
@@ -283,30 +283,30 @@ class Daemon:
                 pause_s = max(REOPEN_S, 4 * (time.monotonic() - began))
                 self._log.debug("store.retried", error=str(error), retry_s=round(pause_s, 1))
 
-    def _session(self, store: Store, pools: Pools, memory: EngineMemory, engine: EngineInfo) -> EngineSession:
-        session = EngineSession(
+    def _epoch(self, store: Store, pools: Pools, memory: EngineMemory, engine: EngineInfo) -> Epoch:
+        epoch = Epoch(
             memory, engine, store, pools, self._log, time.monotonic_ns, chunk_bytes=self._config.chunk,
             tiers=self._config.disk is not None or self._config.mooncake_config is not None,
             disk_call_bytes=DISK_BUFFER_BYTES // self._config.fetch_threads, lease_ns=self._config.lease_ns,
         )  # fmt: skip
-        session.switch(self._mode)
+        epoch.switch(self._mode)
         if self._store_is_open:
             try:
-                session.register_staging()
+                epoch.register_staging()
             except StoreUnavailable:
                 pass  # it closes: the end of this process
             except StoreError:
-                session.close()
+                epoch.close()
                 raise
-        return session
+        return epoch
 
     def _status(self, uid: int | None) -> Status:
-        http, count = self._master.http if self._master is not None else "", len(self._sessions())
-        seen = self._sessions(uid)
+        http, count = self._master.http if self._master is not None else "", len(self._epochs())
+        seen = self._epochs(uid)
         return report.status(seen, self._snapshot, self._store_is_open, self._answering, self._mode, http, count)
 
-    def _sessions(self, uid: int | None = None) -> list[EngineSession]:
-        return self._control.sessions(uid) if self._control is not None else []
+    def _epochs(self, uid: int | None = None) -> list[Epoch]:
+        return self._control.epochs(uid) if self._control is not None else []
 
     @property
     def _store_is_open(self) -> bool:
@@ -321,7 +321,7 @@ class Daemon:
         store = "store open" if self._store_is_open else "store not there yet: everything is a miss"
         if self._store_is_open and not self._answering:
             store = "store does not answer: new requests are misses"
-        return f"engines: {len(self._sessions())}; {store}; mode: {self._mode}"
+        return f"engines: {len(self._epochs())}; {store}; mode: {self._mode}"
 
     # --- orders from outside ----------------------------------------------------------------------------------------
 
@@ -340,8 +340,8 @@ class Daemon:
     def _switch(self, mode: Mode) -> None:
         self._log.info("mode.switched", before=self._mode, after=mode)
         self._mode = mode
-        for session in self._sessions():
-            session.switch(mode)
+        for epoch in self._epochs():
+            epoch.switch(mode)
 
     def _steer(self, purges: admin.Purges, message: Message, uid: int | None, reply: admin.Reply) -> None:
         """Carry out an order of this user, None for an operator; the messages say what each does."""
@@ -350,9 +350,9 @@ class Daemon:
             self._switch(message.mode)
             reply(Report(ok=True, text=f"mode: {message.mode} (was {before})"))
         elif isinstance(message, Warm):
-            admin.warm(self._sessions(uid), message, reply)
+            admin.warm(self._epochs(uid), message, reply)
         elif isinstance(message, Purge):
-            purges.start(self._sessions(), self._sessions(uid), message, uid, reply)
+            purges.start(self._epochs(), self._epochs(uid), message, uid, reply)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -367,10 +367,10 @@ class Daemon:
         quiet = pools.close()
         if self._control is not None:
             pools.run_finished()
-            for session in self._control.ended:
-                if session.idle:  # its memory stays for the end of the process
-                    session.close()
-                    session.staging.unregister()
+            for epoch in self._control.ended:
+                if epoch.idle:  # its memory stays for the end of the process
+                    epoch.close()
+                    epoch.staging.unregister()
         if self._store is not None:
             began, flushed = time.monotonic(), not self._store_is_open
             with contextlib.suppress(StoreUnavailable):

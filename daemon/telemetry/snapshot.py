@@ -55,7 +55,7 @@ class Snapshot:
         self, now_ns: int, engines: list[dict[str, int | str]], counters: Iterable[Counters], store_open: bool,
         store_answering: bool = True,
     ) -> None:  # fmt: skip
-        """Show what `engines` hold; `counters` are those of every session that was not retired, ended ones included."""
+        """Show what `engines` hold; `counters` are those of every epoch that was not retired, ended ones included."""
         self._published_ns = now_ns
         totals = Counters()
         totals.add(self._retired)

@@ -32,7 +32,7 @@ class Jobs:
         self.corrupt: str | None = None
 
     def contain(self, work: Callable[[], _T], default: _T) -> _T:
-        """Do what reads this engine's memory: when that turns out corrupt, this session is over and nothing else."""
+        """Do what reads this engine's memory: when that turns out corrupt, this epoch is over and nothing else."""
         try:
             return work()
         except SegmentCorrupt as error:

@@ -146,13 +146,13 @@ class Rig:
         return sum(slot >= SLOTS for slot in self.table.entries[number])
 
     def end(self) -> None:
-        """As the daemon's session ends."""
+        """As the daemon's epoch ends."""
         self.promoter.end()
         self.until(lambda: self.jobs.running == 0)
         self.staging.close()
 
     def close(self) -> None:
-        """The worker is gone and the session ended: nothing is left of either."""
+        """The worker is gone and the epoch ended: nothing is left of either."""
         self.until(lambda: self.before - self.gpu.free_bytes() < SLAB_BYTES // 2)
         self.until(lambda: not any(getattr(self.gpu, "live", {}).values()))
         assert self.pools.close()
@@ -196,7 +196,7 @@ def test_a_worker_loads_from_both_places_what_the_daemon_staged(rig: Rig) -> Non
 
 
 def test_the_slab_is_freed_when_both_sides_let_go(rig: Rig) -> None:
-    """The daemon's session ends first; the worker still copies from what it has mapped."""
+    """The daemon's epoch ends first; the worker still copies from what it has mapped."""
     old = rig.host.fill()
     rig.publish(1, range(NEAR))
     rig.until(lambda: rig.near(1) == NEAR)

@@ -51,7 +51,7 @@ def test_an_engine_whose_memory_the_store_refuses_is_refused_and_the_daemon_goes
             assert "registering 4096 bytes failed" in received[0].error
             assert sock.recv(1) == b""
         assert watched == []
-        assert control.sessions() == control.ended == []
+        assert control.epochs() == control.ended == []
         engine.close()
     listening.close()
 

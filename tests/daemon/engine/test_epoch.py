@@ -1,4 +1,4 @@
-"""One engine's session on its own: what its records do, corrupt memory, memory that the store refuses."""
+"""One engine's epoch on its own: what its records do, corrupt memory, memory that the store refuses."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import structlog
 
 from kvprefetch.daemon.config.model import load
+from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
-from kvprefetch.daemon.engine.session import EngineSession
 from kvprefetch.daemon.planning.planner import Key, Lane
 from kvprefetch.daemon.store.client import StoreError
 from kvprefetch.daemon.telemetry.events import Ending
@@ -56,13 +56,11 @@ class Answering:
     removal_ms = 0
 
 
-def make_session(
-    store: Any = None, ranks: int = 1, pools: Any = None, clock_ns: Callable[[], int] = lambda: 1
-) -> EngineSession:
+def make_epoch(store: Any = None, ranks: int = 1, pools: Any = None, clock_ns: Callable[[], int] = lambda: 1) -> Epoch:
     workers = [WorkerInfo(block_bytes=4096, key_prefix=f"k{rank}@", put_factor=1, put_turn=0) for rank in range(ranks)]
     engine = EngineInfo("e", 32, SchedulerInfo(max_blocks=8, max_hint_bytes=512, loads=True, saves=True), workers)
     memory = EngineMemory.create(load({"staging": "64KiB"}), 7, engine)
-    return EngineSession(
+    return Epoch(
         memory,
         engine,
         store or Answering(),
@@ -77,11 +75,11 @@ def make_session(
 
 
 class Engine:
-    """The engine's side of a session's control segment: one block of 4 KiB per digest, all in the store."""
+    """The engine's side of an epoch's control segment: one block of 4 KiB per digest, all in the store."""
 
-    def __init__(self, session: EngineSession) -> None:
-        self.session = session
-        self.producer = Producer(session.control.buffer, session.words, session.layout, lambda: None)
+    def __init__(self, epoch: Epoch) -> None:
+        self.epoch = epoch
+        self.producer = Producer(epoch.control.buffer, epoch.words, epoch.layout, lambda: None)
 
     def hint(self, flag: int, generation: int, *names: str, on_disk: bool = False, asked: bool = False) -> None:
         """Push a hint; its blocks are staged when this returns."""
@@ -91,12 +89,12 @@ class Engine:
         self.push(RecordKind.HINT, *encode_hint(hint))
         if asked:
             self.push(RecordKind.ASK, encode_ask(Ask(flag, generation, 1)))
-        self.session.planner.looked_up((flag, generation), len(names), bytes([on_disk]) * len(names))
+        self.epoch.planner.looked_up((flag, generation), len(names), bytes([on_disk]) * len(names))
         self.fetch()
 
     def fetch(self) -> None:
         """All that can be fetched arrives."""
-        planner = self.session.planner
+        planner = self.epoch.planner
         for lane in Lane:
             while (order := planner.next_order(lane)) is not None:
                 planner.fetched(order.number, [True] * len(order.slots), 1)
@@ -108,72 +106,72 @@ class Engine:
         self.push(RecordKind.DONE, encode_done(done))
 
     def move(self, flag: int, generation: int, state: FlagState, count: int) -> None:
-        table = self.session.table
+        table = self.epoch.table
         assert table.exchange(flag, table.load(flag), pack(generation, state, count))
 
     def push(self, kind: RecordKind, *parts: bytes | memoryview) -> None:
         assert self.producer.push(kind, *parts)
-        assert self.session.drain(10) == 1
+        assert self.epoch.drain(10) == 1
 
     def leave(self) -> None:
         del self.producer
-        self.session.end(Ending.ENGINE_GONE)
-        give_back(self.session)
+        self.epoch.end(Ending.ENGINE_GONE)
+        give_back(self.epoch)
 
 
-def give_back(session: EngineSession) -> None:
+def give_back(epoch: Epoch) -> None:
     """What its owner does at its end: the memory is freed apart from it, and nothing of it stands on the memory."""
     maps = Path("/proc/self/maps")
     before = maps.read_text().count("kvprefetch")
-    session.close()
+    epoch.close()
     assert maps.read_text().count("kvprefetch") == before, "nothing is unmapped on the main loop"
-    session.memory.close()
-    assert maps.read_text().count("kvprefetch") == before - 1 - len(session.staging.block_bytes)
+    epoch.memory.close()
+    assert maps.read_text().count("kvprefetch") == before - 1 - len(epoch.staging.block_bytes)
 
 
 def test_what_is_taken_back_is_pending_in_the_same_use_of_its_flag_and_its_tier_hears_of_it() -> None:
-    session = make_session()
+    epoch = make_epoch()
     dropped: list[Key] = []
-    session._flags.tier = SimpleNamespace(published=lambda key, start, slots: slots, dropped=dropped.append)
-    engine = Engine(session)
+    epoch._flags.tier = SimpleNamespace(published=lambda key, start, slots: slots, dropped=dropped.append)
+    engine = Engine(epoch)
     engine.hint(0, 1, *"abcdefgh")
     engine.hint(1, 1, *"stuvwxyz")
-    assert session.table.flag(0) == (1, FlagState.READY, 8)
-    assert session.table.flag(1) == (1, FlagState.HINTED, 4), "there are twelve slots"
+    assert epoch.table.flag(0) == (1, FlagState.READY, 8)
+    assert epoch.table.flag(1) == (1, FlagState.HINTED, 4), "there are twelve slots"
     engine.push(RecordKind.ASK, encode_ask(Ask(1, 1, 1)))
-    assert session.planner.next_order() is not None
-    assert session.table.flag(0) == (1, FlagState.HINTED, 0)
+    assert epoch.planner.next_order() is not None
+    assert epoch.table.flag(0) == (1, FlagState.HINTED, 0)
     assert dropped == [(0, 1)]
     engine.move(0, 1, FlagState.CLAIMED, 0)
-    assert not session._flags.take_back((0, 1)), "never under a claim"
-    assert not session._flags.take_back((0, 2)), "nor in another use"
+    assert not epoch._flags.take_back((0, 1)), "never under a claim"
+    assert not epoch._flags.take_back((0, 2)), "nor in another use"
     assert dropped == [(0, 1)]
     engine.leave()
 
 
 def test_a_block_from_disk_that_is_fetched_again_and_again_counts_once_for_the_engine() -> None:
     """A long prompt that is taken back often would come to more than the word holds, and end the daemon."""
-    session = make_session()
-    engine = Engine(session)
+    epoch = make_epoch()
+    engine = Engine(epoch)
     for others in range(1, 4):  # each is more urgent than the first, takes its room, and ends
         if others == 1:
             engine.hint(0, 1, *"abcdefgh", on_disk=True)
-        assert session.table.disk(0) == 8
+        assert epoch.table.disk(0) == 8
         engine.hint(1, others, *"stuvwxyz", asked=True)
-        assert session.table.flag(0).state == FlagState.HINTED
+        assert epoch.table.flag(0).state == FlagState.HINTED
         engine.move(1, others, FlagState.RELEASED, 8)
         engine.push(RecordKind.DONE, encode_done(Done(1, others, Outcome.LOADED, 0, 8, 0, 0, 0, 0)))
         engine.fetch()
-    assert session.table.flag(0) == (1, FlagState.READY, 8)
-    assert session.planner.requests[0, 1].disk_blocks > 8, "for the trace every byte counts"
-    assert session.table.disk(0) == 8
+    assert epoch.table.flag(0) == (1, FlagState.READY, 8)
+    assert epoch.planner.requests[0, 1].disk_blocks > 8, "for the trace every byte counts"
+    assert epoch.table.disk(0) == 8
     engine.leave()
 
 
 def test_asking_again_and_again_for_a_request_is_heard_once() -> None:
     """The queue of look-ups has an entry for each time: an engine that does wrong would fill the daemon's memory."""
-    session = make_session()
-    engine = Engine(session)
+    epoch = make_epoch()
+    engine = Engine(epoch)
     engine.move(0, 1, FlagState.HINTED, 0)
     engine.move(1, 1, FlagState.HINTED, 0)
     for flag in range(2):  # the first one's question is under way, the second waits
@@ -181,47 +179,47 @@ def test_asking_again_and_again_for_a_request_is_heard_once() -> None:
         engine.push(RecordKind.HINT, *encode_hint(Hint(flag, 1, "r", 1, 0, 0, 1, 0, 32, hashes)))
     for _ in range(100):
         engine.push(RecordKind.ASK, encode_ask(Ask(1, 1, 1)))
-    assert len(session.look_ups) == 2
-    assert len(session.look_ups._queue) == 2
+    assert len(epoch.look_ups) == 2
+    assert len(epoch.look_ups._queue) == 2
     engine.leave()
 
 
 def test_only_what_was_loaded_counts_as_loaded_where_a_claim_covers_more() -> None:
     """A drafter's engine claims the block that it drops."""
-    session = make_session()
-    engine = Engine(session)
+    epoch = make_epoch()
+    engine = Engine(epoch)
     engine.hint(0, 1, "a", "b", "c")
     engine.done(0, 1, range(2))
     engine.hint(1, 1, "a", "b", "c")
     engine.done(1, 1, range(2, 3))
-    assert session.planner.gauges()["requests"] == 0
+    assert epoch.planner.gauges()["requests"] == 0
     engine.leave()
-    assert session.totals.wasted_bytes["memory"] == 0
+    assert epoch.totals.wasted_bytes["memory"] == 0
 
 
 def test_a_flag_given_up_before_its_record_came_is_remembered_no_longer_than_its_request() -> None:
-    session = make_session()
-    engine = Engine(session)
+    epoch = make_epoch()
+    engine = Engine(epoch)
     engine.hint(0, 1, "a")
     engine.move(0, 1, FlagState.RELEASED, 1)
-    session.scan()
+    epoch.scan()
     engine.push(RecordKind.DONE, encode_done(Done(0, 1, Outcome.LOADED, 0, 1, 0, 0, 0, 0)))
-    session.scan()
-    assert not session._untold._given_up
+    epoch.scan()
+    assert not epoch._untold._given_up
     engine.leave()
 
 
 def test_an_engine_has_no_more_requests_than_flags() -> None:
     """One that uses a flag again before it was given back would fill the daemon's memory."""
-    session = make_session()
-    engine = Engine(session)
-    flags = session.layout.flag_count
+    epoch = make_epoch()
+    engine = Engine(epoch)
+    flags = epoch.layout.flag_count
     for generation in range(1, flags + 10):
         engine.move(0, generation, FlagState.HINTED, 0)
         hint = Hint(0, generation, "r", 1, 0, 0, 1, 0, 32, memoryview(bytes(32)))
         engine.push(RecordKind.HINT, *encode_hint(hint))
-    assert len(session.planner.requests) == flags
-    assert session.totals.bad_records == 9
+    assert len(epoch.planner.requests) == flags
+    assert epoch.totals.bad_records == 9
     engine.leave()
 
 
@@ -232,40 +230,40 @@ class Restless(FlagTable):
         return False
 
 
-def restless_session() -> EngineSession:
+def restless_epoch() -> Epoch:
     """With one hint, whose flag never stands still from now on."""
-    session = make_session()
-    session.planner.hint((0, 1), b"x" * 32, 32, 1, 0, 0)
-    word = session.table.load(0)
-    assert session.table.exchange(0, word, pack(1, FlagState.HINTED, 0))
-    session.table.__class__ = Restless
-    return session
+    epoch = make_epoch()
+    epoch.planner.hint((0, 1), b"x" * 32, 32, 1, 0, 0)
+    word = epoch.table.load(0)
+    assert epoch.table.exchange(0, word, pack(1, FlagState.HINTED, 0))
+    epoch.table.__class__ = Restless
+    return epoch
 
 
 def test_a_flag_that_does_not_stand_still_ends_the_session_and_raises_nothing() -> None:
-    session = restless_session()
-    session.scan()
-    assert session.corrupt is None, "nothing to do yet"
+    epoch = restless_epoch()
+    epoch.scan()
+    assert epoch.corrupt is None, "nothing to do yet"
 
     def answer(_: None) -> None:
-        session.planner.looked_up((0, 1), 0)
+        epoch.planner.looked_up((0, 1), 0)
 
-    session.jobs.start(lambda job, done, overdue, owner: done(_Done()), lambda: None, answer, None)
-    assert session.corrupt is not None
-    assert "does not stand still" in session.corrupt
-    assert session.drain(10) == 0
-    assert not session.pump(Lane.MEMORY)
-    session.end(Ending.ENGINE_GONE)
-    give_back(session)
+    epoch.jobs.start(lambda job, done, overdue, owner: done(_Done()), lambda: None, answer, None)
+    assert epoch.corrupt is not None
+    assert "does not stand still" in epoch.corrupt
+    assert epoch.drain(10) == 0
+    assert not epoch.pump(Lane.MEMORY)
+    epoch.end(Ending.ENGINE_GONE)
+    give_back(epoch)
 
 
 def test_a_reset_that_meets_such_a_flag_raises_nothing() -> None:
     """It comes over the control socket, whose owner knows nothing of flags."""
-    session = restless_session()
-    session.reset(1, 1.0, lambda _: None)
-    assert session.corrupt is not None
-    session.end(Ending.ENGINE_GONE)
-    give_back(session)
+    epoch = restless_epoch()
+    epoch.reset(1, 1.0, lambda _: None)
+    assert epoch.corrupt is not None
+    epoch.end(Ending.ENGINE_GONE)
+    give_back(epoch)
 
 
 def test_memory_that_the_store_refuses_is_let_go() -> None:
@@ -283,12 +281,12 @@ def test_memory_that_the_store_refuses_is_let_go() -> None:
         def unregister(self, address: int) -> None:
             registered.remove(address)
 
-    session = make_session(Full(), ranks=2)
+    epoch = make_epoch(Full(), ranks=2)
     with pytest.raises(StoreError):
-        session.register_staging()
+        epoch.register_staging()
     assert len(registered) == 1
-    session.end(Ending.ENGINE_GONE)
-    give_back(session)
+    epoch.end(Ending.ENGINE_GONE)
+    give_back(epoch)
     assert not registered
 
 
@@ -307,12 +305,12 @@ def test_a_store_that_does_not_let_go_of_the_memory_keeps_no_session_open() -> N
         def unregister(self, *_: Any) -> None:
             raise StoreError("unregistering failed with code -1")
 
-    session = make_session(Stubborn())
-    session.register_staging()
-    session.register_staging()
+    epoch = make_epoch(Stubborn())
+    epoch.register_staging()
+    epoch.register_staging()
     assert len(registered) == 1
-    session.end(Ending.ENGINE_GONE)
-    give_back(session)
+    epoch.end(Ending.ENGINE_GONE)
+    give_back(epoch)
 
 
 class _Done:

@@ -1,7 +1,7 @@
 """One attached engine: its memory, its liveness, and the records of its ring turned into events of its parts.
 
 Everything here runs on the main loop.  What arrives in the ring is untrusted: a bad record is counted and skipped, a
-corrupt segment ends this session and no other.
+corrupt segment ends this epoch and no other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..work.calls import Jobs
 from ..work.pools import Pools
 from . import transfers
 from .fetcher import Fetcher
-from .flags import SessionFlags
+from .flags import EpochFlags
 from .lookups import LookUps, Question
 from .memory import EngineInfo, EngineMemory
 from .orphaned import Untold
@@ -38,11 +38,11 @@ from .promoter import Promoter
 from .saver import Saver
 from .warming import Warming, about
 
-LAST_RECORDS = 4096  # read at the end of a session: all that an honest engine can have on the way, and no flood
+LAST_RECORDS = 4096  # read at the end of an epoch: all that an honest engine can have on the way, and no flood
 PUTS_PER_CHUNK = 4  # a load that comes while a put is in flight waits for a quarter of a chunk at most
 
 
-class EngineSession:
+class Epoch:
     """One epoch of one engine incarnation, from the moment all its processes said hello until the last one is gone.
 
     `chunk_bytes`: of one store call; `disk_call_bytes`: the most of one that reads from disks.  `tiers`: look-ups ask
@@ -55,11 +55,11 @@ class EngineSession:
     ) -> None:  # fmt: skip
         self.engine_id, self.namespaces = engine.engine_id, frozenset(engine.namespaces)
         self.memory, self.layout, self.staging, self.control = memory, memory.layout, memory.staging, memory.control
-        self.epoch, self.slot_count, self.save_slots = self.layout.epoch, self.layout.slot_count, memory.save_slots
+        self.number, self.slot_count, self.save_slots = self.layout.epoch, self.layout.slot_count, memory.save_slots
         self.block_bytes = sum(self.staging.block_bytes)
         self.removal_ms = store.removal_ms
         self._store, self._pools, self._clock_ns, self._tiers = store, pools, clock_ns, tiers
-        self._log = log.bind(engine=self.engine_id, epoch=self.epoch)
+        self._log = log.bind(engine=self.engine_id, epoch=self.number)
         self.totals = Counters()
         self.shape = transfers.RankLayout.of(engine.workers, self.staging)
         self.words = Words(self.control.buffer)
@@ -68,7 +68,7 @@ class EngineSession:
         self.table = FlagTable(self.control.buffer, self.words, self.layout)
         self.liveness = Liveness(self.words, consumer=True)
         self.liveness.beat(clock_ns())
-        self._flags = SessionFlags(self.table, self._disk_blocks)
+        self._flags = EpochFlags(self.table, self._disk_blocks)
         self._mode: Mode = "on"
         self.jobs = Jobs(self._log)
         self.traces = Traces(self.totals, self._log, self.block_bytes, clock_ns)
@@ -91,7 +91,7 @@ class EngineSession:
             loading=lambda: pools.fetches_in_flight > 0 or self.planner.has_work, stored=self._negative.stored,
         )  # fmt: skip
         self.warming = Warming(
-            self.planner, self._negative, about(engine, self.epoch), self.totals.warmed_blocks, clock_ns,
+            self.planner, self._negative, about(engine, self.number), self.totals.warmed_blocks, clock_ns,
             answering=self.answering, look_up=self._look_up,
         )  # fmt: skip
         self.promoter = self._flags.tier = Promoter(
@@ -317,12 +317,12 @@ class EngineSession:
 
     @property
     def corrupt(self) -> str | None:
-        """What was found wrong with the engine's memory; the owner ends the session."""
+        """What was found wrong with the engine's memory; the owner ends the epoch."""
         return self.jobs.corrupt
 
     @property
     def idle(self) -> bool:
-        """No store call touches this session's memory."""
+        """No store call touches this epoch's memory."""
         return self.jobs.running == 0
 
     def gauges(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Random records, flags and store answers: whatever an engine does, its session raises nothing and can be closed."""
+"""Random records, flags and store answers: whatever an engine does, its epoch raises nothing and can be closed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.daemon.control.report import status
-from kvprefetch.daemon.engine.session import EngineSession
+from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.engine.transfers import Found, SaveResult
 from kvprefetch.daemon.planning.blocks import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
@@ -31,7 +31,7 @@ from kvprefetch.shmring.wire.records import (
     encode_hint,
     encode_saved,
 )  # fmt: skip
-from tests.daemon.engine.test_session import make_session
+from tests.daemon.engine.test_epoch import make_epoch
 
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 
@@ -101,9 +101,9 @@ class Pools:
         return self.chance.random() < 0.5  # a removal
 
 
-def records(session: EngineSession, chance: Random) -> Iterator[tuple[int, bytes]]:
+def records(epoch: Epoch, chance: Random) -> Iterator[tuple[int, bytes]]:
     """What an engine pushes that obeys little; it sets the flags to match, or not."""
-    flags, names = session.layout.flag_count, [bytes([i]) * 32 for i in range(12)]
+    flags, names = epoch.layout.flag_count, [bytes([i]) * 32 for i in range(12)]
     pick = chance.choice
     while True:
         flag, generation = chance.randrange(2), chance.randint(1, 2)
@@ -113,7 +113,7 @@ def records(session: EngineSession, chance: Random) -> Iterator[tuple[int, bytes
         if kind in (1, 3) and flag < flags and generation <= MAX_GENERATION and chance.random() < 0.9:
             state = pick([1, 1, 1, 1, 2, 3, 6, 0, 9]) if kind == 1 else pick([4, 5, 3])
             word = pack(generation, state, pick([0, 3, MAX_COUNT]))
-            session.table.exchange(flag, session.table.load(flag), word)
+            epoch.table.exchange(flag, epoch.table.load(flag), word)
         if kind == 1:
             blocks, size = chance.randint(1, 9), pick([32, 32, 32, 1, 64])
             hashes = b"".join(pick(names)[:size].ljust(size) for _ in range(blocks))
@@ -129,7 +129,7 @@ def records(session: EngineSession, chance: Random) -> Iterator[tuple[int, bytes
             yield RecordKind.DONE, encode_done(Done(flag, generation, pick(list(Outcome)), *counts, *times))
         elif kind == 4:
             count = chance.randint(0, 4)
-            slots = [pick([*range(session.slot_count), U32]) for _ in range(count)]
+            slots = [pick([*range(epoch.slot_count), U32]) for _ in range(count)]
             saved = Saved(1, pick([0, 1, U64]), chance.random() < 0.2, slots, [pick(names) for _ in range(count)])
             yield RecordKind.SAVED, encode_saved(saved)
         else:
@@ -141,36 +141,36 @@ def test_nothing_that_an_engine_pushes_raises(seed: int) -> None:
     for round_ in range(8):
         chance = Random(100 * seed + round_)
         clock, store, pools = [1], Store(), Pools(chance)
-        session = make_session(store, pools=pools, clock_ns=lambda clock=clock: clock[0])  # type: ignore[misc]
-        producer = Producer(session.control.buffer, session.words, session.layout, lambda: None)
-        pushed = records(session, chance)
+        epoch = make_epoch(store, pools=pools, clock_ns=lambda clock=clock: clock[0])  # type: ignore[misc]
+        producer = Producer(epoch.control.buffer, epoch.words, epoch.layout, lambda: None)
+        pushed = records(epoch, chance)
         for _ in range(300):
             clock[0] += chance.choice([1, 100, 1_000_000, 100_000_000])
             what = chance.random()
             if what < 0.6:
                 producer.push(*next(pushed))
             elif what < 0.66:
-                session.scan()
+                epoch.scan()
             elif what < 0.68:
-                session.reset(chance.randint(0, 5), 1.0, lambda _: None)
+                epoch.reset(chance.randint(0, 5), 1.0, lambda _: None)
             elif what < 0.70:
-                session.switch(chance.choice(["on", "off", "shadow"]))
+                epoch.switch(chance.choice(["on", "off", "shadow"]))
             elif what < 0.72:
                 store.answering = True
             elif what < 0.74:
-                status([session], Snapshot(), True, True, "on", "", 1)
+                status([epoch], Snapshot(), True, True, "on", "", 1)
             else:
                 pools.step()
-            session.drain(chance.choice([1, 256]))
+            epoch.drain(chance.choice([1, 256]))
             for lane in Lane:
-                session.pump(lane)
-                session.pump_ahead(lane)
-        assert session.corrupt is None
-        assert session.totals.loaded_blocks < 300 * session.layout.table_entries
+                epoch.pump(lane)
+                epoch.pump_ahead(lane)
+        assert epoch.corrupt is None
+        assert epoch.totals.loaded_blocks < 300 * epoch.layout.table_entries
         del producer
-        session.end(Ending.ENGINE_GONE)
+        epoch.end(Ending.ENGINE_GONE)
         while pools.calls:
             pools.step()
-        assert session.idle
-        session.close()
-        session.memory.close()
+        assert epoch.idle
+        epoch.close()
+        epoch.memory.close()
