@@ -228,7 +228,7 @@ def store(config: DaemonConfig) -> Iterator[Finding]:
     what = "the cluster" if where else "a private store of its own"
     try:
         done = subprocess.run(
-            [sys.executable, "-m", f"{__package__}.store.round_trip", *where], capture_output=True, text=True,
+            [sys.executable, "-m", "kvprefetch.daemon.store.round_trip", *where], capture_output=True, text=True,
             timeout=ROUND_TRIP_S, check=False,
         )  # fmt: skip
         said = (done.stdout.strip().splitlines() or [f"failed it ended with status {done.returncode}"])[-1]
