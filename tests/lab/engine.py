@@ -94,6 +94,7 @@ class EngineSpec:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": str(self.kv_space_gib),
             "VLLM_HOST_IP": self.host_ip,
+            "VLLM_LOGGING_LEVEL": "INFO",  # tests read what the connector logs
             "OMP_NUM_THREADS": str(self.threads),
             "KMP_BLOCKTIME": "0",
             # A worker bound to one core starves Mooncake's transport threads, which inherit the binding.
