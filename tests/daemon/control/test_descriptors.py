@@ -17,6 +17,9 @@ from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.lab.daemon import Daemon
 from tests.support.auditor import ask_daemon
 
+# Mooncake may open connections of its own meanwhile.  A leak for each refused engine would be more: at least three are.
+MOONCAKES = 2
+
 
 def descriptors(daemon: Daemon) -> int:
     """How many it has, once that stands still: Mooncake's and the engines' come and go."""
@@ -61,10 +64,10 @@ def test_an_engine_for_which_no_descriptors_are_left_is_refused(shared_daemon: D
             os.close(fd)
         refused += isinstance(received[0], messages.Refused)
         engine.close()
-        wait_for(lambda: descriptors(shared_daemon) <= before, what="its descriptors")
-    assert 3 <= refused < 8
+        wait_for(lambda: descriptors(shared_daemon) <= before + MOONCAKES, what="its descriptors")
+    assert MOONCAKES < refused < 8
     FakeEngine(shared_daemon.socket).close()
-    wait_for(lambda: descriptors(shared_daemon) <= before, what="its descriptors")
+    wait_for(lambda: descriptors(shared_daemon) <= before + MOONCAKES, what="its descriptors")
 
 
 @pytest.fixture
