@@ -90,7 +90,7 @@ class Fetcher:
     def _overdue(self, order: Order, get: Get) -> None:
         now = self._clock_ns()
         get.late = True
-        self._log.warning("call.overdue", call="fetch", blocks=len(order.slots), owners=get.owners)
+        self._log.warning("call.overdue", call="fetch", blocks=len(order.slots), owners=get.nodes)
         for digest in order.digests:
             self._negative.add(digest, now, lasting=True)
         self._planner.overdue(order.number, now)

@@ -28,9 +28,9 @@ from .give_up import UNDER_WAY, Move, move
 from .joining import StoreError as StoreError
 from .joining import join
 from .puts import Puts
-from .replicas import Whereabouts, void_what_moved
+from .replicas import ReplicaReader, void_what_moved
 from .settings import MooncakeSettings
-from .storage_nodes import Get, Owners
+from .storage_nodes import Get, StorageNodes
 from .zeros import holed
 
 Tier = Literal["memory", "disk"]
@@ -62,12 +62,12 @@ class Store:
         self._in_flight = 0
         self._under_way = False  # a transfer that Mooncake gave up may still go on
         self._breaker = Breaker(clock)
-        self._owners = Owners(log, clock)
+        self._nodes = StorageNodes(log, clock)
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._unflushed: OrderedDict[str, None] = OrderedDict()
         self._puts = Puts()
         self.disk = Path(settings.ssd_offload_path) if settings.enable_ssd_offload else None  # this process's own tier
-        self._whereabouts = Whereabouts(settings.private)
+        self._replicas = ReplicaReader(settings.private)
         heartbeat_s = float(os.environ.get("MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS", "10"))
         self._settle_s = 2 * heartbeat_s + 0.5 if self.disk else 0.0  # how long a removal looks on (remove_matching)
         # How long a removal takes at least; half a second is for the calls.
@@ -217,18 +217,18 @@ class Store:
         self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], get: Get | None = None
     ) -> list[ErrorClass]:
         """Read each value to its address; OK only if exactly its `size` bytes arrived from where it lay before and
-        after (places.py). CORRUPT: a disk lost a page (zeros.py). UNDER_WAY: the caller must never use that memory
+        after (replicas.py). CORRUPT: a disk lost a page (zeros.py). UNDER_WAY: the caller must never use that memory
         again. Raises StoreUnavailable: no transfer is under way.
 
         Each key once: of one that stands twice Mooncake fills the last destination only, and says OK for both.
-        With an owner that is put aside (owners.py) none is tried: TRANSFER. Who gives this get up says so in `get`.
+        A storage node that is put aside (storage_nodes.py) is not asked: TRANSFER. `get` hears of a get that is given up.
         """
         if not keys:
             return []
         if len(set(keys)) != len(keys):
             raise ValueError(f"a key stands twice in one get: keys={len(keys)} different={len(set(keys))}")
         with self._call() as (client, attempt):
-            before, code = self._whereabouts.look(client, keys), 0
+            before, code = self._replicas.read(client, keys), 0
 
             def read(part: Sequence[int]) -> list[ErrorClass]:
                 nonlocal code
@@ -240,10 +240,10 @@ class Store:
             if self._settings.private:  # all memory is our own, which does not hang
                 results = read(range(len(keys)))
             else:
-                results = self._owners.read(keys, before, get or Get(), read)
+                results = self._nodes.read(keys, before, get or Get(), read)
             self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "get", code)
             if ErrorClass.OK in results:
-                void_what_moved(results, keys, before, self._whereabouts.look(client, keys))
+                void_what_moved(results, keys, before, self._replicas.read(client, keys))
             for i, result in enumerate(results) if self.disk or not self._settings.private else ():
                 if result is ErrorClass.OK and holed(addresses[i], sizes[i]):
                     results[i] = ErrorClass.CORRUPT
@@ -278,9 +278,9 @@ class Store:
         """Where each value lies; memory wins over disk, None is nowhere. Raises StoreUnavailable when not open.
 
         With `size`, a value in memory that has another lies nowhere. Of those on a disk alone it is not told. A value
-        of an owner that is put aside (owners.py) lies nowhere, either.
+        of an owner that is put aside (storage_nodes.py) lies nowhere, either.
         """
-        found, aside = list[Tier | None](), self._owners.aside()
+        found, aside = list[Tier | None](), self._nodes.aside()
         for each in self._described(keys):
             memory = [r.get_memory_descriptor().buffer_descriptor for r in each if r.is_memory_replica()]
             unfit = any(size not in (None, part.size) or part.transport_endpoint in aside for part in memory)
@@ -341,7 +341,7 @@ class Store:
                 if disk is None and quiet_since is None:
                     reach = all(each.is_memory_replica() for replicas in self._described(seen) for each in replicas)
                 with self._call() as (client, attempt):
-                    with self._whereabouts.removal():
+                    with self._replicas.removal():
                         count = int(client.remove_by_regex(theirs, True))
                     self._verdict(attempt, classify(count) is ErrorClass.TRANSIENT, "remove", count)
                 most = max(most, count, files := (purge(disk, a_key, checked) if disk else 0))

@@ -15,10 +15,10 @@ from typing import Any
 from .errors import ErrorClass
 
 # Of each key that exists: the memory it lies in. On a disk alone it lies in none, and is read by its key.
-Places = Mapping[str, frozenset[tuple[str, int]]]
+Replicas = Mapping[str, frozenset[tuple[str, int]]]
 
 
-class Whereabouts:
+class ReplicaReader:
     """Tells where values lie now; any thread may ask.
 
     In a `private` store only this process removes values. There a count of removals takes the place of the memory, and
@@ -41,15 +41,15 @@ class Whereabouts:
             with self._lock:
                 self._running, self._count = self._running - 1, self._count + 1
 
-    def look(self, client: Any, keys: Sequence[str]) -> Places:
+    def read(self, client: Any, keys: Sequence[str]) -> Replicas:
         """Return the places of these keys. During a removal from a private store no key has any."""
         if self._private:
             with self._lock:
                 return {} if self._running else dict.fromkeys(keys, frozenset([("", self._count)]))
-        return places(client.batch_get_replica_desc(list(keys)))
+        return memory_replicas(client.batch_get_replica_desc(list(keys)))
 
 
-def places(described: Mapping[str, Sequence[Any]]) -> Places:
+def memory_replicas(described: Mapping[str, Sequence[Any]]) -> Replicas:
     """From Mooncake's replica descriptors."""
     return {key: frozenset(_memory(replicas)) for key, replicas in described.items() if replicas}
 
@@ -59,7 +59,7 @@ def _memory(replicas: Sequence[Any]) -> list[tuple[str, int]]:
     return [(each.transport_endpoint, each.buffer_address) for each in descriptors]
 
 
-def void_what_moved(results: list[ErrorClass], keys: Sequence[str], before: Places, after: Places) -> None:
+def void_what_moved(results: list[ErrorClass], keys: Sequence[str], before: Replicas, after: Replicas) -> None:
     """No OK stays of a key that is gone, which is a MISS then, or that lay elsewhere when the get began."""
     for index, key in enumerate(keys):
         if results[index] is ErrorClass.OK and not (key in before and key in after and before[key] <= after[key]):

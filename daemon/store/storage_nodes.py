@@ -1,11 +1,11 @@
-"""The owners of memory that do not deliver: they are put aside, so that each is waited for once and not by every get.
+"""The nodes of memory that do not deliver: they are put aside, so that each is waited for once and not by every get.
 
-An owner whose values fail is put aside: they are not asked for. After a pause one call at a time asks it for one value;
-when that arrives the owner is back, otherwise the next pause is twice as long.
-A get that is past its deadline (`Get.late`) waits for an owner that delivered nothing to anybody since it began. If
-there is one such owner, it is the one that hangs: until that get returns its values are not asked for. If there are
+An node whose values fail is put aside: they are not asked for. After a pause one call at a time asks it for one value;
+when that arrives the node is back, otherwise the next pause is twice as long.
+A get that is past its deadline (`Get.late`) waits for an node that delivered nothing to anybody since it began. If
+there is one such node, it is the one that hangs: until that get returns its values are not asked for. If there are
 several, their values are read apart, so that those that deliver are told from the one that does not.
-Costs nothing but a set of names until an owner fails or a get is late.
+Costs nothing but a set of names until an node fails or a get is late.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ErrorClass
-from .replicas import Places
+from .replicas import Replicas
 
 PAUSE_S = (1.0, 10.0)  # the first, and the longest
-FORGET_S = 300.0  # after its pause, when nobody asks for values of this owner
-_ANY_DISK = ""  # stands for the owner of a value on a disk alone, who is not told
+FORGET_S = 300.0  # after its pause, when nobody asks for values of this node
+_ANY_DISK = ""  # stands for the node of a value on a disk alone, who is not told
 _FAILED = (ErrorClass.TRANSFER, ErrorClass.UNDER_WAY)
 
 
 @dataclass(eq=False)
 class Get:
-    """Values that are being read. `waits_for`: owners that delivered nothing since it began; `late`: given up."""
+    """Values that are being read. `waits_for`: nodes that delivered nothing since it began; `late`: given up."""
 
     waits_for: frozenset[str] = field(default_factory=frozenset)
     late: bool = False  # set by who waits for it, on any thread
 
     @property
-    def owners(self) -> str:
+    def nodes(self) -> str:
         return " ".join(sorted(self.waits_for - {_ANY_DISK}))
 
 
 @dataclass(eq=False)
 class _Aside:
-    """An owner that is put aside until a clock shows `until`, and then as long as `tried_by` asks it for a value."""
+    """An node that is put aside until a clock shows `until`, and then as long as `tried_by` asks it for a value."""
 
     since: float
     until: float
@@ -46,10 +46,10 @@ class _Aside:
     tried_by: Get | None = None
 
 
-class Owners:
-    """The gets in flight, and what they say of the owners that they read from. Any thread may call.
+class StorageNodes:
+    """The gets in flight, and what they say of the nodes that they read from. Any thread may call.
 
-    `clock`: seconds. `log` hears of each owner that is put aside, and that is back.
+    `clock`: seconds. `log` hears of each node that is put aside, and that is back.
     """
 
     def __init__(self, log: Any, clock: Callable[[], float]) -> None:
@@ -59,13 +59,13 @@ class Owners:
         self._aside: dict[str, _Aside] = {}
 
     def read(
-        self, keys: Sequence[str], where: Places, get: Get, call: Callable[[Sequence[int]], list[ErrorClass]]
+        self, keys: Sequence[str], where: Replicas, get: Get, call: Callable[[Sequence[int]], list[ErrorClass]]
     ) -> list[ErrorClass]:
         """What became of each key: as `call` says, which reads those with these numbers, or TRANSFER without a try."""
         results = [ErrorClass.TRANSFER] * len(keys)
         left: Sequence[int] = range(len(keys))
         while not get.late and (part := self._next(keys, where, left, get)):
-            get.waits_for = _owners(where, [keys[i] for i in part])
+            get.waits_for = _nodes_of(where, [keys[i] for i in part])
             with self._lock:
                 self._gets.add(get)
             came: list[ErrorClass] = []
@@ -75,7 +75,7 @@ class Owners:
                 with self._lock:
                     self._gets.remove(get)
                 if self._gets or self._aside or not all(result is ErrorClass.OK for result in came):
-                    self._learn(get, [_owners(where, keys[i : i + 1]) for i in part], came)
+                    self._learn(get, [_nodes_of(where, keys[i : i + 1]) for i in part], came)
             for i, result in zip(part, came, strict=True):
                 results[i] = result
             left = [i for i in left if i not in part] if len(part) < len(left) else ()
@@ -88,14 +88,14 @@ class Owners:
 
     def _refused(self) -> frozenset[str]:
         now = self._clock()
-        for owner in [owner for owner, each in self._aside.items() if now > each.until + FORGET_S]:
-            del self._aside[owner]  # nothing of it was asked for any more; it may be gone for good
-        failed = {owner for owner, each in self._aside.items() if each.tried_by is not None or now < each.until}
+        for node in [node for node, each in self._aside.items() if now > each.until + FORGET_S]:
+            del self._aside[node]  # nothing of it was asked for any more; it may be gone for good
+        failed = {node for node, each in self._aside.items() if each.tried_by is not None or now < each.until}
         hang = (get.waits_for for get in self._gets if get.late and len(get.waits_for) == 1)
         return frozenset(failed).union(*hang) - {_ANY_DISK}
 
-    def _next(self, keys: Sequence[str], where: Places, left: Sequence[int], get: Get) -> Sequence[int]:
-        """Those that nobody doubts, then those of each doubtful owner; of one that is put aside none, or one key to try
+    def _next(self, keys: Sequence[str], where: Replicas, left: Sequence[int], get: Get) -> Sequence[int]:
+        """Those that nobody doubts, then those of each doubtful node; of one that is put aside none, or one key to try
         it with.
         """
         with self._lock:
@@ -107,23 +107,23 @@ class Owners:
             doubtful = frozenset().union(*late, tried) - refused - {_ANY_DISK}
             parts: dict[frozenset[str], list[int]] = {}
             for i in left:
-                owners = _owners(where, keys[i : i + 1])
-                if not owners & refused:
-                    parts.setdefault(owners & doubtful, []).append(i)
+                nodes = _nodes_of(where, keys[i : i + 1])
+                if not nodes & refused:
+                    parts.setdefault(nodes & doubtful, []).append(i)
             if not parts:
                 return ()
             apart = min(parts, key=len)
-            for owner in apart & tried:
-                self._aside[owner].tried_by = get
+            for node in apart & tried:
+                self._aside[node].tried_by = get
             return parts[apart][:1] if apart & tried else parts[apart]
 
-    def _learn(self, get: Get, owners: Sequence[frozenset[str]], results: Sequence[ErrorClass]) -> None:
-        """What a call says of the owners of its values. Of several owners of one value any may have been read."""
+    def _learn(self, get: Get, nodes: Sequence[frozenset[str]], results: Sequence[ErrorClass]) -> None:
+        """What a call says of the nodes of its values. Of several nodes of one value any may have been read."""
         with self._lock:
             now = self._clock()
-            tried = {owner for owner, each in self._aside.items() if each.tried_by is get}
+            tried = {node for node, each in self._aside.items() if each.tried_by is get}
             good, bad = set[str](), set[str]()
-            for theirs, result in zip(owners, results, strict=False):  # no results: the call raised
+            for theirs, result in zip(nodes, results, strict=False):  # no results: the call raised
                 if result is ErrorClass.OK:
                     for other in self._gets:
                         other.waits_for -= theirs - {_ANY_DISK}  # one disk says nothing of another
@@ -133,22 +133,22 @@ class Owners:
                     good |= theirs
                 elif result in _FAILED:
                     bad |= theirs
-            back = {owner: self._aside.pop(owner) for owner in good & self._aside.keys()}
-            for owner in tried - good:
-                each = self._aside[owner]
+            back = {node: self._aside.pop(node) for node in good & self._aside.keys()}
+            for node in tried - good:
+                each = self._aside[node]
                 each.tried_by = None
-                if owner in bad:
+                if node in bad:
                     each.pause_s = min(2 * each.pause_s, PAUSE_S[1])
                     each.until = now + each.pause_s
             new = bad - good - self._aside.keys() - {_ANY_DISK}
-            for owner in new:
-                self._aside[owner] = _Aside(now, now + PAUSE_S[0])
-        for owner in new:
-            self._log.warning("owner.aside", owners=owner)
-        for owner, each in back.items():
-            self._log.info("owner.back", owners=owner, waited_s=round(now - each.since, 1))
+            for node in new:
+                self._aside[node] = _Aside(now, now + PAUSE_S[0])
+        for node in new:
+            self._log.warning("owner.aside", owners=node)
+        for node, each in back.items():
+            self._log.info("owner.back", owners=node, waited_s=round(now - each.since, 1))
 
 
-def _owners(where: Places, keys: Sequence[str]) -> frozenset[str]:
+def _nodes_of(where: Replicas, keys: Sequence[str]) -> frozenset[str]:
     """Of the memory that these lie in, any of which a get may choose."""
-    return frozenset(owner for key in keys for owner, _ in where.get(key) or ((_ANY_DISK, 0),))
+    return frozenset(node for key in keys for node, _ in where.get(key) or ((_ANY_DISK, 0),))

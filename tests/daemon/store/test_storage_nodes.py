@@ -8,7 +8,7 @@ import pytest
 import structlog
 
 from kvprefetch.daemon.store.errors import ErrorClass
-from kvprefetch.daemon.store.storage_nodes import FORGET_S, Get, Owners
+from kvprefetch.daemon.store.storage_nodes import FORGET_S, Get, StorageNodes
 
 OK, MISS, REFUSED = ErrorClass.OK, ErrorClass.MISS, ErrorClass.TRANSFER
 
@@ -18,7 +18,7 @@ class Reading:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.owners = Owners(structlog.get_logger(), lambda: self.now)
+        self.nodes = StorageNodes(structlog.get_logger(), lambda: self.now)
         self.calls: list[list[str]] = []
 
     def read(
@@ -33,7 +33,7 @@ class Reading:
             return [result] * len(part)
 
         where = {key: frozenset((owner, 1) for owner in key[:-1] if owner != ".") for key in keys if key != "?0"}
-        return self.owners.read(keys, where, get or Get(), call)
+        return self.nodes.read(keys, where, get or Get(), call)
 
     def behind(self, *hung: str, then: Callable[[], None]) -> None:
         """Do that while a get of these is late."""
@@ -108,7 +108,7 @@ def test_an_owner_that_delivered_to_another_get_meanwhile_is_not_the_one_that_ha
         reading.read("a1")
         reading.read("c1", result=MISS)
         late.late = True
-        assert late.owners == "b c"
+        assert late.nodes == "b c"
         assert reading.read("a2", "d2") == [OK] * 2
 
     reading.read("a0", "b0", "c0", get=late, during=during)
@@ -158,7 +158,7 @@ class Failing(Reading):
             return [REFUSED if set(keys[i][:-1]) & set(self.dead) else result for i in part]
 
         where = {key: frozenset((owner, 1) for owner in key[:-1] if owner != ".") for key in keys}
-        return self.owners.read(keys, where, get or Get(), call)
+        return self.nodes.read(keys, where, get or Get(), call)
 
 
 def test_an_owner_that_failed_is_asked_again_by_one_call_at_a_time_after_longer_and_longer_pauses() -> None:
@@ -174,11 +174,11 @@ def test_an_owner_that_failed_is_asked_again_by_one_call_at_a_time_after_longer_
         if reading.calls[before + 1 :]:
             assert reading.calls[before + 1 :] == [["a1"]], "one value of it"
             tried.append(reading.now - 100)
-            assert reading.owners.aside() == {"a"}
+            assert reading.nodes.aside() == {"a"}
     assert tried == [1.0, 3.0, 7.0, 15.0, 25.0, 35.0, 45.0]
     reading.dead = ""
     reading.now += 10
-    assert reading.owners.aside() == frozenset()
+    assert reading.nodes.aside() == frozenset()
     assert reading.read("a1", "a2", "a3") == [OK] * 3
     assert reading.calls[-2:] == [["a1"], ["a2", "a3"]]
     assert reading.read("a1", "a2", "a3") == [OK] * 3
@@ -208,7 +208,7 @@ def test_a_try_that_tells_nothing_or_raises_leaves_the_owner_to_the_next_call() 
     with pytest.raises(RuntimeError):
         reading.read("a1", during=fail)
     assert reading.read("a1") == [OK]
-    assert reading.owners.aside() == frozenset()
+    assert reading.nodes.aside() == frozenset()
 
 
 def test_of_a_value_that_several_owners_hold_none_is_blamed() -> None:
@@ -217,18 +217,18 @@ def test_of_a_value_that_several_owners_hold_none_is_blamed() -> None:
     assert reading.read("ab1") == [REFUSED]
     assert reading.read("b1") == [OK]
     assert reading.read("a1", "ab1") == [REFUSED, REFUSED]
-    assert reading.owners.aside() == {"a"}
+    assert reading.nodes.aside() == {"a"}
     reading.now += 1
     assert reading.read("ab1", "ab2") == [REFUSED, REFUSED]
     assert reading.calls[-1] == ["ab1"], "it counts as a try"
-    assert reading.owners.aside() == {"a"}
+    assert reading.nodes.aside() == {"a"}
 
 
 def test_an_owner_that_failed_for_some_values_and_delivered_others_is_not_put_aside() -> None:
     reading = Reading()
     where = {f"a{number}": frozenset({("a", number)}) for number in range(2)}
-    reading.owners.read(list(where), where, Get(), lambda part: [REFUSED, OK])
-    assert reading.owners.aside() == frozenset()
+    reading.nodes.read(list(where), where, Get(), lambda part: [REFUSED, OK])
+    assert reading.nodes.aside() == frozenset()
 
 
 def test_an_owner_that_nobody_asks_for_any_more_is_forgotten() -> None:
@@ -237,7 +237,7 @@ def test_an_owner_that_nobody_asks_for_any_more_is_forgotten() -> None:
     reading.read("a1")
     reading.now += FORGET_S + 10
     assert reading.read("b1") == [OK]
-    assert not reading.owners._aside
+    assert not reading.nodes._aside
 
 
 def test_each_owner_that_is_put_aside_and_comes_back_has_one_line_for_each() -> None:
@@ -255,5 +255,5 @@ def test_each_owner_that_is_put_aside_and_comes_back_has_one_line_for_each() -> 
 
 def test_look_ups_know_of_the_owner_that_hangs() -> None:
     reading = Reading()
-    reading.behind("a1", then=lambda: assert_equal(reading.owners.aside(), {"a"}))
-    assert reading.owners.aside() == frozenset()
+    reading.behind("a1", then=lambda: assert_equal(reading.nodes.aside(), {"a"}))
+    assert reading.nodes.aside() == frozenset()

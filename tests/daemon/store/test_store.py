@@ -40,7 +40,7 @@ class FakeClient:
 
     def __init__(self) -> None:
         self.codes: list[int] = []
-        self.places: dict[str, list[int | None]] = {}  # of keys that do not lie at 0
+        self.replicas: dict[str, list[int | None]] = {}  # of keys that do not lie at 0
         self.size = -704
         self.removed = 0
         self.calls = 0
@@ -60,7 +60,7 @@ class FakeClient:
     batch_is_exist = batch_get_into = batch_put_from = _answer
 
     def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[Replica]]:
-        return {key: [Replica(address) for address in self.places.get(key, [0])] for key in keys}
+        return {key: [Replica(address) for address in self.replicas.get(key, [0])] for key in keys}
 
     def remove_by_regex(self, *_: Any) -> int:
         return self.removed
@@ -260,11 +260,11 @@ def test_a_value_that_did_not_stay_where_it_was_does_not_count(
 ) -> None:
     store, client = opened()
     client.codes, client.hold = [8, 8], threading.Event()
-    client.places = {"moved": before}
+    client.replicas = {"moved": before}
     with ThreadPoolExecutor(1) as pool:
         get = pool.submit(store.get_into, ["stays", "moved"], [0, 8], [8, 8])
         assert client.entered.wait(5)
-        client.places = {"moved": after}
+        client.replicas = {"moved": after}
         client.hold.set()
         assert get.result(5) == [ErrorClass.OK, kind]
 
@@ -283,7 +283,7 @@ def test_what_was_read_from_our_own_memory_while_something_was_removed_does_not_
 
 def test_a_value_lies_in_memory_before_disk_and_one_of_another_size_nowhere() -> None:
     store, client = opened()
-    client.places = {"both": [None, 0], "disk": [None], "nowhere": []}
+    client.replicas = {"both": [None, 0], "disk": [None], "nowhere": []}
     assert store.tiers(["both", "disk", "nowhere"]) == ["memory", "disk", None]
     assert store.tiers(["both", "disk", "nowhere"], 8) == ["memory", "disk", None]
     assert store.tiers(["both", "disk", "nowhere"], 16) == [None, "disk", None]
@@ -305,8 +305,8 @@ def test_what_was_put_counts_as_flushed_once_it_lies_on_a_disk_or_nowhere() -> N
     keys = ["disk", "gone", "not put"]
     store.put_from(keys, [0, 8, 16], [8, 8, 8])
     client.codes = [0]
-    for places, flushed in (([0], [0]), False), (([0, None], [0]), False), (([None], []), True):
-        client.places = dict(zip(keys, places, strict=False))
+    for replicas, flushed in (([0], [0]), False), (([0, None], [0]), False), (([None], []), True):
+        client.replicas = dict(zip(keys, replicas, strict=False))
         assert store.flush(0.0) is flushed
 
 

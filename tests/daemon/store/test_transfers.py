@@ -61,7 +61,7 @@ def test_a_value_of_an_owner_that_is_put_aside_lies_nowhere() -> None:
     store, client = opened(clock)
     client.codes, client.size = [-800], 8
     assert store.get_into(["k"], [0], [8]) == [ErrorClass.TRANSFER]
-    client.places = {"disk": [None]}
+    client.replicas = {"disk": [None]}
     assert store.tiers(["k", "disk"], 8) == [None, "disk"]
     clock.now += PAUSE_S[0]
     assert store.tiers(["k", "disk"], 8) == ["memory", "disk"], "somebody has to try"
