@@ -169,7 +169,7 @@ def disk(config: DaemonConfig) -> Iterator[Finding]:
     if spec.size_bytes is None:
         yield Finding("note", f"{spec.path}: no size given, {free >> 30} GiB free: it grows until the disk is full",
                       "disk = \"DIR:SIZE\"")  # fmt: skip
-    elif spec.size_bytes > (room := room_bytes(there, spec.size_bytes, tier=there == spec.path)):
+    elif spec.size_bytes > (room := room_bytes(there, spec.size_bytes, occupied=there == spec.path)):
         yield Finding("bad", f"{spec.path}: up to {spec.size_bytes >> 20} MiB, room for {room >> 20} MiB: "
                       f"{MIN_FREE_BYTES >> 20} MiB of the file system stay free",
                       "a smaller size: the tier evicts at 90 % of it")  # fmt: skip

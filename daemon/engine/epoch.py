@@ -45,20 +45,20 @@ PUTS_PER_CHUNK = 4  # a load that comes while a put is in flight waits for a qua
 class Epoch:
     """One epoch of one engine incarnation, from the moment all its processes said hello until the last one is gone.
 
-    `chunk_bytes`: of one store call; `disk_call_bytes`: the most of one that reads from disks.  `tiers`: look-ups ask
+    `chunk_bytes`: of one store call; `disk_call_bytes`: the most of one that reads from disks.  `media`: look-ups ask
     where values lie.
     """
 
     def __init__(
         self, memory: EngineMemory, engine: EngineInfo, store: Store, pools: Pools, log: Log,
-        clock_ns: Callable[[], int], *, chunk_bytes: int, tiers: bool, disk_call_bytes: int, lease_ns: int,
+        clock_ns: Callable[[], int], *, chunk_bytes: int, media: bool, disk_call_bytes: int, lease_ns: int,
     ) -> None:  # fmt: skip
         self.engine_id, self.namespaces = engine.engine_id, frozenset(engine.namespaces)
         self.memory, self.layout, self.staging, self.control = memory, memory.layout, memory.staging, memory.control
         self.number, self.slot_count, self.save_slots = self.layout.epoch, self.layout.slot_count, memory.save_slots
         self.block_bytes = sum(self.staging.block_bytes)
         self.removal_ms = store.removal_ms
-        self._store, self._pools, self._clock_ns, self._tiers = store, pools, clock_ns, tiers
+        self._store, self._pools, self._clock_ns, self._media = store, pools, clock_ns, media
         self._log = log.bind(engine=self.engine_id, epoch=self.number)
         self.totals = Counters()
         self.shape = transfers.RankLayout.of(engine.workers, self.staging)
@@ -269,7 +269,7 @@ class Epoch:
             self._store.suspect("look_up")
             done(None)
 
-        job = partial(transfers.look_up, self._store, self.shape, questions, tiers=self._tiers)
+        job = partial(transfers.look_up, self._store, self.shape, questions, media=self._media)
         self.jobs.start(self._pools.look_up, job, done, None, overdue)
 
     # --- fetching ---------------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class Epoch:
             self.warming.add(order, reply)
 
     def _disk_blocks(self, key: Key) -> int | None:
-        """For the engine's statistics: one fetched again counts once; where tiers are not asked for, all is memory."""
+        """For the engine's statistics: one fetched again counts once; where media are not asked for, all is memory."""
         request = self.planner.requests.get(key)
         return None if request is None else min(request.disk_blocks, request.blocks - request.local)
 

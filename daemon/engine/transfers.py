@@ -16,7 +16,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from ...shmring.wire.messages import WorkerInfo
-from ..store.client import Store, StoreUnavailable, Tier
+from ..store.client import Medium, Store, StoreUnavailable
 from ..store.errors import ErrorClass
 from ..store.storage_nodes import Get
 from .staging import HostStaging
@@ -78,7 +78,7 @@ def check_turns(workers: Sequence[WorkerInfo]) -> None:
 class SaveResult:
     """Blocks stored now, blocks that were there already, blocks lost, and those to try again: no space, or no store.
 
-    `memory` and `disk` are the slots of the blocks that are in the store now, by tier; only when `locate` asked for it.
+    `memory` and `disk` are the slots of the blocks that are in the store now, by medium; only when `locate` asks.
     `digests` are those of the blocks stored now.  `lost`: how many values Mooncake may still read.
     """
 
@@ -108,12 +108,12 @@ class _Target(NamedTuple):
 
 
 def look_up(
-    store: Store, layout: RankLayout, questions: Sequence[Sequence[bytes]], *, tiers: bool
+    store: Store, layout: RankLayout, questions: Sequence[Sequence[bytes]], *, media: bool
 ) -> list[Found] | None:
     """The answers to several requests' questions; None when the store cannot say now.
 
     Many digests are asked for in two calls: of a question whose first one is missing the others are not.
-    `tiers`: ask also where the values lie; then an object of another size in the store's memory is a miss here already.
+    `media`: ask also where the values lie; then an object of another size in the store's memory is a miss here already.
     It costs about 3 us for each block that is there, and a miss nothing.
     """
     try:
@@ -123,11 +123,11 @@ def look_up(
             runs = _runs(store, layout, [digests[:1] for digests in questions])
             others = [digests[1:] if run else () for digests, run in zip(questions, runs, strict=True)]
             runs = [run + more for run, more in zip(runs, _runs(store, layout, others), strict=True)]
-        if not tiers:
+        if not media:
             return [Found(run, b"") for run in runs]
         prefix, (rank, *_) = layout.shards[0]
         keys = [prefix + digest.hex() for digests, run in zip(questions, runs, strict=True) for digest in digests[:run]]
-        where = iter(store.tiers(keys, layout.staging.block_bytes[rank]))
+        where = iter(store.media(keys, layout.staging.block_bytes[rank]))
     except StoreUnavailable:
         return None
     return [_found(list(islice(where, run))) for run in runs]
@@ -142,9 +142,9 @@ def _runs(store: Store, layout: RankLayout, questions: Sequence[Sequence[bytes]]
     return [(each.index(False) if False in each else len(each)) // parts for each in here]
 
 
-def _found(where: Sequence[Tier | None]) -> Found:
+def _found(where: Sequence[Medium | None]) -> Found:
     run = where.index(None) if None in where else len(where)
-    return Found(run, bytes(tier == "disk" for tier in where[:run]))
+    return Found(run, bytes(medium == "disk" for medium in where[:run]))
 
 
 def fetch(
@@ -204,7 +204,7 @@ def _move(layout: RankLayout, slots: Sequence[int], call: Callable[[], list[Erro
 def save(store: Store, layout: RankLayout, blocks: Sequence[tuple[bytes, int]], *, locate: bool = False) -> SaveResult:
     """Put (digest, slot) blocks that are not there yet; of ranks that share a key, the one whose turn the slot is.
 
-    With `locate`, also ask in which tier they are now.
+    With `locate`, also ask in which medium they are now.
     """
     shards = layout.shards
     keys = [prefix + digest.hex() for digest, _ in blocks for prefix, _ in shards]
@@ -243,15 +243,15 @@ def save(store: Store, layout: RankLayout, blocks: Sequence[tuple[bytes, int]], 
             failed += 1
     result = SaveResult(stored, present, failed, again, digests=digests, lost=outcome.count(ErrorClass.UNDER_WAY))
     if locate:
-        for (_, slot), tier in zip(kept, _tiers(store, [key for key, _ in kept]), strict=True):
-            (result.disk if tier == "disk" else result.memory).append(slot)
+        for (_, slot), medium in zip(kept, _media(store, [key for key, _ in kept]), strict=True):
+            (result.disk if medium == "disk" else result.memory).append(slot)
     return result
 
 
-def _tiers(store: Store, keys: Sequence[str]) -> Sequence[Tier | None]:
+def _media(store: Store, keys: Sequence[str]) -> Sequence[Medium | None]:
     """Where these values lie. What was just put lies in memory, if the store cannot say."""
     try:
-        return store.tiers(keys)
+        return store.media(keys)
     except StoreUnavailable:
         return [None] * len(keys)
 

@@ -286,7 +286,7 @@ class Daemon:
     def _epoch(self, store: Store, pools: Pools, memory: EngineMemory, engine: EngineInfo) -> Epoch:
         epoch = Epoch(
             memory, engine, store, pools, self._log, time.monotonic_ns, chunk_bytes=self._config.chunk,
-            tiers=self._config.disk is not None or self._config.mooncake_config is not None,
+            media=self._config.disk is not None or self._config.mooncake_config is not None,
             disk_call_bytes=DISK_BUFFER_BYTES // self._config.fetch_threads, lease_ns=self._config.lease_ns,
         )  # fmt: skip
         epoch.switch(self._mode)

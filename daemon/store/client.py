@@ -33,7 +33,7 @@ from .settings import MooncakeSettings
 from .storage_nodes import Get, StorageNodes
 from .zeros import holed
 
-Tier = Literal["memory", "disk"]
+Medium = Literal["memory", "disk"]
 
 _REMEMBERED_KEYS = 65_536  # what `remove_matching` re-checks by name and `flush` waits for
 _CLOSE_WAIT_S = 65.0  # a transfer whose peer died waits 60 s inside Mooncake, and nothing shortens it
@@ -221,7 +221,7 @@ class Store:
         again. Raises StoreUnavailable: no transfer is under way.
 
         Each key once: of one that stands twice Mooncake fills the last destination only, and says OK for both.
-        A storage node that is put aside (storage_nodes.py) is not asked: TRANSFER. `get` hears of a get that is given up.
+        A storage node that is put aside (storage_nodes.py) is not asked: TRANSFER. The caller marks a given-up `get`.
         """
         if not keys:
             return []
@@ -274,13 +274,13 @@ class Store:
             table = client.batch_get_replica_desc(list(keys)) if keys else {}
         return [table.get(key, ()) for key in keys]
 
-    def tiers(self, keys: Sequence[str], size: int | None = None) -> list[Tier | None]:
+    def media(self, keys: Sequence[str], size: int | None = None) -> list[Medium | None]:
         """Where each value lies; memory wins over disk, None is nowhere. Raises StoreUnavailable when not open.
 
         With `size`, a value in memory that has another lies nowhere. Of those on a disk alone it is not told. A value
         of an owner that is put aside (storage_nodes.py) lies nowhere, either.
         """
-        found, aside = list[Tier | None](), self._nodes.aside()
+        found, aside = list[Medium | None](), self._nodes.aside()
         for each in self._described(keys):
             memory = [r.get_memory_descriptor().buffer_descriptor for r in each if r.is_memory_replica()]
             unfit = any(size not in (None, part.size) or part.transport_endpoint in aside for part in memory)

@@ -20,12 +20,12 @@ _LOW_BYTES = MIN_FREE_BYTES * 3 // 4
 _TRIAL = bytes(4096)
 
 
-def room_bytes(folder: Path, wanted: int, *, tier: bool = True) -> int:
+def room_bytes(folder: Path, wanted: int, *, occupied: bool = True) -> int:
     """What a tier in this folder may take of its file system. Where that is less than `wanted`, what one that is there
     has taken already counts, too; its daemon may remove some of it meanwhile.
     """
     room = shutil.disk_usage(folder).free - MIN_FREE_BYTES
-    if room < wanted and tier:
+    if room < wanted and occupied:
         for each in os.scandir(folder):
             with contextlib.suppress(FileNotFoundError):
                 room += each.stat().st_blocks * 512

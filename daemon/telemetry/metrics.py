@@ -22,8 +22,8 @@ from .logs import EventCounts
 from .snapshot import Snapshot
 
 PREFIX = "kvprefetchd_"
-TIERS = ("memory", "disk")
-HIT_TIERS = ("staging", *TIERS)
+MEDIA = ("memory", "disk")
+HIT_MEDIA = ("staging", *MEDIA)
 
 
 class Described(NamedTuple):
@@ -167,10 +167,10 @@ class SnapshotCollector(Collector):
             **{name: [((), value)] for name, value in plain.items()},
             # Every value that can come is there from the start: a rate over the first one needs the zero before it.
             "requests": [((ending.value,), totals.endings[ending.value]) for ending in Ending],
-            "hit_blocks": [((tier,), totals.hit_blocks[tier]) for tier in HIT_TIERS],
-            "failed_blocks": [((tier,), totals.failed_blocks[tier]) for tier in TIERS],
-            "fetched_bytes": [((tier,), totals.fetched_bytes[tier]) for tier in TIERS],
-            "wasted_bytes": [((tier,), totals.wasted_bytes[tier]) for tier in TIERS],
+            "hit_blocks": [((medium,), totals.hit_blocks[medium]) for medium in HIT_MEDIA],
+            "failed_blocks": [((medium,), totals.failed_blocks[medium]) for medium in MEDIA],
+            "fetched_bytes": [((medium,), totals.fetched_bytes[medium]) for medium in MEDIA],
+            "wasted_bytes": [((medium,), totals.wasted_bytes[medium]) for medium in MEDIA],
             "warmed_blocks": [((result,), totals.warmed_blocks[result]) for result in WARM_RESULTS],
             "log_lost_lines": [((), self._snapshot.lost_lines)],
             "events": [((event,), count) for event, count in self._events.counts.items()],

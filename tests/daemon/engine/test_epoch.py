@@ -68,7 +68,7 @@ def make_epoch(store: Any = None, ranks: int = 1, pools: Any = None, clock_ns: C
         structlog.get_logger(),
         clock_ns,
         chunk_bytes=4096,
-        tiers=False,
+        media=False,
         disk_call_bytes=1 << 20,
         lease_ns=10_000_000_000,
     )

@@ -64,8 +64,8 @@ class Setup:
         if again:
             done(SaveResult(0, 0, 0, blocks))
         else:
-            tiers = ([], slots) if disk else (slots, [])
-            done(SaveResult(len(blocks), 0, 0, [], *tiers, digests=[digest for digest, _ in blocks]))
+            media = ([], slots) if disk else (slots, [])
+            done(SaveResult(len(blocks), 0, 0, [], *media, digests=[digest for digest, _ in blocks]))
         return slots
 
 

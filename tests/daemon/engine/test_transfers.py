@@ -1,4 +1,4 @@
-"""Store work of one engine on a store that answers what it is told: batches, tiers, ranks, one retry."""
+"""Store work of one engine on a store that answers what it is told: batches, media, ranks, one retry."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Told:
         self.looked_for += len(keys)
         return [key in self.there for key in keys]
 
-    def tiers(self, keys: Sequence[str], size: int) -> list[str | None]:
+    def media(self, keys: Sequence[str], size: int) -> list[str | None]:
         """On disk what has a d, nowhere any more what has an e."""
         assert size == 64
         self.asked.append(list(keys))
@@ -51,7 +51,7 @@ def test_several_questions_are_one_and_only_hits_are_asked_for_their_tier() -> N
     shape = RankLayout(("r0@", "r1@"), ((1, 0), (1, 0)), staging)
     store: Any = Told({"r0@aa", "r1@aa", "r0@dd", "r1@dd", "r0@cc"})
     questions = [[b"\xaa", b"\xdd", b"\xcc"], [b"\xcc"], [b"\xdd"]]
-    answers = transfers.look_up(store, shape, questions, tiers=True)
+    answers = transfers.look_up(store, shape, questions, media=True)
     assert answers == [Found(2, b"\0\1"), Found(0, b""), Found(1, b"\1")]
     assert store.asked == [["r0@aa", "r0@dd", "r0@dd"]], "one rank's keys, in one call, and none for a miss"
     staging.close()
@@ -61,7 +61,7 @@ def test_what_is_foreign_or_gone_when_it_is_asked_for_its_tier_ends_its_question
     staging = HostStaging(1, [64])
     store: Any = Told({"r0@aa", "r0@ee", "r0@dd"})
     questions = [[b"\xaa", b"\xee", b"\xdd"], [b"\xdd", b"\xaa"]]
-    answers = transfers.look_up(store, RankLayout(("r0@",), ((1, 0),), staging), questions, tiers=True)
+    answers = transfers.look_up(store, RankLayout(("r0@",), ((1, 0),), staging), questions, media=True)
     assert answers == [Found(1, b"\0"), Found(2, b"\1\0")]
     staging.close()
 
@@ -79,11 +79,11 @@ def test_of_many_digests_those_behind_a_miss_are_not_asked_for(ranks: int) -> No
             if chance.random() < 0.9
         }  # fmt: skip
         store: Any = Told(there)
-        answers = transfers.look_up(store, shape, questions, tiers=False)
+        answers = transfers.look_up(store, shape, questions, media=False)
         whole = [[all(f"{p}{d.hex()}" in there for p in shape.key_prefixes) for d in each] for each in questions]
         assert answers == [Found([*each, False].index(False), b"") for each in whole]
     store = Told(set())
-    assert transfers.look_up(store, shape, [[bytes([i]) for i in range(100)]] * 3, tiers=False) == [Found(0, b"")] * 3
+    assert transfers.look_up(store, shape, [[bytes([i]) for i in range(100)]] * 3, media=False) == [Found(0, b"")] * 3
     assert store.looked_for == 3 * ranks
     staging.close()
 
@@ -159,7 +159,7 @@ def test_of_ranks_that_share_a_key_the_one_whose_turn_the_slot_is_is_put() -> No
     a, b = ([store.taken[f"{name}@0{slot}"] for slot in range(4)] for name in "ab")
     assert a == [staging.addresses(slot)[slot % 2] for slot in range(4)]
     assert b == [staging.addresses(slot)[2] for slot in range(4)]
-    transfers.look_up(store, shape, [[b"\1", b"\2"]], tiers=False)
+    transfers.look_up(store, shape, [[b"\1", b"\2"]], media=False)
     assert store.asked == ["a@01", "b@01", "a@02", "b@02"]
     staging.close()
 
@@ -224,8 +224,8 @@ class Answers:
         self._asked("put_from")
         return [self.puts[key[-1]] for key in keys]
 
-    def tiers(self, keys: Sequence[str]) -> list[str]:
-        self._asked("tiers")
+    def media(self, keys: Sequence[str]) -> list[str]:
+        self._asked("media")
         return ["disk" if key.endswith("1") else "memory" for key in keys]
 
 
@@ -244,7 +244,7 @@ def test_what_became_of_each_block_of_a_save() -> None:
     assert (b"\7", 0) not in result.again, "what cannot be put is not tried for ever"
     assert (result.memory, result.disk) == ([7, 5], [6]), "slots of what is in the store now"
     assert (transfers.save(store, shape, blocks).memory, transfers.save(store, shape, blocks).disk) == ([], [])
-    store.gone = "tiers"
+    store.gone = "media"
     assert transfers.save(store, shape, blocks, locate=True).memory == [7, 6, 5], "just put, so it lies in memory"
     for store.gone in ("exist", "put_from"):
         result = transfers.save(store, shape, blocks)

@@ -179,7 +179,7 @@ def test_should_refuse_to_start_off_the_main_thread() -> None:
 
 
 def test_should_keep_what_does_not_fit_in_memory_and_find_it_after_a_restart(tmp_path: Path) -> None:
-    put = "put(range(count)); assert store.flush(20); print('>>>', right(), set(store.tiers(keys)) >= {'disk'}); end()"
+    put = "put(range(count)); assert store.flush(20); print('>>>', right(), set(store.media(keys)) >= {'disk'}); end()"
     assert run(put, tmp_path, 300) == ["300 True"]
     assert run("print('>>>', right(), opened_s < 20); end()", tmp_path, 300) == ["300 True"]
 

@@ -128,7 +128,7 @@ def test_should_refuse_every_call_before_open_and_after_close() -> None:
             lambda: store.exist(["k"]),
             lambda: store.get_into(["k"], [0], [1]),
             lambda: store.put_from(["k"], [0], [1]),
-            lambda: store.tiers(["k"]),
+            lambda: store.media(["k"]),
             lambda: store.register(0, 1),
             lambda: store.unregister(0),
         ):
@@ -284,9 +284,9 @@ def test_what_was_read_from_our_own_memory_while_something_was_removed_does_not_
 def test_a_value_lies_in_memory_before_disk_and_one_of_another_size_nowhere() -> None:
     store, client = opened()
     client.replicas = {"both": [None, 0], "disk": [None], "nowhere": []}
-    assert store.tiers(["both", "disk", "nowhere"]) == ["memory", "disk", None]
-    assert store.tiers(["both", "disk", "nowhere"], 8) == ["memory", "disk", None]
-    assert store.tiers(["both", "disk", "nowhere"], 16) == [None, "disk", None]
+    assert store.media(["both", "disk", "nowhere"]) == ["memory", "disk", None]
+    assert store.media(["both", "disk", "nowhere"], 8) == ["memory", "disk", None]
+    assert store.media(["both", "disk", "nowhere"], 16) == [None, "disk", None]
 
 
 def test_a_key_that_exists_keeps_its_value_and_a_put_that_finds_no_space_is_no_failure_of_the_store() -> None:

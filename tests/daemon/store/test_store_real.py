@@ -48,9 +48,9 @@ def test_should_put_find_and_get_the_same_bytes(real: tuple[Store, int, mmap.mma
     assert store.put_from(["p@00"], [base], [BLOCK]) == [ErrorClass.OK]
     assert store.put_from(["p@00"], [base + BLOCK], [BLOCK]) == [ErrorClass.OK], "an existing key keeps its value"
     assert store.exist(["p@00", "p@01"]) == [True, False]
-    assert store.tiers(["p@00", "p@01"]) == ["memory", None]
-    assert store.tiers(["p@00", "p@01"], BLOCK) == ["memory", None]
-    assert store.tiers(["p@01", "p@00"], BLOCK // 2) == [None, None]
+    assert store.media(["p@00", "p@01"]) == ["memory", None]
+    assert store.media(["p@00", "p@01"], BLOCK) == ["memory", None]
+    assert store.media(["p@01", "p@00"], BLOCK // 2) == [None, None]
     results = store.get_into(["p@00", "p@01"], [base + BLOCK, base + 2 * BLOCK], [BLOCK, BLOCK])
     assert results == [ErrorClass.OK, ErrorClass.MISS]
     assert area[BLOCK : 2 * BLOCK] == b"a" * BLOCK

@@ -62,9 +62,9 @@ def test_a_value_of_an_owner_that_is_put_aside_lies_nowhere() -> None:
     client.codes, client.size = [-800], 8
     assert store.get_into(["k"], [0], [8]) == [ErrorClass.TRANSFER]
     client.replicas = {"disk": [None]}
-    assert store.tiers(["k", "disk"], 8) == [None, "disk"]
+    assert store.media(["k", "disk"], 8) == [None, "disk"]
     clock.now += PAUSE_S[0]
-    assert store.tiers(["k", "disk"], 8) == ["memory", "disk"], "somebody has to try"
+    assert store.media(["k", "disk"], 8) == ["memory", "disk"], "somebody has to try"
 
 
 @pytest.mark.parametrize(
