@@ -14,7 +14,7 @@ from kvprefetch.shmring.layout import Layout
 from kvprefetch.shmring.liveness import Liveness
 from kvprefetch.shmring.ring import Consumer
 from kvprefetch.shmring.segment import Segment
-from kvprefetch.shmring.wire.messages import Attached
+from kvprefetch.shmring.wire.attach import Attached
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
 from .ring_peers import Ring, UpstreamLookup

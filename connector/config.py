@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ..shmring.wire.messages import check_socket_path, default_socket, first_error, nearest, shown
+from ..shmring.wire.checks import first_error, nearest, shown
+from ..shmring.wire.control_socket import check_socket_path, default_socket
 from .policy import Policy
 
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from ..shmring.wire.messages import Hello
+    from ..shmring.wire.attach import Hello
 
 log = logging.getLogger("vllm.kvprefetch")
 

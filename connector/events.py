@@ -12,7 +12,7 @@ from typing import Any
 from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
 
-from ..shmring.wire.messages import Stored
+from ..shmring.wire.attach import Stored
 from .support import Geometry
 
 # Upstream's Mooncake connector calls the store's memory so; MEDIUM_CPU is the engine's own offloading.

@@ -18,8 +18,9 @@ from typing import Generic, Protocol, TypeVar
 
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.segment import Segment
-from ..shmring.wire import messages
-from ..shmring.wire.messages import Attached, Hello, Mapped, Notice, Refused, Reset, ResetDone, Stored
+from ..shmring.wire.attach import Attached, Hello, Mapped, Notice, Refused, Reset, ResetDone, Stored
+from ..shmring.wire.codec import receive_message, send_message
+from ..shmring.wire.control_socket import peer_of
 from ..shmring.wire.records import ProtocolError
 
 RETRY_S = 0.5
@@ -130,7 +131,7 @@ class Link(Generic[S]):
         if sock is None or self.session is None:
             return False
         try:
-            messages.send_message(sock, Reset(reset_generation=generation, timeout_ms=timeout_ms))
+            send_message(sock, Reset(reset_generation=generation, timeout_ms=timeout_ms))
         except OSError:
             return False
         return True
@@ -179,7 +180,7 @@ class Link(Generic[S]):
                     self._path, error.strerror or error,
                 )  # fmt: skip
                 return RETRY_S
-            if (uid := messages.peer_of(sock)[1]) not in (0, os.geteuid(), _uid(self._daemon_user)):
+            if (uid := peer_of(sock)[1]) not in (0, os.geteuid(), _uid(self._daemon_user)):
                 self._say(
                     "stranger", logging.ERROR,
                     "kvprefetch: daemon_user=%r does not run what listens at %s: uid=%d is neither root nor this "
@@ -187,7 +188,7 @@ class Link(Generic[S]):
                     self._daemon_user, self._path, uid,
                 )  # fmt: skip
                 return FINAL_RETRY_S
-            messages.send_message(sock, hello)
+            send_message(sock, hello)
             self._sock = sock
             return self._watch(sock)
         finally:
@@ -200,7 +201,7 @@ class Link(Generic[S]):
                 session.beat(time.monotonic_ns())
             self._unmap()
             try:
-                received = messages.receive_message(sock, max_fds=2)
+                received = receive_message(sock, max_fds=2)
             except TimeoutError:
                 self._apart("it has not answered this engine's hello; `kvprefetchd status` shows whether it hangs")
                 continue
@@ -242,7 +243,7 @@ class Link(Generic[S]):
                 for epoch in self._ended.keys() - set(message.live_epochs):
                     self._forget(epoch)
         self.session = session
-        messages.send_message(sock, session.mapped())
+        send_message(sock, session.mapped())
         self._said.clear()
         log.info("kvprefetch: attached to the daemon: epoch=%d slots=%d", message.epoch, message.slot_count)
 

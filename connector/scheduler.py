@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ..shmring.errors import SegmentCorrupt
-from ..shmring.wire.messages import Stored
+from ..shmring.wire.attach import Stored
 from ..shmring.wire.records import Outcome
 from . import hints
 from .claims import NOTHING, PENDING, Claims, Entry, Reply

@@ -23,7 +23,7 @@ from ..shmring.layout import Layout
 from ..shmring.liveness import Liveness, PeerState, PeerStatus
 from ..shmring.ring import Producer
 from ..shmring.segment import Segment
-from ..shmring.wire.messages import Attached, Mapped
+from ..shmring.wire.attach import Attached, Mapped
 from .paged import Rows
 from .tier import DeviceTier
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..shmring.wire.messages import HASH_PROBE_TOKENS, Hello, SchedulerInfo, WorkerInfo
+from ..shmring.wire.attach import HASH_PROBE_TOKENS, Hello, SchedulerInfo, WorkerInfo
 from ..shmring.wire.records import GROUPS, MAX_REQUEST_ID_BYTES, PROTOCOL
 from .keys import RankKeys, rank_keys
 from .namespace import Namespace

@@ -26,7 +26,7 @@ from ..shmring.gpu.lease import wait_for_end
 from .paged import Rows
 
 if TYPE_CHECKING:
-    from ..shmring.wire.messages import Attached
+    from ..shmring.wire.attach import Attached
 
 # Between two pieces others get at CUDA's locks.
 PAUSE_S = 0.001

@@ -9,7 +9,9 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from ...shmring.wire import admin, messages, records
+from ...shmring.wire import admin, records
+from ...shmring.wire.attach import Refused
+from ...shmring.wire.codec import Message, receive_message, send_message
 
 TIMEOUT_S = 5.0
 EX_UNAVAILABLE = 69
@@ -50,15 +52,15 @@ class Conversation:
     def __exit__(self, *exc: object) -> None:
         self._sock.close()
 
-    def ask(self, query: messages.Message, wanted: type[Answer]) -> Answer:
+    def ask(self, query: Message, wanted: type[Answer]) -> Answer:
         """One question and its answer, of this kind. Raises Unavailable."""
         try:
             if not self._connected:
                 self._sock.settimeout(self._timeout_s)
                 self._sock.connect(str(self._path))
                 self._connected = True
-            messages.send_message(self._sock, query)
-            received = messages.receive_message(self._sock, max_fds=0)
+            send_message(self._sock, query)
+            received = receive_message(self._sock, max_fds=0)
         except (OSError, records.ProtocolError) as error:
             why = (error.strerror if isinstance(error, OSError) else None) or error
             advice = _ADVICE.get(error.errno or 0, "") if isinstance(error, OSError) else ""
@@ -68,14 +70,14 @@ class Conversation:
         answer = received[0]
         if isinstance(answer, wanted):
             return answer
-        if isinstance(answer, messages.Refused):
+        if isinstance(answer, Refused):
             raise Unavailable(f"the daemon refused: socket={str(self._path)!r}: {answer.error}")
         if isinstance(answer, admin.Report):
             raise Unavailable(answer.text)
         raise Unavailable(f"the daemon answered with something else: type={answer.type}")
 
 
-def ask(path: Path, query: messages.Message, wanted: type[Answer], timeout_s: float = TIMEOUT_S) -> Answer:
+def ask(path: Path, query: Message, wanted: type[Answer], timeout_s: float = TIMEOUT_S) -> Answer:
     """One question to the daemon behind the socket. Raises Unavailable."""
     with Conversation(path, timeout_s) as daemon:
         return daemon.ask(query, wanted)

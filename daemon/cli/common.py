@@ -10,8 +10,9 @@ from typing import Any, TypeAlias, get_args
 
 from pydantic.fields import FieldInfo
 
-from ...shmring.wire import admin, messages
-from ...shmring.wire.messages import default_socket
+from ...shmring.wire import admin
+from ...shmring.wire.codec import Message
+from ...shmring.wire.control_socket import default_socket
 from ..config.machine import machine_bytes
 from ..config.model import SIZES, ConfigError, DaemonConfig
 from ..config.sizes import size_text, whole_mib
@@ -130,7 +131,7 @@ def accepted(sources: Sources) -> Effective:
     return effective
 
 
-def give(order: messages.Message, socket: Path, timeout_s: float = TIMEOUT_S) -> int:
+def give(order: Message, socket: Path, timeout_s: float = TIMEOUT_S) -> int:
     """Have a running daemon do it, and print what it says; the exit status is 0 when it was carried out, else 1."""
     answer = ask(socket, order, admin.Report, timeout_s)
     print(answer.text)

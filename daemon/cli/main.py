@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ... import __version__
-from ...shmring.wire.messages import nearest
+from ...shmring.wire.checks import nearest
 from ...shmring.wire.records import PROTOCOL
 from ..config.model import ConfigError, Taken
 from . import check_config, doctor, explain, install_unit, mode, serve, stat, status, store, tail, top, warm

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...shmring.wire.admin import Warmed
-from ...shmring.wire.messages import HASH_PROBE_TOKENS
+from ...shmring.wire.attach import HASH_PROBE_TOKENS
 from .warm_file import Prompt
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ...shmring.wire.messages import nearest
+from ...shmring.wire.checks import nearest
 from ..telemetry import pretty
 from ..telemetry.events import EVENTS, LEVELS
 from ..telemetry.reader import Record, parse

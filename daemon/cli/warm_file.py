@@ -9,7 +9,7 @@ from typing import IO, Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...shmring.wire.admin import Digest
-from ...shmring.wire.messages import first_error
+from ...shmring.wire.checks import first_error
 
 MAX_LINE_BYTES = 32 << 20
 MAX_BLOCKS = 1 << 20  # of one line, as of one hint

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ...shmring.wire.messages import check_socket_path, default_socket, first_error
+from ...shmring.wire.checks import first_error
+from ...shmring.wire.control_socket import check_socket_path, default_socket
 from .machine import usable_cores
 from .sizes import parse_size, size_text
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ...shmring.wire.messages import first_error, nearest
+from ...shmring.wire.checks import first_error, nearest
 from .model import ConfigError, DaemonConfig
 
 if sys.version_info >= (3, 11):

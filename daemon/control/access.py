@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ...shmring.wire.messages import peer_of, shown
+from ...shmring.wire.checks import shown
+from ...shmring.wire.control_socket import peer_of
 from ..config.model import ConfigError, DaemonConfig, Taken
 
 _SO_PEERGROUPS = 59  # asm-generic/socket.h; Python has no name for it

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from ...shmring.wire.admin import Purge, Report, Warm
-from ...shmring.wire.messages import Message
+from ...shmring.wire.codec import Message
 from ..engine.epoch import Epoch
 from ..store.buckets import Removal
 from ..store.client import Store

@@ -16,7 +16,7 @@ import termios
 from collections import Counter
 from collections.abc import Callable
 
-from ...shmring.wire.messages import Refused
+from ...shmring.wire.attach import Refused
 from ..telemetry.logs import Log
 from .access import Access, credentials_of
 from .group import Peer

@@ -8,8 +8,8 @@ import socket
 import time
 from dataclasses import dataclass, field
 
-from ...shmring.wire import messages
-from ...shmring.wire.messages import Attached, Hello, Mapped, Message
+from ...shmring.wire.attach import Attached, Hello, Mapped
+from ...shmring.wire.codec import Message, send_message
 from ...shmring.wire.records import ProtocolError
 from ..engine.epoch import Epoch
 from ..engine.memory import EngineInfo
@@ -40,7 +40,7 @@ class Peer:
     def tell(self, message: Message) -> None:
         """Worth no waiting: lost where the process is gone, which its end of file says, or does not read."""
         with contextlib.suppress(OSError):
-            messages.send_message(self.sock, message)
+            send_message(self.sock, message)
 
 
 @dataclass(eq=False)

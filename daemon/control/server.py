@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
-from ...shmring.wire import messages
 from ...shmring.wire.admin import NamespacesQuery, Purge, SetMode, StatQuery, Status, StatusQuery, Warm
-from ...shmring.wire.messages import Hello, Mapped, Message, Notice, Refused, Reset, ResetDone
+from ...shmring.wire.attach import Hello, Mapped, Notice, Refused, Reset, ResetDone
+from ...shmring.wire.codec import Message, encode_message, receive_message, send_message
 from ...shmring.wire.records import GROUPS, ProtocolError
 from ..engine.epoch import Epoch
 from ..engine.memory import EngineInfo, EngineMemory
@@ -100,7 +100,7 @@ class Control:
 
     def _read(self, peer: Peer) -> None:
         try:
-            received = messages.receive_message(peer.sock, max_fds=0)
+            received = receive_message(peer.sock, max_fds=0)
             if received is not None:
                 self._handle(peer, received[0])
                 return
@@ -138,7 +138,7 @@ class Control:
         elif isinstance(message, StatQuery):
             self._answer(peer, message, lambda uid: report.segments(self.epochs(uid), time.monotonic_ns()))
         elif isinstance(message, NamespacesQuery):
-            messages.send_message(peer.sock, self._namespaces.page(self._scope(peer), message.after))
+            send_message(peer.sock, self._namespaces.page(self._scope(peer), message.after))
         elif isinstance(message, (SetMode, Purge, Warm)):
             self._steered(peer, message)
         elif isinstance(message, Reset) and peer.group is not None and peer.group.scheduler is peer:
@@ -156,7 +156,7 @@ class Control:
         """
         key = (query.type, peer.credentials.uid)
         if key not in self._answers:
-            self._answers[key] = messages.encode_message(make(self._scope(peer)))
+            self._answers[key] = encode_message(make(self._scope(peer)))
         peer.sock.send(self._answers[key])
 
     def _steered(self, peer: Peer, message: Message) -> None:
@@ -264,7 +264,7 @@ class Control:
             for peer in group.peers:
                 if not peer.handed:
                     attached, fds = group.memory_of(peer, epoch)
-                    messages.send_message(peer.sock, attached, fds)
+                    send_message(peer.sock, attached, fds)
                     peer.handed = True
             group.waits_to_be_handed = False
         except OSError as error:

@@ -16,7 +16,8 @@ from ...shmring.liveness import Liveness, PeerState
 from ...shmring.ring import Consumer, Record
 from ...shmring.wire import records
 from ...shmring.wire.admin import MAX_WARM_DIGESTS, Report, Warm
-from ...shmring.wire.messages import Mapped, Message
+from ...shmring.wire.attach import Mapped
+from ...shmring.wire.codec import Message
 from ...shmring.wire.records import FlagState, ProtocolError, RecordKind
 from ..config.model import Mode
 from ..planning.negative import NegativeCache

@@ -15,8 +15,8 @@ from ...shmring.gpu.calls import calls
 from ...shmring.gpu.cuda import DeviceError
 from ...shmring.layout import Layout, power_of_two_at_least
 from ...shmring.segment import Segment
-from ...shmring.wire.fields import Fingerprint
-from ...shmring.wire.messages import SchedulerInfo, WorkerInfo
+from ...shmring.wire.attach import SchedulerInfo, WorkerInfo
+from ...shmring.wire.checks import Fingerprint
 from ..config.machine import available_bytes
 from ..config.model import DaemonConfig
 from ..config.sizes import size_text, whole_mib

@@ -20,7 +20,7 @@ from .device import DeviceStaging
 
 if TYPE_CHECKING:  # what tests on a GPU do without (docs/PERFORMANCE.md)
     from ...shmring.flags import FlagTable
-    from ...shmring.wire.messages import Mapped
+    from ...shmring.wire.attach import Mapped
     from ..telemetry.logs import Log
 
 COPY_BYTES = 32 << 20  # of one job: what it takes beside the copy itself, in Python, must not count

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from ...shmring.credits import CreditGranter
-from ...shmring.wire.messages import Stored
+from ...shmring.wire.attach import Stored
 from ...shmring.wire.records import ProtocolError, Saved
 from ..store.client import Store
 from ..telemetry.counters import Counters

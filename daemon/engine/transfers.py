@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
-from ...shmring.wire.messages import WorkerInfo
+from ...shmring.wire.attach import WorkerInfo
 from ..store.client import Medium, Store, StoreUnavailable
 from ..store.errors import ErrorClass
 from ..store.storage_nodes import Get

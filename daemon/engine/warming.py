@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ...shmring.wire.admin import Report, Warm, Warmed
-from ...shmring.wire.messages import Message
+from ...shmring.wire.codec import Message
 from ..planning.blocks import Lane
 from ..planning.negative import NegativeCache
 from ..planning.planner import Planner

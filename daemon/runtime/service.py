@@ -14,7 +14,7 @@ from functools import partial
 from types import FrameType
 
 from ...shmring.wire.admin import Purge, Report, SetMode, Status, Warm
-from ...shmring.wire.messages import Message
+from ...shmring.wire.codec import Message
 from ..config.machine import use_more_descriptors
 from ..config.model import ConfigError, DaemonConfig, Mode
 from ..control import admin, report

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...shmring.wire.admin import StoreFill
-from ...shmring.wire.messages import shown
+from ...shmring.wire.checks import shown
 from ..config.sizes import parse_size
 from . import loopback
 from .disk_folder import open_folder

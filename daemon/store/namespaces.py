@@ -23,8 +23,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...shmring.wire.admin import KnownNamespaces, Namespace
-from ...shmring.wire.fields import Fingerprint
-from ...shmring.wire.messages import first_error
+from ...shmring.wire.checks import Fingerprint, first_error
 from .settings import SettingsError
 
 FILE = "namespaces.json"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from .fields import Fingerprint, KeyPrefix, Packet
+from .checks import Fingerprint, KeyPrefix, Packet
 
 MAX_WARM_DIGESTS = 256  # of one Warm order, which must fit a message
 

@@ -1,6 +1,6 @@
 """What engine and daemon say to each other through shared memory: hint-ring records and the meaning of flag states.
 
-Both sides import this module and messages.py; the rest of shmring does not (it knows nothing of KV).  `PROTOCOL`
+Both sides import this module and attach.py; the rest of shmring does not (it knows nothing of KV).  `PROTOCOL`
 changes whenever a record, a state or a message does; two sides of different protocol refuse each other at the start.
 
 Flag states and who may make each transition (always a compare-and-swap, always carrying the generation):

@@ -21,8 +21,8 @@ from kvprefetch.shmring.layout import Layout
 from kvprefetch.shmring.liveness import Liveness, PeerState
 from kvprefetch.shmring.ring import Consumer
 from kvprefetch.shmring.segment import Segment
-from kvprefetch.shmring.wire import messages, records
-from kvprefetch.shmring.wire.messages import Attached
+from kvprefetch.shmring.wire import records
+from kvprefetch.shmring.wire.attach import Attached, Stored
 from kvprefetch.shmring.wire.records import FlagState, RecordKind
 
 BLOCK = 16
@@ -160,7 +160,7 @@ class FakeLink:
     detached: list[str] = field(default_factory=list)
     resets: list[int] = field(default_factory=list)
     reset_timeouts_ms: list[int] = field(default_factory=list)
-    stored: deque[messages.Stored] = field(default_factory=deque)
+    stored: deque[Stored] = field(default_factory=deque)
 
     def start(self) -> None: ...
     def close(self) -> None: ...

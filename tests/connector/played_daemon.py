@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvprefetch.shmring.doorbell import Doorbell
-from kvprefetch.shmring.wire import messages, records
-from kvprefetch.shmring.wire.messages import Attached, Hello, Mapped, SchedulerInfo, WorkerInfo
+from kvprefetch.shmring.wire import records
+from kvprefetch.shmring.wire.attach import Attached, Hello, Mapped, SchedulerInfo, WorkerInfo
+from kvprefetch.shmring.wire.codec import Message, receive_message, send_message
 
 from .fakes import Clock, FakeDaemon
 
@@ -52,15 +53,15 @@ class Server:
         return sock, message
 
     @staticmethod
-    def receive(sock: socket.socket) -> messages.Message:
-        received = messages.receive_message(sock)
+    def receive(sock: socket.socket) -> Message:
+        received = receive_message(sock)
         assert received is not None
         return received[0]
 
     def attach(self, sock: socket.socket, fake: FakeDaemon) -> None:
         bell = Doorbell.create()
         layout = fake.layout
-        messages.send_message(
+        send_message(
             sock,
             Attached(epoch=layout.epoch, segment_bytes=layout.total_bytes, slot_count=layout.slot_count, slot_bytes=0),
             [fake.segment.fd, bell.fd],

@@ -40,7 +40,7 @@ from kvprefetch.connector.metadata import KVPrefetchMetadata
 from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.connector.session import WorkerSession
 from kvprefetch.shmring.segment import Segment
-from kvprefetch.shmring.wire.messages import Attached
+from kvprefetch.shmring.wire.attach import Attached
 from tests.lab.checkpoint import TINY, make_checkpoint
 
 from .fakes import BLOCK, BLOCK_BYTES, Clock, FakeDaemon, FakeLink

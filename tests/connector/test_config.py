@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.connector.config import load, override
-from kvprefetch.shmring.wire.messages import default_socket
+from kvprefetch.shmring.wire.control_socket import default_socket
 
 
 def test_defaults() -> None:

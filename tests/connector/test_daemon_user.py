@@ -11,7 +11,7 @@ import pytest
 from kvprefetch.connector import link as link_module
 from kvprefetch.connector.link import Link
 from kvprefetch.connector.session import SchedulerSession
-from kvprefetch.shmring.wire import messages
+from kvprefetch.shmring.wire.codec import receive_message
 from tests.connector.played_daemon import Server, hello, wait_for
 from tests.support.ordinary import NOBODY
 
@@ -45,7 +45,7 @@ def test_an_engine_speaks_only_to_a_daemon_of_root_its_own_user_or_the_configure
         sock, _ = server.sock.accept()
         with sock:
             sock.settimeout(30)
-            return messages.receive_message(sock) is not None
+            return receive_message(sock) is not None
 
     listen_as(server, NOBODY)
     with caplog.at_level(logging.INFO, "vllm.kvprefetch.link"):

@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvprefetch.connector.connector import KVPrefetchConnector
-from kvprefetch.shmring.wire.messages import Stored
+from kvprefetch.shmring.wire.attach import Stored
 from kvprefetch.shmring.wire.records import FlagState
 
 from .fakes import BLOCK, Engine

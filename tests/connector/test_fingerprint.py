@@ -281,7 +281,7 @@ def test_what_cannot_be_known_is_an_error(model: Path) -> None:
 
 
 def test_every_value_fits_the_hello() -> None:
-    from kvprefetch.shmring.wire.messages import WorkerInfo
+    from kvprefetch.shmring.wire.attach import WorkerInfo
 
     found = fingerprint.fitting({"quantization": "q" * 200, "architecture": "größer", "layout": "", "dtype": "float16"})
     assert {"dtype": "float16", "layout": ""}.items() <= found.items()

@@ -20,8 +20,9 @@ from kvprefetch.connector.session import SchedulerSession
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import PeerStatus
 from kvprefetch.shmring.segment import Segment
-from kvprefetch.shmring.wire import admin, messages
-from kvprefetch.shmring.wire.messages import Attached, Refused, Reset, ResetDone
+from kvprefetch.shmring.wire import admin
+from kvprefetch.shmring.wire.attach import Attached, Notice, Refused, Reset, ResetDone, Stored
+from kvprefetch.shmring.wire.codec import receive_message, send_message
 
 from .fakes import Clock, FakeDaemon
 from .played_daemon import Server, hello, wait_for
@@ -119,7 +120,7 @@ def test_descriptors_go_with_the_session_however_often_a_daemon_comes_anew(
         wait_for(lambda: scheduler.session is None)
     sock, _ = server.accept()
     for save_id in range(9):  # none is expected with it
-        messages.send_message(sock, messages.Stored(save_id=save_id), [sock.fileno()])
+        send_message(sock, Stored(save_id=save_id), [sock.fileno()])
     wait_for(lambda: len(scheduler.stored) == 9)
     sock.close()
     wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
@@ -130,7 +131,7 @@ def test_detach_drops_the_session_and_comes_back(server: Server, scheduler: Link
     server.attach(sock, server.fake)
     scheduler.detach("slot out of bounds")
     assert scheduler.session is None
-    assert messages.receive_message(sock) is None
+    assert receive_message(sock) is None
     again, _ = server.accept()
     again.close()
     sock.close()
@@ -142,7 +143,7 @@ def test_what_the_daemon_has_to_say_to_the_operator_is_in_the_log(
     with caplog.at_level(logging.WARNING, "vllm.kvprefetch.link"):
         sock, _ = server.accept()
         server.attach(sock, server.fake)
-        messages.send_message(sock, messages.Notice(text="nothing is loaded or saved"))
+        send_message(sock, Notice(text="nothing is loaded or saved"))
         wait_for(lambda: "kvprefetch: nothing is loaded or saved" in caplog.messages)
     assert scheduler.session is not None
     sock.close()
@@ -155,8 +156,8 @@ def test_a_refusal_is_said_once(server: Server, caplog: pytest.LogCaptureFixture
         link.start()
         for _ in range(3):
             sock, _ = server.accept()
-            messages.send_message(sock, Refused(error="too many engines", final=final))
-            assert messages.receive_message(sock) is None
+            send_message(sock, Refused(error="too many engines", final=final))
+            assert receive_message(sock) is None
             sock.close()
         link.close()
     said = [record for record in caplog.records if "too many engines" in record.message]
@@ -180,8 +181,8 @@ def test_why_no_session_comes_is_one_warning(
             if daemon == "says nothing":
                 time.sleep(0.3)
             elif daemon == "turns away":
-                messages.send_message(sock, Refused(error="too many engines: max_engines=1", final=False))
-                assert messages.receive_message(sock) is None
+                send_message(sock, Refused(error="too many engines: max_engines=1", final=False))
+                assert receive_message(sock) is None
             sock.close()
         link.close()
     said = [record.getMessage() for record in caplog.records]
@@ -197,7 +198,7 @@ def test_what_the_daemon_waits_for_is_said_instead(
         link = Link(str(server.path), lambda: hello("scheduler"), SchedulerSession.map)
         link.start()
         sock, _ = server.accept()
-        messages.send_message(sock, messages.Notice(text="1 of 2 ranks have come"))
+        send_message(sock, Notice(text="1 of 2 ranks have come"))
         time.sleep(0.3)
         link.close()
         sock.close()
@@ -212,9 +213,9 @@ def test_nonsense_is_survived(server: Server, scheduler: Link[SchedulerSession],
     else:
         segment = Segment.create(8192)
         fds = [segment.fd] if kind == "descriptors" else [segment.fd, segment.fd]
-        messages.send_message(sock, Attached(epoch=1, segment_bytes=8192, slot_count=1, slot_bytes=0), fds)
+        send_message(sock, Attached(epoch=1, segment_bytes=8192, slot_count=1, slot_bytes=0), fds)
         segment.close()
-    assert messages.receive_message(sock) is None
+    assert receive_message(sock) is None
     sock.close()
     sock, _ = server.accept()
     server.attach(sock, server.fake)
@@ -233,9 +234,9 @@ def test_a_reset_is_confirmed_only_by_its_own_reply(
     asked = Server.receive(sock)
     assert isinstance(asked, Reset)
     assert asked.reset_generation == 3
-    messages.send_message(sock, ResetDone(reset_generation=2, ok=True))
+    send_message(sock, ResetDone(reset_generation=2, ok=True))
     if reply:
-        messages.send_message(sock, ResetDone(reset_generation=3, ok=ok))
+        send_message(sock, ResetDone(reset_generation=3, ok=ok))
     thread.join()
     assert results == [ok and reply]
     assert scheduler.confirmed_reset == (3 if ok and reply else 2)
@@ -271,7 +272,7 @@ def test_the_heart_beats_while_messages_come(server: Server, monkeypatch: pytest
         server.attach(sock, server.fake)
         beaten = server.fake.words.load_acquire(Line.PRODUCER_BEAT)
         for save_id in range(3):
-            messages.send_message(sock, messages.Stored(save_id=save_id))
+            send_message(sock, Stored(save_id=save_id))
             wait_for(lambda before=beaten: server.fake.words.load_acquire(Line.PRODUCER_BEAT) > before)
             beaten = server.fake.words.load_acquire(Line.PRODUCER_BEAT)
         assert [stored.save_id for stored in link.stored] == [0, 1, 2]
@@ -292,13 +293,13 @@ def test_a_process_without_a_descriptor_left_for_what_came_says_so() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ours, theirs:
-        messages.send_message(theirs, admin.StatusQuery(), [0, 1])
+        send_message(theirs, admin.StatusQuery(), [0, 1])
         free = os.dup(0)
         os.close(free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, before[1]))
         try:
             with pytest.raises(OSError, match=r"Too many open files \(ulimit -n\)"):
-                messages.receive_message(ours)
+                receive_message(ours)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
         os.close(again := os.dup(0))

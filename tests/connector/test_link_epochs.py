@@ -14,8 +14,8 @@ from kvprefetch.connector import link as link_module
 from kvprefetch.connector.link import Link
 from kvprefetch.connector.session import WorkerSession
 from kvprefetch.shmring.segment import Segment
-from kvprefetch.shmring.wire import messages
-from kvprefetch.shmring.wire.messages import Attached, Mapped
+from kvprefetch.shmring.wire.attach import Attached, Mapped
+from kvprefetch.shmring.wire.codec import send_message
 
 from .played_daemon import Server, hello, wait_for
 
@@ -52,7 +52,7 @@ def live_and_die(server: Server, link: Link[WorkerSession], epoch: int, live_epo
     attached = Attached(
         epoch=epoch, segment_bytes=segment.size_bytes, slot_count=4, slot_bytes=SLOT_BYTES, live_epochs=[*live_epochs]
     )
-    messages.send_message(sock, attached, [segment.fd])
+    send_message(sock, attached, [segment.fd])
     assert Server.receive(sock) == Mapped(epoch=epoch)
     wait_for(lambda: link.session is not None)
     sock.close()

@@ -13,7 +13,7 @@ import pytest
 from kvprefetch.connector import checkpoint, namespace
 from kvprefetch.connector.keys import rank_keys
 from kvprefetch.connector.namespace import Namespace, fingerprinted
-from kvprefetch.shmring.wire.messages import WorkerInfo
+from kvprefetch.shmring.wire.attach import WorkerInfo
 from tests.connector.test_fingerprint import model_config, running, write_model
 
 START, ANOTHER = "1" * 32, "2" * 32

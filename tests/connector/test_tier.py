@@ -23,7 +23,7 @@ from kvprefetch.connector.tier import DeviceTier
 from kvprefetch.shmring.errors import SegmentError
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.segment import Segment
-from kvprefetch.shmring.wire.messages import Attached, Mapped
+from kvprefetch.shmring.wire.attach import Attached, Mapped
 from tests.support.host_device import UUID, HostDevice
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -229,7 +229,7 @@ AT_EXIT = f"""
 import atexit, time
 atexit.register(time.sleep, 0.3)  # runs after what is registered later, and leaves the tier's thread the time to wake
 from kvprefetch.connector.session import WorkerSession
-from kvprefetch.shmring.wire.messages import Attached
+from kvprefetch.shmring.wire.attach import Attached
 from kvprefetch.shmring.segment import Segment
 from tests.support.host_device import UUID, HostDevice
 device = HostDevice(64 << 20, UUID)

@@ -21,7 +21,7 @@ from kvprefetch.connector.stats import KVPrefetchStats
 from kvprefetch.connector.worker import WorkerSide
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.segment import Segment
-from kvprefetch.shmring.wire.messages import Attached
+from kvprefetch.shmring.wire.attach import Attached
 
 BLOCKS, SLOTS, EPOCH = 6, 4, 77
 ALONE = RankKeys("m@tp_rank:0@", 1, 0)

@@ -22,8 +22,9 @@ from kvprefetch.shmring.layout import Layout
 from kvprefetch.shmring.liveness import Liveness, PeerStatus
 from kvprefetch.shmring.ring import Producer
 from kvprefetch.shmring.segment import Segment
-from kvprefetch.shmring.wire import messages, records
-from kvprefetch.shmring.wire.messages import Hello, SchedulerInfo, WorkerInfo
+from kvprefetch.shmring.wire import records
+from kvprefetch.shmring.wire.attach import Attached, Hello, Mapped, SchedulerInfo, WorkerInfo
+from kvprefetch.shmring.wire.codec import receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState, Outcome, RecordKind
 from tests.support.host_device import HostDevices, HostMemory
 
@@ -103,12 +104,12 @@ class FakeEngine:
         self.scheduler = self.connect()
         workers = [self.connect() for _ in range(self.ranks)]
         for rank, sock in enumerate(workers):
-            messages.send_message(sock, self.hello("worker", rank))
-        messages.send_message(self.scheduler, self.hello("scheduler"))
+            send_message(sock, self.hello("worker", rank))
+        send_message(self.scheduler, self.hello("scheduler"))
         for sock in workers:
             attached, fds = self.receive(sock)
             self.staging.append(Segment(fds[0], attached.segment_bytes))
-            messages.send_message(sock, self.mapped(attached, fds[1:]))
+            send_message(sock, self.mapped(attached, fds[1:]))
         attached, fds = self.receive(self.scheduler)
         self.epoch = attached.epoch
         self.control = Segment(fds[0], attached.segment_bytes)
@@ -120,25 +121,25 @@ class FakeEngine:
         self.flags = FlagAllocator(self.table)
         self.credits = CreditTaker(self.control.buffer, self.words, self.layout)
         self.liveness = Liveness(self.words, consumer=False)
-        messages.send_message(self.scheduler, messages.Mapped(epoch=attached.epoch))
+        send_message(self.scheduler, Mapped(epoch=attached.epoch))
         wait_for(lambda: self.liveness.peer(time.monotonic_ns()) is PeerStatus.ALIVE, what="ACTIVE")
 
-    def mapped(self, attached: messages.Attached, leases: list[int]) -> messages.Mapped:
+    def mapped(self, attached: Attached, leases: list[int]) -> Mapped:
         """What a worker answers, once it has its device slots."""
         self.leases += leases
         if self.devices is None or not attached.device_slots:
-            return messages.Mapped(epoch=attached.epoch)
+            return Mapped(epoch=attached.epoch)
         size = attached.device_slots * attached.slot_bytes
         if attached.device_handle:
             self.slabs.append(self.devices.device.open(bytes.fromhex(attached.device_handle), size))
-            return messages.Mapped(epoch=attached.epoch, device=True)
+            return Mapped(epoch=attached.epoch, device=True)
         self.slabs.append(self.devices.device.allocate(exported_bytes(size)))
-        return messages.Mapped(epoch=attached.epoch, device=True, device_handle=self.slabs[-1].handle().hex())
+        return Mapped(epoch=attached.epoch, device=True, device_handle=self.slabs[-1].handle().hex())
 
-    def receive(self, sock: socket.socket) -> tuple[messages.Attached, list[int]]:
-        received = messages.receive_message(sock)
+    def receive(self, sock: socket.socket) -> tuple[Attached, list[int]]:
+        received = receive_message(sock)
         assert received is not None
-        assert isinstance(received[0], messages.Attached), received
+        assert isinstance(received[0], Attached), received
         return received[0], received[1]
 
     # --- scheduler ----------------------------------------------------------------------------------------------------

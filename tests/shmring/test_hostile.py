@@ -19,7 +19,8 @@ from kvprefetch.shmring.flags import FlagAllocator, FlagTable, unpack
 from kvprefetch.shmring.layout import Layout, Line
 from kvprefetch.shmring.liveness import Liveness, PeerStatus
 from kvprefetch.shmring.ring import ALIGN, HEADER_BYTES, PADDING, Consumer, Producer
-from kvprefetch.shmring.wire import messages, records
+from kvprefetch.shmring.wire import records
+from kvprefetch.shmring.wire.codec import decode_message, receive_message
 from kvprefetch.shmring.wire.records import ProtocolError
 
 from .conftest import Control, small_layout
@@ -254,7 +255,7 @@ FIELDS = ["epoch", "rank", "role", "worker", "scheduler", "error", "device", "de
 )
 def test_a_control_message_of_any_bytes_is_decoded_or_refused(data: bytes) -> None:
     try:
-        messages.decode_message(data)
+        decode_message(data)
     except ProtocolError:
         pass
 
@@ -284,7 +285,7 @@ def test_a_control_message_of_any_bytes_is_decoded_or_refused(data: bytes) -> No
 )
 def test_a_control_message_made_to_break_the_parser_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError):
-        messages.decode_message(data)
+        decode_message(data)
 
 
 def test_a_request_id_that_is_no_valid_text_still_makes_a_hint() -> None:
@@ -298,7 +299,7 @@ def test_descriptors_beside_an_empty_packet_are_not_kept() -> None:
     with ours, theirs:
         before = len(os.listdir("/proc/self/fd"))
         socket.send_fds(theirs, [b""], [theirs.fileno()])
-        assert messages.receive_message(ours) is None
+        assert receive_message(ours) is None
         assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -308,5 +309,5 @@ def test_descriptors_beside_a_message_that_is_refused_are_not_kept() -> None:
         before = len(os.listdir("/proc/self/fd"))
         socket.send_fds(theirs, [b"[" * 60_000], [theirs.fileno()] * 2)
         with pytest.raises(ProtocolError):
-            messages.receive_message(ours)
+            receive_message(ours)
         assert len(os.listdir("/proc/self/fd")) == before

@@ -16,7 +16,8 @@ from typing import Any
 
 from kvprefetch.shmring import view
 from kvprefetch.shmring.errors import SegmentCorrupt
-from kvprefetch.shmring.wire import admin, messages
+from kvprefetch.shmring.wire import admin
+from kvprefetch.shmring.wire.codec import receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState
 
 # In the environment of this process, and so of everything it starts: how a leaked process is told from a stranger.
@@ -86,8 +87,8 @@ def ask_daemon(path: str | Path) -> admin.Status:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.connect(str(path))  # before the timeout: with one it would fail at once where many wait to be accepted
         sock.settimeout(10)
-        messages.send_message(sock, admin.StatusQuery())
-        received = messages.receive_message(sock)
+        send_message(sock, admin.StatusQuery())
+        received = receive_message(sock)
     assert received is not None
     assert isinstance(received[0], admin.Status)
     return received[0]

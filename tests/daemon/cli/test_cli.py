@@ -18,7 +18,7 @@ from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.config.model import ConfigError, load
 from kvprefetch.daemon.config.sizes import parse_size
 from kvprefetch.shmring.wire.admin import Status, StatusQuery
-from kvprefetch.shmring.wire.messages import default_socket
+from kvprefetch.shmring.wire.control_socket import default_socket
 
 
 def kvprefetchd(*arguments: str) -> subprocess.CompletedProcess[str]:

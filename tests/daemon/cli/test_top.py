@@ -21,8 +21,9 @@ from rich.console import Console
 from kvprefetch.daemon.cli import top_view
 from kvprefetch.daemon.control import report
 from kvprefetch.daemon.telemetry import overview
-from kvprefetch.shmring.wire import messages, records
+from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.admin import SlowRequest, Status
+from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, decode_message, encode_message
 from kvprefetch.shmring.wire.records import Outcome
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import blocks
@@ -131,9 +132,7 @@ def test_a_narrow_terminal_cuts_names_short_and_no_number() -> None:
 
 def test_status_of_another_release_is_understood() -> None:
     """Fewer fields than this one knows, and more."""
-    old = messages.decode_message(
-        b'{"type":"status","version":"0","pid":1,"store_open":true,"engines":[],"news":{"a":1}}'
-    )
+    old = decode_message(b'{"type":"status","version":"0","pid":1,"store_open":true,"engines":[],"news":{"a":1}}')
     assert isinstance(old, Status)
     assert overview.describe(old)
 
@@ -148,7 +147,7 @@ def test_an_answer_with_many_engines_fits_a_message() -> None:
         )
     ] * report.SLOWEST  # fmt: skip
     message = status(*([worst] * report.MAX_ENGINES), slowest=slow)
-    assert len(messages.encode_message(message)) <= messages.MAX_MESSAGE_BYTES
+    assert len(encode_message(message)) <= MAX_MESSAGE_BYTES
 
 
 def test_a_real_daemon_s_status_and_top(shared_daemon: Daemon) -> None:

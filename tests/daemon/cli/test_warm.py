@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from kvprefetch.daemon.cli.main import main
-from kvprefetch.shmring.wire import admin, messages
+from kvprefetch.shmring.wire import admin
 from kvprefetch.shmring.wire.admin import Warm, Warmed
+from kvprefetch.shmring.wire.attach import Refused
+from kvprefetch.shmring.wire.codec import Message, receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 from tests.daemon.cli.test_mode import switch
 from tests.daemon.fake_engine import FakeEngine, wait_for
@@ -172,10 +174,10 @@ def test_orders_that_are_too_large_or_too_many_are_refused_and_hurt_nobody(share
     sock = engine.connect()
 
     def send(*chains: list[str]) -> None:
-        messages.send_message(sock, Warm(run=uuid.uuid4().hex, engine="bounds", chains=list(chains)))
+        send_message(sock, Warm(run=uuid.uuid4().hex, engine="bounds", chains=list(chains)))
 
-    def answer() -> messages.Message:
-        received = messages.receive_message(sock)
+    def answer() -> Message:
+        received = receive_message(sock)
         assert received is not None
         return received[0]
 
@@ -186,7 +188,7 @@ def test_orders_that_are_too_large_or_too_many_are_refused_and_hurt_nobody(share
     assert {type(each) for each in answers} <= {Warmed, admin.Report}
     send(["ab"] * 257)
     refusal = answer()
-    assert isinstance(refusal, messages.Refused)
+    assert isinstance(refusal, Refused)
     assert "hashes=257 max=256" in refusal.error
     assert engine.load(list(blocks("bounds", 2))) is None
     engine.close()
@@ -202,10 +204,10 @@ def test_an_engine_that_goes_ends_its_orders(serve: Serve) -> None:
         master = int(daemon.records("master.started")[0]["pid"])
         with frozen(master):
             chain = [digest.hex() for digest in blocks("going", 3)]
-            messages.send_message(sock, Warm(run=uuid.uuid4().hex, chains=[chain]))
+            send_message(sock, Warm(run=uuid.uuid4().hex, chains=[chain]))
             ask_daemon(daemon.socket)  # by then it has read the order, which came before
             engine.close()
-            received = messages.receive_message(sock)
+            received = receive_message(sock)
     assert received is not None
     assert received[0] == admin.Report(ok=False, text="the engine is gone")
 

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import pytest
 
 from kvprefetch.daemon.control.connections import MAX_WAITING
-from kvprefetch.shmring.wire import messages
+from kvprefetch.shmring.wire.attach import Refused
+from kvprefetch.shmring.wire.codec import receive_message, send_message
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.lab.daemon import Daemon
 from tests.support.auditor import ask_daemon
@@ -56,13 +57,13 @@ def test_an_engine_for_which_no_descriptors_are_left_is_refused(shared_daemon: D
         peers = [engine.connect(), engine.connect()]
         ask_daemon(shared_daemon.socket)  # by then both are accepted
         with at_most(shared_daemon, before + left):
-            messages.send_message(peers[0], engine.hello("worker"))
-            messages.send_message(peers[1], engine.hello("scheduler"))
-            received = messages.receive_message(peers[1])
+            send_message(peers[0], engine.hello("worker"))
+            send_message(peers[1], engine.hello("scheduler"))
+            received = receive_message(peers[1])
         assert received is not None
         for fd in received[1]:
             os.close(fd)
-        refused += isinstance(received[0], messages.Refused)
+        refused += isinstance(received[0], Refused)
         engine.close()
         wait_for(lambda: descriptors(shared_daemon) <= before + MOONCAKES, what="its descriptors")
     assert MOONCAKES < refused < 8
@@ -97,9 +98,9 @@ def test_who_says_nothing_makes_room_for_who_does(shared_daemon: Daemon, silent:
     wait_for(lambda: descriptors(shared_daemon) == before + 3, what="three connections")
     with at_most(shared_daemon, before + 3):
         assert ask_daemon(shared_daemon.socket).pid == shared_daemon.pid
-        told = messages.receive_message(silent[0])
+        told = receive_message(silent[0])
         assert told is not None
-        assert isinstance(told[0], messages.Refused)
+        assert isinstance(told[0], Refused)
         assert not told[0].final
         assert silent[0].recv(1) == b"", "the oldest"
         began, spent_s = used_s(), 0.0

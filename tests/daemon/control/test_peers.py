@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.daemon.control.connections import MAX_PROCESSES, MAX_WAITING
-from kvprefetch.shmring.wire import messages
 from kvprefetch.shmring.wire.admin import StatQuery, StatusQuery
-from kvprefetch.shmring.wire.messages import Attached, Refused
+from kvprefetch.shmring.wire.attach import Attached, Refused
+from kvprefetch.shmring.wire.codec import Message, encode_message, receive_message, send_message
 from tests.daemon.conftest import keeps_to_the_catalogue
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import blocks
@@ -49,12 +49,12 @@ def half(path: Path, number: int) -> socket.socket:
     """A process that says hello, of an engine whose other process never does."""
     engine = FakeEngine(path, engine_id=f"half-{number}", attach=False)
     sock = engine.connect()
-    messages.send_message(sock, engine.hello("scheduler"))
+    send_message(sock, engine.hello("scheduler"))
     return sock
 
 
 def refusal(sock: socket.socket) -> Refused:
-    received = messages.receive_message(sock)
+    received = receive_message(sock)
     assert received is not None
     assert isinstance(received[0], Refused)
     return received[0]
@@ -75,17 +75,17 @@ def test_engines_that_never_become_complete_take_nobodys_place(daemon: Daemon) -
 def test_a_crowd_of_one_user_hangs_up_on_nobody_elses_connection(daemon: Daemon) -> None:
     engine = FakeEngine(daemon.socket, attach=False)
     worker, scheduler = engine.connect(), engine.connect()
-    messages.send_message(worker, engine.hello("worker"))
+    send_message(worker, engine.hello("worker"))
     with effective_user(OTHER_UID):
         crowd = [half(daemon.socket, number) for number in range(MAX_WAITING + 20)]
     assert "the oldest of uid=54321" in refusal(crowd[0]).error
-    messages.send_message(scheduler, engine.hello("scheduler"))
+    send_message(scheduler, engine.hello("scheduler"))
     assert engine.receive(worker)[0].slot_count > 0
 
 
 def test_an_engine_of_more_processes_than_one_user_may_have_is_refused_at_its_first_hello(daemon: Daemon) -> None:
     engine = FakeEngine(daemon.socket, ranks=4096, attach=False)
-    messages.send_message(sock := engine.connect(), engine.hello("worker", 7))
+    send_message(sock := engine.connect(), engine.hello("worker", 7))
     told = refusal(sock)
     assert told.final
     assert f"world_size=4096 max={MAX_PROCESSES - 1}" in told.error
@@ -102,8 +102,8 @@ def test_one_user_cannot_take_the_places_of_another(serve: Callable[..., Daemon]
             first = FakeEngine(path, engine_id="first")
             second = FakeEngine(path, engine_id="second", attach=False)
             peers = [second.connect(), second.connect()]
-        messages.send_message(peers[0], second.hello("worker"))
-        messages.send_message(peers[1], second.hello("scheduler"))
+        send_message(peers[0], second.hello("worker"))
+        send_message(peers[1], second.hello("scheduler"))
         for peer in peers:
             said = f"too many engines of one user: uid={OTHER_UID} max_engines_per_uid=1"
             assert refusal(peer) == Refused(error=said, final=False)
@@ -116,9 +116,9 @@ def hoard(path: Path, ranks: int) -> list[socket.socket] | None:
     engine = FakeEngine(path, engine_id="hoard", ranks=ranks, attach=False)
     scheduler, workers = engine.connect(), [engine.connect() for _ in range(ranks)]
     for rank, worker in enumerate(workers):
-        messages.send_message(worker, engine.hello("worker", rank))
-    messages.send_message(scheduler, engine.hello("scheduler"))
-    received = messages.receive_message(scheduler)
+        send_message(worker, engine.hello("worker", rank))
+    send_message(scheduler, engine.hello("scheduler"))
+    received = receive_message(scheduler)
     assert received is not None
     for fd in received[1]:
         os.close(fd)
@@ -170,8 +170,8 @@ def test_an_engine_is_handed_its_memory_once_the_kernel_takes_descriptors_again(
         socket.send_fds(near, [b"x"], [near.fileno()] * 100)
     engine = FakeEngine(daemon.socket, engine_id="patient", attach=False)
     peers = [engine.connect(), engine.connect()]
-    messages.send_message(peers[0], engine.hello("worker"))
-    messages.send_message(peers[1], engine.hello("scheduler"))
+    send_message(peers[0], engine.hello("worker"))
+    send_message(peers[1], engine.hello("scheduler"))
     told = daemon.wait_record("engine.waiting")
     assert told is not None
     assert told["engine"] == "patient"
@@ -203,9 +203,9 @@ while True:
 
 
 @contextlib.contextmanager
-def flooded(path: Path, query: messages.Message, clients: int = 200) -> Iterator[None]:
+def flooded(path: Path, query: Message, clients: int = 200) -> Iterator[None]:
     """Meanwhile so many connections each have two questions under way, and send the next with every answer."""
-    command = [sys.executable, "-c", _FLOOD, str(path), messages.encode_message(query).decode(), str(clients)]
+    command = [sys.executable, "-c", _FLOOD, str(path), encode_message(query).decode(), str(clients)]
     with subprocess.Popen(process.bound_to_parent(command), stdout=subprocess.PIPE) as flood:
         try:
             assert flood.stdout is not None
@@ -218,7 +218,7 @@ def flooded(path: Path, query: messages.Message, clients: int = 200) -> Iterator
 
 @pytest.mark.parametrize("query", [StatusQuery(), StatQuery()], ids=["status", "stat"])
 def test_a_newcomer_is_served_within_a_second_beside_two_hundred_clients_that_flood(
-    daemon: Daemon, query: messages.Message
+    daemon: Daemon, query: Message
 ) -> None:
     engine = FakeEngine(daemon.socket, engine_id="served", prefix="flood")
     with flooded(daemon.socket, query):

@@ -16,7 +16,8 @@ from kvprefetch.daemon.control.access import Access
 from kvprefetch.daemon.control.server import Control
 from kvprefetch.daemon.store.client import StoreError
 from kvprefetch.daemon.store.namespaces import Namespaces
-from kvprefetch.shmring.wire import messages
+from kvprefetch.shmring.wire.attach import Notice, Refused
+from kvprefetch.shmring.wire.codec import receive_message, send_message
 from tests.daemon.fake_engine import FakeEngine
 
 
@@ -40,14 +41,14 @@ def test_an_engine_whose_memory_the_store_refuses_is_refused_and_the_daemon_goes
     for _ in range(2):  # the place of the first is free again
         engine = FakeEngine(path, attach=False)
         peers = [engine.connect(), engine.connect()]
-        messages.send_message(peers[0], engine.hello("worker"))
-        messages.send_message(peers[1], engine.hello("scheduler"))
+        send_message(peers[0], engine.hello("worker"))
+        send_message(peers[1], engine.hello("scheduler"))
         control.ready(listening.fileno())
         control.ready(*watched)
         for sock in peers:
-            received = messages.receive_message(sock)
+            received = receive_message(sock)
             assert received is not None
-            assert isinstance(received[0], messages.Refused)
+            assert isinstance(received[0], Refused)
             assert "registering 4096 bytes failed" in received[0].error
             assert sock.recv(1) == b""
         assert watched == []
@@ -75,7 +76,7 @@ def test_ranks_that_do_not_come_are_one_warning_in_both_logs(
 
         def join(role: str, rank: int) -> socket.socket:
             sock = engine.connect()
-            messages.send_message(sock, engine.hello(role, rank))
+            send_message(sock, engine.hello(role, rank))
             control.ready(listening.fileno())
             control.ready(*control.connections._peers)
             sock.settimeout(0.1)
@@ -93,15 +94,15 @@ def test_ranks_that_do_not_come_are_one_warning_in_both_logs(
         assert (log["event"], log["come"], log["ranks"], log["missing"]) == (
             "engine.incomplete", len(workers), ranks, missing,
         )  # fmt: skip
-        received = messages.receive_message(scheduler)
+        received = receive_message(scheduler)
         assert received is not None
-        assert isinstance(received[0], messages.Notice)
+        assert isinstance(received[0], Notice)
         assert f"{len(workers)} of {ranks} ranks have attached to this daemon, missing: rank {missing}." in (
             received[0].text
         )
         for sock in (scheduler, *workers):
             with pytest.raises(TimeoutError):
-                messages.receive_message(sock)
+                receive_message(sock)
         assert all(each.overdue_s == math.inf for each in control._groups.values())
         control.close()
         engine.close()

@@ -15,7 +15,9 @@ import pytest
 
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.store.namespaces import FILE
-from kvprefetch.shmring.wire import admin, messages
+from kvprefetch.shmring.wire import admin
+from kvprefetch.shmring.wire.attach import Refused, Reset, ResetDone
+from kvprefetch.shmring.wire.codec import Message, receive_message, send_message
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import blocks, stored
 from tests.lab.daemon import Daemon
@@ -55,21 +57,21 @@ class OtherUser:
     def reset(self, engine_id: str) -> bool:
         """Whether the daemon confirmed a reset."""
         sock = self._engines[engine_id].scheduler
-        messages.send_message(sock, messages.Reset(reset_generation=1, timeout_ms=5000))
-        received = messages.receive_message(sock)
-        return received is not None and received[0] == messages.ResetDone(reset_generation=1, ok=True)
+        send_message(sock, Reset(reset_generation=1, timeout_ms=5000))
+        received = receive_message(sock)
+        return received is not None and received[0] == ResetDone(reset_generation=1, ok=True)
 
     def close(self, engine_id: str) -> None:
         self._engines.pop(engine_id).close()
 
-    def ask(self, path: Path, query: messages.Message) -> messages.Message:
+    def ask(self, path: Path, query: Message) -> Message:
         """What the daemon answers."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(30)
             with effective_user(OTHER):
                 sock.connect(str(path))
-            messages.send_message(sock, query)
-            received = messages.receive_message(sock)
+            send_message(sock, query)
+            received = receive_message(sock)
         assert received is not None
         return received[0]
 
@@ -127,7 +129,7 @@ def test_an_engine_of_another_user_does_not_get_the_namespace(both: Serve, other
             update={"worker": shape.model_copy(update={"key_prefix": prefix})}
         )
         answer = other.ask(daemon.socket, hello)
-        assert isinstance(answer, messages.Refused)
+        assert isinstance(answer, Refused)
         assert f"end with '@': hello.worker.key_prefix={prefix!r}" in answer.error
     assert victim.load(list(values)) == list(values.values())
     assert other.attach(daemon.socket, "neighbour", "another") == ""
@@ -217,7 +219,7 @@ def test_each_user_sees_and_orders_what_is_its_own(
         assert isinstance(answer, admin.Report)
         assert not answer.ok
     switched = other.ask(path, admin.SetMode(mode="off"))
-    assert isinstance(switched, messages.Refused)
+    assert isinstance(switched, Refused)
     everywhere = [other.command(*each, "--socket", path) for each in (("status",), ("top", "--once"), ("stat",))]
     for text in everywhere:
         assert "victim" not in text

@@ -11,7 +11,8 @@ from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory, prepare
 from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.gpu import cuda
-from kvprefetch.shmring.wire import messages
+from kvprefetch.shmring.wire.attach import Attached, Mapped, Reset, ResetDone, SchedulerInfo, WorkerInfo
+from kvprefetch.shmring.wire.codec import receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.conftest import keeps_to_the_catalogue
 from tests.daemon.engine.near import (
@@ -141,10 +142,10 @@ def test_after_a_reset_no_old_copy_is_read(daemon: Daemon) -> None:
     engine.settled(key)
     wait_for(lambda: on_device(engine, key) == 4, what="promotion")
     assert take(engine, key, old) == 4
-    messages.send_message(engine.scheduler, messages.Reset(reset_generation=1, timeout_ms=10_000))
-    answer = messages.receive_message(engine.scheduler)
+    send_message(engine.scheduler, Reset(reset_generation=1, timeout_ms=10_000))
+    answer = receive_message(engine.scheduler)
     assert answer is not None
-    assert answer[0] == messages.ResetDone(reset_generation=1, ok=True)
+    assert answer[0] == ResetDone(reset_generation=1, ok=True)
     engine.save(new, reset_generation=1)
     wait_for(lambda: engine.credits.available() == int(numbers(daemon)["save_slots"]), what="the save")
     again = engine.hint(list(new))
@@ -226,10 +227,9 @@ def prepared(options: dict[str, object], *devices: str) -> EngineMemory:
     """The memory of an epoch whose ranks are on these devices."""
     pools = Pools(1)
     workers = [
-        messages.WorkerInfo(block_bytes=BLOCK, key_prefix="k@", put_factor=1, put_turn=0, device=device)
-        for device in devices
+        WorkerInfo(block_bytes=BLOCK, key_prefix="k@", put_factor=1, put_turn=0, device=device) for device in devices
     ]
-    wants = messages.SchedulerInfo(max_blocks=8, max_hint_bytes=512, loads=True, saves=True)
+    wants = SchedulerInfo(max_blocks=8, max_hint_bytes=512, loads=True, saves=True)
     made: list[EngineMemory | Exception] = []
     prepare(pools, load(options), 0.0, 7, EngineInfo("e", 32, wants, workers), made.append)
     wait_for(lambda: pools.run_finished() and made, what="the memory")
@@ -249,9 +249,9 @@ def test_a_worker_without_a_gpu_keeps_all_ranks_in_host_memory(monkeypatch: pyte
 class Blind(FakeEngine):
     """Its workers cannot open the slab."""
 
-    def mapped(self, attached: messages.Attached, leases: list[int]) -> messages.Mapped:
+    def mapped(self, attached: Attached, leases: list[int]) -> Mapped:
         self.leases += leases
-        return messages.Mapped(epoch=attached.epoch)
+        return Mapped(epoch=attached.epoch)
 
 
 def test_where_a_worker_has_no_device_slots_no_table_names_one(daemon: Daemon) -> None:

@@ -18,7 +18,7 @@ from kvprefetch.daemon.store.client import StoreError
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.shmring.flags import FlagTable, pack
 from kvprefetch.shmring.ring import Producer
-from kvprefetch.shmring.wire.messages import SchedulerInfo, WorkerInfo
+from kvprefetch.shmring.wire.attach import SchedulerInfo, WorkerInfo
 from kvprefetch.shmring.wire.records import (
     Ask,
     Done,

@@ -9,7 +9,7 @@ from kvprefetch.daemon.engine import memory
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
 from kvprefetch.daemon.engine.staging import MAX_SLOTS, slots_for
 from kvprefetch.shmring.errors import SegmentError
-from kvprefetch.shmring.wire.messages import SchedulerInfo, WorkerInfo
+from kvprefetch.shmring.wire.attach import SchedulerInfo, WorkerInfo
 
 
 def test_staging_that_the_machine_has_not_left_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

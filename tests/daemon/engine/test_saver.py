@@ -15,7 +15,8 @@ from kvprefetch.daemon.engine.saver import LOADS_FIRST_NS, PAUSE_NS, RESET_SLACK
 from kvprefetch.daemon.engine.stored import StoredBefore
 from kvprefetch.daemon.engine.transfers import SaveResult
 from kvprefetch.daemon.telemetry.counters import Counters
-from kvprefetch.shmring.wire.messages import MAX_MESSAGE_BYTES, Stored, encode_message
+from kvprefetch.shmring.wire.attach import Stored
+from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, encode_message
 from kvprefetch.shmring.wire.records import ProtocolError, Saved
 
 

@@ -16,7 +16,7 @@ from kvprefetch.daemon.engine.transfers import Found, RankLayout
 from kvprefetch.daemon.store.client import StoreUnavailable
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.store.storage_nodes import Get
-from kvprefetch.shmring.wire.messages import WorkerInfo
+from kvprefetch.shmring.wire.attach import WorkerInfo
 
 
 class Told:

@@ -12,7 +12,7 @@ from kvprefetch.daemon.engine.warming import MAX_WAITING, PATIENCE_NS, QUIET_NS,
 from kvprefetch.daemon.planning.negative import NegativeCache
 from kvprefetch.daemon.planning.planner import Lane, Planner
 from kvprefetch.shmring.wire.admin import Report, Warm, Warmed
-from kvprefetch.shmring.wire.messages import Message
+from kvprefetch.shmring.wire.codec import Message
 from tests.daemon.planning.support import FlagsModel, digests, hint, run
 
 ABOUT = Warmed(engine="e", epoch=1, block_tokens=32, hash_algorithm="", hash_probe="")

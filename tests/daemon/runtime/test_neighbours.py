@@ -14,7 +14,9 @@ import pytest
 from kvprefetch.shmring.flags import pack
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import PeerStatus
-from kvprefetch.shmring.wire import messages, records
+from kvprefetch.shmring.wire import records
+from kvprefetch.shmring.wire.attach import Attached, Refused, Reset, ResetDone, SchedulerInfo, WorkerInfo
+from kvprefetch.shmring.wire.codec import Message, receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState, RecordKind
 from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
 from tests.daemon.stores import blocks, stored
@@ -118,10 +120,10 @@ def test_bad_records_are_counted_and_skipped(shared_daemon: Daemon) -> None:
 def test_a_wrong_hello_is_refused_in_one_line(shared_daemon: Daemon, changes: dict[str, int], message: str) -> None:
     engine = FakeEngine(shared_daemon.socket, attach=False)
     sock = engine.connect()
-    messages.send_message(sock, engine.hello("worker", **changes))  # type: ignore[arg-type]
-    received = messages.receive_message(sock)
+    send_message(sock, engine.hello("worker", **changes))  # type: ignore[arg-type]
+    received = receive_message(sock)
     assert received is not None
-    assert received[0] == messages.Refused(error=message, final=True)
+    assert received[0] == Refused(error=message, final=True)
     assert sock.recv(1) == b""
     engine.close()
 
@@ -130,11 +132,11 @@ def test_a_wrong_hello_is_refused_in_one_line(shared_daemon: Daemon, changes: di
 def test_another_protocol_is_refused_naming_both_and_what_to_do(shared_daemon: Daemon, theirs: int, older: str) -> None:
     engine = FakeEngine(shared_daemon.socket, attach=False)
     sock = engine.connect()
-    messages.send_message(sock, engine.hello("worker", protocol=theirs))
-    received = messages.receive_message(sock)
+    send_message(sock, engine.hello("worker", protocol=theirs))
+    received = receive_message(sock)
     assert received is not None
     refused = received[0]
-    assert isinstance(refused, messages.Refused)
+    assert isinstance(refused, Refused)
     assert refused.final
     both = f"protocol differs: engine={str(theirs)[:20]} ('test') daemon={records.PROTOCOL} ('"
     assert refused.error.startswith(both)
@@ -148,29 +150,29 @@ def test_a_second_process_of_the_same_rank_is_turned_away_for_now(shared_daemon:
     engine = FakeEngine(shared_daemon.socket)
     twin = FakeEngine(shared_daemon.socket, incarnation=engine.incarnation, attach=False)
     sock = twin.connect()
-    messages.send_message(sock, twin.hello("worker"))
-    received = messages.receive_message(sock)
+    send_message(sock, twin.hello("worker"))
+    received = receive_message(sock)
     assert received is not None
-    assert received[0] == messages.Refused(error="already attached: role=worker rank=0", final=False)
+    assert received[0] == Refused(error="already attached: role=worker rank=0", final=False)
     twin.close()
     assert engine.load(list(blocks("twin", 1))) is None
     engine.close()
 
 
-def refusals(sockets: Sequence[socket.socket]) -> Iterator[messages.Refused]:
+def refusals(sockets: Sequence[socket.socket]) -> Iterator[Refused]:
     """What each connection hears, which is a refusal."""
     for sock in sockets:
-        received = messages.receive_message(sock)
+        received = receive_message(sock)
         assert received is not None
-        assert isinstance(received[0], messages.Refused)
+        assert isinstance(received[0], Refused)
         yield received[0]
 
 
 def test_staging_smaller_than_one_block_is_refused_naming_both(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, block_bytes=2 << 20, attach=False)
     sockets = [engine.connect(), engine.connect()]
-    messages.send_message(sockets[0], engine.hello("worker"))
-    messages.send_message(sockets[1], engine.hello("scheduler"))
+    send_message(sockets[0], engine.hello("worker"))
+    send_message(sockets[1], engine.hello("scheduler"))
     for refusal in refusals(sockets):
         assert "staging=1MiB block=2MiB" in refusal.error
     engine.close()
@@ -178,10 +180,10 @@ def test_staging_smaller_than_one_block_is_refused_naming_both(shared_daemon: Da
 
 def test_a_control_segment_out_of_proportion_to_staging_is_refused(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, engine_id="large", attach=False)
-    wants = messages.SchedulerInfo(max_blocks=(1 << 20) - 1, max_hint_bytes=1 << 28, loads=True, saves=True)
+    wants = SchedulerInfo(max_blocks=(1 << 20) - 1, max_hint_bytes=1 << 28, loads=True, saves=True)
     sockets = [engine.connect(), engine.connect()]
-    messages.send_message(sockets[0], engine.hello("worker"))
-    messages.send_message(sockets[1], engine.hello("scheduler", scheduler=wants))
+    send_message(sockets[0], engine.hello("worker"))
+    send_message(sockets[1], engine.hello("scheduler", scheduler=wants))
     for refusal in refusals(sockets):
         assert "max_hint_bytes=268435456 max_blocks=1048575 control=1087MiB max=64MiB" in refusal.error
         assert "raise staging=1MiB to 4352MiB" in refusal.error
@@ -191,11 +193,11 @@ def test_a_control_segment_out_of_proportion_to_staging_is_refused(shared_daemon
 def test_ranks_of_one_key_that_do_not_take_turns_are_refused(shared_daemon: Daemon) -> None:
     """Otherwise a slot that nobody filled would be put."""
     engine = FakeEngine(shared_daemon.socket, ranks=2, attach=False)
-    share = messages.WorkerInfo(block_bytes=4096, key_prefix="m@", put_factor=2, put_turn=0)
+    share = WorkerInfo(block_bytes=4096, key_prefix="m@", put_factor=2, put_turn=0)
     sockets = [engine.connect() for _ in range(3)]
     for rank in range(2):
-        messages.send_message(sockets[rank], engine.hello("worker", rank, worker=share))
-    messages.send_message(sockets[2], engine.hello("scheduler"))
+        send_message(sockets[rank], engine.hello("worker", rank, worker=share))
+    send_message(sockets[2], engine.hello("scheduler"))
     for refusal in refusals(sockets):
         assert "must take turns: key_prefix='m@' (put_factor, put_turn)=[(2, 0), (2, 0)]" in refusal.error
     engine.close()
@@ -209,16 +211,16 @@ def test_a_flood_of_resets_is_one_reset(shared_daemon: Daemon) -> None:
     for generation in range(1, last + 1):
         while True:
             with contextlib.suppress(BlockingIOError):
-                messages.send_message(engine.scheduler, messages.Reset(reset_generation=generation, timeout_ms=600_000))
+                send_message(engine.scheduler, Reset(reset_generation=generation, timeout_ms=600_000))
                 break
             time.sleep(0.001)
             assert time.monotonic() - began < 30
     engine.scheduler.settimeout(10)
     while True:
         assert time.monotonic() - began < 30
-        received = messages.receive_message(engine.scheduler)
+        received = receive_message(engine.scheduler)
         assert received is not None
-        assert isinstance(received[0], messages.ResetDone)
+        assert isinstance(received[0], ResetDone)
         if received[0].reset_generation == last:
             break
     assert received[0].ok
@@ -277,8 +279,8 @@ def test_workers_hear_which_epochs_the_scheduler_may_still_name(shared_daemon: D
     hello = engine.hello("scheduler")
     assert hello.scheduler is not None
     said = hello.scheduler.model_copy(update={"live_epochs": [3, 5]})
-    messages.send_message(scheduler, engine.hello("scheduler", scheduler=said))
-    messages.send_message(worker, engine.hello("worker"))
+    send_message(scheduler, engine.hello("scheduler", scheduler=said))
+    send_message(worker, engine.hello("worker"))
     attached, fds = engine.receive(worker)
     for fd in fds:
         os.close(fd)
@@ -291,25 +293,25 @@ def test_an_engine_whose_resets_could_never_be_confirmed_is_refused_with_the_bou
     """A removal looks on for two heartbeats of the disk tier and half a second before it is confirmed."""
     daemon = serve(disk=f"{tmp_path / 'kv'}:256MiB")
 
-    def attach(timeout_ms: int | None) -> messages.Message:
+    def attach(timeout_ms: int | None) -> Message:
         engine = FakeEngine(daemon.socket, engine_id=f"reset-{timeout_ms}", attach=False)
         hello = engine.hello("scheduler")
         assert hello.scheduler is not None
         said = hello.scheduler.model_copy(update={"reset_timeout_ms": timeout_ms})
         scheduler, worker = engine.connect(), engine.connect()
-        messages.send_message(scheduler, engine.hello("scheduler", scheduler=said))
-        messages.send_message(worker, engine.hello("worker"))
-        received = messages.receive_message(scheduler)
+        send_message(scheduler, engine.hello("scheduler", scheduler=said))
+        send_message(worker, engine.hello("worker"))
+        received = receive_message(scheduler)
         assert received is not None
         for fd in received[1]:
             os.close(fd)
         return received[0]
 
     refused = attach(2999)
-    assert isinstance(refused, messages.Refused)
+    assert isinstance(refused, Refused)
     assert refused.final
     assert "reset_timeout_ms=2999 min=3000" in refused.error
     for enough in (3000, None):
         attached = attach(enough)
-        assert isinstance(attached, messages.Attached)
+        assert isinstance(attached, Attached)
         assert attached.removal_ms == 3000

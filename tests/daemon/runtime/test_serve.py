@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvprefetch.shmring.wire import admin, messages
+from kvprefetch.shmring.wire import admin
+from kvprefetch.shmring.wire.attach import Reset, ResetDone, Stored
+from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import blocks, stored
@@ -93,10 +95,10 @@ def test_an_engine_with_kv_events_hears_what_became_of_its_saves(shared_daemon: 
     quiet.save(values)
     for save_id in (8, 9):  # the second time they are there already
         engine.save(values, save_id=save_id)
-        received = messages.receive_message(engine.scheduler)
+        received = receive_message(engine.scheduler)
         assert received is not None
         told = received[0]
-        assert isinstance(told, messages.Stored)
+        assert isinstance(told, Stored)
         assert (told.save_id, len(told.memory), told.disk, told.lost) == (save_id, 5, [], [])
     quiet.scheduler.setblocking(False)
     with pytest.raises(BlockingIOError):
@@ -180,10 +182,10 @@ def test_a_reset_voids_what_is_staged_and_removes_every_rank_s_keys(shared_daemo
         wait_for(lambda each=each: each.load(list(values)), what="a hit")
     waiting = engine.hint(list(values))
     engine.settled(waiting)
-    messages.send_message(engine.scheduler, messages.Reset(reset_generation=1, timeout_ms=5000))
-    received = messages.receive_message(engine.scheduler)
+    send_message(engine.scheduler, Reset(reset_generation=1, timeout_ms=5000))
+    received = receive_message(engine.scheduler)
     assert received is not None
-    assert received[0] == messages.ResetDone(reset_generation=1, ok=True)
+    assert received[0] == ResetDone(reset_generation=1, ok=True)
     assert engine.flag(waiting).state == FlagState.EXPIRED
     assert engine.load(list(values)) is None
     engine.save(values, reset_generation=0)  # a save of the old weights that comes late
@@ -211,8 +213,8 @@ def test_stat_reads_the_live_segments_without_disturbing_anyone(shared_daemon: D
     assert shown["flags"]["states"]["ready"] == 1
     assert shown["consumer"]["status"] == "alive"
     assert not shown["impossible"]
-    messages.send_message(sock := engine.connect(), admin.StatQuery())
-    assert socket.recv_fds(sock, messages.MAX_MESSAGE_BYTES, 64)[1] == [], "unread ones would count against the daemon"
+    send_message(sock := engine.connect(), admin.StatQuery())
+    assert socket.recv_fds(sock, MAX_MESSAGE_BYTES, 64)[1] == [], "unread ones would count against the daemon"
     assert engine.load(list(blocks("stat", 2))) is None
     engine.close()
 

@@ -20,7 +20,8 @@ import pytest
 from kvprefetch.daemon.config.model import ConfigError
 from kvprefetch.daemon.control.listener import inherited_socket
 from kvprefetch.daemon.runtime.notify import Notifier
-from kvprefetch.shmring.wire import admin, messages
+from kvprefetch.shmring.wire import admin
+from kvprefetch.shmring.wire.codec import Message, receive_message, send_message
 from tests.daemon.fake_engine import FakeEngine, listening, wait_for
 from tests.lab.daemon import Daemon
 
@@ -277,7 +278,7 @@ def test_only_root_and_the_daemon_s_user_may_steer(serve: Callable[..., Daemon])
     os.chmod(daemon.socket.parent, 0o755)
     assert daemon.socket.stat().st_gid == 54321
 
-    def asked(uid: int, gid: int, groups: list[int], query: messages.Message) -> str:
+    def asked(uid: int, gid: int, groups: list[int], query: Message) -> str:
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
@@ -288,8 +289,8 @@ def test_only_root_and_the_daemon_s_user_may_steer(serve: Callable[..., Daemon])
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
                     sock.settimeout(10)
                     sock.connect(str(daemon.socket))
-                    messages.send_message(sock, query)
-                    answer = messages.receive_message(sock)
+                    send_message(sock, query)
+                    answer = receive_message(sock)
                 os.write(write, answer[0].type.encode() if answer is not None else b"nothing")
             finally:
                 os._exit(0)

@@ -27,8 +27,8 @@ from kvprefetch.daemon.store.namespaces import (
     name_of,
 )
 from kvprefetch.daemon.store.settings import SettingsError
-from kvprefetch.shmring.wire.fields import KeyPrefix
-from kvprefetch.shmring.wire.messages import MAX_MESSAGE_BYTES, encode_message
+from kvprefetch.shmring.wire.checks import KeyPrefix
+from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, encode_message
 from tests.daemon.fake_engine import wait_for
 
 ALICE, BOB = 1000, 1001

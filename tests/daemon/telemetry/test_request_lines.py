@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kvprefetch.shmring.layout import Line
-from kvprefetch.shmring.wire import messages, records
+from kvprefetch.shmring.wire import records
+from kvprefetch.shmring.wire.attach import Reset
+from kvprefetch.shmring.wire.codec import receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState, Outcome, RecordKind
 from tests.daemon.fake_engine import FakeEngine, wait_for
 from tests.daemon.stores import blocks
@@ -131,12 +133,12 @@ def test_a_reset_and_a_taking_back_are_told(shared_daemon: Daemon) -> None:
     engine.done(near, Outcome.ABORTED)
     assert engine.settled(far).count == 150, "fetched again, without another hint"
     assert told(shared_daemon, "near") == {"near": ["aborted"]}
-    messages.send_message(engine.scheduler, messages.Reset(reset_generation=1, timeout_ms=5000))
+    send_message(engine.scheduler, Reset(reset_generation=1, timeout_ms=5000))
     assert told(shared_daemon, "far") == {"far": ["reset"]}
     [line] = [line for line in shared_daemon.records("request.done") if line["request_id"] == "far"]
     assert line["taken_back"] == 1
     assert line["bytes"] > 150 * engine.block_bytes, "what was fetched again counts again"
-    assert messages.receive_message(engine.scheduler)
+    assert receive_message(engine.scheduler)
     engine.close()
 
 
