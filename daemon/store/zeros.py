@@ -13,7 +13,7 @@ def holed(address: int, size: int) -> bool:
     """Whether a page of a file that was never written shows in this value.
 
     A page begins anywhere in the value, so half of one is looked for; of a part of one at the end nothing is known.
-    Costs 3 % of the copy (docs/decisions.md, "A page of zeros is no KV").
+    Costs 3 % of the copy (docs/adr/0065).
     """
     if size < _HALF_PAGE:
         return False

@@ -135,7 +135,7 @@ def test_a_killed_importer_takes_nothing_with_it(device: Device, peer: Start, ba
 
 @pytest.mark.parametrize("batch", range(max(1, KILLS // AT_A_TIME)))
 def test_a_killed_exporter_leaves_the_importer_its_bytes(device: Device, peer: Start, batch: int) -> None:
-    """This decides who may own the slab (docs/decisions.md): the importer copies on, unmaps, and all memory is back."""
+    """This decides who may own the slab (docs/adr/0057): the importer copies on, unmaps, and all memory is back."""
     importer = peer()
     importer.ask("cycles", handle="", bytes=SIZE, count=0)
     before = device.free_bytes()

@@ -1,7 +1,7 @@
 """Child processes that cannot outlive this one: in process groups, killed whole, and by the kernel if we die.
 
 Not in sessions of their own: with autogroups the kernel shares the cores out among sessions, and one whose threads spin
-can keep another's waiting for seconds (docs/decisions.md).
+can keep another's waiting for seconds (docs/adr/0063).
 """
 
 from __future__ import annotations
