@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from kvprefetch.shmring.doorbell import Doorbell
@@ -25,13 +23,6 @@ def hello(role: str) -> Hello:
     else:
         fields["worker"] = WorkerInfo(block_bytes=16, key_prefix="m@", put_factor=1, put_turn=0)
     return Hello.model_validate(fields)
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 class Server:

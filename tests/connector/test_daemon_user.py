@@ -12,8 +12,9 @@ from kvprefetch.connector import link as link_module
 from kvprefetch.connector.link import Link
 from kvprefetch.connector.session import SchedulerSession
 from kvprefetch.shmring.wire.codec import receive_message
-from tests.connector.played_daemon import Server, hello, wait_for
+from tests.connector.played_daemon import Server, hello
 from tests.support.ordinary import NOBODY
+from tests.support.waiting import eventually
 
 
 def listen_as(server: Server, uid: int) -> None:
@@ -54,14 +55,14 @@ def test_an_engine_speaks_only_to_a_daemon_of_root_its_own_user_or_the_configure
         try:
             assert heard() == accepted
             if not accepted:
-                wait_for(lambda: caplog.records)
+                eventually(lambda: caplog.records)
                 assert not heard()
                 [record] = caplog.records
                 assert record.levelno == logging.ERROR
                 assert f"daemon_user={trusted!r}" in record.message
                 assert f"{server.path}: uid={NOBODY} is neither root" in record.message
                 listen_as(server, 0)  # a daemon of root's comes there
-                wait_for(heard)
+                eventually(heard)
         finally:
             link.close()
             server.sock.close()

@@ -23,9 +23,10 @@ from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire import admin
 from kvprefetch.shmring.wire.attach import Attached, Notice, Refused, Reset, ResetDone, Stored
 from kvprefetch.shmring.wire.codec import receive_message, send_message
+from tests.support.waiting import eventually
 
 from .fakes import Clock, FakeDaemon
-from .played_daemon import Server, hello, wait_for
+from .played_daemon import Server, hello
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,7 @@ def test_an_absent_daemon_is_said_once_and_found_later(tmp_path: Path, caplog: p
     with caplog.at_level(logging.INFO, "vllm.kvprefetch.link"):
         link = Link(str(path), lambda: hello("scheduler"), SchedulerSession.map)
         link.start()
-        wait_for(lambda: "no daemon" in caplog.text)
+        eventually(lambda: "no daemon" in caplog.text)
         time.sleep(0.05)  # some attempts more
         assert link.session is None
         server = Server(path)
@@ -77,9 +78,9 @@ def test_attaching_maps_beats_and_ends_with_the_connection(server: Server, sched
     assert session.epoch == 1
     server.fake.liveness.beat(time.monotonic_ns())
     assert session.alive(time.monotonic_ns())
-    wait_for(lambda: server.fake.liveness.peer(time.monotonic_ns()) is PeerStatus.ALIVE)
+    eventually(lambda: server.fake.liveness.peer(time.monotonic_ns()) is PeerStatus.ALIVE)
     sock.close()
-    wait_for(lambda: scheduler.session is None)
+    eventually(lambda: scheduler.session is None)
     assert not session.alive(time.monotonic_ns())
     assert session.producer.push(1, b"still mapped")
     sock, _ = server.accept()
@@ -103,7 +104,7 @@ def test_a_warning_says_that_the_daemon_is_gone_not_that_a_session_ended(
         server.attach(again, FakeDaemon(Clock(), epoch=9))
         server.path.unlink()
         again.close()
-        wait_for(lambda: any("no daemon at" in record.message for record in caplog.records))
+        eventually(lambda: any("no daemon at" in record.message for record in caplog.records))
     assert [record.levelno for record in caplog.records if "no daemon at" in record.message] == [logging.WARNING]
 
 
@@ -117,13 +118,13 @@ def test_descriptors_go_with_the_session_however_often_a_daemon_comes_anew(
         server.attach(sock, fake)
         fake.segment.close()
         sock.close()
-        wait_for(lambda: scheduler.session is None)
+        eventually(lambda: scheduler.session is None)
     sock, _ = server.accept()
     for save_id in range(9):  # none is expected with it
         send_message(sock, Stored(save_id=save_id), [sock.fileno()])
-    wait_for(lambda: len(scheduler.stored) == 9)
+    eventually(lambda: len(scheduler.stored) == 9)
     sock.close()
-    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
 
 
 def test_detach_drops_the_session_and_comes_back(server: Server, scheduler: Link[SchedulerSession]) -> None:
@@ -144,7 +145,7 @@ def test_what_the_daemon_has_to_say_to_the_operator_is_in_the_log(
         sock, _ = server.accept()
         server.attach(sock, server.fake)
         send_message(sock, Notice(text="nothing is loaded or saved"))
-        wait_for(lambda: "kvprefetch: nothing is loaded or saved" in caplog.messages)
+        eventually(lambda: "kvprefetch: nothing is loaded or saved" in caplog.messages)
     assert scheduler.session is not None
     sock.close()
 
@@ -273,7 +274,7 @@ def test_the_heart_beats_while_messages_come(server: Server, monkeypatch: pytest
         beaten = server.fake.words.load_acquire(Line.PRODUCER_BEAT)
         for save_id in range(3):
             send_message(sock, Stored(save_id=save_id))
-            wait_for(lambda before=beaten: server.fake.words.load_acquire(Line.PRODUCER_BEAT) > before)
+            eventually(lambda before=beaten: server.fake.words.load_acquire(Line.PRODUCER_BEAT) > before)
             beaten = server.fake.words.load_acquire(Line.PRODUCER_BEAT)
         assert [stored.save_id for stored in link.stored] == [0, 1, 2]
     assert not link._thread.is_alive(), "nor is an end waited for"
@@ -285,7 +286,7 @@ def test_the_heart_beats_while_nothing_comes(server: Server, scheduler: Link[Sch
     server.attach(sock, server.fake)
     for _ in range(3):
         beaten = server.fake.words.load_acquire(Line.PRODUCER_BEAT)
-        wait_for(lambda before=beaten: server.fake.words.load_acquire(Line.PRODUCER_BEAT) > before)
+        eventually(lambda before=beaten: server.fake.words.load_acquire(Line.PRODUCER_BEAT) > before)
     sock.close()
 
 

@@ -16,8 +16,9 @@ from kvprefetch.connector.session import WorkerSession
 from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire.attach import Attached, Mapped
 from kvprefetch.shmring.wire.codec import send_message
+from tests.support.waiting import eventually
 
-from .played_daemon import Server, hello, wait_for
+from .played_daemon import Server, hello
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +55,10 @@ def live_and_die(server: Server, link: Link[WorkerSession], epoch: int, live_epo
     )
     send_message(sock, attached, [segment.fd])
     assert Server.receive(sock) == Mapped(epoch=epoch)
-    wait_for(lambda: link.session is not None)
+    eventually(lambda: link.session is not None)
     sock.close()
     segment.close()
-    wait_for(lambda: link.session is None)
+    eventually(lambda: link.session is None)
 
 
 def mapped_segments() -> int:
@@ -88,7 +89,7 @@ def test_an_idle_worker_lets_go_of_every_ended_epoch_that_the_scheduler_does_not
     for epoch in range(1, 7):
         live_and_die(server, worker, epoch, live_epochs=(2,))
     assert [epoch for epoch in range(1, 7) if worker.mapped(epoch) is not None] == [2, 6]
-    wait_for(lambda: mapped_segments() == before + 2)
+    eventually(lambda: mapped_segments() == before + 2)
 
 
 def test_no_thread_but_the_links_unmaps_staging(
@@ -114,7 +115,7 @@ def test_no_thread_but_the_links_unmaps_staging(
     del copying
     assert mapped_segments() == before + 1, "the step dropped the last reference, and unmapped nothing"
     monkeypatch.setattr(Segment, "close", recorded)
-    wait_for(lambda: mapped_segments() == before)
+    eventually(lambda: mapped_segments() == before)
     assert unmapped_by == ["kvprefetch-link"]
 
 
@@ -130,4 +131,4 @@ def test_what_a_copy_still_uses_stays_mapped(server: Server, worker: Link[Worker
     assert copying.rows[3, SLOT_BYTES - 1] == 7
     assert mapped_segments() == before + 2
     del copying
-    wait_for(lambda: mapped_segments() == before + 1)
+    eventually(lambda: mapped_segments() == before + 1)

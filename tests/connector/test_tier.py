@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire.attach import Attached, Mapped
 from tests.support.host_device import UUID, HostDevice
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOTS, SLOT_BYTES, DEVICE_SLOTS = 5, 6000, 3
@@ -57,13 +58,6 @@ def leases() -> Iterator[None]:
     yield
     while LEASES:
         LEASES.pop().close()
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def attached(**changes: Any) -> Attached:

@@ -27,18 +27,9 @@ from kvprefetch.shmring.wire.attach import Attached, Hello, Mapped, SchedulerInf
 from kvprefetch.shmring.wire.codec import receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState, Outcome, RecordKind
 from tests.support.host_device import HostDevices, HostMemory
+from tests.support.waiting import eventually
 
 BLOCK_BYTES = 4096
-
-
-def wait_for(condition, timeout_s: float = 10.0, what: str = "the condition"):  # type: ignore[no-untyped-def]
-    """Poll until `condition` gives something true, and return it."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.002)
-    raise AssertionError(f"{what} did not come within {timeout_s} s")
 
 
 def listening(path: Path) -> bool:
@@ -122,7 +113,7 @@ class FakeEngine:
         self.credits = CreditTaker(self.control.buffer, self.words, self.layout)
         self.liveness = Liveness(self.words, consumer=False)
         send_message(self.scheduler, Mapped(epoch=attached.epoch))
-        wait_for(lambda: self.liveness.peer(time.monotonic_ns()) is PeerStatus.ALIVE, what="ACTIVE")
+        eventually(lambda: self.liveness.peer(time.monotonic_ns()) is PeerStatus.ALIVE, what="ACTIVE")
 
     def mapped(self, attached: Attached, leases: list[int]) -> Mapped:
         """What a worker answers, once it has its device slots."""
@@ -164,7 +155,7 @@ class FakeEngine:
 
     def settled(self, key: tuple[int, int], timeout_s: float = 10.0) -> Flag:
         """The flag once it is no longer HINTED."""
-        wait_for(lambda: self.flag(key).state != FlagState.HINTED, timeout_s, "an answer")
+        eventually(lambda: self.flag(key).state != FlagState.HINTED, timeout_s, "an answer")
         return self.flag(key)
 
     def move(self, key: tuple[int, int], state: FlagState, count: int | None = None) -> bool:
@@ -205,7 +196,7 @@ class FakeEngine:
 
     def save(self, blocks: dict[bytes, bytes], *, reset_generation: int = 0, save_id: int = 1) -> None:
         """Copy values (the same on every rank) into granted slots and say so."""
-        wait_for(lambda: self.credits.available() >= len(blocks), what="credits")
+        eventually(lambda: self.credits.available() >= len(blocks), what="credits")
         slots = self.credits.take(len(blocks))
         for slot, value in zip(slots, blocks.values(), strict=True):
             for segment in self.staging:

@@ -7,8 +7,9 @@ import json
 import socket
 from pathlib import Path
 
-from tests.daemon.fake_engine import BLOCK_BYTES, wait_for
+from tests.daemon.fake_engine import BLOCK_BYTES
 from tests.lab.daemon import Daemon
+from tests.support.waiting import eventually
 
 
 def blocks(name: str, count: int) -> dict[bytes, bytes]:
@@ -19,7 +20,7 @@ def blocks(name: str, count: int) -> dict[bytes, bytes]:
 
 def stored(daemon: Daemon, count: int) -> None:
     """Wait until `count` blocks in all were stored."""
-    wait_for(lambda: sum(line["stored_blocks"] for line in daemon.records("save.done")) >= count, what="the save")
+    eventually(lambda: sum(line["stored_blocks"] for line in daemon.records("save.done")) >= count, what="the save")
 
 
 def absent_cluster(folder: Path, *, metadata_server: str = "P2PHANDSHAKE", master: str = "") -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.template import Template
 from tests.support.auditor import Auditor
+from tests.support.waiting import eventually
 
 BLOCK = 32
 # For daemons of tests that count hits: how long a fetch takes on a machine with no core to spare must not matter.
@@ -108,10 +108,7 @@ def site(model: Path, module_auditor: Auditor, engines: Callable[..., Engine]) -
 
 def wait_attached(engine: Engine, timeout_s: float = 5.0) -> None:
     """The promise: a daemon that is there is picked up within five seconds."""
-    deadline = time.monotonic() + timeout_s
-    while not engine.call("tests.e2e.probes:attached"):
-        assert time.monotonic() < deadline, f"not attached within {timeout_s} s"
-        time.sleep(0.05)
+    eventually(lambda: engine.call("tests.e2e.probes:attached"), timeout_s, "an attached engine", pause_s=0.05)
 
 
 def fingerprint(engine: Engine) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from tests.lab.engine import Engine
 from tests.lab.passes import Pass
 from tests.lab.store import Store
 from tests.support.auditor import Auditor, ask_daemon
+from tests.support.waiting import eventually, poll
 
 Prompts = Sequence[Sequence[int]]
 
@@ -60,10 +60,7 @@ class Pair:
 
     def wait_requests(self, count: int, timeout_s: float = 60.0) -> None:
         """Wait until the daemon knows exactly so many unfinished requests."""
-        deadline = time.monotonic() + timeout_s
-        while (there := self.account()["requests"]) != count:
-            assert time.monotonic() < deadline, f"{there} requests, expected {count}"
-            time.sleep(0.02)
+        eventually(lambda: self.account()["requests"] == count, timeout_s, f"{count} requests", pause_s=0.02)
 
     def account(self) -> dict[str, int]:
         """What the daemon says of this engine, the only one attached to it."""
@@ -101,9 +98,9 @@ def finished(result: Pass) -> bool:
 def stories(daemon: Daemon, result: Pass, indices: Sequence[int], timeout_s: float = 10.0) -> list[Record]:
     """The ``request.done`` lines of some requests of the last pass, in the order in which they were logged."""
     wanted = {result.requests[index].request_id for index in indices}
-    deadline = time.monotonic() + timeout_s
-    while True:
-        found = [line for line in daemon.records("request.done") if line["request_id"].rpartition("-")[0] in wanted]
-        if len({line["request_id"] for line in found}) == len(wanted) or time.monotonic() > deadline:
-            return found
-        time.sleep(0.05)
+
+    def found() -> list[Record]:
+        return [line for line in daemon.records("request.done") if line["request_id"].rpartition("-")[0] in wanted]
+
+    poll(lambda: len({line["request_id"] for line in found()}) == len(wanted), timeout_s)
+    return found()

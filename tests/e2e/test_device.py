@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.daemon.conftest import starter
-from tests.daemon.fake_engine import wait_for
 from tests.e2e.conftest import PATIENT, wait_attached, whole_blocks
 from tests.lab.checkpoint import TINY_TP2, make_checkpoint
 from tests.lab.connectors import ours
@@ -21,6 +20,7 @@ from tests.support.auditor import Auditor, ask_daemon, device_memories
 from tests.support.device_daemon import with_device
 from tests.support.host_device import SPREAD
 from tests.support.host_kernel import needs_cxx
+from tests.support.waiting import eventually
 
 PROMPT_BLOCKS = 16
 PROMPTS = make_prompts(40, 520, seed=71)
@@ -104,7 +104,7 @@ def kill_daemon_under_load(daemon: Daemon, engine: Engine, auditor: Auditor, rig
     assert engine.reset_prefix_cache()
     assert engine.run(prompts, max_tokens=8).tokens == right, "saving again"
     idle(auditor, daemon)
-    wait_for(
+    eventually(
         lambda: set(engine.call("tests.e2e.device_connector:mapped")) == {1}, 20.0, "the dead daemon's memory unmapped"
     )
 
@@ -118,7 +118,7 @@ def kill_engine_under_load(
     engine.wait_event("first_token")
     assert device_memories(daemon.pid) == engine.spec.tensor_parallel_size
     engine.kill(worker_rank=worker_rank)
-    wait_for(lambda: device_memories(daemon.pid) == 0, 30.0, "the device memory given back")
+    eventually(lambda: device_memories(daemon.pid) == 0, 30.0, "the device memory given back")
     idle(auditor, daemon)
     engine.stop()
 
@@ -158,7 +158,7 @@ def test_loads_from_device_slots_in_every_way(
         # Asynchronous loads wait for no seat: they are claimed as soon as they are staged, most before their turn here.
         check_loads(daemon, engine, module_auditor, right, least=1 if "load_mode" in extra else 3 * SLOTS)
     engine.stop()
-    wait_for(lambda: device_memories(daemon.pid) == 0, 20.0, "the device memory given back")
+    eventually(lambda: device_memories(daemon.pid) == 0, 20.0, "the device memory given back")
     assert daemon.sigterm(60) == 0
 
 

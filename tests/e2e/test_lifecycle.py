@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.daemon.fake_engine import wait_for
 from tests.e2e.conftest import BLOCK, wait_attached, whole_blocks
 from tests.lab.connectors import ours
 from tests.lab.daemon import Daemon
@@ -18,6 +16,7 @@ from tests.lab.engine import Engine, EngineSpec
 from tests.lab.passes import Abort
 from tests.lab.prompts import make_prompts
 from tests.support.auditor import Auditor
+from tests.support.waiting import eventually
 
 PROMPTS = make_prompts(8, 300, seed=31)
 HITS = [whole_blocks(prompt) for prompt in PROMPTS]
@@ -48,7 +47,7 @@ def test_the_daemon_may_come_late_stop_and_come_back(
         for end in ("sigterm", "sigkill"):
             if end == "sigkill":
                 # What has reached the disk is kept (README, "What survives").
-                wait_for(lambda: len(list((tmp_path / "disk").rglob("*.meta"))) == FILES, what="the files")
+                eventually(lambda: len(list((tmp_path / "disk").rglob("*.meta"))) == FILES, what="the files")
             assert engine.reset_prefix_cache()
             engine.begin(PROMPTS, max_tokens=64, concurrency=2)
             engine.wait_event("first_token")
@@ -67,7 +66,7 @@ def test_the_daemon_may_come_late_stop_and_come_back(
             daemon.sigkill()
             daemon.start()
             wait_attached(engine)
-        wait_for(lambda: staging_mapped(engine) <= 2, what="an idle engine with one ended staging at most")
+        eventually(lambda: staging_mapped(engine) <= 2, what="an idle engine with one ended staging at most")
         engine.stop()
 
 
@@ -112,10 +111,7 @@ def test_a_killed_engine_leaves_nothing_and_others_go_on(
         doomed.begin(PROMPTS, max_tokens=200)
         doomed.wait_event("first_token")
         doomed.kill(worker_rank=0 if victim == "worker" else None)
-        module_auditor_deadline = time.monotonic() + 20
-        while len(daemon.records("engine.detached")) < 1:
-            assert time.monotonic() < module_auditor_deadline, "the daemon did not notice"
-            time.sleep(0.05)
+        eventually(lambda: daemon.records("engine.detached"), 20, "the daemon's notice")
         assert survivor.reset_prefix_cache()
         second = survivor.run(PROMPTS)
         assert second.tokens == right

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.prompts import make_prompts
 from tests.support.auditor import Auditor
+from tests.support.waiting import eventually
 
 LONG = 160
 
@@ -75,15 +75,14 @@ def test_stored_blocks_are_announced_and_hits_told_apart_by_tier(
         )
         engine.call("tests.e2e.probes:record_events_and_sources")
         engine.run(prompts, max_tokens=2)
-        stored = wanted = {tuple(p[at : at + BLOCK]) for p in prompts for at in range(0, whole_blocks(p), BLOCK)}
-        deadline = time.monotonic() + 20
-        while True:
+        wanted = {tuple(p[at : at + BLOCK]) for p in prompts for at in range(0, whole_blocks(p), BLOCK)}
+
+        def stored() -> bool:
             engine.run([[5, 6, 7]], max_tokens=1)  # events are taken with steps
-            events = engine.call("tests.e2e.probes:stored_events")
-            stored = {tuple(tokens) for _, tokens in events}
-            if stored == wanted or time.monotonic() > deadline:
-                break
-        assert stored == wanted
+            return {tuple(tokens) for _, tokens in engine.call("tests.e2e.probes:stored_events")} == wanted
+
+        eventually(stored, 20, "the events of all blocks")
+        events = engine.call("tests.e2e.probes:stored_events")
         assert {medium for medium, _ in events} == {"cpu"}
         assert len(events) == len(wanted), "each once"
 

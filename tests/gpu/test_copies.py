@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import socket
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ from kvprefetch.shmring.gpu import cuda  # noqa: E402
 from kvprefetch.shmring.gpu.cuda import Device  # noqa: E402
 from tests.gpu.peer import pattern  # noqa: E402
 from tests.support.layouts import SERVED, SIZES, caches  # noqa: E402
+from tests.support.waiting import eventually  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -68,10 +68,7 @@ class World:
             self.wait_until_pinned()
 
     def wait_until_pinned(self) -> None:
-        deadline = time.monotonic() + 30
-        while self.tier.pinned < HOST:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: self.tier.pinned >= HOST, 30, "pinned slots")
 
     def load(self, slots: list[int], blocks: list[int], *, beside: bool = False) -> Any:
         """On the GPU; and what should come of it, on the CPU."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ from kvprefetch.connector.tier import DeviceTier
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.gpu.cuda import GRAIN_BYTES, Device, DeviceError
 from tests.gpu.peer import Peer, holds, write
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.gpu
 
@@ -31,10 +31,7 @@ Start = Callable[[], Peer]
 
 def assert_free_again(device: Device, before: int, timeout_s: float = 30.0) -> None:
     """Device memory is where it was, but for less than one slab of SIZE."""
-    deadline = time.monotonic() + timeout_s
-    while before - (free := device.free_bytes()) >= SIZE // 2:
-        assert time.monotonic() < deadline, f"not given back: bytes={before - free}"
-        time.sleep(0.1)
+    eventually(lambda: before - device.free_bytes() < SIZE // 2, timeout_s, "the memory given back", pause_s=0.1)
 
 
 def test_what_one_process_writes_the_other_reads(device: Device, peer: Start) -> None:
@@ -81,10 +78,8 @@ def test_a_thousand_epochs_of_a_worker_leave_nothing(device: Device, peer: Start
         lease.settimeout(30)
         tier = DeviceTier(device, rows, attached, theirs)
         assert tier.slots == slots
-        deadline = time.monotonic() + 30
-        while n % 2 and tier.pinned < slots:
-            assert time.monotonic() < deadline, "not pinned"
-            time.sleep(0.0005)
+        if n % 2:
+            eventually(lambda tier=tier: tier.pinned >= slots, 30, "pinned slots", pause_s=0.0005)
         tier.end()
         assert lease.recv(1) == b""
         assert tier.join(30)

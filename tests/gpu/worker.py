@@ -13,7 +13,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +25,7 @@ from kvprefetch.connector.paged import PagedCache
 from kvprefetch.connector.tier import DeviceTier
 from tests.support import host_device
 from tests.support.layouts import caches
+from tests.support.waiting import eventually
 
 SIZES = {"L": 8, "B": 40, "H": 8, "N": 16, "C": 512}
 SLOT_BYTES = SIZES["L"] * SIZES["H"] * SIZES["N"] * SIZES["C"] * 2
@@ -56,10 +56,7 @@ class Rank:
         return {"slots": self.tier.slots, "handle": self.tier.handle.hex()}
 
     def pinned(self) -> None:
-        deadline = time.monotonic() + 30
-        while self.tier.pinned < len(self.session.rows):
-            assert time.monotonic() < deadline, f"not pinned: slots={self.tier.pinned}"
-            time.sleep(0.001)
+        eventually(lambda: self.tier.pinned >= len(self.session.rows), 30, "pinned slots")
 
     def load(self, slots: Sequence[int], blocks: Sequence[int], beside: bool = False) -> list[str]:
         """Load, and read back from the paged cache; what every block holds then."""

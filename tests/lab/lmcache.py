@@ -6,13 +6,11 @@ which has ``lmcache`` and the same vLLM (docs/BENCHMARKS.md says how to make it)
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import socket
 import subprocess
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 
 from tests.lab import process
 from tests.lab.link import LimitedLink
+from tests.support.waiting import poll
 
 START_TIMEOUT_S = 60.0
 # Tokens of one object: with 64, as with vLLM's blocks of 32, 1,472 of 1,500 tokens can be loaded; with LMCache's own
@@ -98,10 +97,8 @@ class LMCache:
 
     def wait_objects(self, count: int, timeout_s: float = 30.0) -> int:
         """Wait until Redis holds ``count`` objects; returns how many it holds."""
-        deadline = time.monotonic() + timeout_s
-        while (held := self._objects()) < count and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return held
+        poll(lambda: self._objects() >= count, timeout_s)
+        return self._objects()
 
     def _objects(self) -> int:
         with socket.create_connection(self._redis_address, timeout=5) as redis, redis.makefile("rwb") as stream:
@@ -136,11 +133,5 @@ class LMCache:
             return bool(answer.status == 200)
 
     def _wait(self, name: str, log: Path, ready: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
-            with contextlib.suppress(OSError, ValueError):
-                if ready():
-                    return
-            if self._processes[-1].poll() is not None or time.monotonic() > deadline:
-                raise LMCacheError(f"{name} did not start\n{process.tail(log)}")
-            time.sleep(0.05)
+        if not process.comes_up(self._processes[-1], ready, START_TIMEOUT_S):
+            raise LMCacheError(f"{name} did not start\n{process.tail(log)}")

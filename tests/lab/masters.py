@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tests.lab import process
 from tests.lab.store import Store, StoreError, program
+from tests.support.waiting import poll
 
 MASTERS = 2
 LEADER_TIMEOUT_S = 60.0
@@ -97,15 +97,18 @@ class HighlyAvailableStore(Store):
 
     def wait_leader(self, timeout_s: float = LEADER_TIMEOUT_S) -> int:
         """Wait until one leads and serves; returns its number."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            for number, port in enumerate(self._metrics_ports):
-                self._metrics_port = port
-                if self.masters[number].poll() is None and '"service_ready":true' in self._page("health"):
-                    self.lead = number
-                    return number
-            time.sleep(0.05)
-        raise StoreError("\n".join(["no master leads", *(process.tail(self._log(each)) for each in range(MASTERS))]))
+        if not poll(self._leads, timeout_s):
+            logs = (process.tail(self._log(each)) for each in range(MASTERS))
+            raise StoreError("\n".join(["no master leads", *logs]))
+        return self.lead
+
+    def _leads(self) -> bool:
+        for number, port in enumerate(self._metrics_ports):
+            self._metrics_port = port
+            if self.masters[number].poll() is None and '"service_ready":true' in self._page("health"):
+                self.lead = number
+                return True
+        return False
 
     def close(self) -> None:
         for master in self.masters:

@@ -14,9 +14,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+from tests.support.waiting import poll
 
 REPO = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG = 1
@@ -104,12 +105,24 @@ def alive(pid: int) -> bool:
 
 def wait_gone(pids: Iterable[int], timeout_s: float = 10.0) -> list[int]:
     """Wait until none of ``pids`` runs; returns those that still do."""
-    left = [pid for pid in pids if alive(pid)]
-    deadline = time.monotonic() + timeout_s
-    while left and time.monotonic() < deadline:
-        time.sleep(0.02)
-        left = [pid for pid in left if alive(pid)]
-    return left
+    pids = list(pids)
+    poll(lambda: not any(map(alive, pids)), timeout_s)
+    return [pid for pid in pids if alive(pid)]
+
+
+def comes_up(child: subprocess.Popen[bytes], ready: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait until a program that was just started is ready; False when it ended or is late.
+
+    An OSError or ValueError of `ready` means "not yet".
+    """
+
+    def state() -> str:
+        with contextlib.suppress(OSError, ValueError):
+            if ready():
+                return "ready"
+        return "" if child.poll() is None else "ended"
+
+    return poll(state, timeout_s) == "ready"
 
 
 def reap(process: subprocess.Popen[bytes], *, term_s: float = 0.0) -> int:
@@ -132,15 +145,13 @@ def reap(process: subprocess.Popen[bytes], *, term_s: float = 0.0) -> int:
 
 def _wait_stopped(pid: int, timeout_s: float = 10.0) -> None:
     """Until one of its threads has taken the signal, the others still run."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        states = [
-            (task / "stat").read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()
-        ]
-        if all(state in "TtZX" for state in states):
-            return
-        time.sleep(0.01)
-    raise TimeoutError(f"process does not stop: pid={pid}")
+
+    def stopped() -> bool:
+        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+        return all(stat.rpartition(")")[2].split()[0] in "TtZX" for stat in stats)
+
+    if not poll(stopped, timeout_s, pause_s=0.01):
+        raise TimeoutError(f"process does not stop: pid={pid}")
 
 
 @contextlib.contextmanager

@@ -41,13 +41,10 @@ class SlowDisk:
         self._scratch = process.scratch("slow-disk")
         argv = [sys.executable, "-m", "tests.lab.slow_disk", str(self.folder), self.pattern, str(self.delay_s)]
         self._process = process.spawn(argv, log=self._log)
-        deadline = time.monotonic() + 20
-        while _UP not in process.tail(self._log):
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                text = process.tail(self._log)
-                self.__exit__()
-                raise SlowDiskError(f"no leases on {self.folder}\n{text}")
-            time.sleep(0.02)
+        if not process.comes_up(self._process, lambda: _UP in process.tail(self._log), 20):
+            text = process.tail(self._log)
+            self.__exit__()
+            raise SlowDiskError(f"no leases on {self.folder}\n{text}")
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from tests.lab import process
 from tests.lab.link import LimitedLink
+from tests.support.waiting import poll
 
 START_TIMEOUT_S = 30.0
 
@@ -204,9 +204,7 @@ class Store:
 
     def wait_keys(self, count: int, timeout_s: float = 30.0) -> int:
         """Wait until the store holds ``count`` values (saving goes on after a pass); returns how many it holds."""
-        deadline = time.monotonic() + timeout_s
-        while self.keys < count and time.monotonic() < deadline:
-            time.sleep(0.05)
+        poll(lambda: self.keys >= count, timeout_s)
         return self.keys
 
     def _master_answers(self) -> bool:
@@ -214,8 +212,5 @@ class Store:
         return process.listens(host, int(port))
 
     def _wait(self, child: subprocess.Popen[bytes], name: str, log: Path, ready: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not ready():
-            if child.poll() is not None or time.monotonic() > deadline:
-                raise StoreError(f"{name} did not start\n{process.tail(log)}")
-            time.sleep(0.05)
+        if not process.comes_up(child, ready, START_TIMEOUT_S):
+            raise StoreError(f"{name} did not start\n{process.tail(log)}")

@@ -20,6 +20,7 @@ from tests.lab.passes import Abort
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
 from tests.lab.template import Template, TemplateError
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.e2e
 
@@ -201,10 +202,7 @@ def _receive_seconds(address: str, log: Path, size: int) -> float:
     import socket
     import time
 
-    deadline = time.monotonic() + 20
-    while not (log.exists() and "up" in log.read_text()):
-        assert time.monotonic() < deadline, process.tail(log)
-        time.sleep(0.02)
+    eventually(lambda: log.exists() and "up" in log.read_text(), 20, lambda: process.tail(log))
     with socket.create_connection((address, 7001), timeout=20) as stream:
         begun, got = time.monotonic(), 0
         while part := stream.recv(1 << 16):

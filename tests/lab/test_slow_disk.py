@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab.slow_disk import SlowDisk, SlowDiskError, available
+from tests.support.waiting import eventually
 
 
 def seconds_to_read(*paths: Path) -> float:
@@ -34,9 +35,7 @@ def test_opens_are_delayed_one_after_the_other_and_only_while_it_is_entered(tmp_
         assert seconds_to_read(*paths) >= 0.9
         assert disk.opens == 3
         assert other.read_bytes() == b"x"
-        deadline = time.monotonic() + 10
-        while seconds_to_read(paths[0]) < 0.3:
-            assert time.monotonic() < deadline, "a file that was closed is slow again"
+        eventually(lambda: seconds_to_read(paths[0]) >= 0.3, 10, "a slow open of a file that was closed")
         assert disk.opens == 4
         hung = threading.Thread(target=paths[1].read_bytes)
         hung.start()

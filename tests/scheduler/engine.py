@@ -39,6 +39,7 @@ from tests.scheduler.shape import (
     vllm_config,
 )
 from tests.scheduler.workers import Workers
+from tests.support.waiting import eventually, poll
 
 FITS = MAX_MODEL_LEN - 4
 SETTLE_S = 0.05
@@ -100,7 +101,7 @@ class Engine:
             assert isinstance(self.scheduler.connector, KVPrefetchConnector)
             self.side: Any = self.scheduler.connector._scheduler
             self.link: Any = self.scheduler.connector._link
-            _eventually(self._attached, 20.0, "the engine is not attached")
+            eventually(self._attached, 20.0, "an attached engine")
             self.save_slots = self.link.session.credits.available()
             self.oracle = Oracle(self.scheduler, self.side, self.workers, truth, lambda: self.jitter.randrange(4))
 
@@ -275,9 +276,7 @@ class Engine:
 
     def settle(self) -> None:
         """Give the daemon the time it needs, so that a schedule means the same whenever it runs."""
-        deadline = time.monotonic() + SETTLE_S
-        while not self._quiet() and time.monotonic() < deadline:
-            time.sleep(0.0005)
+        poll(self._quiet, SETTLE_S, pause_s=0.0005)
 
     def _quiet(self) -> bool:
         session = self.link.session
@@ -337,10 +336,3 @@ class _Errors(logging.Handler):
             self.texts.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
         elif ON_PURPOSE not in record.getMessage():
             self.texts.append(record.getMessage())
-
-
-def _eventually(condition: Any, timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.001)

@@ -11,6 +11,7 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.wire import admin
 from kvprefetch.shmring.wire.codec import receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState
+from tests.support.waiting import poll
 
 # In the environment of this process, and so of everything it starts: how a leaked process is told from a stranger.
 # Several test processes run at once (pytest-xdist), each started by one that has a mark already: theirs is their own.
@@ -108,11 +110,11 @@ class Auditor:
 
     def assert_nothing_left(self, timeout_s: float = 10.0) -> None:
         """After everything was stopped or killed."""
-        _eventually(self.leftovers, timeout_s)
+        _assert_none(self.leftovers, timeout_s)
 
     def assert_idle(self, pid: int, path: str | Path, timeout_s: float = 10.0) -> None:
         """With the daemon alive and no request in any engine: every flag free, nothing pinned, all credits back."""
-        _eventually(lambda: self.pinned(pid, path), timeout_s)
+        _assert_none(lambda: self.pinned(pid, path), timeout_s)
 
     def pinned(self, pid: int, path: str | Path) -> list[str]:
         """What is still held inside a live daemon."""
@@ -145,9 +147,11 @@ class Auditor:
         return findings
 
 
-def _eventually(findings: Any, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while found := findings():
-        if time.monotonic() > deadline:
-            raise AssertionError("left behind:\n  " + "\n  ".join(found))
-        time.sleep(0.05)
+def _assert_none(findings: Callable[[], list[str]], timeout_s: float) -> None:
+    left: list[str] = []
+
+    def none_left() -> bool:
+        left[:] = findings()
+        return not left
+
+    assert poll(none_left, timeout_s, pause_s=0.05), "left behind:\n  " + "\n  ".join(left)

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvprefetch.shmring.wire.records import FlagState, Outcome
-from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks, stored
 from tests.lab.daemon import Daemon
 from tests.support.auditor import ask_daemon
+from tests.support.waiting import eventually
 
 
 def switch(path: Path, mode: str) -> str:
@@ -48,7 +49,7 @@ def test_off_misses_shadow_counts_on_loads(serve: Callable[..., Daemon]) -> None
     # Slots that the engine holds already can be filled once; then it has none left, and nothing was put.
     while engine.credits.available():
         engine.save(blocks(f"dropped-{engine.credits.available()}", engine.credits.available()))
-    wait_for(lambda: ask_daemon(daemon.socket).engines[0]["save_slots_busy"] > 0, what="slots held back")
+    eventually(lambda: ask_daemon(daemon.socket).engines[0]["save_slots_busy"] > 0, what="slots held back")
     assert engine.credits.available() == 0
     assert sum(line["stored_blocks"] for line in daemon.records("save.done")) == 4
 

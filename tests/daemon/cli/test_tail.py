@@ -16,7 +16,7 @@ import pytest
 
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.telemetry import reader
-from tests.daemon.fake_engine import wait_for
+from tests.support.waiting import eventually
 
 TAIL = [sys.executable, "-m", "kvprefetch.daemon", "tail"]
 
@@ -158,7 +158,7 @@ def test_a_pipe_is_read_to_its_end_after_the_first_interrupt() -> None:
             for _ in range(interrupts):
                 assert process.poll() is None
                 process.send_signal(signal.SIGINT)
-                wait_for(lambda pid=process.pid: not pending(pid), what="the signal's delivery")
+                eventually(lambda pid=process.pid: not pending(pid), what="the signal's delivery")
             if interrupts == 1:
                 given.write(json.dumps(LOG[1]).encode() + b"\n")
                 given.close()
@@ -271,10 +271,10 @@ def test_following_as_a_process_until_it_is_interrupted(tmp_path: Path) -> None:
     collect = threading.Thread(target=lambda out: lines.extend(iter(out.readline, b"")), args=(process.stdout,))
     collect.start()
     try:
-        wait_for(lambda: len(lines) == 4, 30, "what was there")
+        eventually(lambda: len(lines) == 4, 30, "what was there")
         path.rename(tmp_path / "log.1")
         written(path, LOG[0])
-        wait_for(lambda: len(lines) == 5, 30, "the first line after the rotation")
+        eventually(lambda: len(lines) == 5, 30, "the first line after the rotation")
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0

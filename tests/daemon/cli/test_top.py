@@ -25,10 +25,11 @@ from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.admin import SlowRequest, Status
 from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, decode_message, encode_message
 from kvprefetch.shmring.wire.records import Outcome
-from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks
 from tests.lab.daemon import Daemon
 from tests.support.auditor import ask_daemon
+from tests.support.waiting import eventually
 
 COMMAND = [sys.executable, "-m", "kvprefetch.daemon"]
 
@@ -154,7 +155,7 @@ def test_a_real_daemon_s_status_and_top(shared_daemon: Daemon) -> None:
     attached = FakeEngine(shared_daemon.socket, engine_id="shown", prefix="top")
     values = blocks("top", 8)
     attached.save(values)
-    wait_for(lambda: attached.load(list(values)), what="a hit")
+    eventually(lambda: attached.load(list(values)), what="a hit")
     for name, outcome in (("given-up", Outcome.ABORTED), ("slow-one", Outcome.LATE)):
         late = attached.hint(list(blocks("top-late", 3)), name=name)
         attached.settled(late)
@@ -163,7 +164,7 @@ def test_a_real_daemon_s_status_and_top(shared_daemon: Daemon) -> None:
         asked = records.Done(late[0], late[1], outcome, 0, 0, began, 80_000_000, 0, 0)
         assert attached.producer.push(records.RecordKind.DONE, records.encode_done(asked))
         attached.flags.give_back(late[0])
-    wait_for(lambda: ask_daemon(shared_daemon.socket).slowest, what="the slow request")
+    eventually(lambda: ask_daemon(shared_daemon.socket).slowest, what="the slow request")
     waited = {line["request_id"]: line["exposed_ms"] for line in shared_daemon.records("request.done")}
     assert waited["given-up"] >= 80, "its client left, which says nothing of us"
 
@@ -209,7 +210,7 @@ def test_top_on_a_terminal_runs_until_it_is_interrupted(shared_daemon: Daemon) -
                 pass
             return text.count(b"kvprefetchd") >= 3
 
-        wait_for(frames, 30, "three frames")
+        eventually(frames, 30, "three frames")
         assert b"no engine is attached" in text
     finally:
         process.send_signal(signal.SIGINT)

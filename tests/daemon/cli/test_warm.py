@@ -21,11 +21,12 @@ from kvprefetch.shmring.wire.attach import Refused
 from kvprefetch.shmring.wire.codec import Message, receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 from tests.daemon.cli.test_mode import switch
-from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks, stored
 from tests.lab.daemon import Daemon
 from tests.lab.process import frozen
 from tests.support.auditor import Auditor, ask_daemon
+from tests.support.waiting import eventually
 
 Serve = Callable[..., Daemon]
 
@@ -54,7 +55,7 @@ def last_line(daemon: Daemon, name: str) -> dict[str, Any]:
     def told() -> dict[str, Any] | None:
         return next((line for line in daemon.records("request.done") if line["request_id"] == name), None)
 
-    found: dict[str, Any] = wait_for(told, what=f"the line of {name}")
+    found: dict[str, Any] = eventually(told, what=f"the line of {name}")
     return found
 
 
@@ -102,7 +103,7 @@ def test_a_file_larger_than_staging_fills_it_and_takes_nothing_from_requests(ser
     chain = list(values)
     held = engine.hint(chain[-20:], name="held")
     engine.settled(held)
-    wait_for(lambda: engine.flag(held).count == 20, what="what the request wants")
+    eventually(lambda: engine.flag(held).count == 20, what="what the request wants")
     slots = int(ask_daemon(daemon.socket).engines[0]["slots"])
     assert counted(daemon.socket, listing(chain[:580]), 1) == {"fetched": slots - 20, "no_room": 580 - (slots - 20)}
     assert engine.flag(held).state == FlagState.READY, "nobody's room was taken"

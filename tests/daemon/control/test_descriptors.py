@@ -14,9 +14,10 @@ import pytest
 from kvprefetch.daemon.control.connections import MAX_WAITING
 from kvprefetch.shmring.wire.attach import Refused
 from kvprefetch.shmring.wire.codec import receive_message, send_message
-from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.fake_engine import FakeEngine
 from tests.lab.daemon import Daemon
 from tests.support.auditor import ask_daemon
+from tests.support.waiting import eventually
 
 # Mooncake may open connections of its own meanwhile.  A leak for each refused engine would be more: at least three are.
 MOONCAKES = 2
@@ -31,7 +32,7 @@ def descriptors(daemon: Daemon) -> int:
         time.sleep(0.05)
         return len(set(seen[-5:])) == 1
 
-    wait_for(count, 20, "a number that stands still")
+    eventually(count, 20, "a number that stands still")
     return seen[-1]
 
 
@@ -48,7 +49,7 @@ def at_most(daemon: Daemon, count: int) -> Iterator[None]:
 def test_an_engine_for_which_no_descriptors_are_left_is_refused(shared_daemon: Daemon) -> None:
     """Whichever of them is the first that cannot be had."""
     FakeEngine(shared_daemon.socket).close()
-    wait_for(lambda: shared_daemon.records("engine.detached"))
+    eventually(lambda: shared_daemon.records("engine.detached"))
     time.sleep(0.2)
     before = descriptors(shared_daemon)
     refused = 0
@@ -65,10 +66,10 @@ def test_an_engine_for_which_no_descriptors_are_left_is_refused(shared_daemon: D
             os.close(fd)
         refused += isinstance(received[0], Refused)
         engine.close()
-        wait_for(lambda: descriptors(shared_daemon) <= before + MOONCAKES, what="its descriptors")
+        eventually(lambda: descriptors(shared_daemon) <= before + MOONCAKES, what="its descriptors")
     assert MOONCAKES < refused < 8
     FakeEngine(shared_daemon.socket).close()
-    wait_for(lambda: descriptors(shared_daemon) <= before + MOONCAKES, what="its descriptors")
+    eventually(lambda: descriptors(shared_daemon) <= before + MOONCAKES, what="its descriptors")
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_who_says_nothing_makes_room_for_who_does(shared_daemon: Daemon, silent:
 
     for _ in range(3):
         connect()
-    wait_for(lambda: descriptors(shared_daemon) == before + 3, what="three connections")
+    eventually(lambda: descriptors(shared_daemon) == before + 3, what="three connections")
     with at_most(shared_daemon, before + 3):
         assert ask_daemon(shared_daemon.socket).pid == shared_daemon.pid
         told = receive_message(silent[0])
@@ -113,5 +114,5 @@ def test_who_says_nothing_makes_room_for_who_does(shared_daemon: Daemon, silent:
     assert descriptors(shared_daemon) <= before + MAX_WAITING + 1
     for sock in silent:
         sock.close()
-    wait_for(lambda: descriptors(shared_daemon) <= before, what="what it had before")
+    eventually(lambda: descriptors(shared_daemon) <= before, what="what it had before")
     assert shared_daemon.records("peers.full")

@@ -22,12 +22,13 @@ from kvprefetch.shmring.wire.admin import StatQuery, StatusQuery
 from kvprefetch.shmring.wire.attach import Attached, Refused
 from kvprefetch.shmring.wire.codec import Message, encode_message, receive_message, send_message
 from tests.daemon.conftest import keeps_to_the_catalogue
-from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks
 from tests.lab import process
 from tests.lab.daemon import Daemon
 from tests.support.auditor import Auditor, ask_daemon
 from tests.support.ordinary import effective_user
+from tests.support.waiting import eventually
 
 OTHER_UID = 54321
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may connect as another user")
@@ -133,7 +134,7 @@ def test_descriptors_that_nobody_reads_are_bounded_for_each_user(daemon: Daemon)
         if (workers := hoard(daemon.socket, 32)) is None:
             break
         kept.append(workers)
-        wait_for(lambda: not ask_daemon(daemon.socket).engine_count, what="its end")
+        eventually(lambda: not ask_daemon(daemon.socket).engine_count, what="its end")
     assert len(kept) == (MAX_PROCESSES - 1) // 32
     if os.geteuid() == 0:
         with effective_user(OTHER_UID):
@@ -141,10 +142,10 @@ def test_descriptors_that_nobody_reads_are_bounded_for_each_user(daemon: Daemon)
         other.close()
     for worker in kept.pop():
         worker.close()
-    again = wait_for(lambda: hoard(daemon.socket, 32), what="room for the memory of an engine")
+    again = eventually(lambda: hoard(daemon.socket, 32), what="room for the memory of an engine")
     for worker in [*again, *(worker for workers in kept for worker in workers)]:
         worker.close()
-    wait_for(lambda: not ask_daemon(daemon.socket).engine_count, what="the end of all")
+    eventually(lambda: not ask_daemon(daemon.socket).engine_count, what="the end of all")
 
 
 @pytest.fixture

@@ -18,11 +18,12 @@ from kvprefetch.daemon.store.namespaces import FILE
 from kvprefetch.shmring.wire import admin
 from kvprefetch.shmring.wire.attach import Refused, Reset, ResetDone
 from kvprefetch.shmring.wire.codec import Message, receive_message, send_message
-from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks, stored
 from tests.lab.daemon import Daemon
 from tests.support.auditor import ask_daemon
 from tests.support.ordinary import effective_user
+from tests.support.waiting import eventually
 
 Serve = Callable[..., Daemon]
 OTHER = 4242
@@ -120,7 +121,7 @@ def test_an_engine_of_another_user_does_not_get_the_namespace(both: Serve, other
     refusal = other.attach(daemon.socket, "thief", "llama")
     assert "namespace='llama@tp_rank:*@' uid=4242 owner_uid=0" in refusal
     assert 'namespaces = "shared"' in refusal
-    [refused] = wait_for(lambda: daemon.records("engine.refused"), what="its line in the log")
+    [refused] = eventually(lambda: daemon.records("engine.refused"), what="its line in the log")
     assert refused["error"] in refusal
     shape = victim.hello("worker").worker
     assert shape is not None
@@ -158,7 +159,7 @@ def test_a_restart_on_the_same_disk_does_not_forget_the_user(both: Serve, other:
     daemon = both(disk=str(tmp_path / "disk"))
     assert other.attach(daemon.socket, "first", "llama", weights="a") == ""
     other.close("first")
-    wait_for((tmp_path / "disk" / FILE).exists, what="the file")
+    eventually((tmp_path / "disk" / FILE).exists, what="the file")
     daemon.sigkill()
     daemon.start()
     engine = FakeEngine(daemon.socket, engine_id="root's", prefix="llama", attach=False)
@@ -191,7 +192,7 @@ def test_a_purge_frees_a_namespace_that_no_engine_uses(
     victim.save(blocks("again", 1))
     stored(daemon, 3)
     victim.close()
-    wait_for(lambda: daemon.records("engine.detached"), what="its end")
+    eventually(lambda: daemon.records("engine.detached"), what="its end")
     assert "1 removed" in command(capsys, "store", "purge", "--prefix", "llama@tp_rank:*@", *at)
     assert other.attach(daemon.socket, "heir", "llama") == ""
     other.close("heir")

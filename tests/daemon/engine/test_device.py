@@ -28,10 +28,11 @@ from tests.daemon.engine.near import (
     take,
     values_of,
 )  # fmt: skip
-from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.fake_engine import FakeEngine
 from tests.lab.daemon import Daemon
 from tests.support.auditor import Auditor, device_memories
 from tests.support.host_device import UUID, HostDevices
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def _device_memory_is_given_back(request: pytest.FixtureRequest) -> Iterator[Non
         pid = request.getfixturevalue("daemon").pid
         while FakeEngine.made:
             FakeEngine.made.pop().close()
-        wait_for(lambda: device_memories(pid) == 0, what="the memory given back")
+        eventually(lambda: device_memories(pid) == 0, what="the memory given back")
 
 
 def check_near(daemon: Daemon, auditor: Auditor, owner: str) -> None:
@@ -60,7 +61,7 @@ def check_near(daemon: Daemon, auditor: Auditor, owner: str) -> None:
     for _ in range(2):
         key = engine.hint(list(values))
         assert engine.settled(key).count == 6
-        wait_for(lambda key=key: on_device(engine, key) == 6, what="promotion")
+        eventually(lambda key=key: on_device(engine, key) == 6, what="promotion")
         assert take(engine, key, values) == 6
     auditor.assert_idle(daemon.pid, daemon.socket)
     counted = numbers(daemon)
@@ -90,9 +91,9 @@ def test_requests_that_are_staged_before_the_device_is_ready_are_promoted_when_i
     engine.ask(keys[1])
     assert daemon.records("device.ready") == []
     gate.unlink()
-    wait_for(lambda: [on_device(engine, key) for key in keys] == [0, DEVICE_SLOTS], what="promotion")
+    eventually(lambda: [on_device(engine, key) for key in keys] == [0, DEVICE_SLOTS], what="promotion")
     assert take(engine, keys[1], asked) == DEVICE_SLOTS
-    wait_for(lambda: on_device(engine, keys[0]) == DEVICE_SLOTS, what="promotion of the other")
+    eventually(lambda: on_device(engine, keys[0]) == DEVICE_SLOTS, what="promotion of the other")
     assert take(engine, keys[0], waiting) == DEVICE_SLOTS
     auditor.assert_idle(daemon.pid, daemon.socket)
 
@@ -101,7 +102,7 @@ def test_the_engine_may_own_the_memory(start: Start, auditor: Auditor) -> None:
     daemon = start("--device-owner", "engine")
     check_near(daemon, auditor, "engine")
     FakeEngine.made[-1].close()
-    wait_for(lambda: device_memories(daemon.pid) == 0, what="the memory unmapped")
+    eventually(lambda: device_memories(daemon.pid) == 0, what="the memory unmapped")
 
 
 def test_room_for_two_requests_goes_to_the_two_most_urgent(daemon: Daemon, auditor: Auditor) -> None:
@@ -115,7 +116,7 @@ def test_room_for_two_requests_goes_to_the_two_most_urgent(daemon: Daemon, audit
         assert engine.settled(key).count == size
 
     def placed(*expected: int) -> None:
-        wait_for(lambda: [on_device(engine, key) for key in keys] == [size * (i in expected) for i in range(6)],
+        eventually(lambda: [on_device(engine, key) for key in keys] == [size * (i in expected) for i in range(6)],
                  what=f"{expected} on the device")  # fmt: skip
 
     placed(0, 1)
@@ -140,17 +141,17 @@ def test_after_a_reset_no_old_copy_is_read(daemon: Daemon) -> None:
     save(daemon, engine, old)
     key = engine.hint(list(old))
     engine.settled(key)
-    wait_for(lambda: on_device(engine, key) == 4, what="promotion")
+    eventually(lambda: on_device(engine, key) == 4, what="promotion")
     assert take(engine, key, old) == 4
     send_message(engine.scheduler, Reset(reset_generation=1, timeout_ms=10_000))
     answer = receive_message(engine.scheduler)
     assert answer is not None
     assert answer[0] == ResetDone(reset_generation=1, ok=True)
     engine.save(new, reset_generation=1)
-    wait_for(lambda: engine.credits.available() == int(numbers(daemon)["save_slots"]), what="the save")
+    eventually(lambda: engine.credits.available() == int(numbers(daemon)["save_slots"]), what="the save")
     again = engine.hint(list(new))
     engine.settled(again)
-    wait_for(lambda: on_device(engine, again) == 4, what="promotion")
+    eventually(lambda: on_device(engine, again) == 4, what="promotion")
     assert take(engine, again, new) == 4
 
 
@@ -162,13 +163,13 @@ def test_a_device_that_fails_while_it_copies_is_left_alone(start: Start, auditor
     save(daemon, engine, values)
     key = engine.hint(list(values))
     engine.settled(key)
-    assert [line["error"] for line in wait_for(lambda: daemon.records("device.off"))] == ["copy: told to fail"]
+    assert [line["error"] for line in eventually(lambda: daemon.records("device.off"))] == ["copy: told to fail"]
     assert take(engine, key, values) == 0
     assert engine.load(list(values)) == list(values.values())
     auditor.assert_idle(daemon.pid, daemon.socket)
     assert numbers(daemon)["promoted_blocks"] == 0
     engine.close()
-    wait_for(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
+    eventually(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
 
 
 def test_host_memory_that_cannot_be_pinned_is_copied_all_the_same(start: Start) -> None:
@@ -178,7 +179,7 @@ def test_host_memory_that_cannot_be_pinned_is_copied_all_the_same(start: Start) 
     save(daemon, engine, values)
     key = engine.hint(list(values))
     engine.settled(key)
-    wait_for(lambda: on_device(engine, key) == 4, what="promotion")
+    eventually(lambda: on_device(engine, key) == 4, what="promotion")
     assert take(engine, key, values) == 4
     assert len(daemon.records("device.unpinned")) == 1
 
@@ -220,7 +221,7 @@ def test_where_there_can_be_no_device_slots_there_are_host_slots_and_a_reason(
     assert words in memory.device_error
     assert bool(words) == bool(memory.device_error)
     memory.close()
-    wait_for(lambda: not any(devices.device.live.values()), what="the memory given back")
+    eventually(lambda: not any(devices.device.live.values()), what="the memory given back")
 
 
 def prepared(options: dict[str, object], *devices: str) -> EngineMemory:
@@ -232,7 +233,7 @@ def prepared(options: dict[str, object], *devices: str) -> EngineMemory:
     wants = SchedulerInfo(max_blocks=8, max_hint_bytes=512, loads=True, saves=True)
     made: list[EngineMemory | Exception] = []
     prepare(pools, load(options), 0.0, 7, EngineInfo("e", 32, wants, workers), made.append)
-    wait_for(lambda: pools.run_finished() and made, what="the memory")
+    eventually(lambda: pools.run_finished() and made, what="the memory")
     pools.close()
     assert isinstance(made[0], EngineMemory)
     return made[0]
@@ -271,11 +272,11 @@ def test_a_slab_is_freed_only_when_its_importer_let_go(daemon: Daemon) -> None:
     assert device_memories(daemon.pid) == 1
     for sock in engine.sockets:  # the epoch is over, but a worker may still copy
         sock.close()
-    wait_for(lambda: len(daemon.records("engine.detached")) > before, what="the end of the epoch")
+    eventually(lambda: len(daemon.records("engine.detached")) > before, what="the end of the epoch")
     with pytest.raises(AssertionError, match="freed"):
-        wait_for(lambda: device_memories(daemon.pid) == 0, 1.0, "freed")
+        eventually(lambda: device_memories(daemon.pid) == 0, 1.0, "freed")
     engine.close()
-    wait_for(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
+    eventually(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
 
 
 def test_attaching_again_and_again_leaves_no_device_memory_behind(daemon: Daemon, auditor: Auditor) -> None:
@@ -286,5 +287,5 @@ def test_attaching_again_and_again_leaves_no_device_memory_behind(daemon: Daemon
             save(daemon, engine, values)
         assert engine.load(list(values)) == list(values.values())
         engine.close()
-    wait_for(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
+    eventually(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
     auditor.assert_idle(daemon.pid, daemon.socket)

@@ -21,10 +21,11 @@ from tests.daemon.engine.near import (
     take,
     values_of,
 )  # fmt: skip
-from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.fake_engine import FakeEngine
 from tests.lab.daemon import Daemon
 from tests.support.auditor import Auditor, ask_daemon, device_memories
 from tests.support.host_device import UUID, UUIDS
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def hang(daemon: Daemon, engine: FakeEngine, *each: dict[bytes, bytes]) -> list[
         keys.append(engine.hint(list(values)))
         assert engine.settled(keys[-1]).count == len(values)
         copies += len(values)
-        wait_for(lambda copies=copies: numbers(daemon)["device_copies"] == copies, what="the copy's start")
+        eventually(lambda copies=copies: numbers(daemon)["device_copies"] == copies, what="the copy's start")
     overdue = daemon.wait_record("call.overdue")
     assert overdue is not None
     assert (overdue["call"], overdue["blocks"]) == ("copy", len(each[0]))
@@ -80,18 +81,18 @@ def test_a_copy_that_hangs_holds_nobody_up_and_takes_nothing_but_its_slots(
     assert daemon.wait_record("device.ready", count=2) is not None
     near = elsewhere.hint(list(values))
     elsewhere.settled(near)
-    wait_for(lambda: on_device(elsewhere, near) == 4, what="promotion to the other GPU")
+    eventually(lambda: on_device(elsewhere, near) == 4, what="promotion to the other GPU")
     assert take(elsewhere, near, values) == 4
     elsewhere.close()
-    wait_for(lambda: len(ask_daemon(daemon.socket).engines) == 1, what="the other engine's end")
+    eventually(lambda: len(ask_daemon(daemon.socket).engines) == 1, what="the other engine's end")
     gate.unlink()
-    wait_for(lambda: numbers(daemon)["device_slots_free"] == DEVICE_SLOTS, what="the slots")
+    eventually(lambda: numbers(daemon)["device_slots_free"] == DEVICE_SLOTS, what="the slots")
     assert take(engine, waiting, held) == 0
     assert engine.load(list(values)) == list(values.values())
     auditor.assert_idle(daemon.pid, daemon.socket)
     assert len(daemon.records("device.off")) == 1
     engine.close()
-    wait_for(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
+    eventually(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
 
 
 def test_what_a_copy_that_hangs_reads_and_writes_outlives_its_engine(start: Start, gate: Path) -> None:
@@ -99,12 +100,12 @@ def test_what_a_copy_that_hangs_reads_and_writes_outlives_its_engine(start: Star
     engine = engine_at(daemon)
     hang(daemon, engine, values_of("hung", 4))
     engine.close()
-    wait_for(lambda: not ask_daemon(daemon.socket).engines, what="the end of the epoch")
+    eventually(lambda: not ask_daemon(daemon.socket).engines, what="the end of the epoch")
     with pytest.raises(AssertionError, match="freed"):
-        wait_for(lambda: device_memories(daemon.pid) == 0 or daemon.records("engine.detached"), 2.0, "freed")
+        eventually(lambda: device_memories(daemon.pid) == 0 or daemon.records("engine.detached"), 2.0, "freed")
     gate.unlink()
     assert daemon.wait_record("engine.detached") is not None
-    wait_for(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
+    eventually(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
 
 
 def test_a_stop_neither_waits_for_a_copy_that_hangs_nor_loses_what_the_disk_has_not(
@@ -161,7 +162,7 @@ def test_an_engine_whose_gpu_gives_no_memory_in_time_attaches_without(
     assert off(daemon, count=2).startswith(f"the GPU does not answer: uuid={UUID} call_age_s=")
     again.close()
     engine.close()
-    wait_for(lambda: len(ask_daemon(daemon.socket).engines) == 1, what="the end of the others")
+    eventually(lambda: len(ask_daemon(daemon.socket).engines) == 1, what="the end of the others")
     gate.unlink()
 
     def back() -> bool:
@@ -170,8 +171,8 @@ def test_an_engine_whose_gpu_gives_no_memory_in_time_attaches_without(
         engine.close()
         return there
 
-    wait_for(back, what="the GPU")
-    wait_for(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
+    eventually(back, what="the GPU")
+    eventually(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
     auditor.assert_idle(daemon.pid, daemon.socket)
 
 
@@ -192,7 +193,7 @@ def test_an_engine_whose_gpu_stops_answering_once_it_is_attached_is_served_witho
     assert daemon.records("engine.detached") == []
     gate.unlink()
     assert daemon.wait_record("engine.detached") is not None
-    wait_for(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
+    eventually(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
     assert len(daemon.records("device.off")) == 1
     assert len(daemon.records("engine.held")) == 1
     auditor.assert_idle(daemon.pid, daemon.socket)
@@ -204,14 +205,14 @@ def test_a_gpu_that_does_not_answer_at_the_end_keeps_the_engines_memory_and_says
     values = values_of("pinned", 4)
     save(daemon, engine, values)
     key = engine.hint(list(values))
-    wait_for(lambda: on_device(engine, key) == 4, what="promotion")
+    eventually(lambda: on_device(engine, key) == 4, what="promotion")
     engine.close()
     held = daemon.wait_record("engine.held")
     assert held is not None
     assert held["in_flight"] == 1
     other = engine_at(daemon, engine_id="other", on=UUIDS[1])
     is_at = other.hint(list(values))
-    wait_for(lambda: on_device(other, is_at) == 4, what="promotion to the other GPU")
+    eventually(lambda: on_device(other, is_at) == 4, what="promotion to the other GPU")
     gate.unlink()
     assert daemon.wait_record("engine.detached") is not None
 

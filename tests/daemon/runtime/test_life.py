@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.shmring.liveness import PeerStatus
-from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
+from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.daemon.stores import absent_cluster, blocks, stored
 from tests.lab.daemon import Daemon
 from tests.lab.process import frozen
 from tests.support.auditor import Auditor, ask_daemon, control_segments
+from tests.support.waiting import eventually
 
 Serve = Callable[..., Daemon]
 
@@ -39,8 +40,8 @@ def test_a_frozen_daemon_reads_as_hung_and_comes_back(serve: Serve) -> None:
     daemon = serve()
     engine = FakeEngine(daemon.socket)
     with frozen(daemon.pid):
-        wait_for(lambda: engine.liveness.peer(time.monotonic_ns()) is PeerStatus.HUNG, 10)
-    wait_for(lambda: engine.liveness.peer(time.monotonic_ns()) is PeerStatus.ALIVE, 10)
+        eventually(lambda: engine.liveness.peer(time.monotonic_ns()) is PeerStatus.HUNG, 10)
+    eventually(lambda: engine.liveness.peer(time.monotonic_ns()) is PeerStatus.ALIVE, 10)
     engine.close()
 
 
@@ -103,17 +104,17 @@ def test_with_a_disk_tier_the_data_is_there_after_a_restart(serve: Serve, tmp_pa
         assert daemon.wait_exit(30) == 0
     else:
         # What the tier has written is what must be there (daemon/embedded.py): after a heartbeat, of a second.
-        wait_for(lambda: len(list((tmp_path / "disk").rglob("*.meta"))) == 40, 8, "the files")
+        eventually(lambda: len(list((tmp_path / "disk").rglob("*.meta"))) == 40, 8, "the files")
         daemon.sigkill()
     engine.close()
     again = serve(disk=disk)
     engine = FakeEngine(again.socket)
-    found = wait_for(lambda: engine.load(list(values)), 30, "a hit after the restart")
+    found = eventually(lambda: engine.load(list(values)), 30, "a hit after the restart")
     assert found == list(values.values())
     assert engine.told_disk == 40
     assert engine.load(list(values)) == list(values.values())
     assert engine.told_disk == 0, "now they came from staging"
-    line = wait_for(lambda: [e for e in again.records("request.done") if e["outcome"] == "loaded"])[0]
+    line = eventually(lambda: [e for e in again.records("request.done") if e["outcome"] == "loaded"])[0]
     assert line["bytes_disk"] == 40 * BLOCK_BYTES
     engine.close()
 

@@ -18,11 +18,12 @@ from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.attach import Attached, Refused, Reset, ResetDone, SchedulerInfo, WorkerInfo
 from kvprefetch.shmring.wire.codec import Message, receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState, RecordKind
-from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
+from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.daemon.stores import blocks, stored
 from tests.lab.daemon import Daemon
 from tests.lab.store import Store
 from tests.support.auditor import Auditor, ask_daemon
+from tests.support.waiting import eventually
 
 
 def test_an_engine_that_vanishes_leaves_nothing_pinned_and_nobody_else_notices(
@@ -31,14 +32,14 @@ def test_an_engine_that_vanishes_leaves_nothing_pinned_and_nobody_else_notices(
     survivor = FakeEngine(shared_daemon.socket, engine_id="survivor", prefix="vanish")
     values = blocks("vanish", 8)
     survivor.save(values)
-    wait_for(lambda: survivor.load(list(values)), what="a hit")
+    eventually(lambda: survivor.load(list(values)), what="a hit")
     victim = FakeEngine(shared_daemon.socket, engine_id="victim", prefix="vanish")
     key = victim.hint(list(values))
     victim.settled(key)
     assert victim.move(key, FlagState.CLAIMED)
     victim.credits.take(3)
     victim.close()
-    wait_for(lambda: len(ask_daemon(shared_daemon.socket).engines) == 1, what="the victim's end")
+    eventually(lambda: len(ask_daemon(shared_daemon.socket).engines) == 1, what="the victim's end")
     assert survivor.load(list(values)) == list(values.values())
     auditor.assert_idle(shared_daemon.pid, shared_daemon.socket)
     survivor.close()
@@ -226,7 +227,7 @@ def test_a_flood_of_resets_is_one_reset(shared_daemon: Daemon) -> None:
     assert received[0].ok
     values = blocks("after the resets", 3)
     engine.save(values, reset_generation=last)
-    wait_for(lambda: engine.load(list(values)), what="the save")
+    eventually(lambda: engine.load(list(values)), what="the save")
     assert len(shared_daemon.records("store.reset")) - before < last
     engine.close()
 
@@ -266,7 +267,7 @@ def test_a_hint_that_names_a_block_twice_is_served_and_ends_nothing(shared_daemo
     values = blocks("twice", 3)
     first, *others = values
     engine.save(values)
-    wait_for(lambda: engine.load(others[-1:]), what="the save")
+    eventually(lambda: engine.load(others[-1:]), what="the save")
     again = [first, *others, first, first, *others]
     assert engine.load(again) == [values[digest] for digest in again]
     assert engine.load(again) == [values[digest] for digest in again], "from staging"

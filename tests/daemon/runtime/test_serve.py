@@ -17,13 +17,14 @@ from kvprefetch.shmring.wire import admin
 from kvprefetch.shmring.wire.attach import Reset, ResetDone, Stored
 from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState, Outcome
-from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks, stored
 from tests.lab import process
 from tests.lab.daemon import Daemon
 from tests.lab.process import frozen
 from tests.support.auditor import Auditor, ask_daemon
 from tests.support.ordinary import AS_NOBODY, NOBODY
+from tests.support.waiting import eventually
 
 
 def test_what_was_saved_is_loaded_with_the_same_bytes(shared_daemon: Daemon, auditor: Auditor) -> None:
@@ -79,7 +80,7 @@ def test_every_rank_gets_its_own_part(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, prefix="two-ranks", ranks=2)
     values = blocks("ranks", 4)
     engine.save(values)
-    wait_for(lambda: engine.credits.available() == int(ask_daemon(shared_daemon.socket).engines[0]["save_slots"]))
+    eventually(lambda: engine.credits.available() == int(ask_daemon(shared_daemon.socket).engines[0]["save_slots"]))
     key = engine.hint(list(values))
     assert engine.settled(key).count == 4
     for slot, value in zip(engine.table.read_slots(key[0], 0, 4), values.values(), strict=True):
@@ -109,9 +110,9 @@ def test_a_request_done_line_tells_the_whole_story(shared_daemon: Daemon) -> Non
     engine = FakeEngine(shared_daemon.socket, prefix="story")
     values = blocks("story", 5)
     engine.save(values)
-    wait_for(lambda: engine.load(list(values)), what="a hit")
+    eventually(lambda: engine.load(list(values)), what="a hit")
     engine.load(list(values), name="told")
-    lines = wait_for(lambda: [e for e in shared_daemon.records("request.done") if e["request_id"] == "told"])
+    lines = eventually(lambda: [e for e in shared_daemon.records("request.done") if e["request_id"] == "told"])
     line = lines[0]
     assert line["outcome"] == "loaded"
     assert line["found_blocks"] == line["loaded_blocks"] == 5
@@ -161,7 +162,9 @@ def test_more_waiting_than_staging_holds_is_served_in_turn(shared_daemon: Daemon
     for values in groups:
         engine.save(values)
     stored_bytes = 8 * 60
-    wait_for(lambda: sum(e["stored_blocks"] for e in shared_daemon.records("save.done")) >= stored_bytes, what="saves")
+    eventually(
+        lambda: sum(e["stored_blocks"] for e in shared_daemon.records("save.done")) >= stored_bytes, what="saves"
+    )
     keys = [engine.hint(list(values)) for values in groups]
     for key, values in zip(keys, groups, strict=True):
         assert engine.settled(key).count == 60
@@ -179,7 +182,7 @@ def test_a_reset_voids_what_is_staged_and_removes_every_rank_s_keys(shared_daemo
     values = blocks("reset", 6)
     for each in (engine, other):
         each.save(values)
-        wait_for(lambda each=each: each.load(list(values)), what="a hit")
+        eventually(lambda each=each: each.load(list(values)), what="a hit")
     waiting = engine.hint(list(values))
     engine.settled(waiting)
     send_message(engine.scheduler, Reset(reset_generation=1, timeout_ms=5000))
@@ -189,7 +192,9 @@ def test_a_reset_voids_what_is_staged_and_removes_every_rank_s_keys(shared_daemo
     assert engine.flag(waiting).state == FlagState.EXPIRED
     assert engine.load(list(values)) is None
     engine.save(values, reset_generation=0)  # a save of the old weights that comes late
-    wait_for(lambda: engine.credits.available() == int(_engine(shared_daemon, "engine")["save_slots"]), what="credits")
+    eventually(
+        lambda: engine.credits.available() == int(_engine(shared_daemon, "engine")["save_slots"]), what="credits"
+    )
     assert engine.load(list(values)) is None
     assert other.load(list(values)) == list(values.values()), "another namespace keeps its keys"
     engine.close()
@@ -241,12 +246,13 @@ def test_an_engine_s_container_needs_the_socket_s_folder_read_only(
     there = Path(tempfile.mkdtemp(prefix="kvm-"))
     there.chmod(0o755)
     engine = (
-        "import sys, os; from tests.daemon.fake_engine import FakeEngine, wait_for, Path\n"
+        "import sys, os; from tests.daemon.fake_engine import FakeEngine, Path\n"
+        "from tests.support.waiting import eventually\n"
         "path = Path(sys.argv[1])\n"
         "try: path.unlink(); print('removed')\n"
         "except OSError as error: print(error.strerror)\n"
         "engine = FakeEngine(path); engine.save({b'k' * 32: b'v' * 4096})\n"
-        "wait_for(lambda: engine.load([b'k' * 32]) == [b'v' * 4096]); engine.close(); print('loaded')"
+        "eventually(lambda: engine.load([b'k' * 32]) == [b'v' * 4096]); engine.close(); print('loaded')"
     )
     enter = 'mount --bind "$1" "$2" && mount -o remount,bind,ro "$2" && shift 2 && exec "$@"'
     command = [*AS_NOBODY, sys.executable, "-c", engine, str(there / daemon.socket.name)]

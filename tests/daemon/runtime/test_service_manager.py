@@ -22,8 +22,9 @@ from kvprefetch.daemon.control.listener import inherited_socket
 from kvprefetch.daemon.runtime.notify import Notifier
 from kvprefetch.shmring.wire import admin
 from kvprefetch.shmring.wire.codec import Message, receive_message, send_message
-from tests.daemon.fake_engine import FakeEngine, listening, wait_for
+from tests.daemon.fake_engine import FakeEngine, listening
 from tests.lab.daemon import Daemon
+from tests.support.waiting import eventually
 
 WATCHDOG_US = 900_000
 
@@ -114,7 +115,9 @@ def test_a_service_s_life_is_told_from_ready_to_stopping(
     assert "did you mean max_engines?" in record["error"]
     config.write_text('socket_group = "no-such-group"\n')  # what a start with it would refuse
     os.kill(daemon.pid, signal.SIGHUP)
-    assert wait_for(lambda: daemon.records("config.invalid")[1:])[0]["error"].startswith("socket_group: no such group")
+    assert eventually(lambda: daemon.records("config.invalid")[1:])[0]["error"].startswith(
+        "socket_group: no such group"
+    )
 
     engine = FakeEngine(daemon.socket)
     while "engines: 1" not in manager.wait("STATUS")["STATUS"]:
@@ -130,7 +133,7 @@ def test_a_reload_that_comes_while_the_daemon_starts_is_done_when_it_runs(manage
     daemon = Daemon(memory="64MiB", staging="1MiB", env={"NOTIFY_SOCKET": str(manager.path)})
     try:
         daemon.launch()
-        wait_for(lambda: "pydantic" in Path(f"/proc/{daemon.pid}/maps").read_text(), what="the first imports")
+        eventually(lambda: "pydantic" in Path(f"/proc/{daemon.pid}/maps").read_text(), what="the first imports")
         os.kill(daemon.pid, signal.SIGHUP)
         manager.wait("READY")
         manager.wait("RELOADING")
@@ -184,7 +187,7 @@ def attach_and_stop(child: subprocess.Popen[bytes], path: Path) -> None:
     """An engine attaches through the inherited socket; after SIGTERM the daemon leaves the file to the manager."""
     engine = FakeEngine(path)
     engine.save({b"\1" * 32: b"v" * 4096})
-    wait_for(lambda: engine.load([b"\1" * 32]) == [b"v" * 4096], what="what was saved")
+    eventually(lambda: engine.load([b"\1" * 32]) == [b"v" * 4096], what="what was saved")
     engine.close()
     child.terminate()
     assert child.wait(40) == 0
@@ -223,7 +226,7 @@ def test_systemd_starts_it_at_the_first_connection(folder: Path) -> None:
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        wait_for(lambda: listening(path), 60, "the socket")
+        eventually(lambda: listening(path), 60, "the socket")
         attach_and_stop(child, path)
     finally:
         child.kill()

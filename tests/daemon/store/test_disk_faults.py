@@ -14,12 +14,13 @@ import pytest
 from kvprefetch.daemon.cli import findings
 from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.store.disk_watch import HUNG_S, DiskWatch
-from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
+from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.daemon.stores import blocks, stored
 from tests.lab import control
 from tests.lab.daemon import Daemon
 from tests.lab.store import Store
 from tests.support.auditor import ask_daemon
+from tests.support.waiting import eventually
 
 
 def test_a_disk_that_loses_pages_or_its_folder_costs_its_own_blocks_and_is_told(
@@ -40,14 +41,14 @@ def test_a_disk_that_loses_pages_or_its_folder_costs_its_own_blocks_and_is_told(
 
     daemon = serve(disk=f"{folder}:256MiB")
     engine = FakeEngine(daemon.socket)
-    found = wait_for(lambda: engine.load(list(values)), 30, "a hit after the restart")
+    found = eventually(lambda: engine.load(list(values)), 30, "a hit after the restart")
     assert found == list(values.values())[:2]
     assert daemon.wait_record("store.corrupt")
 
     shutil.rmtree(folder)
     assert not engine.load(list(others)), "gone"
     engine.save(blocks("new", 3))
-    assert wait_for(lambda: engine.load(list(blocks("new", 3))), what="a hit in memory")
+    assert eventually(lambda: engine.load(list(blocks("new", 3))), what="a hit in memory")
     assert not daemon.records("store.failed"), "one owner's disk is not the store"
     line = daemon.wait_record("disk.failing", timeout_s=15)
     assert line is not None
@@ -146,6 +147,6 @@ def test_a_disk_that_keeps_its_callers_is_told(tmp_path: Path, monkeypatch: pyte
     now[0] = HUNG_S + 1
     assert "no answer for 30 s" in watch.fault
     answer.set()
-    wait_for(lambda: not watch.fault, what="the answer")
+    eventually(lambda: not watch.fault, what="the answer")
     watch.close()
     os.close(fd)

@@ -14,9 +14,10 @@ from structlog.testing import capture_logs
 
 from kvprefetch.daemon.store.disk_folder import open_folder
 from kvprefetch.daemon.store.settings import SettingsError
-from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
+from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.lab.daemon import Daemon
 from tests.support.ordinary import NOBODY
+from tests.support.waiting import eventually
 
 
 def mode(path: Path) -> int:
@@ -46,7 +47,7 @@ def test_values_are_readable_by_the_daemon_s_user_alone_in_a_folder_that_was_the
         os.umask(umask)
     engine = FakeEngine(daemon.socket)
     engine.save({hashlib.sha256(b"x").digest(): b"k" * BLOCK_BYTES})
-    wait_for(lambda: len(list(folder.glob("*.bucket"))) > 1, 20, "the value on the disk")
+    eventually(lambda: len(list(folder.glob("*.bucket"))) > 1, 20, "the value on the disk")
     assert mode(folder) == 0o700
     assert {path.name: oct(mode(path)) for path in folder.rglob("*") if mode(path) & 0o077} == {}
     [mended] = daemon.records("disk.mended")

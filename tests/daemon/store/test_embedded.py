@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from structlog.testing import capture_logs
 from kvprefetch.daemon.store import embedded
 from kvprefetch.daemon.store.embedded import DiskSpec, EmbeddedError, EmbeddedMaster
 from kvprefetch.daemon.store.settings import SettingsError
-from tests.daemon.fake_engine import wait_for
+from tests.support.waiting import eventually
 
 pytest.importorskip("mooncake")
 
@@ -123,7 +122,7 @@ def test_should_tell_a_stop_from_an_end_by_itself(killed: bool) -> None:
         assert pid is not None
         if killed:
             os.kill(pid, signal.SIGKILL)
-            wait_for(lambda: not master.alive(), what="its end")
+            eventually(lambda: not master.alive(), what="its end")
         master.stop()
     [stopped] = [line for line in log if line["event"] == "master.stopped"]
     assert stopped == {"event": "master.stopped", "log_level": "info", "pid": pid, **({"code": -9} if killed else {})}
@@ -191,10 +190,7 @@ def test_should_keep_what_was_flushed_and_leave_no_master_when_killed(tmp_path: 
         pid = int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
         process.wait()
-        deadline = time.monotonic() + 15
-        while _runs(pid) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not _runs(pid)
+        eventually(lambda: not _runs(pid), 15, "the master's end")
     finally:
         process.kill()
         process.communicate()

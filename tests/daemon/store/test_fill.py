@@ -18,12 +18,13 @@ import pytest
 from kvprefetch.daemon.store import fill
 from kvprefetch.daemon.store.fill import FillWatch, parse, read
 from kvprefetch.shmring.wire.admin import Status, StoreFill
-from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import stored
 from tests.daemon.telemetry.test_metrics import scrape, value
 from tests.lab.daemon import Daemon
 from tests.lab.process import free_ports, frozen
 from tests.support.auditor import ask_daemon
+from tests.support.waiting import eventually
 
 MIB = 1 << 20
 PAGE = b"".join(name + b" 7\n" for name in fill._NAMES.values())
@@ -50,7 +51,7 @@ def known(daemon: Daemon, condition: Callable[[StoreFill], bool]) -> Status:
         status = ask_daemon(daemon.socket)
         return status if status.store is not None and condition(status.store) else None
 
-    return wait_for(look, 20, "the store's numbers")  # type: ignore[no-any-return]
+    return eventually(look, 20, "the store's numbers")  # type: ignore[no-any-return]
 
 
 def test_a_memory_that_is_filled_beyond_its_size_shows_it_everywhere(serve: Callable[..., Daemon]) -> None:
@@ -93,13 +94,15 @@ def test_a_memory_that_is_filled_beyond_its_size_shows_it_everywhere(serve: Call
     assert " stored before" not in kvprefetchd("status", "--socket", daemon.socket)
     digests = [hashlib.sha256(bytes([i])).digest() for i in range(4)]
     engine.save({digest: digest * (MIB // 32) for digest in digests})  # of the oldest some at least were evicted
-    wait_for(lambda: sum(line["stored_blocks"] + line["present_blocks"] for line in daemon.records("save.done")) == 28)
+    eventually(
+        lambda: sum(line["stored_blocks"] + line["present_blocks"] for line in daemon.records("save.done")) == 28
+    )
     [numbers] = ask_daemon(daemon.socket).engines
     assert numbers["saved_again_blocks"] == int(numbers["saved_blocks"]) - 24 > 0
     assert numbers["present_blocks"] == 4 - int(numbers["saved_again_blocks"])
     again = f"of {numbers['saved_blocks']} blocks stored {numbers['saved_again_blocks']} had been stored before\n"
     assert again in kvprefetchd("status", "--socket", daemon.socket)
-    wait_for(lambda: value(scrape(port), "saved_again_blocks_total") == numbers["saved_again_blocks"])
+    eventually(lambda: value(scrape(port), "saved_again_blocks_total") == numbers["saved_again_blocks"])
     engine.close()
 
 
@@ -131,7 +134,7 @@ def test_a_master_that_hangs_is_not_known_after_a_while_and_keeps_nobody(serve: 
     known(daemon, lambda _: True)
     master = int(daemon.records("master.started")[0]["pid"])
     with frozen(master):
-        wait_for(lambda: ask_daemon(daemon.socket).store is None, 30, "the end of what is known")
+        eventually(lambda: ask_daemon(daemon.socket).store is None, 30, "the end of what is known")
         began = time.monotonic()
         assert ask_daemon(daemon.socket).store is None
         assert time.monotonic() - began < 1
@@ -215,7 +218,7 @@ def test_a_watch_remembers_five_minutes(monkeypatch: pytest.MonkeyPatch) -> None
     assert (watch.now, watch.earlier) == (None, fill.EMPTY)
     for at, first in ((100.0, 0), (250.0, 0), (450.0, 2)):
         looked.release()
-        count = wait_for(lambda at=at: watch._answers[-1][0] == at and watch.now, what="it")
+        count = eventually(lambda at=at: watch._answers[-1][0] == at and watch.now, what="it")
         assert watch.earlier.memory_evicted_bytes == first
     assert count.memory_evicted_bytes == 3
     at += fill.STALE_S + 1

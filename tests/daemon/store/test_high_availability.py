@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.shmring.wire.records import FlagState, Outcome
-from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import absent_cluster, blocks, stored
 from tests.lab import process
 from tests.lab.daemon import Daemon
 from tests.lab.masters import HighlyAvailableStore, etcd
 from tests.support.auditor import Auditor
+from tests.support.waiting import eventually
 
 Serve = Callable[..., Daemon]
 
@@ -198,7 +199,7 @@ def test_every_request_is_answered_in_time_and_right(
         traffic.run(happening.done)
         happening.result()
         over = time.monotonic()
-        wait_for(traffic.served, 40, "service")
+        eventually(traffic.served, 40, "service")
         print(
             f"{disaster.__name__} {replicated=}: {traffic.requests} requests, {traffic.slowest_s=:.2f}, "
             f"served again {time.monotonic() - over:.1f} s after it"
@@ -208,6 +209,6 @@ def test_every_request_is_answered_in_time_and_right(
         print(f"{len(lost)} of {len(before)} lost")
         if replicated or disaster is etcd_frozen_for_a_moment:
             # What hung when it happened is left alone for half a minute.
-            wait_for(lambda: all(map(traffic.load, lost)), 40, "what was replicated")
+            eventually(lambda: all(map(traffic.load, lost)), 40, "what was replicated")
         auditor.assert_idle(daemon.pid, daemon.socket)
         engine.close()

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvprefetch.shmring.wire.records import FlagState, Outcome
-from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks
 from tests.lab import control
 from tests.lab.daemon import Daemon
 from tests.lab.process import frozen
 from tests.lab.store import Store
 from tests.support.auditor import Auditor, ask_daemon
+from tests.support.waiting import eventually
 
 ANSWER_S = 15.0  # the calls' deadline is one second; the rest is for a busy machine, and far below Mooncake's 60 s
 
@@ -49,8 +50,8 @@ def test_an_owner_that_is_frozen_costs_its_requests_the_deadline_and_no_one_else
     engine = FakeEngine(daemon.socket)
     staged, hung, other = blocks("staged", 3), blocks("hung", 5), blocks("other", 4)
     engine.save({**staged, **hung, **other})
-    wait_for(lambda: engine.load(list(staged)), what="a hit")
-    wait_for(lambda: sum(line["stored_blocks"] for line in daemon.records("save.done")) >= 12, what="the saves")
+    eventually(lambda: engine.load(list(staged)), what="a hit")
+    eventually(lambda: sum(line["stored_blocks"] for line in daemon.records("save.done")) >= 12, what="the saves")
     with frozen(cluster.owner_pid):
         key = engine.hint([*staged, *hung])
         at_once = engine.hint(list(staged))
@@ -63,8 +64,8 @@ def test_an_owner_that_is_frozen_costs_its_requests_the_deadline_and_no_one_else
         assert engine.settled(again, ANSWER_S).count == 3
         assert stuck(daemon) == 5
         assert len(daemon.records("call.overdue")) == 1, "known to hang: not asked for again"
-    wait_for(lambda: stuck(daemon) == 0, 60, "the slots")
-    assert wait_for(lambda: engine.load(list(other)), 30, "a hit") == list(other.values())
+    eventually(lambda: stuck(daemon) == 0, 60, "the slots")
+    assert eventually(lambda: engine.load(list(other)), 30, "a hit") == list(other.values())
     assert engine.load([*staged, *hung]) == [*staged.values(), *hung.values()], "it arrived, so it is asked for again"
     for index in range(engine.layout.flag_count):
         flag = engine.flag((index, 0))
@@ -99,8 +100,8 @@ def test_requests_behind_an_owner_that_is_frozen_wait_for_it_once_and_those_of_o
         assert len(overdue["owners"].split()) == (1 if apart else 2)
         again = [engine.hint(list(group)) for group in (fine[1], hung[1])]
         assert [engine.settled(key, ANSWER_S).count for key in again] == [2, 0]
-    wait_for(lambda: stuck(daemon) == 0, 60, "the slots")
-    assert wait_for(lambda: engine.load(list(hung[5])), 30, "a hit") == list(hung[5].values())
+    eventually(lambda: stuck(daemon) == 0, 60, "the slots")
+    assert eventually(lambda: engine.load(list(hung[5])), 30, "a hit") == list(hung[5].values())
     engine.close()
 
 
@@ -143,7 +144,7 @@ def test_a_master_that_is_frozen_makes_hundreds_of_hints_misses_together_and_is_
     engine = FakeEngine(daemon.socket)
     values = blocks("there", 4)
     engine.save(values)
-    wait_for(lambda: engine.load(list(values)), what="a hit")
+    eventually(lambda: engine.load(list(values)), what="a hit")
     with frozen(cluster.master_pid):
         keys = [engine.hint(list(blocks(f"master-{number}", 2))) for number in range(300)]
         started = time.monotonic()
@@ -155,10 +156,10 @@ def test_a_master_that_is_frozen_makes_hundreds_of_hints_misses_together_and_is_
         late = engine.hint(list(blocks("late", 2)))
         assert engine.settled(late, ANSWER_S).count == 0
         end(engine, late)
-    wait_for(lambda: daemon.records("store.recovered"), 30, "the probe's answer")
+    eventually(lambda: daemon.records("store.recovered"), 30, "the probe's answer")
     other = blocks("after", 2)
     engine.save(other)
-    assert wait_for(lambda: engine.load(list(other)), 30, "a hit") == list(other.values())
+    assert eventually(lambda: engine.load(list(other)), 30, "a hit") == list(other.values())
     auditor.assert_idle(daemon.pid, daemon.socket)
     engine.close()
 
@@ -168,7 +169,7 @@ def test_sigterm_does_not_wait_for_a_call_that_hangs(serve: Callable[..., Daemon
     engine = FakeEngine(daemon.socket)
     values = blocks("term", 3)
     engine.save(values)
-    wait_for(lambda: sum(line["stored_blocks"] for line in daemon.records("save.done")) >= 3, what="the save")
+    eventually(lambda: sum(line["stored_blocks"] for line in daemon.records("save.done")) >= 3, what="the save")
     with frozen(cluster.owner_pid):
         assert engine.settled(engine.hint(list(values)), ANSWER_S).count == 0
         assert daemon.sigterm(25) == 0

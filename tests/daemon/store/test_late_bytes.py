@@ -19,13 +19,14 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.shmring.wire.records import FlagState, Outcome
-from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
+from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.daemon.stores import blocks
 from tests.lab import control
 from tests.lab.daemon import Daemon
 from tests.lab.process import frozen
 from tests.lab.store import Store
 from tests.support.auditor import ask_daemon
+from tests.support.waiting import eventually
 
 SLOTS = 32
 SOURCE = Path(__file__).parents[2] / "support" / "clock_shift.c"
@@ -113,38 +114,40 @@ def test_bytes_that_come_late_never_come_into_a_slot_that_is_used_again(
         assert each.load(list(warm)) == list(warm.values()), "connected"
     with frozen(cluster.owner_pid):
         keys = [engine.hint(list(late)), worn.hint(list(half))]
-        wait_for(lambda: numbers(daemon, engine)["orders"] + numbers(daemon, worn)["orders"] == 2, what="both fetches")
+        eventually(
+            lambda: numbers(daemon, engine)["orders"] + numbers(daemon, worn)["orders"] == 2, what="both fetches"
+        )
         # The second begins a second after the first, and has to be in its transfer when the clock steps: were it not,
         # it would find the owner put aside, and lose nothing.
-        wait_for(lambda: ask_daemon(daemon.socket).calls.get("fetch", 0.0) > 2.0, what="both transfers")
+        eventually(lambda: ask_daemon(daemon.socket).calls.get("fetch", 0.0) > 2.0, what="both transfers")
         clock.step_until(lambda: engine.flag(keys[0]).state != FlagState.HINTED, "the end of the fetch")
         assert engine.settled(keys[0]).count == 0
         end(engine, keys[0])
-        wait_for(lambda: numbers(daemon, engine)["slots_lost"] == 4, what="the gauge")
-        lost = wait_for(lambda: daemon.records("slots.lost"), what="the log's line")
+        eventually(lambda: numbers(daemon, engine)["slots_lost"] == 4, what="the gauge")
+        lost = eventually(lambda: daemon.records("slots.lost"), what="the log's line")
         assert {line["call"] for line in lost} == {"fetch"}
         few = list(fine)[: fetch_slots - 4]
         _, slots = claim(engine, few)
         assert len(set(slots)) == fetch_slots - 4, "all that are left"
         clock.step_until(lambda: daemon.records("engine.worn"), "the end of the other fetch")
-        detached = wait_for(lambda: daemon.records("engine.detached"), what="the end of the epoch")
+        detached = eventually(lambda: daemon.records("engine.detached"), what="the end of the epoch")
         assert [line["kept_bytes"] for line in detached] == [SLOTS * BLOCK_BYTES]
         assert not holds(engine, late)
         anew = FakeEngine(daemon.socket, engine_id="worn", prefix="worn", saves=False)
         key, whole = claim(anew, list(fine))
-    wait_for(lambda: holds(engine, late) and holds(worn, half), 30, "the late bytes")
+    eventually(lambda: holds(engine, late) and holds(worn, half), 30, "the late bytes")
     assert [engine.read(slot) for slot in slots] == [fine[digest] for digest in few], "claimed blocks have not changed"
     assert [anew.read(slot) for slot in whole] == list(fine.values())
     assert anew.move(key, FlagState.RELEASED)
     anew.done(key, loaded=len(whole))
-    wait_for(lambda: anew.load(list(half)) == list(half.values()), 30, "a hit")
-    wait_for(lambda: daemon.records("owner.back"), what="the line that says that the owner is asked again")
+    eventually(lambda: anew.load(list(half)) == list(half.values()), 30, "a hit")
+    eventually(lambda: daemon.records("owner.back"), what="the line that says that the owner is asked again")
 
     with contextlib.ExitStack() as stopped:  # a put: whose memory it goes to is Mooncake's choice
         for process in cluster._processes[1:]:
             stopped.enter_context(frozen(process.pid))
         engine.save(blocks("saved", 2))
-        wait_for(lambda: running(daemon, "save"), what="the put")
+        eventually(lambda: running(daemon, "save"), what="the put")
         clock.step_until(lambda: numbers(daemon, engine)["save_slots_lost"] == 2, "the end of the put")
     assert numbers(daemon, engine)["save_slots_busy"] == 0
     for each in (engine, worn, anew):
@@ -175,7 +178,7 @@ def test_bytes_that_come_late_by_the_true_clock(serve: Callable[..., Daemon]) ->
 
         with frozen(cluster.owner_pid):
             key = engine.hint(list(late))
-            wait_for(lambda: running(daemon, "fetch"), what="the fetch")
+            eventually(lambda: running(daemon, "fetch"), what="the fetch")
             time.sleep(0.3)
             for last in (False, False, True):
                 with frozen(daemon.pid):  # a get that waits would spin
@@ -183,14 +186,14 @@ def test_bytes_that_come_late_by_the_true_clock(serve: Callable[..., Daemon]) ->
                 before = arrived()
                 if not last:
                     os.kill(cluster.owner_pid, signal.SIGCONT)
-                    wait_for(lambda before=before: arrived() > before, what="progress")
+                    eventually(lambda before=before: arrived() > before, what="progress")
                     os.kill(cluster.owner_pid, signal.SIGSTOP)
                     time.sleep(0.2)
             assert engine.settled(key, 30).count == 0
             end(engine, key)
-            wait_for(lambda: numbers(daemon, engine)["slots_lost"] == 1, 30, "the end of the call")
+            eventually(lambda: numbers(daemon, engine)["slots_lost"] == 1, 30, "the end of the call")
             assert 0 < arrived() < len(starts), "stopped within the value"
             _, slots = claim(engine, [digest for values in fine for digest in values])
-        wait_for(lambda: holds(engine, late), 30, "the late bytes")
+        eventually(lambda: holds(engine, late), 30, "the late bytes")
         assert [engine.read(slot) for slot in slots] == [value for values in fine for value in values.values()]
         engine.close()

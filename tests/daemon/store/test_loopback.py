@@ -19,11 +19,12 @@ from structlog.testing import capture_logs
 from kvprefetch.daemon.store import joining, loopback
 from kvprefetch.daemon.store.embedded import EmbeddedMaster
 from kvprefetch.daemon.store.settings import MooncakeSettings, SettingsError
-from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
+from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.lab import process
 from tests.lab.daemon import Daemon
 from tests.lab.link import LimitedLink, available
 from tests.support.ordinary import AS_NOBODY, NOBODY
+from tests.support.waiting import eventually
 
 # Connects to each port, all of them within a second, and prints those that answer.
 KNOCK = """
@@ -102,7 +103,7 @@ def test_an_embedded_store_is_reached_from_this_machine_only(
         assert answering(HOST_IP6, [*ports, metrics6], far) == [metrics6]
         engine = FakeEngine(daemon.socket)
         engine.save({b"\1" * 32: b"v" * BLOCK_BYTES})
-        wait_for(lambda: engine.load([b"\1" * 32]) == [b"v" * BLOCK_BYTES], what="what was saved")
+        eventually(lambda: engine.load([b"\1" * 32]) == [b"v" * BLOCK_BYTES], what="what was saved")
         engine.close()
         assert not daemon.records("store.exposed")
 

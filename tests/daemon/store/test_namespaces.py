@@ -29,7 +29,7 @@ from kvprefetch.daemon.store.namespaces import (
 from kvprefetch.daemon.store.settings import SettingsError
 from kvprefetch.shmring.wire.checks import KeyPrefix
 from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, encode_message
-from tests.daemon.fake_engine import wait_for
+from tests.support.waiting import eventually
 
 ALICE, BOB = 1000, 1001
 NAME = "llama@tp_rank:*@"
@@ -233,7 +233,7 @@ def test_a_disk_that_stands_still_keeps_nobody_waiting(tmp_path: Path, monkeypat
     assert not (tmp_path / FILE).exists()
     moves.set()
     known.close()
-    wait_for(lambda: owners(registry(tmp_path)) == {NAME: ALICE, "bob@": BOB}, what="the file")
+    eventually(lambda: owners(registry(tmp_path)) == {NAME: ALICE, "bob@": BOB}, what="the file")
 
 
 def test_what_could_not_be_written_is_said_and_tried_again(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_what_could_not_be_written_is_said_and_tried_again(tmp_path: Path) -> No
     known = Namespaces(folder, log)
     folder.rmdir()
     claim(known, ALICE, NAME)
-    wait_for(lambda: lines, what="the warning")
+    eventually(lambda: lines, what="the warning")
     assert lines[0]["event"] == "namespaces.unwritten"
     assert "No such file or directory: file=" in lines[0]["error"]
     folder.mkdir()

@@ -17,7 +17,7 @@ from kvprefetch.daemon.store.client import Store, StoreError, StoreUnavailable
 from kvprefetch.daemon.store.errors import ErrorClass, classify
 from kvprefetch.daemon.store.settings import MooncakeSettings
 from kvprefetch.daemon.store.storage_nodes import PAUSE_S
-from tests.daemon.fake_engine import wait_for
+from tests.support.waiting import eventually
 
 SETTINGS = MooncakeSettings("127.0.0.1", "P2PHANDSHAKE", "127.0.0.1:1", "tcp", "", 0, "default")
 
@@ -154,7 +154,7 @@ def test_should_close_once_and_only_after_calls_in_flight() -> None:
     assert client.entered.wait(5)
     closer = threading.Thread(target=store.close)
     closer.start()
-    wait_for(lambda: not store.answering, what="the refusal")
+    eventually(lambda: not store.answering, what="the refusal")
     assert client.closed == 0
     with pytest.raises(StoreUnavailable):
         store.exist(["k"])

@@ -17,10 +17,10 @@ from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.embedded import EmbeddedMaster
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.store.settings import MooncakeSettings
-from tests.daemon.fake_engine import wait_for
 from tests.lab import control
 from tests.lab.process import free_ports, frozen
 from tests.lab.store import Store as LabStore
+from tests.support.waiting import eventually
 
 BLOCK = 65536
 PAGE = 4096
@@ -131,7 +131,7 @@ def test_should_not_confirm_a_removal_before_a_put_that_hangs_has_returned(joine
     with ThreadPoolExecutor() as pool:
         with frozen(cluster.owner_pid):
             put = pool.submit(store.put_from, ["m@01"], [base], [PAGE])
-            wait_for(lambda: store._puts, what="the put")
+            eventually(lambda: store._puts, what="the put")
             assert store.remove_matching(["other@"], 1.0), "others do not wait"
             assert not store.remove_matching(["m@"], 1.0)
             assert not put.done()

@@ -20,9 +20,10 @@ from kvprefetch.daemon.config import model
 from kvprefetch.daemon.runtime.service import Daemon
 from kvprefetch.daemon.telemetry.log_writer import LogWriter
 from kvprefetch.shmring.wire.records import RecordKind
-from tests.daemon.fake_engine import FakeEngine, listening, wait_for
+from tests.daemon.fake_engine import FakeEngine, listening
 from tests.daemon.stores import blocks
 from tests.support.auditor import ask_daemon
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def serve(tmp_path: Path, stdout: int, stderr: int | None = None) -> subprocess.
         "0",
     ]
     process = subprocess.Popen([*command, "--memory", "64MiB", "--staging", "1MiB"], stdout=stdout, stderr=stderr)
-    wait_for(lambda: listening(tmp_path / "s"), 60, "the socket")
+    eventually(lambda: listening(tmp_path / "s"), 60, "the socket")
     return process
 
 
@@ -187,7 +188,7 @@ def test_a_daemon_whose_standard_error_nobody_reads_starts_serves_and_stops(
         fill()
         engine = FakeEngine(tmp_path / "s")
         engine.save(blocks("full", 3))
-        wait_for(lambda: engine.load(list(blocks("full", 3))), what="a hit")
+        eventually(lambda: engine.load(list(blocks("full", 3))), what="a hit")
         engine.close()
         process.terminate()
         assert process.wait(20) == 0

@@ -28,11 +28,12 @@ from kvprefetch.daemon.telemetry.metrics import CATALOGUE, SnapshotCollector
 from kvprefetch.daemon.telemetry.snapshot import Snapshot
 from kvprefetch.daemon.telemetry.web import MAX_CLIENTS, MetricsServer
 from kvprefetch.shmring.wire.records import FlagState, Outcome
-from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine, wait_for
+from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.daemon.stores import blocks
 from tests.lab.daemon import Daemon
 from tests.lab.process import free_ports, frozen
 from tests.support import documents
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[3]
 Serve = Callable[..., Daemon]
@@ -69,7 +70,7 @@ def test_totals_follow_the_requests_and_never_fall_when_engines_leave(serve: Ser
     values = blocks("metrics", 6)
     assert engine.load(list(values)) is None
     engine.save(values)
-    wait_for(lambda: engine.credits.available() == 64, what="the save")
+    eventually(lambda: engine.credits.available() == 64, what="the save")
     assert engine.load(list(values)) == list(values.values())
     assert engine.load(list(values), local=2) == list(values.values())[2:]
     aborted = engine.hint(list(values), name="aborted")
@@ -83,7 +84,7 @@ def test_totals_follow_the_requests_and_never_fall_when_engines_leave(serve: Ser
         samples = scrape(port)
         return samples if all(value(samples, name) == count for name, count in expected.items()) else None
 
-    samples = wait_for(lambda: seen(hints_total=5, saved_blocks_total=6), what="the next snapshot")
+    samples = eventually(lambda: seen(hints_total=5, saved_blocks_total=6), what="the next snapshot")
     assert value(samples, "requests_total", outcome="miss") == 1
     assert value(samples, "requests_total", outcome="loaded") == 2
     assert value(samples, "requests_total", outcome="aborted") == 1
@@ -105,7 +106,7 @@ def test_totals_follow_the_requests_and_never_fall_when_engines_leave(serve: Ser
     assert value(samples, "exposed_wait_seconds_count") == 2
     assert value(samples, "store_open") == value(samples, "ready") == 1
     engine.close()
-    after = wait_for(lambda: seen(engines=0), what="the engine's end")
+    after = eventually(lambda: seen(engines=0), what="the engine's end")
     assert value(after, "requests_total", outcome="engine_gone") == 1
     assert not [name for name, labels in after if ("engine", "first") in labels]
     again = FakeEngine(daemon.socket, engine_id="second", prefix="metrics")
@@ -115,7 +116,7 @@ def test_totals_follow_the_requests_and_never_fall_when_engines_leave(serve: Ser
     assert again.move(part, FlagState.RELEASED)
     again.done(part, loaded=3, start=1)
     again.close()
-    last = wait_for(lambda: seen(hints_total=6, engines=0, loaded_blocks_total=13), what="the second engine")
+    last = eventually(lambda: seen(hints_total=6, engines=0, loaded_blocks_total=13), what="the second engine")
     for earlier, later in ((samples, after), (after, last)):
         for (name, labels), count in earlier.items():
             if name.startswith(metrics.PREFIX) and name.endswith(("_total", "_count", "_bucket", "_sum")):
@@ -130,12 +131,14 @@ def test_a_flood_is_counted_in_full_and_health_is_good_until_the_end(serve: Serv
     engine = FakeEngine(daemon.socket)
     for _ in range(500):
         assert engine.producer.push(77, b"what is this")
-    wait_for(lambda: value(scrape(port), "bad_records_total") == 500, what="the flood")
+    eventually(lambda: value(scrape(port), "bad_records_total") == 500, what="the flood")
     assert value(scrape(port), "events_total", event="record.bad") == 500
-    wait_for(lambda: sum(1 + line.get("suppressed", 0) for line in daemon.records("record.bad")) == 500, what="the sum")
+    eventually(
+        lambda: sum(1 + line.get("suppressed", 0) for line in daemon.records("record.bad")) == 500, what="the sum"
+    )
     assert len(daemon.records("record.bad")) <= 4
     engine.close()
-    wait_for(lambda: get(port, "/readyz")[0] == 200, what="readiness")
+    eventually(lambda: get(port, "/readyz")[0] == 200, what="readiness")
     status, body = get(port, "/healthz")
     assert status == 200
     assert json.loads(body)["problems"] == []
@@ -168,9 +171,9 @@ def test_a_hung_loop_is_seen_although_the_process_is_there(tmp_path: Path) -> No
             except OSError:
                 return 0  # not started yet
 
-        wait_for(lambda: state("/readyz") == 200, 60, "readiness")
+        eventually(lambda: state("/readyz") == 200, 60, "readiness")
         daemon.send_signal(signal.SIGUSR2)
-        wait_for(lambda: state("/readyz") == 503, 30, "what a hung loop looks like")
+        eventually(lambda: state("/readyz") == 503, 30, "what a hung loop looks like")
         assert any("main loop hangs" in line for line in json.loads(get(port, "/readyz")[1])["problems"])
         assert value(scrape(port), "loop_age_seconds") > 1
         assert state("/healthz") == 200, "it may still come back"
@@ -186,16 +189,16 @@ def test_a_store_call_that_does_not_come_back_is_seen(serve: Serve) -> None:
     daemon = serve(extra=("--metrics-port", str(port), "--rpc-timeout-ms", "60000"))
     engine = FakeEngine(daemon.socket)
     master = int(daemon.records("master.started")[0]["pid"])
-    wait_for(lambda: get(port, "/readyz")[0] == 200, what="readiness")
+    eventually(lambda: get(port, "/readyz")[0] == 200, what="readiness")
     with frozen(master):
         engine.hint(list(blocks("stuck", 2)), name="stuck")
-        wait_for(lambda: get(port, "/readyz")[0] == 503, 40, "the call that hangs")
+        eventually(lambda: get(port, "/readyz")[0] == 503, 40, "the call that hangs")
         assert "the store does not answer" in get(port, "/readyz")[1]
         assert value(scrape(port), "store_answering") == 0
-        wait_for(lambda: "call=look_up" in get(port, "/readyz")[1], 40, "the call's age")
+        eventually(lambda: "call=look_up" in get(port, "/readyz")[1], 40, "the call's age")
         assert value(scrape(port), "call_age_seconds", call="look_up") > 5
         assert get(port, "/healthz")[0] == 200, "it may still come back"
-    wait_for(lambda: get(port, "/readyz")[0] == 200, 30, "recovery")
+    eventually(lambda: get(port, "/readyz")[0] == 200, 30, "recovery")
     engine.close()
 
 
@@ -361,7 +364,7 @@ def test_clients_that_leave_or_say_nothing_cost_no_traceback_and_no_thread(capfd
             with socket.create_connection(address) as leaves:
                 leaves.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # with a reset
                 leaves.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-        wait_for(lambda: threading.active_count() == before, what="the end of their threads")
+        eventually(lambda: threading.active_count() == before, what="the end of their threads")
         came = time.monotonic()
         silent = [socket.create_connection(address) for _ in range(MAX_CLIENTS + 20)]
         assert time.monotonic() - came < 3, "nobody's packets were dropped, to be sent again after 1, 3, 7 seconds"
@@ -369,7 +372,7 @@ def test_clients_that_leave_or_say_nothing_cost_no_traceback_and_no_thread(capfd
         assert threading.active_count() <= before + MAX_CLIENTS
         for each in silent:
             each.close()
-        wait_for(lambda: threading.active_count() == before, what="the end of their threads")
+        eventually(lambda: threading.active_count() == before, what="the end of their threads")
         with urllib.request.urlopen(f"http://127.0.0.1:{address[1]}/metrics") as page:
             assert b"kvprefetchd_info" in page.read()
     finally:

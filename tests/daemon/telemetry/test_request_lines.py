@@ -14,10 +14,11 @@ from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.attach import Reset
 from kvprefetch.shmring.wire.codec import receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState, Outcome, RecordKind
-from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks
 from tests.lab.daemon import Daemon
 from tests.lab.process import frozen
+from tests.support.waiting import eventually
 
 Serve = Callable[..., Daemon]
 
@@ -32,7 +33,7 @@ def told(daemon: Daemon, *names: str) -> dict[str, list[str]]:
                 lines[line["request_id"]].append(line["outcome"])
         return lines
 
-    wait_for(lambda: all(outcomes().values()), what=f"a line of each of {names}")
+    eventually(lambda: all(outcomes().values()), what=f"a line of each of {names}")
     return outcomes()
 
 
@@ -119,7 +120,7 @@ def test_a_reset_and_a_taking_back_are_told(shared_daemon: Daemon) -> None:
     for values in groups:
         for start in (0, 50, 100):
             engine.save(dict(list(values.items())[start : start + 50]))
-    wait_for(lambda: engine.credits.available() == 64, what="the saves")
+    eventually(lambda: engine.credits.available() == 64, what="the saves")
     far = engine.hint(list(groups[0]), name="far")
     assert engine.settled(far).count == 150
     near = engine.hint(list(groups[1]), name="near")

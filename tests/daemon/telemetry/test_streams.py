@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon.fake_engine import FakeEngine, listening, wait_for
+from tests.daemon.fake_engine import FakeEngine, listening
 from tests.daemon.stores import blocks
 from tests.support.auditor import ask_daemon
+from tests.support.waiting import eventually
 
 
 def writer_of(pid: int) -> int:
@@ -27,7 +28,7 @@ def writer_of(pid: int) -> int:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return [child for child in children if Path(f"/proc/{child}/comm").read_text() == "kvprefetchd-log\n"]
 
-    [writer] = wait_for(named, what="the writer")
+    [writer] = eventually(named, what="the writer")
     return int(writer)
 
 
@@ -91,14 +92,14 @@ def test_the_writer_outlives_a_process_that_was_killed_and_ends(tmp_path: Path, 
     path = tmp_path / "log"
     script = "never_wait(1)\nos.write(1, b'before\\n')\ntime.sleep(60)"
     with path.open("wb") as file, run(script, file.fileno(), subprocess.DEVNULL, process_group=0) as process:
-        wait_for(lambda: path.read_text() == "before\n", what="the first line")
+        eventually(lambda: path.read_text() == "before\n", what="the first line")
         writer = writer_of(process.pid)
         if number == signal.SIGKILL:
             process.kill()
         else:
             os.killpg(process.pid, number)
         process.wait(10)
-    wait_for(lambda: not Path(f"/proc/{writer}").exists(), what="the writer's end")
+    eventually(lambda: not Path(f"/proc/{writer}").exists(), what="the writer's end")
 
 
 @pytest.fixture
@@ -125,9 +126,9 @@ def test_a_log_on_a_disk_that_stands_still_keeps_nobody_from_serving_and_ending(
     with path.open("ab") as log:
         process = subprocess.Popen([*command, "--memory", "64MiB", "--staging", "1MiB"], stdout=log, stderr=log)
     try:
-        wait_for(lambda: listening(socket), 60, "the socket")
+        eventually(lambda: listening(socket), 60, "the socket")
         engine = FakeEngine(socket)
-        wait_for(lambda: "engine.attached" in path.read_text(), what="the log")
+        eventually(lambda: "engine.attached" in path.read_text(), what="the log")
         subprocess.run(["fsfreeze", "-f", str(disk)], check=True)
         for i in range(50):
             assert engine.load(list(blocks("still", 1)), name=f"r{i}") is None
@@ -139,7 +140,7 @@ def test_a_log_on_a_disk_that_stands_still_keeps_nobody_from_serving_and_ending(
         subprocess.run(["fsfreeze", "-u", str(disk)], check=False, capture_output=True)
         process.kill()
         process.wait()
-    wait_for(lambda: "daemon.stopped" in path.read_text(), what="the last line")
+    eventually(lambda: "daemon.stopped" in path.read_text(), what="the last line")
     records = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
     assert [each["request_id"] for each in records if each["event"] == "request.done"] == [f"r{i}" for i in range(50)]
     assert records[-1]["event"] == "daemon.stopped"

@@ -15,10 +15,11 @@ import pytest
 from kvprefetch.daemon.telemetry import trace_picture
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.shmring.wire.records import Done, FlagState, Outcome, RecordKind, encode_done
-from tests.daemon.fake_engine import FakeEngine, wait_for
+from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks
 from tests.lab.daemon import Daemon
 from tests.support.log_lines import problems
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()
@@ -223,9 +224,9 @@ def test_a_request_of_a_real_daemon_is_explained(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, prefix="explained")
     values = blocks("explained", 12)
     engine.save(values)
-    wait_for(lambda: engine.load(list(values), name="first"), what="a hit")
+    eventually(lambda: engine.load(list(values), name="first"), what="a hit")
     engine.load(list(values) + list(blocks("absent", 2)), local=1, name="to-explain")
-    wait_for(lambda: [e for e in shared_daemon.records("request.done") if e["request_id"] == "to-explain"])
+    eventually(lambda: [e for e in shared_daemon.records("request.done") if e["request_id"] == "to-explain"])
     result = explain("to-explain", given="\n".join(shared_daemon.lines))
     assert result.returncode == 0, result
     assert "14 blocks (449 tokens): 1 local, 11 more in the store, 2 nowhere; 11 loaded" in result.stdout
@@ -245,7 +246,9 @@ def test_a_miss_that_was_answered_while_the_engine_s_step_went_on_is_told_as_suc
     done = Done(key[0], key[1], Outcome.MISS, 0, 0, asked_ns, waited_ns, 0, 0)
     assert engine.producer.push(RecordKind.DONE, encode_done(done))
     engine.flags.give_back(key[0])
-    (line,) = wait_for(lambda: [e for e in shared_daemon.records("request.done") if e["request_id"] == "unseen-answer"])
+    (line,) = eventually(
+        lambda: [e for e in shared_daemon.records("request.done") if e["request_id"] == "unseen-answer"]
+    )
     assert 250 < line["unseen_ms"] <= line["exposed_ms"] < waited_ns / 1e6 + 1
     result = explain("unseen-answer", given="\n".join(shared_daemon.lines))
     assert result.returncode == 0, result

@@ -17,8 +17,8 @@ import pytest
 
 from kvprefetch.daemon.planning.planner import Lane
 from kvprefetch.daemon.work.pools import MAX_STUCK, SLOW_NS, Pools
-from tests.daemon.fake_engine import wait_for
 from tests.support.ordinary import AS_NOBODY
+from tests.support.waiting import eventually
 
 TIMEOUT_NS = 200_000_000
 
@@ -198,7 +198,7 @@ def test_what_other_engines_fetch_counts_until_it_is_slow_and_the_oldest_call_is
     for number, lane in enumerate(Lane):
         now[0] = 10 * (number + 1)
         calls.start(lane.name, partial(pools.fetch, lane), hang=True, owner="other")
-        wait_for(lambda lane=lane: pools._fetches[lane].oldest_ns() is not None)
+        eventually(lambda lane=lane: pools._fetches[lane].oldest_ns() is not None)
     assert not pools.fetch_room(Lane.MEMORY, "engine"), "a lane's width is for all engines together"
     now[0] += SLOW_NS
     assert pools.fetch_room(Lane.MEMORY, "engine")
@@ -214,9 +214,9 @@ def test_the_oldest_call_that_runs_is_known_though_others_wait_or_have_ended() -
     calls = Calls(pools)
     calls.start("runs", pools.save, hang=True)
     calls.start("waits", pools.save)
-    wait_for(lambda: pools.running() == {"save": 5})
+    eventually(lambda: pools.running() == {"save": 5})
     calls.release.set()
-    wait_for(lambda: pools.running() == {})
+    eventually(lambda: pools.running() == {})
     assert calls.results == {}, "nor are they waited for by the main loop"
     assert pools.close()
 
