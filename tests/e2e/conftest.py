@@ -113,10 +113,10 @@ def wait_attached(engine: Engine, timeout_s: float = 5.0) -> None:
 
 def fingerprint(engine: Engine) -> dict[str, str]:
     """What the engine's log says that engines must have to share its stored KV."""
-    [said] = re.findall(
-        r"kvprefetch: stored KV is shared with engines that have all of this: (.*)", engine.log.read_text()
-    )
-    return dict(part.split("=", 1) for part in said.split())
+    text = engine.log.read_text()
+    said = re.findall(r"kvprefetch: stored KV is shared with engines that have all of this: (.*)", text)
+    assert len(said) == 1, "\n".join(line for line in text.splitlines() if "kvprefetch" in line) or text
+    return dict(part.split("=", 1) for part in said[0].split())
 
 
 def whole_blocks(prompt: list[int]) -> int:
