@@ -27,10 +27,11 @@ setup: ## build the virtual environment (VENV=.venv; PYTHON=python3.12 to choose
 test: setup lint ## set up, check, and run the default tests, those against real vLLM and Mooncake included
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-lint: setup links ## ruff (rules and format) and mypy
+lint: setup links ## ruff (rules and format), mypy and codespell
 	@$(BIN)/python -m ruff check --quiet $(LINTED)
 	@$(BIN)/python -m ruff format --quiet --check $(LINTED) || { $(BIN)/python -m ruff format --diff $(LINTED); exit 1; }
 	@$(BIN)/python -m mypy --no-error-summary
+	@[ ! -x $(BIN)/codespell ] || $(BIN)/codespell
 
 links: # the package's parts under a folder with its import name, for type checkers
 	@mkdir -p build/links/kvprefetch

@@ -54,7 +54,7 @@ def classify(code: int) -> ErrorClass:
 
 
 def classify_get(client: Any, keys: Sequence[str], sizes: Sequence[int], codes: Sequence[int]) -> list[ErrorClass]:
-    """Classes of a get's codes, which are the bytes that arrived where they are not negative.
+    """Classes of a get call's codes, which are the bytes that arrived where they are not negative.
 
     Mooncake answers a wrong size with -600 or -800, and a disk tier that hangs with -901, all of which also mean other
     things; one `get_size` tells them apart.
