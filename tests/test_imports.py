@@ -42,7 +42,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "planning": set(),
         "config": set(),
         "store": {"config"},
-        "telemetry": {"config", "planning"},
+        "telemetry": {"config", "planning", "store"},
         "work": {"planning", "telemetry"},
         "engine": {"config", "planning", "store", "telemetry", "work"},
         "control": {"config", "engine", "store", "telemetry", "work"},

@@ -19,9 +19,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ...shmring.wire import admin
-from ...shmring.wire.admin import KnownNamespaces, Namespace, NamespacesQuery, StoreFill
+from ...shmring.wire.admin import KnownNamespaces, Namespace, NamespacesQuery
 from ..config.model import ConfigError
-from ..store.fill import read
+from ..store.fill import StoreFill, read
 from ..store.namespaces import name_of
 from ..telemetry.overview import filled
 from ..telemetry.pretty import printable
@@ -163,7 +163,7 @@ def master_of(arguments: argparse.Namespace) -> tuple[str, StoreFill | None]:
         return str(arguments.master_http), None
     status = ask(arguments.socket, admin.StatusQuery(), admin.Status)
     if status.master_http:
-        return status.master_http, status.store
+        return status.master_http, None if status.store is None else StoreFill.model_validate(status.store)
     raise Unavailable("the daemon joined a cluster: name its master's HTTP interface with --master-http HOST:PORT")
 
 

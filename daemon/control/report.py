@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ... import __version__
 from ...shmring import view
 from ...shmring.errors import SegmentCorrupt
-from ...shmring.wire.admin import Segments, SlowRequest, Status
+from ...shmring.wire.admin import Segments, Status
 from ...shmring.wire.records import FlagState
 from ..engine.epoch import Epoch
 from ..telemetry.events import Ending
@@ -49,8 +49,8 @@ def status(
         store_open=store_open,
         store_answering=store_answering,
         disk_fault=snapshot.disk_fault(),
-        store=snapshot.fill(),
-        store_earlier=snapshot.fill_earlier(),
+        store=fill.model_dump() if (fill := snapshot.fill()) is not None else None,
+        store_earlier=earlier.model_dump() if (earlier := snapshot.fill_earlier()) is not None else None,
         engines=[numbers(epoch) for epoch in epochs[:MAX_ENGINES]],
         engine_count=engine_count,
         uptime_s=(now - snapshot.started_ns) / 1e9,
@@ -71,7 +71,7 @@ def segments(epochs: Sequence[Epoch], now_ns: int) -> Segments:
     return Segments(engines=shown)
 
 
-def _slowest(epochs: Sequence[Epoch], now_ns: int) -> list[SlowRequest]:
+def _slowest(epochs: Sequence[Epoch], now_ns: int) -> list[dict[str, str | int | float]]:
     """Those that waited longest, but for those whose client did not: how long they waited says when it left."""
     waited = (
         (line["exposed_ms"], -at_ns, epoch.engine_id, line)
@@ -80,9 +80,13 @@ def _slowest(epochs: Sequence[Epoch], now_ns: int) -> list[SlowRequest]:
         if line["exposed_ms"] > 0 and line["outcome"] != Ending.ABORTED.value and now_ns - at_ns < SLOWEST_NS
     )
     return [
-        SlowRequest(
-            request_id=line["request_id"], engine=engine, outcome=line["outcome"], exposed_ms=exposed_ms,
-            fetched_bytes=line["bytes"], ago_s=(now_ns + negative_ns) / 1e9,
-        )
+        {
+            "request_id": line["request_id"],
+            "engine": engine,
+            "outcome": line["outcome"],
+            "exposed_ms": exposed_ms,
+            "fetched_bytes": line["bytes"],
+            "ago_s": (now_ns + negative_ns) / 1e9,
+        }
         for exposed_ms, negative_ns, engine, line in heapq.nlargest(SLOWEST, waited, key=lambda each: each[:2])
-    ]  # fmt: skip
+    ]

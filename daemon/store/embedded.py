@@ -31,14 +31,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from ...shmring.wire.admin import StoreFill
 from ...shmring.wire.checks import shown
 from ..config.sizes import parse_size
 from . import loopback
 from .disk_folder import open_folder
 from .disk_watch import MIN_FREE_BYTES, DiskWatch, room_bytes
 from .errors import LIBRARIES
-from .fill import FillWatch
+from .fill import FillWatch, StoreFill
 from .settings import MooncakeSettings, SettingsError
 
 MAX_DISK_BYTES = 1 << 50

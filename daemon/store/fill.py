@@ -9,16 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from ...shmring.wire.admin import StoreFill
+from pydantic import BaseModel, ConfigDict
 
 PERIOD_S = 2.0
 TIMEOUT_S = 2.0
 STALE_S = 10.0  # an older answer says nothing of now
 LATELY_S = 300.0
 MAX_PAGE_BYTES = 8 << 20  # 26 kB, and half a kilobyte for each segment of a cluster
-EMPTY = StoreFill(
-    memory_used_bytes=0, memory_bytes=0, memory_evicted_bytes=0, disk_used_bytes=0, disk_bytes=0, disk_evictions=0
-)
 _LINE = re.compile(rb"^(master_\w+) (\d{1,18})$", re.MULTILINE)
 _NAMES = {
     "memory_used_bytes": b"master_allocated_bytes",
@@ -28,6 +25,26 @@ _NAMES = {
     "disk_bytes": b"master_total_file_capacity_bytes",
     "disk_evictions": b"master_evict_disk_replica_requests_total",
 }
+
+
+class StoreFill(BaseModel):
+    """How full the store is, in bytes, and what left it since its master started.
+
+    A block that memory evicted may still be on the disk.  `disk_evictions` counts how often the disk made room; each
+    time it removes one value or more, and Mooncake does not say how many.  Without a disk `disk_bytes` is 0.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    memory_used_bytes: int = 0
+    memory_bytes: int = 0
+    memory_evicted_bytes: int = 0
+    disk_used_bytes: int = 0
+    disk_bytes: int = 0
+    disk_evictions: int = 0
+
+
+EMPTY = StoreFill()
 
 
 def read(master: str, timeout_s: float = TIMEOUT_S) -> StoreFill | None:

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ... import __version__
-from ...shmring.wire.admin import StoreFill
+from ..store.fill import StoreFill
 from .counters import WARM_RESULTS, Counters, Histogram
 from .events import Ending
 from .health import judge

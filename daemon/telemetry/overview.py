@@ -5,11 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ...shmring.wire.admin import Status, StoreFill
+from pydantic import BaseModel, ConfigDict
+
+from ...shmring.wire.admin import Status
+from ..store.fill import StoreFill
 from .pretty import number, printable, size
 
 Numbers = Mapping[str, int | str]
 COLUMNS = ("ENGINE", "PEND", "FETCH", "PINNED", "IDLE", "FREE", "SAVES", "HINTS", "HIT", "HIDDEN", "DROP", "BAD")
+
+
+class SlowRequest(BaseModel):
+    """One of the requests that ended lately and made the scheduler wait longest."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    request_id: str = ""
+    engine: str = ""
+    outcome: str = ""
+    exposed_ms: float = 0.0
+    fetched_bytes: int = 0
+    ago_s: float = 0.0
 
 
 class Rates(NamedTuple):
@@ -73,7 +89,10 @@ def headline(status: Status) -> str:
 
 def store(status: Status) -> list[str]:
     """How full the embedded store is, where that is known, and what is stored again after it was evicted; one line."""
-    parts = [filled(status.store, status.store_earlier)] if status.store is not None else []
+    parts: list[str] = []
+    if status.store is not None:
+        earlier = StoreFill.model_validate(status.store_earlier) if status.store_earlier is not None else None
+        parts.append(filled(StoreFill.model_validate(status.store), earlier))
     saved = sum(_int(engine, "saved_blocks") for engine in status.engines)
     if again := sum(_int(engine, "saved_again_blocks") for engine in status.engines):
         parts.append(f"of {saved} blocks stored {again} had been stored before")
@@ -108,7 +127,7 @@ def slowest(status: Status) -> list[list[str]]:
             f"{number(each.exposed_ms)} ms", each.outcome, size(each.fetched_bytes), f"{duration(each.ago_s)} ago",
             printable(each.engine), printable(each.request_id),
         ]
-        for each in status.slowest
+        for each in map(SlowRequest.model_validate, status.slowest)
     ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ...shmring.wire.admin import StoreFill
+from ..store.fill import StoreFill
 from .counters import Counters
 
 PUBLISH_NS = 1_000_000_000

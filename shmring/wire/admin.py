@@ -36,34 +36,6 @@ class Segments(Packet):
     engines: list[dict[str, Any]]
 
 
-class SlowRequest(Packet):
-    """One of the requests that ended lately and for which the scheduler waited longest."""
-
-    request_id: str
-    engine: str
-    outcome: str
-    exposed_ms: float
-    fetched_bytes: int
-    ago_s: float
-
-
-class StoreFill(Packet):
-    """How full the store is, in bytes, and what left it since its master started.
-
-    What memory evicts may lie on disk still.  `disk_evictions`: how often the disk tier made room, for which it removes
-    one value or many; Mooncake does not say how many.  `disk_bytes` is 0 without a disk tier.
-    """
-
-    model_config = ConfigDict(extra="ignore")
-
-    memory_used_bytes: int
-    memory_bytes: int
-    memory_evicted_bytes: int
-    disk_used_bytes: int
-    disk_bytes: int
-    disk_evictions: int
-
-
 class Status(Packet):
     """The engines that the asking user may see, the first 32 of them, each with its gauges and counters.
 
@@ -84,13 +56,13 @@ class Status(Packet):
     store_open: bool
     store_answering: bool = True
     disk_fault: str = ""  # why nothing can be kept on the disk tier
-    store: StoreFill | None = None  # of the embedded store, where its master says it
-    store_earlier: StoreFill | None = None  # five minutes ago, or at its start
+    store: dict[str, int] | None = None  # the daemon's StoreFill, where the embedded store's master says it
+    store_earlier: dict[str, int] | None = None  # five minutes ago, or at its start
     engines: list[dict[str, int | str]]
     engine_count: int = 0
     uptime_s: float = 0.0
     calls: dict[str, float] = Field(default_factory=dict)
-    slowest: list[SlowRequest] = Field(default_factory=list)
+    slowest: list[dict[str, str | int | float]] = Field(default_factory=list)
 
 
 class Namespace(Packet):

@@ -22,7 +22,7 @@ from kvprefetch.daemon.cli import top_view
 from kvprefetch.daemon.control import report
 from kvprefetch.daemon.telemetry import overview
 from kvprefetch.shmring.wire import records
-from kvprefetch.shmring.wire.admin import SlowRequest, Status
+from kvprefetch.shmring.wire.admin import Status
 from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, decode_message, encode_message
 from kvprefetch.shmring.wire.records import Outcome
 from tests.daemon.fake_engine import FakeEngine
@@ -90,11 +90,11 @@ def test_the_description_says_what_is_wrong() -> None:
 
 
 def test_a_frame_shows_engines_and_slow_requests() -> None:
-    slow = SlowRequest(
+    slow = overview.SlowRequest(
         request_id="cmpl-[red]9", engine="e", outcome="late", exposed_ms=250.0, fetched_bytes=10_000_000, ago_s=42.0
     )
     console = Console(file=io.StringIO(), width=140)
-    now = status(engine(), slowest=[slow])
+    now = status(engine(), slowest=[slow.model_dump()])
     console.print(top_view.frame(now, overview.Rates(12.0, 3e6, 0.5)))
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
@@ -117,11 +117,11 @@ def test_a_frame_says_what_is_wrong_as_the_description_does() -> None:
 
 def test_a_narrow_terminal_cuts_names_short_and_no_number() -> None:
     console = Console(file=io.StringIO(), width=80)
-    slow = SlowRequest(
+    slow = overview.SlowRequest(
         request_id="cmpl-" + "9" * 40, engine="e" * 36, outcome="recomputed", exposed_ms=31.6, fetched_bytes=99_900_000,
         ago_s=118.0,
     )  # fmt: skip
-    now = status(engine(engine="4f1c" * 8, hints=1234567, slots_idle=76800), slowest=[slow])
+    now = status(engine(engine="4f1c" * 8, hints=1234567, slots_idle=76800), slowest=[slow.model_dump()])
     console.print(top_view.frame(now, overview.Rates(0.0, 0.0, None)))
     assert isinstance(console.file, io.StringIO)
     line = next(line for line in console.file.getvalue().splitlines() if line.startswith("4f1c"))
@@ -142,10 +142,10 @@ def test_an_answer_with_many_engines_fits_a_message() -> None:
     counters = {f"counter_{i}": 10**12 for i in range(20)}
     worst = engine(engine="x" * 256, namespace="x" * report.MAX_NAMESPACE_BYTES, **counters)
     slow = [
-        SlowRequest(
+        overview.SlowRequest(
             request_id="r" * 512, engine="x" * 256, outcome="engine_corrupt", exposed_ms=1e6, fetched_bytes=10**12,
             ago_s=1.0,
-        )
+        ).model_dump()
     ] * report.SLOWEST  # fmt: skip
     message = status(*([worst] * report.MAX_ENGINES), slowest=slow)
     assert len(encode_message(message)) <= MAX_MESSAGE_BYTES

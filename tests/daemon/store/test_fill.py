@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.daemon.store import fill
-from kvprefetch.daemon.store.fill import FillWatch, parse, read
-from kvprefetch.shmring.wire.admin import Status, StoreFill
+from kvprefetch.daemon.store.fill import FillWatch, StoreFill, parse, read
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import stored
 from tests.daemon.telemetry.test_metrics import scrape, value
@@ -46,12 +45,13 @@ def save(engine: FakeEngine, daemon: Daemon, first: int, last: int) -> None:
         stored(daemon, start + len(digests))
 
 
-def known(daemon: Daemon, condition: Callable[[StoreFill], bool]) -> Status:
-    def look() -> Status | None:
+def known(daemon: Daemon, condition: Callable[[StoreFill], bool]) -> StoreFill:
+    def look() -> StoreFill | None:
         status = ask_daemon(daemon.socket)
-        return status if status.store is not None and condition(status.store) else None
+        fill = StoreFill.model_validate(status.store) if status.store is not None else None
+        return fill if fill is not None and condition(fill) else None
 
-    return eventually(look, 20, "the store's numbers")  # type: ignore[no-any-return]
+    return eventually(look, 20, "the store's numbers")
 
 
 def test_a_memory_that_is_filled_beyond_its_size_shows_it_everywhere(serve: Callable[..., Daemon]) -> None:
@@ -59,22 +59,20 @@ def test_a_memory_that_is_filled_beyond_its_size_shows_it_everywhere(serve: Call
     daemon = serve(memory="16MiB", staging="16MiB", extra=("--metrics-port", str(port)))
     engine = FakeEngine(daemon.socket, block_bytes=MIB, max_blocks=64)
     save(engine, daemon, 0, 8)
-    before = known(daemon, lambda store: store.memory_used_bytes == 8 * MIB).store
-    assert before is not None
+    before = known(daemon, lambda store: store.memory_used_bytes == 8 * MIB)
     assert (before.memory_bytes, before.memory_evicted_bytes, before.disk_bytes) == (16 * MIB, 0, 0)
     assert "store: memory 8.4 MB of 16.8 MB (50 %), nothing evicted\n" in kvprefetchd(
         "status", "--socket", daemon.socket
     )
 
     save(engine, daemon, 8, 24)
-    status = known(daemon, lambda store: store.memory_evicted_bytes >= 8 * MIB)
+    known(daemon, lambda store: store.memory_evicted_bytes >= 8 * MIB)
     time.sleep(2 * fill.PERIOD_S)  # until nothing changes any more
     status = ask_daemon(daemon.socket)
-    store = status.store
-    assert store is not None
+    store = StoreFill.model_validate(status.store)
     assert store.memory_used_bytes + store.memory_evicted_bytes == 24 * MIB
     assert status.store_earlier is not None
-    assert status.store_earlier.memory_evicted_bytes == 0
+    assert status.store_earlier["memory_evicted_bytes"] == 0
     samples = scrape(port)
     assert value(samples, "store_used_bytes", tier="memory") == store.memory_used_bytes
     assert value(samples, "store_capacity_bytes", tier="memory") == 16 * MIB
@@ -110,12 +108,10 @@ def test_a_disk_tier_shows_what_it_holds_and_that_it_makes_room(serve: Callable[
     daemon = serve(memory="16MiB", staging="16MiB", disk=f"{tmp_path / 'disk'}:16MiB")
     engine = FakeEngine(daemon.socket, block_bytes=MIB, max_blocks=64)
     save(engine, daemon, 0, 8)
-    first = known(daemon, lambda store: store.disk_used_bytes == 8 * MIB).store
-    assert first is not None
+    first = known(daemon, lambda store: store.disk_used_bytes == 8 * MIB)
     assert (first.disk_bytes, first.disk_evictions) == (16 * MIB, 0)
     save(engine, daemon, 8, 24)
-    last = known(daemon, lambda store: store.disk_evictions > 0).store
-    assert last is not None
+    last = known(daemon, lambda store: store.disk_evictions > 0)
     assert last.disk_used_bytes <= 16 * MIB
     assert "made room " in kvprefetchd("status", "--socket", daemon.socket)
     engine.close()
@@ -123,8 +119,7 @@ def test_a_disk_tier_shows_what_it_holds_and_that_it_makes_room(serve: Callable[
 
 def test_a_disk_without_a_size_has_room_for_what_is_free(serve: Callable[..., Daemon], tmp_path: Path) -> None:
     daemon = serve(memory="16MiB", disk=str(tmp_path / "disk"))
-    store = known(daemon, lambda _: True).store
-    assert store is not None
+    store = known(daemon, lambda _: True)
     assert 0 < store.disk_bytes < 2 << 40, "Mooncake's own bound is no promise"
 
 
