@@ -29,7 +29,7 @@ from ..store.embedded import DISK_BUFFER_BYTES, DiskSpec, EmbeddedError, Embedde
 from ..store.namespaces import Namespaces
 from ..store.settings import MooncakeSettings, SettingsError
 from ..telemetry.events import Ending
-from ..telemetry.logs import Log, event_counts, finish, tend
+from ..telemetry.logs import Log, event_counts, finish, tick
 from ..telemetry.snapshot import Snapshot
 from ..telemetry.web import MetricsServer
 from ..work.pools import Pools
@@ -116,7 +116,7 @@ class Daemon:
         finally:
             self._shut_down(pools)
             listener.close()
-            tend(all_of_them=True)
+            tick(all_of_them=True)
             self._log.info("daemon.stopped")
             finish()
             self._notify.close()
@@ -177,7 +177,7 @@ class Daemon:
         if self._store is not None and self._store.due_for_probe:
             pools.look_up(self._store.probe, lambda _: None, lambda: None)
         if self._master is not None:
-            self._master.tend()
+            self._master.tick()
             if not self._master.alive():
                 # What was only in memory is gone with it. A new start finds the disk tier again; engines attach to it.
                 self._log.error("master.died", pid=self._master.pid)
@@ -204,11 +204,11 @@ class Daemon:
                 release(pools, epoch.memory)
             else:
                 epoch.held(now_ns)
-        self._snapshot.lost_lines = tend()
+        self._snapshot.lost_lines = tick()
         if self._reload_wanted:
             self._reload(control)
         self._notify.beat(now_ns)
-        if self._snapshot.beat(now_ns):
+        if self._snapshot.tick(now_ns):
             self._notify.status(self._summary())
             if self._listener.look(now_ns):
                 control.connections.listen_on(self._listener.sock, access_of(self._listener.sock, self._config))

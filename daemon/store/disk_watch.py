@@ -62,12 +62,12 @@ class DiskWatch:
     def _run(self) -> None:
         while not self._stop.is_set():
             self._began = self._clock()
-            self._found = self.look()
+            self._found = self.probe()
             self._began = None
             self._stop.wait(PERIOD_S)
         os.close(self._fd)
 
-    def look(self) -> str:
+    def probe(self) -> str:
         """Try it now: `fault`'s line, or nothing."""
         try:
             here = os.stat(self._path)

@@ -142,7 +142,7 @@ class EmbeddedMaster:
         """How full it was five minutes ago, or at the start."""
         return self._fill.earlier if self._fill is not None else None
 
-    def tend(self) -> None:
+    def tick(self) -> None:
         """Called a few times a second: the log is told when the disk tier fails, and when it is well again."""
         if bool(fault := self.disk_fault()) != self._failing:
             self._failing = not self._failing

@@ -43,18 +43,18 @@ class LogWriter:
             else:
                 self._lines.append(data)
                 self._waiting += len(data)
-            self._pump()
+            self._write_waiting()
 
-    def pump(self) -> None:
+    def tick(self) -> None:
         """Write what waits, as far as it goes at once."""
         with self._lock:
-            self._pump()
+            self._write_waiting()
 
     def drain(self, timeout_s: float) -> None:
         """Write what waits, for `timeout_s` at most."""
         deadline = time.monotonic() + timeout_s
         while True:
-            self.pump()
+            self.tick()
             if not self._lines or time.monotonic() >= deadline:
                 return
             time.sleep(0.01)
@@ -67,7 +67,7 @@ class LogWriter:
             lost, self._told_lost = self.lost_lines - self._told_lost, self.lost_lines
         return lost
 
-    def _pump(self) -> None:
+    def _write_waiting(self) -> None:
         while self._lines and self._poll.poll(0):
             line = self._lines.popleft()
             self._waiting -= len(line)

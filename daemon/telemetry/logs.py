@@ -114,8 +114,8 @@ class Sink:
 
     debug = info = warning = error = msg  # structlog calls the one of the line's level
 
-    def tend(self, all_of_them: bool) -> int:
-        self._writer.pump()
+    def tick(self, all_of_them: bool) -> int:
+        self._writer.tick()
         for line in floods.due(all_of_them=all_of_them):
             level, event = line.pop("level"), line.pop("event")
             line.pop("ts", None)
@@ -176,12 +176,12 @@ def unblock_streams(environ: Mapping[str, str] = os.environ) -> None:
         never_wait(stream.fileno(), ours=goes_to_journald(stream, environ))
 
 
-def tend(*, all_of_them: bool = False) -> int:
+def tick(*, all_of_them: bool = False) -> int:
     """What the main loop does for the log a few times a second: write what was held back, say what was lost.
 
     How many lines were lost since the start, those included that can not be said yet.
     """
-    return _sink.tend(all_of_them) if _sink is not None else 0
+    return _sink.tick(all_of_them) if _sink is not None else 0
 
 
 def finish() -> None:

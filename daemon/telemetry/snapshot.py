@@ -46,7 +46,7 @@ class Snapshot:
         """An engine is gone, its numbers stay in the totals."""
         self._retired.add(counters)
 
-    def beat(self, now_ns: int) -> bool:
+    def tick(self, now_ns: int) -> bool:
         """The loop lives; True once a second: publish now."""
         self.beat_ns = now_ns
         return now_ns - self._published_ns >= PUBLISH_NS

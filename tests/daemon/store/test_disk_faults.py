@@ -94,13 +94,13 @@ def test_what_is_wrong_with_the_folder_is_named(tmpfs: Path) -> None:
 
     fd = os.open(tmpfs, os.O_RDONLY)
     watch = DiskWatch(tmpfs, fd)
-    assert watch.look() == ""
+    assert watch.probe() == ""
     mount("size=150m")
-    assert "free=150 MiB min=256 MiB" in watch.look()
+    assert "free=150 MiB min=256 MiB" in watch.probe()
     mount("size=400m,ro")
-    assert "Read-only file system" in watch.look()
+    assert "Read-only file system" in watch.probe()
     mount("rw")
-    assert watch.look() == ""
+    assert watch.probe() == ""
     assert os.listdir(tmpfs) == []
     watch.close()
     os.close(fd)
@@ -124,7 +124,7 @@ def test_a_folder_that_another_took_the_place_of_is_not_ours(tmp_path: Path) -> 
     watch = DiskWatch(tmp_path / "disk", fd)
     (tmp_path / "disk").rename(tmp_path / "away")
     (tmp_path / "disk").mkdir()
-    assert "another folder is there now" in watch.look()
+    assert "another folder is there now" in watch.probe()
     watch.close()
     os.close(fd)
 
@@ -139,7 +139,7 @@ def test_a_disk_that_keeps_its_callers_is_told(tmp_path: Path, monkeypatch: pyte
         answer.wait(10)
         return ""
 
-    monkeypatch.setattr(DiskWatch, "look", hang)
+    monkeypatch.setattr(DiskWatch, "probe", hang)
     fd = os.open(tmp_path, os.O_RDONLY)
     watch = DiskWatch(tmp_path, fd, lambda: now[0])
     assert looking.wait(5)

@@ -74,7 +74,7 @@ def test_beyond_the_bound_lines_are_lost_and_counted_once_others_get_through(pip
     received = []
     while more := lines_in(pipe[0]):
         received += more
-        writer.pump()
+        writer.tick()
     assert [int(line[:4]) for line in received] == list(range(len(received)))
     assert 1500 <= len(received) < 1800
     assert writer.take_lost() == 3000 - len(received)
