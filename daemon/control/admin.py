@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 
 from ...shmring.wire.admin import Purge, Report, Warm
@@ -15,6 +14,7 @@ from ..engine.epoch import Epoch
 from ..store.buckets import Removal
 from ..store.client import Store
 from ..store.namespaces import Namespaces, name_of
+from ..work.calls import Call, Kind
 from ..work.pools import Pools
 
 Reply = Callable[[Message], None]
@@ -69,9 +69,9 @@ class Purges:
         in_use = {name for epoch in every for name in epoch.namespaces}
         free = [known for known in self._namespaces.known(prefixes) if known.name not in in_use]
 
-        def purged(future: Future[Removal]) -> None:
+        def purged(result: Removal | BaseException) -> None:
             self._running.discard(uid)
-            removal = future.result() if future.exception() is None else Removal(False, 0)
+            removal = Removal(False, 0) if isinstance(result, BaseException) else result
             if removal:
                 self._namespaces.free(free)
             if removal == (True, 0):
@@ -83,7 +83,8 @@ class Purges:
 
         if uid is not None:
             self._running.add(uid)
-        self._pools.save(partial(self._store.remove_matching, prefixes, order.timeout_ms / 1e3), purged)
+        remove = partial(self._store.remove_matching, prefixes, order.timeout_ms / 1e3)
+        self._pools.start(Call(Kind.SAVE, remove, purged))
 
 
 def _named(epochs: Sequence[Epoch], engine: str) -> list[Epoch]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from ...shmring._atomics import Words
 from ...shmring.credits import CreditGranter
@@ -27,7 +28,7 @@ from ..telemetry.counters import WARM_RESULTS, Counters
 from ..telemetry.events import Ending
 from ..telemetry.logs import Log
 from ..telemetry.trace import Traces
-from ..work.calls import Jobs
+from ..work.calls import Call, Caller, Kind
 from ..work.pools import Pools
 from . import transfers
 from .fetcher import Fetcher
@@ -71,7 +72,7 @@ class Epoch:
         self.liveness.beat(clock_ns())
         self._flags = EpochFlags(self.table, self._disk_blocks)
         self._mode: Mode = "on"
-        self.jobs = Jobs(self._log)
+        self.calls = Caller(self._log)
         self.traces = Traces(self.totals, self._log, self.block_bytes, clock_ns)
         chunk_blocks = max(1, chunk_bytes // self.block_bytes)
         part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in self.staging.block_bytes)  # as a disk tier counts
@@ -87,7 +88,7 @@ class Epoch:
         self._ended_ns = 0  # when it ended, until held() said that it is not over
         self.saver = Saver(
             store, self.shape, CreditGranter(self.control.buffer, self.words, self.layout),
-            range(memory.save_slots_from, self.slot_count), partial(self.jobs.start, pools.save), self._log, clock_ns,
+            range(memory.save_slots_from, self.slot_count), self._save, self._log, clock_ns,
             job_blocks=chunk_blocks // PUTS_PER_CHUNK, counters=self.totals,
             loading=lambda: pools.fetches_in_flight > 0 or self.planner.has_work, stored=self._negative.stored,
         )  # fmt: skip
@@ -96,11 +97,11 @@ class Epoch:
             answering=self.answering, look_up=self._look_up,
         )  # fmt: skip
         self.promoter = self._flags.tier = Promoter(
-            memory.device, self.table, self.planner.requests, pools, self.jobs, self.totals, self._log, clock_ns,
+            memory.device, self.table, self.planner.requests, pools, self.calls, self.totals, self._log, clock_ns,
             first_slot=self.slot_count, block_bytes=self.block_bytes,
         )  # fmt: skip
         self._fetcher = Fetcher(
-            self.planner, self.warming, store, self.shape, pools, self.jobs, self._negative, self.totals,
+            self.planner, self.warming, store, self.shape, pools, self.calls, self._negative, self.totals,
             self._log, clock_ns, returned=self.saver.next,
         )  # fmt: skip
 
@@ -119,7 +120,7 @@ class Epoch:
 
     def drain(self, limit: int) -> int:
         """Handle up to `limit` records; how many there were."""
-        return self.jobs.contain(partial(self._drain, limit), 0)
+        return self.calls.contain(self._drain, 0, limit)
 
     def _drain(self, limit: int) -> int:
         count = 0
@@ -213,7 +214,7 @@ class Epoch:
 
     def scan(self) -> None:
         """Find what a full ring did not say: flags given up without a nudge. Called a few times a second."""
-        self.jobs.contain(self._scan, None)
+        self.calls.contain(self._scan, None)
 
     def _scan(self) -> None:
         now = self._clock_ns()
@@ -226,7 +227,7 @@ class Epoch:
             self._log.info("warm.done", **{f"{result}_blocks": counts[result] for result in WARM_RESULTS})
         self.promoter.tick()
         for lane in Lane:
-            if self._pools.exhausted(lane, self.jobs):
+            if self._pools.exhausted(lane, self.calls):
                 self.planner.give_up(lane)
         self._count_waste()
         self.saver.next()
@@ -271,13 +272,26 @@ class Epoch:
             done(None)
 
         job = partial(transfers.look_up, self._store, self.shape, questions, media=self._media)
-        self.jobs.start(self._pools.look_up, job, done, None, overdue)
+
+        def result(answers: list[transfers.Found] | BaseException | None) -> None:
+            done(None if isinstance(answers, BaseException) else answers)
+
+        self._pools.start(Call(Kind.LOOK_UP, job, result, overdue, self.calls))
+
+    def _save(
+        self, job: Callable[[], Any], done: Callable[[Any], None], failed: Any,
+        overdue: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        def result(value: Any) -> None:
+            done(failed if isinstance(value, BaseException) else value)
+
+        self._pools.start(Call(Kind.SAVE, job, result, overdue, self.calls))
 
     # --- fetching ---------------------------------------------------------------------------------------------------
 
     def pump(self, lane: Lane) -> bool:
         """Start one fetch of this lane if there is one to start, and room for it; False when there is none."""
-        return not self.closing and self.jobs.contain(partial(self._fetcher.pump, lane), False)
+        return not self.closing and self.calls.contain(self._fetcher.pump, False, lane)
 
     def pump_ahead(self, lane: Lane) -> bool:
         """Start a fetch of what is staged ahead, when no engine has one for a request to start in this lane."""
@@ -305,7 +319,7 @@ class Epoch:
         self.saver.reset(generation, timeout_s, reply)
         self._negative.clear()
         self.warming.stop("its weights changed")
-        for request in self.jobs.contain(self.planner.reset, list[Request]()):
+        for request in self.calls.contain(self.planner.reset, list[Request]()):
             self.traces.write(request, Ending.RESET)
         self.promoter.reset()
 
@@ -314,17 +328,17 @@ class Epoch:
     @property
     def closing(self) -> bool:
         """It takes no new work."""
-        return self.jobs.closing
+        return self.calls.closing
 
     @property
     def corrupt(self) -> str | None:
         """What was found wrong with the engine's memory; the owner ends the epoch."""
-        return self.jobs.corrupt
+        return self.calls.corrupt
 
     @property
     def idle(self) -> bool:
         """No store call touches this epoch's memory."""
-        return self.jobs.running == 0
+        return self.calls.running == 0
 
     def gauges(self) -> dict[str, int]:
         """Slots, pins, requests and credits, as an auditor wants them."""
@@ -341,7 +355,7 @@ class Epoch:
         What it said last is still read, so that a request that ended before the engine did is told as it ended; the
         others end as `ending` says.
         """
-        self.jobs.closing = True
+        self.calls.closing = True
         self._ended_ns = self._clock_ns()
         self.warming.stop("the engine is gone")
         self.liveness.set_state(PeerState.CLOSING)
@@ -356,7 +370,7 @@ class Epoch:
         """It ended and is not idle: past the deadline of calls, say once what keeps its memory."""
         if self._ended_ns and now_ns - self._ended_ns > self._pools.timeout_ns:
             self._ended_ns = 0
-            self._log.warning("engine.held", in_flight=self.jobs.running)
+            self._log.warning("engine.held", in_flight=self.calls.running)
 
     def close(self) -> None:
         """Let go of `memory`, which its owner frees then (memory.release); only when idle and ended."""

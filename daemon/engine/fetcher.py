@@ -15,7 +15,7 @@ from ..store.errors import ErrorClass
 from ..store.storage_nodes import Get
 from ..telemetry.counters import Counters
 from ..telemetry.logs import Log
-from ..work.calls import Jobs
+from ..work.calls import FETCHES, Call, Caller
 from ..work.pools import Pools
 from . import transfers
 from .warming import Warming
@@ -25,12 +25,12 @@ class Fetcher:
     """Starts a lane's next fetch, for requests or ahead of them. `returned` hears of every fetch's end."""
 
     def __init__(
-        self, planner: Planner, warming: Warming, store: Store, shape: transfers.RankLayout, pools: Pools, jobs: Jobs,
-        negative: NegativeCache, totals: Counters, log: Log, clock_ns: Callable[[], int],
+        self, planner: Planner, warming: Warming, store: Store, shape: transfers.RankLayout, pools: Pools,
+        caller: Caller, negative: NegativeCache, totals: Counters, log: Log, clock_ns: Callable[[], int],
         *, returned: Callable[[], None],
     ) -> None:  # fmt: skip
         self._planner, self._warming = planner, warming
-        self._store, self._shape, self._pools, self._jobs = store, shape, pools, jobs
+        self._store, self._shape, self._pools, self._caller = store, shape, pools, caller
         self._negative = negative
         self._totals, self._log, self._clock_ns = totals, log, clock_ns
         self._returned = returned
@@ -38,7 +38,7 @@ class Fetcher:
 
     def pump(self, lane: Lane) -> bool:
         """Start one fetch of this lane if there is one to start, and room for it; False when there is none."""
-        if not (self._planner.wants(lane) and self._pools.fetch_room(lane, self._jobs)):
+        if not (self._planner.wants(lane) and self._pools.fetch_room(lane, self._caller)):
             return False
         if (order := self._planner.next_order(lane)) is None:
             return False
@@ -47,7 +47,7 @@ class Fetcher:
 
     def pump_ahead(self, lane: Lane) -> bool:
         """As pump, for what no request wants yet."""
-        if not self._pools.fetch_room(lane, self._jobs) or (order := self._warming.next_order(lane)) is None:
+        if not self._pools.fetch_room(lane, self._caller) or (order := self._warming.next_order(lane)) is None:
             return False
         self._start(order)
         return True
@@ -57,10 +57,10 @@ class Fetcher:
         get = Get()
         job = partial(transfers.fetch, self._store, self._shape, blocks, get=get)
         done, overdue = partial(self._fetched, order, self._clock_ns()), partial(self._overdue, order, get)
-        failed = [ErrorClass.BUG] * len(order.slots)
-        self._jobs.start(partial(self._pools.fetch, order.lane), job, done, failed, overdue)
+        self._pools.start(Call(FETCHES[order.lane], job, done, overdue, self._caller))
 
-    def _fetched(self, order: Order, started_ns: int, outcome: list[ErrorClass]) -> None:
+    def _fetched(self, order: Order, started_ns: int, result: list[ErrorClass] | BaseException) -> None:
+        outcome = [ErrorClass.BUG] * len(order.slots) if isinstance(result, BaseException) else result
         good = outcome.count(ErrorClass.OK)
         now = self._clock_ns()
         self._log.debug(
@@ -84,7 +84,7 @@ class Fetcher:
         self._planner.fetched(order.number, [each is ErrorClass.OK for each in outcome], now)
         self._warming.fetched(order, good)
         waiting = self._planner.wants(order.lane)
-        self._pools.widths[order.lane].completed(good * self._block_bytes, now, waiting=waiting)
+        self._pools.limits[order.lane].completed(good * self._block_bytes, now, waiting=waiting)
         self._returned()
 
     def _overdue(self, order: Order, get: Get) -> None:

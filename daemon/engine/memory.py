@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from ..config.machine import available_bytes
 from ..config.model import DaemonConfig
 from ..config.sizes import size_text, whole_mib
 from ..store.namespaces import name_of
+from ..work.calls import Call, Kind
 from ..work.pools import Pools
 from .device import DeviceStaging
 from .staging import HostStaging, slots_for
@@ -150,11 +150,8 @@ def prepare(
     """
 
     def reserve(device: DeviceStaging | None, device_error: str) -> None:
-        def reserved(future: Future[EngineMemory]) -> None:
-            error = future.exception()
-            done(error if isinstance(error, Exception) else future.result())
-
-        pools.attach(partial(EngineMemory.create, config, epoch, engine, device, device_error), reserved)
+        create = partial(EngineMemory.create, config, epoch, engine, device, device_error)
+        pools.start(Call(Kind.ATTACH, create, done))
 
     reset_ms = engine.scheduler.reset_timeout_ms
     if reset_ms is not None and reset_ms < removal_ms:
@@ -167,12 +164,12 @@ def prepare(
         return
     late = False
 
-    def made(future: Future[DeviceStaging]) -> None:
-        error = future.exception()
+    def made(result: DeviceStaging | BaseException) -> None:
+        error, device = (result, None) if isinstance(result, BaseException) else (None, result)
         if not late:
-            reserve(None if error else future.result(), _line(error))
-        elif error is None:
-            future.result().close()
+            reserve(device, _line(error))
+        elif device is not None:
+            device.close()
 
     def overdue() -> None:
         nonlocal late
@@ -180,7 +177,7 @@ def prepare(
         reserve(None, f"the GPU does not answer: uuid={','.join(sorted(set(uuids)))} call_timeout_ms={timeout_ms}")
 
     timeout_ms = config.call_timeout_ms
-    pools.slab(partial(device_staging, config, engine), made, overdue)
+    pools.start(Call(Kind.SLAB, partial(device_staging, config, engine), made, overdue))
 
 
 def release(pools: Pools, memory: EngineMemory) -> None:
@@ -188,8 +185,13 @@ def release(pools: Pools, memory: EngineMemory) -> None:
 
     After `pools` are closed nothing is freed here: what is left goes with the process.
     """
+
+    def freed(error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+
     if not pools.closed:
-        pools.attach(memory.close, lambda future: future.result())
+        pools.start(Call(Kind.ATTACH, memory.close, freed))
 
 
 def device_staging(config: DaemonConfig, engine: EngineInfo) -> DeviceStaging:

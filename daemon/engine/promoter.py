@@ -14,7 +14,7 @@ from ...shmring.wire.records import FlagState
 from ..planning.promotion import CopyOrder, Promotions
 from ..planning.requests import Key, Request
 from ..telemetry.counters import Counters
-from ..work.calls import Jobs
+from ..work.calls import Call, Caller, Kind
 from ..work.pools import Pools
 from .device import DeviceStaging
 
@@ -45,10 +45,10 @@ class Promoter:
     """Starts copies while there are some to make. Without a device it does nothing."""
 
     def __init__(
-        self, device: DeviceStaging | None, table: FlagTable, requests: Mapping[Key, Request], pools: Pools, jobs: Jobs,
-        totals: Counters, log: Log, clock_ns: Callable[[], int], *, first_slot: int, block_bytes: int,
+        self, device: DeviceStaging | None, table: FlagTable, requests: Mapping[Key, Request], pools: Pools,
+        caller: Caller, totals: Counters, log: Log, clock_ns: Callable[[], int], *, first_slot: int, block_bytes: int,
     ) -> None:  # fmt: skip
-        self._device, self._requests, self._pools, self._jobs = device, requests, pools, jobs
+        self._device, self._requests, self._pools, self._caller = device, requests, pools, caller
         self._totals, self._log, self._clock_ns = totals, log, clock_ns
         slots = device.slots if device is not None else 0
         self._promotions = Promotions(first_slot, slots, _Tables(table), chunk_blocks=COPY_BYTES // block_bytes)
@@ -86,7 +86,7 @@ class Promoter:
         if self._device is not None:
             self._promotions.close()
             self._device.hang_up()
-            self._jobs.start(self._pools.copy, self._device.unpin, lambda _: None, None)
+            self._pools.start(Call(Kind.COPY, self._device.unpin, lambda _: None, None, self._caller))
 
     def _pin(self, pieces: list[tuple[int, int, int]]) -> None:
         """One piece after the other, with copies of whoever wants some in between."""
@@ -102,7 +102,10 @@ class Promoter:
         self._start(partial(self._device.pin, *pieces[0]), pinned, partial(self._silent, "to pin host memory"))
 
     def _start(self, job: Callable[[], str], done: Callable[[str], None], overdue: Callable[[], None]) -> None:
-        self._jobs.start(self._pools.copy, job, done, "the job failed", overdue)
+        def result(error: str | BaseException) -> None:
+            done("the job failed" if isinstance(error, BaseException) else error)
+
+        self._pools.start(Call(Kind.COPY, job, result, overdue, self._caller))
 
     def _silent(self, asked: str) -> None:
         self._off(f"the GPU does not answer: it was asked {asked}")

@@ -32,6 +32,7 @@ from ..telemetry.events import Ending
 from ..telemetry.logs import Log, event_counts, finish, tick
 from ..telemetry.snapshot import Snapshot
 from ..telemetry.web import MetricsServer
+from ..work.calls import Call, Kind
 from ..work.pools import Pools
 from . import requirements
 from .notify import Notifier
@@ -172,10 +173,10 @@ class Daemon:
                 epoch.pump_ahead(lane)
 
     def _tick(self, control: Control, epochs: Sequence[Epoch], pools: Pools, now_ns: int) -> None:
-        pools.check(now_ns)
+        pools.tick(now_ns)
         control.tick()
         if self._store is not None and self._store.due_for_probe:
-            pools.look_up(self._store.probe, lambda _: None, lambda: None)
+            pools.start(Call(Kind.LOOK_UP, self._store.probe, lambda _: None, lambda: None))
         if self._master is not None:
             self._master.tick()
             if not self._master.alive():

@@ -1,13 +1,13 @@
-"""The blocking store jobs of one engine: counted, and what goes wrong in one of them stays with that engine.
+"""One blocking call as a record, and the caller in whose name it runs.
 
-Everything here runs on the main loop.
+Everything here runs on the main loop, but `Call.run`.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
-from concurrent.futures import Future
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...shmring.errors import SegmentCorrupt
@@ -18,10 +18,25 @@ if TYPE_CHECKING:  # what tests on a GPU do without (docs/PERFORMANCE.md)
 _T = TypeVar("_T")
 
 
-class Jobs:
-    """Store jobs in flight, in whose name they are handed to the pools, and whether their results still matter.
+class Kind(enum.Enum):
+    """Calls of one kind share threads, and wait for no other kind. The value names the threads."""
 
-    `running`: until it is 0 the engine's staging stays mapped and registered.  `closing`: results go nowhere any more.
+    LOOK_UP = "lookup"
+    FETCH_MEMORY = "fetch-memory"
+    FETCH_DISK = "fetch-disk"
+    SAVE = "save"  # and removals, so that no put brings a removed key back
+    ATTACH = "attach"  # memory, which must not wait behind a store call that hangs
+    SLAB = "slab"  # device memory: one call at a time, as each goes by what is free then
+    COPY = "copy"  # to device memory
+
+
+FETCHES = (Kind.FETCH_MEMORY, Kind.FETCH_DISK)  # by lane
+
+
+class Caller:
+    """One engine's calls: how many run, and whether their results still matter.
+
+    `running`: until it is 0 the engine's memory stays mapped and registered.  `closing`: results go nowhere any more.
     `corrupt`: what was found wrong with the engine's memory.
     """
 
@@ -31,34 +46,54 @@ class Jobs:
         self.closing = False
         self.corrupt: str | None = None
 
-    def contain(self, work: Callable[[], _T], default: _T) -> _T:
-        """Do what reads this engine's memory: when that turns out corrupt, this epoch is over and nothing else."""
+    def contain(self, work: Callable[..., _T], default: _T, *args: Any) -> _T:
+        """Return what `work(*args)` returns; return `default` and set `corrupt` if it finds the memory corrupt."""
         try:
-            return work()
+            return work(*args)
         except SegmentCorrupt as error:
             self.corrupt = self.corrupt or str(error)
             return default
 
-    def start(
-        self, submit: Callable[..., None], job: Callable[[], Any], done: Callable[[Any], None], failed: Any,
-        overdue: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
-        """Run a store job; until it returns, past its deadline too, it counts as running.
+    def returned(self, call: Call, result: Any) -> None:
+        """Hand a result in. The log names an exception here, so that one faulty call takes no other with it."""
+        self.running -= 1
+        if isinstance(result, BaseException):
+            self._log.error("job.failed", error=repr(result))
+        if not self.closing:
+            self.contain(call.on_result, None, result)
 
-        `failed` stands for the result when the job raised: one faulty call must not take other requests with it.
-        `overdue` comes first, and once, when the call is past its deadline.
-        """
-        self.running += 1
 
-        def finished(future: Future[Any]) -> None:
-            self.running -= 1
-            if (error := future.exception()) is not None:
-                self._log.error("job.failed", error=repr(error))
-            if not self.closing:
-                self.contain(partial(done, failed if error is not None else future.result()), None)
+@dataclass(eq=False)
+class Call:
+    """One blocking call. `run` runs on a thread; what it returned, or raised, goes to `on_result` on the main loop.
 
-        def late() -> None:
-            if not self.closing and overdue is not None:
-                self.contain(overdue, None)
+    `on_overdue` comes before that, once, when the call is past its deadline; a call without it has no deadline.
+    `caller`: None stands for the daemon itself.
+    """
 
-        submit(job, finished, late if overdue is not None else None, self)
+    kind: Kind
+    run: Callable[[], Any]
+    on_result: Callable[[Any], None]
+    on_overdue: Callable[[], None] | None = None
+    caller: Caller | None = None
+
+    def start(self) -> None:
+        """Count it with its caller."""
+        if self.caller is not None:
+            self.caller.running += 1
+
+    def finish(self, result: Any) -> None:
+        """Hand the result in, unless its caller is gone."""
+        if self.caller is None:
+            self.on_result(result)
+        else:
+            self.caller.returned(self, result)
+
+    def give_up(self) -> None:
+        """Say that it is past its deadline, unless its caller is gone."""
+        if self.on_overdue is None:
+            return
+        if self.caller is None:
+            self.on_overdue()
+        elif not self.caller.closing:
+            self.caller.contain(self.on_overdue, None)

@@ -1,9 +1,8 @@
-"""Threads for blocking store calls, with a deadline for each call; results come back to the main loop.
+"""Threads for blocking calls, with a deadline for each call; results come back to the main loop.
 
-A call cannot be interrupted.  One that runs for SLOW_NS keeps no place from those of other engines: another thread
-takes its thread's place.  One that is past its deadline is given up: its engine goes on without it, and hears of it
-when it returns at last.  How many may hang at a time is bounded, since each waits in Mooncake with a core of its own;
-but whatever the others' do, an engine may have one.
+Nothing interrupts a call.  Once it runs for SLOW_NS, another thread takes its thread's place, so that it keeps no place
+from other engines' calls.  Past its deadline its caller goes on without it, and hears of it when it returns at last.
+Each call that hangs waits in Mooncake with a core of its own, so MAX_STUCK bounds them; but every caller may have one.
 """
 
 from __future__ import annotations
@@ -20,23 +19,27 @@ from queue import SimpleQueue
 from typing import Any
 
 from ..planning.blocks import Lane
-from .concurrency import Width
+from .calls import FETCHES, Call, Caller, Kind
+from .concurrency import ConcurrencyLimit
 
 FETCH_NICE = 5
 SLOW_NS = 1_000_000_000
 LOOK_UPS = 8  # at a time; an engine has one in flight, so that few of them ever meet
 COPY_THREADS = 8  # to device memory: an engine's wait for each other, those of engines on other GPUs need not
-MAX_STUCK = 4  # calls past their deadline, of each kind; beyond, none is started for an engine that has one of them
+MAX_STUCK = 4  # calls past their deadline, of each kind; beyond, none is started for a caller that has one of them
 
-Done = Callable[[Future[Any]], None]
-Owner = object  # whose call it is: one engine's Jobs; None is the daemon itself
+_REPORTED = {
+    "look_up": (Kind.LOOK_UP,), "fetch": FETCHES, "save": (Kind.SAVE,), "attach": (Kind.ATTACH,),
+    "copy": (Kind.SLAB, Kind.COPY),
+}  # fmt: skip
+_OF_THE_STORE = (Kind.LOOK_UP, *FETCHES, Kind.SAVE)
 
 
 class _Job:
-    """One call. Its future's own lock decides whether it starts or is cancelled."""
+    """A call that a pool took. The lock of its future decides whether it starts or is cancelled."""
 
-    def __init__(self, work: Callable[[], Any], done: Done, overdue: Callable[[], None] | None, owner: Owner) -> None:
-        self.work, self.done, self.overdue, self.owner = work, done, overdue, owner
+    def __init__(self, call: Call) -> None:
+        self.call = call
         self.started_ns = 0
         self.stuck = False
         self.future: Future[Any] = Future()
@@ -46,13 +49,12 @@ class _Job:
 
 
 class Pool:
-    """Up to `size` threads, started when needed, that run calls in the order they were handed in."""
+    """Up to `size` threads for calls of one kind, started when needed; calls begin in the order they were handed in."""
 
     def __init__(
-        self, name: str, size: int, announce: Callable[[Callable[[], None]], None], clock_ns: Callable[[], int],
-        *, nice: int = 0,
-    ) -> None:  # fmt: skip
-        self._name, self._size, self._announce, self._clock_ns, self._nice = name, size, announce, clock_ns, nice
+        self, kind: Kind, size: int, announce: Callable[[Callable[[], None]], None], clock_ns: Callable[[], int]
+    ) -> None:
+        self._kind, self._size, self._announce, self._clock_ns = kind, size, announce, clock_ns
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._jobs: dict[_Job, None] = {}  # handed in and not returned; the main loop's
         self._threads = 0
@@ -68,51 +70,49 @@ class Pool:
         """Those of them that are not past their deadline."""
         return len(self._jobs) - self.stuck
 
-    def crowd(self, owner: Owner) -> int:
-        """The same as this owner has to count them: those of others that have become slow are not in its way."""
+    def crowd(self, caller: Caller | None) -> int:
+        """Count the calls in this caller's way: not those past their deadline, nor slow ones of others."""
         now = self._clock_ns()
-        return sum(not job.stuck and (job.owner is owner or not job.runs_longer(SLOW_NS, now)) for job in self._jobs)
+        return sum(
+            not job.stuck and (job.call.caller is caller or not job.runs_longer(SLOW_NS, now)) for job in self._jobs
+        )
 
-    def exhausted(self, owner: Owner) -> bool:
-        """So many calls hang, one of this owner's among them, that no other is started for it."""
-        return self.stuck >= MAX_STUCK and any(job.stuck and job.owner is owner for job in self._jobs)
+    def exhausted(self, caller: Caller | None) -> bool:
+        """Whether so many calls hang, one of this caller's among them, that no other is started for it."""
+        return self.stuck >= MAX_STUCK and any(job.stuck and job.call.caller is caller for job in self._jobs)
 
     def oldest_ns(self) -> int | None:
-        """When the oldest call that runs now began; None when none does. From any thread."""
+        """Return when the oldest call that runs now began; None when none does. Any thread may call."""
         running = [job.started_ns for job in list(self._jobs) if job.started_ns and not job.future.done()]
         return min(running, default=None)
 
-    def submit(
-        self, work: Callable[[], Any], done: Done, overdue: Callable[[], None] | None = None, owner: Owner = None
-    ) -> None:
-        """Run `work` on a thread, then `done` on the main loop; before it `overdue`, once, when it takes too long."""
-        job = _Job(work, done, overdue, owner)
+    def submit(self, call: Call) -> None:
+        job = _Job(call)
         self._jobs[job] = None
-        if overdue is not None and self.exhausted(owner):
+        call.start()
+        if call.on_overdue is not None and self.exhausted(call.caller):
             self._announce(partial(self._refuse, job))
             return
         self._queue.put(job)
         self._start_threads()
 
-    def check(self, now_ns: int, timeout_ns: int) -> None:
-        """On the main loop: give up the calls that run longer than `timeout_ns`, and those that may not start."""
-        for job in [job for job in self._jobs if job.overdue is not None and not job.stuck]:
-            if job.runs_longer(timeout_ns, now_ns):
+    def tick(self, now_ns: int, timeout_ns: int) -> None:
+        """Give up the calls that run longer than `timeout_ns`, and those that may not start."""
+        timed = [job for job in self._jobs if job.call.on_overdue is not None]
+        for job in timed:
+            if not job.stuck and job.runs_longer(timeout_ns, now_ns):
                 job.stuck = True
                 self.stuck += 1
-                assert job.overdue is not None
-                job.overdue()
-        for job in [job for job in self._jobs if job.overdue is not None and self.exhausted(job.owner)]:
-            if job.future.cancel():  # not started
+                job.call.give_up()
+        for job in timed:
+            if self.exhausted(job.call.caller) and job.future.cancel():  # not started
                 self._refuse(job)
         self._start_threads()
 
     def _refuse(self, job: _Job) -> None:
         if job in self._jobs:
             del self._jobs[job]
-            never: Future[Any] = Future()
-            never.set_exception(TimeoutError(f"{self.stuck} calls hang: {self._name}"))
-            job.done(never)
+            job.call.finish(TimeoutError(f"{self.stuck} calls hang: {self._kind.value}"))
 
     def close(self) -> None:
         """No new calls; the threads end as their calls do."""
@@ -120,13 +120,14 @@ class Pool:
             self._queue.put(None)
 
     def _start_threads(self) -> None:
-        """As many as there are calls, up to `size`; calls that hang or have become slow, and their threads, beside."""
+        """Have as many threads as calls, up to `size`; calls that hang or are slow, and their threads, do not count."""
         slow = self._slow()
         while self._threads - slow < min(self._size, len(self._jobs) - slow):
-            thread = threading.Thread(target=self._run, name=f"{self._name}-{self._threads + 1}", daemon=True)
+            name = f"{self._kind.value}-{self._threads + 1}"
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # none can be had now; `check` tries again
+            except RuntimeError:  # none can be had now; `tick` tries again
                 return
             self._threads += 1
 
@@ -134,16 +135,17 @@ class Pool:
         now = self._clock_ns()
         return sum(job.stuck or job.runs_longer(SLOW_NS, now) for job in self._jobs)
 
-    def _run(self) -> None:
-        if self._nice:
+    def _work(self) -> None:
+        if self._kind in FETCHES:
+            # A call that waits for a transfer spins; Mooncake's own threads, which carry the transfer, come first.
             with contextlib.suppress(OSError):  # an ordinary user cannot come back from a higher niceness
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), FETCH_NICE)
         while (job := self._queue.get()) is not None:
             if not job.future.set_running_or_notify_cancel():
                 continue
             job.started_ns = self._clock_ns()
             try:
-                job.future.set_result(job.work())
+                job.future.set_result(job.call.run())
             except BaseException as error:  # handed to the main loop, whatever it is
                 job.future.set_exception(error)
             self._announce(partial(self._returned, job))
@@ -156,13 +158,13 @@ class Pool:
         if self._threads - self._slow() > self._size:
             self._threads -= 1
             self._queue.put(None)  # one thread too many: any of them may go
-        job.done(job.future)
+        job.call.finish(job.future.exception() or job.future.result())
 
 
 class Pools:
-    """One pool per kind of call, so that none waits behind another kind; `fd` (an eventfd) announces results.
+    """The dispatcher of calls: one pool for each kind. `fd` (an eventfd) announces results.
 
-    Fetches have a pool per lane, and in each as many calls in flight as its link gives more bytes for.
+    `limits`: how many fetches of each lane to have in flight.
     """
 
     def __init__(
@@ -173,66 +175,52 @@ class Pools:
         self._finished: deque[Callable[[], None]] = deque()
         self.closed = False
         self._bell = threading.Lock()  # a thread that rings must not find the number closed, and another file's by then
+        sizes = {**dict.fromkeys(FETCHES, fetch_threads), Kind.LOOK_UP: LOOK_UPS, Kind.COPY: COPY_THREADS}
+        self._pools = {kind: Pool(kind, sizes.get(kind, 1), self._announce, clock_ns) for kind in Kind}
+        self.limits = tuple(ConcurrencyLimit(fetch_threads) for _ in Lane)
 
-        def pool(name: str, size: int, nice: int = 0) -> Pool:
-            return Pool(name, size, self._announce, clock_ns, nice=nice)
+    def start(self, call: Call) -> None:
+        """Run the call on a thread of its kind."""
+        self._pools[call.kind].submit(call)
 
-        # A call that waits for a transfer spins; Mooncake's own threads, which carry the transfer, must come first.
-        self._fetches = tuple(pool(f"fetch-{lane.name.lower()}", fetch_threads, FETCH_NICE) for lane in Lane)
-        self.widths = tuple(Width(fetch_threads) for _ in Lane)
-        look_ups, saves, attaches = pool("lookup", LOOK_UPS), pool("save", 1), pool("attach", 1)
-        slabs, copies = pool("slab", 1), pool("copy", COPY_THREADS)
-        self._kinds = {
-            "look_up": (look_ups,), "fetch": self._fetches, "save": (saves,), "attach": (attaches,),
-            "copy": (slabs, copies),
-        }  # fmt: skip
-        self._all = [each for pools in self._kinds.values() for each in pools]
-        # How to hand in a call of each kind, as Pool.submit says; for fetches see below.
-        self.look_up, self.save = look_ups.submit, saves.submit
-        self.attach = attaches.submit  # for memory, not the store: it must not wait behind a store call that hangs
-        self.slab = slabs.submit  # for device memory: one at a time, as they go by what is free then
-        self.copy = copies.submit  # to device memory
+    def fetch_room(self, lane: Lane, caller: Caller) -> bool:
+        """Whether another fetch of this lane may start for this caller."""
+        pool = self._pools[FETCHES[lane]]
+        return pool.crowd(caller) < self.limits[lane].calls and not pool.exhausted(caller)
 
-    def fetch(
-        self, lane: Lane, work: Callable[[], Any], done: Done, overdue: Callable[[], None] | None, owner: Owner
-    ) -> None:
-        self._fetches[lane].submit(work, done, overdue, owner)
-
-    def fetch_room(self, lane: Lane, owner: Owner) -> bool:
-        """Whether another fetch of this lane may start for this owner."""
-        pool = self._fetches[lane]
-        return pool.crowd(owner) < self.widths[lane].width and not pool.exhausted(owner)
-
-    def exhausted(self, lane: Lane, owner: Owner) -> bool:
-        """Whether so many fetches of this lane hang that none is started for this owner."""
-        return self._fetches[lane].exhausted(owner)
+    def exhausted(self, lane: Lane, caller: Caller) -> bool:
+        """Whether so many fetches of this lane hang that none is started for this caller."""
+        return self._pools[FETCHES[lane]].exhausted(caller)
 
     @property
     def fetches_in_flight(self) -> int:
-        return sum(pool.in_flight for pool in self._fetches)
+        return sum(self._pools[kind].in_flight for kind in FETCHES)
 
     def running(self) -> dict[str, int]:
-        """When the oldest call that runs now began, of each kind (CLOCK_MONOTONIC ns). From any thread."""
-        began = {kind: [since for pool in pools if (since := pool.oldest_ns())] for kind, pools in self._kinds.items()}
-        return {kind: min(since) for kind, since in began.items() if since}
+        """When the oldest call that runs now began, of each kind (CLOCK_MONOTONIC ns). Any thread may call."""
+        began = {
+            name: [since for kind in kinds if (since := self._pools[kind].oldest_ns())]
+            for name, kinds in _REPORTED.items()
+        }
+        return {name: min(since) for name, since in began.items() if since}
 
     @property
     def stuck(self) -> int:
         """Calls past their deadline that have not returned."""
-        return sum(pool.stuck for pool in self._all)
+        return sum(pool.stuck for pool in self._pools.values())
 
     def run_finished(self) -> int:
-        """On the main loop: run the callbacks of finished calls; how many."""
+        """On the main loop: hand in the results of finished calls; return how many."""
         count = 0
         while self._finished:
             self._finished.popleft()()
             count += 1
         return count
 
-    def check(self, now_ns: int) -> None:
-        """On the main loop, now and then: give up the calls past their deadline."""
-        for pool in self._all:
-            pool.check(now_ns, self.timeout_ns)
+    def tick(self, now_ns: int) -> None:
+        """On the main loop, a few times a second: give up the calls past their deadline."""
+        for pool in self._pools.values():
+            pool.tick(now_ns, self.timeout_ns)
 
     def clear_bell(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -241,18 +229,17 @@ class Pools:
     def close(self) -> bool:
         """Wait for the calls in flight, as long as a call may take; False when some of the store's still hang."""
         self.closed = True
-        for pool in self._all:
+        for pool in self._pools.values():
             pool.close()
         deadline = self._clock_ns() + self.timeout_ns
-        while (calls := sum(pool.calls for pool in self._all)) and self._clock_ns() < deadline:
+        while (calls := sum(pool.calls for pool in self._pools.values())) and self._clock_ns() < deadline:
             if not self.run_finished():
                 time.sleep(0.01)
         if not calls:
             with self._bell:
                 os.close(self.fd)
                 self.fd = -1
-        of_the_store = (pool for kind in ("look_up", "fetch", "save") for pool in self._kinds[kind])
-        return not any(pool.calls for pool in of_the_store)
+        return not any(self._pools[kind].calls for kind in _OF_THE_STORE)
 
     def _announce(self, callback: Callable[[], None]) -> None:
         self._finished.append(callback)

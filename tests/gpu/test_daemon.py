@@ -23,7 +23,7 @@ from kvprefetch.daemon.engine.device import DeviceStaging
 from kvprefetch.daemon.engine.promoter import Promoter
 from kvprefetch.daemon.planning.requests import Request
 from kvprefetch.daemon.telemetry.counters import Counters
-from kvprefetch.daemon.work.calls import Jobs
+from kvprefetch.daemon.work.calls import Caller
 from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.wire.records import FlagState
@@ -102,11 +102,11 @@ class Rig:
         self.staging = DeviceStaging([SLOT_BYTES], [uuid], budget_bytes=SLAB_BYTES, margin_bytes=0, owner=owner)
         self.staging.follow(staging)
         assert self.staging.slots == NEAR
-        self.pools, self.jobs, self.totals = Pools(1), Jobs(self.log), Counters()
+        self.pools, self.calls, self.totals = Pools(1), Caller(self.log), Counters()
         self.requests: dict[tuple[int, int], Request] = {}
         table: Any = self.table
         self.promoter = Promoter(
-            self.staging, table, self.requests, self.pools, self.jobs, self.totals, self.log, time.monotonic_ns,
+            self.staging, table, self.requests, self.pools, self.calls, self.totals, self.log, time.monotonic_ns,
             first_slot=SLOTS, block_bytes=SLOT_BYTES,
         )  # fmt: skip
         self.worker = Worker(kind, self.host.fd, self.staging.lease(0), SLOTS, NEAR, self.staging.handle(0))
@@ -148,7 +148,7 @@ class Rig:
     def end(self) -> None:
         """As the daemon's epoch ends."""
         self.promoter.end()
-        self.until(lambda: self.jobs.running == 0)
+        self.until(lambda: self.calls.running == 0)
         self.staging.close()
 
     def close(self) -> None:

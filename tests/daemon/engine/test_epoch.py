@@ -16,6 +16,7 @@ from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
 from kvprefetch.daemon.planning.planner import Key, Lane
 from kvprefetch.daemon.store.client import StoreError
 from kvprefetch.daemon.telemetry.events import Ending
+from kvprefetch.daemon.work.calls import Call, Kind
 from kvprefetch.shmring.flags import FlagTable, pack
 from kvprefetch.shmring.ring import Producer
 from kvprefetch.shmring.wire.attach import SchedulerInfo, WorkerInfo
@@ -44,9 +45,8 @@ class NoPools:
     def fetch_room(self, *_: Any) -> bool:
         return True
 
-    def look_up(self, *_: Any) -> None: ...
-    def fetch(self, *_: Any) -> None: ...
-    def save(self, *_: Any) -> None: ...
+    def start(self, call: Call) -> None:
+        call.start()
 
 
 class Answering:
@@ -248,7 +248,9 @@ def test_a_flag_that_does_not_stand_still_ends_the_session_and_raises_nothing() 
     def answer(_: None) -> None:
         epoch.planner.looked_up((0, 1), 0)
 
-    epoch.jobs.start(lambda job, done, overdue, owner: done(_Done()), lambda: None, answer, None)
+    call = Call(Kind.SAVE, lambda: None, answer, None, epoch.calls)
+    call.start()
+    call.finish(None)
     assert epoch.corrupt is not None
     assert "does not stand still" in epoch.corrupt
     assert epoch.drain(10) == 0
@@ -311,11 +313,3 @@ def test_a_store_that_does_not_let_go_of_the_memory_keeps_no_session_open() -> N
     assert len(registered) == 1
     epoch.end(Ending.ENGINE_GONE)
     give_back(epoch)
-
-
-class _Done:
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> None:
-        return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -16,7 +16,8 @@ from kvprefetch.daemon.planning.blocks import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.snapshot import Snapshot
-from kvprefetch.daemon.work.concurrency import Width
+from kvprefetch.daemon.work.calls import Call
+from kvprefetch.daemon.work.concurrency import ConcurrencyLimit
 from kvprefetch.shmring.flags import MAX_COUNT, MAX_GENERATION, pack
 from kvprefetch.shmring.ring import Producer
 from kvprefetch.shmring.wire.records import (
@@ -54,8 +55,8 @@ class Pools:
     timeout_ns, fetches_in_flight = 1_000_000_000, 0
 
     def __init__(self, chance: Random) -> None:
-        self.chance, self.widths = chance, (Width(4), Width(4))
-        self.calls: list[tuple[Any, Callable[[Future[Any]], None], Callable[[], None] | None]] = []
+        self.chance, self.limits = chance, (ConcurrencyLimit(4), ConcurrencyLimit(4))
+        self.calls: list[Call] = []
 
     def exhausted(self, *_: Any) -> bool:
         return self.chance.random() < 0.01
@@ -63,31 +64,26 @@ class Pools:
     def fetch_room(self, *_: Any) -> bool:
         return self.chance.random() < 0.7
 
-    def look_up(self, work: Any, done: Any, overdue: Any, _: object) -> None:
-        self.calls.append((work, done, overdue))
-
-    save = look_up
-
-    def fetch(self, _: Lane, work: Any, done: Any, overdue: Any, __: object) -> None:
-        self.calls.append((work, done, overdue))
+    def start(self, call: Call) -> None:
+        call.start()
+        self.calls.append(call)
 
     def step(self) -> None:
         """One of them goes on."""
         if not self.calls:
             return
         at = self.chance.randrange(len(self.calls))
-        work, done, overdue = self.calls[at]
-        if overdue is not None and self.chance.random() < 0.1:
-            self.calls[at] = (work, done, None)
-            overdue()
+        call = self.calls[at]
+        if call.on_overdue is not None and self.chance.random() < 0.1:
+            self.calls[at] = replace(call, on_overdue=None)
+            call.give_up()
             return
         del self.calls[at]
-        future: Future[Any] = Future()
         if self.chance.random() < 0.05:
-            future.set_exception(RuntimeError("the call broke"))
+            call.finish(RuntimeError("the call broke"))
         else:
-            future.set_result(self.answer(work.func.__name__, work.args[2]))
-        done(future)
+            run: Any = call.run
+            call.finish(self.answer(run.func.__name__, run.args[2]))
 
     def answer(self, kind: str, asked: Any) -> Any:
         if kind == "look_up":

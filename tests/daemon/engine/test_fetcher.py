@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +12,7 @@ from kvprefetch.daemon.planning.negative import LASTING_NS, MISS_NS, NegativeCac
 from kvprefetch.daemon.planning.planner import Lane, Order, Planner
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.telemetry.counters import Counters
-from kvprefetch.daemon.work.calls import Jobs
+from kvprefetch.daemon.work.calls import FETCHES, Call, Caller
 from tests.daemon.planning.support import FlagsModel, digests, hint
 
 BLOCK_BYTES = 64
@@ -25,7 +23,7 @@ class Setup:
 
     def __init__(self) -> None:
         self.now = 1_000_000_000
-        self.calls: list[tuple[Lane, Callable[..., None], Callable[[], None]]] = []
+        self.calls: list[Call] = []
         self.staged_ahead: list[int] = []
         self.ahead: Order | None = None
         self.room = True
@@ -34,9 +32,9 @@ class Setup:
         self.planner = Planner(8, FlagsModel(), chunk_blocks=8)
         log = structlog.get_logger()
         pools: Any = SimpleNamespace(
-            fetch=lambda lane, work, done, overdue, owner: self.calls.append((lane, done, overdue)),
-            fetch_room=lambda lane, owner: self.room,
-            widths=tuple(SimpleNamespace(completed=lambda *_, waiting: None) for _ in Lane),
+            start=self.calls.append,
+            fetch_room=lambda lane, caller: self.room,
+            limits=tuple(SimpleNamespace(completed=lambda *_, waiting: None) for _ in Lane),
         )
         warming: Any = SimpleNamespace(
             next_order=lambda lane: self.ahead, fetched=lambda order, good: self.staged_ahead.append(good)
@@ -44,7 +42,7 @@ class Setup:
         shape: Any = SimpleNamespace(staging=SimpleNamespace(block_bytes=[BLOCK_BYTES // 2] * 2))
         store: Any = None
         self.fetcher = Fetcher(
-            self.planner, warming, store, shape, pools, Jobs(log), self.negative, self.totals, log, lambda: self.now,
+            self.planner, warming, store, shape, pools, Caller(log), self.negative, self.totals, log, lambda: self.now,
             returned=self._returned,
         )  # fmt: skip
 
@@ -56,9 +54,7 @@ class Setup:
         self.planner.looked_up(key, len(names), bytes([disk]) * len(names))
 
     def end(self, outcome: list[ErrorClass] | Exception) -> None:
-        future: Future[Any] = Future()
-        future.set_exception(outcome) if isinstance(outcome, Exception) else future.set_result(outcome)
-        self.calls.pop()[1](future)
+        self.calls.pop().finish(outcome)
 
     def known(self, name: str) -> bool:
         """Whether this block is a known miss now."""
@@ -71,7 +67,7 @@ def test_what_a_fetch_brought_and_missed_is_counted_by_its_lane() -> None:
     setup.want("x", "y", disk=True)
     for lane, outcome in ((Lane.MEMORY, "OK OK MISS"), (Lane.DISK, "OK MISS")):
         assert setup.fetcher.pump(lane)
-        assert setup.calls[-1][0] is lane
+        assert setup.calls[-1].kind is FETCHES[lane]
         assert not setup.fetcher.pump(lane), "nothing else is wanted"
         setup.now += 20_000_000
         setup.end([ErrorClass[name] for name in outcome.split()])
@@ -102,7 +98,7 @@ def test_a_fetch_past_its_deadline_is_a_lasting_miss_until_it_arrives_after_all(
     setup = Setup()
     setup.want("a", "b")
     setup.fetcher.pump(Lane.MEMORY)
-    setup.calls[-1][2]()
+    setup.calls[-1].give_up()
     assert setup.planner.gauges()["slots_stuck"] == 2
     setup.now += MISS_NS
     assert setup.known("a")

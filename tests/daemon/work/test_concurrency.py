@@ -6,20 +6,20 @@ from collections.abc import Callable
 
 import pytest
 
-from kvprefetch.daemon.work.concurrency import Width
+from kvprefetch.daemon.work.concurrency import ConcurrencyLimit
 
 CALL_BYTES = 4 << 20
 
 
-def settle(width: Width, rate: Callable[[int], float], seconds: float = 60.0) -> dict[int, int]:
+def settle(limit: ConcurrencyLimit, rate: Callable[[int], float], seconds: float = 60.0) -> dict[int, int]:
     """Let calls complete at `rate(width)` bytes per second; how often each width was in force in the second half."""
     now = 0.0
     seen: dict[int, int] = {}
     while now < seconds:
-        now += CALL_BYTES / rate(width.width)
-        width.completed(CALL_BYTES, int(now * 1e9), waiting=True)
+        now += CALL_BYTES / rate(limit.calls)
+        limit.completed(CALL_BYTES, int(now * 1e9), waiting=True)
         if now > seconds / 2:
-            seen[width.width] = seen.get(width.width, 0) + 1
+            seen[limit.calls] = seen.get(limit.calls, 0) + 1
     return seen
 
 
@@ -37,24 +37,24 @@ def mostly(seen: dict[int, int]) -> int:
     ],
 )
 def test_it_settles_where_one_call_more_brings_nothing(rate: Callable[[int], float], best: int) -> None:
-    assert mostly(settle(Width(8), rate)) == best
+    assert mostly(settle(ConcurrencyLimit(8), rate)) == best
 
 
 def test_it_comes_back_when_the_link_gets_worse() -> None:
-    width = Width(8)
-    settle(width, lambda each: 3e8 * each)
-    assert width.width >= 7
+    limit = ConcurrencyLimit(8)
+    settle(limit, lambda each: 3e8 * each)
+    assert limit.calls >= 7
     now = 61.0
     for _ in range(20_000):
         now += CALL_BYTES / 3e8
-        width.completed(CALL_BYTES, int(now * 1e9), waiting=True)
-    assert width.width <= 2
+        limit.completed(CALL_BYTES, int(now * 1e9), waiting=True)
+    assert limit.calls <= 2
 
 
 def test_it_stays_within_its_bounds_and_a_link_that_idles_says_nothing() -> None:
-    width = Width(1)
-    assert set(settle(width, lambda each: 1e9)) == {1}
-    width = Width(4)
+    limit = ConcurrencyLimit(1)
+    assert set(settle(limit, lambda each: 1e9)) == {1}
+    limit = ConcurrencyLimit(4)
     for number in range(10_000):
-        width.completed(CALL_BYTES, number * 10_000_000, waiting=False)
-    assert width.width == 1
+        limit.completed(CALL_BYTES, number * 10_000_000, waiting=False)
+    assert limit.calls == 1

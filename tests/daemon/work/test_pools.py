@@ -9,18 +9,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import pytest
+import structlog
 
 from kvprefetch.daemon.planning.planner import Lane
+from kvprefetch.daemon.work.calls import FETCHES, Call, Caller, Kind
 from kvprefetch.daemon.work.pools import MAX_STUCK, SLOW_NS, Pools
 from tests.support.ordinary import AS_NOBODY
 from tests.support.waiting import eventually
 
 TIMEOUT_NS = 200_000_000
+ENGINE, OTHER, THIRD = (Caller(structlog.get_logger()) for _ in range(3))
 
 
 class Calls:
@@ -28,23 +30,28 @@ class Calls:
 
     def __init__(self, pools: Pools) -> None:
         self.pools = pools
-        self.release = threading.Event()
+        self.release, self.running = threading.Event(), threading.Semaphore(0)
         self.results: dict[str, Any] = {}
         self.overdue: list[str] = []
 
-    def start(self, name: str, submit: Callable[..., None], *, hang: bool = False, owner: str = "engine") -> None:
-        work = partial(self.release.wait, 30) if hang else (lambda: True)
-        submit(work, partial(self._done, name), partial(self.overdue.append, name), owner)
+    def start(
+        self, name: str, kind: Kind, run: Callable[[], object] | None = None, *, hang: bool = False,
+        caller: Caller = ENGINE,
+    ) -> None:  # fmt: skip
+        work = self._hang if hang else run or (lambda: True)
+        overdue = partial(self.overdue.append, name)
+        self.pools.start(Call(kind, work, partial(self.results.__setitem__, name), overdue, caller))
 
-    def _done(self, name: str, future: Future[Any]) -> None:
-        self.results[name] = future.exception() or future.result()
+    def _hang(self) -> bool:
+        self.running.release()
+        return self.release.wait(30)
 
     def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 10
         while not condition():
             assert time.monotonic() < deadline, (self.results, self.overdue)
             self.pools.run_finished()
-            self.pools.check(time.monotonic_ns())
+            self.pools.tick(time.monotonic_ns())
             time.sleep(0.005)
 
 
@@ -65,8 +72,8 @@ def test_a_call_that_hangs_is_given_up_once_and_the_next_one_runs_meanwhile(call
     for number in range(3):
         calls.release.clear()
         calls.overdue.clear()
-        calls.start(f"hung-{number}", calls.pools.save, hang=True)
-        calls.start(f"next-{number}", calls.pools.save)
+        calls.start(f"hung-{number}", Kind.SAVE, hang=True)
+        calls.start(f"next-{number}", Kind.SAVE)
         calls.until(lambda number=number: f"next-{number}" in calls.results)  # type: ignore[misc]
         assert calls.overdue == [f"hung-{number}"]
         assert calls.pools.stuck == 1
@@ -74,14 +81,14 @@ def test_a_call_that_hangs_is_given_up_once_and_the_next_one_runs_meanwhile(call
         calls.until(lambda number=number: f"hung-{number}" in calls.results)  # type: ignore[misc]
         assert calls.pools.stuck == 0
         assert calls.overdue == [f"hung-{number}"]
-        calls.start(f"after-{number}", calls.pools.save)
+        calls.start(f"after-{number}", Kind.SAVE)
         calls.until(lambda number=number: f"after-{number}" in calls.results)  # type: ignore[misc]
     calls.until(lambda: sum(thread.name.startswith("save-") for thread in threading.enumerate()) <= 1)
 
 
 def test_results_are_announced_at_the_descriptor_until_they_are_fetched(calls: Calls) -> None:
     """The main loop sleeps in an epoll over it."""
-    calls.start("one", calls.pools.look_up)
+    calls.start("one", Kind.LOOK_UP)
     assert select.select([calls.pools.fd], [], [], 30)[0]
     calls.pools.clear_bell()
     calls.until(lambda: "one" in calls.results)
@@ -93,61 +100,58 @@ def test_what_waits_for_a_thread_is_given_up_when_as_many_hang_as_may(calls: Cal
     """Without having run: what it would write to may be gone by the time there is a thread again."""
     ran: list[str] = []
     for number in range(MAX_STUCK):
-        calls.start(f"hung-{number}", calls.pools.save, hang=True)
-    calls.pools.save(lambda: ran.append("late"), partial(calls._done, "late"), lambda: None, "engine")
+        calls.start(f"hung-{number}", Kind.SAVE, hang=True)
+    calls.start("late", Kind.SAVE, lambda: ran.append("late"))
     calls.until(lambda: "late" in calls.results)
     assert isinstance(calls.results["late"], TimeoutError)
     assert calls.pools.stuck == MAX_STUCK
     calls.release.set()
     calls.until(lambda: calls.pools.stuck == 0)
-    calls.start("after", calls.pools.save)
+    calls.start("after", Kind.SAVE)
     calls.until(lambda: "after" in calls.results)
     assert ran == []
 
 
 def test_a_lane_that_hangs_leaves_the_other_alone_and_has_room_again_when_its_calls_return(calls: Calls) -> None:
-    slow, fast = partial(calls.pools.fetch, Lane.DISK), partial(calls.pools.fetch, Lane.MEMORY)
-    hang_all(calls, slow)
-    assert not calls.pools.fetch_room(Lane.DISK, "engine")
-    assert calls.pools.fetch_room(Lane.MEMORY, "engine")
-    calls.start("fast", fast)
+    hang_all(calls, Lane.DISK)
+    assert not calls.pools.fetch_room(Lane.DISK, ENGINE)
+    assert calls.pools.fetch_room(Lane.MEMORY, ENGINE)
+    calls.start("fast", Kind.FETCH_MEMORY)
     calls.until(lambda: "fast" in calls.results)
-    calls.start("no-thread", slow)
+    calls.start("no-thread", Kind.FETCH_DISK)
     calls.until(lambda: "no-thread" in calls.results)
     assert isinstance(calls.results["no-thread"], TimeoutError)
     calls.release.set()
-    calls.until(lambda: calls.pools.fetch_room(Lane.DISK, "engine"))
-    calls.start("again", slow)
+    calls.until(lambda: calls.pools.fetch_room(Lane.DISK, ENGINE))
+    calls.start("again", Kind.FETCH_DISK)
     calls.until(lambda: calls.results.get("again") is True)
 
 
 def test_calls_of_one_engine_that_hang_leave_room_for_the_others_until_one_of_theirs_does(calls: Calls) -> None:
-    fetch = partial(calls.pools.fetch, Lane.MEMORY)
-    hang_all(calls, fetch)
+    hang_all(calls, Lane.MEMORY)
     for number in range(3):
-        assert calls.pools.fetch_room(Lane.MEMORY, "other")
-        calls.start(f"other-{number}", fetch, owner="other")
+        assert calls.pools.fetch_room(Lane.MEMORY, OTHER)
+        calls.start(f"other-{number}", Kind.FETCH_MEMORY, caller=OTHER)
         calls.until(lambda number=number: calls.results.get(f"other-{number}") is True)  # type: ignore[misc]
-    calls.start("other-hung", fetch, hang=True, owner="other")
+    calls.start("other-hung", Kind.FETCH_MEMORY, hang=True, caller=OTHER)
     calls.until(lambda: "other-hung" in calls.overdue)
-    assert calls.pools.exhausted(Lane.MEMORY, "other")
+    assert calls.pools.exhausted(Lane.MEMORY, OTHER)
     assert calls.pools.stuck == MAX_STUCK + 1
-    assert not calls.pools.exhausted(Lane.MEMORY, "third")
-    calls.start("third", fetch, owner="third")
+    assert not calls.pools.exhausted(Lane.MEMORY, THIRD)
+    calls.start("third", Kind.FETCH_MEMORY, caller=THIRD)
     calls.until(lambda: calls.results.get("third") is True)
 
 
-@pytest.mark.parametrize("kind", ["fetch", "save"])
-def test_a_call_that_takes_long_keeps_no_place_from_another_engine_s(kind: str) -> None:
+@pytest.mark.parametrize("kind", [Kind.FETCH_MEMORY, Kind.SAVE])
+def test_a_call_that_takes_long_keeps_no_place_from_another_engine_s(kind: Kind) -> None:
     """Long before its deadline; its own engine's next one waits."""
     pools = Pools(1, timeout_ns=60_000_000_000)
     calls = Calls(pools)
-    submit = partial(pools.fetch, Lane.MEMORY) if kind == "fetch" else pools.save
-    calls.start("hung", submit, hang=True)
-    if kind == "fetch":
-        calls.until(lambda: pools.fetch_room(Lane.MEMORY, "other"))
-        assert not pools.fetch_room(Lane.MEMORY, "engine")
-    calls.start("other", submit, owner="other")
+    calls.start("hung", kind, hang=True)
+    if kind is Kind.FETCH_MEMORY:
+        calls.until(lambda: pools.fetch_room(Lane.MEMORY, OTHER))
+        assert not pools.fetch_room(Lane.MEMORY, ENGINE)
+    calls.start("other", kind, caller=OTHER)
     calls.until(lambda: "other" in calls.results)
     assert calls.overdue == []
     calls.release.set()
@@ -160,8 +164,8 @@ def test_a_look_up_that_does_not_return_yet_is_not_in_the_way_of_another_engine_
     began = time.monotonic_ns()
     pools = Pools(1, clock_ns=lambda: began)
     calls = Calls(pools)
-    calls.start("hung", pools.look_up, hang=True)
-    calls.start("other", pools.look_up, owner="other")
+    calls.start("hung", Kind.LOOK_UP, hang=True)
+    calls.start("other", Kind.LOOK_UP, caller=OTHER)
     calls.until(lambda: "other" in calls.results)
     assert "hung" not in calls.results
     calls.release.set()
@@ -169,20 +173,19 @@ def test_a_look_up_that_does_not_return_yet_is_not_in_the_way_of_another_engine_
     assert pools.close()
 
 
-def hang_all(calls: Calls, fetch: Callable[..., None]) -> None:
-    """As many calls of one engine as may hang."""
-    lane = fetch.args[0]  # type: ignore[attr-defined]
+def hang_all(calls: Calls, lane: Lane) -> None:
+    """As many fetches of one engine as may hang."""
     for number in range(MAX_STUCK):
-        assert calls.pools.fetch_room(lane, "engine")
-        calls.start(f"hung-{number}", fetch, hang=True)
+        assert calls.pools.fetch_room(lane, ENGINE)
+        calls.start(f"hung-{number}", FETCHES[lane], hang=True)
         calls.until(lambda number=number: f"hung-{number}" in calls.overdue)  # type: ignore[misc]
-    assert calls.pools.exhausted(lane, "engine")
+    assert calls.pools.exhausted(lane, ENGINE)
 
 
 def test_closing_does_not_wait_for_a_call_that_hangs() -> None:
     pools = Pools(1, timeout_ns=TIMEOUT_NS)
     calls = Calls(pools)
-    calls.start("hung", pools.look_up, hang=True)
+    calls.start("hung", Kind.LOOK_UP, hang=True)
     started = time.monotonic()
     assert not pools.close()
     assert time.monotonic() - started < 10
@@ -197,12 +200,12 @@ def test_what_other_engines_fetch_counts_until_it_is_slow_and_the_oldest_call_is
     assert pools.running() == {}
     for number, lane in enumerate(Lane):
         now[0] = 10 * (number + 1)
-        calls.start(lane.name, partial(pools.fetch, lane), hang=True, owner="other")
-        eventually(lambda lane=lane: pools._fetches[lane].oldest_ns() is not None)
-    assert not pools.fetch_room(Lane.MEMORY, "engine"), "a lane's width is for all engines together"
+        calls.start(lane.name, FETCHES[lane], hang=True, caller=OTHER)
+        assert calls.running.acquire(timeout=30)
+    assert not pools.fetch_room(Lane.MEMORY, ENGINE), "a lane's width is for all engines together"
     now[0] += SLOW_NS
-    assert pools.fetch_room(Lane.MEMORY, "engine")
-    assert not pools.fetch_room(Lane.MEMORY, "other")
+    assert pools.fetch_room(Lane.MEMORY, ENGINE)
+    assert not pools.fetch_room(Lane.MEMORY, OTHER)
     assert pools.running() == {"fetch": 10}
     calls.release.set()
     assert pools.close(), "waits for what is in flight"
@@ -212,8 +215,8 @@ def test_what_other_engines_fetch_counts_until_it_is_slow_and_the_oldest_call_is
 def test_the_oldest_call_that_runs_is_known_though_others_wait_or_have_ended() -> None:
     pools = Pools(1, timeout_ns=60_000_000_000, clock_ns=lambda: 5)
     calls = Calls(pools)
-    calls.start("runs", pools.save, hang=True)
-    calls.start("waits", pools.save)
+    calls.start("runs", Kind.SAVE, hang=True)
+    calls.start("waits", Kind.SAVE)
     eventually(lambda: pools.running() == {"save": 5})
     calls.release.set()
     eventually(lambda: pools.running() == {})
@@ -228,7 +231,9 @@ def test_what_a_thread_announces_after_the_end_rings_nobody_else_s_bell() -> Non
     assert pools.close()
     other = os.eventfd(0, os.EFD_NONBLOCK)
     os.dup2(other, number)
-    pools._announce(lambda: None)
+    calls = Calls(pools)
+    calls.start("late", Kind.SAVE)
+    eventually(lambda: pools.run_finished() and calls.results)
     with pytest.raises(BlockingIOError):
         os.eventfd_read(other)
     for fd in {other, number}:
@@ -237,9 +242,11 @@ def test_what_a_thread_announces_after_the_end_rings_nobody_else_s_bell() -> Non
 
 def test_an_ordinary_user_s_daemon_fetches_also_at_a_higher_niceness() -> None:
     code = (
-        "import select; from kvprefetch.daemon.work.pools import Lane, Pools\n"
+        "import select\n"
+        "from kvprefetch.daemon.work.calls import Call, Kind\n"
+        "from kvprefetch.daemon.work.pools import Pools\n"
         "pools = Pools(1)\n"
-        "pools.fetch(Lane.MEMORY, lambda: 7, lambda future: print(future.result()), None, 'engine')\n"
+        "pools.start(Call(Kind.FETCH_MEMORY, lambda: 7, print))\n"
         "assert select.select([pools.fd], [], [], 20)[0]\n"
         "pools.run_finished()"
     )
