@@ -234,7 +234,7 @@ class Epoch:
 
     def _count_waste(self) -> None:
         for lane in Lane:
-            self.totals.wasted_bytes[lane.name.lower()] = self.planner.wasted[lane] * self.block_bytes
+            self.totals.wasted_bytes[lane.name.lower()] = self.planner.blocks.wasted[lane] * self.block_bytes
 
     # --- what look-ups are told and ask for (lookups.Ports) ---------------------------------------------------------
 

@@ -15,10 +15,10 @@ from functools import partial
 
 from ...shmring.wire.admin import Report, Warm, Warmed
 from ...shmring.wire.codec import Message
-from ..planning.blocks import Lane
 from ..planning.negative import NegativeCache
 from ..planning.planner import Planner
 from ..planning.requests import Order
+from ..planning.runs import Lane
 from .memory import EngineInfo
 from .transfers import Found
 
@@ -86,7 +86,7 @@ class Warming:
         if self._order is not None or not self._batches or not (batch := self._batches[0]).looked_up:
             return None
         wanted = batch.wanted[lane]
-        for digest in [each for each in wanted if self._planner.touch(each, batch.run)]:  # a request came first
+        for digest in [each for each in wanted if self._planner.blocks.touch(each, batch.run)]:  # a request came first
             del wanted[digest]
             batch.counts["staged"] += 1
         if wanted and not self._planner.wanted:
@@ -136,7 +136,7 @@ class Warming:
         questions: list[list[bytes]] = []
         for chain in batch.chains:
             staged = next(
-                (i for i, digest in enumerate(chain) if not self._planner.touch(digest, batch.run)), len(chain)
+                (i for i, digest in enumerate(chain) if not self._planner.blocks.touch(digest, batch.run)), len(chain)
             )
             batch.found.append(staged)
             batch.counts["staged"] += staged
@@ -161,7 +161,7 @@ class Warming:
             batch.found[i] += run
             batch.counts["absent"] += len(chain) - batch.found[i]
             for at, digest in enumerate(chain[start : start + run]):
-                if self._planner.touch(digest, batch.run) or any(digest in wanted for wanted in batch.wanted):
+                if self._planner.blocks.touch(digest, batch.run) or any(digest in wanted for wanted in batch.wanted):
                     batch.counts["staged"] += 1
                 else:
                     lane = Lane.DISK if at < len(on_disk) and on_disk[at] else Lane.MEMORY

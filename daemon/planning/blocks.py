@@ -1,71 +1,30 @@
-"""Which block lies in which staging slot: digest index, pins, the LRU of consumed blocks, and room by tier.
+"""The table of staging slots: where each block lies, which requests pin it, and which block makes room first.
 
-Pure.  A block is pinned once per request that wants it.  Unpinned blocks stay as an LRU until their room is needed.
-Blocks from disk may hold only part of the slots, so that hits in the store's memory always find room to pass them.
-A block that was fetched and whose slot is given up before any request loaded it is waste.
+Each request pins the blocks that it wants.  Unpinned blocks stay until another block needs their room; the least
+recently used goes first.  Blocks from disk use only part of the slots, so that blocks from memory always find room.
+A fetched block is waste if its slot is given up before any request loads it.
 
-Blocks that follow one another in a prompt and have all else in common are one run, which is found, pinned and unpinned
-as a whole.  It is cut in two where a request wants only part of it, or where only part of it arrived, and joined with
-its neighbour when one request alone holds both.  So the work for a prompt depends on how many runs it meets rather than
-on how many blocks.
+Blocks that follow one another in a prompt and have all else in common form one run.  The table finds, pins and unpins
+whole runs, so a prompt costs as much work as it meets runs, not blocks.  It cuts a run where a request wants or gets
+only part of it, and joins neighbours that one request alone holds.
 """
 
 from __future__ import annotations
 
-import enum
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import replace
+from itertools import chain, takewhile
 from typing import Any
 
-
-class Lane(enum.IntEnum):
-    """Fetches from the store's memory and from its disks go out apart: the slow never hold up the fast."""
-
-    MEMORY = 0
-    DISK = 1
-
-
-class BlockState(enum.Enum):
-    LOADING = "loading"
-    STAGED = "staged"
-    FAILED = "failed"
-
-
-@dataclass(slots=True, eq=False)
-class Run:
-    """Blocks that follow one another in a prompt, each in a slot: the same requests hold them, in the same state.
-
-    `digests`: of one length.  `detached`: no longer in the index, the slots are freed with the last pin.  `in_call`: a
-    store call may still write to the slots, also after everyone gave the blocks up.  `holders`: the sum of the numbers
-    of the requests that pin it, so with one pin the number of that request.  `warming`: the last warming that
-    listed any of it.  `unloaded`: it was fetched, and nobody loaded it since.
-    """
-
-    digests: list[bytes]
-    slots: array[int]
-    lane: Lane
-    first_requester: Any
-    state: BlockState = BlockState.LOADING
-    pins: int = 0
-    holders: int = 0
-    detached: bool = False
-    in_call: bool = True
-    warming: str = ""
-    unloaded: bool = False
-    waiters: list[Any] = field(default_factory=list)  # for its first block
-
-    def __len__(self) -> int:
-        return len(self.slots)
+from .runs import BlockState, Lane, Run
 
 
 class Blocks:
-    """The blocks in slots [0, slot_count), of which those from disk hold at most `disk_slots` at a time.
+    """The blocks in slots [0, slot_count), of which blocks from disk use at most `disk_slots` at a time.
 
-    A slot that is in `lost` when it comes back is never used again; others add to that set.
-    Whoever holds slots holds whole runs: find() cuts a run to what is wanted, and unpin() to what is given back.
+    A slot that is in `lost` when it comes back is never used again; the caller adds to that set.
     """
 
     def __init__(self, slot_count: int, disk_slots: int, lost: Set[int] = frozenset()) -> None:
@@ -73,11 +32,11 @@ class Blocks:
         self.disk_slots = disk_slots
         self.lost = 0  # slots that are never used again
         self._lost = lost
-        self.used = [0, 0]  # slots of each lane's blocks that are pinned or being written
-        self.pinned = 0  # blocks that are pinned
-        self.sole: dict[int, int] = {}  # request number -> blocks that it alone pins
-        self.sole_changed: set[int] = set()  # requests that came to hold one alone since Victims looked last
-        self.wasted = [0, 0]  # blocks of each lane that were fetched for nothing
+        self.used = [0, 0]  # slots of each lane that are pinned or being written
+        self.pinned = 0
+        self.sole: dict[int, int] = {}  # request number -> blocks that only this request pins
+        self.sole_changed: set[int] = set()  # numbers that came into `sole`; Victims empties it
+        self.wasted = [0, 0]  # blocks of each lane
         self._free = array("I", range(slot_count - 1, -1, -1))
         self._index: dict[bytes, int] = {}  # slot of each digest that can be found
         self._runs: list[Run | None] = [None] * slot_count  # of each slot
@@ -91,7 +50,7 @@ class Blocks:
         return run
 
     def runs(self, slots: Sequence[int]) -> Iterator[Run]:
-        """The runs that these slots are made of."""
+        """Yield the runs that these slots consist of."""
         start = 0
         while start < len(slots):
             run = self.at(slots[start])
@@ -99,7 +58,7 @@ class Blocks:
             start += len(run.slots)
 
     def find(self, hashes: bytes, digest_bytes: int, start: int, stop: int) -> Run | None:
-        """The run that blocks [start, stop) of a prompt begin with; None when the first is neither here nor coming."""
+        """Return the run at the start of blocks [start, stop) of a prompt, cut to them; None if the first is absent."""
         at = start * digest_bytes
         slot = self._index.get(hashes[at : at + digest_bytes])
         if slot is None:
@@ -113,10 +72,8 @@ class Blocks:
         return run
 
     def missing(self, digests: Sequence[bytes]) -> int:
-        """How many leading ones are neither here nor on their way, each counted once."""
-        if len(set(digests)) == len(digests) and self._index.keys().isdisjoint(digests):
-            return len(digests)
-        new = set()
+        """Count the leading digests that are absent and differ from each other."""
+        new = set[bytes]()
         for digest in digests:
             if digest in self._index or digest in new:
                 break
@@ -126,23 +83,20 @@ class Blocks:
     # --- room -------------------------------------------------------------------------------------------------------
 
     def budget(self, lane: Lane) -> int:
-        """How many slots more blocks of this lane may take, if there are as many."""
+        """Return how many more slots this lane may use, free or not."""
         return self.slot_count if lane is Lane.MEMORY else self.disk_slots - self.used[lane]
 
     def take_slots(self, most: int, warming: str | None = None) -> array[int]:
-        """Free slots, then those of the blocks whose last use lies longest ago, up to one that this staging ahead
-        listed; none when all are in use.
-        """
+        """Take free slots, then those of the least recently used blocks, up to a block that this warming listed."""
         start = max(0, len(self._free) - most)
         slots = self._free[start:]
         slots.reverse()
         del self._free[start:]
         while len(slots) < most and self._idle and (run := next(iter(self._idle))).warming != warming:
-            kept = max(0, len(run) - most + len(slots))  # its first blocks: they are of use without the others
+            kept = max(0, len(run) - most + len(slots))  # the first blocks are of use without the others
             for digest in run.digests[kept:]:
                 del self._index[digest]
-            for slot in run.slots[kept:]:
-                self._runs[slot] = None
+            self._map(run.slots[kept:], None)
             self._waste(run, len(run) - kept)
             slots += run.slots[kept:]
             del run.digests[kept:], run.slots[kept:]
@@ -151,17 +105,15 @@ class Blocks:
         return slots
 
     def add(self, digests: Sequence[bytes], slots: array[int], lane: Lane, first_requester: Any) -> Run:
-        """Blocks that are about to be fetched into slots that were taken for them."""
+        """Enter blocks that a store call is about to write into these slots."""
         run = Run(list(digests), slots[:], lane, first_requester)
         self._index.update(zip(digests, slots, strict=True))
-        self._enter(run)
+        self._map(slots, run)
         self.used[lane] += len(run)
         return run
 
     def touch(self, digest: bytes, warming: str) -> bool:
-        """Whether the block is staged or on its way; if so its run counts as used now, and as listed by this staging
-        ahead.
-        """
+        """Mark the block's run as used now and listed by this warming; False if the block is absent."""
         if (slot := self._index.get(digest)) is None:
             return False
         run = self.at(slot)
@@ -171,11 +123,11 @@ class Blocks:
         return True
 
     def add_warm(self, digests: Sequence[bytes], lane: Lane, warming: str) -> array[int]:
-        """Slots of the leading ones of these blocks, which are not here, as far as there is room that nobody holds.
+        """Enter the leading ones of these absent blocks as far as unpinned room goes; return their slots.
 
-        Nothing that this staging ahead listed is replaced, nor what was used since it began.
+        This replaces nothing that the warming listed, nor what was used since it began.
         """
-        alike = list(takewhile(lambda digest: len(digest) == len(digests[0]), digests))  # as a run's are
+        alike = list(takewhile(lambda digest: len(digest) == len(digests[0]), digests))  # as in any run
         slots = self.take_slots(max(0, min(len(alike), self.budget(lane))), warming)
         if slots:
             self.add(digests[: len(slots)], slots, lane, None).warming = warming
@@ -184,38 +136,34 @@ class Blocks:
     # --- life -------------------------------------------------------------------------------------------------------
 
     def pin(self, run: Run, number: int) -> None:
-        """This request holds it, too."""
+        """Add this request's pin."""
         if run.pins == 0:
-            self._alone(number, len(run))
+            self._count_sole(number, len(run))
             self.pinned += len(run)
             if not run.in_call:
                 del self._idle[run]
                 self.used[run.lane] += len(run)
         elif run.pins == 1:
-            self._not_alone(run.holders, len(run))
+            self._count_sole(run.holders, -len(run))
         run.pins += 1
         run.holders += number
 
     def unpin(self, slots: Sequence[int], number: int) -> None:
-        """This request holds these slots no longer."""
+        """Remove this request's pins of these slots."""
         self.cut(slots[0])
         self.join(slots, 0, len(slots))
         for run in reversed(list(self.runs(slots))):  # a prompt's last blocks are the first to make room
             run.pins -= 1
             run.holders -= number
             if run.pins == 1:
-                self._alone(run.holders, len(run))
+                self._count_sole(run.holders, len(run))
             elif run.pins == 0:
-                self._not_alone(number, len(run))
+                self._count_sole(number, -len(run))
                 self.pinned -= len(run)
                 self._settle(run)
 
-    def fetched(self, run: Run) -> None:
-        """Its bytes are there."""
-        run.state, run.unloaded = BlockState.STAGED, True
-
     def loaded(self, slots: Sequence[int], start: int, stop: int) -> None:
-        """Of the slots that a request holds, the blocks in [start, stop) were copied out."""
+        """Note that a request, which holds `slots`, loaded those in [start, stop)."""
         for at in (start, stop):
             if at < len(slots):
                 self.cut(slots[at])
@@ -223,13 +171,13 @@ class Blocks:
             run.unloaded = False
 
     def returned(self, run: Run) -> None:
-        """The store call that wrote to its slots is over."""
+        """Note the end of the store call that wrote to its slots."""
         run.in_call = False
         if run.pins == 0:
             self._settle(run)
 
     def detach(self, run: Run) -> None:
-        """Not to be found any more; the slots come back with the last pin and the end of the call."""
+        """Take the run out of the index; its slots come back with the last unpin and the end of the call."""
         if run.detached:
             return
         run.detached = True
@@ -239,25 +187,26 @@ class Blocks:
             del self._idle[run]
             self._release(run)
 
-    def waste_rest(self) -> None:
-        """Nobody will load any of it any more."""
-        for run in {run for run in self._runs if run is not None}:
-            self._waste(run, len(run))
-            run.unloaded = False
-
     def detach_all(self) -> None:
         for slot in list(self._index.values()):
             if (run := self._runs[slot]) is not None:
                 self.detach(run)
 
+    def waste_rest(self) -> None:
+        """Count every unloaded block as waste: no request will load it."""
+        for run in {run for run in self._runs if run is not None}:
+            self._waste(run, len(run))
+            run.unloaded = False
+
     def cut(self, slot: int) -> Run:
-        """The run that begins with this slot, from now on at the latest."""
+        """Return the run that begins with this slot, cut there if need be."""
         run = self.at(slot)
         return run if run.slots[0] == slot else self._split(run, run.slots.index(slot))
 
     def join(self, slots: Sequence[int], start: int, stop: int) -> None:
-        """Make one run of neighbours among slots [start, stop), and the one before them, which their holder alone holds
-        and which are alike else. Only staged ones: nobody waits for such a block, and no call writes to it.
+        """Join equal neighbours that one request alone holds, in slots [start, stop) and the run before them.
+
+        Only staged runs: no request waits for such a block, and no call writes to it.
         """
         if start:
             start -= len(self.at(slots[start - 1]))
@@ -265,35 +214,28 @@ class Blocks:
         for run in list(self.runs(slots[start:stop])):
             if run.pins != 1 or run.state is not BlockState.STAGED:
                 last = None
-            elif (
-                last is None
-                or (run.lane, run.detached, run.warming) != (last.lane, last.detached, last.warming)
-                or run.unloaded is not last.unloaded
-            ):
+            elif last is None or not run.is_like(last):
                 last = run
             else:
                 last.digests += run.digests
                 last.slots += run.slots
-                for slot in run.slots:
-                    self._runs[slot] = last
+                self._map(run.slots, last)
 
     def _split(self, run: Run, block: int) -> Run:
-        """Make the blocks from `block` on a run of their own. Nobody waits for them: for a block waits who has those
-        before it.
-        """
+        """Make the blocks from `block` on a run of their own; a request that waits does so for the first block."""
         rest = replace(run, digests=run.digests[block:], slots=run.slots[block:], waiters=[])
         del run.digests[block:], run.slots[block:]
-        self._enter(rest)
+        self._map(rest.slots, rest)
         if run in self._idle:
             self._idle[rest] = None
         return rest
 
-    def _enter(self, run: Run) -> None:
-        for slot in run.slots:
+    def _map(self, slots: array[int], run: Run | None) -> None:
+        for slot in slots:
             self._runs[slot] = run
 
     def _settle(self, run: Run) -> None:
-        """An unpinned run: staged ones become idle, void ones give their slots back, those in a call wait."""
+        """Make an unpinned run idle, or release it if it is detached; not while a call writes to it."""
         if run.in_call:
             return
         self.used[run.lane] -= len(run)
@@ -304,30 +246,27 @@ class Blocks:
 
     def _release(self, run: Run) -> None:
         self._waste(run, len(run))
-        for slot in run.slots:
-            self._runs[slot] = None
+        self._map(run.slots, None)
         back = [slot for slot in run.slots if slot not in self._lost] if self._lost else run.slots
         self.lost += len(run) - len(back)
         self._free.extend(back)
 
     def _waste(self, run: Run, blocks: int) -> None:
-        """So many of its blocks are given up."""
         if run.unloaded:
             self.wasted[run.lane] += blocks
 
-    def _alone(self, number: int, blocks: int) -> None:
+    def _count_sole(self, number: int, change: int) -> None:
+        """Change how many blocks only this request pins."""
         before = self.sole.get(number, 0)
-        self.sole[number] = before + blocks
+        if before + change == 0:
+            del self.sole[number]
+            self.sole_changed.discard(number)
+            return
+        self.sole[number] = before + change
         if before == 0:
             self.sole_changed.add(number)
 
-    def _not_alone(self, number: int, blocks: int) -> None:
-        left = self.sole[number] - blocks
-        if left:
-            self.sole[number] = left
-        else:
-            del self.sole[number]
-            self.sole_changed.discard(number)
+    # --- what others see --------------------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, int]:
         return {
@@ -337,3 +276,35 @@ class Blocks:
             "slots_lost": self.lost,
             "blocks_pinned": self.pinned,
         }
+
+    def check(self, held: Iterable[tuple[int, Sequence[int]]], in_call: Set[int]) -> set[int]:
+        """Count everything anew, slot by slot, and assert that the table agrees. Returns the unloaded slots.
+
+        `held`: number and slots of each request.  `in_call`: slots of store calls that are not over.
+        """
+        holders = defaultdict[int, list[int]](list)
+        for number, slots in held:
+            for slot in slots:
+                holders[slot].append(number)
+        runs = {run for run in self._runs if run is not None}
+        present = [slot for run in runs for slot in run.slots]
+        gone = set(range(self.slot_count)).difference(present, self._free)
+        assert sorted((*present, *self._free, *gone)) == list(range(self.slot_count)), "free, lost or in one run"
+        assert gone <= self._lost
+        for run in runs:
+            assert len(run.digests) == len(run.slots) > 0
+            for slot in run.slots:
+                assert self._runs[slot] is run
+                assert (run.pins, run.holders) == (len(holders[slot]), sum(holders[slot]))
+                assert run.in_call == (slot in in_call)
+        idle = {run for run in runs if run.pins == 0 and not run.in_call}
+        assert set(self._idle) == idle
+        assert all(run.state is BlockState.STAGED and not run.detached for run in idle)
+        pairs = [zip(run.digests, run.slots, strict=True) for run in runs if not run.detached]
+        assert self._index == dict(chain.from_iterable(pairs))
+        assert self.used == [sum(len(run) for run in runs - idle if run.lane is lane) for lane in Lane]
+        gauges = self.gauges()
+        assert (gauges["slots_idle"], gauges["slots_lost"]) == (sum(map(len, idle)), len(gone))
+        assert gauges["blocks_pinned"] == sum(len(run) for run in runs if run.pins)
+        assert self.sole == Counter(numbers[0] for numbers in holders.values() if len(numbers) == 1)
+        return {slot for run in runs if run.unloaded for slot in run.slots}

@@ -1,13 +1,13 @@
-"""Which staged blocks have a copy in which device slot, and who may know its number. Pure: events in, copy orders out.
+"""Promotion: which staged blocks have a copy in which device slot. Pure: events in, copy orders out.
 
-A copy is never the only one: the host slot stays pinned by the requests that want the block, so a request can be told
-either number at any moment.  Room goes by urgency, as the planner's does; copies that no request holds stay as an LRU.
-A copy that a less urgent request holds alone can be taken from it: its entries name the host slots again, and where the
-flag is then unclaimed, nobody can come to read the device slot (SYNC claim in shmring/flags.py).  Otherwise the slot
-waits for the request's end, as it does for every request that was claimed.
+A copy is never the only one.  The requests that want a block pin its host slot, so a request's entry may name either
+slot at any moment.  Room goes by urgency, as the planner's does; copies that no request holds stay as an LRU.
 
-The host slot of a block under copy stays what it is as long as one of the requests that wanted the copy lives; a copy
-that lost all of them is void.
+A more urgent request may take the copies that another request holds alone: that one's entries name the host slots
+again.  If its flag is unclaimed after that, the engine cannot read the device slots any more (SYNC claim in
+shmring/flags.py).  Otherwise the copies stay until the request ends, as they do for any claimed request.
+
+A copy under way that loses all its requests is void: nothing pins its host slot then.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from .requests import Key, Request, Urgency, negated, push
+from .queues import negated, push
+from .requests import Key, Request, Urgency
 
 MAX_TRIES = 16  # requests looked at for one slot
 
 
 class TablePort(Protocol):
-    """How promotion reaches the slot tables and flags of published requests."""
+    """How promotion reaches slot tables and flags of published requests."""
 
     def move(self, key: Key, moves: Sequence[tuple[int, int]]) -> None:
         """Write (block, slot) over published entries."""
         ...
 
     def unclaimed(self, key: Key) -> bool:
-        """Whether the engine holds no claim of it now, as seen after every move before."""
+        """Whether the engine holds no claim of it, read after all moves before."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """One device slot in use. `holders`: the block that each request knows it as, or waits for it as."""
+    """One device slot in use. `holders`: the block as which each request names the copy or waits for it."""
 
     digest: bytes
     slot: int
@@ -50,8 +51,8 @@ class _Copy:
 class _Holder:
     """A published request.
 
-    `next`: blocks before it were looked at.  `settled`: it was claimed when last looked at, and gets no more until it
-    is seen unclaimed.  `void`: of before a reset, and gets no more.
+    `next`: the first block to look at.  `settled`: it was claimed at the last look, and gets no copies until a look
+    finds it unclaimed.  `void`: it was published before a reset, and gets no more copies.
     `queued`, `listed`: its entries in the queue and among the victims.
     """
 
@@ -81,24 +82,25 @@ class Promotions:
     """Plans the device slots [first, first + count) of one engine."""
 
     def __init__(self, first: int, count: int, port: TablePort, *, chunk_blocks: int) -> None:
-        self._count, self._port, self._chunk_blocks = count, port, max(1, chunk_blocks)
-        self._free = list(range(first + count - 1, first - 1, -1))
+        self._port, self._chunk_blocks = port, max(1, chunk_blocks)
+        self._slots = range(first, first + count)
+        self._free = list(reversed(self._slots))
         self._index: dict[bytes, _Copy] = {}
-        self._idle: OrderedDict[bytes, _Copy] = OrderedDict()  # there and held by nobody: least recently used first
+        self._idle: OrderedDict[bytes, _Copy] = OrderedDict()  # held by no request: least recently used first
         self._holders: dict[Key, _Holder] = {}
         self._numbers: dict[int, _Holder] = {}
-        self._queue: list[Urgency] = []  # of requests with blocks to promote
-        self._victims: list[Urgency] = []  # negated, of requests that hold copies: least urgent first
+        self._queue: list[Urgency] = []  # requests with blocks to promote
+        self._victims: list[Urgency] = []  # requests that hold copies, negated: least urgent first
         self._orders: dict[int, list[_Copy]] = {}
         self._number = 0
         self._settled: list[_Holder] = []
-        self._stopped = False  # there was no room for the most urgent one, until something changes
+        self._stopped = False  # the most urgent request found no room, and nothing changed since
         self._closed = False
 
     # --- events -----------------------------------------------------------------------------------------------------
 
     def published(self, request: Request, start: int, slots: Sequence[int]) -> list[int]:
-        """Blocks from `start` on are about to be published in these host slots; the slots to enter for them."""
+        """Return the slots to enter for blocks from `start` on, which the planner publishes in these host slots."""
         entries = list(slots)
         if self._closed or not entries:
             return entries
@@ -114,12 +116,12 @@ class Promotions:
         return entries
 
     def asked(self, key: Key) -> None:
-        """Its urgency changed."""
+        """The urgency of a request changed."""
         if (holder := self._holders.get(key)) is not None:
             self._enter(holder)
 
     def dropped(self, key: Key) -> None:
-        """The request ended, or was taken back: the engine reads nothing of it any more."""
+        """The request ended or was taken back: the engine reads none of its slots any more."""
         holder = self._holders.pop(key, None)
         if holder is None:
             return
@@ -130,12 +132,12 @@ class Promotions:
         self._stopped = False
 
     def named(self, key: Key) -> int:
-        """How many of its entries name device slots, or did when it was claimed."""
+        """Return how many of its entries name device slots, or did so when it was claimed."""
         holder = self._holders.get(key)
         return sum(copy.there for copy in holder.copies.values()) if holder is not None else 0
 
     def copied(self, number: int, *, ok: bool) -> None:
-        """An order came back, all of it or none."""
+        """An order came back; it succeeds or fails as a whole."""
         ok = ok and not self._closed
         moves: dict[_Holder, list[tuple[int, int]]] = {}
         for copy in self._orders.pop(number):
@@ -154,7 +156,7 @@ class Promotions:
         self._stopped = False
 
     def tick(self) -> None:
-        """Called now and then: flags change hands unseen, so look again for room, and for claims that were given up."""
+        """Look again for room and for claims that were given up, since flags change without an event."""
         self._stopped = False
         settled, self._settled = self._settled, []
         for holder in settled:
@@ -165,11 +167,11 @@ class Promotions:
                 continue
             holder.settled, holder.next = False, holder.start
             if moves := [(block, copy.slot) for block, copy in holder.copies.items() if copy.there]:
-                self._port.move(holder.request.key, moves)  # some were sent back to the host just before the claim
+                self._port.move(holder.request.key, moves)  # some moved to the host just before the claim
             self._enter(holder)
 
     def reset(self) -> None:
-        """Every block's KV is void: copies serve those who hold them, and nobody else."""
+        """The KV of every block is void: copies serve the requests that hold them, and no others."""
         for copy in list(self._index.values()):
             self._forget(copy)
             self._settle(copy)
@@ -177,7 +179,7 @@ class Promotions:
             holder.settled = holder.void = True
 
     def close(self) -> None:
-        """No more copies. Whoever is not claimed is sent back to its host slots."""
+        """Make no more copies, and move every request back to its host slots."""
         self._closed = True
         self.reset()
         for holder in self._holders.values():
@@ -193,7 +195,7 @@ class Promotions:
         return bool(self._queue) and not self._stopped and not self._closed
 
     def next_order(self) -> CopyOrder | None:
-        """The most urgent blocks to copy now; None when there is nothing to copy, or no room."""
+        """Return the most urgent blocks to copy now; None if there are none, or no room."""
         slots: list[tuple[int, int]] = []
         copies: list[_Copy] = []
         while not self._stopped and len(slots) < self._chunk_blocks and (holder := self._head()) is not None:
@@ -229,7 +231,7 @@ class Promotions:
             self._port.move(holder.request.key, moves)
 
     def _head(self) -> _Holder | None:
-        """The most urgent request with blocks to promote; outdated entries are dropped."""
+        """Return the most urgent request with blocks to promote."""
         while self._queue:
             entry = self._queue[0]
             holder = self._numbers.get(entry[2])
@@ -250,7 +252,7 @@ class Promotions:
         return self._free.pop() if self._free else None
 
     def _demote(self, urgency: Urgency) -> None:
-        """Take from the least urgent request, if that is less urgent than this, the copies that it holds alone."""
+        """Take the copies that a less urgent request holds alone, from the least urgent one that can give some."""
         aside: list[_Holder] = []
         while self._victims and not self._free and len(aside) < MAX_TRIES:
             entry = self._victims[0]
@@ -267,7 +269,7 @@ class Promotions:
             self._enter(holder)
 
     def _take_back(self, holder: _Holder) -> bool:
-        """Send a request's last blocks back to the host; False when nothing came free by it."""
+        """Move a request's last blocks back to the host; False if that frees no slot."""
         key = holder.request.key
         alone = [block for block, copy in holder.copies.items() if copy.there and len(copy.holders) == 1]
         alone = sorted(alone)[-self._chunk_blocks :]
@@ -275,7 +277,7 @@ class Promotions:
             return False
         self._port.move(key, [(block, holder.host[block - holder.start]) for block in alone])
         if not self._port.unclaimed(key):
-            self._settle_claimed(holder)  # just now: it may have read the numbers, so its copies stay until it ends
+            self._settle_claimed(holder)  # the engine may have read the device slots before the move
             return True
         for block in alone:
             copy = holder.copies.pop(block)
@@ -289,9 +291,9 @@ class Promotions:
     # --- state ------------------------------------------------------------------------------------------------------
 
     def _may_enter(self, holder: _Holder) -> bool:
-        """Whether the engine may still read what is entered for this request now."""
+        """Whether the engine can still read new entries of this request; a claimed one has read its table."""
         if not holder.settled and not self._port.unclaimed(holder.request.key):
-            self._settle_claimed(holder)  # it loads from where its table says
+            self._settle_claimed(holder)
         return not holder.settled
 
     def _settle_claimed(self, holder: _Holder) -> None:
@@ -299,7 +301,7 @@ class Promotions:
         self._settled.append(holder)
 
     def _enter(self, holder: _Holder) -> None:
-        """Put it where its urgency belongs, if it has blocks to promote, and if it has copies to take."""
+        """Enter it in the queue if it has blocks to promote, and among the victims if it has copies."""
         if holder.settled:
             return
         entry = holder.request.urgency
@@ -313,7 +315,7 @@ class Promotions:
             push(self._victims, holder.listed, self._numbers)
 
     def _hold(self, copy: _Copy, holder: _Holder, block: int) -> bool:
-        """Note that this block's entry names the copy, or will; False for a digest that stands in a hint twice."""
+        """Note that this block's entry names the copy, now or later; False if the request holds it as another block."""
         if holder in copy.holders:
             return False
         if not copy.holders:
@@ -323,28 +325,35 @@ class Promotions:
         return True
 
     def _forget(self, copy: _Copy) -> None:
-        """Nobody finds it any more; its slot comes back with its last holder."""
+        """Take it out of the index; its slot comes back with its last holder."""
         if copy.indexed:
             copy.indexed = False
             del self._index[copy.digest]
             self._idle.pop(copy.digest, None)
 
     def _settle(self, copy: _Copy) -> None:
-        """Held by nobody: void while it is being copied, idle if it can be found, else its slot is free."""
+        """Without holders a copy is void while it is under way, else idle if it is in the index, else free."""
         if copy.holders:
             return
         if not copy.there:
-            self._forget(copy)  # nothing pins its host slot now
+            self._forget(copy)
         elif copy.indexed:
             self._idle[copy.digest] = copy
         else:
             self._free.append(copy.slot)
 
     def gauges(self) -> dict[str, int]:
-        """Device slots by use: free, idle (a copy that nobody holds); the rest are held or being copied to."""
+        """Count device slots by use; those that are neither free nor idle are held or being copied to."""
         return {
-            "device_slots": self._count,
+            "device_slots": len(self._slots),
             "device_slots_free": len(self._free),
             "device_slots_idle": len(self._idle),
             "device_copies": sum(map(len, self._orders.values())),
         }
+
+    def check(self) -> None:
+        """Assert that each device slot is free, idle, held, or in an order whose requests are gone."""
+        held = {copy.slot for holder in self._holders.values() for copy in holder.copies.values()}
+        void = {copy.slot for copies in self._orders.values() for copy in copies} - held
+        idle = [copy.slot for copy in self._idle.values()]
+        assert sorted((*self._free, *idle, *held, *void)) == list(self._slots)

@@ -1,20 +1,37 @@
-"""Whose blocks are ordered next: the requests that want some, by lane and urgency, and why a lane gives none. Pure.
+"""Requests by urgency: which one gets the next blocks of a lane, and which one gives its room back. Pure.
 
-What an event costs does not depend on how many requests wait: the queues are heaps whose outdated entries are dropped
-when they come up, and a lane that found no room is not tried again before something changed.
+The cost of an event does not grow with the number of requests: the heaps drop outdated entries when these come up, and
+a lane that found no room is not tried again before something changed.
 """
 
 from __future__ import annotations
 
 import enum
 import heapq
+from collections.abc import Mapping
 
-from .blocks import Lane
-from .requests import Request, Urgency, push
+from .blocks import Blocks
+from .requests import FlagPort, Request, Urgency
+from .runs import BlockState, Lane
+
+MAX_TRIES = 64  # requests looked at for one slot
+
+
+def push(heap: list[Urgency], entry: Urgency, live: Mapping[int, object]) -> None:
+    """Push the entry. Once entries of requests outside `live` (by number) may fill most of the heap, drop them."""
+    heapq.heappush(heap, entry)
+    if len(heap) > 4 * len(live) + 64:
+        heap[:] = sorted({each for each in heap if abs(each[2]) in live})
+
+
+def negated(urgency: Urgency) -> Urgency:
+    """Turn the order around: the smallest is the least urgent."""
+    asked, priority, sequence = urgency
+    return -asked, -priority, -sequence
 
 
 class Stop(enum.Enum):
-    """Why no more of a request's blocks were issued."""
+    """Why an order takes no more of a request's blocks."""
 
     FULL = "the order is full, or the request has no more blocks"
     LANE = "its next block belongs to the other lane"
@@ -25,13 +42,13 @@ class Stop(enum.Enum):
 class Queues:
     """The requests of `numbers` that want work, each in the lane of its next block."""
 
-    def __init__(self, numbers: dict[int, Request]) -> None:
+    def __init__(self, numbers: Mapping[int, Request]) -> None:
         self._numbers = numbers
         self._heaps: tuple[list[Urgency], list[Urgency]] = ([], [])
         self._stopped: list[Stop | None] = [None, None]
 
     def enter(self, request: Request) -> None:
-        """Put it where its next block belongs; a lane that found no room looks again when it is the new head."""
+        """Enter a request, also after a change of its lane or urgency; a new head starts a stopped lane again."""
         request.lane = request.lane_of(request.issued)
         heap, entry = self._heaps[request.lane], request.urgency
         push(heap, entry, self._numbers)
@@ -39,7 +56,7 @@ class Queues:
             self._stopped[request.lane] = None
 
     def head(self, lane: Lane) -> Request | None:
-        """The most urgent request that wants work of this lane; entries of requests that moved or ended are dropped."""
+        """Return the most urgent request that wants work of this lane."""
         heap = self._heaps[lane]
         while heap:
             request = self._numbers.get(heap[0][2])
@@ -53,7 +70,7 @@ class Queues:
         return self._stopped[lane] is None and bool(self._heaps[lane])
 
     def stop(self, lane: Lane, why: Stop) -> None:
-        """Its head found no room: nobody less urgent may take some before it, so it waits until something changes."""
+        """Stop the lane until something changes: less urgent requests must not take room before its head."""
         self._stopped[lane] = why
 
     def changed(self) -> None:
@@ -67,3 +84,44 @@ class Queues:
             return False
         head = self.head(other)
         return head is not None and head.urgency < urgency
+
+
+class Victims:
+    """The requests that alone hold a block, least urgent first."""
+
+    def __init__(self, blocks: Blocks, numbers: Mapping[int, Request], flags: FlagPort) -> None:
+        self._blocks, self._numbers, self._flags = blocks, numbers, flags
+        self._heap: list[Urgency] = []  # negated
+
+    def take_back(self, urgency: Urgency, lane: Lane | None) -> Request | None:
+        """Take back the flag of the least urgent request that gives back a slot (of this lane) at once.
+
+        Only of a request that is less urgent than `urgency` and unclaimed; None if there is none.
+        """
+        while self._blocks.sole_changed:
+            if (request := self._numbers.get(self._blocks.sole_changed.pop())) is not None:
+                push(self._heap, negated(request.urgency), self._numbers)
+        aside: list[Urgency] = []
+        found = None
+        while self._heap and found is None and len(aside) < MAX_TRIES:
+            entry = self._heap[0]
+            victim = self._numbers.get(-entry[2])
+            if victim is None or negated(victim.urgency) != entry or victim.sequence not in self._blocks.sole:
+                heapq.heappop(self._heap)
+                continue
+            if victim.urgency <= urgency:
+                break
+            heapq.heappop(self._heap)
+            if self._gives_back(victim, lane) and self._flags.take_back(victim.key):
+                found = victim
+            else:
+                aside.append(entry)
+        for entry in aside:
+            heapq.heappush(self._heap, entry)
+        return found
+
+    def _gives_back(self, request: Request, lane: Lane | None) -> bool:
+        return any(
+            run.pins == 1 and run.state is BlockState.STAGED and (lane is None or run.lane is lane)
+            for run in self._blocks.runs(request.held)
+        )

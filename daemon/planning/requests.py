@@ -1,33 +1,32 @@
-"""A hinted request, an order and its outcome, as the planner and those around it know them."""
+"""The planner's records: a hinted request, an order, and the port to the completion flags."""
 
 from __future__ import annotations
 
-import heapq
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from struct import Struct
 from typing import NamedTuple, Protocol
 
-from .blocks import Lane, Run
+from .runs import Lane, Run
 
 Key = tuple[int, int]  # (flag, generation)
-Urgency = tuple[int, int, int]  # (asked for or not, priority, number of the request): the smallest goes first
+Urgency = tuple[int, int, int]  # (0 if asked for, else 1; priority; number of the request): the smallest goes first
 
 
 class FlagPort(Protocol):
-    """How the planner reaches completion flags. Each call is a compare-and-swap and may lose to the engine."""
+    """How the planner reaches completion flags. Each call is a compare-and-swap, which the engine may win."""
 
     def publish(self, key: Key, start: int, slots: Sequence[int], count: int, final: bool) -> bool:
-        """Enter slots from block `start` on and publish `count`; False when the flag is the engine's already."""
+        """Enter slots from block `start` on and publish `count`; False if the engine claimed or dropped the flag."""
         ...
 
     def take_back(self, key: Key) -> bool:
-        """Nothing of an unclaimed flag is published any more, for now; False when the engine had it first."""
+        """Publish nothing of an unclaimed flag any more, for now; False if the engine had it first."""
         ...
 
     def expire(self, key: Key) -> bool:
-        """End an unclaimed flag; False when the engine claimed or dropped it first."""
+        """End an unclaimed flag; False if the engine claimed or dropped it first."""
         ...
 
 
@@ -48,10 +47,10 @@ class Request:
     asked: bool = False
     final: bool = False
     lane: Lane = Lane.MEMORY  # of the next block to order
-    on_disk: bytes = b""  # 1 for each block from `local` on that lies only on disk; what is beyond lies in memory
+    on_disk: bytes = b""  # 1 for each block from `local` on that lies only on disk; blocks beyond lie in memory
     held: array[int] = field(default_factory=lambda: array("I"))  # slots of [local, issued)
-    waits: Run | None = None  # what `ready` stands before, while it loads
-    taken_back: int = 0  # how often
+    waits: Run | None = None  # the loading run at block `ready`
+    taken_back: int = 0  # times
     fetched_blocks: int = 0
     disk_blocks: int = 0
     first_byte_ns: int = 0
@@ -70,7 +69,7 @@ class Request:
         return Lane.DISK if at < len(self.on_disk) and self.on_disk[at] else Lane.MEMORY
 
     def lane_ends(self, block: int) -> int:
-        """The block before which those in the same lane as this one end."""
+        """Return the first block after this one that lies in the other lane, or `limit`."""
         at, lane = block - self.local, self.lane_of(block)
         end = self.on_disk.find(1 - lane, at)
         if end < 0:
@@ -87,25 +86,9 @@ class Request:
 
 
 class Order(NamedTuple):
-    """Blocks to fetch in one store call, and where to."""
+    """Blocks to fetch in one store call, and the slot of each."""
 
     number: int
     lane: Lane
     digests: Sequence[bytes]
     slots: Sequence[int]
-
-
-def push(heap: list[Urgency], entry: Urgency, live: Mapping[int, object]) -> None:
-    """Enter it; entries of requests that ended or moved stay until they come up, or until they are most of the heap.
-
-    `live`: the requests by number.
-    """
-    heapq.heappush(heap, entry)
-    if len(heap) > 4 * len(live) + 64:
-        heap[:] = sorted({each for each in heap if abs(each[2]) in live})
-
-
-def negated(urgency: Urgency) -> Urgency:
-    """The smallest of these is of the least urgent."""
-    asked, priority, sequence = urgency
-    return -asked, -priority, -sequence

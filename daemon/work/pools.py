@@ -18,7 +18,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from ..planning.blocks import Lane
+from ..planning.runs import Lane
 from .calls import FETCHES, Call, Caller, Kind
 from .concurrency import ConcurrencyLimit
 

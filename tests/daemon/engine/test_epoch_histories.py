@@ -12,7 +12,7 @@ import pytest
 from kvprefetch.daemon.control.report import status
 from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.engine.transfers import Found, SaveResult
-from kvprefetch.daemon.planning.blocks import Lane
+from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.snapshot import Snapshot

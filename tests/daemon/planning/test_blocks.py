@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvprefetch.daemon.planning.planner import Key, Lane, Planner
-from tests.daemon.planning.support import FlagsModel, audit, hint, hit, run
+from tests.daemon.planning.support import FlagsModel, hint, hit, run
 
 
 def test_a_block_that_a_prompt_has_twice_is_fetched_once_and_published_twice() -> None:
@@ -16,7 +16,7 @@ def test_a_block_that_a_prompt_has_twice_is_fetched_once_and_published_twice() -
     assert len(set(flags.slots[key].values())) == 2
     for each in (key, again):
         planner.finish(each)
-    audit(planner)
+    planner.check()
     assert planner.gauges()["slots_idle"] == 2
 
 
@@ -27,7 +27,7 @@ def test_what_one_request_alone_holds_is_one_run_until_another_prompt_parts_from
     run(planner)
 
     def runs(key: Key) -> list[int]:
-        return [len(run) for run in planner._blocks.runs(planner.requests[key].held)]
+        return [len(run) for run in planner.blocks.runs(planner.requests[key].held)]
 
     assert runs(one) == [8]
     same = hint(planner, 2, *"abcdefgh", local=2)
@@ -35,12 +35,12 @@ def test_what_one_request_alone_holds_is_one_run_until_another_prompt_parts_from
     parts = hint(planner, 3, *"abcdefxy")
     assert runs(parts) == [2, 4]
     assert runs(one) == [2, 4, 2]
-    audit(planner)
+    planner.check()
     for key in (parts, same, one):
         planner.finish(key)
     again = hint(planner, 4, *"abcdefgh")
     assert runs(again) == [8]
-    audit(planner)
+    planner.check()
 
 
 def test_the_last_blocks_of_what_was_used_longest_ago_make_room_first() -> None:
@@ -66,7 +66,7 @@ def test_digests_of_different_lengths_can_be_staged_ahead() -> None:
         del wanted[: len(order.slots)]
     assert lengths == [[5], [8], [10, 10]]
     planner.reset()
-    audit(planner)
+    planner.check()
 
 
 def test_what_is_staged_ahead_from_disk_keeps_to_the_share_of_blocks_from_disk() -> None:
@@ -75,7 +75,7 @@ def test_what_is_staged_ahead_from_disk_keeps_to_the_share_of_blocks_from_disk()
     run(planner)
     assert planner.warm([b"x......."], Lane.DISK, "list") is None
     assert planner.warm([b"x......."], Lane.MEMORY, "list") is not None
-    audit(planner)
+    planner.check()
 
 
 def test_what_a_staging_ahead_listed_is_not_replaced_by_its_own() -> None:
@@ -83,7 +83,7 @@ def test_what_a_staging_ahead_listed_is_not_replaced_by_its_own() -> None:
     key = hit(planner, 1, "a", "b")
     run(planner)
     planner.finish(key)
-    assert planner.touch(b"a.......", "list")
+    assert planner.blocks.touch(b"a.......", "list")
     assert planner.warm([b"x......."], Lane.MEMORY, "list") is None
     assert planner.warm([b"x......."], Lane.MEMORY, "another") is not None
 
@@ -92,7 +92,7 @@ def wasted_after(planner: Planner, number: int, *names: str) -> list[int]:
     """Fetch these for a request that takes as much room; the planner's count of what was given up for it."""
     planner.looked_up(hint(planner, number, *names), len(names))
     run(planner)
-    return planner.wasted
+    return planner.blocks.wasted
 
 
 def test_blocks_that_a_load_left_are_waste_once_their_room_is_reused() -> None:
@@ -100,14 +100,14 @@ def test_blocks_that_a_load_left_are_waste_once_their_room_is_reused() -> None:
     key = hit(planner, 1, "a", "b", "c", "d", "e", local=1)
     run(planner)
     planner.finish(key, loaded=range(2, 4))
-    assert planner.wasted == [0, 0], "they are still there for others"
+    assert planner.blocks.wasted == [0, 0], "they are still there for others"
     assert wasted_after(planner, 2, "e", "x") == [0, 0], "of the others the last was loaded"
     assert wasted_after(planner, 3, "y", "z") == [1, 0]
     planner.finish((2, 1), loaded=range(1))
     planner.end()
-    assert planner.wasted == [4, 0], "x, y and z as well"
+    assert planner.blocks.wasted == [4, 0], "x, y and z as well"
     planner.end()
-    assert planner.wasted == [4, 0]
+    assert planner.blocks.wasted == [4, 0]
 
 
 def test_what_an_aborted_request_left_and_another_loaded_is_no_waste() -> None:
@@ -124,16 +124,16 @@ def test_what_was_staged_ahead_or_came_too_late_or_is_void_is_waste_of_its_tier(
     ahead = planner.warm([b"a.......", b"b......."], Lane.DISK, "list")
     assert ahead is not None
     planner.fetched(ahead.number, [True, False], 1)
-    assert planner.wasted == [0, 0]
+    assert planner.blocks.wasted == [0, 0]
     hit(planner, 1, "c", "d", "e")
     order = planner.next_order()
     assert order is not None
     planner.overdue(order.number, 1)
-    assert planner.wasted == [0, 0]
+    assert planner.blocks.wasted == [0, 0]
     planner.fetched(order.number, [True, True, False], 2)
-    assert planner.wasted == [2, 0]
+    assert planner.blocks.wasted == [2, 0]
     planner.reset()
-    assert planner.wasted == [2, 1]
+    assert planner.blocks.wasted == [2, 1]
 
 
 def test_an_order_has_no_block_twice_and_none_that_is_here() -> None:
@@ -142,4 +142,4 @@ def test_an_order_has_no_block_twice_and_none_that_is_here() -> None:
     assert run(planner) == [["a", "b", "c", "d"]]
     hit(planner, 2, "x", "y", "c", "z")
     assert run(planner) == [["x", "y", "z"]]
-    audit(planner)
+    planner.check()

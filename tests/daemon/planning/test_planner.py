@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvprefetch.daemon.planning.planner import Lane, Planner
-from tests.daemon.planning.support import FlagsModel, audit, hint, hit, run
+from tests.daemon.planning.support import FlagsModel, hint, hit, run
 
 
 def test_a_hit_is_fetched_in_prefix_order_and_published_in_full() -> None:
@@ -123,7 +123,7 @@ def test_after_a_reset_nothing_is_fetched_under_the_hints_of_before() -> None:
     assert (flags.count[claimed], claimed in flags.final) == (0, True), "it waits for nothing"
     planner.finish(near)
     assert run(planner) == []
-    audit(planner)
+    planner.check()
 
 
 def test_a_request_in_both_tiers_is_ordered_in_prefix_order_lane_by_lane() -> None:
@@ -259,4 +259,4 @@ def test_what_an_engine_took_meanwhile_gets_nothing_more() -> None:
     assert planner.gauges()["leases"] == 0
     planner.looked_up((9, 9), 3)  # one that has ended
     planner.finish(key)
-    audit(planner)
+    planner.check()

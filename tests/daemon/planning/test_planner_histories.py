@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from kvprefetch.daemon.planning.planner import Key, Lane, Order, Planner
-from tests.daemon.planning.support import FlagsModel, audit, digests, hint
+from tests.daemon.planning.support import FlagsModel, digests, hint
 
 HISTORIES = 500
 EVENTS = {
@@ -104,7 +104,7 @@ def history(chance: Random) -> None:
             case "claim" if live:
                 flags.claimed.add(chance.choice(sorted(live)))
             case "warm":
-                names = [name for name in some_prompt(chance) if not planner.touch(digests(name), "list")]
+                names = [name for name in some_prompt(chance) if not planner.blocks.touch(digests(name), "list")]
                 lane = chance.choice(list(Lane))
                 order = planner.warm([digests(name) for name in dict.fromkeys(names)], lane, "list")
                 if order is not None:
@@ -116,12 +116,10 @@ def history(chance: Random) -> None:
                 for request in planner.reset():
                     del live[request.key]
                 flags.refused |= live.keys()  # whatever comes for them, nothing is published
-        audit(planner)
+        unloaded = planner.check()
         gauges = planner.gauges()
         assert gauges["slots_stuck"] == sum(len(order.slots) for order in overdue)
-        assert planner._blocks.used[Lane.DISK] <= slots
-        unloaded = {slot for run in planner._blocks._runs if run is not None and run.unloaded for slot in run.slots}
-        assert fetched == loaded + sum(planner.wasted) + len(unloaded), "each has one fate"
+        assert fetched == loaded + sum(planner.blocks.wasted) + len(unloaded), "each has one fate"
         assert unloaded <= fresh
         for key, names in live.items():
             assert planner.requests[key].final == (key in flags.final | flags.refused)
@@ -147,8 +145,8 @@ def history(chance: Random) -> None:
             planner.finish(key)
             del live[key]
     assert not live
-    assert planner._blocks.used == [0, 0]
-    assert not planner._blocks.sole
+    assert planner.blocks.used == [0, 0]
+    assert not planner.blocks.sole
     gauges = planner.gauges()
     assert gauges["slots_lost"] == len(lost)
     assert gauges["slots_free"] + gauges["slots_idle"] == slots - len(lost)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvprefetch.daemon.planning.planner import Lane, Planner
-from tests.daemon.planning.support import FlagsModel, audit, hint, hit, run
+from tests.daemon.planning.support import FlagsModel, hint, hit, run
 
 
 def test_consumed_blocks_stay_until_their_room_is_needed() -> None:
@@ -108,7 +108,7 @@ def test_a_victim_that_had_nothing_to_give_is_looked_at_again() -> None:
     order = planner.next_order()
     assert order is not None
     assert flags.taken_back == [victim]
-    audit(planner)
+    planner.check()
 
 
 def test_room_of_a_lane_is_taken_from_one_who_holds_some_of_it() -> None:
@@ -137,7 +137,7 @@ def test_what_was_taken_back_is_fetched_again_when_there_is_room() -> None:
     near = hit(planner, 3, "n", "o", "p")
     assert run(planner) == [["n", "o", "p"]]
     assert flags.taken_back == [later, far]
-    audit(planner)
+    planner.check()
     assert flags.count == {near: 3, far: 1}, "its first block was needed by nobody"
     assert not planner.requests[far].final
     planner.finish(near)
@@ -147,7 +147,7 @@ def test_what_was_taken_back_is_fetched_again_when_there_is_room() -> None:
     planner.finish(far)
     assert run(planner) == [["y"]]
     assert (planner.requests[later].taken_back, flags.count[later]) == (1, 2)
-    audit(planner)
+    planner.check()
 
 
 def test_two_requests_do_not_take_from_each_other_in_turn() -> None:

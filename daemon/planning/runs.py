@@ -1,0 +1,53 @@
+"""A run of blocks in staging: the unit that requests pin, wait for and give back."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Lane(enum.IntEnum):
+    """The medium that holds a block in the store. Each lane has its own orders, so disks never hold up memory."""
+
+    MEMORY = 0
+    DISK = 1
+
+
+class BlockState(enum.Enum):
+    LOADING = "loading"
+    STAGED = "staged"
+    FAILED = "failed"
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Blocks that follow one another in a prompt, with the same state and the same pins.
+
+    `digests`: all of one length.  `pins`: how many requests pin it; `holders`: the sum of their numbers, so with one
+    pin the number of that request.  `detached`: the index no longer has it, and the last unpin frees its slots.
+    `in_call`: a store call may still write to the slots, even if no request wants the blocks.  `warming`: the last
+    warming that listed any of it.  `unloaded`: it was fetched, and no request loaded it since.
+    """
+
+    digests: list[bytes]
+    slots: array[int]
+    lane: Lane
+    first_requester: Any
+    state: BlockState = BlockState.LOADING
+    pins: int = 0
+    holders: int = 0
+    detached: bool = False
+    in_call: bool = True
+    warming: str = ""
+    unloaded: bool = False
+    waiters: list[Any] = field(default_factory=list)  # requests that wait for its first block
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def is_like(self, other: Run) -> bool:
+        """Whether the two may be one run, if the same requests pin both."""
+        mine = (self.lane, self.detached, self.warming, self.unloaded)
+        return mine == (other.lane, other.detached, other.warming, other.unloaded)
