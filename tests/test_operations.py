@@ -15,7 +15,7 @@ import yaml
 
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.config.model import NEXT_ATTACH, RELOADABLE, DaemonConfig, load
-from kvprefetch.daemon.runtime.service import FLUSH_S
+from kvprefetch.daemon.runtime.backend import FLUSH_S
 from tests.daemon.fake_engine import FakeEngine
 from tests.lab.daemon import Daemon
 

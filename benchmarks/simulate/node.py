@@ -17,7 +17,7 @@ from kvprefetch.daemon.planning.planner import Key, Lane, Order, Planner
 from kvprefetch.shmring.wire.records import FlagState
 
 MAX_STUCK = 4  # calls past their deadline, with which no other is started
-TICK_NS = 100_000_000  # daemon/runtime/service.py
+TICK_NS = 100_000_000  # daemon/runtime/loop.py
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,79 +1,94 @@
-"""What is ordered of a running daemon: blocks staged ahead for an engine, or a namespace removed.
-
-`epochs` are those of the engines that the ordering user may steer.
-"""
+"""Questions and commands of users: what the daemon's engines do, its mode, blocks to warm, namespaces to purge."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ...shmring.wire.admin import Purge, Report, Warm
+from ...shmring.wire.admin import NamespacesQuery, Purge, Report, SetMode, StatQuery, StatusQuery, Warm
 from ...shmring.wire.codec import Message
+from ...shmring.wire.records import ProtocolError
 from ..engine.epoch import Epoch
 from ..store.buckets import Removal
-from ..store.client import Store
-from ..store.namespaces import Namespaces, name_of
+from ..store.namespaces import name_of
 from ..work.calls import Call, Kind
-from ..work.pools import Pools
+from . import report
+from .epochs import Epochs, Shared
 
+Query = StatusQuery | StatQuery | NamespacesQuery
+Command = SetMode | Warm | Purge
 Reply = Callable[[Message], None]
 
 
-def warm(epochs: Sequence[Epoch], order: Warm, reply: Reply) -> None:
-    """Stage blocks ahead for the one engine that the order names. Raises ProtocolError for one that is too large."""
-    named = _named(epochs, order.engine)
-    if len(named) == 1:
-        named[0].warm(order, reply)
-        return
-    attached = ", ".join(sorted(each.engine_id for each in epochs)) or "none"
-    wanted = f"engine={order.engine!r}" if order.engine else "name one with --engine"
-    reply(Report(ok=False, text=f"not one engine but {len(named)}: {wanted}; attached: {attached}"))
+class Admin:
+    """Answers each user for the engines of that user: `uid` is the user's id, None an operator's, who sees all."""
 
+    def __init__(self, shared: Shared, epochs: Epochs) -> None:
+        self._shared, self._epochs = shared, epochs
+        # Users whose purge is running. Each may have one, since saves of all users wait behind it.
+        self._purging: set[int | None] = set()
 
-class Purges:
-    """Removes namespaces, for operators and for their users."""
+    def answer(self, query: Query, uid: int | None, now_ns: int) -> Message:
+        """Return the answer to a question."""
+        if isinstance(query, StatusQuery):
+            return report.status(self._shared, self._epochs.attached(uid), len(self._epochs.attached()))
+        if isinstance(query, StatQuery):
+            return report.segments(self._epochs.attached(uid), now_ns)
+        return self._shared.namespaces.page(uid, query.after)
 
-    def __init__(self, store: Store, pools: Pools, namespaces: Namespaces) -> None:
-        self._store, self._pools, self._namespaces = store, pools, namespaces
-        # Users with a purge on its way: each may have one, since saves wait behind it, those of others too.
-        self._running: set[int | None] = set()
+    def command(self, command: Command, uid: int | None, reply: Reply) -> None:
+        """Carry out a command, and reply now or later. Raises ProtocolError for one that the user may not give."""
+        if isinstance(command, Warm):
+            self._warm(command, uid, reply)
+        elif isinstance(command, Purge):
+            self._purge(command, uid, reply)
+        elif uid is not None:
+            raise ProtocolError(f"only root and the daemon's own user may do this: uid={uid}")
+        else:
+            before = self._shared.mode
+            self._epochs.switch(command.mode)
+            reply(Report(ok=True, text=f"mode: {command.mode} (was {before})"))
 
-    def start(
-        self,
-        every: Sequence[Epoch],
-        epochs: Sequence[Epoch],
-        order: Purge,
-        uid: int | None,
-        reply: Reply,
-    ) -> None:
-        """Remove every value of the order's namespaces, and of those of the engine that it names.
+    def _warm(self, command: Warm, uid: int | None, reply: Reply) -> None:
+        """Warm blocks for the one engine that the command names. Raises ProtocolError for too many blocks."""
+        epochs = self._epochs.attached(uid)
+        named = _named(epochs, command.engine)
+        if len(named) == 1:
+            named[0].warm(command, reply)
+            return
+        attached = ", ".join(sorted(each.engine_id for each in epochs)) or "none"
+        wanted = f"engine={command.engine!r}" if command.engine else "name one with --engine"
+        reply(Report(ok=False, text=f"not one engine but {len(named)}: {wanted}; attached: {attached}"))
 
-        `every`: all epochs of the daemon.  The user `uid`, None for an operator, may name namespaces of its own.
-        Once its values are gone a namespace belongs to nobody, unless an engine uses it or attached with it meanwhile.
+    def _purge(self, command: Purge, uid: int | None, reply: Reply) -> None:
+        """Remove every value of the command's namespaces, and of those of the engine that it names.
+
+        A user may name namespaces of its own. Once its values are gone a namespace belongs to nobody, unless an engine
+        uses it or attached with it meanwhile.
         """
-        named = _named(epochs, order.engine) if order.engine else []
-        mine = {known.name for known in self._namespaces.known(order.prefixes) if known.uid == uid}
+        namespaces = self._shared.namespaces
+        named = _named(self._epochs.attached(uid), command.engine) if command.engine else []
+        mine = {known.name for known in namespaces.known(command.prefixes) if known.uid == uid}
         error = ""
-        if order.engine and len({epoch.engine_id for epoch in named}) != 1:
+        if command.engine and len({epoch.engine_id for epoch in named}) != 1:
             found = "several engines have" if named else "no attached engine has"
-            error = f"{found} an id that begins so: engine={order.engine!r}"
-        elif uid is not None and (others := sorted({*map(name_of, order.prefixes)} - mine)):
+            error = f"{found} an id that begins so: engine={command.engine!r}"
+        elif uid is not None and (others := sorted({*map(name_of, command.prefixes)} - mine)):
             error = f"only root and the daemon's own user may remove what is another's: uid={uid}: {', '.join(others)}"
-        elif uid in self._running:
+        elif uid in self._purging:
             error = f"another purge of this user is running: uid={uid}"
         if error:
             reply(Report(ok=False, text=error))
             return
-        prefixes = sorted({*order.prefixes, *(prefix for epoch in named for prefix in epoch.shape.key_prefixes)})
-        in_use = {name for epoch in every for name in epoch.namespaces}
-        free = [known for known in self._namespaces.known(prefixes) if known.name not in in_use]
+        prefixes = sorted({*command.prefixes, *(prefix for epoch in named for prefix in epoch.shape.key_prefixes)})
+        in_use = {name for epoch in self._epochs.attached() for name in epoch.namespaces}
+        free = [known for known in namespaces.known(prefixes) if known.name not in in_use]
 
         def purged(result: Removal | BaseException) -> None:
-            self._running.discard(uid)
+            self._purging.discard(uid)
             removal = Removal(False, 0) if isinstance(result, BaseException) else result
             if removal:
-                self._namespaces.free(free)
+                namespaces.free(free)
             if removal == (True, 0):
                 said = "there was no key"
             else:
@@ -82,13 +97,13 @@ class Purges:
             reply(Report(ok=removal.gone, text=f"{said}: {', '.join(prefixes)}"))
 
         if uid is not None:
-            self._running.add(uid)
-        remove = partial(self._store.remove_matching, prefixes, order.timeout_ms / 1e3)
-        self._pools.start(Call(Kind.SAVE, remove, purged))
+            self._purging.add(uid)
+        remove = partial(self._shared.store.remove_matching, prefixes, command.timeout_ms / 1e3)
+        self._shared.pools.start(Call(Kind.SAVE, remove, purged))
 
 
 def _named(epochs: Sequence[Epoch], engine: str) -> list[Epoch]:
-    """Those with this id, else those whose id begins so: `top` may show the start of one. All for ""."""
+    """Return the epochs with this engine id, else those whose id begins with it, as `top` may show it; all for ""."""
     return [each for each in epochs if each.engine_id == engine] or [
         each for each in epochs if each.engine_id.startswith(engine)
     ]

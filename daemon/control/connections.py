@@ -1,8 +1,8 @@
-"""The connections of the control socket: bounds for each user, and the choice of the one that makes room for another.
+"""The connections of the control socket: accepted within bounds for each user, and closed.
 
-Whoever may attach can open connections, say a hello whose engine never becomes complete, and leave unread what it is
-handed.  Each of these costs the daemon descriptors, so each has a bound, and a bound that is reached costs the user who
-uses most of it.  Connections of attached engines are never closed to make room.
+A user who may attach can open connections, start engines that never become complete, and leave received descriptors
+unread. Each of these costs the daemon descriptors, so each has a bound. Where a bound is reached, the user with the
+most pays. A connection of an attached engine is never closed to make room.
 """
 
 from __future__ import annotations
@@ -11,51 +11,51 @@ import array
 import errno
 import fcntl
 import os
+import select
 import socket
 import termios
 from collections import Counter
-from collections.abc import Callable
 
 from ...shmring.wire.attach import Refused
 from ..telemetry.logs import Log
 from .access import Access, credentials_of
 from .group import Peer
 
-ACCEPTS = 16  # connections taken in one turn of the loop
+ACCEPTS = 16  # connections accepted in one turn of the loop
 MAX_WAITING = 256  # connections that belong to no attached engine: commands, strangers, incomplete engines
-MAX_STRANGERS = 64  # of these, connections of users who may not attach, until they spoke and were told
-# Processes of all attached engines of one user. Each costs the daemon up to five descriptors, and two in flight: from
-# the message that carries them until the process reads it, they count against the daemon's user.
+MAX_STRANGERS = 64  # of these, connections of users who may not attach; each is closed once it was refused
+# Processes of all attached engines of one user. Each costs the daemon up to five descriptors and two in flight: those
+# count against the daemon's user from the message that carries them until the process reads it.
 MAX_PROCESSES = 128
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Connections:
-    """Accepts connections on `sock` and closes them. `drop` takes a peer out of its group and closes it."""
+    """Accepts connections on `sock`; `epoll` watches them. `access` says which users may attach."""
 
-    def __init__(
-        self, sock: socket.socket, access: Access, log: Log, *, drop: Callable[[Peer], None],
-        watch: Callable[[int], None], unwatch: Callable[[int], None],
-    ) -> None:  # fmt: skip
-        self.sock, self.access = sock, access  # a reload may change the access
-        sock.setblocking(False)  # accept() asks until none waits
-        self._log, self._drop, self._watch, self._unwatch = log, drop, watch, unwatch
+    def __init__(self, sock: socket.socket, access: Access, epoll: select.epoll, log: Log) -> None:
+        self.sock, self.access = sock, access
+        sock.setblocking(False)  # `accept` stops where none waits
+        self._epoll, self._log = epoll, log
         self._peers: dict[int, Peer] = {}  # by descriptor, the oldest first
-        self._unread: list[Peer] = []  # ended here, but descriptors that they were handed are still in flight
-        self._paused = False
+        self._unread: list[Peer] = []  # closed here, but descriptors sent to them are still in flight
+        self._paused = True
+        self._listen()
 
     def get(self, fd: int) -> Peer | None:
         return self._peers.get(fd)
 
-    def accept(self) -> None:
-        """Take the connections that wait, ACCEPTS at most."""
+    def accept(self) -> list[Peer]:
+        """Accept waiting connections, at most ACCEPTS; return the peers that were closed to make room for them."""
+        closed: list[Peer] = []
         for _ in range(ACCEPTS):
             try:
                 sock, _ = self.sock.accept()
             except OSError as error:
-                if error.errno in _NO_ROOM and not self._make_room(os.strerror(error.errno)):
-                    self._unwatch(self.sock.fileno())  # it stays readable: without a pause the loop would spin
-                    self._paused = True
+                if error.errno in _NO_ROOM:
+                    closed += self._make_room(os.strerror(error.errno))
+                    if not closed:
+                        self._pause()
                 break
             sock.setblocking(False)
             credentials = credentials_of(sock)
@@ -64,68 +64,83 @@ class Connections:
                 sock.close()
                 continue
             self._peers[sock.fileno()] = peer
-            self._watch(sock.fileno())
+            self._epoll.register(sock, select.EPOLLIN)
         for _ in range(sum(peer.waiting for peer in self._peers.values()) - MAX_WAITING):
-            self._make_room(f"too many connections that belong to no attached engine: max={MAX_WAITING}")
+            closed += self._make_room(f"too many connections that belong to no attached engine: max={MAX_WAITING}")
+        return closed
 
-    def _make_room(self, error: str) -> bool:
-        """Close the oldest waiting connection of the user who has most of them. False when none waits."""
+    def _make_room(self, error: str) -> list[Peer]:
+        """Close and return the oldest waiting connection of the user who has most of them; none where none waits."""
         waiting = [peer for peer in self._peers.values() if peer.waiting]
         if not waiting:
             self._log.warning("peers.full", error=error)
-            return False
+            return []
         [(uid, _)] = Counter(peer.credentials.uid for peer in waiting).most_common(1)
         oldest = next(peer for peer in waiting if peer.credentials.uid == uid)
         self._log.warning("peers.full", error=error, pid=oldest.credentials.pid, uid=uid)
-        oldest.tell(Refused(error=f"{error}; this was the oldest of uid={uid}", final=False))
-        self._drop(oldest)
-        return True
+        oldest.send(Refused(error=f"{error}; this was the oldest of uid={uid}", final=False))
+        self.close(oldest)
+        return [oldest]
 
     def processes(self, uid: int) -> int:
-        """Processes of one user that hold descriptors: those of attached engines, and those that did not read."""
+        """Count the processes of one user that hold descriptors: of attached engines, and those that did not read."""
         attached = sum(peer.credentials.uid == uid and not peer.waiting for peer in self._peers.values())
         return attached + sum(peer.credentials.uid == uid for peer in self._unread)
 
+    def refuse(self, peer: Peer, error: str, *, final: bool) -> None:
+        """Send and log a refusal; the caller closes the connection. With `final` the process does not try again."""
+        pid, uid, _ = peer.credentials
+        self._log.warning("peer.refused", pid=pid, uid=uid, error=error, final=final)
+        peer.send(Refused(error=error, final=final))
+
     def close(self, peer: Peer) -> None:
-        """End a connection. The socket stays open while descriptors sent on it are unread, so that they are counted."""
-        fd = peer.sock.fileno()
-        if self._peers.pop(fd, None) is None:
+        """End a connection. Its socket stays open while descriptors sent on it are unread, so that they are counted."""
+        if self._peers.pop(peer.sock.fileno(), None) is None:
             return
-        self._unwatch(fd)
+        self._epoll.unregister(peer.sock)
         if peer.handed and _unread_bytes(peer.sock):
-            peer.sock.shutdown(socket.SHUT_RDWR)  # the process reads what is there, then the end of file
+            peer.sock.shutdown(socket.SHUT_RDWR)  # the process reads the rest, then the end of file
             self._unread.append(peer)
         else:
             peer.sock.close()
 
     def tick(self) -> None:
-        """Listen again after a pause, and let go of what was read meanwhile. Called a few times a second."""
-        if self._paused:
-            self._paused = False
-            self._watch(self.sock.fileno())
+        """Listen again after a pause, and close the sockets whose descriptors were read meanwhile."""
+        self._listen()
         for peer in [peer for peer in self._unread if not _unread_bytes(peer.sock)]:
             self._unread.remove(peer)
             peer.sock.close()
 
     def listen_on(self, sock: socket.socket, access: Access) -> None:
         """Accept connections on this socket from now on."""
-        self._unwatch(self.sock.fileno())
+        self._pause()
         self.sock.close()
-        self.sock, self.access, self._paused = sock, access, False
-        self._watch(sock.fileno())
+        self.sock, self.access = sock, access
+        self._listen()
 
     def close_all(self) -> None:
-        """End all connections, and listen no more."""
+        """End all connections, and stop listening."""
         for peer in list(self._peers.values()):
             self.close(peer)
         for peer in self._unread:
             peer.sock.close()
-        self._unwatch(self.sock.fileno())
+        self._pause()
         self.sock.close()
+
+    def _listen(self) -> None:
+        if self._paused:
+            self._epoll.register(self.sock, select.EPOLLIN)
+            self._paused = False
+
+    def _pause(self) -> None:
+        """Stop watching the listening socket: while nothing can be accepted it stays readable."""
+        if not self._paused:
+            self._epoll.unregister(self.sock)
+            self._paused = True
 
 
 def _unread_bytes(sock: socket.socket) -> int:
-    """How much of what was sent the other side has not read; 0 once it is closed there (SIOCOUTQ)."""
+    """Count the bytes sent that the other side has not read (SIOCOUTQ); 0 once it closed its end."""
     count = array.array("i", [0])
     fcntl.ioctl(sock, termios.TIOCOUTQ, count)
     return count[0]

@@ -1,12 +1,11 @@
-"""The processes of one engine incarnation on the control socket: who has come, what each said, who is missing."""
+"""The processes of one engine incarnation on the control socket: which have come, and which are missing."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
-import time
 from dataclasses import dataclass, field
+from functools import partial
 
 from ...shmring.wire.attach import Attached, Hello, Mapped
 from ...shmring.wire.codec import Message, send_message
@@ -15,14 +14,13 @@ from ..engine.epoch import Epoch
 from ..engine.memory import EngineInfo
 from .access import Credentials
 
-# The scheduler comes last, when all ranks have said hello.
-INCOMPLETE_S = 30.0
+INCOMPLETE_NS = 30_000_000_000  # after the scheduler's hello, which comes once all ranks have said theirs
 _NAMED_RANKS = 8
 
 
 @dataclass(eq=False)
 class Peer:
-    """One connected process."""
+    """One connected process. `allowed`: its user may attach."""
 
     sock: socket.socket
     credentials: Credentials
@@ -34,11 +32,11 @@ class Peer:
 
     @property
     def waiting(self) -> bool:
-        """It belongs to no engine that has a place; hanging up on it costs no attached engine."""
+        """Whether it belongs to no engine that has a place: closing its connection costs no attached engine."""
         return self.group is None or not self.group.placed
 
-    def tell(self, message: Message) -> None:
-        """Worth no waiting: lost where the process is gone, which its end of file says, or does not read."""
+    def send(self, message: Message) -> None:
+        """Send without waiting. The message is lost where the process is gone, or does not read."""
         with contextlib.suppress(OSError):
             send_message(self.sock, message)
 
@@ -52,10 +50,10 @@ class Group:
     uid: int
     scheduler: Peer | None = None
     workers: dict[int, Peer] = field(default_factory=dict)
-    placed: bool = False  # it counts as an attached engine: its memory is being reserved, or there
+    placed: bool = False  # it counts as an attached engine: its memory is reserved, or is being reserved
     epoch: Epoch | None = None
-    waits_to_be_handed: bool = False  # its memory, until the kernel takes more descriptors
-    overdue_s: float = math.inf  # when the missing ranks are to be reported; CLOCK_MONOTONIC
+    waits_to_be_handed: bool = False  # its memory, until the kernel takes more descriptors in flight
+    overdue_ns: int | None = None  # when to report missing ranks; None: not now, or reported
 
     @property
     def peers(self) -> list[Peer]:
@@ -66,12 +64,12 @@ class Group:
         return self.scheduler is not None and len(self.workers) == self.world_size
 
     def has_place(self, hello: Hello) -> bool:
-        """Whether a process that says this is awaited."""
+        """Whether a process with this hello is missing."""
         taken = self.scheduler is not None if hello.role == "scheduler" else hello.rank in self.workers
         return not taken and not self.placed
 
-    def join(self, peer: Peer, hello: Hello) -> None:
-        """It takes its place. Raises ProtocolError where it is not of this engine."""
+    def join(self, peer: Peer, hello: Hello, now_ns: int) -> None:
+        """Add a process. Raises ProtocolError where it differs from the engine's other processes."""
         if hello.world_size != self.world_size or peer.credentials.uid != self.uid:
             raise ProtocolError(
                 f"differs from its engine's other processes: world_size={hello.world_size} "
@@ -80,15 +78,15 @@ class Group:
         peer.hello, peer.group = hello, self
         if hello.role == "scheduler":
             self.scheduler = peer
-            self.overdue_s = time.monotonic() + INCOMPLETE_S
+            self.overdue_ns = now_ns + INCOMPLETE_NS
         else:
             self.workers[hello.rank] = peer
 
-    def overdue(self) -> str:
-        """Ranks for which the scheduler has waited too long, as "1, 2"; "" for none. Says it once."""
-        if self.complete or self.scheduler is None or time.monotonic() < self.overdue_s:
+    def overdue(self, now_ns: int) -> str:
+        """Return the ranks for which the scheduler has waited too long, as "1, 2", and once; "" for none."""
+        if self.complete or self.scheduler is None or self.overdue_ns is None or now_ns < self.overdue_ns:
             return ""
-        self.overdue_s = math.inf
+        self.overdue_ns = None
         missing = [str(rank) for rank in range(self.world_size) if rank not in self.workers]
         return ", ".join(missing[:_NAMED_RANKS] + ["…"] * (len(missing) > _NAMED_RANKS))
 
@@ -98,37 +96,35 @@ class Group:
         self.workers = {rank: other for rank, other in self.workers.items() if other is not peer}
 
     def engine(self) -> EngineInfo:
-        """What its processes said when they came; only when complete."""
+        """Return what the processes said in their hellos; only for a complete group."""
         assert self.scheduler is not None
         hello = self.scheduler.hello
         assert hello is not None
         assert hello.scheduler is not None
-        said = [self.workers[rank].hello for rank in range(self.world_size)]
-        workers = [each.worker for each in said if each is not None and each.worker is not None]
+        hellos = [self.workers[rank].hello for rank in range(self.world_size)]
+        workers = [each.worker for each in hellos if each is not None and each.worker is not None]
         return EngineInfo(hello.engine_id, hello.block_tokens, hello.scheduler, workers)
 
     def mapped(self) -> list[Mapped] | None:
-        """What the workers, by rank, said when they had mapped the epoch; None until all processes have."""
+        """Return the workers' Mapped messages, by rank; None until all processes have sent theirs."""
         if any(peer.mapped is None for peer in self.peers):
             return None
-        said = [self.workers[rank].mapped for rank in range(self.world_size)]
-        return [mapped for mapped in said if mapped is not None]
+        return [mapped for rank in range(self.world_size) if (mapped := self.workers[rank].mapped) is not None]
 
     def memory_of(self, peer: Peer, epoch: Epoch) -> tuple[Attached, list[int]]:
-        """The message that hands one of its processes its memory, and the descriptors that go with it."""
+        """Return the message that hands a process its memory, and the descriptors that go with it."""
+        layout, device = epoch.layout, epoch.memory.device
+        attached = partial(Attached, epoch=epoch.number, slot_count=epoch.slot_count, device_slots=layout.device_slots)
         if peer is self.scheduler:
-            attached = Attached(
-                epoch=epoch.number, segment_bytes=epoch.layout.total_bytes, slot_count=epoch.slot_count,
-                slot_bytes=0, device_slots=epoch.layout.device_slots, removal_ms=epoch.removal_ms,
-            )  # fmt: skip
-            return attached, [epoch.control.fd, epoch.doorbell.fd]
+            message = attached(segment_bytes=layout.total_bytes, slot_bytes=0, removal_ms=epoch.removal_ms)
+            return message, [epoch.control.fd, epoch.doorbell.fd]
         assert peer.hello is not None
-        rank, device = peer.hello.rank, epoch.memory.device
+        rank = peer.hello.rank
         segment = epoch.staging.segments[rank]
-        attached = Attached(
-            epoch=epoch.number, segment_bytes=segment.size_bytes, slot_count=epoch.slot_count,
-            slot_bytes=epoch.staging.block_bytes[rank], device_slots=epoch.layout.device_slots,
+        message = attached(
+            segment_bytes=segment.size_bytes,
+            slot_bytes=epoch.staging.block_bytes[rank],
             device_handle=device.handle(rank) if device is not None else "",
             live_epochs=self.engine().scheduler.live_epochs,
-        )  # fmt: skip
-        return attached, [segment.fd, *([device.lease(rank)] if device is not None else [])]
+        )
+        return message, [segment.fd, *([device.lease(rank)] if device is not None else [])]

@@ -13,7 +13,7 @@ from ...shmring.wire.admin import Segments, Status
 from ...shmring.wire.records import FlagState
 from ..engine.epoch import Epoch
 from ..telemetry.events import Ending
-from ..telemetry.snapshot import Snapshot
+from .epochs import Shared
 
 MAX_ENGINES = 32  # in one answer, which must fit a control message
 MAX_NAMESPACE_BYTES = 256  # of an engine's in one answer
@@ -35,19 +35,17 @@ def numbers(epoch: Epoch) -> dict[str, int | str]:
     }
 
 
-def status(
-    epochs: Sequence[Epoch], snapshot: Snapshot, store_open: bool, store_answering: bool, mode: str,
-    master_http: str, engine_count: int,
-) -> Status:  # fmt: skip
+def status(shared: Shared, epochs: Sequence[Epoch], engine_count: int) -> Status:
     """Return the answer for a user who may see these epochs; `engine_count` counts those of all users."""
+    snapshot = shared.snapshot
     now = snapshot.clock_ns()
     return Status(
         version=__version__,
         pid=os.getpid(),
-        mode=mode,
-        master_http=master_http,
-        store_open=store_open,
-        store_answering=store_answering,
+        mode=shared.mode,
+        master_http=shared.master_http,
+        store_open=shared.store.is_open,
+        store_answering=shared.store.answering,
         disk_fault=snapshot.disk_fault(),
         store=fill.model_dump() if (fill := snapshot.fill()) is not None else None,
         store_earlier=earlier.model_dump() if (earlier := snapshot.fill_earlier()) is not None else None,

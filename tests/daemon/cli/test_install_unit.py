@@ -112,7 +112,7 @@ def test_a_program_s_path_survives_the_unit_file() -> None:
 
 def test_the_stop_waits_longer_than_the_drain() -> None:
     """60 s for store calls in flight, FLUSH_S for the disk tier, and some for closing."""
-    from kvprefetch.daemon.runtime.service import FLUSH_S
+    from kvprefetch.daemon.runtime.backend import FLUSH_S
 
     for name in ("kvprefetchd.service", "kvprefetchd-user.service"):
         text = install_unit.template(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 class Store:
     """Answers, until it does not."""
 
-    answering = True
+    is_open = answering = True
     removal_ms = 0
 
     def suspect(self, _: str) -> None:
@@ -138,6 +139,7 @@ def test_nothing_that_an_engine_pushes_raises(seed: int) -> None:
         chance = Random(100 * seed + round_)
         clock, store, pools = [1], Store(), Pools(chance)
         epoch = make_epoch(store, pools=pools, clock_ns=lambda clock=clock: clock[0])  # type: ignore[misc]
+        shared: Any = SimpleNamespace(mode="on", store=store, snapshot=Snapshot(), master_http="")
         producer = Producer(epoch.control.buffer, epoch.words, epoch.layout, lambda: None)
         pushed = records(epoch, chance)
         for _ in range(300):
@@ -154,7 +156,7 @@ def test_nothing_that_an_engine_pushes_raises(seed: int) -> None:
             elif what < 0.72:
                 store.answering = True
             elif what < 0.74:
-                status([epoch], Snapshot(), True, True, "on", "", 1)
+                status(shared, [epoch], 1)
             else:
                 pools.step()
             epoch.drain(chance.choice([1, 256]))

@@ -12,12 +12,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from kvprefetch.daemon.config import model
-from kvprefetch.daemon.runtime.service import Daemon
+from kvprefetch.daemon.runtime.signals import Signals
 from kvprefetch.daemon.telemetry.log_writer import LogWriter
 from kvprefetch.shmring.wire.records import RecordKind
 from tests.daemon.fake_engine import FakeEngine, listening
@@ -146,18 +144,14 @@ def test_a_daemon_outlives_the_reader_of_its_log(tmp_path: Path) -> None:
         process.wait()
 
 
-def test_a_signal_in_the_middle_of_a_line_stops_nobody(
-    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_signal_in_the_middle_of_a_line_stops_nobody(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its handler runs on the thread that writes, wherever that is."""
     writer = LogWriter(pipe[1])
-    log = SimpleNamespace(info=lambda event, **_: writer.write(event))
-    daemon = Daemon(model.load({"socket": str(tmp_path / "d.sock")}), log, lambda: model.load({}))
-    write = os.write
+    signals, write = Signals(), os.write
 
     def interrupted(fd: int, data: bytes) -> int:
         monkeypatch.setattr(os, "write", write)
-        daemon._on_signal(signal.SIGTERM, None)
+        signals.note(signal.SIGTERM)
         return write(fd, data)
 
     monkeypatch.setattr(os, "write", interrupted)
@@ -165,7 +159,7 @@ def test_a_signal_in_the_middle_of_a_line_stops_nobody(
     writing.start()
     writing.join(5)
     assert not writing.is_alive()
-    assert lines_in(pipe[0]) == ["a line"]
+    assert (lines_in(pipe[0]), signals.stop) == (["a line"], signal.SIGTERM)
 
 
 @pytest.mark.parametrize("when", ["before the start", "later"])

@@ -1,0 +1,143 @@
+"""The epochs of all engines: made on memory reserved for them, and kept after their end until they are idle."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..config.model import DaemonConfig, Mode
+from ..engine.epoch import Epoch
+from ..engine.memory import EngineInfo, EngineMemory, prepare, release
+from ..store.client import Store, StoreError, StoreUnavailable
+from ..store.embedded import DISK_BUFFER_BYTES
+from ..store.namespaces import Namespaces
+from ..telemetry.counters import Counters
+from ..telemetry.events import Ending
+from ..telemetry.logs import Log
+from ..telemetry.snapshot import Snapshot
+from ..work.pools import Pools
+
+
+@dataclass(eq=False)
+class Shared:
+    """The parts of the daemon that all engines share.
+
+    A reload replaces `config`. `mode` starts as configured; a reload and an operator change it.
+    """
+
+    config: DaemonConfig
+    mode: Mode
+    store: Store
+    namespaces: Namespaces
+    pools: Pools
+    snapshot: Snapshot
+    log: Log
+    master_http: str = ""  # host:port of the embedded store's master
+
+
+class Epochs:
+    """Makes, ticks, ends and frees epochs. Call it on the main loop only."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._attached: dict[Epoch, int] = {}  # and the user id of its engine
+        self._ended: list[Epoch] = []
+        self._joined = shared.store.is_open
+
+    def attached(self, uid: int | None = None) -> list[Epoch]:
+        """Return the attached epochs of this user's engines; None: of all engines."""
+        return [epoch for epoch, user in self._attached.items() if uid in (None, user)]
+
+    def reserve(self, number: int, engine: EngineInfo, done: Callable[[EngineMemory | Exception], None]) -> None:
+        """Reserve an epoch's memory on a thread, then call `done` on the main loop with the memory or the error."""
+        shared = self._shared
+        prepare(shared.pools, shared.config, shared.store.removal_ms, number, engine, done)
+
+    def free(self, memory: EngineMemory) -> None:
+        """Free memory that no epoch uses, on a thread."""
+        release(self._shared.pools, memory)
+
+    def attach(self, memory: EngineMemory, engine: EngineInfo, uid: int) -> Epoch:
+        """Make an epoch on `memory`. Raises StoreError where the store refuses the memory, which stays the caller's."""
+        shared, config = self._shared, self._shared.config
+        epoch = Epoch(
+            memory, engine, shared.store, shared.pools, shared.log, time.monotonic_ns, chunk_bytes=config.chunk,
+            media=config.disk is not None or config.mooncake_config is not None,
+            disk_call_bytes=DISK_BUFFER_BYTES // config.fetch_threads, lease_ns=config.lease_ns,
+        )  # fmt: skip
+        epoch.switch(shared.mode)
+        if shared.store.is_open:
+            try:
+                epoch.register_staging()
+            except StoreUnavailable:
+                pass  # the store closes, as the process ends
+            except StoreError:
+                epoch.close()
+                raise
+        self._attached[epoch] = uid
+        return epoch
+
+    def end(self, epoch: Epoch, ending: Ending) -> None:
+        """End an attached epoch; `tick` frees its memory once no store call touches it."""
+        del self._attached[epoch]
+        epoch.end(ending)
+        self._ended.append(epoch)
+
+    def switch(self, mode: Mode) -> None:
+        """Change the mode of all engines, attached ones and later ones."""
+        shared = self._shared
+        shared.log.info("mode.switched", before=shared.mode, after=mode)
+        shared.mode = mode
+        for epoch in self._attached:
+            epoch.switch(mode)
+
+    def corrupt(self) -> list[Epoch]:
+        """Log and return the attached epochs whose engine corrupted its memory; the caller ends them."""
+        found = [epoch for epoch in self._attached if epoch.corrupt is not None]
+        for epoch in found:
+            self._shared.log.error("engine.corrupt", engine=epoch.engine_id, epoch=epoch.number, error=epoch.corrupt)
+        return found
+
+    def tick(self, now_ns: int) -> list[tuple[Epoch, Ending]]:
+        """Do the periodic work of each epoch; return those that the caller must end, so that their engines reattach."""
+        over = []
+        for epoch in self._attached:
+            epoch.liveness.beat(now_ns)
+            epoch.scan()
+            if epoch.memory.worn_out:
+                self._shared.log.warning("engine.worn", engine=epoch.engine_id, epoch=epoch.number)
+                over.append((epoch, Ending.STAGING_LOST))
+        if self._shared.store.is_open and not self._joined:
+            self._joined = True
+            self._shared.log.info("store.joined")
+            over += [(epoch, Ending.ENGINE_GONE) for epoch in self._attached if not _registered(epoch)]
+        for epoch in list(self._ended):
+            if epoch.idle:
+                self._ended.remove(epoch)
+                epoch.close()
+                self._shared.snapshot.retire(epoch.totals)
+                self.free(epoch.memory)
+            else:
+                epoch.held(now_ns)
+        return over
+
+    def counters(self) -> list[Counters]:
+        """Return the counters of all epochs that were not retired, ended ones included."""
+        return [epoch.totals for epoch in (*self._attached, *self._ended)]
+
+    def close(self) -> None:
+        """Close ended epochs that are idle, at the end of the process, which frees their memory."""
+        for epoch in self._ended:
+            if epoch.idle:
+                epoch.close()
+                epoch.staging.unregister()
+
+
+def _registered(epoch: Epoch) -> bool:
+    """Make the epoch's staging known to a store that opened late; False where the store refuses it."""
+    try:
+        epoch.register_staging()
+    except (StoreError, StoreUnavailable):
+        return False
+    return True

@@ -1,0 +1,239 @@
+"""The handshake of engines: their processes are grouped, get the memory of an epoch, and map it.
+
+Each process (scheduler and each worker) has one connection. Once the scheduler and every worker of one incarnation have
+said hello, the engine gets a new epoch and each process its segments. The epoch is active once all have mapped them.
+The first end of file ends the epoch for all of them: they say hello again and get a new one.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import select
+from collections import Counter
+from functools import partial
+
+from ...shmring.wire.attach import Hello, Mapped, Notice, Reset, ResetDone
+from ...shmring.wire.codec import send_message
+from ...shmring.wire.records import GROUPS, ProtocolError
+from ..engine.epoch import Epoch
+from ..engine.memory import EngineMemory
+from ..engine.transfers import check_turns
+from ..store.client import StoreError
+from ..store.namespaces import NamespaceTaken
+from ..telemetry.events import Ending
+from .connections import MAX_PROCESSES, Connections
+from .epochs import Epochs, Shared
+from .group import Group, Peer
+
+
+class Handshake:
+    """Keeps the processes of each engine in a group, and attaches complete groups as far as the configuration allows.
+
+    An incomplete group holds nothing but its connections, which have bounds of their own.
+    """
+
+    def __init__(self, shared: Shared, epochs: Epochs, connections: Connections, epoll: select.epoll) -> None:
+        self._shared, self._epochs, self._connections, self._epoll = shared, epochs, connections, epoll
+        self._log = shared.log
+        self._groups: dict[tuple[str, str], Group] = {}
+
+    def hello(self, peer: Peer, hello: Hello, now_ns: int) -> None:
+        """Add a process to its engine's group. Raises ProtocolError."""
+        if peer.hello is not None:
+            raise ProtocolError("hello was said before")
+        _check(hello)
+        key = (hello.engine_id, hello.incarnation)
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = Group(key, hello.world_size, peer.credentials.uid)
+        if not group.has_place(hello):
+            self._connections.refuse(peer, f"already attached: role={hello.role} rank={hello.rank}", final=False)
+            self._connections.close(peer)
+            return
+        group.join(peer, hello, now_ns)
+        pid = peer.credentials.pid
+        self._log.info(
+            "peer.hello", engine=hello.engine_id, role=hello.role, rank=hello.rank, pid=pid, version=hello.version
+        )
+        if group.complete:
+            self._attach(group)
+
+    def mapped(self, peer: Peer, message: Mapped) -> None:
+        """Note that a process mapped its memory, and activate the epoch once all have. Raises ProtocolError."""
+        epoch = peer.group.epoch if peer.group is not None else None
+        if epoch is None or message.epoch != epoch.number or peer.group is None:
+            raise ProtocolError(f"mapped an epoch that is not current: epoch={message.epoch}")
+        if peer.mapped is not None:
+            raise ProtocolError(f"mapped was said before: epoch={message.epoch}")
+        peer.mapped = message
+        if (workers := peer.group.mapped()) is not None:
+            epoch.activate(workers)
+            self._log.info(
+                "engine.attached",
+                engine=epoch.engine_id,
+                epoch=epoch.number,
+                ranks=peer.group.world_size,
+                slots=epoch.slot_count,
+                save_slots=epoch.save_slots,
+                block_bytes=epoch.block_bytes,
+            )
+
+    def reset(self, peer: Peer, message: Reset) -> None:
+        """Reset the keys of the peer's engine, and answer once they are gone. Raises ProtocolError."""
+        if peer.group is None or peer.group.scheduler is not peer or peer.group.epoch is None:
+            raise ProtocolError("only the scheduler of an attached engine may reset it")
+
+        def reply(ok: bool) -> None:
+            peer.send(ResetDone(reset_generation=message.reset_generation, ok=ok))
+
+        peer.group.epoch.reset(message.reset_generation, message.timeout_ms / 1e3, reply)
+
+    def left(self, peer: Peer) -> None:
+        """Take a process whose connection is closed out of its group; it ends the epoch for the others."""
+        group = peer.group
+        if group is None:
+            return
+        if group.epoch is not None:
+            group.epoch.liveness.peer_is_gone()
+            self._dissolve(group, Ending.ENGINE_GONE)
+            return
+        group.leave(peer)
+        if not group.peers and not group.placed:  # a placed one keeps its place until its memory is given back
+            self._groups.pop(group.key, None)
+
+    def end(self, epoch: Epoch, ending: Ending) -> None:
+        """End an epoch from our side: the processes see the end of file and come back."""
+        for group in list(self._groups.values()):
+            if group.epoch is epoch:
+                self._dissolve(group, ending)
+
+    def tick(self, now_ns: int) -> None:
+        """Hand over memory that waits for descriptors, and report missing ranks."""
+        for group in [group for group in self._groups.values() if group.waits_to_be_handed]:
+            self._hand_over(group)
+        for group in self._groups.values():
+            if missing := group.overdue(now_ns):
+                self._report(group, missing)
+
+    def close(self) -> None:
+        """End all epochs, as the daemon stops."""
+        for group in list(self._groups.values()):
+            self._dissolve(group, Ending.DAEMON_STOPPED)
+
+    def _attach(self, group: Group) -> None:
+        """Reserve the memory of a complete group, or refuse it."""
+        if why_not := self._no_place(group):
+            for peer in group.peers:
+                self._connections.refuse(peer, why_not, final=False)
+            self._dissolve(group, Ending.ENGINE_GONE)
+            return
+        engine, shared = group.engine(), self._shared.config.namespaces == "shared"
+        group.placed = True
+        try:
+            check_turns(engine.workers)
+            self._shared.namespaces.check(group.uid, engine.namespaces, shared=shared)
+        except ValueError as error:
+            self._refuse_engine(group, error)
+            return
+        self._epochs.reserve(secrets.randbits(53) + 1, engine, partial(self._reserved, group))
+
+    def _no_place(self, group: Group) -> str:
+        """Return the bound that keeps a complete group from being attached now; "" where it may be."""
+        config = self._shared.config
+        places = Counter(other.uid for other in self._groups.values() if other.placed)
+        if places.total() >= config.max_engines:
+            return f"too many engines: max_engines={config.max_engines}"
+        if places[group.uid] >= config.max_engines_per_uid:
+            return f"too many engines of one user: uid={group.uid} max_engines_per_uid={config.max_engines_per_uid}"
+        if (processes := self._connections.processes(group.uid)) + len(group.peers) > MAX_PROCESSES:
+            return (
+                f"too many processes of one user: uid={group.uid} processes={processes} wanted={len(group.peers)} "
+                f"max={MAX_PROCESSES}: a process that ended counts until it has read its descriptors"
+            )
+        return ""
+
+    def _reserved(self, group: Group, memory: EngineMemory | Exception) -> None:
+        """Make the epoch on its memory, and hand it over; or refuse the engine."""
+        if isinstance(memory, Exception):
+            self._refuse_engine(group, memory)
+            return
+        if not group.complete or self._groups.get(group.key) is not group:  # a process left meanwhile
+            self._epochs.free(memory)
+            self._dissolve(group, Ending.ENGINE_GONE)
+            return
+        engine, shared = group.engine(), self._shared.config.namespaces == "shared"
+        in_use = {name for epoch in self._epochs.attached() for name in epoch.namespaces}
+        try:
+            self._shared.namespaces.claim(group.uid, engine.namespaces, shared=shared, in_use=in_use)
+            epoch = group.epoch = self._epochs.attach(memory, engine, group.uid)
+        except (NamespaceTaken, StoreError) as error:  # another user's engine may have attached with it meanwhile
+            self._epochs.free(memory)
+            self._refuse_engine(group, error)
+            return
+        assert group.scheduler is not None
+        if engine.scheduler.events:
+            epoch.saver.tell = group.scheduler.send
+        self._epoll.register(epoch.doorbell.fd, select.EPOLLIN)
+        self._hand_over(group)
+
+    def _hand_over(self, group: Group) -> None:
+        """Send each process its memory; `tick` tries again where the kernel takes no more descriptors in flight."""
+        epoch = group.epoch
+        assert epoch is not None
+        try:
+            for peer in group.peers:
+                if not peer.handed:
+                    attached, fds = group.memory_of(peer, epoch)
+                    send_message(peer.sock, attached, fds)
+                    peer.handed = True
+            group.waits_to_be_handed = False
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:  # one of them died just now
+                self._log.debug("peer.lost", engine=epoch.engine_id, error=str(error))
+                self._dissolve(group, Ending.ENGINE_GONE)
+            elif not group.waits_to_be_handed:
+                group.waits_to_be_handed = True
+                self._log.warning("engine.waiting", engine=epoch.engine_id, epoch=epoch.number, error=str(error))
+
+    def _report(self, group: Group, missing: str) -> None:
+        """Report missing ranks to the log and to the engine."""
+        come, ranks = len(group.workers), group.world_size
+        self._log.warning("engine.incomplete", engine=group.key[0], come=come, ranks=ranks, missing=missing)
+        assert group.scheduler is not None
+        text = (
+            f"{come} of {ranks} ranks have attached to this daemon, missing: rank {missing}. Nothing is loaded or "
+            "saved before all have. Look for `kvprefetch` in what those ranks log; all need this node and this socket"
+        )
+        group.scheduler.send(Notice(text=text))
+
+    def _refuse_engine(self, group: Group, error: Exception) -> None:
+        self._log.error("engine.refused", engine=group.key[0], error=str(error))
+        for peer in group.peers:
+            self._connections.refuse(peer, str(error), final=True)
+        self._dissolve(group, Ending.ENGINE_GONE)
+
+    def _dissolve(self, group: Group, ending: Ending) -> None:
+        """End a group's epoch and its connections."""
+        if self._groups.get(group.key) is group:  # its processes may be back already, as another group
+            del self._groups[group.key]
+        if group.epoch is not None:
+            self._epoll.unregister(group.epoch.doorbell.fd)
+            self._epochs.end(group.epoch, ending)
+        for peer in group.peers:
+            self._connections.close(peer)
+
+
+def _check(hello: Hello) -> None:
+    """Raise ProtocolError for a hello that contradicts itself or that this daemon cannot serve."""
+    if hello.groups != GROUPS:
+        raise ProtocolError(f"only one KV-cache group is served: groups={hello.groups} max={GROUPS}")
+    if (hello.worker if hello.role == "worker" else hello.scheduler) is None:
+        raise ProtocolError(f"{hello.role}: field required: role={hello.role}")
+    if hello.rank >= (hello.world_size if hello.role == "worker" else 1):
+        raise ProtocolError(f"rank out of bounds: rank={hello.rank} world_size={hello.world_size}")
+    if hello.world_size >= MAX_PROCESSES:
+        raise ProtocolError(
+            f"world_size out of bounds: world_size={hello.world_size} max={MAX_PROCESSES - 1}: "
+            "one daemon serves the processes of one node"
+        )

@@ -1,0 +1,118 @@
+"""The store that the daemon serves from: a cluster's, or an embedded one with a master of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+from ..config.model import DaemonConfig
+from ..store.client import Store, StoreError, StoreUnavailable
+from ..store.embedded import DiskSpec, EmbeddedError, EmbeddedMaster
+from ..store.namespaces import Namespaces
+from ..store.settings import MooncakeSettings
+from ..telemetry.logs import Log
+from ..telemetry.snapshot import Snapshot
+from ..work.calls import Call, Kind
+from ..work.pools import Pools
+from .signals import Signals
+
+REOPEN_S = 2.0
+OPEN_TRIES = 3  # of an embedded store, whose master may answer late on a machine that is just starting
+FLUSH_S = 20.0
+
+
+class Backend:
+    """`master` is the embedded store's; a cluster has its own."""
+
+    def __init__(self, config: DaemonConfig, log: Log, signals: Signals) -> None:
+        self._config, self._log, self._signals = config, log, signals
+        self.store: Store | None = None
+        self.master: EmbeddedMaster | None = None
+        self.master_died = False
+
+    @property
+    def http(self) -> str:
+        """host:port of the master's HTTP interface; "" for a cluster's."""
+        return self.master.http if self.master is not None else ""
+
+    def open(self, snapshot: Snapshot) -> tuple[Store, Namespaces] | None:
+        """Return the store and its namespaces, and let `snapshot` show the store's state. None after a stop signal.
+
+        A cluster that is not there yet is joined later, on a thread.
+
+        Raises SettingsError, EmbeddedError and StoreError.
+        """
+        try:
+            settings = self._settings(snapshot)
+        except EmbeddedError:
+            if self._signals.stop:
+                return None
+            raise
+        store = self.store = Store(settings, self._log, rpc_timeout_ms=self._config.rpc_timeout_ms)
+        namespaces = Namespaces(store.disk, self._log)
+        for attempt in range(OPEN_TRIES):
+            try:
+                store.open()
+                break
+            except StoreError as error:
+                if self.master is None:
+                    self._log.warning("store.degraded", error=str(error), retry_s=REOPEN_S)
+                    threading.Thread(target=self._reopen, args=(store,), name="reopen", daemon=True).start()
+                    break
+                if self._signals.stop or attempt == OPEN_TRIES - 1:
+                    raise
+                self._log.debug("store.retried", error=str(error), retry_s=0.0)
+        return None if self._signals.stop else (store, namespaces)
+
+    def tick(self, pools: Pools) -> None:
+        """Probe a store that does not answer, and see whether the master lives."""
+        if self.store is not None and self.store.due_for_probe:
+            pools.start(Call(Kind.LOOK_UP, self.store.probe, lambda _: None, lambda: None))
+        if self.master is not None:
+            self.master.tick()
+            if not self.master.alive():
+                # Values that were only in memory are lost. A new start finds the disk tier again; engines attach to it.
+                self._log.error("master.died", pid=self.master.pid)
+                self.master_died = True
+
+    def close(self, *, quiet: bool) -> None:
+        """Write what is not on disk yet, leave the store and stop its master. `quiet`: no store call is in flight."""
+        if self.store is not None:
+            began, flushed = time.monotonic(), not self.store.is_open
+            failing = self.master is not None and self.master.disk_fault()
+            with contextlib.suppress(StoreUnavailable):
+                flushed = flushed or (quiet and not failing and self.store.flush(FLUSH_S))
+            if not flushed:
+                self._log.warning("store.unflushed", waited_s=round(time.monotonic() - began, 1))
+            if quiet:  # else the memory and the client of a call that hangs stay for the end of the process
+                # An embedded master ends with us, and would hear a goodbye of two seconds in vain.
+                ends = self.master is not None and bool(self._signals.stop or self.master_died)
+                self.store.close(goodbye=not ends)
+        if self.master is not None:
+            self.master.stop()
+
+    def _settings(self, snapshot: Snapshot) -> MooncakeSettings:
+        config = self._config
+        if config.mooncake_config is not None:
+            return MooncakeSettings.from_file(config.mooncake_config)
+        disk = DiskSpec.parse(config.disk) if config.disk is not None else None
+        master = self.master = EmbeddedMaster(
+            config.memory, disk, self._log, master_port=config.master_port, stopping=lambda: self._signals.stop > 0
+        )
+        master.anywhere = config.store_reach == "any"
+        snapshot.disk_fault, snapshot.fill, snapshot.fill_earlier = master.disk_fault, master.fill, master.fill_earlier
+        return master.start()
+
+    def _reopen(self, store: Store) -> None:
+        pause_s = REOPEN_S
+        while not self._signals.stop:
+            time.sleep(pause_s)
+            began = time.monotonic()
+            try:
+                store.open()
+                return
+            except StoreError as error:
+                # Mooncake's set-up holds the interpreter's lock, and with it the main loop.
+                pause_s = max(REOPEN_S, 4 * (time.monotonic() - began))
+                self._log.debug("store.retried", error=str(error), retry_s=round(pause_s, 1))

@@ -1,0 +1,52 @@
+"""The periodic work beside the loop: deadlines, epochs, the store's state, and the numbers to publish."""
+
+from __future__ import annotations
+
+from ..control import report
+from ..control.epochs import Shared
+from ..control.listener import Listener
+from ..control.server import Control
+from ..telemetry.logs import tick
+from .backend import Backend
+from .notify import Notifier
+
+
+class Housekeeping:
+    """Ticks the other parts, and publishes their numbers once a second."""
+
+    def __init__(
+        self, shared: Shared, control: Control, backend: Backend, listener: Listener, notifier: Notifier
+    ) -> None:
+        self._shared, self._control, self._epochs = shared, control, control.epochs
+        self._backend, self._listener, self._notifier = backend, listener, notifier
+
+    def tick(self, now_ns: int) -> None:
+        """Do the periodic work; called several times a second."""
+        shared = self._shared
+        shared.pools.tick(now_ns)
+        self._control.tick(now_ns)
+        self._backend.tick(shared.pools)
+        for epoch, ending in self._epochs.tick(now_ns):
+            self._control.end(epoch, ending)
+        shared.snapshot.lost_lines = tick()
+        self._notifier.beat(now_ns)
+        if shared.snapshot.tick(now_ns):
+            self._publish(now_ns)
+
+    def _publish(self, now_ns: int) -> None:
+        """Show the numbers, and bind the control socket again where its file was removed."""
+        self._notifier.status(self.summary())
+        if self._listener.look(now_ns):
+            self._control.listen_on(self._listener.sock)
+        engines = [report.numbers(epoch) for epoch in self._epochs.attached()]
+        store = self._shared.store
+        self._shared.snapshot.publish(now_ns, engines, self._epochs.counters(), store.is_open, store.answering)
+
+    def summary(self) -> str:
+        """Return one line for `systemctl status`."""
+        store = "store open"
+        if not self._shared.store.is_open:
+            store = "store not there yet: everything is a miss"
+        elif not self._shared.store.answering:
+            store = "store does not answer: new requests are misses"
+        return f"engines: {len(self._epochs.attached())}; {store}; mode: {self._shared.mode}"
