@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ...shmring.wire.records import FlagState
-from ..planning.promotion import CopyOrder, Promotions
+from ..planning.promotion import CopyOrder, Move, Promotions, Steps, carry_out
 from ..planning.requests import Key, Request
 from ..telemetry.counters import Counters
 from ..work.calls import Call, Caller, Kind
@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # what tests on a GPU do without (docs/PERFORMANCE.md)
     from ...shmring.wire.attach import Mapped
     from ..telemetry.logs import Log
 
+_T = TypeVar("_T")
+
 COPY_BYTES = 32 << 20  # of one job: what it takes beside the copy itself, in Python, must not count
 IN_FLIGHT = 2  # copy jobs of one engine: one runs, and the next is ready when it ends
 
@@ -33,12 +35,12 @@ class _Tables:
     def __init__(self, table: FlagTable) -> None:
         self._table = table
 
-    def move(self, key: Key, moves: Sequence[tuple[int, int]]) -> None:
-        self._table.move(key[0], moves)
-
-    def unclaimed(self, key: Key) -> bool:
-        flag = self._table.flag(key[0])
-        return flag.generation == key[1] and flag.state in (FlagState.HINTED, FlagState.READY)
+    def move(self, move: Move) -> bool:
+        index, generation = move.key
+        if move.entries:
+            self._table.move(index, move.entries)
+        flag = self._table.flag(index)
+        return flag.generation == generation and flag.state in (FlagState.HINTED, FlagState.READY)
 
 
 class Promoter:
@@ -51,7 +53,8 @@ class Promoter:
         self._device, self._requests, self._pools, self._caller = device, requests, pools, caller
         self._totals, self._log, self._clock_ns = totals, log, clock_ns
         slots = device.slots if device is not None else 0
-        self._promotions = Promotions(first_slot, slots, _Tables(table), chunk_blocks=COPY_BYTES // block_bytes)
+        self._promotions = Promotions(first_slot, slots, chunk_blocks=COPY_BYTES // block_bytes)
+        self._tables = _Tables(table)
         self._copying = 0
         self._on = False  # copies are made
         self._given_up = False
@@ -84,7 +87,7 @@ class Promoter:
     def end(self) -> None:
         """No more copies; behind the last one the host staging is let go."""
         if self._device is not None:
-            self._promotions.close()
+            self._carry_out(self._promotions.close())
             self._device.hang_up()
             self._pools.start(Call(Kind.COPY, self._device.unpin, lambda _: None, None, self._caller))
 
@@ -101,6 +104,9 @@ class Promoter:
 
         self._start(partial(self._device.pin, *pieces[0]), pinned, partial(self._silent, "to pin host memory"))
 
+    def _carry_out(self, steps: Steps[_T]) -> _T:
+        return carry_out(steps, self._tables.move)
+
     def _start(self, job: Callable[[], str], done: Callable[[str], None], overdue: Callable[[], None]) -> None:
         def result(error: str | BaseException) -> None:
             done("the job failed" if isinstance(error, BaseException) else error)
@@ -114,7 +120,7 @@ class Promoter:
         """Once, and for this epoch."""
         if not self._given_up:
             self._on, self._given_up = False, True
-            self._promotions.close()
+            self._carry_out(self._promotions.close())
             self._log.warning("device.off", error=error)
 
     # --- events -----------------------------------------------------------------------------------------------------
@@ -140,12 +146,12 @@ class Promoter:
         self._promotions.reset()
 
     def tick(self) -> None:
-        self._promotions.tick()
+        self._carry_out(self._promotions.tick())
 
     def pump(self) -> None:
         """Start copies, if there are some to make."""
         while self._on and self._device is not None and self._copying < IN_FLIGHT and self._promotions.wanted:
-            order = self._promotions.next_order()
+            order = self._carry_out(self._promotions.next_order())
             if order is None:
                 return
             self._copying += 1
@@ -154,7 +160,7 @@ class Promoter:
 
     def _copied(self, order: CopyOrder, started_ns: int, error: str) -> None:
         self._copying -= 1
-        self._promotions.copied(order.number, ok=not error)
+        self._carry_out(self._promotions.copied(order.number, ok=not error))
         self._totals.promoted_blocks += 0 if error else len(order.slots)
         duration_ms = round((self._clock_ns() - started_ns) / 1e6, 3)
         self._log.debug("copy.done", blocks=len(order.slots), duration_ms=duration_ms)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeVar
 
 from .queues import negated, push
 from .requests import Key, Request, Urgency
@@ -24,16 +24,29 @@ from .requests import Key, Request, Urgency
 MAX_TRIES = 16  # requests looked at for one slot
 
 
-class TablePort(Protocol):
-    """How promotion reaches slot tables and flags of published requests."""
+class Move(NamedTuple):
+    """Write (block, slot) `entries` over published ones; the answer says whether the request is unclaimed after that.
 
-    def move(self, key: Key, moves: Sequence[tuple[int, int]]) -> None:
-        """Write (block, slot) over published entries."""
-        ...
+    Without entries it only asks.
+    """
 
-    def unclaimed(self, key: Key) -> bool:
-        """Whether the engine holds no claim of it, read after all moves before."""
-        ...
+    key: Key
+    entries: Sequence[tuple[int, int]] = ()
+
+
+_T = TypeVar("_T")
+Steps = Generator[Move, bool, _T]  # moves to make, one after the other; each takes its answer
+
+
+def carry_out(steps: Steps[_T], move: Callable[[Move], bool]) -> _T:
+    """Make every move of `steps` and hand its answer in; return what the steps return."""
+    try:
+        step = next(steps)
+        while True:
+            step = steps.send(move(step))
+    except StopIteration as end:
+        result: _T = end.value
+        return result
 
 
 @dataclass(slots=True, eq=False)
@@ -79,10 +92,13 @@ class CopyOrder(NamedTuple):
 
 
 class Promotions:
-    """Plans the device slots [first, first + count) of one engine."""
+    """Plans the device slots [first, first + count) of one engine.
 
-    def __init__(self, first: int, count: int, port: TablePort, *, chunk_blocks: int) -> None:
-        self._port, self._chunk_blocks = port, max(1, chunk_blocks)
+    What changes slot tables comes as steps for `carry_out`: they go on with what each move's answer says.
+    """
+
+    def __init__(self, first: int, count: int, *, chunk_blocks: int) -> None:
+        self._chunk_blocks = max(1, chunk_blocks)
         self._slots = range(first, first + count)
         self._free = list(reversed(self._slots))
         self._index: dict[bytes, _Copy] = {}
@@ -95,7 +111,7 @@ class Promotions:
         self._number = 0
         self._settled: list[_Holder] = []
         self._stopped = False  # the most urgent request found no room, and nothing changed since
-        self._closed = False
+        self._closed = count == 0
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -136,7 +152,7 @@ class Promotions:
         holder = self._holders.get(key)
         return sum(copy.there for copy in holder.copies.values()) if holder is not None else 0
 
-    def copied(self, number: int, *, ok: bool) -> None:
+    def copied(self, number: int, *, ok: bool) -> Steps[None]:
         """An order came back; it succeeds or fails as a whole."""
         ok = ok and not self._closed
         moves: dict[_Holder, list[tuple[int, int]]] = {}
@@ -145,29 +161,29 @@ class Promotions:
             if not ok:
                 self._forget(copy)
             for holder, block in list(copy.holders.items()):
-                if ok and self._may_enter(holder):
+                if ok and (yield from self._may_enter(holder)):
                     moves.setdefault(holder, []).append((block, copy.slot))
                 else:
                     del copy.holders[holder]
                     del holder.copies[block]
             self._settle(copy)
         for holder, entries in moves.items():
-            self._port.move(holder.request.key, entries)
+            yield Move(holder.request.key, entries)
         self._stopped = False
 
-    def tick(self) -> None:
+    def tick(self) -> Steps[None]:
         """Look again for room and for claims that were given up, since flags change without an event."""
         self._stopped = False
         settled, self._settled = self._settled, []
         for holder in settled:
             if self._holders.get(holder.request.key) is not holder or holder.void:
                 continue
-            if not self._port.unclaimed(holder.request.key):
+            if not (yield Move(holder.request.key)):
                 self._settled.append(holder)
                 continue
             holder.settled, holder.next = False, holder.start
             if moves := [(block, copy.slot) for block, copy in holder.copies.items() if copy.there]:
-                self._port.move(holder.request.key, moves)  # some moved to the host just before the claim
+                yield Move(holder.request.key, moves)  # some moved to the host just before the claim
             self._enter(holder)
 
     def reset(self) -> None:
@@ -178,14 +194,14 @@ class Promotions:
         for holder in self._holders.values():
             holder.settled = holder.void = True
 
-    def close(self) -> None:
+    def close(self) -> Steps[None]:
         """Make no more copies, and move every request back to its host slots."""
         self._closed = True
         self.reset()
         for holder in self._holders.values():
             there = [(block, holder.host[block - holder.start]) for block, copy in holder.copies.items() if copy.there]
             if there:
-                self._port.move(holder.request.key, there)
+                yield Move(holder.request.key, there)
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
@@ -194,21 +210,20 @@ class Promotions:
         """Whether next_order() is worth a call."""
         return bool(self._queue) and not self._stopped and not self._closed
 
-    def next_order(self) -> CopyOrder | None:
+    def next_order(self) -> Steps[CopyOrder | None]:
         """Return the most urgent blocks to copy now; None if there are none, or no room."""
         slots: list[tuple[int, int]] = []
         copies: list[_Copy] = []
         while not self._stopped and len(slots) < self._chunk_blocks and (holder := self._head()) is not None:
-            if not self._may_enter(holder):
-                continue
-            self._promote(holder, slots, copies)
+            if (yield from self._may_enter(holder)):
+                yield from self._promote(holder, slots, copies)
         if not slots:
             return None
         self._number += 1
         self._orders[self._number] = copies
         return CopyOrder(self._number, slots)
 
-    def _promote(self, holder: _Holder, slots: list[tuple[int, int]], copies: list[_Copy]) -> None:
+    def _promote(self, holder: _Holder, slots: list[tuple[int, int]], copies: list[_Copy]) -> Steps[None]:
         moves: list[tuple[int, int]] = []
         while holder.next < holder.stop and len(slots) < self._chunk_blocks:
             block = holder.next
@@ -216,7 +231,7 @@ class Promotions:
                 digest = holder.request.digest(block)
                 copy = self._index.get(digest)
                 if copy is None:
-                    slot = self._take_slot(holder.request.urgency)
+                    slot = yield from self._take_slot(holder.request.urgency)
                     if slot is None:
                         self._stopped = True
                         break
@@ -228,7 +243,7 @@ class Promotions:
             holder.next += 1
         self._enter(holder)
         if moves:
-            self._port.move(holder.request.key, moves)
+            yield Move(holder.request.key, moves)
 
     def _head(self) -> _Holder | None:
         """Return the most urgent request with blocks to promote."""
@@ -242,16 +257,16 @@ class Promotions:
             heapq.heappop(self._queue)
         return None
 
-    def _take_slot(self, urgency: Urgency) -> int | None:
+    def _take_slot(self, urgency: Urgency) -> Steps[int | None]:
         if not self._free and self._idle:
             _, copy = self._idle.popitem(last=False)
             del self._index[copy.digest]
             return copy.slot
         if not self._free:
-            self._demote(urgency)
+            yield from self._demote(urgency)
         return self._free.pop() if self._free else None
 
-    def _demote(self, urgency: Urgency) -> None:
+    def _demote(self, urgency: Urgency) -> Steps[None]:
         """Take the copies that a less urgent request holds alone, from the least urgent one that can give some."""
         aside: list[_Holder] = []
         while self._victims and not self._free and len(aside) < MAX_TRIES:
@@ -263,20 +278,19 @@ class Promotions:
             if holder is None or holder.listed != entry:
                 continue
             holder.listed = None
-            if not holder.settled and not self._take_back(holder):
+            if not holder.settled and not (yield from self._take_back(holder)):
                 aside.append(holder)
         for holder in aside:
             self._enter(holder)
 
-    def _take_back(self, holder: _Holder) -> bool:
+    def _take_back(self, holder: _Holder) -> Steps[bool]:
         """Move a request's last blocks back to the host; False if that frees no slot."""
         key = holder.request.key
         alone = [block for block, copy in holder.copies.items() if copy.there and len(copy.holders) == 1]
         alone = sorted(alone)[-self._chunk_blocks :]
-        if not alone or not self._port.unclaimed(key):
+        if not alone or not (yield Move(key)):
             return False
-        self._port.move(key, [(block, holder.host[block - holder.start]) for block in alone])
-        if not self._port.unclaimed(key):
+        if not (yield Move(key, [(block, holder.host[block - holder.start]) for block in alone])):
             self._settle_claimed(holder)  # the engine may have read the device slots before the move
             return True
         for block in alone:
@@ -290,9 +304,9 @@ class Promotions:
 
     # --- state ------------------------------------------------------------------------------------------------------
 
-    def _may_enter(self, holder: _Holder) -> bool:
+    def _may_enter(self, holder: _Holder) -> Steps[bool]:
         """Whether the engine can still read new entries of this request; a claimed one has read its table."""
-        if not holder.settled and not self._port.unclaimed(holder.request.key):
+        if not holder.settled and not (yield Move(holder.request.key)):
             self._settle_claimed(holder)
         return not holder.settled
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvprefetch.daemon.planning.promotion import CopyOrder, Promotions
+from kvprefetch.daemon.planning.promotion import CopyOrder, Move, Promotions, carry_out
 from kvprefetch.daemon.planning.requests import Key, Request
 
 HOST = 100  # host slots come first
@@ -32,15 +32,16 @@ class Tables:
     claims: dict[Key, list[int] | None] = field(default_factory=dict)
     claim_next: Key | None = None
 
-    def move(self, key: Key, moves: Sequence[tuple[int, int]]) -> None:
-        if self.claim_next == key:  # before the fence: it still reads the old entries
-            self.claim(key)
-        for block, slot in moves:
-            assert block >= LOCAL
-            self.entries[key][block - LOCAL] = slot
+    looks: int = 0
 
-    def unclaimed(self, key: Key) -> bool:
-        return self.claims[key] is None
+    def move(self, move: Move) -> bool:
+        if move.entries and self.claim_next == move.key:  # before the fence: it still reads the old entries
+            self.claim(move.key)
+        for block, slot in move.entries:
+            assert block >= LOCAL
+            self.entries[move.key][block - LOCAL] = slot
+        self.looks += 1
+        return self.claims[move.key] is None
 
     def claim(self, key: Key) -> None:
         self.claims[key] = list(self.entries[key])
@@ -52,7 +53,7 @@ class Device:
 
     def __init__(self, count: int, chunk: int = 4) -> None:
         self.tables = Tables()
-        self.promotions = Promotions(HOST, count, self.tables, chunk_blocks=chunk)
+        self.promotions = Promotions(HOST, count, chunk_blocks=chunk)
         self.host: dict[int, int] = {}  # host slot -> name
         self.slots: dict[int, int] = {}  # device slot -> name
         self.orders: list[CopyOrder] = []
@@ -66,7 +67,7 @@ class Device:
         self.tables.claims.setdefault(request.key, None)
 
     def order(self) -> CopyOrder | None:
-        order = self.promotions.next_order()
+        order = carry_out(self.promotions.next_order(), self.tables.move)
         if order is not None:
             self.orders.append(order)
         return order
@@ -75,7 +76,13 @@ class Device:
         order = self.orders.pop(at)
         for host, device in order.slots:
             self.slots[device] = self.host[host] if ok else -1
-        self.promotions.copied(order.number, ok=ok)
+        carry_out(self.promotions.copied(order.number, ok=ok), self.tables.move)
+
+    def tick(self) -> None:
+        carry_out(self.promotions.tick(), self.tables.move)
+
+    def close(self) -> None:
+        carry_out(self.promotions.close(), self.tables.move)
 
     def promote(self) -> None:
         while self.order() is not None:

@@ -128,7 +128,7 @@ class PromotionMachine(RuleBasedStateMachine):
 
     @rule()
     def tick(self) -> None:
-        self.device.promotions.tick()
+        self.device.tick()
 
     @rule(at=st.integers(0, 7))
     def reset(self, at: int) -> None:
