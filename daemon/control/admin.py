@@ -9,8 +9,8 @@ from ...shmring.wire.admin import NamespacesQuery, Purge, Report, SetMode, StatQ
 from ...shmring.wire.codec import Message
 from ...shmring.wire.records import ProtocolError
 from ..engine.epoch import Epoch
-from ..store.buckets import Removal
 from ..store.namespaces import name_of
+from ..store.removal import Removal
 from ..work.calls import Call, Kind
 from . import report
 from .epochs import Epochs, Shared

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvprefetch.connector.keys import RankKeys, rank_keys
-from kvprefetch.daemon.store import buckets
+from kvprefetch.daemon.store import removal
 
 data = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data")
 
@@ -90,6 +90,6 @@ def test_a_removal_takes_the_keys_of_one_fingerprint_of_all_ranks_and_no_others(
         "other": [keys(rank).of(other) + DIGEST.hex() for rank in (0, 1)],
     }
     for name, prefix in (("vllm", keys(0).prefix), ("one", keys(0).of(one)), ("other", keys(1).of(other))):
-        _, pattern = buckets.patterns([prefix])
+        _, pattern = removal.patterns([prefix])
         taken = [key for all_of in stored.values() for key in all_of if re.fullmatch(pattern, key)]
         assert taken == stored[name]

@@ -81,8 +81,7 @@ def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_ap
         """What becomes of a block of 64 bytes whose key holds a value of `size` bytes."""
         settings: Any = SimpleNamespace(enable_ssd_offload=False, private=True)
         store = Store(settings, structlog.get_logger())
-        store._client = SimpleNamespace(batch_get_into=lambda *_: [size], get_size=lambda key: size)
-        store._open = True
+        store.adopt(SimpleNamespace(batch_get_into=lambda *_: [size], get_size=lambda key: size))
         staging: Any = SimpleNamespace(block_bytes=[64], addresses=lambda slot: [0])
         return transfers.fetch(store, transfers.RankLayout(("model@",), ((1, 0),), staging), [(b"digest", 0)])
 

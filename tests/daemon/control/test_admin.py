@@ -8,8 +8,8 @@ from typing import Any
 import structlog
 
 from kvprefetch.daemon.control.admin import Admin
-from kvprefetch.daemon.store.buckets import Removal
 from kvprefetch.daemon.store.namespaces import Namespaces
+from kvprefetch.daemon.store.removal import Removal
 from kvprefetch.daemon.work.calls import Call
 from kvprefetch.shmring.wire.admin import Purge
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from kvprefetch.daemon.store import namespaces as module
-from kvprefetch.daemon.store.buckets import patterns
 from kvprefetch.daemon.store.namespaces import (
     FILE,
     MAX_NAMESPACES,
@@ -26,6 +25,7 @@ from kvprefetch.daemon.store.namespaces import (
     NamespaceTaken,
     name_of,
 )
+from kvprefetch.daemon.store.removal import patterns
 from kvprefetch.daemon.store.settings import SettingsError
 from kvprefetch.shmring.wire.checks import KeyPrefix
 from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, encode_message

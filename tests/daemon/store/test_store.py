@@ -95,7 +95,7 @@ def opened(clock: Clock | None = None, settings: MooncakeSettings = SETTINGS) ->
     """A store that believes it is open, on a fake client."""
     store = Store(settings, structlog.get_logger(), clock=clock or Clock())
     client = FakeClient()
-    store._client, store._open = client, True
+    store.adopt(client)
     return store, client
 
 

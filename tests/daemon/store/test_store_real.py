@@ -7,12 +7,14 @@ import json
 import mmap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import structlog
 
+from kvprefetch.daemon.store import connection, joining
 from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.embedded import EmbeddedMaster
 from kvprefetch.daemon.store.errors import ErrorClass
@@ -20,31 +22,75 @@ from kvprefetch.daemon.store.settings import MooncakeSettings
 from tests.lab import control
 from tests.lab.process import free_ports, frozen
 from tests.lab.store import Store as LabStore
-from tests.support.waiting import eventually
 
 BLOCK = 65536
 PAGE = 4096
 
 
-@pytest.fixture(scope="module")
-def real() -> Iterator[tuple[Store, int, mmap.mmap]]:
-    """A store on a private master, and a registered area of 8 blocks."""
-    pytest.importorskip("mooncake")
-    master = EmbeddedMaster(16 << 20, None, structlog.get_logger())
-    store = Store(master.start(), structlog.get_logger())
-    store.open()
-    area = mmap.mmap(-1, 8 * BLOCK)
+class Spied:
+    """A real client, and what else happens during each get, after the bytes were copied."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+        self.after_get: Callable[[], None] = lambda: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def batch_get_into(self, *arguments: Any) -> list[int]:
+        codes: list[int] = self.client.batch_get_into(*arguments)
+        self.after_get()
+        return codes
+
+
+class Opened(NamedTuple):
+    """An open store, its client, and a registered area that is no page of zeros, which no KV is."""
+
+    store: Store
+    client: Spied
+    base: int
+    area: mmap.mmap
+
+
+@contextmanager
+def opened(settings: MooncakeSettings, size: int) -> Iterator[Opened]:
+    clients: list[Spied] = []
+
+    def join(*arguments: Any) -> Spied:
+        clients.append(Spied(joining.join(*arguments)))
+        return clients[-1]
+
+    store = Store(settings, structlog.get_logger())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connection, "join", join)
+        store.open()
+    area = mmap.mmap(-1, size)
+    area[:] = b"a" * size
     base = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    store.register(base, 8 * BLOCK)
-    yield store, base, area
+    store.register(base, size)
+    yield Opened(store, clients[0], base, area)
     store.unregister(base)
     store.close()
+
+
+@contextmanager
+def embedded(size: int, port: int | None = None) -> Iterator[Opened]:
+    pytest.importorskip("mooncake")
+    master = EmbeddedMaster(16 << 20, None, structlog.get_logger(), master_port=port)
+    with opened(master.start(), size) as made:
+        yield made
     master.stop()
 
 
-def test_should_put_find_and_get_the_same_bytes(real: tuple[Store, int, mmap.mmap]) -> None:
-    store, base, area = real
-    area[:BLOCK] = b"a" * BLOCK
+@pytest.fixture(scope="module")
+def real() -> Iterator[Opened]:
+    """A store on a private master, and an area of 8 blocks."""
+    with embedded(8 * BLOCK) as made:
+        yield made
+
+
+def test_should_put_find_and_get_the_same_bytes(real: Opened) -> None:
+    store, _, base, area = real
     assert store.put_from(["p@00"], [base], [BLOCK]) == [ErrorClass.OK]
     assert store.put_from(["p@00"], [base + BLOCK], [BLOCK]) == [ErrorClass.OK], "an existing key keeps its value"
     assert store.exist(["p@00", "p@01"]) == [True, False]
@@ -56,28 +102,28 @@ def test_should_put_find_and_get_the_same_bytes(real: tuple[Store, int, mmap.mma
     assert area[BLOCK : 2 * BLOCK] == b"a" * BLOCK
 
 
-def test_should_refuse_a_key_that_stands_twice_in_a_get(real: tuple[Store, int, mmap.mmap]) -> None:
+def test_should_refuse_a_key_that_stands_twice_in_a_get(real: Opened) -> None:
     """Mooncake fills the last destination only, and says OK for both."""
-    store, base, area = real
+    store, _, base, area = real
     area[: 3 * BLOCK] = b"d" * BLOCK + b"." * 2 * BLOCK
     store.put_from(["d@00"], [base], [BLOCK])
     twice = (["d@00"] * 2, [base + BLOCK, base + 2 * BLOCK], [BLOCK] * 2)
     with pytest.raises(ValueError, match="twice"):
         store.get_into(*twice)
-    assert store._client.batch_get_into(*twice) == [BLOCK] * 2
+    assert real.client.batch_get_into(*twice) == [BLOCK] * 2
     assert [area[BLOCK : BLOCK + 1], area[2 * BLOCK : 2 * BLOCK + 1]] == [b".", b"d"], "mended? then fetch() may use it"
 
 
 @pytest.mark.parametrize("size", [BLOCK // 2, BLOCK * 2])
-def test_should_tell_an_object_of_another_size(real: tuple[Store, int, mmap.mmap], size: int) -> None:
-    store, base, _ = real
+def test_should_tell_an_object_of_another_size(real: Opened, size: int) -> None:
+    store, _, base, _ = real
     store.put_from(["f@00"], [base], [BLOCK])
     assert store.get_into(["f@00"], [base + 2 * BLOCK], [size]) == [ErrorClass.FOREIGN]
     assert store.exist(["f@00"]) == [True]
 
 
-def test_should_remove_leased_values_by_prefix_and_no_others(real: tuple[Store, int, mmap.mmap]) -> None:
-    store, base, _ = real
+def test_should_remove_leased_values_by_prefix_and_no_others(real: Opened) -> None:
+    store, _, base, _ = real
     gone, kept = (
         ["a.b-c/d@x:1@00ff", "a.b-c/d@x:1@ff00"],
         ["aXb-c/d@x:1@00ff", "a.b-c/d@x:1@zz", "a.b-c/d@x:1@0z", "z@a.b-c/d@x:1@00"],
@@ -94,18 +140,10 @@ Joined = tuple[LabStore, Store, int]
 
 @pytest.fixture
 def joined() -> Iterator[Joined]:
-    """A cluster whose memory another process owns, an open store in it, and the address of a registered page."""
+    """A cluster whose memory another process holds, an open store in it, and the address of a registered page."""
     pytest.importorskip("mooncake")
-    with LabStore(memory="64 MB") as cluster:
-        store = Store(MooncakeSettings.from_file(cluster.config), structlog.get_logger())
-        store.open()
-        area = mmap.mmap(-1, PAGE)
-        area[:] = b"a" * PAGE  # a page of zeros is no KV
-        base = ctypes.addressof(ctypes.c_char.from_buffer(area))
-        store.register(base, PAGE)
-        yield cluster, store, base
-        store.unregister(base)
-        store.close()
+    with LabStore(memory="64 MB") as cluster, opened(MooncakeSettings.from_file(cluster.config), PAGE) as made:
+        yield cluster, made.store, made.base
 
 
 def test_should_call_a_put_done_only_when_its_owner_has_the_bytes(
@@ -131,7 +169,7 @@ def test_should_not_confirm_a_removal_before_a_put_that_hangs_has_returned(joine
     with ThreadPoolExecutor() as pool:
         with frozen(cluster.owner_pid):
             put = pool.submit(store.put_from, ["m@01"], [base], [PAGE])
-            eventually(lambda: store._puts, what="the put")
+            wait([put], 0.5)
             assert store.remove_matching(["other@"], 1.0), "others do not wait"
             assert not store.remove_matching(["m@"], 1.0)
             assert not put.done()
@@ -154,43 +192,16 @@ def test_should_not_count_what_it_read_while_the_value_was_removed(joined: Joine
         assert get.result(30) == [ErrorClass.MISS]
 
 
-class RemovedWhileRead:
-    """A client from which `remove` takes something during each get, after the bytes were copied."""
-
-    def __init__(self, client: Any, remove: Callable[[], None]) -> None:
-        self._client, self._remove = client, remove
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    def batch_get_into(self, *arguments: Any) -> list[int]:
-        codes: list[int] = self._client.batch_get_into(*arguments)
-        self._remove()
-        return codes
-
-
 def test_should_not_count_what_another_client_of_an_embedded_master_removed_while_it_was_read(tmp_path: Path) -> None:
-    """One with a port that was told: others may know it. Its own memory, too, holds other values after a removal."""
-    pytest.importorskip("mooncake")
+    """Others may know a port that is configured. Our own memory, too, holds other values after a removal."""
     (port,) = free_ports(1)
-    master = EmbeddedMaster(16 << 20, None, structlog.get_logger(), master_port=port)
-    store = Store(master.start(), structlog.get_logger())
-    store.open()
     config = tmp_path / "mooncake.json"
-    config.write_text(json.dumps({"metadata_server": "P2PHANDSHAKE", "master_server_address": f"127.0.0.1:{port}",
-                                  "protocol": "tcp", "device_name": ""}))  # fmt: skip
-    area = mmap.mmap(-1, PAGE)
-    area[:] = b"a" * PAGE
-    base = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    store.register(base, PAGE)
-    try:
+    cluster = {"metadata_server": "P2PHANDSHAKE", "master_server_address": f"127.0.0.1:{port}", "protocol": "tcp"}
+    config.write_text(json.dumps({**cluster, "device_name": ""}))
+    with embedded(PAGE, port) as (store, client, base, _):
         store.put_from(["torn@00", "kept@00"], [base] * 2, [PAGE] * 2)
         assert store.get_into(["torn@00"], [base], [PAGE]) == [ErrorClass.OK]
-        store._client = RemovedWhileRead(store._client, lambda: control.remove(config, ["torn@00"]))
+        client.after_get = lambda: control.remove(config, ["torn@00"])
         assert store.get_into(["torn@00"], [base], [PAGE]) == [ErrorClass.MISS]
-        store._client = store._client._client
+        client.after_get = lambda: None
         assert store.get_into(["kept@00"], [base], [PAGE]) == [ErrorClass.OK]
-    finally:
-        store.unregister(base)
-        store.close()
-        master.stop()
