@@ -1,1 +1,1 @@
-"""Shared memory between one engine and one daemon: segments, rings, completion flags, doorbell, liveness."""
+"""Shared memory between one engine and one daemon: segments, ring, completion flags, credits, doorbell, liveness."""

@@ -1,6 +1,6 @@
-/* The only place where an order between shared-memory accesses is made.
+/* The only place that orders accesses to shared memory.
  *
- * Words(buffer) views a writable (or read-only) buffer as aligned 64-bit words.  Every method names its C11 order:
+ * Words(buffer) views a buffer as aligned 64-bit words.  Each method has one C11 order:
  *
  *   load_acquire(index)                      ldar                    / mov
  *   store_release(index, value)              stlr                    / mov
@@ -8,11 +8,11 @@
  *   publish(index, value, look)              stlr; dmb ish; ldr      / mov; mfence; mov
  *   fence()                                  dmb ish                 / mfence or a locked instruction
  *
- * publish is one half of the wake-up handshake: store (release), sequentially consistent fence, load (relaxed: the fence
- * orders it, and only its value is used).  tests/shmring/test_aarch64.py reads these instructions in the disassembly.
+ * publish is one half of the wake-up handshake: store (release), fence (sequentially consistent), load (relaxed, because
+ * the fence orders it and only its value is used).  tests/shmring/test_aarch64.py checks these instructions.
  *
- * Python promises nothing about the order of memoryview accesses, and struct.pack_into may expose a transient zero:
- * neither ever touches a word that two processes share.
+ * Python does not order memoryview accesses, and struct.pack_into may expose a transient zero.  So neither ever touches
+ * a word that two processes share.
  */
 #include <stdatomic.h>
 #include <stdint.h>
@@ -20,8 +20,8 @@
 _Static_assert(sizeof(_Atomic uint64_t) == 8, "64-bit atomics must be plain words");
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "64-bit atomics must be lock-free to work between processes");
 
-/* With SHMRING_ORDERS_ONLY this file needs no Python headers and exports these five functions alone, so that a cross
- * compiler can show the instructions they become. */
+/* With SHMRING_ORDERS_ONLY this file needs no Python headers and exports only these five functions, for a test with a
+ * cross compiler. */
 #ifdef SHMRING_ORDERS_ONLY
 #define ORDER
 #else
@@ -38,7 +38,7 @@ ORDER void order_store_release(_Atomic uint64_t *word, uint64_t value)
     atomic_store_explicit(word, value, memory_order_release);
 }
 
-/* What stood there; equal to `expected` when `desired` was stored. */
+/* Returns the earlier value; it equals `expected` when `desired` was stored. */
 ORDER uint64_t order_compare_exchange(_Atomic uint64_t *word, uint64_t expected, uint64_t desired)
 {
     atomic_compare_exchange_strong_explicit(word, &expected, desired, memory_order_seq_cst, memory_order_seq_cst);
@@ -102,7 +102,7 @@ static void Words_dealloc(Words *self)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-/* The address of one word, or NULL with IndexError set. */
+/* Returns the address of one word, or NULL with IndexError set. */
 static _Atomic uint64_t *word_at(Words *self, PyObject *index_object)
 {
     Py_ssize_t index = PyLong_AsSsize_t(index_object);
@@ -193,10 +193,10 @@ static PyMethodDef Words_methods[] = {
     {"load_acquire", (PyCFunction)Words_load_acquire, METH_O, "load_acquire(index) -> int"},
     {"store_release", (PyCFunction)(void (*)(void))Words_store_release, METH_FASTCALL, "store_release(index, value)"},
     {"compare_exchange", (PyCFunction)(void (*)(void))Words_compare_exchange, METH_FASTCALL,
-     "compare_exchange(index, expected, desired) -> int: the value found; equal to expected when it was exchanged"},
+     "compare_exchange(index, expected, desired) -> int: the earlier value; equal to expected after an exchange"},
     {"publish", (PyCFunction)(void (*)(void))Words_publish, METH_FASTCALL,
-     "publish(index, value, look) -> int: store-release, sequentially consistent fence, load of the word `look`"},
-    {"release", (PyCFunction)Words_release, METH_NOARGS, "release(): let go of the buffer; every later access raises"},
+     "publish(index, value, look) -> int: store (release), sequentially consistent fence, load of the word `look`"},
+    {"release", (PyCFunction)Words_release, METH_NOARGS, "release(): release the buffer; every later access raises"},
     {NULL, NULL, 0, NULL},
 };
 

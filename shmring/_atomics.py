@@ -1,4 +1,4 @@
-"""Stands in where the C extension of this name, which Python prefers, is missing: says what to do."""
+"""Stand-in for a missing C extension of this name (Python prefers the extension): the error says what to do."""
 
 import sys
 

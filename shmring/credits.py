@@ -2,11 +2,11 @@
 
 * SYNC credit: slot number visible with the counter.  The daemon writes the entry, then stores `granted` (release);
   the engine loads `granted` (acquire), then reads the entry.
-* SYNC taken: entry read before it is written again.  The engine reads the entry, then stores `taken` (release);
-  whoever wants to know what is outstanding loads `taken` (acquire).
+* SYNC taken: entry read before it is written again.  The engine reads the entry, then stores `taken` (release); a
+  reader of the segment loads `taken` (acquire).
 
-The daemon never has more slots outstanding than there are entries.  It knows what was taken from the SAVED records: a
-slot comes back after it was taken, through the ring (SYNC tail), so an entry is never written again before it was read.
+The daemon never has more slots outstanding than there are entries.  A slot comes back in a SAVED record (SYNC tail),
+which the engine pushes after it took the slot; so the daemon never overwrites an entry before the engine read it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _entries(buffer: memoryview, layout: Layout) -> npt.NDArray[np.uint32]:
 
 
 class CreditGranter:
-    """Daemon side: the right to grant slots."""
+    """Daemon: the right to grant slots."""
 
     def __init__(self, buffer: memoryview, words: Words, layout: Layout) -> None:
         self._entries = _entries(buffer, layout)
@@ -35,7 +35,7 @@ class CreditGranter:
         self._granted = words.load_acquire(Line.CREDITS_GRANTED)
 
     def grant(self, slots: list[int]) -> None:
-        """Grant these slots. The caller never has more than `credit_entries` outstanding."""
+        """Grant these slots. The caller keeps at most `credit_entries` outstanding."""
         if len(slots) > self._mask + 1:
             raise ValueError(f"too many credits: slots={len(slots)} max={self._mask + 1}")
         granted = self._granted
@@ -48,7 +48,7 @@ class CreditGranter:
 
 
 class CreditTaker:
-    """Engine side: the right to take granted slots."""
+    """Engine: the right to take granted slots."""
 
     def __init__(self, buffer: memoryview, words: Words, layout: Layout) -> None:
         self._entries = _entries(buffer, layout)
@@ -59,7 +59,7 @@ class CreditTaker:
         self._taken = words.load_acquire(Line.CREDITS_TAKEN)
 
     def available(self) -> int:
-        """How many slots could be taken now. SegmentCorrupt when the counter is impossible."""
+        """Return how many slots `take` would give now. Raises SegmentCorrupt for an impossible counter."""
         # SYNC credit: slot number visible with the counter
         count = self._words.load_acquire(Line.CREDITS_GRANTED) - self._taken
         if not 0 <= count <= self._mask + 1:
@@ -67,7 +67,7 @@ class CreditTaker:
         return count
 
     def take(self, count: int) -> list[int]:
-        """Up to `count` granted slots. SegmentCorrupt when a slot number is out of bounds."""
+        """Take up to `count` granted slots. Raises SegmentCorrupt when a slot number is out of bounds."""
         count = max(0, min(count, self.available()))
         slots = [int(self._entries[self._taken + i & self._mask]) for i in range(count)]
         if slots and max(slots) >= self._slot_count:

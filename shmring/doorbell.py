@@ -1,13 +1,14 @@
-"""The doorbell: one eventfd per engine, rung only when the consumer said that it sleeps."""
+"""The doorbell: one eventfd per engine; the producer rings it only while the consumer sleeps."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 
 
 class Doorbell:
-    """One eventfd. The producer rings it, the consumer waits for it in its own epoll and clears it."""
+    """One eventfd. The producer rings it; the consumer waits for it in its own epoll and clears it."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -17,29 +18,19 @@ class Doorbell:
         return cls(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
 
     def ring(self) -> None:
-        """One system call. A full counter means the bell is ringing already."""
-        try:
+        """Make one system call. A full counter means that the bell rings already."""
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self.fd, 1)
-        except BlockingIOError:
-            pass
 
     def clear(self) -> None:
-        """Never waits, even where the producer, whose descriptor is of the same open file, cleared its O_NONBLOCK."""
-        try:
-            os.preadv(self.fd, [bytearray(8)], -1, os.RWF_NOWAIT)
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            if error.errno != errno.EOPNOTSUPP:
-                raise
-            self._clear_on_an_old_kernel()
-
-    def _clear_on_an_old_kernel(self) -> None:
-        """Before Linux 5.8, which knows no RWF_NOWAIT for an eventfd."""
-        try:
-            os.eventfd_read(self.fd)
-        except BlockingIOError:
-            pass
+        """Clear without waiting, even after the producer took O_NONBLOCK from the open file that both share."""
+        with contextlib.suppress(BlockingIOError):
+            try:
+                os.preadv(self.fd, [bytearray(8)], -1, os.RWF_NOWAIT)
+            except OSError as error:
+                if error.errno != errno.EOPNOTSUPP:
+                    raise
+                os.eventfd_read(self.fd)  # before Linux 5.8 an eventfd has no RWF_NOWAIT
 
     def close(self) -> None:
         if self.fd >= 0:

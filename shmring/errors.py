@@ -1,13 +1,13 @@
-"""What can go wrong with shared memory: misuse by us, or corruption by the other side."""
+"""The errors of shared memory and device memory."""
 
 
 class SegmentCorrupt(Exception):
-    """What the other side wrote cannot be true; nothing read from this segment may be trusted any more."""
+    """The other side wrote an impossible value: trust nothing that was read from this segment."""
 
 
 class SegmentError(OSError):
-    """A segment could not be created or mapped (no room in shared memory, wrong size, wrong magic)."""
+    """A segment cannot be created or mapped: no room in shared memory, wrong size, not sealed."""
 
 
 class DeviceError(Exception):
-    """What CUDA or cupy said, in one line."""
+    """A call to CUDA or cupy failed; the text is one line."""

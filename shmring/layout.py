@@ -1,4 +1,4 @@
-"""The byte map of a control segment: where every shared word lies, and the one check that it is true.
+"""The byte map of a control segment: the offset of every shared word, and the one check of a foreign geometry.
 
 ::
 
@@ -15,9 +15,8 @@
     | credits              credit_entries x uint32, a power of two                      |   daemon writes, engine reads
     +------------------------------------------------------------------------------------+
 
-All sizes are in bytes, all words are little-endian uint64 unless said otherwise.  The geometry is written by the
-creator before the descriptor is handed over and never changes; a reader copies it once, checks it, and never looks
-again.
+Sizes are in bytes; words are little-endian uint64 unless the map says otherwise.  The creator writes the geometry
+before it hands over the descriptor, and never changes it.  A reader copies it once, checks the copy, and uses that.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _GEOMETRY = struct.Struct("<11Q")
 
 
 class Line(enum.IntEnum):
-    """Word indices of the hot words, each alone on its cache line. `writer -> readers` stands behind each."""
+    """Word indices of the hot words, each alone on its cache line; the comments say `writer -> reader: meaning`."""
 
     TAIL = HOT_OFFSET // 8  # engine -> daemon: bytes ever pushed
     HEAD = TAIL + 8  # daemon -> engine: bytes ever consumed
@@ -57,10 +56,10 @@ class Line(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of one control segment and the offsets that follow from them.
+    """Sizes of one control segment, and the offsets that follow from them.
 
-    `ring_bytes` and `credit_entries` are powers of two; `table_entries` is the most blocks one request can have staged;
-    slots [0, slot_count) lie in host memory, [slot_count, slot_bound) on devices, and no slot number is beyond.
+    `ring_bytes` and `credit_entries` are powers of two.  `table_entries` bounds the staged blocks of one request.
+    Slots [0, slot_count) lie in host memory, slots [slot_count, slot_bound) in device memory.
     """
 
     ring_bytes: int
@@ -114,15 +113,14 @@ class Layout:
         return _round_up(self.credits_offset + self.credit_entries * 4, 4096)
 
     def write(self, buffer: memoryview) -> None:
-        """Write magic and geometry into the header of a segment nobody else can see yet."""
-        _GEOMETRY.pack_into(
-            buffer, 0, MAGIC, LAYOUT_VERSION, self.total_bytes, self.epoch, self.ring_bytes, self.flag_count,
-            self.table_entries, self.credit_entries, self.slot_count, self.device_slots, 0,
-        )  # fmt: skip
+        """Write magic and geometry into the header, before anybody else can see the segment."""
+        sizes = (self.ring_bytes, self.flag_count, self.table_entries, self.credit_entries)
+        slots = (self.slot_count, self.device_slots)
+        _GEOMETRY.pack_into(buffer, 0, MAGIC, LAYOUT_VERSION, self.total_bytes, self.epoch, *sizes, *slots, 0)
 
     @classmethod
     def read(cls, buffer: memoryview) -> Layout:
-        """Copy and check the geometry of a mapped segment. Raises SegmentCorrupt naming the field, value and bound."""
+        """Copy and check the geometry of a mapped segment. Raises SegmentCorrupt with field, value and bound."""
         if len(buffer) < HEADER_BYTES:
             raise SegmentCorrupt(f"segment is shorter than its header: bytes={len(buffer)} header={HEADER_BYTES}")
         geometry = _GEOMETRY.unpack_from(buffer, 0)
@@ -147,5 +145,5 @@ def _round_up(value: int, to: int) -> int:
 
 
 def power_of_two_at_least(value: int) -> int:
-    """The smallest power of two that is not below `value` (at least 1)."""
+    """Return the smallest power of two that is at least `value` and at least 1."""
     return 1 << max(0, value - 1).bit_length()

@@ -1,7 +1,7 @@
-"""Is the other side alive, hung or gone? Answered from shared words, without a system call.
+"""Liveness: shared words say without a system call whether the other side is alive, hung or gone.
 
-Gone: its control connection ended; the thread that blocks on that connection stores the `*_GONE` word.
-Hung: its heartbeat is older than a threshold of seconds (SIGSTOP, a GIL held by a foreign library); it may come back.
+Gone: its control connection ended, and the thread that blocks on that connection stored the `*_GONE` word.
+Hung: its heartbeat is too old (SIGSTOP, a GIL held by a foreign library); it may come back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HUNG_AFTER_NS = 5_000_000_000
 
 
 class PeerState(enum.IntEnum):
-    """What a side says of itself in its `*_STATE` word."""
+    """What a side writes into its own `*_STATE` word."""
 
     STARTING = 0
     ACTIVE = 1
@@ -23,7 +23,7 @@ class PeerState(enum.IntEnum):
 
 
 class PeerStatus(enum.Enum):
-    """What a reader concludes."""
+    """What the other side concludes."""
 
     STARTING = "starting"
     ALIVE = "alive"
@@ -32,7 +32,7 @@ class PeerStatus(enum.Enum):
 
 
 class Liveness:
-    """The liveness words of one segment, from one side. `now_ns` is CLOCK_MONOTONIC (time.monotonic_ns)."""
+    """One side's access to the liveness words of a segment. `now_ns` is CLOCK_MONOTONIC (time.monotonic_ns)."""
 
     def __init__(self, words: Words, *, consumer: bool, hung_after_ns: int = HUNG_AFTER_NS) -> None:
         self._words = words
@@ -53,12 +53,12 @@ class Liveness:
         self._words.store_release(self._my_state, state)
 
     def peer_is_gone(self) -> None:
-        """Called by the thread that saw the end of the control connection."""
+        """Record the end of the control connection, from the thread that saw it."""
         # SYNC gone: what the watching thread saw is visible with the word
         self._words.store_release(self._peer_gone, 1)
 
     def peer(self, now_ns: int) -> PeerStatus:
-        """The status of the other side: two or three acquire loads."""
+        """Return the other side's status, by two or three acquire loads."""
         load = self._load_acquire
         # SYNC gone: what the watching thread saw is visible with the word
         if load(self._peer_gone):
@@ -70,5 +70,5 @@ class Liveness:
         if state != PeerState.ACTIVE:
             return PeerStatus.GONE
         # SYNC beat: read as it is, orders nothing
-        # abs: a beat from the future is as wrong as an old one, and must not read as alive for ever.
+        # abs: a beat from the future must not read as alive for ever.
         return PeerStatus.HUNG if abs(now_ns - load(self._peer_beat)) > self._hung_after_ns else PeerStatus.ALIVE

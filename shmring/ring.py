@@ -1,20 +1,20 @@
-"""The hint ring: single producer, single consumer, variable-size records, no lock and no system call.
+"""The hint ring: one producer, one consumer, records of variable size, no lock and no system call.
 
 A record is a 16-byte header (payload bytes u32, kind u32, position u64) and its payload, padded to 64 bytes.  Records
-never wrap: a PADDING record fills the end of the ring.  `tail` and `head` count bytes ever pushed and consumed and
-are taken modulo the capacity, a power of two.
+never wrap: a PADDING record fills the end of the ring.  `tail` and `head` count the bytes ever pushed and consumed; the
+offset in the ring is that count modulo the capacity, a power of two.
 
-Two ordering pairs, named by the same words at both ends:
+Two ordering pairs; the same words stand at both ends:
 
 * SYNC tail: record content visible in peek.  Producer stores tail (release), consumer loads it (acquire).
 * SYNC head: record space free in push.  Consumer stores head (release), producer loads it (acquire).
 
-and the wake-up handshake, store -> fence -> load on both sides, so that at least one of the two sees the other:
+The wake-up handshake is store, fence, load on both sides, so that at least one side sees the other:
 
 * SYNC sleep: tail and sleeping cross.  Producer stores tail, fences, loads sleeping; consumer stores sleeping,
   fences, loads tail.  Words.publish does the three steps in one call.
 
-tests/models/ring.pml is this protocol under a weak memory model; each of these orders is shown there to be needed.
+tests/models/ring.pml checks this protocol under a weak memory model and shows that each of these orders is needed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEADER_BYTES = _HEADER.size
 ALIGN = 64
 PADDING = 0xFFFFFFFF
 
-# Plain names: an attribute of an enum class costs as much as a load in the calls below.
+# Plain names: an attribute of an enum class would cost as much as a load in the calls below.
 _TAIL, _HEAD, _SLEEPING = int(Line.TAIL), int(Line.HEAD), int(Line.SLEEPING)
 _pack_header = _HEADER.pack_into
 _unpack_header = _HEADER.unpack_from
@@ -42,17 +42,17 @@ Payload = bytes | bytearray | memoryview
 
 
 class Record(NamedTuple):
-    """One record: `kind` is the caller's, `payload` is a view that is valid until Consumer.advance()."""
+    """One record. The caller defines `kind`; `payload` is a view that is valid until Consumer.advance()."""
 
     kind: int
     payload: memoryview
 
 
 class Producer:
-    """The right to push; one per ring, in the engine's scheduler process."""
+    """The right to push: one per ring, in the engine's scheduler process."""
 
     def __init__(self, buffer: memoryview, words: Words, layout: Layout, ring_bell: Callable[[], None]) -> None:
-        """Take up the ring where its words say it stands. SegmentCorrupt when it cannot stand there."""
+        """Continue where the ring's words stand. Raises SegmentCorrupt for an impossible position."""
         self._words = words
         self._dropped = 0
         self._ring = buffer[layout.ring_offset : layout.ring_offset + layout.ring_bytes]
@@ -65,17 +65,16 @@ class Producer:
         self.max_payload_bytes = max_payload_bytes(layout)
 
     def count_dropped(self) -> None:
-        """Say that a record could not be pushed, for whoever looks at the segment."""
+        """Count a hint that was not pushed, for readers of the segment."""
         self._dropped += 1
         # SYNC dropped: read as it is, orders nothing
         self._words.store_release(Line.HINTS_DROPPED, self._dropped)
 
     def push(self, kind: int, *parts: Payload) -> bool:
-        """Append one record made of `parts` (of bytes: other item sizes are refused).
+        """Append one record made of `parts`, each of items of one byte. Returns False when the ring is full.
 
-        False when the ring is full; ValueError for a record that never fits or a kind out of 0..PADDING-1;
-        SegmentCorrupt when the other side moved the head where it cannot be.  After an exception the ring is as
-        before.
+        Raises ValueError for a record that never fits or a kind outside 0..PADDING-1, and SegmentCorrupt for an
+        impossible head.  An exception leaves the ring as it was.
         """
         length = 0
         for part in parts:
@@ -119,11 +118,11 @@ class Producer:
 
 
 class Consumer:
-    """The right to take records out; one per ring, in the daemon. Everything it reads is checked before use."""
+    """The right to take records out: one per ring, in the daemon. It checks everything before it uses it."""
 
     def __init__(self, buffer: memoryview, words: Words, layout: Layout) -> None:
-        """Take up the ring where its words say it stands. SegmentCorrupt when it cannot stand there."""
-        # Read-only: a payload handed out is a view, and nobody may write the producer's memory through it.
+        """Continue where the ring's words stand. Raises SegmentCorrupt for an impossible position."""
+        # Read-only: a payload is a view, and its reader must not write the producer's memory.
         self._ring = buffer[layout.ring_offset : layout.ring_offset + layout.ring_bytes].toreadonly()
         self._words = words
         self._load_acquire = words.load_acquire
@@ -134,14 +133,14 @@ class Consumer:
 
     @property
     def dropped(self) -> int:
-        """Hints that the producer says it could not push; the producer's own word, of use to nobody but a reader."""
+        """Hints that the producer did not push, by the producer's own count."""
         # SYNC dropped: read as it is, orders nothing
         return self._load_acquire(Line.HINTS_DROPPED)
 
     def peek(self) -> Record | None:
-        """The oldest record, or None. Raises SegmentCorrupt when what stands there cannot be a record.
+        """Return the oldest record, or None. Raises SegmentCorrupt where no record can stand.
 
-        Work is bounded whatever stands in the ring: at most one padding is skipped, for none can follow at position 0.
+        The work is bounded for any bytes: it skips at most one padding, because none can follow at position 0.
         """
         # SYNC tail: record content visible in peek
         tail = self._load_acquire(_TAIL)
@@ -153,7 +152,7 @@ class Consumer:
         if not 0 < tail - head <= capacity or tail % ALIGN:
             raise SegmentCorrupt(f"ring tail is impossible: tail={tail} head={head} capacity={capacity}")
         position = head & (capacity - 1)
-        # One copy of the header is checked and used: the producer may write while we look.
+        # Check and use one copy of the header: the producer may write meanwhile.
         length, kind, stamp = _unpack_header(self._ring, position)
         if kind == PADDING and stamp == head and position:
             head += capacity - position
@@ -173,13 +172,13 @@ class Consumer:
         return Record(kind, self._ring[start : start + length])
 
     def advance(self) -> None:
-        """Give the space of the record last peeked back to the producer."""
+        """Give the space of the last peeked record back to the producer."""
         self._head = self._next
         # SYNC head: record space free in push
         self._words.store_release(_HEAD, self._head)
 
     def prepare_sleep(self) -> bool:
-        """Announce sleep; True when the ring is still empty, so that waiting for the doorbell loses nothing."""
+        """Announce sleep. Returns True while the ring is empty: then waiting for the doorbell loses no record."""
         # SYNC sleep: tail and sleeping cross
         if self._words.publish(_SLEEPING, 1, _TAIL) == self._head:
             return True
@@ -187,13 +186,13 @@ class Consumer:
         return False
 
     def wake(self) -> None:
-        """No bell is needed from here on."""
-        # Orders nothing (SYNC sleep is about falling asleep): seen late, it costs one bell too many.
+        """Announce that no bell is needed any more."""
+        # Orders nothing (SYNC sleep is about falling asleep): a late sight of it costs one needless bell.
         self._words.store_release(_SLEEPING, 0)
 
 
 def _position(words: Words, layout: Layout) -> tuple[int, int]:
-    """(tail, head) as they stand, checked: the other side could write them before we came."""
+    """Return (tail, head), checked: the other side may have written them before."""
     # SYNC tail: record content visible in peek
     # SYNC head: record space free in push
     tail, head = words.load_acquire(_TAIL), words.load_acquire(_HEAD)
@@ -203,5 +202,5 @@ def _position(words: Words, layout: Layout) -> tuple[int, int]:
 
 
 def max_payload_bytes(layout: Layout) -> int:
-    """The largest payload: half the ring, so that a record and the padding before it always fit together."""
+    """Return the largest payload: half the ring, so that a record and the padding before it always fit together."""
     return layout.ring_bytes // 2 - HEADER_BYTES

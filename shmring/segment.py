@@ -1,8 +1,7 @@
-"""Anonymous shared-memory segments: without a name, reserved, sealed, and handed over as file descriptors.
+"""Shared-memory segments: anonymous, reserved, sealed, and handed over as file descriptors.
 
-A segment is a memfd: it never has a name that a SIGKILL could leave behind, and it is not bounded by the size of
-/dev/shm (64 MB in a default container).  Whoever maps one checks that it is sealed against shrinking: truncated under
-a mapping, it would be a SIGBUS there.
+A segment is a memfd: a SIGKILL leaves no name in /dev/shm, and the size of /dev/shm (64 MB in a default container)
+does not bound it.  A mapper checks the seal against shrinking: an access to a truncated mapping is a SIGBUS.
 """
 
 from __future__ import annotations
@@ -22,23 +21,19 @@ _MFD_NOEXEC_SEAL = 8  # linux/memfd.h; with vm.memfd_noexec=2 nothing else is al
 
 
 class Segment:
-    """A mapped shared-memory segment. `buffer` is its memory; `fd` may be sent to another process (SCM_RIGHTS).
-
-    It has no name that outlives its creation, so a SIGKILL of either side leaves nothing in /dev/shm.
-    """
+    """A mapped segment. `buffer` is its memory; `fd` may be sent to another process (SCM_RIGHTS)."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        """Map `size_bytes` of an open descriptor, which the segment owns from now on. Raises SegmentError."""
+        """Map `size_bytes` of an open descriptor, and own the descriptor from now on. Raises SegmentError."""
         self.fd = fd
         self.size_bytes = size_bytes
         try:
-            if not _seals(fd) & fcntl.F_SEAL_SHRINK:  # before the size is looked at: then it cannot change any more
+            if not _seals(fd) & fcntl.F_SEAL_SHRINK:  # first: a sealed size cannot change any more
                 raise SegmentError(f"segment could be truncated under us: seals={_seals(fd):#x} needed=F_SEAL_SHRINK")
             actual = os.fstat(fd).st_size
             if actual < size_bytes:
-                # Mapping past the end of a tmpfs file is a SIGBUS at the first access: refuse it here.
                 raise SegmentError(f"segment is smaller than announced: bytes={actual} announced={size_bytes}")
-            # A control segment's pages are mapped at once: a page fault costs more than the push that meets it.
+            # Map a control segment's pages at once: a page fault costs more than the push that meets it.
             flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if size_bytes <= POPULATE_BYTES else 0)
             try:
                 self._map = mmap.mmap(fd, size_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -55,7 +50,7 @@ class Segment:
 
     @classmethod
     def create(cls, size_bytes: int) -> Segment:
-        """Create and reserve a zeroed segment of mode 0600. No room is a SegmentError here, not a SIGBUS later."""
+        """Create and reserve a zeroed segment of mode 0600. Missing room is a SegmentError here, not a SIGBUS later."""
         if size_bytes <= 0:
             raise SegmentError(f"segment size must be positive: bytes={size_bytes}")
         fd = _memfd()
@@ -71,10 +66,10 @@ class Segment:
         return cls(fd, size_bytes)
 
     def close(self) -> bool:
-        """Close the descriptor and unmap; False while a view (NumPy, a slice) stands on the memory: call it again then.
+        """Close the descriptor and unmap. Returns False while a view (NumPy, a slice) stands on it: call again then.
 
-        The memory never goes with the last view, on whichever thread that ends: unmapping takes the kernel 50 ms per
-        GiB, so whoever owns the segment chooses the thread.  Other threads of the process run meanwhile.
+        Unmapping takes the kernel 50 ms per GiB.  So only this call unmaps, on the caller's thread and never with the
+        last view; other threads of the process run meanwhile.
         """
         if self.fd >= 0:
             os.close(self.fd)
@@ -93,24 +88,23 @@ class Segment:
         return True
 
     def _drop_pages(self) -> None:
-        """Empty the mapping piece by piece; its bytes stay in the file, and a view that stands on it finds them there.
+        """Empty the mapping piece by piece; the bytes stay in the file, where a view still finds them.
 
-        munmap of the whole would hold the lock of the memory map, which every thread needs to map or unmap, for 0.1 s
-        per GiB.
+        One munmap of the whole would hold the lock of the memory map for 0.1 s per GiB, against every other thread.
         """
         for start in range(0, self.size_bytes, RELEASE_BYTES):
             self._map.madvise(mmap.MADV_DONTNEED, start, min(RELEASE_BYTES, self.size_bytes - start))
-            time.sleep(0)  # madvise keeps the interpreter's lock
+            time.sleep(0)  # madvise itself keeps the interpreter's lock
 
 
 def _memfd() -> int:
-    """A sealable memory file. Raises SegmentError."""
+    """Create a sealable memory file. Raises SegmentError."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         try:
             return os.memfd_create("kvprefetch", flags | _MFD_NOEXEC_SEAL)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a kernel before 6.3 does not know it
+            if error.errno != errno.EINVAL:  # a kernel before 6.3 does not know MFD_NOEXEC_SEAL
                 raise
             return os.memfd_create("kvprefetch", flags)
     except OSError as error:
@@ -122,5 +116,5 @@ def _memfd() -> int:
 def _seals(fd: int) -> int:
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:  # no memory file
+    except OSError:  # not a memory file
         return 0

@@ -1,7 +1,7 @@
-"""A read-only view of a live control segment, for operators: it writes nothing and disturbs nobody.
+"""A read-only view of a live control segment, for operators; it writes nothing and disturbs nobody.
 
-Every number is one load of its own, so two numbers may stem from two moments; nothing is trusted and nothing raises but
-SegmentCorrupt for a geometry that cannot be.  A word that cannot be true is shown as it is and named in `impossible`.
+Each number is one load, so two numbers may come from two moments.  Only an impossible geometry raises SegmentCorrupt;
+another impossible word is shown as it stands, and `impossible` names it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,19 @@ from .liveness import Liveness, PeerState
 
 
 def describe(buffer: memoryview, now_ns: int, state_names: Mapping[int, str] | None = None) -> dict[str, Any]:
-    """What the segment says at `now_ns` (CLOCK_MONOTONIC), as plain values that can be printed or dumped as JSON.
+    """Return the segment's numbers at `now_ns` (CLOCK_MONOTONIC), as plain values that JSON can hold.
 
-    `state_names` names the flag states (the protocol's business, not ours); one without a name is shown as its number.
+    The caller's protocol names the flag states in `state_names`; a state without a name is shown as its number.
     """
     layout = Layout.read(buffer)
     words = Words(buffer, writable=False)
     try:
-        return _describe(buffer, words, layout, now_ns, state_names or {})
+        return _numbers(buffer, words, layout, now_ns, state_names or {})
     finally:
         words.release()
 
 
-def _describe(
-    buffer: memoryview, words: Words, layout: Layout, now_ns: int, names: Mapping[int, str]
-) -> dict[str, Any]:
+def _numbers(buffer: memoryview, words: Words, layout: Layout, now_ns: int, names: Mapping[int, str]) -> dict[str, Any]:
     impossible: list[str] = []
 
     def within(name: str, value: int, high: int) -> int:
@@ -56,7 +54,7 @@ def _describe(
         "device_slots": layout.device_slots,
         "ring": {
             "capacity_bytes": layout.ring_bytes,
-            # Head was loaded first and both only grow, so what is in use is never under-reported by the race.
+            # Head is loaded first and both only grow, so a race never under-reports the bytes in use.
             "used_bytes": within("ring.used_bytes", tail - head, layout.ring_bytes),
             "pushed_bytes": tail,
             "consumed_bytes": head,
@@ -85,6 +83,5 @@ def _side(words: Words, now_ns: int, *, consumer: bool) -> dict[str, Any]:
     return {
         "state": PeerState(state).name.lower() if state <= max(PeerState) else str(state),
         "status": Liveness(words, consumer=not consumer).peer(now_ns).value,
-        # None before the first beat.
         "beat_age_s": round((now_ns - beat) / 1e9, 3) if beat else None,
     }

@@ -1,6 +1,4 @@
-"""Calls into a device's driver that run now: one that does not come back cannot be interrupted, so its device is left
-alone until it does.
-"""
+"""Running calls into a device's driver: nobody can interrupt one that hangs, so its device is left alone meanwhile."""
 
 from __future__ import annotations
 
@@ -12,14 +10,14 @@ from .cuda import DeviceError
 
 
 class DeviceCalls:
-    """Those of one process. From any thread."""
+    """The running calls of one process; thread-safe."""
 
     def __init__(self) -> None:
         self._running: dict[object, tuple[frozenset[str], float]] = {}
 
     @contextmanager
     def to(self, uuids: Iterable[str]) -> Iterator[None]:
-        """A call to these devices, from its start to its end."""
+        """Register one call to these devices for the length of the block."""
         call = object()
         self._running[call] = (frozenset(uuids), time.monotonic())
         try:
@@ -28,7 +26,7 @@ class DeviceCalls:
             del self._running[call]
 
     def check(self, uuids: Iterable[str], timeout_s: float) -> None:
-        """Raises DeviceError where a call to one of these devices has been running for longer than that."""
+        """Raise DeviceError when a call to one of these devices has run for longer than `timeout_s`."""
         wanted, now = frozenset(uuids), time.monotonic()
         for called, since in list(self._running.values()):
             if now - since > timeout_s and (silent := sorted(wanted & called)):

@@ -1,16 +1,15 @@
 """GPU memory for both sides: find a device by UUID, allocate, export, import, register host memory, copy, launch.
 
-cupy is imported at the first question about a CUDA device, never before, and no CUDA context exists before the first
-method of a Device is called.  Only raw runtime calls are used: cupy's memory pools would hold what others map, and
-memory of the asynchronous allocator has no IPC handle.  Those that may take long and that cupy makes under the
-interpreter's lock go to the driver instead (cuda_driver.py).
+The first question about a CUDA device imports cupy; the first method of a Device makes the CUDA context.  Only raw
+runtime calls are used: cupy's memory pools would keep memory that others map, and the asynchronous allocator's memory
+has no IPC handle.  Calls that may take long while cupy holds the interpreter's lock go to the driver (driver.py).
 
-What CUDA's documentation says and the code rests on: `cudaSetDevice` is per thread, so each call that depends on it is
-preceded by it; an IPC handle names a whole allocation, and `cudaMalloc` may cut small ones from a larger one, so an
-exported allocation is a multiple of 2 MiB and must begin at one; a handle cannot be opened by the process that made it;
-with unified addressing, registered host memory has the same address on the device.
+The code rests on CUDA's documentation: `cudaSetDevice` is per thread, so it precedes each call that depends on it.  An
+IPC handle names a whole allocation, and `cudaMalloc` may cut small ones from a larger one, so an exported allocation is
+a multiple of 2 MiB and begins at one.  The process that made a handle cannot open it.  With unified addressing,
+registered host memory has the same address on the device.
 
-Tests put a provider of host memory in the place of `devices`.
+Tests replace `devices` by a provider of host memory.
 """
 
 from __future__ import annotations
@@ -27,12 +26,9 @@ from ..errors import DeviceError as DeviceError
 from .driver import HANDLE_BYTES as HANDLE_BYTES
 from .driver import Driver
 
-# Exported allocations are multiples of this: less could share its handle with another allocation.
-GRAIN_BYTES = 2 << 20
-# Registered host memory goes in whole pages.
-PAGE_BYTES = 4096
-# While host memory is registered other calls into CUDA may wait; this much takes some milliseconds.
-PIECE_BYTES = 16 << 20
+GRAIN_BYTES = 2 << 20  # exported allocations are multiples: a smaller one could share its handle with another
+PAGE_BYTES = 4096  # registered host memory consists of whole pages
+PIECE_BYTES = 16 << 20  # registered at a time, some milliseconds: other calls into CUDA may wait meanwhile
 
 Argument = npt.NDArray[np.void]
 
@@ -41,31 +37,31 @@ class Event(Protocol):
     """A point in a stream."""
 
     def wait(self) -> None:
-        """Wait, without spinning, until it is. Raises DeviceError."""
+        """Wait for the point without spinning. Raises DeviceError."""
 
 
 class Stream(Protocol):
-    """Work in order, beside all other work. Not for two threads at a time."""
+    """Work in order, beside all other work; for one thread at a time."""
 
     @property
     def pointer(self) -> int:
         """The cudaStream_t."""
 
     def copy(self, target: int, source: int, size_bytes: int) -> None:
-        """Queue a copy between two addresses, each of device memory or of registered host memory. Raises DeviceError.
+        """Queue a copy between two addresses of device memory or registered host memory. Raises DeviceError.
 
-        Unregistered host memory may be named too; the call then returns only when it has been read.
+        From unregistered host memory the call returns only after the read.
         """
 
     def record(self) -> Event:
-        """The point behind everything queued so far. Raises DeviceError."""
+        """Return the point behind everything queued so far. Raises DeviceError."""
 
     def close(self) -> None:
-        """Destroy it and its events, once what is queued is done."""
+        """Finish the queued work, then destroy the stream and its events."""
 
 
 class Memory(Protocol):
-    """Device memory: allocated here, or another process's mapped here."""
+    """Device memory, allocated here or mapped from another process."""
 
     @property
     def address(self) -> int: ...
@@ -73,21 +69,21 @@ class Memory(Protocol):
     def size_bytes(self) -> int: ...
 
     def handle(self) -> bytes:
-        """HANDLE_BYTES bytes by which another process opens it. Raises DeviceError, also for opened memory."""
+        """Return HANDLE_BYTES bytes with which another process opens it. Raises DeviceError, also for opened memory."""
 
     def close(self) -> None:
-        """Free or unmap it; a second call does nothing. Nothing may use the address any more. Raises DeviceError."""
+        """Free or unmap it, once; nothing may use the address any more. Raises DeviceError."""
 
 
 class Kernel(Protocol):
     """A compiled kernel with one parameter, a structure by value."""
 
     def launch(self, grid: int, threads: int, argument: Argument, stream: int) -> None:
-        """Queue `grid` blocks of `threads` on the stream. `argument` may be changed when this returns. DeviceError."""
+        """Queue `grid` blocks of `threads`; the caller may change `argument` afterwards. Raises DeviceError."""
 
 
 class Device(Protocol):
-    """One GPU. Any thread may call it; each call makes it the thread's current device."""
+    """One GPU. Any thread may call it; each call makes it the thread's current device and may raise DeviceError."""
 
     @property
     def uuid(self) -> str: ...
@@ -96,16 +92,16 @@ class Device(Protocol):
         """Multiprocessors."""
 
     def free_bytes(self) -> int:
-        """Unused memory of the device, whoever asks. Raises DeviceError, as all of these do."""
+        """Return the device's unused memory, of all processes."""
 
     def allocate(self, size_bytes: int) -> Memory:
-        """`cudaMalloc`; to be exported, a multiple of GRAIN_BYTES."""
+        """Call `cudaMalloc`. Exportable memory is a multiple of GRAIN_BYTES."""
 
     def open(self, handle: bytes, size_bytes: int) -> Memory:
-        """Map what another process exported."""
+        """Map memory that another process exported."""
 
     def register(self, address: int, size_bytes: int) -> None:
-        """Pin whole pages of host memory and give the device access at the same address; blocks until that is done."""
+        """Pin whole pages of host memory, and give the device access at the same address; blocks until that is done."""
 
     def unregister(self, address: int) -> None:
         """Undo `register` of exactly this address; waits for the device's work on it."""
@@ -113,28 +109,28 @@ class Device(Protocol):
     def stream(self) -> Stream: ...
 
     def kernel(self, source: str, name: str) -> Kernel:
-        """Compile `source` for this device, or find it compiled, and load it; `name` is extern "C"."""
+        """Load `source`, compiled now or earlier, for this device; `name` is its extern "C" function."""
 
 
 class Devices(Protocol):
-    """Where devices come from."""
+    """A provider of devices."""
 
     def open(self, uuid: str) -> Device:
-        """The device with this UUID. Raises DeviceError where it cannot be used."""
+        """Return the device with this UUID. Raises DeviceError."""
 
     def uuid_of(self, kind: str, index: int) -> str:
-        """UUID of torch's device `kind:index`; "" for a kind without device memory of its own. Raises DeviceError."""
+        """Return the UUID of torch's device `kind:index`; "" for a kind without device memory. Raises DeviceError."""
 
 
 def exported_bytes(size_bytes: int) -> int:
-    """`size_bytes` rounded up to what may be exported."""
+    """Round up to an exportable size."""
     return -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
 
 
 def pieces(size_bytes: int, slot_bytes: int) -> list[tuple[int, int]]:
-    """(offset, bytes) of the pieces in which a segment of slots is to be registered.
+    """Return (offset, bytes) of the pieces in which to register a segment of slots.
 
-    Every cut lies between two slots, for one copy must not span two registrations, and between two pages.  The last
+    Each cut lies between two slots, because a copy must not span two registrations, and between two pages.  The last
     piece ends with the segment's last page.
     """
     least = slot_bytes * PAGE_BYTES // math.gcd(slot_bytes, PAGE_BYTES)
@@ -149,7 +145,7 @@ def pieces(size_bytes: int, slot_bytes: int) -> list[tuple[int, int]]:
 def _cupy() -> Any:
     try:
         import cupy
-    except Exception as error:  # it loads CUDA's libraries, so more than an ImportError may come of it
+    except Exception as error:  # it loads CUDA's libraries, so it can raise more than ImportError
         raise DeviceError(f"cupy cannot be imported: {_line(error)}") from error
     return cupy
 
@@ -158,7 +154,8 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".split("\n", 1)[0]
 
 
-def _said(what: str, function: Callable[..., Any], *values: Any) -> Any:
+def _checked(what: str, function: Callable[..., Any], *values: Any) -> Any:
+    """Call cupy; any error becomes a DeviceError that begins with `what`."""
     try:
         return function(*values)
     except Exception as error:
@@ -166,13 +163,13 @@ def _said(what: str, function: Callable[..., Any], *values: Any) -> Any:
 
 
 def _uuid(runtime: Any, index: int) -> str:
-    # cupy reads the 16 bytes as a C string: those after a zero are missing (in every process alike).
-    raw = bytes(_said("cudaGetDeviceProperties", runtime.getDeviceProperties, index)["uuid"])
+    # cupy reads the 16 bytes as a C string and drops those after a zero, in every process alike.
+    raw = bytes(_checked("cudaGetDeviceProperties", runtime.getDeviceProperties, index)["uuid"])
     return str(uuid.UUID(bytes=raw[:16].ljust(16, b"\0")))
 
 
 class CudaDevices:
-    """The devices that this process may see. Asking for UUIDs makes no CUDA context."""
+    """The devices that this process may see. Reading a UUID makes no CUDA context."""
 
     def __init__(self) -> None:
         self._driver = Driver()
@@ -180,10 +177,10 @@ class CudaDevices:
 
     def open(self, uuid: str) -> Device:
         if (opened := self._opened.get(uuid)) is not None:
-            return opened  # the others, of which one may not answer, are not asked again
+            return opened  # do not ask the other devices again: one of them may hang
         runtime = _cupy().cuda.runtime
         self._driver.init()
-        count = _said("cudaGetDeviceCount", runtime.getDeviceCount)
+        count = _checked("cudaGetDeviceCount", runtime.getDeviceCount)
         found = [index for index in range(count) if _uuid(runtime, index) == uuid]
         if len(found) != 1:
             raise DeviceError(f"not exactly one device has this UUID: uuid={uuid} found={len(found)} devices={count}")
@@ -205,26 +202,22 @@ class CudaDevice:
         self._started = False
         self.cupy = _cupy()
         self.runtime = self.cupy.cuda.runtime
-        properties = _said("cudaGetDeviceProperties", self.runtime.getDeviceProperties, index)
+        properties = _checked("cudaGetDeviceProperties", self.runtime.getDeviceProperties, index)
         self.processors = int(properties["multiProcessorCount"])
-        self._same_addresses = bool(
-            _said(
-                "cudaDeviceGetAttribute", self.runtime.deviceGetAttribute,
-                self.runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, index,
-            )
-        )  # fmt: skip
+        same = self.runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
+        self._same_addresses = bool(_checked("cudaDeviceGetAttribute", self.runtime.deviceGetAttribute, same, index))
 
     def make_current(self) -> None:
-        """For this thread; the first time it makes the context. Raises DeviceError."""
+        """Make the device current for this thread, and its context the first time. Raises DeviceError."""
         if not self._started:
             self.driver.start(self.index)
             self._started = True
-        _said("cudaSetDevice", self.runtime.setDevice, self.index)
+        _checked("cudaSetDevice", self.runtime.setDevice, self.index)
 
     def call(self, what: str, *values: Any) -> Any:
-        """runtime.`what`(*values) with this device current. Raises DeviceError."""
+        """Call the runtime's `what` with this device current. Raises DeviceError."""
         self.make_current()
-        return _said(what, getattr(self.runtime, what), *values)
+        return _checked(what, getattr(self.runtime, what), *values)
 
     def free_bytes(self) -> int:
         self.make_current()
@@ -258,11 +251,11 @@ class CudaDevice:
             # RawModule compiles and loads for the current device; its Function keeps the module loaded.
             return self.cupy.RawModule(code=source, options=("-std=c++17",)).get_function(name).kernel
 
-        return CudaKernel(self, _said(f"kernel {name}", load))
+        return CudaKernel(self, _checked(f"kernel {name}", load))
 
 
 class CudaMemory:
-    """An allocation of ours, or a mapping of another process's."""
+    """An allocation (`ours`), or a mapping of another process's memory."""
 
     def __init__(self, device: CudaDevice, address: int, size_bytes: int, *, ours: bool) -> None:
         self._device, self._ours, self._closed = device, ours, False
@@ -289,7 +282,7 @@ class CudaMemory:
 
 
 class CudaStream:
-    """A stream that does not synchronise with the default stream."""
+    """A stream without synchronisation with the default stream."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
@@ -318,7 +311,7 @@ class CudaStream:
 
 
 class CudaEvent:
-    """Destroyed when it was waited for, or with its stream."""
+    """An event; it is destroyed after its wait, or with its stream."""
 
     def __init__(self, device: CudaDevice, alive: set[CudaEvent]) -> None:
         runtime = device.runtime
@@ -342,7 +335,7 @@ class CudaEvent:
 
 
 class CudaKernel:
-    """A function of a loaded module, launched through the driver: nothing is packed anew at each launch."""
+    """A function of a loaded module, launched through the driver, so that a launch packs nothing anew."""
 
     def __init__(self, device: CudaDevice, function: Any) -> None:
         self._device, self._function = device, function
@@ -353,7 +346,7 @@ class CudaKernel:
 
     def launch(self, grid: int, threads: int, argument: Argument, stream: int) -> None:
         if argument is not self._argument:
-            # The driver takes an array of pointers to the parameters, and has copied those when it returns.
+            # The driver takes an array of pointers to the parameters, and copies the parameters before it returns.
             self._argument, self._pointer[0] = argument, argument.ctypes.data
         try:
             self._set_device(self._device.index)
@@ -362,15 +355,15 @@ class CudaKernel:
             raise DeviceError(f"cuLaunchKernel: {_line(error)}") from error
 
 
-# The provider in use. Tests replace it.
+# The provider; tests replace it.
 devices: Devices = CudaDevices()
 
 
 def open_device(uuid: str) -> Device:
-    """The device with this UUID. Raises DeviceError."""
+    """Return the device with this UUID. Raises DeviceError."""
     return devices.open(uuid)
 
 
 def uuid_of(kind: str, index: int) -> str:
-    """UUID of torch's device `kind:index`; "" where it has no device memory of its own. Raises DeviceError."""
+    """Return the UUID of torch's device `kind:index`; "" for a kind without device memory. Raises DeviceError."""
     return devices.uuid_of(kind, index)

@@ -1,9 +1,9 @@
-"""The calls into CUDA's driver that may take long and that cupy makes without letting other Python threads run.
+"""CUDA driver calls that may take long and that cupy would make under the interpreter's lock.
 
-Read in cupy 13.6 to 14.2 (`cupy_backends/cuda/api/runtime.pyx`): `cudaGetDeviceCount`, which starts the driver,
-`cudaSetDevice`, which makes a context, `cudaGetDeviceProperties`, `cudaMemGetInfo` and those about memory handles are
-called under the interpreter's lock.  A daemon's main loop, or an engine's step, would stand as long as one of them
-takes, and for ever where the device is lost.  Here they are made through ctypes, which gives the lock up.
+cupy 13.6 to 14.2 (`cupy_backends/cuda/api/runtime.pyx`) keeps the lock in `cudaGetDeviceCount`, which starts the
+driver, `cudaSetDevice`, which makes a context, `cudaGetDeviceProperties`, `cudaMemGetInfo` and the calls about memory
+handles.  A daemon's main loop or an engine's step would stand meanwhile, for ever where the device is lost.  ctypes
+gives up the lock.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class _Handle(ctypes.Structure):
 
 
 class Driver:
-    """libcuda, loaded at the first call. All but `init` and `start` want a current context. All raise DeviceError."""
+    """libcuda, loaded at the first call. All but `init` and `start` need a current context; all raise DeviceError."""
 
     def __init__(self, name: str = "libcuda.so.1") -> None:
         self._name = name
         self._library: ctypes.CDLL | None = None
 
     def init(self) -> None:
-        """Start the driver; the first time it may wake every GPU of the machine."""
+        """Start the driver; the first start may wake every GPU of the machine."""
         self._call("cuInit", ctypes.c_uint(0))
 
     def start(self, index: int) -> None:
-        """Make the device's context, the one that `cudaSetDevice` takes, for as long as the process lives."""
+        """Make the device's primary context (as `cudaSetDevice`) for the life of the process."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self.init()
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
@@ -50,12 +50,9 @@ class Driver:
         return bytes(handle.bytes)
 
     def open(self, handle: bytes) -> int:
-        """The address of the memory that another process exported."""
-        address = ctypes.c_uint64()
-        self._call(
-            "cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle),
-            ctypes.c_uint(LAZY_PEER_ACCESS),
-        )  # fmt: skip
+        """Map memory that another process exported, and return its address."""
+        address, flags = ctypes.c_uint64(), ctypes.c_uint(LAZY_PEER_ACCESS)
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), flags)
         return address.value
 
     def close(self, address: int) -> None:

@@ -1,7 +1,7 @@
-"""The lease of a slab of device memory: how its owner learns that nobody else has it mapped.
+"""The lease of a slab of device memory: its allocator learns from it that nobody else maps the slab.
 
-To free memory that another process has mapped is undefined.  So each side holds one end of a socket pair: who imported
-the slab closes its end after unmapping (the kernel does, when it dies), and who exported it waits for that.
+To free memory that another process maps is undefined.  Each side holds one end of a socket pair: the importer closes
+its end after unmapping (the kernel does at its death), and the allocator waits for that.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import socket
 
 
 def wait_for_end(lease: socket.socket) -> None:
-    """Until the other side has closed its end; as long as it lives, if it does not."""
+    """Wait until the other side closed its end or died."""
     lease.setblocking(True)
     try:
         while lease.recv(64):
