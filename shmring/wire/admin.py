@@ -1,4 +1,8 @@
-"""What operators and the daemon say to each other on the control socket: questions and orders, and their answers."""
+"""Messages between operators and the daemon on the control socket: questions, admin commands, and their answers.
+
+Only the command line sends them, never an engine, so a change here is no reason for another `PROTOCOL`: an answer may
+have fields that its reader ignores, and a missing field has its default.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,11 @@ from pydantic import ConfigDict, Field
 
 from .checks import Fingerprint, KeyPrefix, Packet
 
-MAX_WARM_DIGESTS = 256  # of one Warm order, which must fit a message
+MAX_WARM_DIGESTS = 256  # of one Warm message
 
 
 class StatusQuery(Packet):
-    """Anyone who may attach asks what the daemon holds; needs no hello.
+    """Ask for a Status; needs no hello, and any user who may attach may ask.
 
     The answer names all engines to an operator (root and the daemon's user), and to others those of their own user.
     """
@@ -21,15 +25,15 @@ class StatusQuery(Packet):
 
 
 class StatQuery(Packet):
-    """Ask what the control segments of the engines say that a Status would name; the answer is Segments."""
+    """Ask for the Segments of the engines that a Status would name."""
 
     type: Literal["stat_query"] = "stat_query"
 
 
 class Segments(Packet):
-    """What the control segment of each attached engine says (see shmring/view.py), the engine's id first.
+    """The numbers in the control segment of each attached engine (see shmring/view.py), the engine's id first.
 
-    No descriptors come with it: those that a process does not read would count against the daemon's user.
+    It carries no descriptors: those that a process leaves unread would count against the daemon's user.
     """
 
     type: Literal["segments"] = "segments"
@@ -37,14 +41,7 @@ class Segments(Packet):
 
 
 class Status(Packet):
-    """The engines that the asking user may see, the first 32 of them, each with its gauges and counters.
-
-    `engine_count` counts all of the daemon's engines. `slowest` has requests of engines that the user may see.
-
-    Only the command line asks for it, never an engine, so it is no reason for another `PROTOCOL`: what one release does
-    not know of another's is left out or has its default. `calls` has the age in seconds of the oldest store call that
-    runs, by kind.
-    """
+    """The first 32 engines that the user may see, with gauges and counters; `engine_count` counts all engines."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -55,20 +52,20 @@ class Status(Packet):
     master_http: str = ""  # host:port of the embedded master's HTTP interface
     store_open: bool
     store_answering: bool = True
-    disk_fault: str = ""  # why nothing can be kept on the disk tier
-    store: dict[str, int] | None = None  # the daemon's StoreFill, where the embedded store's master says it
+    disk_fault: str = ""  # why the disk takes nothing
+    store: dict[str, int] | None = None  # the daemon's StoreFill, where the embedded store's master answers
     store_earlier: dict[str, int] | None = None  # five minutes ago, or at its start
     engines: list[dict[str, int | str]]
     engine_count: int = 0
     uptime_s: float = 0.0
-    calls: dict[str, float] = Field(default_factory=dict)
-    slowest: list[dict[str, str | int | float]] = Field(default_factory=list)
+    calls: dict[str, float] = Field(default_factory=dict)  # age of the oldest running store call of each kind, seconds
+    slowest: list[dict[str, str | int | float]] = Field(default_factory=list)  # requests of engines it may see
 
 
 class Namespace(Packet):
-    """A namespace of store keys: the key prefix with `*` for a rank's number, and the id of the user who has it.
+    """A namespace of store keys: the key prefix with `*` for a rank's number, and the id of its user.
 
-    `fingerprint` says what a digest in the name stands for, as an engine said it.  Times are Unix time in seconds.
+    `fingerprint`, from an engine, has the names and values behind a digest in the name. Times are Unix time in seconds.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -81,17 +78,14 @@ class Namespace(Packet):
 
 
 class NamespacesQuery(Packet):
-    """Ask for the namespaces that engines attached with, sorted by name, those after the name `after`.
-
-    The answer is KnownNamespaces.  It has all of them for an operator, and for others those of their own user.
-    """
+    """Ask for the KnownNamespaces after the name `after`; an operator gets all, others those of their own user."""
 
     type: Literal["namespaces_query"] = "namespaces_query"
     after: str = Field(default="", max_length=1024)
 
 
 class KnownNamespaces(Packet):
-    """As many namespaces as fit a message; with `more` the sender asks again, after the last name of these."""
+    """Namespaces that engines attached with, sorted by name, as many as fit; with `more`, ask after the last one."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -101,18 +95,17 @@ class KnownNamespaces(Packet):
 
 
 class SetMode(Packet):
-    """An operator (root or the daemon's user) switches what the daemon does for every engine; answered by Report."""
+    """An operator (root or the daemon's user) sets the daemon's mode for every engine; the answer is a Report."""
 
     type: Literal["set_mode"] = "set_mode"
     mode: Literal["on", "shadow", "off"]
 
 
 class Purge(Packet):
-    """Remove every stored value of these namespaces, and let others have them unless an engine uses them; answered by
-    Report.
+    """Remove every stored value of these namespaces; the answer is a Report. A namespace without an engine is freed.
 
-    A namespace is what stands before a block's hash in its keys: `prefixes`, or those of an attached engine's ranks.
-    Users who are no operators may name their own engines and namespaces only.
+    Namespaces are key prefixes: `prefixes`, or those of an attached engine's ranks. Users other than operators may name
+    only their own engines and namespaces.
     """
 
     type: Literal["purge"] = "purge"
@@ -125,12 +118,11 @@ Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{2}){1,64}$")]
 
 
 class Warm(Packet):
-    """Stage blocks ahead for an attached engine, an operator for any and others for one of their own user; answered by
-    Warmed, or by Report when it cannot be done.
+    """Warm blocks for an attached engine: any engine for an operator, one of their own user for others.
 
-    Each chain is a prefix's block hashes in hex, in order; all together at most MAX_WARM_DIGESTS, and one order at a
-    time.  `engine` may be left out when one is attached, `chains` to ask only what the answer says of it.  `run` names
-    the orders that belong together: none takes room from another.
+    The answer is Warmed, or a Report of a refusal. Each chain is a prefix's block hashes in hex, in order; all together
+    at most MAX_WARM_DIGESTS. `engine` may be missing where one is attached. Without `chains` the message only asks for
+    the engine's fields of the answer. The messages of one `run` take no room from each other.
     """
 
     type: Literal["warm"] = "warm"
@@ -142,10 +134,10 @@ class Warm(Packet):
 
 
 class Warmed(Packet):
-    """What became of the blocks of a Warm order, and what its sender must know of the engine (see SchedulerInfo).
+    """The result of a Warm message, and how the engine hashes blocks (see SchedulerInfo).
 
-    `found` has, for each chain, how many of its leading blocks are in staging or in the store.  These were `staged`
-    already, are `fetched` now, found `no_room`, or `failed` to arrive; `absent` blocks are in neither, or behind one.
+    `found` counts, for each chain, the leading blocks that are in staging or in the store. Of these, some were `staged`
+    already or are `fetched` now, found `no_room`, or `failed` to arrive; `absent` blocks are in neither, or behind one.
     """
 
     type: Literal["warmed"] = "warmed"
@@ -163,7 +155,7 @@ class Warmed(Packet):
 
 
 class Report(Packet):
-    """What became of an operator's order: whether it was done, and one line that says so."""
+    """The result of an admin command: whether the daemon did it, and one line for the operator."""
 
     type: Literal["report"] = "report"
     ok: bool

@@ -8,46 +8,47 @@ from pydantic import ConfigDict, Field
 
 from .checks import Fingerprint, KeyPrefix, Packet
 
-HASH_PROBE_TOKENS = (1, 2, 3)  # see SchedulerInfo.hash_probe
+HASH_PROBE_TOKENS = (1, 2, 3)  # of SchedulerInfo.hash_probe
 # A CUDA IPC memory handle: 64 bytes in hexadecimal digits, or none.
 Handle = Annotated[str, Field(pattern=r"^([0-9a-f]{128})?$")]
 
 
 class WorkerInfo(Packet):
-    """One rank's share of a block and where its objects live in the store (vllm-compatible keys)."""
+    """One rank's share of a block, and where its objects lie in the store (keys as vLLM's own connector has them)."""
 
     block_bytes: int = Field(ge=1, le=1 << 32)
     key_prefix: KeyPrefix
-    # Of `put_factor` ranks that hold the same shard, this one fills the save slots with slot % put_factor == put_turn.
+    # Replicas of this shard among the ranks, and this rank's index: it fills the save slots with
+    # slot % put_factor == put_turn.
     put_factor: int = Field(ge=1, le=4096)
     put_turn: int = Field(ge=0, le=4095)
     # UUID of the rank's GPU, as the driver writes it; empty on a CPU.
     device: str = Field(default="", max_length=96)
-    # What the digest in `key_prefix` stands for, by name, for people to read; the daemon compares none of it.
+    # Names and values behind the digest in `key_prefix`, for people; the daemon compares none of them.
     fingerprint: Fingerprint = Field(default_factory=dict)
 
 
 class SchedulerInfo(Packet):
-    """What the scheduler side wants of its control segment."""
+    """The scheduler side's demands on its control segment."""
 
     max_blocks: int = Field(ge=1, le=(1 << 20) - 1)
     max_hint_bytes: int = Field(ge=1, le=1 << 28)
     loads: bool
     saves: bool
-    # Wants to be told by Stored messages what became of its saves.
+    # Whether the daemon sends Stored messages about its saves.
     events: bool = False
-    # How long its resets may take, refused when too short; None: as long as `Attached.removal_ms` at least.
+    # Bound of its resets; the daemon refuses one that is too short. None: at least `Attached.removal_ms`.
     reset_timeout_ms: int | None = Field(default=None, ge=1, le=600_000)
-    # How it hashes blocks, to those who hash prompts ahead: vLLM's name of the algorithm, and the hash (hex) of a first
-    # block of HASH_PROBE_TOKENS; no probe when hashes begin with a number that is random in each process.
+    # For `warm`, which hashes prompts: vLLM's name of the algorithm, and the hash (hex) of a first block of
+    # HASH_PROBE_TOKENS. There is no probe where hashes begin with a number that is random in each process.
     hash_algorithm: str = Field(default="", max_length=64)
     hash_probe: str = Field(default="", pattern=r"^([0-9a-f]{2}){0,64}$")
-    # The epochs before this one that its steps may still name; the daemon tells the workers, who forget all others.
+    # Earlier epochs that its steps may still name; the daemon sends them to the workers, which forget all others.
     live_epochs: list[int] = Field(default=[], max_length=1024)
 
 
 class Hello(Packet):
-    """First message of a process. All processes of one engine start say the same engine_id and incarnation."""
+    """First message of a process. All processes of one engine start send the same engine_id and incarnation."""
 
     type: Literal["hello"] = "hello"
     protocol: int
@@ -64,9 +65,9 @@ class Hello(Packet):
 
 
 class Refused(Packet):
-    """The daemon will not serve this process, in one line. `final`: asking again changes nothing.
+    """The daemon will not serve this process; `error` is one line. `final`: another hello changes nothing.
 
-    Read across protocols: it may only grow by fields that a reader can do without.
+    Other protocol versions read it too, so new fields must be ones that a reader can do without.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -79,11 +80,11 @@ class Refused(Packet):
 class Attached(Packet):
     """All processes said hello. Descriptors: scheduler (control segment, doorbell), worker (staging segment, lease).
 
-    The lease, one end of a socket pair, comes with device slots only: who opened the handle closes it after unmapping,
-    and the slab's owner frees the slab only then.
+    Only with device slots there is a lease, one end of a socket pair. The importer of the handle closes it after
+    unmapping, and then the slab's allocator frees the slab.
 
-    Slots [0, slot_count) lie in the staging segment, [slot_count, slot_count + device_slots) in device memory: that of
-    `device_handle`, or with an empty one memory that the worker is to allocate and to export.
+    Slots [0, slot_count) lie in the staging segment. Slots [slot_count, slot_count + device_slots) lie in device
+    memory: that of `device_handle`, or, with an empty one, memory that the worker allocates and exports.
     """
 
     type: Literal["attached"] = "attached"
@@ -94,14 +95,14 @@ class Attached(Packet):
     device_slots: int = Field(default=0, ge=0, le=(1 << 32) - 1)
     device_handle: Handle = ""
     live_epochs: list[int] = Field(default_factory=list)  # of the scheduler's hello
-    removal_ms: int = Field(default=0, ge=0, le=600_000)  # how long a reset takes at least
+    removal_ms: int = Field(default=0, ge=0, le=600_000)  # a reset takes at least this long
 
 
 class Mapped(Packet):
-    """The process mapped what it was handed; when all did, the daemon becomes ACTIVE in the control segment.
+    """The process mapped its descriptors; when all did, the daemon becomes ACTIVE in the control segment.
 
-    `device`: a worker has the device slots too, in its own memory where it says a handle. Without it from every worker
-    no load order names one.
+    `device`: the worker has the device slots too, in its own memory if it sends a handle. Only when every worker has
+    them may a load order name one.
     """
 
     type: Literal["mapped"] = "mapped"
@@ -119,7 +120,7 @@ class Reset(Packet):
 
 
 class ResetDone(Packet):
-    """`ok` only when every key of this engine's namespace, all ranks' included, was confirmed gone."""
+    """`ok` only when the store confirmed that every key of this engine's namespace is gone, for all ranks."""
 
     type: Literal["reset_done"] = "reset_done"
     reset_generation: int
@@ -127,9 +128,9 @@ class ResetDone(Packet):
 
 
 class Stored(Packet):
-    """What became of slots of a SAVED record: their blocks are in the store's memory, on its disk, or not in it.
+    """Where the blocks of a SAVED record's slots are: in the store's memory, on its disk, or lost.
 
-    Each slot of the record stands in exactly one message. Only for schedulers that asked for it.
+    Each slot of the record is in exactly one message. Only schedulers with `events` get them.
     """
 
     type: Literal["stored"] = "stored"
@@ -140,7 +141,7 @@ class Stored(Packet):
 
 
 class Notice(Packet):
-    """Something that the engine's operator is to read in the engine's log, in one line."""
+    """One line for the engine's operator, in the engine's log."""
 
     type: Literal["notice"] = "notice"
     text: str = Field(max_length=4096)

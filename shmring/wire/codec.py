@@ -18,11 +18,11 @@ from .records import PROTOCOL, ProtocolError
 
 MAX_MESSAGE_BYTES = 1 << 16
 
-Message = (
-    attach.Hello | attach.Refused | attach.Attached | attach.Mapped | attach.Reset | attach.ResetDone | attach.Stored
-    | attach.Notice | admin.StatusQuery | admin.Status | admin.StatQuery | admin.Segments | admin.NamespacesQuery
-    | admin.KnownNamespaces | admin.SetMode | admin.Purge | admin.Warm | admin.Warmed | admin.Report
-)  # fmt: skip
+FromEngine = attach.Hello | attach.Mapped | attach.Reset
+ToEngine = attach.Refused | attach.Attached | attach.ResetDone | attach.Stored | attach.Notice
+Query = admin.StatusQuery | admin.StatQuery | admin.NamespacesQuery | admin.SetMode | admin.Purge | admin.Warm
+Answer = admin.Status | admin.Segments | admin.KnownNamespaces | admin.Warmed | admin.Report
+Message = FromEngine | ToEngine | Query | Answer
 _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
 
 
@@ -31,10 +31,10 @@ def encode_message(message: Message) -> bytes:
 
 
 def decode_message(data: bytes) -> Message:
-    """Parse one control message. Raises ProtocolError naming field, value and bound, a foreign protocol first."""
+    """Parse one control message. Raises ProtocolError with field, value and bound; a foreign protocol comes first."""
     try:
         raw = json.loads(data)
-        json.dumps(raw, ensure_ascii=False).encode()  # a lone surrogate would fail later, in a log or a label
+        json.dumps(raw, ensure_ascii=False).encode()  # a lone surrogate would fail later, in a log or a metric label
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"control message is not JSON: {error}") from None
     if isinstance(raw, dict) and raw.get("type") == "hello" and raw.get("protocol") != PROTOCOL:
@@ -46,7 +46,7 @@ def decode_message(data: bytes) -> Message:
 
 
 def _skew(theirs: object, version: object) -> str:
-    """One line for both logs: what an engine and this daemon speak, and which of them to upgrade."""
+    """Return one line for both logs: the protocols of the engine and of this daemon, and which of them to upgrade."""
     older = "engine" if isinstance(theirs, int) and theirs < PROTOCOL else "daemon"
     return (
         f"protocol differs: engine={theirs!r:.20} ({version!r:.40}) daemon={PROTOCOL} ({__version__!r}): upgrade "
@@ -55,7 +55,7 @@ def _skew(theirs: object, version: object) -> str:
 
 
 def send_message(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
-    """Send one packet with its descriptors."""
+    """Send one packet, with descriptors beside it."""
     data = encode_message(message)
     if fds:
         socket.send_fds(sock, [data], list(fds))
@@ -64,11 +64,11 @@ def send_message(sock: socket.socket, message: Message, fds: Sequence[int] = ())
 
 
 def receive_message(sock: socket.socket, max_fds: int = 2) -> tuple[Message, list[int]] | None:
-    """Block for one packet; None at the end of file. The caller owns the descriptors. Raises ProtocolError, OSError."""
+    """Wait for one packet; None at the end of file. The caller owns the descriptors. Raises ProtocolError, OSError."""
     data, fds, flags, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, max_fds, socket.MSG_CMSG_CLOEXEC)
     try:
         if not data:
-            for fd in fds:  # an empty packet reads like the end, and may carry descriptors
+            for fd in fds:  # an empty packet, which may carry descriptors, reads like the end
                 socket.close(fd)
             return None
         if flags & socket.MSG_CTRUNC and len(fds) < max_fds:

@@ -1,20 +1,20 @@
-"""What engine and daemon say to each other through shared memory: hint-ring records and the meaning of flag states.
+"""Hint-ring records and the meaning of flag states: what engine and daemon say to each other in shared memory.
 
-Both sides import this module and attach.py; the rest of shmring does not (it knows nothing of KV).  `PROTOCOL`
-changes whenever a record, a state or a message does; two sides of different protocol refuse each other at the start.
+`PROTOCOL` changes with every change of a record, a state or an engine's message; two sides with different numbers
+refuse each other at the hello.
 
-Flag states and who may make each transition (always a compare-and-swap, always carrying the generation):
+Flag states, and which side may make each transition (a compare-and-swap with the generation):
 
     engine   FREE -> HINTED                          a hint is about to be pushed
     daemon   HINTED,k -> HINTED,k'   -> READY,n      blocks [local_blocks, k') staged; READY: no more will come
-    daemon   HINTED | READY -> HINTED,0              taken back: the room was needed; the blocks will be fetched again
-    engine   HINTED | READY -> CLAIMED,n             the engine answers n blocks (n <= count); they are its
+    daemon   HINTED | READY -> HINTED,0              taken back: others need the room; the blocks are fetched again
+    engine   HINTED | READY -> CLAIMED,n             the engine answers n blocks (n <= count) and owns them
     engine   CLAIMED -> READY                        the answer was not used in this pass
     engine   CLAIMED -> RELEASED                     every rank copied the blocks (or none ever will)
-    engine   HINTED | READY -> CANCELLED             the request does not want them any more
+    engine   HINTED | READY -> CANCELLED             the request needs no blocks any more
     daemon   HINTED | READY -> EXPIRED               void: the engine's weights change
     engine   EXPIRED -> FREE                         seen
-    engine   HINTED -> FREE                          the ring was full: the hint was never pushed
+    engine   HINTED -> FREE                          the ring was full, the hint was never pushed
     daemon   RELEASED | CANCELLED -> FREE            unpinned
 """
 
@@ -26,15 +26,15 @@ from typing import Any, NamedTuple
 
 PROTOCOL = 7
 MAX_REQUEST_ID_BYTES = 512
-GROUPS = 1  # of KV caches of one engine that are served
+GROUPS = 1  # KV-cache groups of one engine that are served
 
 
 class ProtocolError(Exception):
-    """A record or message that does not follow the protocol; the text names field, value and bound."""
+    """A record or message breaks the protocol; the text has field, value and bound."""
 
 
 class FlagState(enum.IntEnum):
-    """States of a completion flag; the transitions stand in the module's docstring."""
+    """States of a completion flag; the module's docstring has the transitions."""
 
     FREE = 0
     HINTED = 1
@@ -55,9 +55,9 @@ class RecordKind(enum.IntEnum):
 
 
 class Outcome(enum.IntEnum):
-    """How a hinted request ended for the engine (DONE records, `request.done` log lines).
+    """The end of a hinted request for the engine (DONE records, `request.done` log lines).
 
-    LATE: nothing was ready at the bound of its wait; RECOMPUTED: nothing was ready, and recomputing was sooner.
+    LATE: nothing was ready when its wait ran out. RECOMPUTED: nothing was ready, and recomputing was sooner.
     """
 
     LOADED = 0
@@ -81,9 +81,9 @@ _SAVED = struct.Struct("<BBHBxxxIxxxxQQ")
 
 
 class Hint(NamedTuple):
-    """A request arrived: `hashes` holds `blocks` raw digests of `hash_bytes`, one per block_size chunk, in order.
+    """A request arrived: `hashes` holds `blocks` raw digests of `hash_bytes`, one per block of tokens, in order.
 
-    Blocks [0, local_blocks) were in the engine's own prefix cache; times are CLOCK_MONOTONIC nanoseconds.
+    Blocks [0, local_blocks) were in the engine's own prefix cache. Times are CLOCK_MONOTONIC nanoseconds.
     """
 
     flag: int
@@ -111,10 +111,10 @@ class Ask(NamedTuple):
 
 
 class Done(NamedTuple):
-    """The engine is done with a flag (now RELEASED or CANCELLED): a nudge, and the engine's half of the timeline.
+    """The engine finished with a flag (now RELEASED or CANCELLED); the record carries its half of the timeline.
 
-    Blocks [loaded_from, loaded_from + loaded_blocks) were copied out of staging; times are 0 where the event did not
-    happen. `waited_ns` is a duration: how long the scheduler waited, from `asked_ns` on and not always in one piece.
+    Blocks [loaded_from, loaded_from + loaded_blocks) were copied out of staging. A time is 0 where the event did not
+    happen. `waited_ns` is the scheduler's wait since `asked_ns`, which may have pauses.
     """
 
     flag: int
@@ -139,20 +139,19 @@ class Saved(NamedTuple):
 
 
 def encode_hint(hint: Hint) -> tuple[bytes, bytes, memoryview]:
-    """The parts of a HINT record, in order; the hashes are not copied."""
-    request_id = hint.request_id.encode(errors="replace")[:MAX_REQUEST_ID_BYTES]
-    head = _HINT.pack(
-        PROTOCOL, GROUPS, hint.hash_bytes, len(request_id), hint.flag, hint.blocks, hint.local_blocks,
-        max(-(1 << 31), min((1 << 31) - 1, hint.priority)), hint.prompt_tokens, hint.generation, hint.arrival_ns,
-    )  # fmt: skip
-    return head, request_id, hint.hashes
+    """Return the parts of a HINT record, in order; the hashes are not copied."""
+    flag, generation, name, blocks, local, priority, tokens, arrival, hash_bytes, hashes = hint
+    request_id = name.encode(errors="replace")[:MAX_REQUEST_ID_BYTES]
+    priority = max(-(1 << 31), min((1 << 31) - 1, priority))
+    sizes = hash_bytes, len(request_id)
+    head = _HINT.pack(PROTOCOL, GROUPS, *sizes, flag, blocks, local, priority, tokens, generation, arrival)
+    return head, request_id, hashes
 
 
 def decode_hint(payload: memoryview) -> Hint:
     """Parse a HINT record; `hashes` is a view into it. Raises ProtocolError."""
-    _, groups, hash_bytes, id_bytes, flag, blocks, local, priority, tokens, generation, arrival = _unpack(
-        _HINT, payload
-    )
+    fields = _unpack(_HINT, payload)
+    _, groups, hash_bytes, id_bytes, flag, blocks, local, priority, tokens, generation, arrival = fields
     _check_groups(groups)
     wanted = _HINT.size + id_bytes + blocks * hash_bytes
     if not 1 <= hash_bytes <= 64 or len(payload) != wanted or id_bytes > MAX_REQUEST_ID_BYTES:
@@ -165,19 +164,16 @@ def decode_hint(payload: memoryview) -> Hint:
 
 
 def encode_ask(ask: Ask) -> bytes:
-    return _ASK.pack(PROTOCOL, ask.flag, ask.generation, ask.asked_ns)
+    return _ASK.pack(PROTOCOL, *ask)
 
 
 def decode_ask(payload: memoryview) -> Ask:
-    _, flag, generation, asked = _unpack(_ASK, payload)
-    return Ask(flag, generation, asked)
+    return Ask(*_unpack(_ASK, payload)[1:])
 
 
 def encode_done(done: Done) -> bytes:
-    return _DONE.pack(
-        PROTOCOL, done.outcome, done.flag, done.loaded_from, done.loaded_blocks, done.generation, done.asked_ns,
-        done.waited_ns, done.claimed_ns, done.loaded_ns,
-    )  # fmt: skip
+    flag, generation, outcome, start, blocks, asked, waited, claimed, loaded = done
+    return _DONE.pack(PROTOCOL, outcome, flag, start, blocks, generation, asked, waited, claimed, loaded)
 
 
 def decode_done(payload: memoryview) -> Done:
@@ -189,11 +185,9 @@ def decode_done(payload: memoryview) -> Done:
 
 
 def encode_saved(saved: Saved) -> bytes:
-    hash_bytes = len(saved.hashes[0]) if saved.hashes else 0
-    head = _SAVED.pack(
-        PROTOCOL, GROUPS, hash_bytes, saved.dropped, len(saved.slots), saved.reset_generation, saved.save_id
-    )
-    return b"".join((head, struct.pack(f"<{len(saved.slots)}I", *saved.slots), *saved.hashes))
+    count, hash_bytes = len(saved.slots), len(saved.hashes[0]) if saved.hashes else 0
+    head = _SAVED.pack(PROTOCOL, GROUPS, hash_bytes, saved.dropped, count, saved.reset_generation, saved.save_id)
+    return b"".join((head, struct.pack(f"<{count}I", *saved.slots), *saved.hashes))
 
 
 def decode_saved(payload: memoryview) -> Saved:
@@ -203,15 +197,13 @@ def decode_saved(payload: memoryview) -> Saved:
     if len(payload) != wanted or hash_bytes > 64 or (not dropped and hash_bytes == 0):
         raise ProtocolError(f"saved size differs: bytes={len(payload)} expected={wanted} hash_bytes={hash_bytes}")
     slots = list(struct.unpack_from(f"<{blocks}I", payload, _SAVED.size))
-    hashes: list[bytes] = []
-    if not dropped:
-        base = _SAVED.size + blocks * 4
-        hashes = [bytes(payload[base + i * hash_bytes : base + (i + 1) * hash_bytes]) for i in range(blocks)]
+    starts = [] if dropped else range(_SAVED.size + blocks * 4, wanted, hash_bytes)
+    hashes = [bytes(payload[start : start + hash_bytes]) for start in starts]
     return Saved(save_id, reset_generation, bool(dropped), slots, hashes)
 
 
 def _unpack(record: struct.Struct, payload: memoryview) -> tuple[Any, ...]:
-    """The fields, of which the first, the version, is right."""
+    """Return the fields, after a check of the first: the version."""
     if len(payload) < record.size:
         raise ProtocolError(f"record too short: bytes={len(payload)} min={record.size}")
     fields = record.unpack_from(payload, 0)
