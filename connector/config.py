@@ -34,7 +34,8 @@ class ConnectorConfig(BaseModel):
         default="on", description="shadow: hint and look, never load or save; off: do nothing"
     )
     load_mode: Literal["auto", "sync", "async"] = Field(
-        default="auto", description="auto: by sync_load_max_bytes and free seats"
+        default="auto",
+        description="sync: copy before the forward; async: beside it; auto: by size and by how busy the engine is",
     )
     sync_load_max_bytes: int = Field(
         default=32 << 20,
@@ -66,12 +67,14 @@ class ConnectorConfig(BaseModel):
         default="fingerprint",
         description="vllm: keys of vLLM's MooncakeStoreConnector, which engines with other weights have, too",
     )
-    cache_prefix: str = Field(default="", max_length=256, description="put before every key, as upstream's connector")
+    cache_prefix: str = Field(
+        default="", max_length=256, description="put before every key, as upstream's option of this name"
+    )
     reset_timeout_ms: int | None = Field(
         default=None,
         ge=1,
         le=600_000,
-        description="how long reset_cache waits; default: 5000, or two heartbeats of the store's disk tier and 1 s",
+        description="how long reset_cache waits; default: 5000, or two heartbeats of the store's disk and 1 s",
     )
 
 

@@ -73,7 +73,9 @@ class DaemonConfig(BaseModel):
         default=None, min_length=1, description="name or number of the group that owns the control socket"
     )
     allow_uids: Annotated[tuple[Uid, ...], BeforeValidator(_parse_uids)] = Field(
-        default_factory=tuple, max_length=256, description="users who may attach, beside root, our own and the group"
+        default_factory=tuple,
+        max_length=256,
+        description="users who may attach, beside root, the daemon's own and the group",
     )
     namespaces: Literal["per_user", "shared"] = Field(
         default="per_user",
@@ -105,7 +107,7 @@ class DaemonConfig(BaseModel):
     memory: Annotated[Size, _within(16 << 20, 1 << 42)] = Field(
         default=1 << 30, description="DRAM segment of the embedded store"
     )
-    disk: str | None = Field(default=None, description="DIR[:SIZE] of the embedded store's SSD tier")
+    disk: str | None = Field(default=None, description="DIR[:SIZE] of the embedded store's disk")
     master_port: Number | None = Field(default=None, ge=1, le=65535, description="port of the embedded master")
     store_reach: Literal["local", "any"] = Field(
         default="local",

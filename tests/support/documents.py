@@ -1,12 +1,17 @@
-"""Prints the tables of docs/EVENTS.md and docs/METRICS.md from the catalogues in the code.
+"""Prints the tables of the documents from the catalogues and configuration models in the code.
 
-`python -m tests.support.documents events`, or `metrics`.
+`python -m tests.support.documents` with `events` (docs/EVENTS.md), `metrics` (docs/METRICS.md), or `connector` or
+`daemon` (docs/reference/configuration.md).
 """
 
 from __future__ import annotations
 
+import json
 import sys
 
+from kvprefetch.connector.config import ConnectorConfig
+from kvprefetch.daemon.cli.common import default_text, kind_of
+from kvprefetch.daemon.config.model import NEXT_ATTACH, RELOADABLE, SIZES, DaemonConfig
 from kvprefetch.daemon.telemetry.events import COMMON, EVENTS, FIELDS, Ending, Field
 from kvprefetch.daemon.telemetry.metrics import CATALOGUE, PREFIX
 
@@ -42,5 +47,39 @@ def metrics() -> str:
     return "\n".join(lines) + "\n"
 
 
+def connector() -> str:
+    """The table of the connector's keys in docs/reference/configuration.md."""
+    lines = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
+    for name, field in ConnectorConfig.model_fields.items():
+        default = COMPUTED.get(name) or f"`{json.dumps(field.default)}`"
+        lines.append(f"| `{name}` | {_choices(kind_of(field))} | {default} | {field.description} |")
+    return "\n".join(lines) + "\n"
+
+
+def daemon() -> str:
+    """The table of the daemon's options in docs/reference/configuration.md."""
+    lines = ["| option | value | default | reload | meaning |", "| --- | --- | --- | --- | --- |"]
+    for name, field in DaemonConfig.model_fields.items():
+        kind = "size" if name in SIZES else _choices(kind_of(field))
+        unset = field.get_default(call_default_factory=True) in (None, ())
+        default = COMPUTED.get(name) or (default_text(name, field) if unset else f"`{default_text(name, field)}`")
+        reload = "next attach" if name in NEXT_ATTACH else "at once" if name in RELOADABLE else "restart"
+        lines.append(f"| `--{name.replace('_', '-')}` | {kind} | {default} | {reload} | {field.description} |")
+    return "\n".join(lines) + "\n"
+
+
+# Defaults that are computed when the process starts.
+COMPUTED = {"socket": "see below", "fetch_threads": "half the cores, 1 to 4", "reset_timeout_ms": "5000 or more"}
+
+
+def _choices(kind: str) -> str:
+    """Name the choices of a key, else the kind of its value."""
+    if kind.startswith("{"):
+        return ", ".join(f"`{choice}`" for choice in kind[1:-1].split(","))
+    return {"N": "number", "X": "number", "PATH": "path"}.get(kind, "")
+
+
+TABLES = {"events": events, "metrics": metrics, "connector": connector, "daemon": daemon}
+
 if __name__ == "__main__":
-    print({"events": events, "metrics": metrics}[sys.argv[1]](), end="")
+    print(TABLES[sys.argv[1]](), end="")
