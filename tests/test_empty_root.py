@@ -1,4 +1,4 @@
-"""The README and docs/OPERATIONS.md as a new user follows them: their own commands, in an empty Debian root."""
+"""README, docs/tutorial.md and docs/OPERATIONS.md as a new user follows them, in an empty Debian root."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ ROOT = Path(__file__).resolve().parents[1]
 CHECKOUT = "/root/kvprefetch"
 
 
-def script(document: str) -> str:
-    """A document's blocks that are marked `sh root` or `sh test`: one script in the checkout, which shows itself."""
-    blocks = re.findall(r"^```sh (?:root|test)\n(.*?)^```$", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
-    assert blocks, document
+def script(*documents: str) -> str:
+    """The documents' blocks marked `sh root` or `sh test`: one script in the checkout, which shows itself."""
+    blocks = []
+    for document in documents:
+        found = re.findall(r"^```sh (?:root|test)\n(.*?)^```$", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
+        assert found, document
+        blocks += found
     return "\n".join([f"cd {CHECKOUT}", "set -v", *blocks])
 
 
@@ -38,7 +41,7 @@ def root() -> Iterator[EmptyRoot]:
             made.remove()
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/OPERATIONS.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/tutorial.md", "docs/OPERATIONS.md"])
 def test_the_commands_are_a_script(document: str) -> None:
     subprocess.run(["bash", "-n"], input=script(document), text=True, check=True)
 
@@ -59,9 +62,9 @@ def test_what_is_broken_off_leaves_nothing(root: EmptyRoot) -> None:
 
 @pytest.mark.stress
 @pytest.mark.timeout(3600)
-def test_the_readme_leads_a_new_user_to_a_request_explained(root: EmptyRoot) -> None:
-    """From nothing: the demo, then by hand a daemon, a real engine, two requests, and the second one's story."""
-    said = root.run(script("README.md"), timeout_s=3000)
+def test_readme_and_tutorial_lead_a_new_user_to_a_request_explained(root: EmptyRoot) -> None:
+    """From nothing: the demo, then by hand a daemon, a real engine, two requests, and the second one explained."""
+    said = root.run(script("README.md", "docs/tutorial.md"), timeout_s=3000)
     assert "All modes gave the same tokens." in said
     texts = re.findall(r'^{"id":"cmpl-\w+".*"text":("[^"]*")', said, re.MULTILINE)
     assert len(texts) == 2

@@ -1,60 +1,44 @@
-"""The README's commands and configuration tables are those of the code."""
+"""The commands of README and the tables of docs/reference/configuration.md are those of the code."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
 from kvprefetch.connector.config import ConnectorConfig
-from kvprefetch.daemon.cli.common import default_text
-from kvprefetch.daemon.config.model import SIZES, DaemonConfig
-from kvprefetch.daemon.config.sizes import size_text
+from kvprefetch.daemon.config.model import DaemonConfig
+from tests.support import documents
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def table(heading: str) -> dict[str, str]:
-    """First column to second column of the table under a heading, backticks removed."""
-    section = README.split(f"### {heading}\n")[1].split("\n### ")[0]
-    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
-    return {name.strip().strip("`"): default.strip() for name, default in rows}
+@pytest.mark.parametrize("table", [documents.connector, documents.daemon])
+def test_the_configuration_s_tables_are_those_of_the_models(table: Callable[[], str]) -> None:
+    """docs/reference/configuration.md has each table as the code prints it."""
+    text = (ROOT / "docs/reference/configuration.md").read_text()
+    assert table() in text, f"run: python -m tests.support.documents {table.__name__}"
 
 
-def documented(model: type[BaseModel], rows: dict[str, str]) -> None:
-    assert list(rows) == list(model.model_fields)
-    for name, field in model.model_fields.items():
-        default: Any = field.default
-        if model is DaemonConfig and field.get_default(call_default_factory=True) in (None, ()):
-            assert rows[name] == default_text(name, field)
-        elif field.default_factory is None and default is not None:
-            shown = rows[name].strip("`")
-            if model is DaemonConfig and name in SIZES:
-                default = size_text(default)
-            assert shown in (json.dumps(default), str(default)), f"{name}: README says {shown}, the code {default!r}"
-
-
-def test_the_connector_s_keys_and_defaults() -> None:
-    documented(ConnectorConfig, table("The connector"))
-
-
-def test_the_daemon_s_options_and_defaults() -> None:
-    rows = {option.removeprefix("--").replace("-", "_"): default for option, default in table("The daemon").items()}
-    documented(DaemonConfig, rows)
+def test_a_table_has_a_row_for_each_key_in_the_model_s_order() -> None:
+    """The printed tables leave out no key of either model."""
+    rows = re.findall(r"^\| `(?:--)?([\w-]+)` \|", documents.connector() + documents.daemon(), re.MULTILINE)
+    assert [row.replace("-", "_") for row in rows] == [*ConnectorConfig.model_fields, *DaemonConfig.model_fields]
 
 
 @pytest.mark.parametrize("target", re.findall(r"^make ([\w-]+)$", README, re.MULTILINE))
 def test_make_targets_exist(target: str) -> None:
+    """Each target that the README names is one of the Makefile's."""
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
 def test_the_engine_s_command_line_is_one_vllm_and_the_connector_accept() -> None:
+    """The README's `vllm serve` line selects the connector by the name that it registers."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -66,8 +50,3 @@ def test_the_engine_s_command_line_is_one_vllm_and_the_connector_accept() -> Non
     config = KVTransferConfig(**json.loads(words[words.index("--kv-transfer-config") + 1]))
     register()
     assert KVConnectorFactory.get_connector_class(config).__name__ == "KVPrefetchConnector"
-
-
-def test_linked_documents_exist() -> None:
-    for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
-        assert (ROOT / link).exists(), link

@@ -46,7 +46,7 @@ def test_the_daemon_may_come_late_stop_and_come_back(
         assert second.cached_tokens == HITS
         for end in ("sigterm", "sigkill"):
             if end == "sigkill":
-                # What has reached the disk is kept (README, "What survives").
+                # What has reached the disk is kept (docs/durability.md).
                 eventually(lambda: len(list((tmp_path / "disk").rglob("*.meta"))) == FILES, what="the files")
             assert engine.reset_prefix_cache()
             engine.begin(PROMPTS, max_tokens=64, concurrency=2)

@@ -115,7 +115,7 @@ def test_every_rule_is_unit_tested_firing_and_quiet() -> None:
 
 
 def test_every_alert_is_explained() -> None:
-    text = (ROOT / "docs/METRICS.md").read_text()
+    text = (ROOT / "docs/symptoms.md").read_text()
     assert set(re.findall(r"^\| `(KVPrefetchd\w+)` \|", text, re.MULTILINE)) == ALERTS
     assert all(rule["labels"]["severity"] in ("critical", "warning") for rule in ALL_RULES if "alert" in rule)
 

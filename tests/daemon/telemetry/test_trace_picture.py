@@ -208,7 +208,7 @@ def test_a_request_hinted_twice_is_shown_twice() -> None:
 
 
 def test_the_readme_s_example_is_what_the_commands_print(tmp_path: Path) -> None:
-    section = README.split("## Three ways to use it\n")[1].split("\n## ")[0]
+    section = README.split("## One request explained\n")[1].split("\n## ")[0]
     commands = re.findall(r"^\$ kvprefetchd (.*)\n((?:(?!\$ |```).*\n)*)", section, re.MULTILINE)
     assert [command.split()[0] for command, _ in commands] == ["tail", "explain"]
     (tmp_path / "kvprefetchd.log").write_text(json.dumps(LINE) + "\n")
