@@ -1,8 +1,8 @@
-"""What the copies of the device tier cost on this GPU, beside the device's own copies measured in the same run.
+"""What the copies of the device cache cost on this GPU, beside the device's own copies measured in the same run.
 
 Everything runs on the real parts: connector/copies.py on a paged cache of a model's shape, host slots pinned and device
-slots allocated by connector/tier.py, promotion's copies by daemon/engine/device.py.  It needs torch, cupy and numpy,
-but no vLLM or store.
+slots allocated by connector/device_cache.py, promotion's copies by daemon/engine/device.py.  It needs torch, cupy and
+numpy, but no vLLM or store.
 
     python -m benchmarks.cuda [--shape llama-8b] [--blocks 64] [--json PATH]
 
@@ -34,8 +34,8 @@ import numpy as np
 import torch
 
 from kvprefetch.connector.copies import Copy, CudaCopies, TorchStreams, checked
+from kvprefetch.connector.device_cache import DeviceCache
 from kvprefetch.connector.paged import PagedCache
-from kvprefetch.connector.tier import DeviceTier
 from kvprefetch.daemon.engine.device import DeviceStaging
 from kvprefetch.daemon.engine.promoter import COPY_BYTES
 from kvprefetch.shmring.gpu import cuda
@@ -78,15 +78,15 @@ class Bench:
         near = blocks * self.sets
         attached: Any = SimpleNamespace(device_slots=near, slot_bytes=self.block_bytes, device_handle="")
         begun = time.perf_counter()
-        self.tier = DeviceTier(self.device, self.rows, attached, theirs)
-        while self.tier.pinned < blocks:
-            assert time.perf_counter() < begun + 60, f"not pinned: slots={self.tier.pinned}"
+        self.device_cache = DeviceCache(self.device, self.rows, attached, theirs)
+        while self.device_cache.pinned < blocks:
+            assert time.perf_counter() < begun + 60, f"not pinned: slots={self.device_cache.pinned}"
             time.sleep(0.001)
         self.pin_gbps = self.bytes / (time.perf_counter() - begun) / 1e9
-        assert self.tier.slots == near
+        assert self.device_cache.slots == near
         self.streams = TorchStreams(self.paged.device)
         self.copies = CudaCopies(self.paged, self.device, self.streams)
-        self.session: Any = SimpleNamespace(epoch=1, rows=self.rows, tier=self.tier)
+        self.session: Any = SimpleNamespace(epoch=1, rows=self.rows, device_cache=self.device_cache)
         self.scattered = [int(n) for n in np.random.default_rng(0).permutation(in_cache)[:near]]
 
     def copy(
@@ -101,8 +101,8 @@ class Bench:
     def close(self) -> None:
         torch.cuda.synchronize()
         self.lease.close()
-        self.tier.end()
-        assert self.tier.join(60)
+        self.device_cache.end()
+        assert self.device_cache.join(60)
 
 
 def random_slots(blocks: int, block_bytes: int) -> tuple[mmap.mmap, Any]:
@@ -166,13 +166,13 @@ def gather_into_device(bench: Bench, part: int) -> Callable[[], Any]:
     first = bench.blocks * part
 
     class Rows:
-        ctypes = SimpleNamespace(data=bench.tier.address + first * bench.block_bytes)
+        ctypes = SimpleNamespace(data=bench.device_cache.address + first * bench.block_bytes)
 
         def __len__(self) -> int:
             return bench.blocks
 
-    tier = SimpleNamespace(pinned=bench.blocks, slots=0, address=0)
-    session: Any = SimpleNamespace(epoch=2, rows=Rows(), tier=tier)
+    cache = SimpleNamespace(pinned=bench.blocks, slots=0, address=0)
+    session: Any = SimpleNamespace(epoch=2, rows=Rows(), device_cache=cache)
     orders = [Copy(session, list(range(bench.blocks)), bench.scattered[first : first + bench.blocks])]
     return lambda: bench.copies.run(orders, save=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from types import SimpleNamespace
 
 from kvprefetch.connector import hints
 from kvprefetch.connector.session import SchedulerSession
@@ -80,12 +81,11 @@ def hint_cost(blocks: int, calls: int) -> Samples:
     attached = Attached(epoch=1, segment_bytes=layout.total_bytes, slot_count=64, slot_bytes=0)
     session = SchedulerSession.map(attached, [os.dup(control.fd), os.dup(bell.fd)])
     hashes = [os.urandom(32) for _ in range(blocks)]
+    request = SimpleNamespace(request_id="request", priority=0, num_prompt_tokens=blocks * 32 + 1)
     samples = Samples()
     for number in range(calls):
         start = now_ns()
-        handle = hints.push(
-            session, "request", hashes[0:blocks:1], 0, priority=0, prompt_tokens=blocks * 32 + 1, now_ns=start
-        )
+        handle = hints.push(session, request, hashes[0:blocks:1], 0, start)
         samples.append((now_ns() - start) / 1000)
         assert handle is not None
         assert consumer.peek() is not None

@@ -1,36 +1,38 @@
 """From a hint to a claimed answer, for one request: what the scheduler side does between arrival and allocation.
 
-An answer is given only for blocks that are claimed and whose slot numbers were then read and checked, so that a
+An answer is given only for blocks that are claimed, and slot numbers are read and checked under the claim, so a
 dispatched load cannot fail.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ..shmring.flags import Flag
 from ..shmring.wire.records import FlagState, Outcome
 from . import hints
 from .config import ConnectorConfig, override
 from .hints import Handle
-from .policy import Verdict, Wait, WaitPolicy, loads_beside
-from .saves import Progress, Saves
+from .policy import Verdict, Visit, Wait, WaitPolicy, loads_beside
+from .request_state import Answer, RequestState
+from .saves import Saves
 from .session import SchedulerSession
 from .support import Geometry
 
-# Hints pushed for one admission after the one at arrival, when that is void after a reset or its daemon replaced.
+# Hints per admission after the one at arrival: for one that a reset voided, or whose daemon was replaced.
 MAX_LATE_HINTS = 3
+# Between two looks of an idle engine; the kernel makes it about twice as long.
+PAUSE_S = 50e-6
 
 Reply = tuple[int | None, bool]
 NOTHING: Reply = (0, False)
 PENDING: Reply = (None, False)
-# Where no flag is: nothing is ready, and nothing has ended.
+# Stands for the flag of a request without a hint: nothing is ready, nothing has ended.
 UNHINTED = Flag(0, FlagState.HINTED, 0)
-# What a request may say in its kv_transfer_params: {"kvprefetch": {"wait_policy": ..., "wait_timeout_ms": ...}}.
+# A request's own wishes in kv_transfer_params: {"kvprefetch": {"wait_policy": ..., "wait_timeout_ms": ...}}.
 OVERRIDE_KEY = "kvprefetch"
 
 _WARN_EVERY_NS = 1_000_000_000
@@ -38,271 +40,253 @@ _WARN_EVERY_NS = 1_000_000_000
 log = logging.getLogger("vllm.kvprefetch.scheduler")
 
 
-@dataclass(slots=True)
-class Answer:
-    """Blocks [start, start + count) of the handle, claimed, and the slots they lie in."""
+class Clock(Protocol):
+    """CLOCK_MONOTONIC, and the sleep between two looks of an idle engine."""
 
-    start: int
-    count: int
-    asynchronous: bool
-    slots: list[int]
+    def now_ns(self) -> int: ...
+    def pause(self) -> None: ...
 
 
-@dataclass(slots=True)
-class Entry:
-    """One request as vLLM knows it, from add to finish. `handle` belongs to the current epoch."""
+class SystemClock:
+    """The clock of a real engine."""
 
-    request: Any
-    loadable: bool
-    preemptions: int
-    handle: Handle | None = None
-    answer: Answer | None = None
-    settled: bool = False
-    loading: bool = False  # a load was dispatched, and the request was not scheduled since
-    late_hints: int = 0
-    told_ns: int = 0  # when it was last told None, as long as that is charged (waits.py)
-    told_in: int = 0  # and in which pass
-    waited: bool = False
-    wait: Wait | None = None
-    progress: Progress = field(default_factory=Progress)
+    now_ns = staticmethod(time.monotonic_ns)
 
-    def restart(self) -> None:
-        """Preempted: its blocks are gone, and everything is to be done again for all of its tokens."""
-        self.preemptions = self.request.num_preemptions
-        self.settled, self.late_hints, self.wait, self.waited = False, 0, None, False
-        self.progress = Progress()
+    @staticmethod
+    def pause() -> None:
+        time.sleep(PAUSE_S)
 
 
 class Claims:
     """The rules of hinting, waiting and claiming. Every method may raise SegmentCorrupt."""
 
     def __init__(
-        self, config: ConnectorConfig, geometry: Geometry, policy: WaitPolicy, saves: Saves | None,
-        counters: Counter[str], clock_ns: Callable[[], int], pause: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        config: ConnectorConfig,
+        geometry: Geometry,
+        policy: WaitPolicy,
+        saves: Saves | None,
+        counters: Counter[str],
+        clock: Clock,
+    ) -> None:
         self._config, self._geometry, self._saves, self._counters = config, geometry, saves, counters
-        self._policy, self._clock_ns, self._pause = policy, clock_ns, pause
+        self._policy, self._now_ns, self._pause = policy, clock.now_ns, clock.pause
         self._shadow = config.mode == "shadow"
         self._spin_ns, self._idle_wait_ns = config.spin_us * 1000, config.idle_wait_us * 1000
-        self._looked_ns = 0  # in this pass
         self._warned_ns = -_WARN_EVERY_NS
-        self._pending_ahead = False  # whether a request visited before in this pass waits, and is judged
-        self._kept_seats = 0  # in this pass, for requests visited before whose look-up goes on
+        # Of this pass: time spent looking, places kept for requests in look-up, whether one that is judged waits.
+        self._looked_ns = self._kept_places = 0
+        self._pending_before = False
 
     def usable_blocks(self, request: Any) -> int:
         """Full blocks that leave at least one token to compute."""
         blocks: int = (request.num_tokens - 1) // self._geometry.block_tokens
         return min(blocks, len(request.block_hashes) // self._geometry.hashes_per_block)
 
-    def hint(self, entry: Entry, session: SchedulerSession, local_blocks: int) -> bool:
-        """Push a hint for all usable blocks; False when all is local, or when it was dropped (counted)."""
-        request = entry.request
+    def hint(self, state: RequestState, session: SchedulerSession, local_blocks: int) -> bool:
+        """Hint at all usable blocks; False when all are local, or when there was no room (counted)."""
+        request = state.request
         blocks = self.usable_blocks(request)
         if local_blocks >= blocks:
             return False
         ratio = self._geometry.hashes_per_block
-        entry.handle = hints.push(
-            session, request.request_id, request.block_hashes[ratio - 1 : blocks * ratio : ratio], local_blocks,
-            priority=request.priority, prompt_tokens=request.num_prompt_tokens, now_ns=self._clock_ns(),
-        )  # fmt: skip
-        if entry.handle is None:
+        digests = request.block_hashes[ratio - 1 : blocks * ratio : ratio]
+        handle = hints.push(session, request, digests, local_blocks, self._now_ns())
+        if handle is None:
             session.producer.count_dropped()
             self._counters["hints_dropped"] += 1
             return False
+        state.hint(handle)
         self._counters["hints"] += 1
         return True
 
     def new_pass(self) -> None:
         """The scheduler begins another pass over its queue."""
-        self._looked_ns = self._kept_seats = 0
-        self._pending_ahead = False
+        self._looked_ns = self._kept_places = 0
+        self._pending_before = False
 
-    def match(self, entry: Entry, session: SchedulerSession, start: int, *, taken: int) -> Reply:
-        """The reply for a request of which blocks [0, start) are local; entry.answer is set when it is a claim.
+    def match(self, state: RequestState, session: SchedulerSession, start: int, *, running: int) -> Reply:
+        """The reply for a request with blocks [0, start) local; a claim is left in `state.answer`.
 
-        `taken`: of the engine's seats, as far as one can see from here; where it is 0, a pending answer costs the
-        engine's sleep.
+        `running`: requests that hold a place, as far as is known here; with none, a pending answer costs the engine's
+        sleep.
         """
-        usable = self.usable_blocks(entry.request)
+        usable = self.usable_blocks(state.request)
         if start >= usable:
             return NOTHING
-        seats = self._geometry.seats
-        if self._kept_seats and taken + self._kept_seats >= seats:
-            return PENDING  # the last free seats are for those before it, for this pass
-        occupied = min(taken, seats - 1) / seats  # who is asked has one
-        now = self._clock_ns()
-        flag = UNHINTED
-        if entry.handle is not None and not self._shadow:
-            flag = hints.look(entry.handle)
+        places = self._geometry.max_running
+        if self._kept_places and running + self._kept_places >= places:
+            return PENDING  # the last free places are kept, for this pass, for requests before this one
+        # vLLM asks only for a request that it has a place for.
+        visit = Visit(start, usable, self._now_ns(), min(running, places - 1) / places)
+        flag, handle = UNHINTED, state.handle
+        if handle is not None and not self._shadow:
+            flag = hints.look(handle)
             if flag.state == FlagState.EXPIRED:
-                self.finish(entry, Outcome.LOST)
-            elif start < entry.handle.local_blocks:
-                # Blocks that were local when we hinted were evicted since: what is staged does not follow on them.
-                self.finish(entry, Outcome.EVICTED)
-                entry.late_hints -= 1  # the next one is free: it counts on fewer local blocks each time
+                self.finish(state, Outcome.LOST)
+                flag = UNHINTED
+            elif start < handle.local_blocks:
+                # Blocks that were local at the hint were evicted since: there is a gap before the staged ones.
+                self.finish(state, Outcome.EVICTED)
+                state.count_late_hint(-1)  # the next hint is free: each counts on fewer local blocks
+                flag = UNHINTED
             elif flag.state != FlagState.HINTED:
-                return self._take(entry, entry.handle, flag, start, usable, Outcome.MISS, now, occupied)
-        if not session.alive(now):
+                return self._take(state, flag, visit, Outcome.MISS)
+        if not session.alive(visit.now_ns):
             return NOTHING
         if self._shadow:
-            if entry.handle is None:
-                self._late_hint(entry, session, start)
+            if handle is None:
+                self._late_hint(state, session, start)
             return NOTHING
-        return self._pending(entry, session, UNHINTED if entry.handle is None else flag, start, usable, now, occupied)
+        return self._pending(state, session, flag, visit)
 
-    def _pending(
-        self, entry: Entry, session: SchedulerSession, flag: Flag, start: int, usable: int, now: int, occupied: float
-    ) -> Reply:
+    def _pending(self, state: RequestState, session: SchedulerSession, flag: Flag, visit: Visit) -> Reply:
         """No hint yet, or one whose fetch goes on: wait for it, or make do with what is ready."""
-        handle = entry.handle
-        first_visit = entry.wait is None
-        wait = entry.wait = entry.wait or self._begin(entry, max(start, flag.count), now)
-        if first_visit and handle is not None and wait.policy != "best_effort":
-            flag = self._look_on(handle, flag, usable, now, idle=occupied == 0.0 and not self._geometry.lockstep)
-            now = self._clock_ns()
+        handle, wait = state.handle, state.wait
+        first_visit = wait is None
+        if wait is None:
+            wait = state.start_wait(self._begin(state.request, max(visit.start, flag.count), visit.now_ns))
+            if handle is not None and wait.policy != "best_effort":
+                flag = self._look_on(handle, flag, visit)
+                visit = visit._replace(now_ns=self._now_ns())
         if handle is not None and flag.state != FlagState.HINTED:
             if flag.state != FlagState.EXPIRED:
-                return self._take(entry, handle, flag, start, usable, Outcome.MISS, now, occupied)
-            return PENDING  # void since we looked: the next visit hints again
-        limit = usable
+                return self._take(state, flag, visit, Outcome.MISS)
+            return PENDING  # expired since the first look: the next visit hints again
+        limit = visit.usable
         if handle is not None and wait.policy == "adaptive" and (found := handle.session.flags.found(handle.flag)):
-            limit = min(found, usable)
+            limit = min(found, limit)
+        ready = max(visit.start, flag.count)
         verdict = self._policy.verdict(
-            wait, max(start, flag.count), limit, now, occupied=occupied, first=not self._pending_ahead
+            wait, ready, limit, visit.now_ns, load=visit.load, first=not self._pending_before
         )
         if verdict is Verdict.WAIT:
             if handle is not None:
-                hints.ask(handle, now)
-            elif not self._late_hint(entry, session, start):
+                hints.ask(handle, visit.now_ns)
+            elif not self._late_hint(state, session, visit.start):
                 verdict = Verdict.LATE
         if verdict is Verdict.WAIT:
-            self._pending_ahead |= wait.policy == "adaptive"  # who waits whatever it costs decides for nobody else
+            # A request that waits at any cost decides for itself only.
+            self._pending_before |= wait.policy == "adaptive"
             if first_visit and handle is not None:
-                self._kept_seats += handle.session.flags.found(handle.flag) <= handle.local_blocks
+                self._kept_places += handle.session.flags.found(handle.flag) <= handle.local_blocks
             return PENDING
         outcome = Outcome.LATE if verdict is Verdict.LATE else Outcome.RECOMPUTED
-        if handle is None:
-            return self._recompute(entry, outcome)
-        return self._take(entry, handle, flag, start, usable, outcome, now, occupied)
+        return self._settle(state, outcome) if handle is None else self._take(state, flag, visit, outcome)
 
-    def _begin(self, entry: Entry, ready: int, now: int) -> Wait:
-        """The first visit that finds the request pending; its own wishes are read now."""
+    def _begin(self, request: Any, ready: int, now_ns: int) -> Wait:
+        """The wait of a request that its first visit finds pending; its own wishes are read now."""
         config = self._config
-        params = getattr(entry.request, "kv_transfer_params", None)
+        params = getattr(request, "kv_transfer_params", None)
         if params and (wishes := params.get(OVERRIDE_KEY)) is not None:
             try:
                 config = override(config, wishes)
             except ValueError as error:
                 self._counters["bad_overrides"] += 1
-                if now - self._warned_ns >= _WARN_EVERY_NS:
-                    self._warned_ns = now
-                    log.warning("kvprefetch: request %s: %s; the default is used", entry.request.request_id, error)
-        return Wait.begin(config.wait_policy, config.wait_timeout_ms, now, ready)
+                if now_ns - self._warned_ns >= _WARN_EVERY_NS:
+                    self._warned_ns = now_ns
+                    log.warning("kvprefetch: request %s: %s; the default is used", request.request_id, error)
+        return Wait.begin(config.wait_policy, config.wait_timeout_ms, now_ns, ready)
 
-    def _look_on(self, handle: Handle, flag: Flag, usable: int, began: int, *, idle: bool) -> Flag:
+    def _look_on(self, handle: Handle, flag: Flag, visit: Visit) -> Flag:
         """Look for a moment at a flag that may be about to change.
 
-        An idle engine has nothing better to do, and would sleep for a millisecond: it sleeps for less between looks.
-        A busy one only sees whether the store holds anything, and makes no system call: told to wait before that is
-        known, a miss would lose its seat to those behind it.
+        An idle engine would sleep for a millisecond: it sleeps for less between looks.  A busy engine only finds out
+        whether the store holds anything, without a system call: a miss that is deferred loses its place to requests
+        behind it.
         """
-        found = handle.session.flags.found
+        idle = visit.load == 0.0 and not self._geometry.lockstep
         left = (self._idle_wait_ns if idle else self._spin_ns) - self._looked_ns
-        if left <= 0 or self._policy.recompute_ns(usable - flag.count) < left:
+        if left <= 0 or self._policy.recompute_ns(visit.usable - flag.count) < left:
             return flag  # what could come is not worth it
-        hints.ask(handle, began)
-        now = began
-        while flag.state == FlagState.HINTED and now - began < left:
+        hints.ask(handle, visit.now_ns)
+        found, began_ns = handle.session.flags.found, visit.now_ns
+        now_ns = began_ns
+        while flag.state == FlagState.HINTED and now_ns - began_ns < left:
             if idle:
                 self._pause()
             elif found(handle.flag) > handle.local_blocks:
                 break
-            flag, now = hints.look(handle), self._clock_ns()
-        self._looked_ns += now - began
-        self._counters["wait_ns"] += now - began
-        handle.waited_ns += now - began
+            flag, now_ns = hints.look(handle), self._now_ns()
+        self._looked_ns += now_ns - began_ns
+        self._counters["wait_ns"] += now_ns - began_ns
+        handle.waited_ns += now_ns - began_ns
         return flag
 
-    def _late_hint(self, entry: Entry, session: SchedulerSession, start: int) -> bool:
-        """The scheduler is at a request without a hint: push one. False when it had enough of them.
-
-        Where there is no room for it, the next visit tries again.
-        """
-        if entry.late_hints >= MAX_LATE_HINTS:
+    def _late_hint(self, state: RequestState, session: SchedulerSession, start: int) -> bool:
+        """Hint at a visited request without a hint. False after MAX_LATE_HINTS; without room the next visit retries."""
+        if state.late_hints >= MAX_LATE_HINTS:
             return False
-        if self.hint(entry, session, start):
-            entry.late_hints += 1
+        if self.hint(state, session, start):
+            state.count_late_hint(1)
             self._counters["late_hints"] += 1
-            assert entry.handle is not None
-            hints.ask(entry.handle, self._clock_ns())
+            assert state.handle is not None
+            hints.ask(state.handle, self._now_ns())
         return True
 
-    def _take(
-        self, entry: Entry, handle: Handle, flag: Flag, start: int, usable: int, outcome: Outcome, now: int,
-        occupied: float,
-    ) -> Reply:  # fmt: skip
-        """Claim what is there and answer it, or settle on recomputing."""
-        if entry.wait is not None:
-            self._policy.fetches.saw(entry.wait, max(start, flag.count), now)
-        dropped = int(self._geometry.drop_last)
-        stop = min(flag.count - dropped, usable)
-        if stop <= start:
-            self._note_found(entry, handle, flag)
-            self.finish(entry, outcome)
-            return self._recompute(entry, outcome)
-        # With the block that is dropped: an un-claim publishes what was claimed, and the next answer drops it again.
-        if not hints.claim(handle, flag, stop + dropped, now):
+    def _take(self, state: RequestState, flag: Flag, visit: Visit, outcome: Outcome) -> Reply:
+        """Claim what is ready and answer it; with nothing to take, settle on recomputing with `outcome`."""
+        handle, geometry = state.handle, self._geometry
+        assert handle is not None
+        if state.wait is not None:
+            self._policy.fetches.saw(state.wait, max(visit.start, flag.count), visit.now_ns)
+        dropped = int(geometry.drop_last)
+        stop = min(flag.count - dropped, visit.usable)
+        if stop <= visit.start:
+            self._note_found(state.request, handle, flag)
+            self.finish(state, outcome)
+            return self._settle(state, outcome)
+        # The dropped block is claimed, too: giving the claim back publishes all of it for the next answer.
+        if not hints.claim(handle, flag, stop + dropped, visit.now_ns):
             return PENDING  # the daemon moved the flag in between; the next visit sees where
-        slots = handle.session.flags.read_slots(handle.flag, start, stop)
-        count = stop - start
-        asynchronous = self._config.load_mode == "async" or (
-            self._config.load_mode == "auto"
-            and loads_beside(count * self._geometry.block_bytes, self._config.sync_load_max_bytes, occupied=occupied)
+        slots = handle.session.flags.read_slots(handle.flag, visit.start, stop)
+        count, mode = stop - visit.start, self._config.load_mode
+        asynchronous = mode == "async" or (
+            mode == "auto"
+            and loads_beside(count * geometry.block_bytes, self._config.sync_load_max_bytes, load=visit.load)
         )
-        self._note_found(entry, handle, flag)
+        self._note_found(state.request, handle, flag)
         if flag.state == FlagState.HINTED:
             self._counters["cut_short"] += 1
-        entry.answer = Answer(start, count, asynchronous, slots)
-        return count * self._geometry.block_tokens, asynchronous
+        state.claim(Answer(visit.start, count, asynchronous, slots))
+        return count * geometry.block_tokens, asynchronous
 
-    def _recompute(self, entry: Entry, outcome: Outcome) -> Reply:
+    def _settle(self, state: RequestState, outcome: Outcome) -> Reply:
         """There is nothing to take, and there will be nothing."""
-        entry.settled = True
+        state.settle()
         if outcome == Outcome.MISS:
             self._counters["misses"] += 1
         else:
             self._counters["late" if outcome == Outcome.LATE else "recomputed"] += 1
         return NOTHING
 
-    def _note_found(self, entry: Entry, handle: Handle, flag: Flag) -> None:
-        """Learn from a finished lookup which blocks need no save."""
+    def _note_found(self, request: Any, handle: Handle, flag: Flag) -> None:
+        """Learn from a finished look-up which blocks need no save."""
         if self._saves is None or flag.state != FlagState.READY:
             return  # the found word is written before READY
         found = min(handle.session.flags.found(handle.flag), handle.blocks)
         ratio = self._geometry.hashes_per_block
-        digests = entry.request.block_hashes[ratio - 1 : handle.blocks * ratio : ratio]
+        digests = request.block_hashes[ratio - 1 : handle.blocks * ratio : ratio]
         self._saves.note_stored(digests[handle.local_blocks : found])
         self._saves.note_absent(digests[max(found, handle.local_blocks) :])
 
-    def withdraw(self, entry: Entry) -> None:
+    def withdraw(self, state: RequestState) -> None:
         """Take back an answer that was not used."""
-        entry.answer = None
-        if entry.handle is not None:
-            hints.unclaim(entry.handle)
+        hints.unclaim(state.withdraw())
 
-    def finish(self, entry: Entry, outcome: Outcome) -> None:
+    def finish(self, state: RequestState, outcome: Outcome) -> None:
         """Give up the request's hint and answer, if there are any."""
-        handle, entry.handle, entry.answer = entry.handle, None, None
+        self.give_back(state.request.request_id, state.drop(), outcome)
+
+    def give_back(self, request_id: str, handle: Handle | None, outcome: Outcome) -> None:
+        """Give a handle back that its request has given up."""
         if handle is None:
             return
         if self._shadow:
-            self._count_shadow(entry, handle)
+            flag = hints.look(handle)
+            blocks = max(0, flag.count - handle.local_blocks)
+            shown = "pending" if flag.state == FlagState.HINTED else "ready"
+            self._counters[f"shadow_{shown}"] += 1
+            self._counters[f"shadow_{shown}_blocks"] += blocks
+            log.info("kvprefetch: shadow: request=%s %s blocks=%d", request_id, shown, blocks)
         hints.finish(handle, outcome)
-
-    def _count_shadow(self, entry: Entry, handle: Handle) -> None:
-        flag = hints.look(handle)
-        blocks = max(0, flag.count - handle.local_blocks)
-        state = "pending" if flag.state == FlagState.HINTED else "ready"
-        self._counters[f"shadow_{state}"] += 1
-        self._counters[f"shadow_{state}_blocks"] += blocks
-        log.info("kvprefetch: shadow: request=%s %s blocks=%d", entry.request.request_id, state, blocks)

@@ -57,7 +57,7 @@ def checked(
         raise ValueError(f"slot size differs: slot_bytes={session.rows.shape[1]} block_bytes={paged.block_bytes}")
     if len(slots) != len(block_ids):
         raise ValueError(f"slots and blocks differ in number: slots={len(slots)} blocks={len(block_ids)}")
-    bound = len(session.rows) + (session.tier.slots if session.tier is not None and not save else 0)
+    bound = len(session.rows) + (session.device_cache.slots if session.device_cache is not None and not save else 0)
     for name, numbers, end in (("slot", slots, bound), ("block", block_ids, paged.num_blocks)):
         if numbers and not (min(numbers) >= 0 and max(numbers) < end):
             raise IndexError(f"{name} is out of bounds: {name}={max(numbers)} least={min(numbers)} end={end}")
@@ -82,8 +82,8 @@ class PlainCopies:
             pairs = list(zip(slots, block_ids, strict=True))
             near = [(slot - host, block) for slot, block in pairs if slot >= host]
             if near:
-                assert session.tier is not None
-                self._paged.load(session.tier.rows, *zip(*near, strict=True))
+                assert session.device_cache is not None
+                self._paged.load(session.device_cache.rows, *zip(*near, strict=True))
             if far := [(slot, block) for slot, block in pairs if slot < host]:
                 self._paged.load(session.rows, *zip(*far, strict=True))
         return self._paged.fence()
@@ -174,8 +174,8 @@ class CudaCopies:
         self, session: WorkerSession, slots: Sequence[int], block_ids: Sequence[int], stream: Any, *, save: bool,
         beside: bool,
     ) -> None:  # fmt: skip
-        host, tier = len(session.rows), session.tier
-        pinned = 0 if tier is None else tier.pinned
+        host, cache = len(session.rows), session.device_cache
+        pinned = 0 if cache is None else cache.pinned
         if pinned < host and any(pinned <= slot < host for slot in slots):
             pairs = list(zip(slots, block_ids, strict=True))
             with self._streams.use(stream):
@@ -185,7 +185,7 @@ class CudaCopies:
                 return
             slots, block_ids = zip(*pairs, strict=True)
         launcher = self._few if len(slots) <= self._few.blocks else self._many
-        launcher.places(session.rows.ctypes.data, host, 0 if tier is None else tier.address)
+        launcher.places(session.rows.ctypes.data, host, 0 if cache is None else cache.address)
         most = cuda_copy.BESIDE_BLOCKS if beside and min(slots, default=host) < host else None
         for start in range(0, len(slots), launcher.blocks):
             stop = start + launcher.blocks

@@ -54,9 +54,9 @@ _TOWERS = ("text_model_id", "audio_model_id")
 
 
 def of_engine(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, group: int, put_factor: int, layout: str
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, group: int, replicas: int, layout: str
 ) -> dict[str, str]:
-    """Return the part that the running rank knows. Ranks with the same bytes (`put_factor` of them) have the same.
+    """Return the part that the running rank knows. Ranks with the same bytes (`replicas` of them) have the same.
 
     `layout`: of the rank's paged cache (`PagedCache.layout`).
     """
@@ -67,7 +67,7 @@ def of_engine(
     found = {
         "kv_dtype": ",".join(sorted({_kv_dtype(specs[layer], vllm_config.cache_config) for layer in layers})),
         # Ranks that hold the same heads have the same bytes, however many they are.
-        "tp_shards": str(parallel.tensor_parallel_size // put_factor),
+        "tp_shards": str(parallel.tensor_parallel_size // replicas),
         "pp_size": str(parallel.pipeline_parallel_size),
         "layers": _digest([[layer, *_kind(specs[layer])] for layer in layers]),
         "layout": layout,

@@ -1,13 +1,14 @@
-"""One hint and its completion flag, from the engine's side: pushed, looked at, asked for, claimed, given back.
+"""One hint and its completion flag, from the engine's side: push, look, ask, claim, give back.
 
-Every function works on the handle's own session, so a handle of an ended epoch is harmless: its memory is still mapped
-and nobody reads it.  SegmentCorrupt is raised where the flag says what only this side could have written.
+Every function works on the handle's own session, so a handle of an ended epoch is harmless: its memory stays mapped
+and nobody reads it.  A flag in a state that only this side writes raises SegmentCorrupt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.flags import Flag, pack
@@ -41,15 +42,14 @@ class Handle:
     blocks: int
     local_blocks: int
     asked_ns: int = 0
-    waited_ns: int = 0  # a duration: how long the scheduler waited for it
+    waited_ns: int = 0  # how long the scheduler waited for it
     claimed_ns: int = 0
 
 
 def push(
-    session: SchedulerSession, request_id: str, digests: Sequence[bytes], local_blocks: int, *, priority: int,
-    prompt_tokens: int, now_ns: int,
-) -> Handle | None:  # fmt: skip
-    """Hint at `digests` (one per block, in order, more than local_blocks). None when there is no flag or no room."""
+    session: SchedulerSession, request: Any, digests: Sequence[bytes], local_blocks: int, now_ns: int
+) -> Handle | None:
+    """Hint at `digests`: one per block, in order, more than local_blocks. None when there is no flag or no room."""
     hash_bytes = len(digests[0])
     room = session.producer.max_payload_bytes - _HEAD_BYTES - MAX_REQUEST_ID_BYTES
     blocks = min(len(digests), session.flags.table_entries, room // hash_bytes)
@@ -58,23 +58,29 @@ def push(
     taken = session.allocator.take(FlagState.HINTED)
     if taken is None:
         return None
-    handle = Handle(session, taken[0], taken[1], blocks, local_blocks)
+    index, generation = taken
     hint = Hint(
-        handle.flag, handle.generation, request_id, blocks, local_blocks, priority, prompt_tokens, now_ns, hash_bytes,
-        memoryview(b"".join(digests if blocks == len(digests) else digests[:blocks])),
-    )  # fmt: skip
-    if session.producer.push(RecordKind.HINT, *encode_hint(hint)):
-        return handle
-    # The daemon never heard of this flag: nobody else will free it.
-    session.flags.exchange(
-        handle.flag, pack(handle.generation, FlagState.HINTED, 0), pack(handle.generation, FlagState.FREE, 0)
+        flag=index,
+        generation=generation,
+        request_id=request.request_id,
+        blocks=blocks,
+        local_blocks=local_blocks,
+        priority=request.priority,
+        prompt_tokens=request.num_prompt_tokens,
+        arrival_ns=now_ns,
+        hash_bytes=hash_bytes,
+        hashes=memoryview(b"".join(digests if blocks == len(digests) else digests[:blocks])),
     )
-    session.allocator.give_back(handle.flag)
+    if session.producer.push(RecordKind.HINT, *encode_hint(hint)):
+        return Handle(session, index, generation, blocks, local_blocks)
+    # The daemon does not know this flag, so nobody else frees it.
+    session.flags.exchange(index, pack(generation, FlagState.HINTED, 0), pack(generation, FlagState.FREE, 0))
+    session.allocator.give_back(index)
     return None
 
 
 def look(handle: Handle) -> Flag:
-    """The flag's state and absolute block count: one acquire load. Raises SegmentCorrupt."""
+    """Return the flag's state and absolute block count: one acquire load. Raises SegmentCorrupt."""
     flag = handle.session.flags.flag(handle.flag)
     if flag.generation != handle.generation or flag.state not in _MINE or flag.count > handle.blocks:
         raise SegmentCorrupt(
@@ -101,14 +107,14 @@ def claim(handle: Handle, seen: Flag, count: int, now_ns: int) -> bool:
 
 
 def unclaim(handle: Handle) -> None:
-    """The answer was not used in this pass: the daemon may take the blocks back again."""
+    """Let the daemon take the blocks back: the answer was not used in this pass."""
     seen = look(handle)
     if seen.state == FlagState.CLAIMED and not _exchange(handle, seen, FlagState.READY, seen.count):
         raise SegmentCorrupt(f"a claimed flag was moved: flag={handle.flag}")
 
 
 def finish(handle: Handle, outcome: Outcome, *, loaded: range = range(0), loaded_ns: int = 0) -> None:
-    """Give the flag back, whatever its state; `loaded`: which of its blocks were copied.
+    """Give the flag back, whatever its state; `loaded`: the blocks that were copied.
 
     A full ring loses the nudge and the timeline, never the release.
     """
@@ -125,10 +131,8 @@ def finish(handle: Handle, outcome: Outcome, *, loaded: range = range(0), loaded
     session = handle.session
     session.allocator.give_back(handle.flag)
     if after != FlagState.FREE:
-        done = Done(
-            handle.flag, handle.generation, outcome, loaded.start, len(loaded), handle.asked_ns, handle.waited_ns,
-            handle.claimed_ns, loaded_ns,
-        )  # fmt: skip
+        times = (handle.asked_ns, handle.waited_ns, handle.claimed_ns, loaded_ns)
+        done = Done(handle.flag, handle.generation, outcome, loaded.start, len(loaded), *times)
         session.producer.push(RecordKind.DONE, encode_done(done))
 
 

@@ -1,8 +1,8 @@
-"""Store keys of one rank, and which of the blocks with these keys this rank saves.
+"""Store keys of one rank, and its share of the saves among ranks with the same keys.
 
     [cache_prefix@]model@tp_rank:R@pcp0@dcp0@pp_rank:Q@group:0@[fp:FINGERPRINT@]HASH
 
-All but the part with the fingerprint is, byte for byte, the key of vLLM's MooncakeStoreConnector.
+Without the fingerprint's part this is, byte for byte, the key of vLLM's MooncakeStoreConnector.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from dataclasses import dataclass
 class RankKeys:
     """`prefix` + the hash's hex digits is a key of vLLM's own connector.
 
-    Of `put_factor` ranks that hold the same bytes, and so have the same keys, this one saves what goes through the save
-    slots with slot % put_factor == put_turn.
+    `replicas` ranks hold the same bytes under the same keys; this one fills the save slots with
+    slot % replicas == replica_index.
     """
 
     prefix: str
-    put_factor: int
-    put_turn: int
+    replicas: int
+    replica_index: int
 
     def of(self, fingerprint: str) -> str:
         """Return the prefix of keys that only engines with this fingerprint (hex digits) have."""
         return f"{self.prefix}fp:{fingerprint}@"
 
     def saves(self, slot: int) -> bool:
-        """Whether the block that goes through this slot is this rank's to copy."""
-        return slot % self.put_factor == self.put_turn
+        """Whether this rank copies the block that goes through this slot."""
+        return slot % self.replicas == self.replica_index
 
 
 def rank_keys(
@@ -36,12 +36,11 @@ def rank_keys(
 ) -> RankKeys:
     """Keys of one rank for KV-cache group 0, without context parallelism.
 
-    `model` is the model's path or name as configured, `kv_heads` the model's total KV heads.  A pure MLA cache is the
-    same on every tensor-parallel rank; with fewer KV heads than ranks, tp_size // kv_heads neighbours hold the same
-    heads.
+    `model`: path or name as configured; `kv_heads`: of the whole model.  A pure MLA cache is the same on every
+    tensor-parallel rank; with fewer KV heads than ranks, tp_size // kv_heads neighbours hold the same heads.
     """
-    factor = tp_size if mla else max(1, tp_size // kv_heads)
+    replicas = tp_size if mla else max(1, tp_size // kv_heads)
     name = model.rstrip("/").split("/")[-1]
     namespace = f"{cache_prefix}@" if cache_prefix else ""
-    prefix = f"{namespace}{name}@tp_rank:{tp_rank // factor}@pcp0@dcp0@pp_rank:{pp_rank}@group:0@"
-    return RankKeys(prefix, factor, tp_rank % factor)
+    prefix = f"{namespace}{name}@tp_rank:{tp_rank // replicas}@pcp0@dcp0@pp_rank:{pp_rank}@group:0@"
+    return RankKeys(prefix, replicas, tp_rank % replicas)

@@ -1,7 +1,7 @@
 """The connection to the daemon: one thread per engine process that attaches, watches, and attaches again.
 
-The engine's own threads only read `session` (one attribute) and never wait for this one, except for a reset.  Whatever
-goes wrong here is logged, once per kind, and means for the engine that there is no daemon.
+The engine's own threads only read `session` (one attribute) and never wait for this thread, except for a reset.  An
+error here is logged, once per kind, and means for the engine that there is no daemon.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ..shmring.wire.records import ProtocolError
 RETRY_S = 0.5
 FINAL_RETRY_S = 10.0
 BEAT_S = 1.0
-# How long an engine may be without a session before its log says why. The daemon may take some of it to reserve memory.
+# An engine without a session for so long logs the reason. The daemon may take some of it to reserve memory.
 PATIENCE_S = 30.0
-# Steps in a row that do not name an ended epoch before a worker forgets it: far more than vLLM has in flight, so one of
-# them was built after the scheduler side saw the end.
+# Steps in a row without a name of an ended epoch before a worker forgets it: far more than vLLM has in flight, so one
+# of them was built after the scheduler side saw the end.
 FORGET_STEPS = 64
-# Messages about saves that the scheduler has not taken; an engine takes them with every step.
+# Messages about saves that the scheduler side has not taken; it takes them with every step.
 MAX_STORED = 4096
 
 log = logging.getLogger("vllm.kvprefetch.link")
@@ -45,7 +45,7 @@ class Session(Protocol):
     @property
     def segment(self) -> Segment: ...
     def mapped(self) -> Mapped: ...
-    def beat(self, now_ns: int) -> None: ...
+    def tick(self, now_ns: int) -> None: ...
     def ended(self) -> None: ...
 
 
@@ -53,50 +53,59 @@ S = TypeVar("S", bound=Session)
 
 
 class Link(Generic[S]):
-    """Keeps a process attached. `hello` is asked for on the link's own thread, whenever it connects.
+    """Keeps a process attached; its thread asks for `hello` whenever it connects.
 
-    `map_session` maps what came with Attached and owns the descriptors.  With `keep_ended` a load may still name an
-    ended epoch, until steps or the scheduler's next hello say otherwise: so it is in a worker.  Without it the log says
-    once why there has been no session for PATIENCE_S; workers wait for the scheduler as long as the engine starts.
-    The memory of a session that nobody uses any more is unmapped on the link's thread.
-    Only a daemon of root, of this process's user or of `daemon_user` (name or number) is spoken to.
-    `session` is the current epoch or None.  `confirmed_reset` is the highest reset generation the daemon confirmed.
-    `stored` collects what the daemon said about saves.
+    `map_session` maps the memory that came with Attached and owns the descriptors.  With `keep_ended`, as in a worker,
+    a load may name an ended epoch until steps or the scheduler's next hello show otherwise.  Without it, as in a
+    scheduler, the log says once why there was no session for PATIENCE_S; workers wait for the scheduler in silence.
+    The link's thread unmaps the memory of sessions that nobody uses any more.
+    A daemon must run as root, as this process's user or as `daemon_user` (name or number).
+    `session` is the current epoch or None, `confirmed_reset` the highest reset generation that the daemon confirmed;
+    `stored` collects the daemon's messages about saves.
     """
 
     def __init__(
-        self, path: str, hello: Callable[[], Hello], map_session: Callable[[Attached, Sequence[int]], S],
-        *, keep_ended: bool = False, daemon_user: str | int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        path: str,
+        hello: Callable[[], Hello],
+        map_session: Callable[[Attached, Sequence[int]], S],
+        *,
+        keep_ended: bool = False,
+        daemon_user: str | int = 0,
+    ) -> None:
         self.session: S | None = None
         self.confirmed_reset = 0
         self.stored: deque[Stored] = deque(maxlen=MAX_STORED)
-        self._path, self._hello, self._map, self._keep_ended = path, hello, map_session, keep_ended
-        self._apart_since, self._daemon_user = time.monotonic(), daemon_user
+        self.hello, self._path, self._map, self._keep_ended = hello, path, map_session, keep_ended
+        self._alone_since, self._daemon_user = time.monotonic(), daemon_user
         self._sock: socket.socket | None = None
         self._stop = threading.Event()
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._replied = threading.Event()
         self._reply: ResetDone | None = None
-        # Worker: every epoch a load may still name; for ended ones, how many steps in a row have not named it.
+        # Worker: every epoch that a load may still name; for ended ones, the steps in a row that have not named it.
         self._mapped: dict[int, S] = {}
         self._ended: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._segments: list[Segment] = []  # of the sessions that were mapped, until this thread has unmapped them
+        self._segments: list[Segment] = []  # of sessions, until the thread has unmapped them
         self._thread = threading.Thread(target=self._run, name="kvprefetch-link", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """End the connection and the thread; waits at most a second."""
         self._stop.set()
         self._hang_up()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
+        if self.running and self._thread is not threading.current_thread():
             self._thread.join(1.0)
 
     def detach(self, reason: str) -> None:
-        """What stands in the current session's memory cannot be true: drop it, and come back with a new epoch."""
+        """Drop the current session, because its memory cannot be right, and come back with a new epoch."""
         log.error("kvprefetch: detached from the daemon: %s", reason)
         session, self.session = self.session, None
         if session is not None:
@@ -157,9 +166,9 @@ class Link(Generic[S]):
                 wait_s = self._attach()
             except (ProtocolError, SegmentCorrupt) as error:
                 wait_s = FINAL_RETRY_S
-                self._say("protocol", logging.ERROR, "kvprefetch: cannot talk to the daemon: %s", error)
+                self._log_once("protocol", logging.ERROR, "kvprefetch: cannot talk to the daemon: %s", error)
             except Exception as error:
-                self._say(type(error).__name__, logging.WARNING, "kvprefetch: connection failed: %s", error)
+                self._log_once(type(error).__name__, logging.WARNING, "kvprefetch: connection failed: %s", error)
             finally:
                 self._lost()
             self._unmap()
@@ -167,26 +176,22 @@ class Link(Generic[S]):
 
     def _attach(self) -> float:
         """One connection from hello to its end; the seconds until the next attempt."""
-        hello = self._hello()  # may read files: not while the daemon waits for it
+        hello = self.hello()  # may read files: not while the daemon waits for it
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             sock.settimeout(BEAT_S)
             try:
                 sock.connect(self._path)
             except OSError as error:
-                self._say(
-                    "absent", logging.WARNING,
-                    "kvprefetch: no daemon at %s (%s); the engine serves without it and looks again",
-                    self._path, error.strerror or error,
-                )  # fmt: skip
+                text = "kvprefetch: no daemon at %s (%s); the engine serves without it and looks again"
+                self._log_once("absent", logging.WARNING, text, self._path, error.strerror or error)
                 return RETRY_S
             if (uid := peer_of(sock)[1]) not in (0, os.geteuid(), _uid(self._daemon_user)):
-                self._say(
-                    "stranger", logging.ERROR,
-                    "kvprefetch: daemon_user=%r does not run what listens at %s: uid=%d is neither root nor this "
-                    "engine's user, nothing is shared with it; if it is to be trusted, name its user in daemon_user",
-                    self._daemon_user, self._path, uid,
-                )  # fmt: skip
+                text = (
+                    "kvprefetch: the process that listens at %s does not run as daemon_user=%r: uid=%d is neither root "
+                    "nor this engine's user, nothing is shared with it; to trust it, name its user in daemon_user"
+                )
+                self._log_once("stranger", logging.ERROR, text, self._path, self._daemon_user, uid)
                 return FINAL_RETRY_S
             send_message(sock, hello)
             self._sock = sock
@@ -198,15 +203,15 @@ class Link(Generic[S]):
     def _watch(self, sock: socket.socket) -> float:
         while not self._stop.is_set():
             if (session := self.session) is not None:
-                session.beat(time.monotonic_ns())
+                session.tick(time.monotonic_ns())
             self._unmap()
             try:
                 received = receive_message(sock, max_fds=2)
             except TimeoutError:
-                self._apart("it has not answered this engine's hello; `kvprefetchd status` shows whether it hangs")
+                self._log_no_session("it has not answered our hello; `kvprefetchd status` shows whether it hangs")
                 continue
             if received is None:
-                self._apart("it ended the connection without an answer; its log may say why")
+                self._log_no_session("it ended the connection without an answer; its log may say why")
                 break
             message, fds = received
             if isinstance(message, Attached):
@@ -222,12 +227,12 @@ class Link(Generic[S]):
             elif isinstance(message, Stored):
                 self.stored.append(message)
             elif isinstance(message, Notice):
-                self._said.add("apart")  # this says more
+                self._logged.add("alone")  # this says more
                 log.warning("kvprefetch: %s", message.text)
             elif isinstance(message, Refused):
                 level = logging.ERROR if message.final else logging.INFO
-                self._say(f"refused {message.error}", level, "kvprefetch: the daemon refused: %s", message.error)
-                self._apart(f"it refused: {message.error}")
+                self._log_once(f"refused {message.error}", level, "kvprefetch: the daemon refused: %s", message.error)
+                self._log_no_session(f"it refused: {message.error}")
                 return FINAL_RETRY_S if message.final else RETRY_S
             else:
                 raise ProtocolError(f"message is not expected here: type={message.type}")
@@ -236,7 +241,7 @@ class Link(Generic[S]):
     def _attached(self, sock: socket.socket, message: Attached, fds: Sequence[int]) -> None:
         session = self._map(message, fds)
         self._segments.append(session.segment)
-        session.beat(time.monotonic_ns())
+        session.tick(time.monotonic_ns())
         if self._keep_ended:
             with self._lock:
                 self._mapped[session.epoch] = session
@@ -244,25 +249,25 @@ class Link(Generic[S]):
                     self._forget(epoch)
         self.session = session
         send_message(sock, session.mapped())
-        self._said.clear()
+        self._logged.clear()
         log.info("kvprefetch: attached to the daemon: epoch=%d slots=%d", message.epoch, message.slot_count)
 
     def _lost(self) -> None:
-        """The connection is over: nobody may start anything on its epoch."""
+        """The connection is over: nothing new may start on its epoch."""
         session, self.session = self.session, None
         self._replied.set()
         if session is not None:
-            self._apart_since = time.monotonic()
+            self._alone_since = time.monotonic()
             session.ended()
             if not self._stop.is_set():
-                # By the daemon's end, or that of another process of this engine, as at every shutdown.
+                # The daemon ended, or another process of this engine did, as at every shutdown.
                 log.info("kvprefetch: the session has ended: epoch=%d; requests are recomputed", session.epoch)
         with self._lock:
             for epoch in self._mapped:
                 self._ended.setdefault(epoch, 0)
 
     def _unmap(self) -> None:
-        """Unmap what no session stands on: here, because in the engine's step it would cost 50 ms per GiB."""
+        """Unmap memory without a session, on this thread: in the engine's step it would cost 50 ms per GiB."""
         if len(self._segments) > (self.session is not None):
             self._segments = [segment for segment in self._segments if not segment.close()]
 
@@ -274,25 +279,22 @@ class Link(Generic[S]):
             except OSError:
                 pass  # it ended by itself
 
-    def _apart(self, why: str) -> None:
-        """A daemon is there, and no session comes of it: without this line nobody would know."""
-        apart_s = time.monotonic() - self._apart_since
-        if not self._keep_ended and self.session is None and apart_s >= PATIENCE_S:
-            self._say(
-                "apart", logging.WARNING,
-                "kvprefetch: not attached for %.0f s to the daemon at %s: %s. The engine serves without it",
-                apart_s, self._path, why,
-            )  # fmt: skip
+    def _log_no_session(self, why: str) -> None:
+        """Log once that a daemon is there but does not attach this engine."""
+        alone_s = time.monotonic() - self._alone_since
+        if not self._keep_ended and self.session is None and alone_s >= PATIENCE_S:
+            text = "kvprefetch: not attached for %.0f s to the daemon at %s: %s. The engine serves without it"
+            self._log_once("alone", logging.WARNING, text, alone_s, self._path, why)
 
-    def _say(self, kind: str, level: int, text: str, *values: object) -> None:
+    def _log_once(self, kind: str, level: int, text: str, *values: object) -> None:
         """Log once per kind until the next attachment."""
-        if kind not in self._said:
-            self._said.add(kind)
+        if kind not in self._logged:
+            self._logged.add(kind)
             log.log(level, text, *values)
 
 
 def _uid(user: str | int) -> int | None:
-    """Number of a user given by name or number; None for a name that this machine does not know."""
+    """Number of a user given by name or number; None for a name unknown on this machine."""
     try:
         return user if isinstance(user, int) else pwd.getpwnam(user).pw_uid
     except KeyError:

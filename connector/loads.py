@@ -1,4 +1,4 @@
-"""Loads from their dispatch until every rank reported them; the end of their request or epoch does not touch them."""
+"""Follow loads from dispatch until every rank reported them, whatever becomes of their request or epoch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .claims import Entry
 from .hints import Handle
 from .metadata import LoadOrder
+from .request_state import RequestState
 from .session import SchedulerSession
 from .support import Geometry
 
@@ -33,25 +33,26 @@ class Loads:
         self._next_id = 1
         self._last: Load | None = None
 
-    def dispatch(self, entry: Entry, block_ids: Sequence[int], tokens: int) -> None:
+    def dispatch(self, state: RequestState, block_ids: Sequence[int], tokens: int) -> None:
         """Order the load of the first `tokens` of the request's answer into its blocks; the answer is used up."""
-        answer, handle = entry.answer, entry.handle
+        answer, handle = state.answer, state.handle
         assert answer is not None
         assert handle is not None
-        count = tokens // self._geometry.block_tokens
+        request_id, count = state.request.request_id, tokens // self._geometry.block_tokens
         stop = answer.start + count
         load_id, self._next_id = self._next_id, self._next_id + 1
-        self._orders.append(
-            LoadOrder(
-                load_id, entry.request.request_id, handle.session.epoch, answer.asynchronous,
-                list(block_ids[answer.start : stop]), answer.slots[:count],
-            )
-        )  # fmt: skip
-        load = Load(entry.request.request_id, handle, range(answer.start, stop), self._geometry.world_size)
+        order = LoadOrder(
+            load_id,
+            request_id,
+            handle.session.epoch,
+            answer.asynchronous,
+            block_ids=list(block_ids[answer.start : stop]),
+            slots=answer.slots[:count],
+        )
+        self._orders.append(order)
+        load = Load(request_id, handle, range(answer.start, stop), self._geometry.world_size)
         self.running[load_id] = self._last = load
-        entry.answer, entry.handle, entry.settled = None, None, True
-        entry.loading = answer.asynchronous
-        entry.progress.saved = stop
+        state.dispatch(stop)
         self._counters["loads"] += 1
         self._counters["load_blocks"] += count
 
@@ -60,17 +61,12 @@ class Loads:
         orders, self._orders = self._orders, []
         return orders
 
-    @property
-    def pending(self) -> bool:
-        """Whether a load was dispatched that not every rank has reported."""
-        return bool(self.running or self._orders)
-
     def epochs(self) -> set[int]:
-        """Those whose memory a rank may still read. From any thread."""
+        """Epochs whose memory a rank may still read. From any thread."""
         return {load.handle.session.epoch for load in list(self.running.values())}
 
     def acknowledge(self, counts: dict[int, int], failed: set[int]) -> list[Load]:
-        """Ranks that ended (or failed to do) loads; the loads that all ranks ended now."""
+        """Count ranks that ended (or failed to do) loads. Return the loads that all ranks have ended now."""
         self._counters["failed_loads"] += len(failed & self.running.keys())
         done: list[Load] = []
         for load_id, ranks in counts.items():
@@ -84,9 +80,9 @@ class Loads:
         return done
 
     def disk_blocks(self, request_id: str, session: SchedulerSession | None) -> int | None:
-        """Of the load dispatched last, which is this request's, the blocks that came from disk; None: not known.
+        """Blocks that came from disk of the load dispatched last; None: not known, or another request's load.
 
-        As the daemon says, so it may be more than were loaded. Raises SegmentCorrupt.
+        The daemon counts all that it fetched, which may be more than were loaded. Raises SegmentCorrupt.
         """
         load = self._last
         if load is None or load.request_id != request_id or load.handle.session is not session:

@@ -1,4 +1,4 @@
-"""Namespace of a rank's blocks in the store: what stands before the hash in their keys, and what it stands for."""
+"""Namespace of a rank's blocks in the store: the key prefix, and the fingerprint behind it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("vllm.kvprefetch")
 
 
 class Namespace(NamedTuple):
-    """`fingerprint` is empty in a namespace of vLLM's own keys. `unknown`: why there is no fingerprint."""
+    """`fingerprint` is empty for vLLM's own keys. `unknown`: the reason why there is no fingerprint."""
 
     prefix: str
     fingerprint: dict[str, str]
@@ -28,8 +28,8 @@ def fingerprinted(
 ) -> Namespace:
     """Return the namespace that only engines with equal KV share. Reads the model's files.
 
-    `running` returns the part of the fingerprint that the rank knows.  Where it or the rest cannot be had, the
-    namespace is that of one engine start, all ranks of which have the same `start` (32 hex digits), and of nobody else.
+    `running` returns the rank's part of the fingerprint.  On an error in it or in the rest, the namespace belongs to
+    this engine start alone: `start` (32 hex digits) is the same on all its ranks.
     """
     try:
         found = fingerprint.fitting({**running(), **fingerprint.of_model(vllm_config)})
@@ -41,26 +41,26 @@ def fingerprinted(
 
 
 def vllms_own(keys: RankKeys) -> Namespace:
-    """Return the namespace that vLLM's MooncakeStoreConnector uses, which no fingerprint keeps others out of."""
+    """Return the namespace of vLLM's MooncakeStoreConnector, where no fingerprint keeps other engines out."""
     return Namespace(keys.prefix, {})
 
 
-def say(where: Namespace, *, first_rank: bool) -> None:
-    """Tell the engine's operator who shares its stored KV. Ranks agree as a rule, so the others say less."""
+def log_sharing(where: Namespace, *, first_rank: bool) -> None:
+    """Log which engines share this one's stored KV. Ranks nearly always agree, so the others log less."""
     if where.unknown:
         log.log(
             logging.WARNING if first_rank else logging.INFO,
-            "kvprefetch: no other start of an engine finds the KV that this one stores, because what decides its bytes "
-            "is not known: %s. Serve the model from files that this process can read; or, where every engine with this "
-            'model name has the same KV, set key_format to "vllm"',
+            "kvprefetch: no other engine start finds the KV that this one stores, because its fingerprint is not known"
+            ": %s. Serve the model from files that this process can read; or, if every engine with this model name has "
+            'the same KV, set key_format to "vllm"',
             where.unknown,
         )
     elif first_rank and where.fingerprint:
-        said = " ".join(f"{name}={value}" for name, value in sorted(where.fingerprint.items()))
-        log.info("kvprefetch: stored KV is shared with engines that have all of this: %s", said)
+        text = " ".join(f"{name}={value}" for name, value in sorted(where.fingerprint.items()))
+        log.info("kvprefetch: stored KV is shared with engines that have all of this: %s", text)
     elif first_rank:
         log.warning(
-            'kvprefetch: key_format is "vllm": stored KV is shared with every engine whose keys begin with %s, and '
+            'kvprefetch: key_format is "vllm": every engine with keys that begin with %s shares the stored KV, and '
             "nothing checks that its KV is the same: give each kind of engine (weights, configuration, dtype, layout, "
             "parallel split) a cache_prefix of its own",
             where.prefix,

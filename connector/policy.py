@@ -1,33 +1,31 @@
-"""Whether a request at the head of the queue waits for its missing blocks or takes what is ready. Pure: clock given.
+"""Decide whether a request at the head of the queue waits for missing blocks or takes the ready ones. Pure: no clock.
 
-`best_effort` never waits; `timeout` waits until its bound; `wait` until the fetch has ended, under a bound that only a
-broken daemon reaches.  `adaptive` compares two times, both measured:
+`best_effort` never waits; `timeout` waits until its bound; `wait` until the fetch ends, under a bound that only a
+broken daemon reaches.  `adaptive` compares two measured times:
 
-* recomputing the missing blocks: their tokens, at what a prefill token adds to a step (steps.py);
-* waiting for them: the time to the first block that the engine's other requests saw lately, then the pace at which this
-  request's own blocks come (before it is known, the others'), rounded up to visits: nobody looks in between.
+* recomputing the missing blocks: their tokens, times the cost of a prefill token (steps.py);
+* waiting for them: the latency to the first block that other requests saw lately, then the pace of this request's own
+  blocks (the others' until it is known), rounded up to visits: nobody looks in between.
 
-It starts to wait when waiting is expected to take no longer than recomputing, and stops when it is expected to take
-LEAVE_FACTOR times as long, so that noise does not cut a wait short.  Rates are no promise.  Whatever the blocks do, it
-stops when nothing came for RISK of what recomputing the missing ones takes, or when the wait has cost that much more
-than its blocks have saved: on an empty engine a request is never later than (1 + RISK) times recomputing at once, plus
-one visit.  The same bounds serve while no rate is known.  What is not worth one visit (a short prompt, a few blocks) is
-not waited for.
+It starts to wait when waiting is expected to take no longer than recomputing, and stops at LEAVE_FACTOR times that, so
+that noise does not cut a wait short.  Two bounds hold whatever the blocks do, also while no rate is known: it stops
+when nothing came for RISK of the time to recompute the missing blocks, or when the wait has cost that much more than
+its blocks saved.  So on an empty engine a request is at most (1 + RISK) times later than recomputing at once, plus one
+visit.  A gain smaller than one visit (a short prompt, a few blocks) is not waited for.
 
-Recomputing keeps a seat and lengthens everybody's steps: the fewer seats are free, the more requests wait behind it.
-So it counts 1 / (1 - occupied) times, as the time in a queue grows with the load of what serves it.
+Recomputing keeps a place and lengthens every step: the fewer places are free, the more requests wait behind it.  So it
+counts 1 / (1 - load) times, as the time in a queue grows with the load of its server.
 
-Only the first of the requests that wait so is judged, and its clock starts when it gets there.  Behind it nobody is
-late: what the engine could do now is the first one's to decide, and store and staging serve the queue in order.  Judged
-one by one, a queue that waits for its turn would be recomputed as a whole.
+Only the first of the waiting requests is judged, and its clock starts when it gets there.  Requests behind it are not
+late: store and staging serve the queue in order.  Judged one by one, a whole queue would be recomputed.
 
-Stopping is final: what is ready is claimed, and the daemon drops the rest.
+Stopping is final: the ready blocks are claimed, and the daemon drops the rest.
 
-Visits tell little of when the first blocks came: after a long step, or when no seat was free for seconds, only that it
-was since the last one.  So a time to the first block that fits what was believed leaves the belief as it is.
+Visits say little of the arrival of the first blocks: after a long step, or seconds without a free place, only that they
+came since the last visit.  So a latency that fits the belief leaves the belief as it is.
 
 Staged blocks are loaded before the forward or beside it (`loads_beside`) by the same price: before it, the copy holds
-up every request that runs; beside it, only its own, by a step.
+up every running request; beside it, only its own, by a step.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .steps import StepTimes
 
@@ -47,8 +45,8 @@ LEAVE_FACTOR = 1.25
 WAIT_BOUND_NS = 300 * 10**9
 # Between two visits of an idle engine: vLLM sleeps 1 ms when a step executed nothing.
 IDLE_VISIT_NS = 1_250_000.0
-# What is known of fetches fades with the time waited since, and is nothing after so long without a wait: what was true
-# then may not be any more, so the next request finds out.
+# The weight of what is known of fetches halves in this waiting time; after so long without a wait it is forgotten, so
+# that the next request finds out.
 _MEMORY_NS = 0.5e9
 _FORGET_NS = 10 * 10**9
 
@@ -61,11 +59,23 @@ class Verdict(enum.Enum):
     LATE = "late"
 
 
+class Visit(NamedTuple):
+    """vLLM asks about a request: blocks [0, start) are local, blocks [start, usable) are of use.
+
+    `load`: share of the engine's places that are in use, below 1.
+    """
+
+    start: int
+    usable: int
+    now_ns: int
+    load: float
+
+
 @dataclass(slots=True)
 class Wait:
-    """One admission's wait, from its first visit on; an adaptive one's counts once it is the first of those that wait.
+    """One admission's wait from its first visit on; `counts`: it is judged (adaptive: once no request before it waits).
 
-    Block counts are absolute. `visited_ns`: the last visit at which it still waited.
+    Block counts are absolute. `visited_ns`: the last visit that found it waiting.
     """
 
     policy: Policy
@@ -86,7 +96,7 @@ class Wait:
         return cls(policy, now_ns, now_ns + bound, ready, ready, now_ns, now_ns, counts=policy != "adaptive")
 
     def first_in_line(self, ready: int, now_ns: int) -> None:
-        """Nobody before it waits any more: from now on it is judged."""
+        """No request before it waits any more: from now on it is judged."""
         if not self.counts:
             self.counts = True
             self.began_ns, self.bound_ns, self.progress_ns = now_ns, self.bound_ns - self.began_ns + now_ns, now_ns
@@ -94,13 +104,13 @@ class Wait:
             self.began_ready = self.ready = ready
 
     def refetched(self, ready: int) -> None:
-        """The fetch begins anew with so many blocks; clock and bounds go on."""
+        """Blocks were taken back; clock and bounds go on."""
         self.began_ready = self.ready = ready
         self.first = None
 
 
 class Fetches:
-    """How blocks came, lately, to requests that waited for them: how long until the first ones, how fast then."""
+    """How blocks came lately to requests that waited: the latency to the first ones, and the pace after them."""
 
     def __init__(self) -> None:
         self._latency_ns = self._firsts = self._first_blocks = 0.0
@@ -108,7 +118,7 @@ class Fetches:
         self._seen_ns = -_FORGET_NS
 
     def saw(self, wait: Wait, ready: int, now_ns: int) -> None:
-        """A request that waits has so many blocks now. While it is behind others, time says nothing of the fetch."""
+        """A waiting request has so many blocks now. While it is behind others, time says nothing of the fetch."""
         if not wait.counts:
             return
         passed, blocks = now_ns - wait.progress_ns, ready - wait.ready
@@ -122,7 +132,7 @@ class Fetches:
         wait.ready, wait.progress_ns = ready, now_ns
 
     def gave_up(self, wait: Wait, now_ns: int) -> None:
-        """A wait ended in silence: that it takes at least so long is news when less was expected."""
+        """A wait ended in silence: the fetch takes at least so long, which is news when less was expected."""
         passed = now_ns - wait.progress_ns
         if wait.first is None and passed > self.latency_ns(now_ns):
             self._first(passed, 0, now_ns)
@@ -130,14 +140,14 @@ class Fetches:
             self._next(passed, 1, now_ns)
 
     def latency_ns(self, now_ns: int) -> float:
-        """From the first visit to the first blocks; 0 when not known."""
+        """Time from the first visit to the first blocks; 0 when not known."""
         return self._latency_ns / self._firsts if self._firsts and self._known(now_ns) else 0.0
 
     def remaining_ns(self, blocks: int, now_ns: int) -> float:
-        """So many blocks after the first ones; 0 when not known.
+        """Time for so many blocks after the first ones; 0 when not known.
 
-        Visits are far apart: what came after the first ones may be the little that missed a visit.  So it is the
-        shorter one of the times with and without the first ones.
+        It is the shorter of the times with and without the first ones: visits are far apart, so the blocks after the
+        first ones may be the few that missed a visit.
         """
         if not self._blocks or not self._known(now_ns):
             return 0.0
@@ -160,36 +170,34 @@ class Fetches:
 
     def _fade(self, passed_ns: float, now_ns: int) -> None:
         keep = 0.5 ** (passed_ns / _MEMORY_NS) if self._known(now_ns) else 0.0
-        self._latency_ns, self._firsts, self._first_blocks = (
-            keep * self._latency_ns, keep * self._firsts, keep * self._first_blocks
-        )  # fmt: skip
-        self._pace_ns, self._blocks = keep * self._pace_ns, keep * self._blocks
+        self._latency_ns *= keep
+        self._firsts *= keep
+        self._first_blocks *= keep
+        self._pace_ns *= keep
+        self._blocks *= keep
         self._seen_ns = now_ns
 
 
-def loads_beside(size: int, most: int, *, occupied: float) -> bool:
-    """Whether a load of `size` bytes runs beside the forward; `most` may be done before that of an empty engine."""
-    return size > most * (1.0 - occupied)
+def loads_beside(size_bytes: int, max_bytes: int, *, load: float) -> bool:
+    """Whether a load runs beside the forward; up to `max_bytes` run before that of an empty engine."""
+    return size_bytes > max_bytes * (1.0 - load)
 
 
 class WaitPolicy:
-    """The verdicts for one engine, from its steps and what it saw of fetches."""
+    """The verdicts for one engine, from its measured steps and fetches."""
 
     def __init__(self, steps: StepTimes, block_tokens: int) -> None:
         self.fetches = Fetches()
         self._steps, self._block_tokens = steps, block_tokens
 
     def recompute_ns(self, blocks: int) -> float:
-        """What waiting for so many blocks can save."""
+        """Time to recompute so many blocks: the most that waiting for them can save."""
         return self._steps.prefill_ns(blocks * self._block_tokens)
 
-    def verdict(
-        self, wait: Wait, ready: int, limit: int, now_ns: int, *, occupied: float, first: bool = True
-    ) -> Verdict:  # fmt: skip
+    def verdict(self, wait: Wait, ready: int, limit: int, now_ns: int, *, load: float, first: bool = True) -> Verdict:
         """One visit: blocks [0, ready) are ready and no more than [0, limit) will come.
 
-        `occupied`: the share of the engine's seats that are taken, below 1; an engine where it is 0 looks again after
-        IDLE_VISIT_NS.  `first`: nobody before it in the queue waits.
+        `load`: as in Visit; with 0 the engine visits again after IDLE_VISIT_NS.  `first`: no request before it waits.
         """
         if first:
             wait.first_in_line(ready, now_ns)
@@ -199,19 +207,19 @@ class WaitPolicy:
             wait.refetched(ready)
         self.fetches.saw(wait, ready, now_ns)
         wait.visits, wait.visited_ns = wait.visits + 1, now_ns
-        verdict = self._judge(wait, max(0, limit - ready), now_ns, occupied)
+        verdict = self._judge(wait, max(0, limit - ready), now_ns, load)
         if verdict is not Verdict.WAIT and wait.visits > 1:
             self.fetches.gave_up(wait, now_ns)
         return verdict
 
-    def _judge(self, wait: Wait, missing: int, now_ns: int, occupied: float) -> Verdict:
+    def _judge(self, wait: Wait, missing: int, now_ns: int, load: float) -> Verdict:
         if wait.policy == "best_effort":
             return Verdict.TAKE
         if now_ns >= wait.bound_ns:
             return Verdict.LATE
         if wait.policy != "adaptive":
             return Verdict.WAIT
-        price = 1.0 / (1.0 - occupied)
+        price = 1.0 / (1.0 - load)
         saved = price * self.recompute_ns(missing)
         if now_ns - wait.progress_ns > RISK * saved:
             return Verdict.TAKE
@@ -221,7 +229,7 @@ class WaitPolicy:
             return Verdict.TAKE
         if wait.visits == 1 and self.fetches.latency_ns(now_ns) > RISK * saved:
             return Verdict.TAKE
-        visit = IDLE_VISIT_NS if occupied == 0.0 else max(self._steps.step_ns, 1.0)
+        visit = IDLE_VISIT_NS if load == 0.0 else max(self._steps.step_ns, 1.0)
         seen = visit * max(1, math.ceil(self._expected_ns(wait, missing, now_ns) / visit))
         return Verdict.WAIT if seen <= (1.0 if wait.visits == 1 else LEAVE_FACTOR) * saved else Verdict.TAKE
 

@@ -1,8 +1,8 @@
-"""Saves from the scheduler's side: which blocks, into which granted slots, and what the daemon is told afterwards.
+"""Saves from the scheduler's side: choose blocks and granted slots, then report to the daemon what was copied.
 
 A block is saved only when its tokens are known and its KV is written by the end of this step: full blocks within
-min(num_computed_tokens + num_scheduled_tokens, num_tokens) and within the block hashes, which cover known tokens only,
-so that placeholders, drafts and rejected tokens never count.
+min(num_computed_tokens + num_scheduled_tokens, num_tokens) and within the block hashes.  Those cover known tokens only,
+so placeholders, drafts and rejected tokens never count.
 """
 
 from __future__ import annotations
@@ -15,32 +15,20 @@ from typing import Any, NamedTuple
 from ..shmring.wire.records import RecordKind, Saved, encode_saved
 from .events import SavedBlocks
 from .metadata import SaveOrder
+from .request_state import Progress, RequestState
 from .session import SchedulerSession
 from .support import Geometry
 
 # Digests remembered as being in the store: 32 bytes each and about 100 of bookkeeping.
 KNOWN_DIGESTS = 1 << 16
-# Blocks of finished requests that still wait for a save slot.
+# Blocks of finished requests that wait for a save slot.
 MAX_LEFT = 1 << 14
 _HEAD_BYTES = 64
 NULL_BLOCK = 0
 
 
-@dataclass(slots=True)
-class Progress:
-    """What of a request's current admission was dealt with: blocks [0, saved) need no save."""
-
-    saved: int = 0
-    # Tokens of the prefill: the prompt, or after a preemption everything known when it was scheduled again.
-    prefill_tokens: int = 0
-    # Its KV may come from other weights than the next reset's: never saved.
-    tainted: bool = False
-    # Blocks [saved, storable) could be saved, but found no slot so far.
-    storable: int = 0
-
-
 class _Block(NamedTuple):
-    """A full block to save. `event`: what to publish once it is stored."""
+    """A full block to save. `event`: published once the block is stored."""
 
     block_id: int
     digest: bytes
@@ -48,7 +36,9 @@ class _Block(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Save:
+class Save:
+    """A dispatched save: its slots of `session` receive the blocks with these digests."""
+
     session: SchedulerSession
     slots: list[int]
     digests: list[bytes]
@@ -57,23 +47,31 @@ class _Save:
     dropped: bool = False
 
 
+class LocalCache:
+    """The scheduler side's questions to the engine's own prefix cache. This one is empty."""
+
+    def tokens(self, request: Any) -> int:
+        """Tokens of the request that the cache holds."""
+        return 0
+
+    def blocks(self) -> int:
+        """Blocks that the cache holds at all."""
+        return 0
+
+    def holds(self, block_id: int, digest: bytes) -> bool:
+        """Whether the cache has this block under this digest."""
+        return False
+
+
 class Saves:
-    """Save bookkeeping of one engine.
+    """Save bookkeeping of one engine. `events`: where KV events are on. `waiting`: saves that ranks still copy."""
 
-    `events`, where KV events are on.  `still_cached` (block id, digest) says whether the engine's own prefix cache
-    still has this block under this digest.
-    """
-
-    def __init__(
-        self, geometry: Geometry, *, decode: bool, counters: Counter[str], events: SavedBlocks | None,
-        still_cached: Callable[[int, bytes], bool],
-    ) -> None:  # fmt: skip
+    def __init__(self, geometry: Geometry, *, decode: bool, counters: Counter[str], events: SavedBlocks | None) -> None:
         self._geometry, self._decode, self._counters, self._events = geometry, decode, counters, events
-        self._still_cached = still_cached
+        self.waiting: dict[int, Save] = {}
         self._left: deque[_Block] = deque()
         self._known: OrderedDict[bytes, None] = OrderedDict()
-        self._waiting: dict[int, _Save] = {}
-        self._copied: deque[tuple[int, _Save]] = deque()
+        self._copied: deque[tuple[int, Save]] = deque()
         self._next_id = 1
         self._generation = 0
 
@@ -84,20 +82,24 @@ class Saves:
         return not self._decode and (progress.saved + 1) * self._geometry.block_tokens > progress.prefill_tokens
 
     def plan(
-        self, session: SchedulerSession, progress: Progress, request: Any, scheduled_tokens: int,
+        self,
+        session: SchedulerSession,
+        state: RequestState,
+        scheduled_tokens: int,
         block_ids: Callable[[], Sequence[Sequence[int]]],
-    ) -> SaveOrder | None:  # fmt: skip
-        """The save of this step for one scheduled request; None when there is nothing to save or no credit.
+    ) -> SaveOrder | None:
+        """Return this step's save of one scheduled request; None with nothing to save or no credit.
 
         `request.num_computed_tokens` does not count this step yet; `block_ids()` gives its block ids per group.  Raises
         SegmentCorrupt.
         """
+        request, progress = state.request, state.progress
         stop = self.storable_blocks(request, scheduled_tokens, progress)
         if progress.tainted or stop <= progress.saved:
             return None
         held = block_ids()[self._geometry.group]
         progress.storable = stop = max(progress.saved, min(stop, len(held)))
-        wanted, progress.saved = self._wanted(request, progress.saved, stop, held, room=session.credits.available())
+        wanted, progress.saved = self._wanted(request, range(progress.saved, stop), held, session.credits.available())
         if not wanted:
             return None
         order = self._order(session, [block for _, block in wanted])
@@ -106,12 +108,12 @@ class Saves:
         return order
 
     def _wanted(
-        self, request: Any, start: int, stop: int, block_ids: Sequence[int], *, room: int
+        self, request: Any, blocks: range, block_ids: Sequence[int], room: int
     ) -> tuple[list[tuple[int, _Block]], int]:
-        """Up to `room` blocks of [start, stop) not known to be stored, with their number; where the search ended."""
+        """Return up to `room` numbered blocks that are not known to be stored, and where the search ended."""
         ratio = self._geometry.hashes_per_block
         wanted: list[tuple[int, _Block]] = []
-        for number in range(start, stop):
+        for number in blocks:
             digest = request.block_hashes[(number + 1) * ratio - 1]
             if digest in self._known:
                 self._known.move_to_end(digest)
@@ -120,39 +122,41 @@ class Saves:
                     return wanted, number
                 event = None if self._events is None else self._events.describe(request, number)
                 wanted.append((number, _Block(block_ids[number], bytes(digest), event)))
-        return wanted, stop
+        return wanted, blocks.stop
 
     def _order(self, session: SchedulerSession, blocks: Sequence[_Block]) -> SaveOrder:
-        """Copy as many of these blocks, from the first on, as one record names; no more than there are free slots."""
+        """Order copies of the first of these blocks: as many as one record can name and free slots can hold."""
         most = (session.producer.max_payload_bytes - _HEAD_BYTES) // (4 + len(blocks[0].digest))
         slots = session.credits.take(min(len(blocks), most))
         taken = blocks[: len(slots)]
         save_id, self._next_id = self._next_id, self._next_id + 1
-        save = _Save(session, slots, [block.digest for block in taken], self._generation, self._geometry.world_size)
-        self._waiting[save_id] = save
+        save = Save(session, slots, [block.digest for block in taken], self._generation, self._geometry.world_size)
+        self.waiting[save_id] = save
         if self._events is not None:
-            self._events.saving(save_id, slots, [block.event for block in taken])
+            self._events.save(save_id, slots, [block.event for block in taken])
         self.note_stored(save.digests)
         self._counters["saves"] += 1
         self._counters["save_blocks"] += len(slots)
         return SaveOrder(save_id, session.epoch, [block.block_id for block in taken], slots)
 
-    # --- what a finished request left -------------------------------------------------------------------------------
+    # --- blocks that finished requests left ---------------------------------------------------------------------------
 
-    def leave(self, progress: Progress, request: Any, block_ids: Sequence[int]) -> None:
-        """A request ends with blocks that found no slot: they are saved later if the engine's cache still has them."""
+    def leave(self, state: RequestState, block_ids: Sequence[int]) -> None:
+        """Remember blocks of an ending request that found no slot: saved later if the engine's cache has them then."""
+        progress = state.progress
         if progress.tainted or progress.storable <= progress.saved:
             return
         held = max(progress.saved, min(progress.storable, len(block_ids)))
-        left, end = self._wanted(request, progress.saved, held, block_ids, room=MAX_LEFT - len(self._left))
+        room = MAX_LEFT - len(self._left)
+        left, end = self._wanted(state.request, range(progress.saved, held), block_ids, room)
         self._left.extend(block for _, block in left)
         self._counters["save_blocks_unsaved"] += progress.storable - end
 
-    def plan_left(self, session: SchedulerSession) -> SaveOrder | None:
+    def plan_left(self, session: SchedulerSession, cache: LocalCache) -> SaveOrder | None:
         """Save blocks that finished requests left, as far as there are slots. Raises SegmentCorrupt.
 
-        Such a block is not pinned.  It is copied in this step because at this moment no request of this step has been
-        given it, and what writes it later comes later on the stream.
+        Such a block is not pinned.  Copying it in this step is safe: no request of this step has been given it, and a
+        later write comes later on the stream.
         """
         room = session.credits.available() if self._left else 0
         chosen: list[_Block] = []
@@ -160,7 +164,7 @@ class Saves:
             block = self._left.popleft()
             if block.digest in self._known:
                 continue
-            if self._still_cached(block.block_id, block.digest):
+            if cache.holds(block.block_id, block.digest):
                 chosen.append(block)
             else:
                 self._counters["save_blocks_unsaved"] += 1
@@ -171,7 +175,7 @@ class Saves:
         return order
 
     def forget_left(self) -> None:
-        """Give up what finished requests left."""
+        """Give up the blocks that finished requests left."""
         self._counters["save_blocks_unsaved"] += len(self._left)
         self._left.clear()
 
@@ -183,7 +187,7 @@ class Saves:
     # --- the saved range --------------------------------------------------------------------------------------------
 
     def storable_blocks(self, request: Any, scheduled_tokens: int, progress: Progress) -> int:
-        """Full blocks whose tokens are known and whose KV is written when this step's forward is done."""
+        """Full blocks with known tokens and with KV that is written when this step's forward is done."""
         geometry = self._geometry
         tokens: int = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
         if not self._decode:
@@ -195,26 +199,26 @@ class Saves:
         return max(blocks, 0)
 
     def acknowledge(self, counts: dict[int, int], failed: set[int]) -> None:
-        """Ranks that copied (or failed to copy) saves; one that all ranks reported is queued for the daemon."""
+        """Count ranks that copied (or failed to copy) saves; a save of all ranks is queued for the daemon."""
         for save_id, ranks in counts.items():
-            save = self._waiting.get(save_id)
+            save = self.waiting.get(save_id)
             if save is None:
-                continue  # of an epoch that has ended
+                continue  # of an ended epoch
             save.dropped = save.dropped or save_id in failed
             save.ranks_left -= ranks
             if save.ranks_left <= 0:
-                del self._waiting[save_id]
+                del self.waiting[save_id]
                 self._copied.append((save_id, save))
 
     def drop(self) -> None:
-        """Some of the engine's KV is not what its tokens say: what was copied and is not pushed goes back unused."""
-        for save in (*self._waiting.values(), *(save for _, save in self._copied)):
+        """Some KV does not match its tokens: slots that were copied and not reported go back unused."""
+        for save in (*self.waiting.values(), *(save for _, save in self._copied)):
             save.dropped = True
             self.note_absent(save.digests)
         self.forget_left()
 
     def flush(self) -> None:
-        """Push what all ranks copied; what finds the ring full waits for the next step. Raises SegmentCorrupt."""
+        """Report saves that all ranks copied; if the ring is full, the rest in the next step. Raises SegmentCorrupt."""
         while self._copied:
             save_id, save = self._copied[0]
             dropped = save.dropped or save.reset_generation < self._generation
@@ -230,7 +234,7 @@ class Saves:
                     self._events.drop(save_id)
 
     def note_stored(self, digests: Sequence[bytes]) -> None:
-        """These are in the store, or on their way: not copied again."""
+        """These are in the store or on their way: they are not copied again."""
         for digest in digests:
             self._known[digest] = None
             self._known.move_to_end(digest)
@@ -238,29 +242,25 @@ class Saves:
             self._known.popitem(last=False)
 
     def note_absent(self, digests: Sequence[bytes]) -> None:
-        """A lookup did not find these, or they were not saved after all."""
+        """A look-up did not find these, or they were not saved after all."""
         for digest in digests:
             self._known.pop(digest, None)
 
     def forget(self, session: SchedulerSession) -> None:
-        """The epoch has ended: its slots mean nothing any more, and the next daemon's store may be another."""
+        """The epoch has ended: its slots mean nothing any more, and the next daemon may have another store."""
         if self._events is not None:
             self._events.clear()
-        self._waiting = {i: save for i, save in self._waiting.items() if save.session is not session}
+        self.waiting = {i: save for i, save in self.waiting.items() if save.session is not session}
         self._copied = deque(item for item in self._copied if item[1].session is not session)
         self._known.clear()
 
     def reset(self, generation: int) -> None:
-        """Whatever was copied before is of the old weights: its slots go back unused."""
+        """Copies made before are of the old weights: their slots go back unused."""
         self._generation = generation
         self._known.clear()
         self.forget_left()
         if self._events is not None:
             self._events.clear()
-
-    @property
-    def unacknowledged(self) -> int:
-        return len(self._waiting)
 
     @property
     def unpushed(self) -> int:

@@ -1,8 +1,8 @@
-"""One attachment to the daemon (an epoch): the mapped memory of a scheduler or a worker, and what works on it.
+"""One attachment to the daemon (an epoch): the mapped memory of a scheduler or a worker, and the parts that use it.
 
-A session is never changed after it was made and is dropped by reference: whoever still holds it can use its memory
-safely, although the daemon is gone and a newer session has taken its place.  Its end unmaps nothing: `segment` is the
-link's, which unmaps it on the link's thread once no view of a session stands on it any more.
+A session never changes and is dropped by reference: its holder can use the memory safely, also when the daemon is gone
+and a newer session has taken its place.  Its end unmaps nothing: the link unmaps `segment` on its own thread, once no
+view stands on it any more.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..shmring.liveness import Liveness, PeerState, PeerStatus
 from ..shmring.ring import Producer
 from ..shmring.segment import Segment
 from ..shmring.wire.attach import Attached, Mapped
+from .device_cache import DeviceCache
 from .paged import Rows
-from .tier import DeviceTier
 
 
 class SchedulerSession:
@@ -33,7 +33,7 @@ class SchedulerSession:
 
     def __init__(self, attached: Attached, segment: Segment, doorbell: Doorbell) -> None:
         """Take over `segment` and `doorbell`. Raises SegmentCorrupt."""
-        # The doorbell may be rung as long as anyone holds this session; its number must not be another file's by then.
+        # The holder of a session may ring: until it is dropped, no other file may get the doorbell's number.
         weakref.finalize(self, doorbell.close)
         layout = Layout.read(segment.buffer)
         found = (layout.epoch, layout.slot_count, layout.device_slots)
@@ -71,14 +71,15 @@ class SchedulerSession:
             raise
 
     def mapped(self) -> Mapped:
-        """What to answer the daemon."""
+        """The answer to the daemon."""
         return Mapped(epoch=self.epoch)
 
     def alive(self, now_ns: int) -> bool:
         """Whether the daemon serves this session now."""
         return self.liveness.peer(now_ns) is PeerStatus.ALIVE
 
-    def beat(self, now_ns: int) -> None:
+    def tick(self, now_ns: int) -> None:
+        """Beat, about once a second."""
         self.liveness.beat(now_ns)
 
     def ended(self) -> None:
@@ -87,9 +88,9 @@ class SchedulerSession:
 
 
 class WorkerSession:
-    """The staging slots of one rank in one epoch: `rows` is a [slot_count, slot_bytes] view of those in host memory.
+    """The staging slots of one rank in one epoch.
 
-    `tier`: what it uses of the rank's GPU, None without one; its slots follow those of `rows`.
+    `rows` is a [slot_count, slot_bytes] view of those in host memory; the device cache's slots follow them.
     """
 
     def __init__(
@@ -107,12 +108,12 @@ class WorkerSession:
         self.rows: Rows = flat.reshape(attached.slot_count, attached.slot_bytes)
         self.segment = segment
         segment.close()  # its descriptor; `rows` keeps the memory mapped
-        self.tier: DeviceTier | None = None
+        self.device_cache: DeviceCache | None = None
         if device is not None:
-            self.tier = DeviceTier(device, self.rows, attached, lease)
-            # Not when the process ends: the driver gives everything back then, and a thread that comes from a call into
-            # it while the interpreter goes would be ended in the middle of cupy's code.
-            weakref.finalize(self, self.tier.end).atexit = False
+            self.device_cache = DeviceCache(device, self.rows, attached, lease)
+            # Not at the process's end: the driver gives everything back then, and the interpreter would stop the thread
+            # in the middle of cupy's code.
+            weakref.finalize(self, self.device_cache.end).atexit = False
         elif lease is not None:
             lease.close()
 
@@ -120,7 +121,7 @@ class WorkerSession:
     def map(cls, attached: Attached, fds: Sequence[int], device: Device | None = None) -> WorkerSession:
         """Map what the daemon sent with Attached; owns the descriptors. Raises SegmentError, SegmentCorrupt.
 
-        Where the device slots cannot be mapped there are none; `mapped` says so.
+        Without device slots, where they cannot be mapped; `mapped` reports it.
         """
         _check_fds(fds, 2 if attached.device_slots else 1)
         lease = socket.socket(fileno=fds[1]) if attached.device_slots else None
@@ -136,15 +137,17 @@ class WorkerSession:
             raise
 
     def mapped(self) -> Mapped:
-        """What to answer the daemon."""
-        if self.tier is None:
+        """The answer to the daemon."""
+        if self.device_cache is None:
             return Mapped(epoch=self.epoch)
-        return Mapped(epoch=self.epoch, device=self.tier.slots > 0, device_handle=self.tier.handle.hex())
+        return Mapped(
+            epoch=self.epoch, device=self.device_cache.slots > 0, device_handle=self.device_cache.handle.hex()
+        )
 
-    def beat(self, now_ns: int) -> None:
-        """Only the scheduler's session has a heartbeat word; a worker's looks whether its GPU answers."""
-        if self.tier is not None:
-            self.tier.watch()
+    def tick(self, now_ns: int) -> None:
+        """Check that the GPU answers, about once a second; only the scheduler's session has a heartbeat word."""
+        if self.device_cache is not None:
+            self.device_cache.tick()
 
     def ended(self) -> None:
         """Nothing to mark: the mapping stays until the scheduler side retires the epoch."""

@@ -1,4 +1,4 @@
-"""What of vLLM's configuration the connector serves, and the numbers it takes from it; the rest is refused at start."""
+"""Check vLLM's configuration, take our numbers from it, build the hellos; refuse engines that cannot be served."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from .. import __version__
 from ..shmring.wire.attach import HASH_PROBE_TOKENS, Hello, SchedulerInfo, WorkerInfo
 from ..shmring.wire.records import GROUPS, MAX_REQUEST_ID_BYTES, PROTOCOL
 from .keys import RankKeys, rank_keys
-from .namespace import Namespace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,7 +32,7 @@ _NAMESPACE = uuid.UUID("8f5a6b0e-6a5c-5f0e-9d9b-2f3f1d6c9a41")
 class Geometry:
     """Numbers of one engine. Sizes in tokens or bytes; `block_bytes` is one rank's share of a block.
 
-    `seats`: requests that run at a time. `spec_kind`: what vLLM's KV events call the group's kind of cache.
+    `max_running`: requests that run at a time. `spec_kind`: what vLLM's KV events call the group's kind of cache.
     """
 
     block_tokens: int
@@ -42,13 +41,13 @@ class Geometry:
     world_size: int
     block_bytes: int
     max_blocks: int
-    seats: int
+    max_running: int
     loads: bool
     saves: bool
-    # EAGLE-like drafters: the last matched block's draft KV depends on the token after it, which no hash covers.
+    # EAGLE-like drafters: the draft KV of the last matched block depends on the next token, which no hash covers.
     drop_last: bool
     spec_kind: str
-    # Data-parallel ranks of a mixture of experts step together: what one does between steps, all wait for.
+    # Data-parallel ranks of a mixture of experts step together: each waits for whatever another does between steps.
     lockstep: bool
 
 
@@ -89,8 +88,8 @@ def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
         )
     if vllm_config.aux_output_config.enabled:
         raise _refused(
-            "routed experts are not known of tokens whose KV was loaded: enable_return_routed_experts=True (the "
-            "engine would end when a request asks for them)"
+            "routed experts are not known for tokens with loaded KV: enable_return_routed_experts=True (the engine "
+            "would end when a request asks for them)"
         )
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
         raise _refused("host-resident KV caches are not served: hisparse_host_num_blocks is set")
@@ -104,7 +103,7 @@ def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
 
 
 def this_node() -> tuple[str, str]:
-    """Boot id and host name of the node that this process runs on; the boot id is "" where it cannot be read."""
+    """Boot id and host name of this process's node; the boot id is "" where it cannot be read."""
     try:
         return BOOT_ID.read_text().strip(), socket.gethostname()
     except OSError:
@@ -114,7 +113,7 @@ def this_node() -> tuple[str, str]:
 def check_nodes(vllm_config: VllmConfig, here: KVPrefetchNode, ranks: Mapping[tuple[int, int], KVPrefetchNode]) -> None:
     """Raise ValueError, in one line, where a rank runs on another node than `here`, the scheduler's.
 
-    `ranks` has keys (pp_rank, tp_rank). Ray places ranks only when it creates them, so the configuration cannot say.
+    `ranks` has keys (pp_rank, tp_rank). Ray places ranks at their creation, so the configuration cannot say.
     """
     for (pp_rank, tp_rank), node in sorted(ranks.items(), key=lambda each: each[0]):
         if node.boot_id and here.boot_id and node.boot_id != here.boot_id:
@@ -127,7 +126,7 @@ def check_nodes(vllm_config: VllmConfig, here: KVPrefetchNode, ranks: Mapping[tu
 
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:
-    """One group of full attention or MLA. Where vLLM can make one of several, the line says how."""
+    """Accept one group of full attention or MLA; the refusal says how vLLM can make one group of several."""
     from vllm.v1 import kv_cache_interface as kinds
 
     groups = len(kv_cache_config.kv_cache_groups)
@@ -162,7 +161,7 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometr
         # All layers of all blocks lie in one allocation, whose size each of its tensors names.
         block_bytes=kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks,
         max_blocks=max(1, vllm_config.model_config.max_model_len // block_tokens),
-        seats=vllm_config.scheduler_config.max_num_seqs,
+        max_running=vllm_config.scheduler_config.max_num_seqs,
         loads=transfer.is_kv_consumer,
         saves=transfer.is_kv_producer,
         drop_last=speculative is not None and speculative.use_eagle_block_drop(),
@@ -173,7 +172,7 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometr
 
 
 def _layer_specs(kv_cache_config: KVCacheConfig) -> Iterator[KVCacheSpec]:
-    """What kinds of cache the layers have: one of each group where its layers are alike."""
+    """Cache specs of the layers: one per group of equal layers."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     for group in kv_cache_config.kv_cache_groups:
@@ -210,17 +209,17 @@ def publishes_events(vllm_config: VllmConfig) -> bool:
 
 
 def incarnation(vllm_config: VllmConfig) -> str:
-    """The same in all processes of one engine start, another at the next start.
+    """An id of one engine start, the same in all its processes.
 
-    engine_id carries the data-parallel suffix before the workers are spawned; instance_id is the time (ns) at which the
-    configuration was made.  Both reach the workers inside the pickled configuration, which does not make them anew.
+    engine_id has the data-parallel suffix before the workers are spawned; instance_id is the configuration's creation
+    time (ns).  Both reach the workers inside the pickled configuration.
     """
     text = f"{vllm_config.kv_transfer_config.engine_id}\0{vllm_config.instance_id}"
     return uuid.uuid5(_NAMESPACE, text).hex
 
 
 def hash_probe(algorithm: str) -> str:
-    """What SchedulerInfo.hash_probe says of this process, before or after vLLM chose its seed."""
+    """SchedulerInfo.hash_probe of this process, before or after vLLM chose its seed."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, resolve_none_hash_seed
 
@@ -232,56 +231,42 @@ def hash_probe(algorithm: str) -> str:
     return probe.hex()
 
 
-def scheduler_hello(vllm_config: VllmConfig, shape: Geometry, *, reset_timeout_ms: int | None) -> Hello:
+def scheduler_hello(vllm_config: VllmConfig, geometry: Geometry, *, reset_timeout_ms: int | None) -> Hello:
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     wants = SchedulerInfo(
-        max_blocks=shape.max_blocks,
-        max_hint_bytes=shape.max_blocks * MAX_HASH_BYTES + MAX_REQUEST_ID_BYTES + 64,
-        loads=shape.loads,
-        saves=shape.saves,
+        max_blocks=geometry.max_blocks,
+        max_hint_bytes=geometry.max_blocks * MAX_HASH_BYTES + MAX_REQUEST_ID_BYTES + 64,
+        loads=geometry.loads,
+        saves=geometry.saves,
         events=publishes_events(vllm_config),
         reset_timeout_ms=reset_timeout_ms,
         hash_algorithm=algorithm,
-        hash_probe=hash_probe(algorithm) if shape.hashes_per_block == 1 else "",
+        hash_probe=hash_probe(algorithm) if geometry.hashes_per_block == 1 else "",
     )
-    return Hello(**_common(vllm_config, shape), role="scheduler", rank=0, scheduler=wants)
+    return Hello(**_common(vllm_config, geometry), role="scheduler", rank=0, scheduler=wants)
 
 
 def with_epochs(hello: Hello, live_epochs: Iterable[int]) -> Hello:
-    """A scheduler's hello that says which earlier epochs its steps may still name."""
+    """The scheduler's hello with the earlier epochs that its steps may still name."""
     assert hello.scheduler is not None
     return hello.model_copy(update={"scheduler": hello.scheduler.model_copy(update={"live_epochs": [*live_epochs]})})
 
 
-def worker_hello(
-    vllm_config: VllmConfig,
-    shape: Geometry,
-    *,
-    tp_rank: int,
-    block_bytes: int,
-    keys: RankKeys,
-    device: str = "",
-    where: Namespace,
-) -> Hello:
-    """`device`: UUID of the rank's GPU, "" without staging in its memory. `where`: of this rank's blocks."""
-    mine = WorkerInfo(
-        block_bytes=block_bytes,
-        key_prefix=where.prefix,
-        put_factor=keys.put_factor,
-        put_turn=keys.put_turn,
-        device=device,
-        fingerprint=where.fingerprint,
-    )
+def worker_hello(vllm_config: VllmConfig, geometry: Geometry, tp_rank: int, info: WorkerInfo) -> Hello:
     rank = _pp_rank(vllm_config) * vllm_config.parallel_config.tensor_parallel_size + tp_rank
-    return Hello(**_common(vllm_config, shape), role="worker", rank=rank, worker=mine)
+    return Hello(**_common(vllm_config, geometry), role="worker", rank=rank, worker=info)
 
 
-def _common(vllm_config: VllmConfig, shape: Geometry) -> dict[str, Any]:
+def _common(vllm_config: VllmConfig, geometry: Geometry) -> dict[str, Any]:
     return {
-        "protocol": PROTOCOL, "version": __version__, "engine_id": vllm_config.kv_transfer_config.engine_id,
-        "incarnation": incarnation(vllm_config), "world_size": shape.world_size, "groups": GROUPS,
-        "block_tokens": shape.block_tokens,
-    }  # fmt: skip
+        "protocol": PROTOCOL,
+        "version": __version__,
+        "engine_id": vllm_config.kv_transfer_config.engine_id,
+        "incarnation": incarnation(vllm_config),
+        "world_size": geometry.world_size,
+        "groups": GROUPS,
+        "block_tokens": geometry.block_tokens,
+    }
 
 
 def _refused(reason: str) -> ValueError:

@@ -1,4 +1,4 @@
-"""The worker side: copies between staging slots and this rank's paged KV cache, and reports what was copied."""
+"""The worker side: copy between staging slots and this rank's paged KV cache, and report the ends of copies."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ class WorkerSide:
     """One rank. vLLM calls it on the worker's main thread only."""
 
     def __init__(self, link: Link[WorkerSession], paged: PagedCache, keys: RankKeys, copies: Copies) -> None:
-        self._link, self._paged, self._keys, self._copies = link, paged, keys, copies
+        self.link, self.paged, self._keys, self.copies = link, paged, keys, copies
         self._running: list[_Batch] = []
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._report = KVPrefetchWorkerMeta()
-        self._counters: Counter[str] = Counter()
-        self.tally = Tally(self._counters)
+        self.counters: Counter[str] = Counter()
+        self.tally = Tally(self.counters)
 
     def step_begins(self, meta: KVPrefetchMetadata) -> None:
         """Nothing of this step is queued on the compute stream yet."""
         if any(order.asynchronous for order in meta.loads):
-            self._copies.mark()
+            self.copies.mark()
 
     def load(self, meta: KVPrefetchMetadata) -> None:
         """Do this step's loads: before the forward for synchronous ones, after its launch otherwise."""
-        self._link.keep(meta.live_epochs)
+        self.link.keep(meta.live_epochs)
         orders, meta.loads = meta.loads, []  # the metadata may be shown again in the same step
         for asynchronous in (False, True):
             if chosen := [order for order in orders if order.asynchronous is asynchronous]:
@@ -65,35 +65,35 @@ class WorkerSide:
         good: list[LoadOrder] = []
         for order in orders:
             try:
-                batch.copies.append(checked(self._paged, self._session(order.epoch), order.slots, order.block_ids))
+                batch.copies.append(checked(self.paged, self._session(order.epoch), order.slots, order.block_ids))
                 good.append(order)
             except Exception as error:
                 self._load_failed(batch, order, error)
         try:
             if good:
-                batch.fence = self._copies.run(batch.copies, beside=asynchronous)
+                batch.fence = self.copies.run(batch.copies, beside=asynchronous)
                 self._count_loads(batch.copies)
         except Exception as error:
             for order in good:
                 self._load_failed(batch, order, error)
-        self._counters["load_ns"] += time.perf_counter_ns() - begun
+        self.counters["load_ns"] += time.perf_counter_ns() - begun
         self._running.append(batch)
 
     def _load_failed(self, batch: _Batch, order: LoadOrder, error: Exception) -> None:
-        # The scheduler side answers only for mapped, verified blocks, so this is a bug or a broken machine.
+        # A bug or a broken machine: the scheduler side answers only for mapped, verified blocks.
         log.error("kvprefetch: load failed: request=%s: %s", order.request_id, error)
         self._failed_blocks.update(order.block_ids)
         batch.failed_loads.append(order.load_id)
 
     def _count_loads(self, copies: list[Copy]) -> None:
         for session, slots, _ in copies:
-            self._counters["load_bytes"] += len(slots) * self._paged.block_bytes
-            if session.tier is not None and session.tier.slots:
+            self.counters["load_bytes"] += len(slots) * self.paged.block_bytes
+            if session.device_cache is not None and session.device_cache.slots:
                 device = sum(slot >= len(session.rows) for slot in slots)
-                self._counters["load_device_bytes"] += device * self._paged.block_bytes
+                self.counters["load_device_bytes"] += device * self.paged.block_bytes
 
     def save(self, meta: KVPrefetchMetadata) -> None:
-        """Queue this step's saves behind its forward; of what other ranks hold too, this rank's share."""
+        """Queue this step's saves behind its forward: this rank's share of blocks that other ranks hold, too."""
         orders, meta.saves = meta.saves, []
         if not orders:
             return
@@ -101,13 +101,13 @@ class WorkerSide:
         begun = time.perf_counter_ns()
         for order in orders:
             try:
-                session = self._link.mapped(order.epoch)
+                session = self.link.mapped(order.epoch)
                 if session is None:
                     batch.failed_saves.append(order.save_id)
                     continue
                 mine = [i for i, slot in enumerate(order.slots) if self._keys.saves(slot)]
                 slots, block_ids = [order.slots[i] for i in mine], [order.block_ids[i] for i in mine]
-                copy = checked(self._paged, session, slots, block_ids, save=True)
+                copy = checked(self.paged, session, slots, block_ids, save=True)
                 if mine:
                     batch.copies.append(copy)
             except Exception as error:
@@ -116,12 +116,12 @@ class WorkerSide:
                 batch.failed_saves.append(order.save_id)
         try:
             if batch.copies:
-                batch.fence = self._copies.run(batch.copies, save=True)
-                self._counters["save_bytes"] += sum(len(copy.slots) for copy in batch.copies) * self._paged.block_bytes
+                batch.fence = self.copies.run(batch.copies, save=True)
+                self.counters["save_bytes"] += sum(len(copy.slots) for copy in batch.copies) * self.paged.block_bytes
         except Exception as error:
             log.error("kvprefetch: saves failed: saves=%d: %s", len(orders), error)
             batch.failed_saves = list(batch.saves)
-        self._counters["save_ns"] += time.perf_counter_ns() - begun
+        self.counters["save_ns"] += time.perf_counter_ns() - begun
         self._running.append(batch)
 
     def received(self) -> set[str]:
@@ -141,7 +141,7 @@ class WorkerSide:
         return report if report.loads or report.saves else None
 
     def _session(self, epoch: int) -> WorkerSession:
-        session = self._link.mapped(epoch)
+        session = self.link.mapped(epoch)
         if session is None:
             raise LookupError(f"epoch is not mapped: epoch={epoch}")
         return session

@@ -99,7 +99,7 @@ class Client:
         limit = min(flag.found, request.blocks) if flag.found else request.blocks
         first = self._first()
         ahead = first is not None and (first.priority, first.index) < (request.priority, request.index)
-        verdict = self._waits.verdict(wait, ready, limit, now, occupied=occupied, first=not ahead)
+        verdict = self._waits.verdict(wait, ready, limit, now, load=occupied, first=not ahead)
         if verdict is Verdict.WAIT and request.key is None and not self._late_hint(request, start):
             verdict = Verdict.LATE
         if verdict is Verdict.WAIT:

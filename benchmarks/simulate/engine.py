@@ -222,7 +222,7 @@ class Engine:
                 request.state = "loading"
                 self.client.load_directly(request, local, loadable, partial(self._loaded_directly, request, loadable))
                 return request, None
-            elif loads_beside(size, self._model.sync_load_max_bytes, occupied=occupied):
+            elif loads_beside(size, self._model.sync_load_max_bytes, load=occupied):
                 request.state = "loading"
                 self._copying_until_ns = max(self._copying_until_ns, self._loop.now_ns) + copy_ns
                 self._loop.at(self._copying_until_ns, partial(self._load_done, request, local))

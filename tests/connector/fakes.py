@@ -10,6 +10,7 @@ from typing import Any
 
 from kvprefetch.connector import config as configuration
 from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
+from kvprefetch.connector.saves import LocalCache
 from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.connector.session import SchedulerSession
 from kvprefetch.connector.support import Geometry
@@ -47,6 +48,10 @@ class Clock:
     def __call__(self) -> int:
         return self.ns
 
+    def now_ns(self) -> int:
+        return self.ns
+
+    def pause(self) -> None: ...
     def advance_ms(self, ms: float) -> None:
         self.ns += int(ms * MS)
 
@@ -212,49 +217,62 @@ class Request:
         return self.block_hashes[self._ratio - 1 :: self._ratio][start:stop]
 
 
+class FakeCache(LocalCache):
+    """The engine's own prefix cache, as the test fills it."""
+
+    def __init__(self) -> None:
+        self.hits: dict[str, int] = {}  # request id -> local tokens
+        self.count = 0
+        self.digests: dict[int, bytes] = {}  # block id -> digest
+
+    def tokens(self, request: Any) -> int:
+        return self.hits.get(request.request_id, 0)
+
+    def blocks(self) -> int:
+        return self.count
+
+    def holds(self, block_id: int, digest: bytes) -> bool:
+        return self.digests.get(block_id) == digest
+
+
 class Engine:
     """A scheduler side with a fake daemon, a fake link, and vLLM's calling order."""
 
     def __init__(
         self, *, loads: bool = True, saves: bool = True, ranks: int = 1, ratio: int = 1, drop_last: bool = False,
         flags: int = 16, slots: int = 64, ring: int = 1 << 16, publish: bool = False, lockstep: bool = False,
-        **settings: Any,
+        clock: Clock | None = None, **settings: Any,
     ) -> None:  # fmt: skip
-        self.clock = Clock()
+        self.clock = clock or Clock()
         self.daemon = FakeDaemon(self.clock, flags=flags, slots=slots, ring=ring)
         self.link = FakeLink(self.daemon.session())
-        self.local: dict[str, int] = {}
-        self.cached_blocks = 0
-        self.engine_cache: dict[int, bytes] = {}  # block id -> digest
+        self.cache = FakeCache()
         self.ranks = ranks
         # A bound alone says when a wait ends, whatever the clock's steps are taken for.
         settings = {"socket": "/nowhere", "wait_policy": "timeout", "spin_us": 0, "idle_wait_us": 0, **settings}
         geometry = Geometry(
             BLOCK, ratio, 0, ranks, BLOCK_BYTES, 64, 16, loads, saves, drop_last, "full_attention", lockstep
         )
-        self.side = SchedulerSide(
-            configuration.load(settings), geometry, self.link, clock_ns=self.clock, pause=lambda: None,
-            local_tokens=lambda request: self.local.get(request.request_id, 0),
-            local_cached_blocks=lambda: self.cached_blocks,
-            still_cached=lambda block_id, digest: self.engine_cache.get(block_id) == digest, publish=publish,
-        )  # fmt: skip
+        config = configuration.load(settings)
+        self.side = SchedulerSide(config, geometry, self.link, clock=self.clock, publish=publish)
+        self.side.cache = self.cache
 
     def add(self, request_id: str, tokens: int, *, local: int = 0, **fields: Any) -> Request:
         request = Request(request_id, tokens, **{k: fields.pop(k) for k in ("salt", "ratio") if k in fields})
         for name, value in fields.items():
             setattr(request, name, value)
-        self.local[request_id] = local
+        self.cache.hits[request_id] = local
         self.side.arrived(request)
         return request
 
     def match(self, request: Request, local: int | None = None) -> tuple[int | None, bool]:
-        return self.side.match(request, self.local[request.request_id] if local is None else local)
+        return self.side.match(request, self.cache.hits[request.request_id] if local is None else local)
 
     def allocate(self, request: Request, tokens: int, *, local: int | None = None) -> list[int]:
         """Blocks for the whole request; block ids are 100 + index."""
         ids = [100 + i for i in range((request.num_tokens + BLOCK - 1) // BLOCK)]
         self.side.allocated(request, lambda: (ids,), tokens)
-        request.num_computed_tokens = (self.local[request.request_id] if local is None else local) + tokens
+        request.num_computed_tokens = (self.cache.hits[request.request_id] if local is None else local) + tokens
         return ids
 
     def step(self, scheduled: Iterable[tuple[Request, int]] = (), *, step_ms: float = 0.0) -> KVPrefetchMetadata:
@@ -268,6 +286,7 @@ class Engine:
         )
         meta = self.side.take_loads()
         self.side.plan_step(output, meta)
+        self.side.check()
         self.clock.advance_ms(step_ms)
         for request, tokens in pairs:
             request.num_computed_tokens += tokens

@@ -112,7 +112,7 @@ class RealEngine:
         config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None
         cache = _cache_config(blocks)
         self.workers = [self._worker(config, cache, rank) for rank in range(ranks)]
-        side = functools.partial(SchedulerSide, clock_ns=self.clock)
+        side = functools.partial(SchedulerSide, clock=self.clock)
         with (
             mock.patch.object(module, "Link", return_value=self.link),
             mock.patch.object(module, "SchedulerSide", side),
@@ -122,8 +122,8 @@ class RealEngine:
             )
         self.scheduler.use_v2_model_runner = second_runner
         self.connector = self._ours(self.scheduler.connector)
-        assert self.connector._scheduler is not None
-        self.side = self.connector._scheduler
+        assert self.connector.scheduler_side is not None
+        self.side = self.connector.scheduler_side
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self._aggregator = KVOutputAggregator(ranks)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
@@ -157,6 +157,7 @@ class RealEngine:
         self.clock.advance_ms(1)
         self.daemon.beat()
         output = self.scheduler.schedule()
+        self.side.check()
         meta = output.kv_connector_metadata
         self.metas.append(getattr(meta, "metadata", [meta])[-1])
         sampled = {name: [3] if self._samples(name) else [] for name in output.num_scheduled_tokens}
@@ -224,12 +225,7 @@ class RealEngine:
         self.daemon.drain()
         if flags := self.daemon.unreturned():
             found.append(f"flags not returned: {flags}")
-        if self.side._entries:
-            found.append(f"requests remembered: {list(self.side._entries)}")
-        if self.side._unsaved:
-            found.append(f"requests remembered for their saves: {list(self.side._unsaved)}")
-        if self.side._loads.pending or self.side._saves.unacknowledged:
-            found.append("loads or saves never acknowledged")
+        found += self.side.held()
         if self.scheduler.requests:
             found.append(f"requests in the scheduler: {list(self.scheduler.requests)}")
         if (free := self.pool.get_num_free_blocks()) != self.pool.num_gpu_blocks - 1:

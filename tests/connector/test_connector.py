@@ -161,8 +161,8 @@ def test_roles_decide_what_is_done(tmp_path: Path, role: str, loads: bool, saves
 def test_an_engine_in_shadow_mode_says_that_it_saves_nothing(tmp_path: Path, mode: str, saves: bool) -> None:
     config = vllm_config(tmp_path / "s", extra={"mode": mode})
     connector = KVPrefetchConnector(config, SCHEDULER, kv_cache_config())
-    assert connector._link is not None
-    hello = connector._link._hello()
+    assert connector.link is not None
+    hello = connector.link.hello()
     connector.shutdown()
     assert hello.scheduler is not None
     assert hello.scheduler.saves is saves
@@ -170,12 +170,12 @@ def test_an_engine_in_shadow_mode_says_that_it_saves_nothing(tmp_path: Path, mod
 
 def test_a_hello_names_the_epochs_that_are_live_when_it_is_said(tmp_path: Path) -> None:
     connector = KVPrefetchConnector(vllm_config(tmp_path / "s"), SCHEDULER, kv_cache_config())
-    link, side = connector._link, connector._scheduler
+    link, side = connector.link, connector.scheduler_side
     assert link is not None
     assert side is not None
-    said = [link._hello().scheduler]
+    said = [link.hello().scheduler]
     side.live_epochs = lambda: (7,)  # type: ignore[method-assign]
-    said.append(link._hello().scheduler)
+    said.append(link.hello().scheduler)
     connector.shutdown()
     assert [each.live_epochs for each in said if each is not None] == [[], [7]]
 
@@ -218,7 +218,7 @@ def test_saves_that_nobody_else_will_find_are_warned_about(
 def test_mode_off_does_nothing(tmp_path: Path) -> None:
     for role in (SCHEDULER, WORKER):
         connector = KVPrefetchConnector(vllm_config(tmp_path / "s", extra={"mode": "off"}), role, kv_cache_config())
-        assert connector._link is None
+        assert connector.link is None
         connector.register_kv_caches({})
         assert connector.get_num_new_matched_tokens(SimpleNamespace(), 0) == (0, False)
         assert connector.build_connector_meta(SimpleNamespace()) == KVPrefetchMetadata()
@@ -249,7 +249,7 @@ def test_an_error_inside_is_logged_and_answers_nothing(
 ) -> None:
     """But not in update_state_after_alloc: there the engine counts on the blocks being filled."""
     connector = KVPrefetchConnector(vllm_config(tmp_path / "s"), SCHEDULER, kv_cache_config())
-    monkeypatch.setattr(connector, "_scheduler", SimpleNamespace(take_loads=KVPrefetchMetadata))
+    monkeypatch.setattr(connector, "scheduler_side", SimpleNamespace(take_loads=KVPrefetchMetadata))
     with caplog.at_level(logging.ERROR, "vllm.kvprefetch"):
         connector.on_new_request(SimpleNamespace())
         assert connector.get_num_new_matched_tokens(SimpleNamespace(), 0) == (0, False)
@@ -280,8 +280,8 @@ def worker(
 def test_the_worker_registers_its_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block bytes from the tensors, keys from the configuration; and a step without work does nothing."""
     connector = worker(tmp_path, monkeypatch)
-    assert connector._link is not None
-    shape = connector._link._hello().worker
+    assert connector.link is not None
+    shape = connector.link.hello().worker
     assert shape is not None
     found = re.fullmatch(r"tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@fp:([0-9a-f]{32})@", shape.key_prefix)
     assert found is not None
@@ -314,8 +314,8 @@ def test_with_vllms_key_format_keys_are_upstreams_and_nothing_is_compared(
 ) -> None:
     with caplog.at_level(logging.WARNING, "vllm.kvprefetch"):
         connector = worker(tmp_path, monkeypatch, extra={"key_format": "vllm"})
-        assert connector._link is not None
-        shape = connector._link._hello().worker
+        assert connector.link is not None
+        shape = connector.link.hello().worker
     assert shape is not None
     assert (shape.key_prefix, shape.fingerprint) == ("tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@", {})
     assert any("nothing checks that its KV is the same" in record.message for record in caplog.records)
@@ -332,8 +332,8 @@ def test_an_engine_whose_kv_is_not_known_has_keys_of_its_own(
             ("AttributeError", {"cache_config": None}),
         ):
             connector = worker(tmp_path, monkeypatch, broken)
-            assert connector._link is not None
-            shape = connector._link._hello().worker
+            assert connector.link is not None
+            shape = connector.link.hello().worker
             assert shape is not None
             start = support.incarnation(connector._vllm_config)
             assert shape.key_prefix == f"tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@fp:{start}@"

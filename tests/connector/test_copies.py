@@ -93,11 +93,11 @@ class World:
         self.rows = random.integers(0, 256, (HOST, self.paged.block_bytes), np.uint8)
         memory = self.device.allocate(cuda.GRAIN_BYTES)
         near = random.integers(0, 256, (DEVICE, self.paged.block_bytes), np.uint8)
-        tier: Any = SimpleNamespace(slots=DEVICE, pinned=pinned, address=memory.address, rows=near)
+        cache: Any = SimpleNamespace(slots=DEVICE, pinned=pinned, address=memory.address, rows=near)
         flat = (np.ctypeslib.ctypes.c_uint8 * near.nbytes).from_address(memory.address)
         np.ctypeslib.as_array(flat)[:] = near.reshape(-1)
         self.all = np.concatenate([self.rows, near])
-        self.session: Any = SimpleNamespace(epoch=7, rows=self.rows, tier=tier)
+        self.session: Any = SimpleNamespace(epoch=7, rows=self.rows, device_cache=cache)
         self.streams = FakeStreams()
 
     def copies(self, kind: str) -> Copies:
@@ -309,14 +309,14 @@ def test_what_lies_outside_is_refused_before_anything_is_copied(
 
 def test_slots_of_another_size_are_refused() -> None:
     world = World()
-    session: Any = SimpleNamespace(rows=world.rows[:, :-1], tier=None)
+    session: Any = SimpleNamespace(rows=world.rows[:, :-1], device_cache=None)
     with pytest.raises(ValueError, match="slot size differs"):
         checked(world.paged, session, [0], [0])
 
 
-def test_without_a_tier_there_are_no_device_slots() -> None:
+def test_without_a_device_cache_there_are_no_device_slots() -> None:
     world = World()
-    session: Any = SimpleNamespace(rows=world.rows, tier=None)
+    session: Any = SimpleNamespace(rows=world.rows, device_cache=None)
     with pytest.raises(IndexError):
         checked(world.paged, session, [HOST], [0])
 

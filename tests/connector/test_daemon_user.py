@@ -60,7 +60,8 @@ def test_an_engine_speaks_only_to_a_daemon_of_root_its_own_user_or_the_configure
                 [record] = caplog.records
                 assert record.levelno == logging.ERROR
                 assert f"daemon_user={trusted!r}" in record.message
-                assert f"{server.path}: uid={NOBODY} is neither root" in record.message
+                assert f"{server.path} does not run" in record.message
+                assert f"uid={NOBODY} is neither root" in record.message
                 listen_as(server, 0)  # a daemon of root's comes there
                 eventually(heard)
         finally:

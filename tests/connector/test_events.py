@@ -1,4 +1,4 @@
-"""KV events of saved blocks: what is published, when, and what never is; and which tier hits came from."""
+"""KV events of saved blocks: what is published, when, and what never is; and which medium hits came from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .test_scheduler_saves import admit
 
 def connector_of(engine: Engine) -> KVPrefetchConnector:
     connector = object.__new__(KVPrefetchConnector)
-    connector._scheduler, connector._worker = engine.side, None
+    connector.scheduler_side, connector.worker_side = engine.side, None
     return connector
 
 
@@ -51,7 +51,7 @@ def test_a_block_is_announced_when_the_store_has_it_and_once() -> None:
     assert list(connector.take_events()) == [], "copied, pushed, and not yet in the store"
     engine.link.stored.append(Stored(save_id=save_id, memory=[7], disk=[9]))
     events = list(connector.take_events())
-    digests = [maybe_convert_block_hash(d) for d in engine.side._entries["r"].request.digests(0, 3)]
+    digests = [maybe_convert_block_hash(d) for d in engine.side.requests["r"].request.digests(0, 3)]
     assert [type(event) for event in events] == [BlockStored, BlockStored]
     assert [(event.block_hashes, event.parent_block_hash, event.medium) for event in events] == [
         ([digests[0]], None, "cpu"),
@@ -62,8 +62,8 @@ def test_a_block_is_announced_when_the_store_has_it_and_once() -> None:
     assert told == {(BLOCK, 4, "adapter", "s", 0, "full_attention")}
     engine.link.stored.append(Stored(save_id=save_id, memory=[7], lost=[8]))
     assert list(connector.take_events()) == []
-    assert engine.side._events is not None
-    assert engine.side._events._saving == {}, "nothing is remembered of a save that is settled"
+    assert engine.side.events is not None
+    assert engine.side.events.saving == {}, "nothing is remembered of a save that is settled"
 
 
 def test_extra_keys_are_those_of_each_block() -> None:

@@ -46,7 +46,7 @@ def spec(**changes: Any) -> FullAttentionSpec:
 
 def running(*, layers: tuple[str, ...] = ("a", "b"), **changes: Any) -> dict[str, str]:
     """What a rank knows of an engine that differs in this from the others."""
-    isa, put_factor = changes.pop("isa", "amx"), changes.pop("put_factor", 1)
+    isa, replicas = changes.pop("isa", "amx"), changes.pop("replicas", 1)
     one = changes.pop("spec", spec())
     served = changes.pop("served", one)
     parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, **changes.pop("parallel", {})}
@@ -59,7 +59,7 @@ def running(*, layers: tuple[str, ...] = ("a", "b"), **changes: Any) -> dict[str
     kv: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=list(layers), kv_cache_spec=served)])
     layout = changes.pop("layout", "1:2,2:32,3:16")
     assert not changes
-    return fingerprint.of_engine(config, kv, group=0, put_factor=put_factor, layout=layout)
+    return fingerprint.of_engine(config, kv, group=0, replicas=replicas, layout=layout)
 
 
 def model_config(folder: Path | str, **changes: Any) -> SimpleNamespace:
@@ -125,7 +125,7 @@ def test_what_the_bytes_depend_on_makes_a_difference(changes: dict[str, Any], na
     "changes",
     [
         {"cache_dtype": "bfloat16"},
-        {"parallel": {"tensor_parallel_size": 2}, "put_factor": 2},  # both ranks hold all of it
+        {"parallel": {"tensor_parallel_size": 2}, "replicas": 2},  # both ranks hold all of it
         {"spec": spec(block_size=64)},  # its hashes are others
         {"served": UniformTypeKVCacheSpecs(block_size=TOKENS, kv_cache_specs={"a": spec(), "b": spec()})},
     ],

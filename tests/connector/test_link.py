@@ -66,7 +66,7 @@ def test_an_absent_daemon_is_said_once_and_found_later(tmp_path: Path, caplog: p
         sock.close()
         server.sock.close()
     assert [record.levelno for record in caplog.records if "no daemon" in record.message] == [logging.WARNING]
-    assert not link._thread.is_alive()
+    assert not link.running
 
 
 def test_attaching_maps_beats_and_ends_with_the_connection(server: Server, scheduler: Link[SchedulerSession]) -> None:
@@ -277,7 +277,7 @@ def test_the_heart_beats_while_messages_come(server: Server, monkeypatch: pytest
             eventually(lambda before=beaten: server.fake.words.load_acquire(Line.PRODUCER_BEAT) > before)
             beaten = server.fake.words.load_acquire(Line.PRODUCER_BEAT)
         assert [stored.save_id for stored in link.stored] == [0, 1, 2]
-    assert not link._thread.is_alive(), "nor is an end waited for"
+    assert not link.running, "nor is an end waited for"
     sock.close()
 
 

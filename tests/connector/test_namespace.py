@@ -94,11 +94,11 @@ def test_the_log_says_once_who_shares_what_is_stored(model: Path, caplog: pytest
     with caplog.at_level(logging.DEBUG, "vllm.kvprefetch"):
         for found in (where(model), where(model, known=ValueError("why")), namespace.vllms_own(keys)):
             for first_rank in (True, False):
-                namespace.say(found, first_rank=first_rank)
+                namespace.log_sharing(found, first_rank=first_rank)
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert [level for level, _ in said] == ["INFO", "WARNING", "INFO", "WARNING"]
     known, unknown, _, upstreams = (text for _, text in said)
     assert "weights=" in known
     assert "not known: ValueError: why. Serve the model from files" in unknown
-    assert f"keys begin with {PREFIX}, and nothing checks" in upstreams
+    assert f"keys that begin with {PREFIX} shares the stored KV, and nothing checks" in upstreams
     assert not any("\n" in text for _, text in said)

@@ -35,7 +35,7 @@ def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any
     worker = KVPrefetchConnector(config, KVConnectorRole.WORKER, kv_cache_config())
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker)
     scheduler = KVPrefetchConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config())
-    with contextlib.closing(scheduler._link):  # type: ignore[type-var]
+    with contextlib.closing(scheduler.link):  # type: ignore[type-var]
         yield scheduler, worker
 
 
@@ -61,7 +61,7 @@ def test_a_rank_on_another_node_ends_the_start_in_one_line(
     with pytest.raises(ValueError, match=r"one daemon: pp_rank=1 tp_rank=0 node=elsewhere .*=ray \(give") as caught:
         scheduler.set_xfer_handshake_metadata_pp_aware({(1, 0): there, (0, 0): here})
     assert "\n" not in str(caught.value)
-    assert not scheduler._link._thread.is_alive(), "nobody looks for a daemon any more"
+    assert not scheduler.link.running, "nobody looks for a daemon any more"
 
 
 def test_a_node_that_cannot_be_named_is_not_refused(

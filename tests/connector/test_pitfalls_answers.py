@@ -13,7 +13,7 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core import kv_cache_utils
 
-from kvprefetch.connector import claims, scheduler
+from kvprefetch.connector import claims, hints, scheduler
 from kvprefetch.connector.claims import Claims
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.loads import Loads
@@ -92,7 +92,7 @@ def test_p02_the_answer_is_relative_to_what_is_local_now(make: Make, monkeypatch
     check()
     original = Claims.match
     monkeypatch.setattr(
-        Claims, "match", lambda self, entry, session, start, **rest: original(self, entry, session, 0, **rest)
+        Claims, "match", lambda self, state, session, start, **rest: original(self, state, session, 0, **rest)
     )
     with pytest.raises(AssertionError):
         check()
@@ -119,7 +119,7 @@ def test_p03_an_answer_may_be_asked_for_again_and_is_given_up_when_not_used(make
         assert engine.left() == []
 
     check()
-    monkeypatch.setattr(Claims, "withdraw", lambda self, entry: None)
+    monkeypatch.setattr(hints, "unclaim", lambda handle: None)
     with pytest.raises(AssertionError, match="take it back"):
         check()
 
@@ -157,8 +157,8 @@ def test_p05_a_request_that_skips_reading_is_left_alone(make: Make, monkeypatch:
         return engine
 
     assert check().daemon.hints == []
-    entry = scheduler.Entry
-    monkeypatch.setattr(scheduler, "Entry", lambda request, loadable, preemptions: entry(request, True, preemptions))
+    made = scheduler.RequestState
+    monkeypatch.setattr(scheduler, "RequestState", lambda request, _, preemptions: made(request, True, preemptions))
     assert len(check().daemon.hints) == 1, "without the guard a hint for nothing; still nothing leaks"
 
 
@@ -187,9 +187,8 @@ def test_p06_only_what_was_allocated_for_us_is_loaded(make: Make, monkeypatch: P
     original = SchedulerSide.allocated
 
     def careless(self: SchedulerSide, request: Any, block_ids: Any, tokens: int) -> None:
-        entry = self._entries[request.request_id]
-        if entry.answer is not None:
-            tokens = entry.answer.count * BLOCK
+        if (answer := self.requests[request.request_id].answer) is not None:
+            tokens = answer.count * BLOCK
         original(self, request, block_ids, tokens)
 
     monkeypatch.setattr(SchedulerSide, "allocated", careless)
@@ -208,9 +207,9 @@ def test_p07_loads_write_only_behind_the_local_blocks(make: Make, monkeypatch: P
     check()
     original = Loads.dispatch
 
-    def from_the_first(self: Loads, entry: Any, *rest: Any) -> None:
-        entry.answer.start = 0
-        original(self, entry, *rest)
+    def from_the_first(self: Loads, state: Any, *rest: Any) -> None:
+        state.answer.start = 0
+        original(self, state, *rest)
 
     monkeypatch.setattr(Loads, "dispatch", from_the_first)
     with pytest.raises(AssertionError):
@@ -225,7 +224,7 @@ def test_p11_a_request_whose_load_failed_is_not_loaded_again(make: Make, monkeyp
         engine.add("r", 4 * BLOCK)
         engine.step()
         staged(engine, "r")
-        engine.workers[0]._worker._paged.load = fail
+        engine.workers[0].worker_side.paged.load = fail
         engine.step()
         engine.run()
         assert engine.tokens["r"] == [3, 3, 3]
@@ -234,12 +233,12 @@ def test_p11_a_request_whose_load_failed_is_not_loaded_again(make: Make, monkeyp
     check()
     original = Loads.dispatch
 
-    def forgetful(self: Loads, entry: Any, *rest: Any) -> None:
-        original(self, entry, *rest)
-        entry.settled = False
+    def forgetful(self: Loads, state: Any, *rest: Any) -> None:
+        original(self, state, *rest)
+        state.settled = False
 
     monkeypatch.setattr(Loads, "dispatch", forgetful)
-    monkeypatch.setattr(SchedulerSide, "_admitted_without_load", lambda self, entry: None)
+    monkeypatch.setattr(SchedulerSide, "_admitted_without_load", lambda self, state: None)
     with pytest.raises(AssertionError):
         check()
 
@@ -249,7 +248,7 @@ def test_p33_a_request_whose_load_failed_stands_in_nobodys_way(make: Make, monke
 
     def check() -> None:
         engine = make(load_mode="async", blocks=1 + 9)
-        engine.workers[0]._worker._paged.load = fail
+        engine.workers[0].worker_side.paged.load = fail
         engine.add("session", 4 * BLOCK - 1, resumable=True)
         engine.step()
         engine.add("r", 4 * BLOCK + 5)
@@ -271,9 +270,9 @@ def test_p33_a_request_whose_load_failed_stands_in_nobodys_way(make: Make, monke
     check()
     original = Loads.dispatch
 
-    def as_if_it_could_not_fail(self: Loads, entry: Any, *rest: Any) -> None:
-        original(self, entry, *rest)
-        entry.loading = False
+    def as_if_it_could_not_fail(self: Loads, state: Any, *rest: Any) -> None:
+        original(self, state, *rest)
+        state.loading = False
 
     monkeypatch.setattr(Loads, "dispatch", as_if_it_could_not_fail)
     with pytest.raises(AssertionError, match="3 == 6"):
@@ -360,7 +359,7 @@ def test_p25_both_roles_answer_what_vllm_asks_of_both(make: Make, monkeypatch: P
             connector.shutdown()
 
     check()
-    monkeypatch.setattr(KVPrefetchConnector, "reset_cache", lambda self: self._scheduler.reset())
+    monkeypatch.setattr(KVPrefetchConnector, "reset_cache", lambda self: self.scheduler_side.reset())
     with pytest.raises(AttributeError):
         check()
 

@@ -88,17 +88,17 @@ def test_p09_failed_blocks_are_told_with_the_end_of_the_load(make: Make, monkeyp
         engine.add("r", 4 * BLOCK, out=1)
         engine.step()
         staged(engine, "r")
-        load = engine.workers[1]._worker._paged.load
+        load = engine.workers[1].worker_side.paged.load
 
         def fail(*_: Any) -> None:
             raise OSError("planted")
 
-        engine.workers[1]._worker._paged.load = fail
+        engine.workers[1].worker_side.paged.load = fail
         engine.schedule()
         report = engine.flight[-1][1][1]
         assert report.finished_recving == {"r"}
         assert report.invalid_block_ids == set(engine.orders()[0].block_ids)
-        engine.workers[1]._worker._paged.load = load
+        engine.workers[1].worker_side.paged.load = load
         engine.process()
         computed = 0
         while engine.scheduler.has_requests():
@@ -130,8 +130,8 @@ def test_p12_request_finished_never_keeps_blocks(make: Make, monkeypatch: Patch)
     check()
 
     def keeps(self: KVPrefetchConnector, request: Any, block_ids: Any) -> tuple[bool, None]:
-        assert self._scheduler is not None
-        self._scheduler.finished(request, block_ids[0])
+        assert self.scheduler_side is not None
+        self.scheduler_side.finished(request, block_ids[0])
         return True, None
 
     monkeypatch.setattr(KVPrefetchConnector, "request_finished_all_groups", keeps)
@@ -193,7 +193,7 @@ def test_p20_metadata_is_small_plain_and_there_in_every_step(make: Make, monkeyp
 
     def keeps(self: SchedulerSide, output: Any, meta: Any) -> None:
         original(self, output, meta)
-        meta.state = next(iter(output.num_scheduled_tokens), None) and self._entries["r"].request.status
+        meta.state = next(iter(output.num_scheduled_tokens), None) and self.requests["r"].request.status
 
     monkeypatch.setattr(SchedulerSide, "plan_step", keeps)
     with pytest.raises(AssertionError, match="a reference"):
@@ -213,7 +213,7 @@ def test_p21_loads_are_done_where_vllm_starts_them(make: Make, monkeypatch: Patc
 
         def forward(worker: Any, output: Any) -> None:
             if engine.orders():
-                done_at_forward.append(worker._worker._counters["load_bytes"] > 0)
+                done_at_forward.append(worker.worker_side.counters["load_bytes"] > 0)
 
         engine.forward = forward  # type: ignore[method-assign]
         engine.run()
@@ -224,8 +224,8 @@ def test_p21_loads_are_done_where_vllm_starts_them(make: Make, monkeypatch: Patc
     monkeypatch.setattr(KVPrefetchConnector, "start_load_kv", lambda self, context, **_: None)
 
     def late(self: KVPrefetchConnector) -> None:
-        assert self._worker is not None
-        self._worker.load(self._metadata())
+        assert self.worker_side is not None
+        self.worker_side.load(self._metadata())
 
     monkeypatch.setattr(KVPrefetchConnector, "wait_for_save", late)
     if load_mode == "sync":

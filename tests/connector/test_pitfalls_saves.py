@@ -12,8 +12,8 @@ pytest.importorskip("vllm")
 
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
-from kvprefetch.connector.claims import Entry
 from kvprefetch.connector.connector import KVPrefetchConnector
+from kvprefetch.connector.request_state import RequestState
 from kvprefetch.connector.saves import Saves
 from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.connector.worker import WorkerSide
@@ -91,7 +91,7 @@ def test_p15_a_save_is_reported_only_when_its_copies_are_done(monkeypatch: Patch
 def late_reports(engine: RealEngine) -> None:
     """Workers report two steps later: model runner V1 does so one step later with speculation, a slow copy any."""
     for worker in engine.workers:
-        side, held = worker._worker, [None, None]
+        side, held = worker.worker_side, [None, None]
 
         def late(side: Any = side, report: Any = side.report, held: list[Any] = held) -> Any:
             held.append(report())
@@ -116,7 +116,7 @@ def saving_after_the_last_request(make: Make) -> RealEngine:
 def test_p16_a_save_in_flight_pins_nothing_and_keeps_the_engine_stepping(make: Make, monkeypatch: Patch) -> None:
     def check() -> None:
         engine = saving_after_the_last_request(make)
-        assert engine.side._saves.unacknowledged == 1
+        assert len(engine.side.saves.waiting) == 1
         assert engine.scheduler.has_requests(), "its acknowledgement comes with a step"
         assert engine.scheduler.reset_prefix_cache(), "a pinned block makes this fail"
         engine.run(limit=3)
@@ -163,7 +163,7 @@ def test_p30_a_step_whose_end_is_not_told_is_saved_before_the_next(make: Make, m
                     output, worker._vllm_config
                 ).kv_connector_output
             with mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(output, defer_finalize=True) as report:
-                worker._worker._paged._pieces[0][0][:] = 7
+                worker.worker_side.paged._pieces[0][0][:] = 7
             return report
 
     def check() -> None:
@@ -179,8 +179,8 @@ def test_p30_a_step_whose_end_is_not_told_is_saved_before_the_next(make: Make, m
         engine.daemon.drain()
         (saved,) = engine.daemon.saved
         assert len(saved.hashes) == 3
-        side = engine.workers[0]._worker
-        rows = side._link.mapped(engine.daemon.layout.epoch).rows
+        side = engine.workers[0].worker_side
+        rows = side.link.mapped(engine.daemon.layout.epoch).rows
         assert {int(rows[slot].min()) for slot in saved.slots if side._keys.saves(slot)} == {7}
         assert engine.left() == []
 
@@ -211,7 +211,7 @@ def test_p31_what_was_computed_on_a_failed_load_is_not_stored(
         staged(engine, "sharing", 0)
         other, ours = engine.scheduler.connector._connectors[0], engine.workers[0]._connectors[1]
         if whose == "ours":
-            ours._worker._paged.load = fail
+            ours.worker_side.paged.load = fail
         else:
             other.get_num_new_matched_tokens = lambda request, local: (0 if local else 2 * BLOCK, False)
             engine.schedule()
@@ -249,7 +249,7 @@ def test_p17_a_preempted_request_starts_over(
             if not engine.scheduler.has_requests():
                 break
             preempted += len(engine.schedule().preempted_req_ids or ())
-            waiting = engine.side._saves._waiting
+            waiting = engine.side.saves.waiting
             for order in engine.metas[-1].saves:
                 for request in engine.scheduler.requests.values():
                     table = engine.table(request.request_id)
@@ -267,6 +267,8 @@ def test_p17_a_preempted_request_starts_over(
         assert engine.left() == []
 
     check()
-    monkeypatch.setattr(Entry, "restart", lambda self: setattr(self, "preemptions", self.request.num_preemptions))
+    monkeypatch.setattr(
+        RequestState, "restart", lambda self: setattr(self, "preemptions", self.request.num_preemptions)
+    )
     with pytest.raises(AssertionError, match="after the preemption"):
         check()

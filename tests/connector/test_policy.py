@@ -81,7 +81,7 @@ def serve(world: World, policy: WaitPolicy, begun: int, *, busy: bool, wait_poli
         over = world.found is not None and ready >= world.found  # READY: nothing is left to decide
         if over:
             policy.fetches.saw(wait, ready, begun + at)
-        if over or policy.verdict(wait, ready, limit, begun + at, occupied=BUSY if busy else 0.0) is not Verdict.WAIT:
+        if over or policy.verdict(wait, ready, limit, begun + at, load=BUSY if busy else 0.0) is not Verdict.WAIT:
             return at + round(world.recompute(world.blocks - ready))
         at += world.visit_ns
 
@@ -184,7 +184,7 @@ def test_a_short_prompt_is_not_waited_for_on_an_idle_engine() -> None:
     policy = policy_for(World(30_000, 0, 2, []), busy=False)
     for blocks, expected in ((2, Verdict.TAKE), (10, Verdict.WAIT)):
         wait = Wait.begin("adaptive", 5000, 100 * SEC, 0)
-        assert policy.verdict(wait, 0, blocks, 100 * SEC, occupied=0.0) is expected
+        assert policy.verdict(wait, 0, blocks, 100 * SEC, load=0.0) is expected
 
 
 def test_a_pause_between_chunks_does_not_end_a_wait_that_pays() -> None:
@@ -198,21 +198,21 @@ def test_behind_another_that_waits_nobody_is_late() -> None:
     policy = policy_for(World(100_000, 5 * MS, 100, []), busy=True)
     wait = Wait.begin("adaptive", 5000, 100 * SEC, 0)
     for second in range(100, 200, 10):
-        assert policy.verdict(wait, 0, 100, second * SEC, occupied=BUSY, first=False) is Verdict.WAIT
+        assert policy.verdict(wait, 0, 100, second * SEC, load=BUSY, first=False) is Verdict.WAIT
     policy.fetches.saw(Wait.begin("adaptive", 5000, 100 * SEC, 0), 50, 199 * SEC)
     assert policy.fetches.latency_ns(199 * SEC) == 0.0, "the time behind others is not the fetch's"
-    assert policy.verdict(wait, 0, 100, 200 * SEC, occupied=BUSY) is Verdict.WAIT
-    late = policy.verdict(wait, 0, 100, 200 * SEC + 6 * SEC, occupied=BUSY, first=False)
+    assert policy.verdict(wait, 0, 100, 200 * SEC, load=BUSY) is Verdict.WAIT
+    late = policy.verdict(wait, 0, 100, 200 * SEC + 6 * SEC, load=BUSY, first=False)
     assert late is not Verdict.WAIT, "once it was first, it is judged"
     patient = Wait.begin("timeout", 5000, 100 * SEC, 0)
-    assert policy.verdict(patient, 0, 100, 105 * SEC, occupied=BUSY, first=False) is Verdict.LATE
+    assert policy.verdict(patient, 0, 100, 105 * SEC, load=BUSY, first=False) is Verdict.LATE
 
 
 def waits(policy: WaitPolicy, begun: int, looks: list[int], came: int) -> None:
     """A request that finds nothing at its first visit and at `looks`, and its first blocks at `came` (ns after)."""
     wait = Wait.begin("adaptive", 5000, begun, 0)
     for at in (0, *looks):
-        policy.verdict(wait, 0, 100, begun + at, occupied=BUSY)
+        policy.verdict(wait, 0, 100, begun + at, load=BUSY)
     policy.fetches.saw(wait, 50, begun + came)
 
 
@@ -222,7 +222,7 @@ def test_time_without_visits_is_not_taken_for_the_time_of_a_fetch() -> None:
     begun = 100 * SEC
     waits(policy, begun, [], 2 * SEC)
     assert policy.fetches.latency_ns(begun + 2 * SEC) == 0
-    assert policy.verdict(Wait.begin("adaptive", 5000, begun, 0), 0, 100, begun + 2 * SEC, occupied=0.0) is Verdict.WAIT
+    assert policy.verdict(Wait.begin("adaptive", 5000, begun, 0), 0, 100, begun + 2 * SEC, load=0.0) is Verdict.WAIT
     begun += 3 * SEC
     waits(policy, begun, [20 * MS, 40 * MS], 45 * MS)
     known = policy.fetches.latency_ns(begun + 45 * MS)
@@ -235,9 +235,9 @@ def test_time_without_visits_is_not_taken_for_the_time_of_a_fetch() -> None:
     assert policy.fetches.latency_ns(begun + 5 * MS) < known, "faster is"
 
 
-@pytest.mark.parametrize(("occupied", "beside"), [(0.0, False), (0.5, False), (0.75, True), (31 / 32, True)])
-def test_the_busier_the_engine_the_smaller_the_loads_it_is_held_up_by(occupied: float, beside: bool) -> None:
-    assert loads_beside(50, 100, occupied=occupied) is beside
+@pytest.mark.parametrize(("load", "beside"), [(0.0, False), (0.5, False), (0.75, True), (31 / 32, True)])
+def test_the_busier_the_engine_the_smaller_the_loads_it_is_held_up_by(load: float, beside: bool) -> None:
+    assert loads_beside(50, 100, load=load) is beside
 
 
 def test_the_other_policies_ask_no_rates() -> None:

@@ -19,7 +19,7 @@ def finish(engine: Engine, request: Request, blocks: int, *, cached: bool = True
     """The request ends; its full blocks stay in the engine's prefix cache until they are needed."""
     ids = [100 + number for number in range(blocks)]
     if cached:
-        engine.engine_cache.update(zip(ids, request.digests(0, blocks), strict=True))
+        engine.cache.digests.update(zip(ids, request.digests(0, blocks), strict=True))
     engine.side.finished(request, ids)
 
 
@@ -70,9 +70,9 @@ def test_a_block_that_was_given_away_meanwhile_is_never_saved() -> None:
         engine = Engine()
         request = run_short(engine, "r", 3)
         finish(engine, request, 3)
-        engine.engine_cache[101] = b"another"
+        engine.cache.digests[101] = b"another"
         if not honest:
-            engine.side.still_cached = lambda block_id, digest: True
+            engine.cache.holds = lambda block_id, digest: True  # type: ignore[method-assign]
         engine.daemon.credits.grant([40, 41, 42])
         (save,) = engine.step().saves
         assert save.block_ids == ([100, 102] if honest else [100, 101, 102])
@@ -108,7 +108,7 @@ def test_what_cannot_be_trusted_is_not_left(why: str) -> None:
     if why == "preempted":
         engine.preempt(request)
     if why == "stale cache":
-        engine.cached_blocks = 1
+        engine.cache.count = 1
         engine.side.reset()
     finish(engine, request, 4)
     if why == "reset":
@@ -122,7 +122,7 @@ def test_what_cannot_be_trusted_is_not_left(why: str) -> None:
 def test_nothing_is_left_where_the_engines_cache_holds_old_weights() -> None:
     """The same block may be cached again by a request that computed it on them."""
     engine = Engine()
-    engine.cached_blocks = 1
+    engine.cache.count = 1
     engine.side.reset()
     request = run_short(engine, "r", 3)
     finish(engine, request, 3)
@@ -153,7 +153,7 @@ def test_vllms_own_pool_says_whether_a_block_is_still_there(make: Callable[..., 
         engine.daemon.stage("short", 0, found=0)
         engine.run()
         assert engine.orders("saves") == []
-        left = engine.side._saves.left
+        left = engine.side.saves.left
         assert left == 4
         if reused:
             engine.add("next", 6 * BLOCK, out=1)

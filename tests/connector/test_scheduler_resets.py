@@ -58,7 +58,7 @@ def test_a_local_prefix_that_outlived_the_reset_is_never_saved_on(how: str) -> N
     engine = Engine()
     engine.daemon.credits.grant(list(range(8)))
     if how == "cached":
-        engine.cached_blocks = 1
+        engine.cache.count = 1
     else:
         running = engine.add("running", 2 * BLOCK)
         admit(engine, running)

@@ -61,7 +61,9 @@ def test_decode_blocks_only_when_asked(decode: bool, expected: bool) -> None:
         request.num_tokens += 1
         engine.acknowledge(engine.step([(request, 1)]))
     assert len(saved_digests(engine)) == expected
-    assert bool(engine.side._unsaved) is decode, "a step does not look at requests of which all is saved"
+    assert any("unsaved" in what for what in engine.side.held()) is decode, (
+        "a step does not look at requests of which all is saved"
+    )
 
 
 def test_more_blocks_than_a_record_holds_are_saved_in_several_steps() -> None:

@@ -150,10 +150,10 @@ def test_the_worker_counts_bytes_and_time_and_reports_them_once() -> None:
 
 def test_each_role_reports_its_own_side_and_nothing_when_there_is_nothing() -> None:
     connector = object.__new__(KVPrefetchConnector)
-    connector._scheduler, connector._worker = None, None
+    connector.scheduler_side, connector.worker_side = None, None
     assert connector.get_kv_connector_stats() is None
     engine = Engine()
-    connector._scheduler = engine.side
+    connector.scheduler_side = engine.side
     assert connector.get_kv_connector_stats() is None
     engine.add("r", 3 * BLOCK)
     stats = connector.get_kv_connector_stats()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from kvprefetch.connector.policy import WAIT_BOUND_NS
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
-from .fakes import BLOCK, MS, Engine, FakeDaemon, Request
+from .fakes import BLOCK, MS, Clock, Engine, FakeDaemon, Request
 
 NOTHING, PENDING = (0, False), (None, False)
 TOKEN_MS = 0.1
@@ -98,7 +99,7 @@ def test_what_was_taken_back_is_nothing_gained_and_its_pace_is_forgotten() -> No
     step(engine)
     engine.daemon.move(hint.flag, FlagState.HINTED, 0)
     assert engine.match(request) == PENDING
-    wait = engine.side._entries["r"].wait
+    wait = engine.side.requests["r"].wait
     assert wait is not None
     assert (wait.began_ready, wait.ready, wait.first) == (0, 0, None)
     reply, visits = visits_until_decided(engine, request)
@@ -204,7 +205,7 @@ def test_what_a_prefill_token_takes_is_measured_in_the_engines_steps_drafts_and_
         engine.step([(request, 1)], step_ms=5)
     computed = request.num_computed_tokens
     engine.step([(request, 2000 - computed)], step_ms=5 + 0.5 * (2000 - computed))
-    recompute_ns = engine.side._claims._policy.recompute_ns
+    recompute_ns = engine.side.policy.recompute_ns
     assert recompute_ns(10) == pytest.approx(10 * BLOCK * 0.5 * MS)
     request.num_computed_tokens = 1999
     for _ in range(30):
@@ -286,22 +287,21 @@ def test_who_waits_whatever_it_costs_makes_nobody_else_wait(policy: str) -> None
 # --- a pass looks a moment longer --------------------------------------------------------------------------------
 
 
-class Turning:
+class Turning(Clock):
     """A clock that moves by a microsecond whenever it is read, and makes blocks arrive at a given time."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.at_ns, self.request, self.blocks = engine, 0, "", 0
-        self.pauses = 0
+    engine: Engine
+    at_pause: Callable[[], object] = staticmethod(lambda: None)
 
-    @property
-    def ns(self) -> int:
-        return self.engine.clock.ns
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_ns, self.request, self.blocks, self.pauses = 0, "", 0, 0
 
     def arrive(self, request: str, after_us: int, blocks: int = 20) -> None:
         self.request, self.at_ns, self.blocks = request, self.ns + after_us * 1000, blocks
 
-    def __call__(self) -> int:
-        self.engine.clock.ns += 1000
+    def now_ns(self) -> int:
+        self.ns += 1000
         if self.request and self.ns >= self.at_ns:
             request, self.request = self.request, ""
             self.engine.daemon.stage(request, self.blocks)
@@ -309,15 +309,14 @@ class Turning:
 
     def pause(self) -> None:
         self.pauses += 1
-        self.engine.clock.ns += 50_000
+        self.ns += 50_000
+        self.at_pause()
 
 
 def turning(**settings: Any) -> tuple[Engine, Turning]:
-    engine = Engine(spin_us=250, idle_wait_us=1000, **settings)
-    clock = Turning(engine)
-    engine.side._clock_ns = engine.side._claims._clock_ns = clock
-    engine.side._claims._pause = clock.pause
-    return engine, clock
+    clock = Turning()
+    clock.engine = Engine(spin_us=250, idle_wait_us=1000, clock=clock, **settings)
+    return clock.engine, clock
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "timeout", "wait"])
@@ -375,16 +374,16 @@ def test_the_last_seat_is_kept_for_a_pass_for_who_is_being_looked_up(
 ) -> None:
     """Of 16 seats: one that is told to wait for its look-up would get one when the next request ends."""
     engine = measured()
-    engine.side._running |= {f"r{number}" for number in range(running - 1)}
+    engine.side.running |= {f"r{number}" for number in range(running - 1)}
     first, second, fetched = (engine.add(name, 40 * BLOCK + 1) for name in ("first", "second", "fetched"))
     engine.daemon.stage("second", 0)
     assert engine.match(first) == PENDING
     assert engine.match(second) == reply
-    engine.side._claims.new_pass()
+    engine.side.claims.new_pass()
     assert engine.match(first) == PENDING
     assert engine.match(second) == NOTHING, "for one pass only"
     assert engine.side.counters["waits"] == 1, "the first one's: the other's was not its own"
-    engine.side._claims.new_pass()
+    engine.side.claims.new_pass()
     engine.daemon.look_up("fetched", 40)
     assert engine.match(fetched) == PENDING
     third = engine.add("third", 40 * BLOCK + 1)
@@ -395,26 +394,23 @@ def test_the_last_seat_is_kept_for_a_pass_for_who_is_being_looked_up(
 def test_one_that_is_asked_about_although_all_seats_seem_taken_is_told_as_any_other() -> None:
     """It was preempted, or a request ended that is not known to have: who is asked about has a seat."""
     engine = measured()
-    engine.side._running |= {f"r{number}" for number in range(20)}
+    engine.side.running |= {f"r{number}" for number in range(20)}
     staged, pending = (engine.add(name, 40 * BLOCK + 1) for name in ("staged", "pending"))
     engine.daemon.stage("staged", 40)
     assert engine.match(staged)[0] == 40 * BLOCK
     assert engine.match(pending) == PENDING
-    assert engine.side._entries["pending"].wait is not None, "judged, and not told to give way"
+    assert engine.side.requests["pending"].wait is not None, "judged, and not told to give way"
 
 
 def test_an_idle_engine_asks_before_it_looks_a_moment_longer() -> None:
     engine, clock = turning(wait_policy="timeout")
     request = engine.add("r", 20 * BLOCK + 1)
 
-    def pause() -> None:
-        clock.pause()
-        engine.daemon.drain()
-        assert engine.daemon.asks
-
-    engine.side._claims._pause = pause
+    asked: list[bool] = []
+    clock.at_pause = lambda: engine.daemon.drain() or asked.append(bool(engine.daemon.asks))
     assert engine.match(request) == PENDING
-    assert clock.pauses
+    assert asked
+    assert all(asked)
 
 
 def occupy(engine: Engine, case: str) -> None:
@@ -427,8 +423,11 @@ def occupy(engine: Engine, case: str) -> None:
 
 
 def prefill_costs(engine: Engine) -> None:
-    """10 µs a token."""
-    engine.side._claims._policy._steps._xx, engine.side._claims._policy._steps._xy = 1.0, 10_000.0
+    """The engine measures 10 µs a prefill token, and short steps since."""
+    for tokens in (1 << 15, *[0] * 100):
+        engine.side.steps.began(engine.clock.ns, tokens, executed=True)
+        engine.clock.ns += 1000 + tokens * 10_000
+        engine.side.steps.ended(engine.clock.ns)
 
 
 def test_no_spin_where_nothing_is_to_be_gained() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvprefetch.shmring.wire.records import Outcome
 
-from .fakes import BLOCK, MS, Engine
+from .fakes import BLOCK, MS, Clock, Engine
 from .real import RealEngine
 
 PENDING = (None, False)
@@ -103,8 +103,9 @@ def test_an_abort_ends_the_wait(passes: int, waited: int) -> None:
 
 def test_a_look_at_the_flag_is_waiting_too() -> None:
     """An idle engine looks for 2 ms at its first visit, and is answered."""
-    engine = Engine(idle_wait_us=2000, wait_policy="timeout")
-    engine.side._claims._pause = lambda: engine.clock.advance_ms(0.5)
+    clock = Clock()
+    clock.pause = lambda: clock.advance_ms(0.5)  # type: ignore[method-assign]
+    engine = Engine(idle_wait_us=2000, wait_policy="timeout", clock=clock)
     request = engine.add("r", 40 * BLOCK)
     assert engine.match(request) == PENDING
     engine.side.finished(request)

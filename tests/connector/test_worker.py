@@ -84,18 +84,18 @@ def test_a_load_fills_its_blocks_and_is_reported_once(asynchronous: bool) -> Non
     assert (report.loads, report.saves) == ({1: 1}, {})
     assert worker.report() is None
     assert worker.failed_blocks() == set()
-    link: Any = worker._link
+    link: Any = worker.link
     assert link.kept == [(EPOCH,)], "what no step names any more may be unmapped"
 
 
 def test_bytes_that_came_from_device_memory_are_counted() -> None:
     """Of 16 bytes a block; the device's slots follow the host's."""
     worker, _, rows, _ = make()
-    link: Any = worker._link
-    session = link.sessions[EPOCH] = SimpleNamespace(epoch=EPOCH, rows=rows, tier=None)
+    link: Any = worker.link
+    session = link.sessions[EPOCH] = SimpleNamespace(epoch=EPOCH, rows=rows, device_cache=None)
     worker.load(KVPrefetchMetadata(loads=[load()]))
     assert (worker.tally.take() or KVPrefetchStats()).data["load_bytes"] == 32
-    session.tier = SimpleNamespace(slots=2, rows=np.zeros((2, 16), np.uint8))
+    session.device_cache = SimpleNamespace(slots=2, rows=np.zeros((2, 16), np.uint8))
     worker.load(KVPrefetchMetadata(loads=[LoadOrder(2, "r2", EPOCH, False, [1, 2, 3], [SLOTS - 1, SLOTS, SLOTS + 1])]))
     counted = (worker.tally.take() or KVPrefetchStats()).data
     assert (counted["load_bytes"], counted["load_device_bytes"]) == (48, 32)
@@ -142,9 +142,9 @@ def test_a_save_fills_its_slots_after_the_forward() -> None:
 def test_a_save_that_fails_is_reported_and_the_others_are_done(caplog: pytest.LogCaptureFixture) -> None:
     """An impossible block and a slot of the device are errors; that an epoch has ended meanwhile is none."""
     worker, cache, rows, _ = make()
-    link: Any = worker._link
-    tier = SimpleNamespace(slots=2, rows=np.zeros((2, 16), np.uint8))
-    link.sessions[EPOCH] = SimpleNamespace(epoch=EPOCH, rows=rows, tier=tier)
+    link: Any = worker.link
+    near = SimpleNamespace(slots=2, rows=np.zeros((2, 16), np.uint8))
+    link.sessions[EPOCH] = SimpleNamespace(epoch=EPOCH, rows=rows, device_cache=near)
     cache[:] = 200
     worker.save(KVPrefetchMetadata(saves=[SaveOrder(8, 1, [4], [2])]))
     assert caplog.records == []
@@ -212,7 +212,7 @@ class Recorder(PlainCopies):
 
 def recording(worker: WorkerSide, paged: PagedCache, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     recorder = Recorder(paged)
-    monkeypatch.setattr(worker, "_copies", recorder)
+    monkeypatch.setattr(worker, "copies", recorder)
     return recorder.calls
 
 
@@ -270,7 +270,7 @@ def test_a_session_is_kept_until_its_copies_are_done(monkeypatch: pytest.MonkeyP
     worker, _, _, paged = make()
     fence = Fence()
     monkeypatch.setattr(paged, "fence", lambda: fence)
-    link: Any = worker._link
+    link: Any = worker.link
     session = weakref.ref(link.sessions[EPOCH])
     worker.load(KVPrefetchMetadata(loads=[load()]))
     link.sessions.clear()

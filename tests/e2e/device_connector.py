@@ -50,5 +50,5 @@ def _mapped(_worker: Any) -> int:
 def _worker_counters(_worker: Any) -> dict[str, int]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    side = get_kv_transfer_group()._worker  # type: ignore[attr-defined]
-    return dict(side._counters)
+    side = get_kv_transfer_group().worker_side  # type: ignore[attr-defined]
+    return dict(side.counters)

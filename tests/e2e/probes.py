@@ -22,12 +22,12 @@ def _side(engine: Any) -> Any:
 
 def counters(engine: Any) -> dict[str, int]:
     """What our scheduler side counted."""
-    return dict(_side(engine)._scheduler.counters)
+    return dict(_side(engine).scheduler_side.counters)
 
 
 def attached(engine: Any) -> bool:
     """Whether the scheduler side serves hints now."""
-    session = _side(engine)._scheduler._link.session
+    session = _side(engine).scheduler_side.link.session
     return session is not None and bool(session.alive(time.monotonic_ns()))
 
 

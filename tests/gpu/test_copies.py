@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch")
 
 from kvprefetch.connector.copies import CudaCopies, TorchStreams, checked  # noqa: E402 - after the check for torch
 from kvprefetch.connector.cuda_copy import STEP_BLOCKS, WIDE_BLOCKS  # noqa: E402
+from kvprefetch.connector.device_cache import DeviceCache  # noqa: E402
 from kvprefetch.connector.paged import PagedCache  # noqa: E402
-from kvprefetch.connector.tier import DeviceTier  # noqa: E402
 from kvprefetch.shmring.gpu import cuda  # noqa: E402
 from kvprefetch.shmring.gpu.cuda import Device  # noqa: E402
 from tests.gpu.peer import pattern  # noqa: E402
@@ -56,19 +56,19 @@ class World:
         self.rows[:] = self.random.integers(0, 256, self.rows.shape, np.uint8)
         self.lease, theirs = socket.socketpair()
         attached: Any = SimpleNamespace(device_slots=NEAR, slot_bytes=slot, device_handle="")
-        self.tier = DeviceTier(device, self.rows, attached, theirs)
-        assert self.tier.slots == NEAR
+        self.device_cache = DeviceCache(device, self.rows, attached, theirs)
+        assert self.device_cache.slots == NEAR
         self.near = self.random.integers(0, 256, (NEAR, slot), np.uint8)
         stream = device.stream()
-        stream.copy(self.tier.address, self.near.ctypes.data, self.near.nbytes)
+        stream.copy(self.device_cache.address, self.near.ctypes.data, self.near.nbytes)
         stream.close()
-        self.session: Any = SimpleNamespace(epoch=1, rows=self.rows, tier=self.tier)
+        self.session: Any = SimpleNamespace(epoch=1, rows=self.rows, device_cache=self.device_cache)
         self.copies = CudaCopies(self.paged, device, TorchStreams(self.paged.device))
         if pinned:
             self.wait_until_pinned()
 
     def wait_until_pinned(self) -> None:
-        eventually(lambda: self.tier.pinned >= HOST, 30, "pinned slots")
+        eventually(lambda: self.device_cache.pinned >= HOST, 30, "pinned slots")
 
     def load(self, slots: list[int], blocks: list[int], *, beside: bool = False) -> Any:
         """On the GPU; and what should come of it, on the CPU."""
@@ -83,8 +83,8 @@ class World:
     def close(self) -> None:
         torch.cuda.synchronize()
         self.lease.close()
-        self.tier.end()
-        assert self.tier.join(30)
+        self.device_cache.end()
+        assert self.device_cache.join(30)
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_slots_load_while_they_are_being_pinned(device: Device, monkeypatch: pyt
     made = World(device, SHAPES["llama-8b"], "LBNHC", torch.bfloat16, pinned=False)
     try:
         rounds = 0
-        while made.tier.pinned < HOST or rounds < 3:
+        while made.device_cache.pinned < HOST or rounds < 3:
             made.load(list(range(HOST)), [(rounds + n) % 40 for n in range(HOST)])
             made.assert_equal()
             rounds += 1
@@ -135,15 +135,15 @@ def test_another_processs_slab_is_loaded_from(world: World, device: Device, peer
     attached: Any = SimpleNamespace(device_slots=NEAR, slot_bytes=world.paged.block_bytes, device_handle=handle)
     pages = mmap.mmap(-1, -(-world.paged.block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
     rows = np.frombuffer(pages, np.uint8, world.paged.block_bytes).reshape(1, -1)
-    tier = DeviceTier(device, rows, attached, theirs)
-    session: Any = SimpleNamespace(epoch=2, rows=rows, tier=tier)
+    cache = DeviceCache(device, rows, attached, theirs)
+    session: Any = SimpleNamespace(epoch=2, rows=rows, device_cache=cache)
     near = pattern(9, size)[: NEAR * world.paged.block_bytes].reshape(NEAR, -1)
     world.on_cpu.load(near, [0, 5, 2], [1, 39, 7])
     world.copies.run([checked(world.paged, session, [1, 6, 3], [1, 39, 7])])
     world.assert_equal()
-    tier.end()
+    cache.end()
     assert lease.recv(1) == b""
-    assert tier.join(30)
+    assert cache.join(30)
     lease.close()
 
 

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvprefetch.connector.tier import DeviceTier
+from kvprefetch.connector.device_cache import DeviceCache
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.gpu.cuda import GRAIN_BYTES, Device, DeviceError
 from tests.gpu.peer import Peer, holds, write
@@ -76,13 +76,13 @@ def test_a_thousand_epochs_of_a_worker_leave_nothing(device: Device, peer: Start
     for n in range(1010):
         lease, theirs = socket.socketpair()
         lease.settimeout(30)
-        tier = DeviceTier(device, rows, attached, theirs)
-        assert tier.slots == slots
+        cache = DeviceCache(device, rows, attached, theirs)
+        assert cache.slots == slots
         if n % 2:
-            eventually(lambda tier=tier: tier.pinned >= slots, 30, "pinned slots", pause_s=0.0005)
-        tier.end()
+            eventually(lambda cache=cache: cache.pinned >= slots, 30, "pinned slots", pause_s=0.0005)
+        cache.end()
         assert lease.recv(1) == b""
-        assert tier.join(30)
+        assert cache.join(30)
         lease.close()
         if n == 9:
             before = device.free_bytes()

@@ -1,4 +1,4 @@
-"""A worker in a process of its own, without vLLM: a rank's paged cache, its tier, copies as the connector makes them.
+"""A worker in a process of its own, without vLLM: a rank's paged cache, its device cache, the connector's copies.
 
 `python worker.py KIND SEGMENT_FD LEASE_FD SLOTS DEVICE_SLOTS HANDLE`, KIND `cuda`, or `cpu` for a GPU of host memory.
 It reads orders and writes answers, one JSON object a line.  Needs torch, numpy and, on a GPU, cupy.
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from kvprefetch.connector.copies import CudaCopies, checked, for_cache
+from kvprefetch.connector.device_cache import DeviceCache
 from kvprefetch.connector.paged import PagedCache
-from kvprefetch.connector.tier import DeviceTier
 from tests.support import host_device
 from tests.support.layouts import caches
 from tests.support.waiting import eventually
@@ -49,14 +49,14 @@ class Rank:
         assert isinstance(self.copies, CudaCopies) is (kind == "cuda")
         rows = np.frombuffer(mmap.mmap(segment, 0), np.uint8, slots * SLOT_BYTES).reshape(slots, SLOT_BYTES)
         attached: Any = SimpleNamespace(device_slots=device_slots, slot_bytes=SLOT_BYTES, device_handle=handle)
-        self.tier = DeviceTier(device, rows, attached, socket.socket(fileno=lease))
-        self.session: Any = SimpleNamespace(epoch=1, rows=rows, tier=self.tier)
+        self.device_cache = DeviceCache(device, rows, attached, socket.socket(fileno=lease))
+        self.session: Any = SimpleNamespace(epoch=1, rows=rows, device_cache=self.device_cache)
 
     def hello(self) -> dict[str, Any]:
-        return {"slots": self.tier.slots, "handle": self.tier.handle.hex()}
+        return {"slots": self.device_cache.slots, "handle": self.device_cache.handle.hex()}
 
     def pinned(self) -> None:
-        eventually(lambda: self.tier.pinned >= len(self.session.rows), 30, "pinned slots")
+        eventually(lambda: self.device_cache.pinned >= len(self.session.rows), 30, "pinned slots")
 
     def load(self, slots: Sequence[int], blocks: Sequence[int], beside: bool = False) -> list[str]:
         """Load, and read back from the paged cache; what every block holds then."""
@@ -76,8 +76,8 @@ class Rank:
 
     def end(self) -> None:
         """As at the end of the epoch."""
-        self.tier.end()
-        assert self.tier.join(30)
+        self.device_cache.end()
+        assert self.device_cache.join(30)
 
 
 def main(kind: str, *numbers: str) -> None:

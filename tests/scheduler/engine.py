@@ -99,8 +99,8 @@ class Engine:
         self.oracle: Oracle | None = None
         if site is not None:
             assert isinstance(self.scheduler.connector, KVPrefetchConnector)
-            self.side: Any = self.scheduler.connector._scheduler
-            self.link: Any = self.scheduler.connector._link
+            self.side: Any = self.scheduler.connector.scheduler_side
+            self.link: Any = self.scheduler.connector.link
             eventually(self._attached, 20.0, "an attached engine")
             self.save_slots = self.link.session.credits.available()
             self.oracle = Oracle(self.scheduler, self.side, self.workers, truth, lambda: self.jitter.randrange(4))
@@ -282,8 +282,8 @@ class Engine:
         session = self.link.session
         if session is None:
             return False
-        out = sum(len(save.slots) for save in self.side._saves._waiting.values())
-        handles = [entry.handle for entry in self.side._entries.values() if entry.handle is not None]
+        out = sum(len(save.slots) for save in self.side.saves.waiting.values())
+        handles = [state.handle for state in self.side.requests.values() if state.handle is not None]
         return bool(session.credits.available() + out >= self.save_slots) and all(
             hints.look(handle).state != FlagState.HINTED for handle in handles
         )
@@ -305,7 +305,7 @@ class Engine:
     def await_reset(self) -> None:
         """A reset that no daemon was there to confirm is repeated, while there are requests."""
         deadline = time.monotonic() + DRAIN_S
-        while self.site is not None and self.link.confirmed_reset < self.side._generation:
+        while self.site is not None and self.link.confirmed_reset < self.side.generation:
             assert time.monotonic() < deadline, "a reset is not confirmed"
             time.sleep(0.02)
             self.add([1] * BLOCK, 1)

@@ -59,8 +59,8 @@ class Oracle:
         self._saves: dict[int, Save] = {}
         self._receiving: Counter[str] = Counter()
         for rank in workers.ranks:
-            worker = rank.connector._worker
-            worker._copies = _Watched(worker._paged, rank.number, self)
+            worker = rank.connector.worker_side
+            worker.copies = _Watched(worker.paged, rank.number, self)
 
     # --- the scheduler's side ---------------------------------------------------------------------------------------
 
@@ -70,11 +70,12 @@ class Oracle:
             tokens = tuple(request.all_token_ids)
             for i, digest in enumerate(request.block_hashes):
                 self.tokens.setdefault(bytes(digest), tokens[: (i + 1) * BLOCK])
+        self._side.check()
         everyone = {rank.number for rank in self._workers.ranks}
         for order in output.kv_connector_metadata.loads:
             request = self._scheduler.requests[order.request_id]
             tokens = self._tokens_of(request, order.block_ids, f"load {order.load_id}")
-            handle = self._side._loads.running[order.load_id].handle
+            handle = self._side.loads.running[order.load_id].handle
             self._loads[order.load_id] = Load(order, handle, tokens, set(everyone))
             if order.asynchronous:
                 self._receiving[order.request_id] += 1
@@ -83,7 +84,7 @@ class Oracle:
             elif not output.has_sync_kv_loads or order.request_id not in output.num_scheduled_tokens:
                 self.wrong.append(f"synchronous load outside its step: {order.request_id}")
         for order in output.kv_connector_metadata.saves:
-            save = self._side._saves._waiting[order.save_id]
+            save = self._side.saves.waiting[order.save_id]
             ranks = {rank for rank in everyone if any(self._share(rank, order.slots))}
             self._saves[order.save_id] = Save(order, self._tokens_to_save(order, save.digests), ranks)
 
@@ -188,9 +189,7 @@ class Oracle:
         wrong = [f"never reported as received: {name}" for name, count in self._receiving.items() if count]
         for what, orders in (("load", self._loads), ("save", self._saves)):
             wrong += [f"{what} {number}: not done by every rank" for number, one in orders.items() if one.ranks_left]  # type: ignore[attr-defined]
-        if self._side._entries or self._side._loads.pending or self._side._saves.unacknowledged:
-            wrong.append("the scheduler side still holds requests, loads or saves")
-        return wrong
+        return wrong + self._side.held()
 
     def value_digest(self, weights: int, tokens: tuple[int, ...], rank: int) -> str:
         return hashlib.sha256(self._truth.block(weights, tokens, rank)).hexdigest()

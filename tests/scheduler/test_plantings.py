@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import traceback
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis.errors import FlakyFailure
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
-from kvprefetch.connector import hints, loads, saves, scheduler
+from kvprefetch.connector import hints, loads, request_state, saves, scheduler
 from kvprefetch.connector.keys import RankKeys
 from kvprefetch.connector.worker import WorkerSide
 from kvprefetch.shmring.wire.records import Outcome
@@ -71,13 +72,13 @@ class _WithPlaceholders:
 @pytest.mark.parametrize("queue", [2, 3])
 def test_placeholders_counted_as_tokens_are_found(site: Site, monkeypatch: pytest.MonkeyPatch, queue: int) -> None:
     """As vLLM's pull request 27644 shows it: under async scheduling the counts run ahead of the tokens."""
-    for name in ("storable_blocks", "plan"):
-        original = getattr(saves.Saves, name)
+    original = saves.Saves.plan
 
-        def counting(self: saves.Saves, *args: Any, original: Any = original) -> Any:
-            return original(self, *(_WithPlaceholders(a) if hasattr(a, "block_hashes") else a for a in args))
+    def counting(self: saves.Saves, session: Any, state: Any, *args: Any) -> Any:
+        padded = dataclasses.replace(state, request=_WithPlaceholders(state.request))
+        return original(self, session, padded, *args)
 
-        monkeypatch.setattr(saves.Saves, name, counting)
+    monkeypatch.setattr(saves.Saves, "plan", counting)
     finds(site, "before its tokens exist", queue=queue, decode=True)
 
 
@@ -92,8 +93,8 @@ def test_slots_released_before_every_rank_copied_are_found(
     def early(self: scheduler.SchedulerSide, *args: Any) -> None:
         while dispatched:
             hints.finish(dispatched.pop(), Outcome.LOADED)
-        dispatched.extend(load.handle for load in self._loads.running.values() if load.ranks_left)
-        for load in self._loads.running.values():
+        dispatched.extend(load.handle for load in self.loads.running.values() if load.ranks_left)
+        for load in self.loads.running.values():
             load.ranks_left = 0
         original(self, *args)
 
@@ -184,10 +185,10 @@ def _of_generation(generation: int) -> Any:
 
 
 def test_requests_that_outlive_a_reset_and_are_saved_are_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saves.Progress, "tainted", property(lambda self: False, lambda self, value: None))
+    monkeypatch.setattr(request_state.Progress, "tainted", property(lambda self: False, lambda self, value: None))
     finds(site, "is not as computed", queue=2)
 
 
 def test_a_slot_that_each_rank_leaves_to_the_other_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RankKeys, "saves", lambda self, slot: slot % self.put_factor == 0)
+    monkeypatch.setattr(RankKeys, "saves", lambda self, slot: slot % self.replicas == 0)
     finds(site, "save that was not ordered|stored value is wrong", queue=2, ranks=2, one_head=True)

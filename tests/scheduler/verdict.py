@@ -47,7 +47,7 @@ def _wrong_values(engine: Engine, site: Site) -> list[str]:
     wrong = []
     known = list(engine.oracle.tokens.items())
     for rank in engine.workers.ranks:
-        keys = [rank.connector._keys.prefix + digest.hex() for digest, _ in known]
+        keys = [rank.connector.keys.prefix + digest.hex() for digest, _ in known]
         for (_, tokens), found in zip(known, site.reader.digests(keys), strict=True):
             if found is None:
                 continue

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvprefetch.connector import tier as tier_module
+from kvprefetch.connector import device_cache as module
+from kvprefetch.connector.device_cache import DeviceCache
 from kvprefetch.connector.session import WorkerSession
-from kvprefetch.connector.tier import DeviceTier
 from kvprefetch.shmring.errors import SegmentError
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.segment import Segment
@@ -79,9 +79,9 @@ def session(device: HostDevice | None, message: Attached) -> tuple[WorkerSession
     return WorkerSession.map(message, fds, device), mine
 
 
-def test_without_a_gpu_there_is_no_tier() -> None:
+def test_without_a_gpu_there_is_no_device_cache() -> None:
     made, _ = session(None, attached())
-    assert made.tier is None
+    assert made.device_cache is None
     assert made.mapped() == Mapped(epoch=3)
 
 
@@ -94,13 +94,13 @@ def test_a_slab_for_a_rank_without_a_gpu_is_declined_and_its_lease_let_go() -> N
 
 def test_host_slots_are_pinned_without_a_slab(device: HostDevice) -> None:
     made, _ = session(device, attached())
-    tier = made.tier
-    assert tier is not None
+    cache = made.device_cache
+    assert cache is not None
     assert made.mapped() == Mapped(epoch=3)
-    eventually(lambda: tier.pinned == SLOTS)
+    eventually(lambda: cache.pinned == SLOTS)
     assert device.live["registered"] == 1
     del made
-    assert tier.join(10)
+    assert cache.join(10)
     assert device.live["registered"] == 0
 
 
@@ -113,19 +113,19 @@ def test_slots_are_pinned_piece_by_piece(device: HostDevice, monkeypatch: pytest
 
     def slowly(address: int, size_bytes: int) -> None:
         assert made.wait(10)
-        seen.append(tier[0].pinned)
+        seen.append(cache[0].pinned)
         register(address, size_bytes)
         if len(seen) == 5:
-            tier[0].end()
+            cache[0].end()
 
-    tier: list[DeviceTier] = []
+    cache: list[DeviceCache] = []
     made = threading.Event()
     monkeypatch.setattr(device, "register", slowly)
-    tier.append(DeviceTier(device, rows, attached(slot_bytes=2048), None))
+    cache.append(DeviceCache(device, rows, attached(slot_bytes=2048), None))
     made.set()
-    assert tier[0].join(10)
+    assert cache[0].join(10)
     assert seen == [0, 2, 4, 6, 8]
-    assert tier[0].pinned == 10
+    assert cache[0].pinned == 10
     assert device.live["registered"] == 0
 
 
@@ -137,8 +137,8 @@ def test_pages_that_cannot_be_pinned_are_left_with_one_warning(
         made, _ = session(device, attached())
         eventually(lambda: bool(caplog.records))
     assert "cannot pin staging: pinned_slots=0 slots=5: register" in caplog.text
-    assert made.tier is not None
-    assert made.tier.pinned == 0
+    assert made.device_cache is not None
+    assert made.device_cache.pinned == 0
 
 
 def test_another_processs_slab_is_mapped_and_the_lease_ends_after_it(device: HostDevice) -> None:
@@ -148,16 +148,16 @@ def test_another_processs_slab_is_mapped_and_the_lease_ends_after_it(device: Hos
     handle = exporter.stdout.readline().strip()
     made, lease = session(device, attached(device_slots=DEVICE_SLOTS, device_handle=handle))
     assert made.mapped() == Mapped(epoch=3, device=True)
-    assert made.tier is not None
-    assert (made.tier.slots, made.tier.rows.shape) == (DEVICE_SLOTS, (DEVICE_SLOTS, SLOT_BYTES))
-    assert (made.tier.rows == 42).all()
+    assert made.device_cache is not None
+    assert (made.device_cache.slots, made.device_cache.rows.shape) == (DEVICE_SLOTS, (DEVICE_SLOTS, SLOT_BYTES))
+    assert (made.device_cache.rows == 42).all()
     assert device.live["opened"] == 1
     assert lease is not None
     lease.settimeout(0.05)
     with pytest.raises(TimeoutError):
         lease.recv(1)
     lease.settimeout(10)
-    made.tier.__dict__.pop("rows")
+    made.device_cache.__dict__.pop("rows")
     del made
     assert lease.recv(1) == b""
     assert device.live["opened"] == 0
@@ -173,16 +173,16 @@ def test_a_hundred_attachments_leave_nothing(device: HostDevice) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for n in range(100):
         made, lease = session(device, attached(device_slots=DEVICE_SLOTS, device_handle=handle))
-        tier = made.tier
-        assert tier is not None
+        cache = made.device_cache
+        assert cache is not None
         if n % 2:
-            eventually(lambda tier=tier: tier.pinned == SLOTS)  # type: ignore[misc]
+            eventually(lambda cache=cache: cache.pinned == SLOTS)  # type: ignore[misc]
         del made
         assert lease is not None
         assert lease.recv(1) == b""
-        assert tier.join(10)
+        assert cache.join(10)
         lease.close()
-    del tier  # it holds the last segment's mapping
+    del cache  # it holds the last segment's mapping
     assert len(os.listdir("/proc/self/fd")) == before
     assert not any(device.live.values())
     exporter.communicate()
@@ -193,14 +193,14 @@ def test_a_slab_of_the_engine_is_freed_only_when_the_daemon_let_go(device: HostD
     answer = made.mapped()
     assert answer.device
     assert len(answer.device_handle) == 2 * cuda.HANDLE_BYTES
-    tier = made.tier
-    assert tier is not None
+    cache = made.device_cache
+    assert cache is not None
     del made
-    assert not tier.join(0.1)
+    assert not cache.join(0.1)
     assert device.live["allocated"] == 1
     assert lease is not None
     lease.close()
-    assert tier.join(10)
+    assert cache.join(10)
     assert device.live["allocated"] == 0
 
 
@@ -213,15 +213,15 @@ def test_a_slab_that_cannot_be_had_leaves_the_host_slots(
         made, lease = session(device, attached(device_slots=DEVICE_SLOTS, device_handle=handle))
     assert "no staging in device memory" in caplog.text
     assert made.mapped() == Mapped(epoch=3)
-    assert made.tier is not None
-    assert (made.tier.slots, made.tier.address) == (0, 0)
+    assert made.device_cache is not None
+    assert (made.device_cache.slots, made.device_cache.address) == (0, 0)
     assert lease is not None
     assert lease.recv(1) == b""
 
 
 AT_EXIT = f"""
 import atexit, time
-atexit.register(time.sleep, 0.3)  # runs after what is registered later, and leaves the tier's thread the time to wake
+atexit.register(time.sleep, 0.3)  # runs after what is registered later, and leaves the cache's thread the time to wake
 from kvprefetch.connector.session import WorkerSession
 from kvprefetch.shmring.wire.attach import Attached
 from kvprefetch.shmring.segment import Segment
@@ -231,7 +231,7 @@ device.unregister = lambda address: print("unregister", flush=True)
 message = Attached(epoch=3, segment_bytes={SLOTS * SLOT_BYTES}, slot_count={SLOTS}, slot_bytes={SLOT_BYTES})
 segment = Segment.create({SLOTS * SLOT_BYTES})
 session = WorkerSession.map(message, [segment.fd], device)
-while session.tier.pinned < {SLOTS}:
+while session.device_cache.pinned < {SLOTS}:
     time.sleep(0.001)
 print("exit", flush=True)
 """
@@ -245,7 +245,7 @@ def test_a_process_that_ends_begins_no_calls_into_the_driver() -> None:
 @pytest.fixture
 def gate(device: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """As long as it is there, what `device.hang` names does not return."""
-    monkeypatch.setattr(tier_module, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(module, "TIMEOUT_S", 0.3)
     device.gate = tmp_path / "gate"
     device.gate.touch()
     yield device.gate
@@ -276,7 +276,7 @@ def test_a_gpu_that_does_not_answer_leaves_the_host_slots_and_nothing_is_kept_of
     lease.settimeout(10)
     assert lease.recv(1) == b""
     assert device.live["allocated"] == 0
-    eventually(lambda: made.tier is not None and made.tier.pinned == SLOTS)
+    eventually(lambda: made.device_cache is not None and made.device_cache.pinned == SLOTS)
     last, lease = session(device, attached(device_slots=DEVICE_SLOTS))
     assert last.mapped().device
     assert lease is not None
@@ -288,25 +288,25 @@ def test_a_gpu_that_does_not_answer_while_slots_are_pinned_is_named_once_and_kee
 ) -> None:
     device.hang = {"register"}
     made, lease = session(device, attached(device_slots=DEVICE_SLOTS))
-    tier = made.tier
-    assert tier is not None
+    cache = made.device_cache
+    assert cache is not None
     assert made.mapped().device
     with caplog.at_level(logging.WARNING):
         deadline = time.monotonic() + 10
         while not caplog.records:
             assert time.monotonic() < deadline
-            made.beat(0)
-        made.beat(0)
+            made.tick(0)
+        made.tick(0)
     assert [record.getMessage() for record in caplog.records] == [caplog.records[0].getMessage()]
     assert "the GPU does not answer" in caplog.text
     assert "device_slots=3 pinned_slots=0 slots=5" in caplog.text
     del made
     assert lease is not None
     lease.close()
-    assert not tier.join(0.2)
+    assert not cache.join(0.2)
     assert device.live["allocated"] == 1
     gate.unlink()
-    assert tier.join(10)
+    assert cache.join(10)
 
 
 @pytest.mark.parametrize("hang", ["unregister", "close"])
@@ -315,9 +315,9 @@ def test_a_slab_counts_as_mapped_as_long_as_the_gpu_did_not_say_otherwise(
 ) -> None:
     device.hang = {hang}
     made, lease = session(device, attached(device_slots=DEVICE_SLOTS))
-    tier = made.tier
-    assert tier is not None
-    eventually(lambda: tier.pinned == SLOTS)
+    cache = made.device_cache
+    assert cache is not None
+    eventually(lambda: cache.pinned == SLOTS)
     assert lease is not None
     lease.shutdown(socket.SHUT_WR)  # the daemon let go
     del made
@@ -325,7 +325,7 @@ def test_a_slab_counts_as_mapped_as_long_as_the_gpu_did_not_say_otherwise(
     with pytest.raises(TimeoutError):
         lease.recv(1)
     gate.unlink()
-    assert tier.join(10)
+    assert cache.join(10)
 
 
 def test_a_lease_that_is_missing_is_an_error() -> None:

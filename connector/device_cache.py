@@ -1,10 +1,10 @@
-"""What one rank uses of its GPU in one epoch: the slab of device slots, and the pages of host slots pinned for it.
+"""One rank's device cache in one epoch: a slab of device slots on its GPU, and host slots pinned for the GPU.
 
-A thread of its own pins, piece by piece, so that a late attachment stalls no step, and gives everything back once the
-epoch's session is gone, which is when no copy that names its memory is under way.
+A thread pins piece by piece, so that a late attachment stalls no step.  It gives everything back once the epoch's
+session is gone, when no copy that names its memory is under way.
 
-A driver whose device is lost may never return.  Only this thread calls it: without a slab in time there is none in this
-epoch, and what is not pinned is copied as if it could not be.
+The driver of a lost device may never return, so only this thread calls it.  A slab that is late does not exist in this
+epoch, and pages that are not pinned are copied without the kernel.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ PAUSE_S = 0.001
 # How long a call may take: as long as the daemon's, by default.
 TIMEOUT_S = 4.0
 
-log = logging.getLogger("vllm.kvprefetch.tier")
+log = logging.getLogger("vllm.kvprefetch.device_cache")
 
 
-class DeviceTier:
-    """`address`: of the first device slot, of `slots` in all (0: none). `pinned`: leading host slots it may read."""
+class DeviceCache:
+    """`slots`: device slots (0: none), from `address` on. `pinned`: leading host slots that the GPU may read."""
 
     def __init__(self, device: Device, rows: Rows, attached: Attached, lease: socket.socket | None) -> None:
-        """Open the slab, or allocate it where the engine is to own it; where that fails there is none, and a warning.
+        """Open the daemon's slab, or allocate one where the daemon asks for it; a failure is logged, and there is none.
 
-        Owns the lease; with one there is a slab. `rows` are the host slots, which stay mapped until they are unpinned.
+        Takes over the lease; without one there is no slab.  `rows`: the host slots, mapped until they are unpinned.
         Waits TIMEOUT_S at most.
         """
         self._device, self._rows, self._lease = device, rows, lease
@@ -50,10 +50,10 @@ class DeviceTier:
         self.handle = b""
         self.slots = self.pinned = 0
         self._memory: Memory | None = None
-        self._lock = threading.Lock()  # around whether there is a slab
-        self._settled = threading.Event()  # whether there is one is known
+        self._lock = threading.Lock()  # guards the decision whether there is a slab
+        self._settled = threading.Event()  # that decision is made
         self._ending = threading.Event()
-        self._said = False
+        self._warned = False
         self._thread = threading.Thread(target=self._run, args=(attached,), name="kvprefetch-pin", daemon=True)
         self._thread.start()
         if lease is not None and not self._settled.wait(TIMEOUT_S):
@@ -69,27 +69,23 @@ class DeviceTier:
         flat = (ctypes.c_uint8 * (self.slots * self._slot_bytes)).from_address(self.address)
         return np.ctypeslib.as_array(flat).reshape(self.slots, self._slot_bytes)
 
-    def watch(self) -> None:
-        """Say once when the GPU does not answer. Called now and then."""
+    def tick(self) -> None:
+        """Warn once when the GPU does not answer."""
         try:
             calls.check((self._device.uuid,), TIMEOUT_S)
         except DeviceError as error:
-            if not self._said:
-                self._said = True
-                log.warning(
-                    "kvprefetch: %s; staging stays as it is: device_slots=%d pinned_slots=%d slots=%d",
-                    str(error), self.slots, self.pinned, len(self._rows),
-                )  # fmt: skip
+            if not self._warned:
+                self._warned = True
+                text = "kvprefetch: %s; staging stays as it is: device_slots=%d pinned_slots=%d slots=%d"
+                log.warning(text, str(error), self.slots, self.pinned, len(self._rows))
 
     def _give_up(self) -> None:
         with self._lock:
             if not self._settled.is_set():
                 self._settled.set()
-                self._said = True
-                log.warning(
-                    "kvprefetch: no staging in device memory: the GPU does not answer: uuid=%s timeout_s=%g",
-                    self._device.uuid, TIMEOUT_S,
-                )  # fmt: skip
+                self._warned = True
+                text = "kvprefetch: no staging in device memory: the GPU does not answer: uuid=%s timeout_s=%g"
+                log.warning(text, self._device.uuid, TIMEOUT_S)
 
     def end(self) -> None:
         """Let the thread give everything back; returns at once."""
@@ -107,17 +103,16 @@ class DeviceTier:
         try:
             self._map(attached)
             self._pin(registered)
-        except Exception as error:  # whatever it is, what is held is given back in the end
-            log.warning(
-                "kvprefetch: cannot pin staging: pinned_slots=%d slots=%d: %s", self.pinned, len(self._rows), error
-            )
+        except Exception as error:  # of any kind: the memory is given back below
+            text = "kvprefetch: cannot pin staging: pinned_slots=%d slots=%d: %s"
+            log.warning(text, self.pinned, len(self._rows), error)
         self._ending.wait()
         for address in registered:
             self._give_back(self._device.unregister, address)
         self._let_go()
 
     def _map(self, attached: Attached) -> None:
-        """Settle whether there is a slab; one that comes too late is given back at once."""
+        """Decide whether there is a slab; a late one is given back at once."""
         memory: Memory | None = None
         handle = b""
         try:
@@ -137,7 +132,7 @@ class DeviceTier:
                 self._let_go()
 
     def _open(self, attached: Attached) -> tuple[Memory, bytes]:
-        """The slab, and its handle where it is ours. Raises DeviceError."""
+        """Return the slab, and the handle of one that we allocated. Raises DeviceError."""
         size = attached.device_slots * attached.slot_bytes
         calls.check((self._device.uuid,), TIMEOUT_S)
         with calls.to((self._device.uuid,)):
@@ -162,7 +157,7 @@ class DeviceTier:
             self.pinned = min(len(self._rows), (offset + size) // self._slot_bytes)
 
     def _let_go(self) -> None:
-        """Of the slab: the lease ends after our mapping of it, and our own allocation after the other's (lease.py)."""
+        """Free the slab: the lease ends after our mapping, and our own allocation after the daemon's (lease.py)."""
         lease, self._lease = self._lease, None
         memory, self._memory = self._memory, None
         if lease is None:

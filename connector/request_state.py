@@ -1,0 +1,168 @@
+"""One request as vLLM knows it, from arrival to end: its states, and every transition between them.
+
+    state      handle  answer  wait   settled  loading
+    queued     any     None    any    no       no       hinted if `handle` is set, pending if `wait` is set
+    answered   set     set     any    no       no       claimed for this pass only
+    loading    None    None    None   any      yes      an asynchronous load runs; not settled: after a reset
+    settled    None    None    None   yes      no       admitted, or nothing to take: no more hints
+
+Other modules read the fields; only the methods below write them, and each asserts the states it may start from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .hints import Handle
+from .policy import Wait
+
+
+@dataclass(slots=True)
+class Answer:
+    """Blocks [start, start + count) of the handle, claimed, and the slots that hold them."""
+
+    start: int
+    count: int
+    asynchronous: bool
+    slots: list[int]
+
+
+@dataclass(slots=True)
+class Progress:
+    """Saves of a request's current admission: blocks [0, saved) need none. `Saves` advances `saved` and `storable`."""
+
+    saved: int = 0
+    # Tokens of the prefill: the prompt; after a preemption, every token known at the next visit.
+    prefill_tokens: int = 0
+    # Its KV may come from other weights or from blocks that nobody filled: never saved.
+    tainted: bool = False
+    # Blocks [saved, storable) could be saved, but found no slot so far.
+    storable: int = 0
+
+
+@dataclass(slots=True)
+class RequestState:
+    """`handle` belongs to the current epoch. `loadable`: whether the engine wants stored KV for this request."""
+
+    request: Any
+    loadable: bool
+    preemptions: int
+    handle: Handle | None = None
+    answer: Answer | None = None
+    wait: Wait | None = None
+    settled: bool = False
+    loading: bool = False
+    late_hints: int = 0
+    # When and in which pass the request was last deferred; 0 once that wait is charged (waits.py).
+    deferred_ns: int = 0
+    deferred_in: int = 0
+    waited: bool = False
+    progress: Progress = field(default_factory=Progress)
+
+    def check(self) -> None:
+        """Raise AssertionError unless the fields form a row of the table above."""
+        assert self.answer is None or self.handle is not None, self
+        if self.settled or self.loading:
+            assert self.handle is None, self
+            assert self.wait is None, self
+
+    @property
+    def queued(self) -> bool:
+        """Whether a hint, a wait or an answer may be next."""
+        return not (self.settled or self.loading or self.answer)
+
+    # --- queued and answered ----------------------------------------------------------------------------------------
+
+    def hint(self, handle: Handle) -> None:
+        """A hint was sent."""
+        assert self.queued and self.handle is None, self  # noqa: PT018
+        self.handle = handle
+
+    def count_late_hint(self, count: int) -> None:
+        """A hint was sent at a visit (1), or does not count because local blocks were evicted (-1)."""
+        self.late_hints += count
+
+    def start_wait(self, wait: Wait) -> Wait:
+        """A visit found the request pending for the first time."""
+        assert self.queued and self.wait is None, self  # noqa: PT018
+        self.wait = wait
+        return wait
+
+    def claim(self, answer: Answer) -> None:
+        """The handle's blocks are claimed, and vLLM gets this answer."""
+        assert self.queued and self.handle is not None, self  # noqa: PT018
+        self.answer = answer
+
+    def withdraw(self) -> Handle:
+        """vLLM did not use the answer. Return the handle, whose claim the caller gives back."""
+        assert self.answer is not None and self.handle is not None, self  # noqa: PT018
+        self.answer = None
+        return self.handle
+
+    def drop(self) -> Handle | None:
+        """Give up hint and answer. Return the handle, which the caller gives back where its epoch goes on."""
+        handle, self.handle, self.answer = self.handle, None, None
+        return handle
+
+    # --- admitted ---------------------------------------------------------------------------------------------------
+
+    def dispatch(self, stop: int) -> None:
+        """The answer's blocks up to `stop` are being loaded; the handle is the load's from now on."""
+        assert self.answer is not None, self
+        self.loading, self.settled = self.answer.asynchronous, True
+        self.handle = self.answer = self.wait = None
+        self.progress.saved = stop
+
+    def settle(self) -> Handle | None:
+        """Admitted without a load, or nothing to take. Return the handle, which the caller gives back."""
+        self.settled, self.loading, self.wait = True, False, None
+        return self.drop()
+
+    def fail_load(self) -> None:
+        """vLLM visits the request although its load was under way: the load failed with no good token."""
+        assert self.loading, self
+        self.loading = False
+
+    # --- everything again -------------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """Preempted: the blocks are gone, and all tokens are to be matched and saved anew."""
+        assert self.handle is None, self
+        self.preemptions = self.request.num_preemptions
+        self.settled, self.late_hints, self.wait, self.waited = False, 0, None, False
+        self.progress = Progress()
+
+    def reset(self) -> bool:
+        """The weights changed: hint again. Return whether it computed with the old ones; then it is never saved."""
+        assert self.handle is None, self
+        self.settled, self.late_hints, self.wait = False, 0, None
+        old: bool = self.request.num_computed_tokens > 0
+        self.progress.tainted |= old
+        return old
+
+    def fail_blocks(self) -> None:
+        """Blocks of some load were not filled: what an admitted request computed may rest on them."""
+        self.progress.tainted |= self.settled
+
+    def visit(self, *, stale: bool) -> None:
+        """vLLM asks. With nothing computed yet, all tokens known now are the prefill; `stale`: local KV is of old
+        weights.
+        """
+        self.progress.prefill_tokens = self.request.num_tokens
+        self.progress.tainted |= stale
+
+    # --- waiting time (waits.py) ------------------------------------------------------------------------------------
+
+    def defer(self, now_ns: int, in_pass: int) -> bool:
+        """vLLM is to ask again later. Return whether that is the first time of this admission."""
+        first, self.waited = not self.waited, True
+        self.deferred_ns, self.deferred_in = now_ns, in_pass
+        return first
+
+    def resume(self, now_ns: int) -> int:
+        """The request is visited again, ended or passed over. Return how long it was deferred (ns), once."""
+        waited, self.deferred_ns = now_ns - self.deferred_ns if self.deferred_ns else 0, 0
+        if self.handle is not None:
+            self.handle.waited_ns += waited
+        return waited
