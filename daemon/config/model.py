@@ -16,16 +16,15 @@ from .sizes import parse_size, size_text
 
 
 class ConfigError(Exception):
-    """Bad configuration, in one line that names key, value and bound. The process exits with 78 (EX_CONFIG)."""
+    """Bad configuration: one line with key, value and bound. The process exits with 78 (EX_CONFIG)."""
 
 
 class Taken(ConfigError):
-    """Another process has the port or socket that the configuration names. The process exits with 69: it may be free
-    when systemd tries again."""
+    """Another process has a port or socket of the configuration. The process exits with 69, and systemd tries again."""
 
 
 def _parse_uids(value: object) -> object:
-    """A list, or text such as 1000,1001."""
+    """Split text such as 1000,1001; return anything else as it is."""
     return [part for part in value.replace(",", " ").split() if part] if isinstance(value, str) else value
 
 
@@ -42,7 +41,7 @@ def _octal(text: str) -> str:
 
 
 def _within(least: int, most: int) -> AfterValidator:
-    """A size's bounds, which an error gives as people write sizes."""
+    """Bound a size; the error gives the bounds as people write sizes."""
 
     def check(count: int) -> int:
         if not least <= count <= most:
@@ -59,7 +58,7 @@ Mode = Literal["on", "shadow", "off"]
 
 
 class DaemonConfig(BaseModel):
-    """Everything `kvprefetchd serve` can be told. Sizes are bytes, or text with a unit; unknown keys are errors."""
+    """The configuration of `kvprefetchd serve`. Sizes are bytes, or text with a unit; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -115,9 +114,11 @@ class DaemonConfig(BaseModel):
     )
     chunk: Annotated[Size, _within(4096, 1 << 30)] = Field(default=4 << 20, description="bytes of one store call")
     fetch_threads: Number = Field(
-        default_factory=lambda: max(1, min(4, usable_cores() // 2)), ge=1, le=64,
+        default_factory=lambda: max(1, min(4, usable_cores() // 2)),
+        ge=1,
+        le=64,
         description="concurrent fetches; each one in flight keeps a core busy",
-    )  # fmt: skip
+    )
     spin_us: Number = Field(default=50, ge=0, le=10_000, description="how long the idle loop spins before it sleeps")
     hint_ring: Annotated[Size, _within(1 << 16, 1 << 30)] = Field(
         default=4 << 20, description="bytes of each engine's hint ring"
@@ -145,20 +146,19 @@ class DaemonConfig(BaseModel):
 
     @property
     def lease_ns(self) -> int:
-        """How long the store keeps what was looked up: what was told, or what its master does by default."""
+        """Return `lease_ms`, or the default of the store's master, in ns."""
         default_ms = 2000 if self.disk is not None and self.mooncake_config is None else 10_000
         return (self.lease_ms or default_ms) * 1_000_000
 
 
-# What SIGHUP changes at once. The sizes of `NEXT_ATTACH` hold for engines that attach from then on; anything else needs
-# a restart.
+# Keys that SIGHUP changes: those of `NEXT_ATTACH` for engines that attach later, the others of `RELOADABLE` at once.
+# Any other key needs a restart.
 NEXT_ATTACH = frozenset(
     {"staging", "device_staging", "device_margin", "device_owner", "save_share", "hint_ring", "chunk"}
 )
 RELOADABLE = NEXT_ATTACH | frozenset(
     {"allow_uids", "log_level", "max_engines", "max_engines_per_uid", "mode", "namespaces", "spin_us"}
 )
-
 
 # Keys whose values are sizes.
 SIZES = frozenset(

@@ -1,27 +1,28 @@
-"""Sizes as people write them, in the configuration and in what is said about it: 512MiB, 4GB, 65536."""
+"""Sizes as people write them, in the configuration and in messages about it: 512MiB, 4GB, 65536."""
 
 from __future__ import annotations
 
 import re
 from decimal import Decimal
 
-_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30,
-          "ti": 1 << 40}  # fmt: skip
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
+_POWERS = "kmgt"
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*(?:([{_POWERS}])(i?))?b?", re.IGNORECASE)
 
 
 def parse_size(text: object) -> int:
-    """Bytes of a size such as 512MiB, 4GB or 65536. ValueError when it is none."""
+    """Return the bytes of a size such as 512MiB, 4GB or 65536. Raises ValueError for other text."""
     if isinstance(text, int) and not isinstance(text, bool):
         return text
     match = _SIZE.fullmatch(str(text).strip())
-    if match is None or match.group(2).lower() not in _UNITS:
+    if match is None:
         raise ValueError("should be a size such as 512MiB, 4GB or 65536")
-    return int(Decimal(match.group(1)) * _UNITS[match.group(2).lower()])
+    number, unit, binary = match.groups("")
+    power = _POWERS.index(unit.lower()) + 1 if unit else 0
+    return int(Decimal(number) * (1024 if binary else 1000) ** power)
 
 
 def size_text(count: int) -> str:
-    """The shortest text that `parse_size` reads as so many bytes without rounding: 1GiB, 1000."""
+    """Return the shortest text that `parse_size` reads as exactly these bytes: 1GiB, 1000."""
     for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if count and count % (1 << power) == 0:
             return f"{count >> power}{unit}"
@@ -29,5 +30,5 @@ def size_text(count: int) -> str:
 
 
 def whole_mib(count: int) -> str:
-    """What was measured, beside what was written: rounded down, 3071MiB."""
+    """Return the text of a measured size, rounded down: 3071MiB."""
     return size_text(max(0, count) >> 20 << 20)

@@ -1,4 +1,4 @@
-"""Where configuration comes from: flags, environment, TOML file, default; the effective values with their sources."""
+"""The sources of the configuration: flags, environment, TOML file, defaults; and the values that result."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ else:
 
 PREFIX = "KVPREFETCHD_"
 FILE_VARIABLE = PREFIX + "CONFIG"
-MAX_FILE_BYTES = 1 << 16  # read on the main loop; the parser's time may grow with its square
+MAX_FILE_BYTES = 1 << 16  # the main loop reads it; the parser's time may grow with the square of its size
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Where to look, flags first; a running daemon keeps it, so that a reload looks in the same places."""
+    """The sources, flags first. A running daemon keeps them for reloads."""
 
     flags: Mapping[str, Any]
     environ: Mapping[str, str]
@@ -34,7 +34,7 @@ class Sources:
 
     @classmethod
     def of(cls, flags: Mapping[str, Any], file: Path | None, environ: Mapping[str, str] = os.environ) -> Sources:
-        """Flags given (absent ones are None), and the file of `--config` or $KVPREFETCHD_CONFIG."""
+        """Return the flags that are not None, the variables, and the file of `--config` or $KVPREFETCHD_CONFIG."""
         given = {name: value for name, value in flags.items() if value is not None}
         if file is None and environ.get(FILE_VARIABLE):
             file = Path(environ[FILE_VARIABLE])
@@ -43,14 +43,14 @@ class Sources:
 
 @dataclass(frozen=True)
 class Effective:
-    """A valid configuration, and for each key where its value came from."""
+    """A valid configuration, and the source of each key's value."""
 
     config: DaemonConfig
     origin: Mapping[str, str]
 
 
 def resolve(sources: Sources) -> Effective:
-    """Read and validate. Raises ConfigError: one line with key, value, bound and the source of the value."""
+    """Read and validate. Raises ConfigError: one line with key, value, bound and source."""
     values: dict[str, Any] = {}
     origin = dict.fromkeys(DaemonConfig.model_fields, "default")
     layers: list[tuple[str, dict[str, Any]]] = []

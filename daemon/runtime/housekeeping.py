@@ -29,14 +29,14 @@ class Housekeeping:
         for epoch, ending in self._epochs.tick(now_ns):
             self._control.end(epoch, ending)
         shared.snapshot.lost_lines = tick()
-        self._notifier.beat(now_ns)
+        self._notifier.tick(now_ns)
         if shared.snapshot.tick(now_ns):
             self._publish(now_ns)
 
     def _publish(self, now_ns: int) -> None:
         """Show the numbers, and bind the control socket again where its file was removed."""
         self._notifier.status(self.summary())
-        if self._listener.look(now_ns):
+        if self._listener.tick(now_ns):
             self._control.listen_on(self._listener.sock)
         engines = [report.numbers(epoch) for epoch in self._epochs.attached()]
         store = self._shared.store

@@ -1,4 +1,4 @@
-"""What SIGHUP does to the configuration: takes over what may change while running, and says what became of each key."""
+"""Reload of the configuration: keys that may change while the daemon runs take effect, and each change is logged."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from ..telemetry.logs import Log, threshold
 
 
 def reloaded(config: DaemonConfig, reread: Callable[[], DaemonConfig], log: Log) -> DaemonConfig:
-    """The configuration to go on with, whose `log_level` holds from then on; one log line for each key that differs,
-    whatever the level, or one that says why none was taken.
+    """Return the configuration in force after a reload, and set the log's level by it.
+
+    Each key that differs gives one log line, whatever the level; a configuration that cannot be read gives one, too.
     """
     try:
         wanted = reread()

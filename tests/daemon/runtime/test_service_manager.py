@@ -167,13 +167,13 @@ def test_without_a_manager_nothing_is_said_and_children_inherit_nothing(manager:
     environ = {"NOTIFY_SOCKET": str(manager.path), "WATCHDOG_USEC": "9000000", "WATCHDOG_PID": str(os.getpid())}
     notifier = Notifier(environ)
     assert environ == {}
-    notifier.beat(10**12)
-    notifier.beat(10**12 + 1)
+    notifier.tick(10**12)
+    notifier.tick(10**12 + 1)
     assert [manager.listen(1.0), manager.listen(0.01)] == [{"WATCHDOG": "1"}, None]
     notifier.close()
     Notifier({}).ready("nobody listens")
     stranger = Notifier({"NOTIFY_SOCKET": str(manager.path), "WATCHDOG_USEC": "9000000", "WATCHDOG_PID": "1"})
-    stranger.beat(10**12)
+    stranger.tick(10**12)
     assert manager.listen(0.01) is None
     stranger.close()
 
