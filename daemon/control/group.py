@@ -15,7 +15,6 @@ from ..engine.memory import EngineInfo
 from .access import Credentials
 
 INCOMPLETE_NS = 30_000_000_000  # after the scheduler's hello, which comes once all ranks have said theirs
-_NAMED_RANKS = 8
 
 
 @dataclass(eq=False)
@@ -48,8 +47,7 @@ class Group:
     key: tuple[str, str]
     world_size: int
     uid: int
-    scheduler: Peer | None = None
-    workers: dict[int, Peer] = field(default_factory=dict)
+    members: dict[tuple[str, int], Peer] = field(default_factory=dict)  # by role and rank
     placed: bool = False  # it counts as an attached engine: its memory is reserved, or is being reserved
     epoch: Epoch | None = None
     waits_to_be_handed: bool = False  # its memory, until the kernel takes more descriptors in flight
@@ -57,16 +55,19 @@ class Group:
 
     @property
     def peers(self) -> list[Peer]:
-        return [*self.workers.values(), *([self.scheduler] if self.scheduler is not None else [])]
+        return list(self.members.values())
+
+    @property
+    def scheduler(self) -> Peer | None:
+        return self.members.get(("scheduler", 0))
 
     @property
     def complete(self) -> bool:
-        return self.scheduler is not None and len(self.workers) == self.world_size
+        return len(self.members) == self.world_size + 1
 
     def has_place(self, hello: Hello) -> bool:
         """Whether a process with this hello is missing."""
-        taken = self.scheduler is not None if hello.role == "scheduler" else hello.rank in self.workers
-        return not taken and not self.placed
+        return (hello.role, hello.rank) not in self.members and not self.placed
 
     def join(self, peer: Peer, hello: Hello, now_ns: int) -> None:
         """Add a process. Raises ProtocolError where it differs from the engine's other processes."""
@@ -76,24 +77,23 @@ class Group:
                 f"expected={self.world_size} uid={peer.credentials.uid} expected={self.uid}"
             )
         peer.hello, peer.group = hello, self
+        self.members[hello.role, hello.rank] = peer
         if hello.role == "scheduler":
-            self.scheduler = peer
             self.overdue_ns = now_ns + INCOMPLETE_NS
-        else:
-            self.workers[hello.rank] = peer
 
-    def overdue(self, now_ns: int) -> str:
-        """Return the ranks for which the scheduler has waited too long, as "1, 2", and once; "" for none."""
+    def overdue(self, now_ns: int) -> list[int]:
+        """Return the ranks for which the scheduler has waited too long, once."""
         if self.complete or self.scheduler is None or self.overdue_ns is None or now_ns < self.overdue_ns:
-            return ""
+            return []
         self.overdue_ns = None
-        missing = [str(rank) for rank in range(self.world_size) if rank not in self.workers]
-        return ", ".join(missing[:_NAMED_RANKS] + ["…"] * (len(missing) > _NAMED_RANKS))
+        return [rank for rank in range(self.world_size) if ("worker", rank) not in self.members]
 
     def leave(self, peer: Peer) -> None:
-        if self.scheduler is peer:
-            self.scheduler = None
-        self.workers = {rank: other for rank, other in self.workers.items() if other is not peer}
+        self.members = {place: other for place, other in self.members.items() if other is not peer}
+
+    def workers(self) -> list[Peer]:
+        """Return the workers by rank; only of a complete group."""
+        return [self.members["worker", rank] for rank in range(self.world_size)]
 
     def engine(self) -> EngineInfo:
         """Return what the processes said in their hellos; only for a complete group."""
@@ -101,7 +101,7 @@ class Group:
         hello = self.scheduler.hello
         assert hello is not None
         assert hello.scheduler is not None
-        hellos = [self.workers[rank].hello for rank in range(self.world_size)]
+        hellos = [peer.hello for peer in self.workers()]
         workers = [each.worker for each in hellos if each is not None and each.worker is not None]
         return EngineInfo(hello.engine_id, hello.block_tokens, hello.scheduler, workers)
 
@@ -109,7 +109,7 @@ class Group:
         """Return the workers' Mapped messages, by rank; None until all processes have sent theirs."""
         if any(peer.mapped is None for peer in self.peers):
             return None
-        return [mapped for rank in range(self.world_size) if (mapped := self.workers[rank].mapped) is not None]
+        return [peer.mapped for peer in self.workers() if peer.mapped is not None]
 
     def memory_of(self, peer: Peer, epoch: Epoch) -> tuple[Attached, list[int]]:
         """Return the message that hands a process its memory, and the descriptors that go with it."""

@@ -26,6 +26,8 @@ from .connections import MAX_PROCESSES, Connections
 from .epochs import Epochs, Shared
 from .group import Group, Peer
 
+_NAMED_RANKS = 8
+
 
 class Handshake:
     """Keeps the processes of each engine in a group, and attaches complete groups as far as the configuration allows.
@@ -196,13 +198,14 @@ class Handshake:
                 group.waits_to_be_handed = True
                 self._log.warning("engine.waiting", engine=epoch.engine_id, epoch=epoch.number, error=str(error))
 
-    def _report(self, group: Group, missing: str) -> None:
+    def _report(self, group: Group, missing: list[int]) -> None:
         """Report missing ranks to the log and to the engine."""
-        come, ranks = len(group.workers), group.world_size
-        self._log.warning("engine.incomplete", engine=group.key[0], come=come, ranks=ranks, missing=missing)
+        come, ranks = group.world_size - len(missing), group.world_size
+        named = ", ".join([*map(str, missing[:_NAMED_RANKS]), *(["…"] if len(missing) > _NAMED_RANKS else [])])
+        self._log.warning("engine.incomplete", engine=group.key[0], come=come, ranks=ranks, missing=named)
         assert group.scheduler is not None
         text = (
-            f"{come} of {ranks} ranks have attached to this daemon, missing: rank {missing}. Nothing is loaded or "
+            f"{come} of {ranks} ranks have attached to this daemon, missing: rank {named}. Nothing is loaded or "
             "saved before all have. Look for `kvprefetch` in what those ranks log; all need this node and this socket"
         )
         group.scheduler.send(Notice(text=text))

@@ -1,46 +1,48 @@
-"""The control socket while the daemon serves: when its file goes, a new socket is bound in its place."""
+"""The control socket's file: bound at the start or passed by systemd, bound again when lost, removed at the end."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import socket
-from collections.abc import MutableMapping
+import stat
+import time
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
 
-from ..config.model import ConfigError, DaemonConfig
+from ..config.model import ConfigError, DaemonConfig, Taken
 from ..telemetry.logs import Log
-from .access import listen, take_away
+from .access import group_id
 
-LOST_NS = 3_000_000_000
+LOST_NS = 3_000_000_000  # how long the socket's file is gone before a new socket is bound
 FIRST_FD = 3  # SD_LISTEN_FDS_START of sd_listen_fds(3)
+_LOCK_S = 2.0
+# Connections that wait to be accepted; the kernel refuses more. When a daemon restarts, all the processes of a node's
+# engines come at once.
+_BACKLOG = 1024
 
 
 class Listener:
-    """`sock`, which systemd opened or which is bound here, at `path`. Raises ConfigError when it cannot be bound."""
+    """Owns the listening socket `sock` at `path`, opened by systemd or bound here. Raises ConfigError."""
 
     def __init__(self, config: DaemonConfig, log: Log) -> None:
         inherited = inherited_socket()
         self._config, self._log = config, log
         self.sock: socket.socket = inherited if inherited is not None else listen(config)
         self.path: str = self.sock.getsockname()
-        self._bound = os.stat(self.path) if inherited is None else None  # else it is the socket unit's
+        self._bound = os.stat(self.path) if inherited is None else None  # None: the socket unit owns the file
         self._gone_ns = 0
-        self._said = ""
+        self._error = ""  # logged, while the file is gone
 
-    def look(self, now_ns: int) -> bool:
-        """Called once a second; True: `sock` is a new one, for the file had been gone for LOST_NS.
+    def tick(self, now_ns: int) -> bool:
+        """Bind a new socket where the file has been gone for LOST_NS; True: `sock` is a new one.
 
-        Who attached notices nothing either way. Where another daemon listens now nothing is taken from it.
+        Called once a second. Attached processes notice nothing. Another daemon's socket is left alone.
         """
-        if self._bound is None:
-            return False
-        try:
-            if os.path.samestat(os.stat(self.path), self._bound):
-                self._gone_ns, self._said = 0, ""
-                return False
-        except FileNotFoundError:
-            pass
-        except OSError:  # not ours to see any more, and perhaps still there
+        if self._bound is None or not self._lost():
+            self._gone_ns, self._error = 0, ""
             return False
         self._gone_ns = self._gone_ns or now_ns
         if now_ns - self._gone_ns < LOST_NS:
@@ -48,16 +50,26 @@ class Listener:
         try:
             self.sock = listen(self._config, patience_s=0)
         except ConfigError as error:
-            self._gone_ns = now_ns  # not every second: it may be another daemon that is asked
-            if str(error) != self._said:
-                self._said = str(error)
-                self._log.warning("socket.lost", error=self._said)
+            self._gone_ns = now_ns  # wait before the next try, which may connect to another daemon
+            if str(error) != self._error:
+                self._error = str(error)
+                self._log.warning("socket.lost", error=self._error)
             return False
         self._gone_ns = 0
-        with contextlib.suppress(OSError):  # gone again, which the next look sees
+        with contextlib.suppress(OSError):  # lost again, as the next tick finds
             self._bound = os.stat(self.path)
         self._log.warning("socket.renewed", socket=self.path)
         return True
+
+    def _lost(self) -> bool:
+        """Whether the socket's file is gone or another one."""
+        assert self._bound is not None
+        try:
+            return not os.path.samestat(os.stat(self.path), self._bound)
+        except FileNotFoundError:
+            return True
+        except OSError:  # we may not see it any more; it may still be there
+            return False
 
     def close(self) -> None:
         if self._bound is not None:
@@ -66,7 +78,7 @@ class Listener:
 
 
 def inherited_socket(environ: MutableMapping[str, str] = os.environ) -> socket.socket | None:
-    """The control socket that a socket unit opened, or None. Raises ConfigError when it is not of the right kind."""
+    """Return the control socket that a socket unit opened, or None. Raises ConfigError for another kind of socket."""
     pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "")
     environ.pop("LISTEN_FDNAMES", None)
     if pid != str(os.getpid()) or not count.isdigit() or int(count) == 0:
@@ -85,4 +97,140 @@ def inherited_socket(environ: MutableMapping[str, str] = os.environ) -> socket.s
         )
     os.set_inheritable(FIRST_FD, False)
     sock.setblocking(False)
+    return sock
+
+
+def listen(config: DaemonConfig, patience_s: float = _LOCK_S) -> socket.socket:
+    """Bind the control socket, and replace a dead one. Raises Taken where another daemon serves there, and ConfigError.
+
+    Waits `patience_s` for a daemon that binds in the same folder.
+    """
+    path = config.socket
+    gid = group_id(config.socket_group) if config.socket_group is not None else -1
+    try:
+        _make_folders(path.parent)
+        with _alone_in(path.parent, patience_s) as folder:
+            _check_folder(folder, path)
+            _make_way(folder, path)
+            return _bound(folder, path, gid, int(config.socket_mode, 8))
+    except OSError as error:
+        kind = Taken if error.errno == errno.EADDRINUSE else ConfigError
+        cure = "--socket names another place"
+        if gid != -1 and error.errno == errno.EPERM:
+            cure = "the daemon's user must be a member of that group"
+        raise kind(
+            f"socket: cannot be bound: {error.strerror or error}: socket={str(path)!r} "
+            f"socket_group={config.socket_group!r}; {cure}"
+        ) from None
+
+
+def take_away(path: Path, bound: os.stat_result) -> None:
+    """Remove the socket file that was `bound`, unless another daemon has bound its own there since.
+
+    A file that cannot be removed stays; the next daemon replaces it.
+    """
+    with contextlib.suppress(OSError), _alone_in(path.parent) as folder:
+        if os.path.samestat(os.stat(path.name, dir_fd=folder, follow_symlinks=False), bound):
+            os.unlink(path.name, dir_fd=folder)
+
+
+def _make_folders(folder: Path) -> None:
+    """Make missing folders, which all users may enter: the socket's own mode decides who may connect."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    for each in reversed(missing):
+        try:
+            os.mkdir(each, 0o700)
+        except FileExistsError:
+            continue
+        fd = os.open(each, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_uid == os.geteuid():  # else another user replaced it meanwhile
+                os.fchmod(fd, 0o755)
+        finally:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path, patience_s: float = _LOCK_S) -> Iterator[int]:
+    """Open the folder while no other daemon makes or removes a socket in it.
+
+    Otherwise one of two daemons that start at once would take the other's socket, bound and not yet listening, for a
+    dead one. A daemon holds the lock for a moment; a process that holds it for longer is no daemon.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(0.01)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _check_folder(folder: int, path: Path) -> None:
+    """As root, refuse a folder in which another user could replace our socket by another one."""
+    found = os.fstat(folder)
+    open_to_others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+    if os.geteuid() == 0 and (found.st_uid != 0 or open_to_others):
+        raise ConfigError(
+            f"socket: other users could replace it in its folder: socket={str(path)!r} folder_uid={found.st_uid} "
+            f"folder_mode={stat.S_IMODE(found.st_mode):04o}: as root, name a folder that root owns and nobody else may "
+            "write to, or start the daemon as the folder's user"
+        )
+
+
+def _make_way(folder: int, path: Path) -> None:
+    """Remove a dead socket. Raises Taken for a live one, ConfigError for another file."""
+    try:
+        found = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise ConfigError(f"socket: the path exists and is not a socket: socket={str(path)!r}")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.setblocking(False)  # a hung daemon's full queue would make us wait
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            os.unlink(path.name, dir_fd=folder)
+            return
+        except BlockingIOError:
+            pass
+    raise Taken(f"socket: another daemon is serving: socket={str(path)!r}; --socket names another place")
+
+
+def _bound(folder: int, path: Path, gid: int, mode: int) -> socket.socket:
+    """Return a socket that listens at a free path. Raises OSError, and then leaves no file there.
+
+    Nobody can connect before it listens. Group and mode are set on the opened file, through /proc: set by path, they
+    could go to the target of a link that another user put there.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        sock.bind(str(path))
+        file = os.open(path.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            found = os.fstat(file)
+            if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+                raise OSError(errno.ESTALE, "another file is in its place")
+            try:
+                if gid != -1:
+                    os.chown(f"/proc/self/fd/{file}", -1, gid)
+                os.chmod(f"/proc/self/fd/{file}", mode)
+                sock.listen(_BACKLOG)
+                sock.setblocking(False)
+            except BaseException:
+                os.unlink(path.name, dir_fd=folder)
+                raise
+        finally:
+            os.close(file)
+    except BaseException:
+        sock.close()
+        raise
     return sock

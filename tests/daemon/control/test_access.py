@@ -18,7 +18,7 @@ import structlog
 
 from kvprefetch.daemon.config.model import ConfigError, load
 from kvprefetch.daemon.control import access, listener
-from kvprefetch.daemon.control.access import listen, take_away
+from kvprefetch.daemon.control.listener import listen, take_away
 from kvprefetch.daemon.store.embedded import DiskSpec, EmbeddedMaster
 
 NOBODY = 65534
@@ -83,7 +83,7 @@ def test_a_socket_that_is_removed_as_soon_as_it_is_bound_again_ends_no_daemon(
     remove += [False, True]
     for renewed in (False, False, False, True, False, False, False, True, False):
         now_ns, before = now_ns + listener.LOST_NS // 3, ours.sock
-        assert ours.look(now_ns) == renewed
+        assert ours.tick(now_ns) == renewed
         if renewed:
             before.close()
     assert path.is_socket()
@@ -215,7 +215,7 @@ def test_a_link_in_the_socket_s_place_is_not_followed(tmp_path: Path, monkeypatc
             path.rename(tmp_path / "away")
             path.symlink_to(secret)
 
-    monkeypatch.setattr(access.socket, "socket", Swapped)
+    monkeypatch.setattr(listener.socket, "socket", Swapped)
     with pytest.raises(ConfigError, match=r"^socket: cannot be bound: another file is in its place: "):
         listen(load({"socket": str(path), "socket_mode": "0666", "socket_group": str(os.getegid())}))
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600

@@ -14,8 +14,8 @@ import structlog
 from structlog.testing import capture_logs
 
 from kvprefetch.daemon.config.model import load
-from kvprefetch.daemon.control.access import listen
 from kvprefetch.daemon.control.group import INCOMPLETE_NS
+from kvprefetch.daemon.control.listener import listen
 from kvprefetch.daemon.control.server import Control
 from kvprefetch.daemon.store.client import StoreError
 from kvprefetch.daemon.store.namespaces import Namespaces
