@@ -1,4 +1,4 @@
-"""Promotion's surroundings: slot tables and claims as the engine sees them, and a device that copies when told."""
+"""Doubles around promotion: slot tables and claims as the engine sees them, and a device that copies on demand."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ from kvprefetch.daemon.planning.promotion import CopyOrder, Move, Promotions, ca
 from kvprefetch.daemon.planning.requests import Key, Request
 
 HOST = 100  # host slots come first
-LOCAL = 2  # blocks that the engine has itself before those that are named here
-
-
-def digest(name: int) -> bytes:
-    return name.to_bytes(8, "big")
+LOCAL = 2  # blocks that the engine has itself, before the named ones
 
 
 def request_of(number: int, names: Sequence[int], priority: int = 0) -> Request:
-    hashes = b"".join(digest(name) for name in (*range(1_000_000, 1_000_000 + LOCAL), *names))
+    hashes = b"".join(name.to_bytes(8, "big") for name in (*range(1_000_000, 1_000_000 + LOCAL), *names))
     return Request((number, 1), hashes, 8, LOCAL + len(names), LOCAL, priority, number)
 
 
@@ -25,13 +21,12 @@ def request_of(number: int, names: Sequence[int], priority: int = 0) -> Request:
 class Tables:
     """Slot tables from block LOCAL on, and claims, as the engine sees them.
 
-    `claim_next` is claimed between a move and the look after it.
+    `claim_next`: the engine claims this one between the next move and the look after it.
     """
 
     entries: dict[Key, list[int]] = field(default_factory=dict)
     claims: dict[Key, list[int] | None] = field(default_factory=dict)
     claim_next: Key | None = None
-
     looks: int = 0
 
     def move(self, move: Move) -> bool:
@@ -49,7 +44,7 @@ class Tables:
 
 
 class Device:
-    """Promotions over the tables, with a device that copies when told."""
+    """Promotions over the tables, with a device that copies on demand."""
 
     def __init__(self, count: int, chunk: int = 4) -> None:
         self.tables = Tables()
@@ -59,12 +54,21 @@ class Device:
         self.orders: list[CopyOrder] = []
         self.live: dict[Key, Request] = {}
 
+    def show(self, number: int, names: Sequence[int], host: int = 0) -> Request:
+        """Publish a request with these blocks, in host slots from `host` on."""
+        request = request_of(number, names)
+        self.publish(request, 0, range(host, host + len(names)), names)
+        return request
+
     def publish(self, request: Request, start: int, slots: Sequence[int], names: Sequence[int]) -> None:
         self.live[request.key] = request
         self.host.update(zip(slots, names, strict=True))
         entries = self.promotions.published(request, LOCAL + start, slots)
         self.tables.entries.setdefault(request.key, []).extend(entries)
         self.tables.claims.setdefault(request.key, None)
+
+    def entries(self, request: Request) -> list[int]:
+        return self.tables.entries[request.key]
 
     def order(self) -> CopyOrder | None:
         order = carry_out(self.promotions.next_order(), self.tables.move)
@@ -92,5 +96,10 @@ class Device:
         del self.live[key], self.tables.entries[key], self.tables.claims[key]
         self.promotions.dropped(key)
 
-    def on_device(self, request: Request) -> int:
-        return sum(slot >= HOST for slot in self.tables.entries[request.key])
+    def on_device(self, *requests: Request) -> list[int]:
+        """Count the entries of each request that name device slots."""
+        return [sum(slot >= HOST for slot in self.entries(request)) for request in requests]
+
+    def free_and_idle(self) -> tuple[int, int]:
+        gauges = self.promotions.gauges()
+        return gauges["device_slots_free"], gauges["device_slots_idle"]

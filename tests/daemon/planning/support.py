@@ -1,14 +1,14 @@
-"""A planner's surroundings: the engine's side of the flags, hints by name, orders carried out at once, and an audit."""
+"""Doubles around a planner: the engine's side of the flags, hints by block names, and a store that obeys at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
-from kvprefetch.daemon.planning.planner import Key, Lane, Planner
+from kvprefetch.daemon.planning.planner import Key, Lane, Order, Planner
 
 
 class FlagsModel:
-    """Plays the engine's side of the flags: what was published, and which flags the engine holds."""
+    """The engine's side of the flags: the published blocks, and which flags the engine claimed."""
 
     def __init__(self) -> None:
         self.count: dict[Key, int] = {}
@@ -26,9 +26,8 @@ class FlagsModel:
         assert key not in self.expired
         assert key not in self.final
         assert count >= self.count.get(key, 0)
-        assert start + len(slots) == count, "exactly the slots of what is new"
-        table = self.slots.setdefault(key, {})
-        table.update(dict(enumerate(slots, start)))
+        assert start + len(slots) == count, "exactly the slots of the new blocks"
+        self.slots.setdefault(key, {}).update(enumerate(slots, start))
         self.count[key] = count
         if final:
             self.final.add(key)
@@ -52,6 +51,12 @@ class FlagsModel:
         return True
 
 
+def planned(slots: int, chunk: int, lost: Set[int] = frozenset()) -> tuple[Planner, FlagsModel]:
+    """Return a planner of so many slots with orders of up to `chunk` blocks, and its flags."""
+    flags = FlagsModel()
+    return Planner(slots, flags, chunk_blocks=chunk, lost=lost), flags
+
+
 def digests(*names: str) -> bytes:
     return b"".join(name.encode().ljust(8, b".") for name in names)
 
@@ -62,17 +67,28 @@ def hint(planner: Planner, number: int, *names: str, local: int = 0, priority: i
     return key
 
 
-def hit(planner: Planner, number: int, *names: str, local: int = 0, priority: int = 0) -> Key:
-    """A hint whose blocks the store has all."""
+def hit(planner: Planner, number: int, *names: str, disk: bytes = b"", local: int = 0, priority: int = 0) -> Key:
+    """Push a hint for blocks that the store has; `disk` says for each from `local` on whether it lies on disk."""
     key = hint(planner, number, *names, local=local, priority=priority)
-    planner.looked_up(key, len(names))
+    planner.looked_up(key, len(names), disk)
     return key
+
+
+def ordered(planner: Planner, lane: Lane = Lane.MEMORY) -> Order:
+    order = planner.next_order(lane)
+    assert order is not None
+    return order
+
+
+def returned(planner: Planner, order: Order, *, ok: bool = True, now_ns: int = 1) -> None:
+    """Let the order's store call end, with all blocks or none."""
+    planner.fetched(order.number, [ok] * len(order.slots), now_ns)
 
 
 def run(
     planner: Planner, *, fail: frozenset[str] = frozenset(), lanes: Sequence[Lane] = tuple(Lane)
 ) -> list[list[str]]:
-    """Carry out every order there is; the digests of each, in order."""
+    """Carry out all orders, and return the block names of each."""
     done: list[list[str]] = []
     for lane in lanes:
         while (order := planner.next_order(lane)) is not None:

@@ -1,14 +1,13 @@
-"""Which block lies where: runs, duplicates, what makes room first, and what was fetched for nothing."""
+"""Staging slots: runs, duplicate blocks, the order in which blocks make room, warm blocks, and waste."""
 
 from __future__ import annotations
 
 from kvprefetch.daemon.planning.planner import Key, Lane, Planner
-from tests.daemon.planning.support import FlagsModel, hint, hit, run
+from tests.daemon.planning.support import hint, hit, ordered, planned, returned, run
 
 
 def test_a_block_that_a_prompt_has_twice_is_fetched_once_and_published_twice() -> None:
-    flags = FlagsModel()
-    planner = Planner(4, flags, chunk_blocks=8)
+    planner, flags = planned(4, 8)
     key = hit(planner, 1, "a", "a", "b", "a")
     again = hit(planner, 2, "b", "a", "a")
     run(planner)
@@ -20,9 +19,17 @@ def test_a_block_that_a_prompt_has_twice_is_fetched_once_and_published_twice() -
     assert planner.gauges()["slots_idle"] == 2
 
 
-def test_what_one_request_alone_holds_is_one_run_until_another_prompt_parts_from_it() -> None:
-    flags = FlagsModel()
-    planner = Planner(16, flags, chunk_blocks=4)
+def test_an_order_has_no_block_twice_and_none_that_is_here() -> None:
+    planner, _ = planned(8, 8)
+    hit(planner, 1, "a", "b", "c", "b", "d")
+    assert run(planner) == [["a", "b", "c", "d"]]
+    hit(planner, 2, "x", "y", "c", "z")
+    assert run(planner) == [["x", "y", "z"]]
+    planner.check()
+
+
+def test_blocks_of_one_request_are_one_run_until_another_prompt_parts_from_it() -> None:
+    planner, _ = planned(16, 4)
     one = hit(planner, 1, *"abcdefgh")
     run(planner)
 
@@ -38,48 +45,49 @@ def test_what_one_request_alone_holds_is_one_run_until_another_prompt_parts_from
     planner.check()
     for key in (parts, same, one):
         planner.finish(key)
-    again = hint(planner, 4, *"abcdefgh")
-    assert runs(again) == [8]
+    assert runs(hint(planner, 4, *"abcdefgh")) == [8]
     planner.check()
 
 
-def test_the_last_blocks_of_what_was_used_longest_ago_make_room_first() -> None:
-    flags = FlagsModel()
-    planner = Planner(4, flags, chunk_blocks=2)
-    key = hit(planner, 1, "a", "b", "c", "d")
+def test_the_last_blocks_of_the_least_recently_used_run_make_room_first() -> None:
+    planner, _ = planned(4, 2)
+    key = hit(planner, 1, *"abcd")
     run(planner)
     planner.finish(key)
     hit(planner, 2, "x")
     run(planner)
-    assert planner.requests[hint(planner, 3, "a", "b", "c", "d")].issued == 3
+    assert planner.requests[hint(planner, 3, *"abcd")].issued == 3
 
 
-def test_digests_of_different_lengths_can_be_staged_ahead() -> None:
-    planner = Planner(16, FlagsModel(), chunk_blocks=16)
+# --- warm blocks ------------------------------------------------------------------------------------------------------
+
+
+def test_digests_of_different_lengths_can_be_warmed() -> None:
+    planner, _ = planned(16, 16)
     wanted = [b"short", b"another.", b"a-long-one", b"one-longer"]
     lengths = []
     while wanted:
         order = planner.warm(wanted, Lane.MEMORY, "list")
         assert order is not None
         lengths.append([len(digest) for digest in order.digests])
-        planner.fetched(order.number, [True] * len(order.slots), 1)
+        returned(planner, order)
         del wanted[: len(order.slots)]
     assert lengths == [[5], [8], [10, 10]]
     planner.reset()
     planner.check()
 
 
-def test_what_is_staged_ahead_from_disk_keeps_to_the_share_of_blocks_from_disk() -> None:
-    planner = Planner(8, FlagsModel(), chunk_blocks=8)
-    planner.looked_up(hint(planner, 1, *"abcdef"), 6, b"\1" * 6)
+def test_warm_blocks_from_disk_keep_to_the_share_of_blocks_from_disk() -> None:
+    planner, _ = planned(8, 8)
+    hit(planner, 1, *"abcdef", disk=b"\1" * 6)
     run(planner)
     assert planner.warm([b"x......."], Lane.DISK, "list") is None
     assert planner.warm([b"x......."], Lane.MEMORY, "list") is not None
     planner.check()
 
 
-def test_what_a_staging_ahead_listed_is_not_replaced_by_its_own() -> None:
-    planner = Planner(2, FlagsModel(), chunk_blocks=8)
+def test_a_warming_does_not_replace_the_blocks_that_it_listed() -> None:
+    planner, _ = planned(2, 8)
     key = hit(planner, 1, "a", "b")
     run(planner)
     planner.finish(key)
@@ -88,30 +96,32 @@ def test_what_a_staging_ahead_listed_is_not_replaced_by_its_own() -> None:
     assert planner.warm([b"x......."], Lane.MEMORY, "another") is not None
 
 
+# --- waste ------------------------------------------------------------------------------------------------------------
+
+
 def wasted_after(planner: Planner, number: int, *names: str) -> list[int]:
-    """Fetch these for a request that takes as much room; the planner's count of what was given up for it."""
-    planner.looked_up(hint(planner, number, *names), len(names))
+    """Fetch these blocks, which takes as much room, and return the planner's count of waste."""
+    hit(planner, number, *names)
     run(planner)
     return planner.blocks.wasted
 
 
 def test_blocks_that_a_load_left_are_waste_once_their_room_is_reused() -> None:
-    planner = Planner(4, FlagsModel(), chunk_blocks=4)
-    key = hit(planner, 1, "a", "b", "c", "d", "e", local=1)
+    planner, _ = planned(4, 4)
+    key = hit(planner, 1, *"abcde", local=1)
     run(planner)
     planner.finish(key, loaded=range(2, 4))
     assert planner.blocks.wasted == [0, 0], "they are still there for others"
     assert wasted_after(planner, 2, "e", "x") == [0, 0], "of the others the last was loaded"
     assert wasted_after(planner, 3, "y", "z") == [1, 0]
     planner.finish((2, 1), loaded=range(1))
-    planner.end()
-    assert planner.blocks.wasted == [4, 0], "x, y and z as well"
-    planner.end()
-    assert planner.blocks.wasted == [4, 0]
+    for _ in range(2):
+        planner.end()
+        assert planner.blocks.wasted == [4, 0], "x, y and z as well, once"
 
 
-def test_what_an_aborted_request_left_and_another_loaded_is_no_waste() -> None:
-    planner = Planner(2, FlagsModel(), chunk_blocks=4)
+def test_blocks_that_an_aborted_request_left_and_another_loaded_are_no_waste() -> None:
+    planner, _ = planned(2, 4)
     for number, loaded in ((1, range(0)), (2, range(2)), (3, range(0))):
         key = hit(planner, number, "a", "b")
         run(planner)
@@ -119,27 +129,16 @@ def test_what_an_aborted_request_left_and_another_loaded_is_no_waste() -> None:
     assert wasted_after(planner, 4, "c", "d") == [0, 0]
 
 
-def test_what_was_staged_ahead_or_came_too_late_or_is_void_is_waste_of_its_tier() -> None:
-    planner = Planner(8, FlagsModel(), chunk_blocks=16)
-    ahead = planner.warm([b"a.......", b"b......."], Lane.DISK, "list")
-    assert ahead is not None
-    planner.fetched(ahead.number, [True, False], 1)
-    assert planner.blocks.wasted == [0, 0]
+def test_blocks_that_were_warmed_or_came_too_late_or_are_void_are_waste_of_their_medium() -> None:
+    planner, _ = planned(8, 16)
+    warm = planner.warm([b"a.......", b"b......."], Lane.DISK, "list")
+    assert warm is not None
+    planner.fetched(warm.number, [True, False], 1)
     hit(planner, 1, "c", "d", "e")
-    order = planner.next_order()
-    assert order is not None
+    order = ordered(planner)
     planner.overdue(order.number, 1)
     assert planner.blocks.wasted == [0, 0]
     planner.fetched(order.number, [True, True, False], 2)
     assert planner.blocks.wasted == [2, 0]
     planner.reset()
     assert planner.blocks.wasted == [2, 1]
-
-
-def test_an_order_has_no_block_twice_and_none_that_is_here() -> None:
-    planner = Planner(8, FlagsModel(), chunk_blocks=8)
-    hit(planner, 1, "a", "b", "c", "b", "d")
-    assert run(planner) == [["a", "b", "c", "d"]]
-    hit(planner, 2, "x", "y", "c", "z")
-    assert run(planner) == [["x", "y", "z"]]
-    planner.check()

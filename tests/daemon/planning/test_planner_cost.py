@@ -1,21 +1,20 @@
-"""What a hint costs the planner does not grow with the queue, and a waiting request is small."""
+"""The planner's cost: a hint's time does not grow with the queue, and a waiting request takes little memory."""
 
 from __future__ import annotations
 
 import time
 import tracemalloc
 
-from kvprefetch.daemon.planning.planner import Planner
-from tests.daemon.planning.support import FlagsModel, digests, hint, run
+from tests.daemon.planning.support import digests, hint, hit, planned, run
 
 
 def test_a_long_queue_makes_no_hint_dearer() -> None:
     """Work that grows with the queue would cost a hundred times as much at the far end; noise does not."""
 
     def cost(waiting: int) -> float:
-        planner = Planner(64, FlagsModel(), chunk_blocks=16)
+        planner, _ = planned(64, 16)
         for number in range(waiting):
-            planner.looked_up(hint(planner, number, f"q{number}"), 1)
+            hit(planner, number, f"q{number}")
             run(planner)
         rounds = []
         for number in range(waiting, waiting + 200):
@@ -32,19 +31,20 @@ def test_a_long_queue_makes_no_hint_dearer() -> None:
 
 
 def test_a_waiting_request_takes_little_memory_beside_its_hashes() -> None:
-    names = [f"shared-{i}" for i in range(256)]
-    hashes = digests(*names)
-    flags = FlagsModel()
-    planner = Planner(256, flags, chunk_blocks=256)
+    hashes = digests(*[f"shared-{i}" for i in range(256)])
+    planner, flags = planned(256, 256)
     flags.publish = lambda *_: True  # type: ignore[method-assign]  # the model's own memory is not the planner's
-    planner.hint((0, 1), hashes, 8, 256, 0, 0)
-    planner.looked_up((0, 1), 256)
+
+    def wait(number: int) -> None:
+        planner.hint((number, 1), hashes, 8, 256, 0, 0)
+        planner.looked_up((number, 1), 256)
+
+    wait(0)
     run(planner)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     for number in range(1, 1001):
-        planner.hint((number, 1), hashes, 8, 256, 0, 0)
-        planner.looked_up((number, 1), 256)
+        wait(number)
     used = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert used / 1000 < 2048

@@ -1,4 +1,4 @@
-"""The planner under any history of events: nothing is published that is not there, and nothing is held in the end."""
+"""The planner under random events: each published block is there, and in the end no slot is held."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from kvprefetch.daemon.planning.planner import Key, Lane, Order, Planner
-from tests.daemon.planning.support import FlagsModel, digests, hint
+from kvprefetch.daemon.planning.planner import Key, Lane, Order
+from tests.daemon.planning.support import digests, hint, planned, returned
 
 HISTORIES = 500
 EVENTS = {
@@ -17,7 +17,7 @@ EVENTS = {
 
 
 def some_prompt(chance: Random) -> list[str]:
-    """Blocks of one of two prompts, now and then with a block of some prompt, also one of its own, in some place."""
+    """Return blocks of one of two prompts, now and then with blocks of any prompt in some places."""
     chain = chance.randrange(2)
     names = [f"p{chain}-{i}" for i in range(chance.randint(1, 7))]
     for at in chance.choices(range(len(names)), k=chance.choice([0, 0, 0, 1, 2])):
@@ -25,135 +25,141 @@ def some_prompt(chance: Random) -> list[str]:
     return names
 
 
-def lose(chance: Random, lost: set[int], order: Order, results: list[bool], slots: int) -> None:
-    """Now and then what failed is still under way."""
-    for slot, ok in zip(order.slots, results, strict=True):
-        if not ok and chance.random() < 0.3 and len(lost) < slots - 1:
-            lost.add(slot)
+class History:
+    """Up to 120 events in any order, then the end of all requests."""
 
+    def __init__(self, chance: Random) -> None:
+        self.chance = chance
+        self.slots = chance.randint(1, 12)
+        self.lost: set[int] = set()  # one slot stays, so that all requests can end
+        self.planner, self.flags = planned(self.slots, chance.randint(1, 4), self.lost)
+        self.live: dict[Key, list[str]] = {}
+        self.content: dict[int, str] = {}
+        self.orders: list[Order] = []
+        self.overdue: list[Order] = []
+        self.number = 0
+        self.fetched = self.loaded = 0  # blocks, each counted at its first load
+        self.fresh: set[int] = set()  # slots with a block that was fetched and not loaded
 
-def history(chance: Random) -> None:
-    """Up to 120 events as they may come, and after them everybody's end."""
-    flags = FlagsModel()
-    slots = chance.randint(1, 12)
-    lost: set[int] = set()  # one slot stays, so that everybody's end can come
-    planner = Planner(slots, flags, chunk_blocks=chance.randint(1, 4), lost=lost)
-    live: dict[Key, list[str]] = {}
-    content: dict[int, str] = {}
-    orders: list[Order] = []
-    overdue: list[Order] = []
-    number = 0
-    taken_back = flags.taken_back
-    fetched = loaded = 0  # blocks, each counted at its first load
-    fresh: set[int] = set()  # slots with a block that was fetched and not loaded
-    for event in chance.choices(list(EVENTS), list(EVENTS.values()), k=chance.randint(1, 120)):
+    def some_live(self) -> Key:
+        return self.chance.choice(sorted(self.live))
+
+    def some_of(self, orders: list[Order]) -> Order:
+        return orders.pop(self.chance.randrange(len(orders)))
+
+    def begin(self, order: Order | None) -> None:
+        if order is not None:
+            assert self.lost.isdisjoint(order.slots), "no fetch goes to a slot that an old call still writes to"
+            self.orders.append(order)
+            self.content.update((slot, "") for slot in order.slots)
+            self.fresh -= set(order.slots)
+
+    def end(self, order: Order) -> list[bool]:
+        """Let a store call end; now and then a failed block is still under way."""
+        results = [self.chance.random() < 0.85 for _ in order.slots]
+        for slot, ok in zip(order.slots, results, strict=True):
+            if not ok and self.chance.random() < 0.3 and len(self.lost) < self.slots - 1:
+                self.lost.add(slot)
+        self.fetched += sum(results)
+        self.planner.fetched(order.number, results, 1)
+        return results
+
+    def happens(self, event: str) -> None:
+        chance, planner, flags, live = self.chance, self.planner, self.flags, self.live
         match event:
             case "hint":
-                number += 1
+                self.number += 1
                 names = some_prompt(chance)
                 local = chance.choice([0, 0, chance.randrange(len(names))])
-                key = hint(planner, number, *names, local=local, priority=chance.randint(0, 2))
+                key = hint(planner, self.number, *names, local=local, priority=chance.randint(0, 2))
                 live[key] = names
-                tiers = bytes(chance.choices([0, 1], k=len(names) - local)) if chance.random() < 0.3 else b""
-                planner.looked_up(key, chance.choice([len(names), chance.randint(local, len(names))]), tiers)
+                disk = bytes(chance.choices([0, 1], k=len(names) - local)) if chance.random() < 0.3 else b""
+                planner.looked_up(key, chance.choice([len(names), chance.randint(local, len(names))]), disk)
             case "ask" if live:
-                planner.ask(chance.choice(sorted(live)))
+                planner.ask(self.some_live())
             case "order":
-                taken_back.clear()
-                order = planner.next_order(chance.choice(list(Lane)))
+                flags.taken_back.clear()
+                self.begin(planner.next_order(chance.choice(list(Lane))))
                 planner.tick()
-                assert len(set(taken_back)) == len(taken_back), "nobody gets room that it loses to the same order"
-                if order is not None:
-                    assert lost.isdisjoint(order.slots), "nothing is fetched into a slot that is still written to"
-                    orders.append(order)
-                    content.update((slot, "") for slot in order.slots)
-                    fresh -= set(order.slots)
-            case "fetched" if orders:
-                order = orders.pop(chance.randrange(len(orders)))
-                results = [chance.random() < 0.85 for _ in order.slots]
-                lose(chance, lost, order, results, slots)
-                for digest, slot, ok in zip(order.digests, order.slots, results, strict=True):
-                    content[slot] = digest.decode().rstrip(".") if ok else ""
+                assert len(set(flags.taken_back)) == len(flags.taken_back), "an order takes from each request once"
+            case "fetched" if self.orders:
+                order = self.some_of(self.orders)
+                for digest, slot, ok in zip(order.digests, order.slots, self.end(order), strict=True):
+                    self.content[slot] = digest.decode().rstrip(".") if ok else ""
                     if ok:
-                        fresh.add(slot)
-                        fetched += 1
-                planner.fetched(order.number, results, 1)
-            case "overdue" if orders:
-                overdue.append(orders.pop(chance.randrange(len(orders))))
-                planner.overdue(overdue[-1].number, 1)
-            case "returned" if overdue:
-                order = overdue.pop(chance.randrange(len(overdue)))
-                results = [chance.random() < 0.85 for _ in order.slots]
-                lose(chance, lost, order, results, slots)
-                fetched += sum(results)
-                planner.fetched(order.number, results, 1)
+                        self.fresh.add(slot)
+            case "overdue" if self.orders:
+                self.overdue.append(self.some_of(self.orders))
+                planner.overdue(self.overdue[-1].number, 1)
+            case "returned" if self.overdue:
+                self.end(self.some_of(self.overdue))
             case "renewed" if live:
-                key = chance.choice(sorted(live))
-                planner.looked_up(key, chance.randint(0, 7))
+                planner.looked_up(self.some_live(), chance.randint(0, 7))
             case "unclaim" if flags.claimed:
                 flags.claimed.discard(chance.choice(sorted(flags.claimed)))
             case "finish" if live:
-                key = chance.choice(sorted(live))
-                taken = range(chance.randint(0, 7), chance.randint(0, flags.count.get(key, 0)))
-                slots_taken = {slot for block, slot in flags.slots.get(key, {}).items() if block in taken}
-                loaded += len(slots_taken & fresh)
-                fresh -= slots_taken
-                planner.finish(key, taken)
+                key = self.some_live()
+                loaded = range(chance.randint(0, 7), chance.randint(0, flags.count.get(key, 0)))
+                slots = {slot for block, slot in flags.slots.get(key, {}).items() if block in loaded}
+                self.loaded += len(slots & self.fresh)
+                self.fresh -= slots
+                planner.finish(key, loaded)
                 flags.claimed.discard(key)
                 del live[key]
             case "claim" if live:
-                flags.claimed.add(chance.choice(sorted(live)))
+                flags.claimed.add(self.some_live())
             case "warm":
                 names = [name for name in some_prompt(chance) if not planner.blocks.touch(digests(name), "list")]
                 lane = chance.choice(list(Lane))
-                order = planner.warm([digests(name) for name in dict.fromkeys(names)], lane, "list")
-                if order is not None:
-                    assert lost.isdisjoint(order.slots)
-                    orders.append(order)
-                    content.update((slot, "") for slot in order.slots)
-                    fresh -= set(order.slots)
+                self.begin(planner.warm([digests(name) for name in dict.fromkeys(names)], lane, "list"))
             case "reset":
                 for request in planner.reset():
                     del live[request.key]
-                flags.refused |= live.keys()  # whatever comes for them, nothing is published
-        unloaded = planner.check()
-        gauges = planner.gauges()
-        assert gauges["slots_stuck"] == sum(len(order.slots) for order in overdue)
-        assert fetched == loaded + sum(planner.blocks.wasted) + len(unloaded), "each has one fate"
-        assert unloaded <= fresh
-        for key, names in live.items():
-            assert planner.requests[key].final == (key in flags.final | flags.refused)
-            # What is published is there: the slot holds the very block the flag promises.
+                flags.refused |= live.keys()  # the planner publishes nothing more for them
+
+    def check(self) -> None:
+        unloaded = self.planner.check()
+        assert self.planner.gauges()["slots_stuck"] == sum(len(order.slots) for order in self.overdue)
+        assert self.fetched == self.loaded + sum(self.planner.blocks.wasted) + len(unloaded), "each has one fate"
+        assert unloaded <= self.fresh
+        flags = self.flags
+        for key, names in self.live.items():
+            assert self.planner.requests[key].final == (key in flags.final | flags.refused)
             for block, slot in flags.slots.get(key, {}).items():
                 if block < flags.count[key]:
-                    assert content[slot] == names[block]
-    # Whatever is left comes to its end: every request is answered in full, and then nothing is held.
-    for order in orders + overdue:
-        planner.fetched(order.number, [True] * len(order.slots), 1)
-    taken_back.clear()
-    for _ in range(200):
-        for lane in Lane:
-            order = planner.next_order(lane)
-            if order is not None:
-                planner.fetched(order.number, [True] * len(order.slots), 1)
-        if not live:
-            break
-        ended = [key for key in live if planner.requests[key].final or key in flags.claimed]
-        assert ended or planner.has_work, "someone waits and nothing will ever come"
-        for key in ended[:1]:
-            flags.claimed.discard(key)
-            planner.finish(key)
-            del live[key]
-    assert not live
-    assert planner.blocks.used == [0, 0]
-    assert not planner.blocks.sole
-    gauges = planner.gauges()
-    assert gauges["slots_lost"] == len(lost)
-    assert gauges["slots_free"] + gauges["slots_idle"] == slots - len(lost)
-    assert gauges["blocks_pinned"] == gauges["requests"] == gauges["orders"] == 0
+                    assert self.content[slot] == names[block], "the slot holds the block that the flag promises"
+
+    def run_out(self) -> None:
+        """End all orders and requests: each request gets its answer, and then no slot is held."""
+        planner, flags, live = self.planner, self.flags, self.live
+        for order in self.orders + self.overdue:
+            returned(planner, order)
+        for _ in range(200):
+            for lane in Lane:
+                if (order := planner.next_order(lane)) is not None:
+                    returned(planner, order)
+            if not live:
+                break
+            ended = [key for key in live if planner.requests[key].final or key in flags.claimed]
+            assert ended or planner.has_work, "a request waits and nothing will ever come"
+            for key in ended[:1]:
+                flags.claimed.discard(key)
+                planner.finish(key)
+                del live[key]
+        assert not live
+        planner.check()
+        assert planner.blocks.used == [0, 0]
+        gauges = planner.gauges()
+        assert gauges["slots_lost"] == len(self.lost)
+        assert gauges["slots_free"] + gauges["slots_idle"] == self.slots - len(self.lost)
+        assert gauges["blocks_pinned"] == gauges["requests"] == gauges["orders"] == 0
 
 
 @pytest.mark.parametrize("first", range(0, HISTORIES, 50))
 def test_any_history_keeps_slots_pins_and_published_counts_consistent(first: int) -> None:
     for seed in range(first, first + 50):
-        history(Random(seed))
+        history = History(Random(seed))
+        for event in history.chance.choices(list(EVENTS), list(EVENTS.values()), k=history.chance.randint(1, 120)):
+            history.happens(event)
+            history.check()
+        history.run_out()

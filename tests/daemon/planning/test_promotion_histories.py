@@ -1,4 +1,4 @@
-"""Promotion under random histories: nobody reads a slot that is not its block's, and none is lost."""
+"""Promotion under random events: each entry names a slot with its block, and no device slot is lost."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from kvprefetch.daemon.planning.requests import Key, Request
 from tests.daemon.planning.promoting import HOST, Device, request_of
 
 BLOCKS = 6
+NAMES = st.lists(st.integers(0, 5), min_size=1, max_size=BLOCKS, unique=True)
 
 
 class PromotionMachine(RuleBasedStateMachine):
-    """Requests come, are claimed, un-claimed, taken back and dropped while copies are made, in any order; blocks are
-    shared.
-    """
+    """Requests share blocks; each is claimed, unclaimed, taken back and dropped in any order, beside the copies."""
 
     @initialize(count=st.integers(1, 6), chunk=st.integers(1, 4))
     def start(self, count: int, chunk: int) -> None:
         self.device, self.count = Device(count, chunk), count
         self.number = 0
-        self.era = 0  # of weights: what a name stands for
-        self.pinned: dict[int, tuple[int, set[Key]]] = {}  # name of this era -> host slot and who pins it
+        self.era = 0  # of weights: a name stands for other bytes in each
+        self.pinned: dict[int, tuple[int, set[Key]]] = {}  # name of this era -> host slot, and the requests that pin it
         self.names: dict[Key, list[int]] = {}
         self.free = list(range(HOST))
 
@@ -35,16 +34,15 @@ class PromotionMachine(RuleBasedStateMachine):
         for name, (slot, holders) in list(self.pinned.items()):
             if key in holders:
                 holders.discard(key)
-                if not holders:  # the host slot is another block's at once
+                if not holders:  # another block gets the host slot at once
                     del self.pinned[name]
                     self.device.host[slot] = -2
                     self.free.insert(0, slot)
 
-    def content(self, key: Key, slot: int) -> int:
+    def content(self, slot: int) -> int:
         return self.device.host[slot] if slot < HOST else self.device.slots.get(slot, -3)
 
-    @rule(names=st.lists(st.integers(0, 5), min_size=1, max_size=BLOCKS, unique=True), priority=st.integers(-1, 1),
-          shown=st.integers(1, BLOCKS))  # fmt: skip
+    @rule(names=NAMES, priority=st.integers(-1, 1), shown=st.integers(1, BLOCKS))
     def hint(self, names: list[int], priority: int, shown: int) -> None:
         self.number += 1
         request = request_of(self.number, names, priority)
@@ -60,13 +58,14 @@ class PromotionMachine(RuleBasedStateMachine):
         more = names[start : start + count]
         self.device.publish(request, start, [self.pin(name, request.key) for name in more], more)
 
-    def some(self, data: st.DataObject) -> Key | None:
-        return data.draw(st.sampled_from(sorted(self.device.live))) if self.device.live else None
+    def some(self, data: st.DataObject, *, unclaimed: bool = False) -> Key | None:
+        """Draw a live request, if there is one; None also where it is claimed and must not be."""
+        key = data.draw(st.sampled_from(sorted(self.device.live))) if self.device.live else None
+        return None if unclaimed and key is not None and self.device.tables.claims[key] is not None else key
 
     @rule(data=st.data(), count=st.integers(1, BLOCKS))
     def progress(self, data: st.DataObject, count: int) -> None:
-        key = self.some(data)
-        if key is not None and self.device.tables.claims[key] is None and self.names[key][0] // 100 == self.era:
+        if (key := self.some(data, unclaimed=True)) is not None and self.names[key][0] // 100 == self.era:
             self.show(self.device.live[key], count)
 
     @rule(data=st.data())
@@ -77,12 +76,12 @@ class PromotionMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def claim(self, data: st.DataObject) -> None:
-        if (key := self.some(data)) is not None and self.device.tables.claims[key] is None:
+        if (key := self.some(data, unclaimed=True)) is not None:
             self.device.tables.claim(key)
 
     @rule(data=st.data())
     def claim_in_between(self, data: st.DataObject) -> None:
-        if (key := self.some(data)) is not None and self.device.tables.claims[key] is None:
+        if (key := self.some(data, unclaimed=True)) is not None:
             self.device.tables.claim_next = key
 
     @rule(data=st.data())
@@ -100,8 +99,8 @@ class PromotionMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), shown=st.integers(0, BLOCKS))
     def take_back(self, data: st.DataObject, shown: int) -> None:
-        """Its host slots are others' at once; it is published anew under the same key."""
-        if (key := self.some(data)) is not None and self.device.tables.claims[key] is None:
+        """Other blocks get its host slots at once; the planner publishes it anew under the same key."""
+        if (key := self.some(data, unclaimed=True)) is not None:
             self.device.promotions.dropped(key)
             self.device.tables.entries[key] = []
             self.unpin(key)
@@ -120,7 +119,7 @@ class PromotionMachine(RuleBasedStateMachine):
 
     @rule(again=st.booleans())
     def promote(self, again: bool) -> None:
-        """Everything that has room, there at once."""
+        """End all copies, and perhaps make all that have room."""
         while self.device.orders:
             self.device.copy()
         if again and self.device.promotions.wanted:
@@ -132,22 +131,20 @@ class PromotionMachine(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 7))
     def reset(self, at: int) -> None:
-        """New weights: the unclaimed are dropped, and every name stands for other bytes."""
-        if at:
-            return
-        self.era += 1
-        for key in [key for key in self.device.live if self.device.tables.claims[key] is None]:
-            self.device.drop(key)
-            self.unpin(key)
-        self.device.promotions.reset()
+        """New weights: unclaimed requests end, and every name stands for other bytes. One draw in eight."""
+        if at == 0:
+            self.era += 1
+            for key in [key for key in self.device.live if self.device.tables.claims[key] is None]:
+                self.device.drop(key)
+                self.unpin(key)
+            self.device.promotions.reset()
 
     @invariant()
     def every_entry_and_every_claim_holds_its_block(self) -> None:
         for key, entries in self.device.tables.entries.items():
             names = self.names[key]
-            assert [self.content(key, slot) for slot in entries] == names[: len(entries)]
-            claim = self.device.tables.claims[key] or []
-            assert [self.content(key, slot) for slot in claim] == names[: len(claim)]
+            for slots in (entries, self.device.tables.claims[key] or []):
+                assert [self.content(slot) for slot in slots] == names[: len(slots)]
 
     @invariant()
     def no_slot_is_lost_or_used_twice(self) -> None:
@@ -160,9 +157,8 @@ class PromotionMachine(RuleBasedStateMachine):
             self.device.drop(key)
         while self.device.orders:
             self.device.copy()
-        gauges = self.device.promotions.gauges()
-        assert gauges["device_slots_free"] + gauges["device_slots_idle"] == self.count
-        assert gauges["device_copies"] == 0
+        assert sum(self.device.free_and_idle()) == self.count
+        assert self.device.promotions.gauges()["device_copies"] == 0
 
 
 TestPromotionMachine = PromotionMachine.TestCase

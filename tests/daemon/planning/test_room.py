@@ -1,14 +1,13 @@
-"""Who gets the staging slots when there are too few: urgency, lanes, and what is taken from whom."""
+"""Too few staging slots: which request gets them, by urgency and lane, and which one gives them up."""
 
 from __future__ import annotations
 
-from kvprefetch.daemon.planning.planner import Lane, Planner
-from tests.daemon.planning.support import FlagsModel, hint, hit, run
+from kvprefetch.daemon.planning.planner import Lane
+from tests.daemon.planning.support import hint, hit, ordered, planned, returned, run
 
 
 def test_consumed_blocks_stay_until_their_room_is_needed() -> None:
-    flags = FlagsModel()
-    planner = Planner(3, flags, chunk_blocks=8)
+    planner, flags = planned(3, 8)
     one = hit(planner, 1, "a", "b")
     run(planner)
     planner.finish(one)
@@ -21,36 +20,29 @@ def test_consumed_blocks_stay_until_their_room_is_needed() -> None:
 
 
 def test_a_request_at_the_head_takes_the_room_of_the_least_urgent_unclaimed_one() -> None:
-    flags = FlagsModel()
-    planner = Planner(2, flags, chunk_blocks=8)
-    claimed, waiting = hint(planner, 1, "a"), hint(planner, 2, "b")
-    for key in (claimed, waiting):
-        planner.looked_up(key, 1)
+    planner, flags = planned(2, 8)
+    claimed, waiting = hit(planner, 1, "a"), hit(planner, 2, "b")
     run(planner)
     flags.claimed.add(claimed)
     head = hit(planner, 3, "c")
-    assert run(planner) == [], "an ordinary later arrival takes nobody's room"
+    assert run(planner) == [], "an ordinary later arrival takes no room from others"
     planner.ask(head)
-    order = planner.next_order()
-    assert order is not None
+    ordered(planner)
     assert flags.taken_back == [waiting]
     assert planner.requests[waiting].taken_back == 1
 
 
 def test_a_request_larger_than_the_staging_is_served_in_part() -> None:
-    flags = FlagsModel()
-    planner = Planner(2, flags, chunk_blocks=8)
-    key = hit(planner, 1, "a", "b", "c", "d")
+    planner, flags = planned(2, 8)
+    key = hit(planner, 1, *"abcd")
     assert run(planner) == [["a", "b"]]
     assert flags.count[key] == 2
     assert key in flags.final
 
 
 def test_a_memory_hit_never_waits_behind_disk_loads() -> None:
-    flags = FlagsModel()
-    planner = Planner(8, flags, chunk_blocks=2)
-    slow = hint(planner, 1, *"abcdefgh")
-    planner.looked_up(slow, 8, b"\1" * 8)
+    planner, flags = planned(8, 2)
+    slow = hit(planner, 1, *"abcdefgh", disk=b"\1" * 8)
     planner.ask(slow)
     orders = []
     while (order := planner.next_order(Lane.DISK)) is not None:
@@ -60,25 +52,25 @@ def test_a_memory_hit_never_waits_behind_disk_loads() -> None:
     assert run(planner, lanes=[Lane.MEMORY]) == [["x", "y"]]
     assert fast in flags.final
     for order in orders:
-        planner.fetched(order.number, [True] * len(order.slots), 1)
+        returned(planner, order)
     run(planner)
     assert flags.count[slow] == 6
     assert slow in flags.final, "served in part: all the room that disk blocks may have"
 
 
 def test_requests_that_wait_for_each_others_slots_are_served_in_part_one_after_the_other() -> None:
-    """Every block is held by two, so taking one request's gives no room, and none has all that it wants. Who was served
-    and taken back before holds nothing any more that they could wait for.
+    """Two requests hold each block, so taking one request's blocks gives no room, and none has all that it wants.
+
+    A request that was served and taken back before holds nothing that they could wait for.
     """
-    flags = FlagsModel()
-    planner = Planner(4, flags, chunk_blocks=2)
+    planner, flags = planned(4, 2)
+    prompts = ["abc", "abd", "xyz", "xyw"]
     before = hit(planner, 20, "v", priority=9)
     run(planner)
-    keys = [hint(planner, number, *names) for number, names in enumerate(["abc", "abd", "xyz", "xyw"])]
-    for key in keys:
+    for key in [hint(planner, number, *names) for number, names in enumerate(prompts)]:
         planner.looked_up(key, 2)
     run(planner)
-    keys = [hint(planner, 10 + number, *names) for number, names in enumerate(["abc", "abd", "xyz", "xyw"])]
+    keys = [hint(planner, 10 + number, *names) for number, names in enumerate(prompts)]
     for number in range(4):
         planner.finish((number, 1))
     for key in keys:
@@ -94,10 +86,8 @@ def test_requests_that_wait_for_each_others_slots_are_served_in_part_one_after_t
     assert set(keys) <= flags.final
 
 
-def test_a_victim_that_had_nothing_to_give_is_looked_at_again() -> None:
-    """Its blocks were still on their way, or it was claimed and let go; neither spares it for ever."""
-    flags = FlagsModel()
-    planner = Planner(2, flags, chunk_blocks=2)
+def test_a_claim_that_ends_makes_its_request_a_victim_again() -> None:
+    planner, flags = planned(2, 2)
     victim = hit(planner, 1, "a", "b", priority=5)
     run(planner)
     flags.claimed.add(victim)
@@ -105,40 +95,32 @@ def test_a_victim_that_had_nothing_to_give_is_looked_at_again() -> None:
     assert planner.next_order() is None
     flags.claimed.discard(victim)
     planner.tick()
-    order = planner.next_order()
-    assert order is not None
+    ordered(planner)
     assert flags.taken_back == [victim]
     planner.check()
 
 
-def test_room_of_a_lane_is_taken_from_one_who_holds_some_of_it() -> None:
-    """That of a request whose blocks lie in memory would bring a fetch from disk none."""
-    flags = FlagsModel()
-    planner = Planner(4, flags, chunk_blocks=4)
-    for number, names, disk in ((1, "abc", b"\1\1\1"), (2, "d", b"")):
-        key = hint(planner, number, *names, priority=number)
-        planner.looked_up(key, len(names), disk)
+def test_a_lane_takes_room_from_a_request_that_holds_some_of_it() -> None:
+    """Room of a request with blocks from memory would not help a fetch from disk."""
+    planner, flags = planned(4, 4)
+    disk = hit(planner, 1, "a", "b", "c", disk=b"\1\1\1", priority=1)
+    hit(planner, 2, "d", priority=2)
     run(planner)
-    urgent = hint(planner, 3, "x")
-    planner.looked_up(urgent, 1, b"\1")
-    order = planner.next_order(Lane.DISK)
-    assert order is not None
-    assert flags.taken_back == [(1, 1)], "who holds the three that blocks from disk may have"
+    hit(planner, 3, "x", disk=b"\1")
+    ordered(planner, Lane.DISK)
+    assert flags.taken_back == [disk], "it holds the three slots that blocks from disk may use"
 
 
-def test_what_was_taken_back_is_fetched_again_when_there_is_room() -> None:
-    """In its own place of the queue, and only what is not there any more."""
-    flags = FlagsModel()
-    planner = Planner(4, flags, chunk_blocks=4)
-    far, later = hint(planner, 1, "a", "b", "c", priority=1), hint(planner, 2, "x", "y", priority=2)
-    planner.looked_up(far, 3)
-    planner.looked_up(later, 2)
+def test_blocks_that_were_taken_back_are_fetched_again_when_there_is_room() -> None:
+    """In the request's own place of the queue, and only the blocks that are absent by then."""
+    planner, flags = planned(4, 4)
+    far, later = hit(planner, 1, "a", "b", "c", priority=1), hit(planner, 2, "x", "y", priority=2)
     assert run(planner) == [["a", "b", "c"], ["x"]]
     near = hit(planner, 3, "n", "o", "p")
     assert run(planner) == [["n", "o", "p"]]
     assert flags.taken_back == [later, far]
     planner.check()
-    assert flags.count == {near: 3, far: 1}, "its first block was needed by nobody"
+    assert flags.count == {near: 3, far: 1}, "no request needed its first block"
     assert not planner.requests[far].final
     planner.finish(near)
     assert run(planner) == [["b", "c"], ["x"]], "the later one behind it, as far as there is room"
@@ -151,12 +133,9 @@ def test_what_was_taken_back_is_fetched_again_when_there_is_room() -> None:
 
 
 def test_two_requests_do_not_take_from_each_other_in_turn() -> None:
-    """Each is asked for once, and takes then what the other took before; then it is over."""
-    flags = FlagsModel()
-    planner = Planner(2, flags, chunk_blocks=4)
-    keys = [hint(planner, 1, "a", "b", priority=1), hint(planner, 2, "x", "y", priority=2)]
-    for key in keys:
-        planner.looked_up(key, 2)
+    """The scheduler asks for each once, which takes what the other took before; then it is over."""
+    planner, flags = planned(2, 4)
+    keys = [hit(planner, 1, "a", "b", priority=1), hit(planner, 2, "x", "y", priority=2)]
     assert run(planner) == [["a", "b"]]
     planner.ask(keys[1])
     assert run(planner) == [["x", "y"]]
@@ -171,12 +150,10 @@ def test_two_requests_do_not_take_from_each_other_in_turn() -> None:
     assert flags.count == {keys[0]: 2}
 
 
-def test_what_was_found_staged_is_fetched_again_from_where_it_lies() -> None:
-    """Nobody looked these blocks up for this request; their lane is known from their first fetch."""
-    flags = FlagsModel()
-    planner = Planner(8, flags, chunk_blocks=4)
-    first = hint(planner, 1, "a", "b", "c")
-    planner.looked_up(first, 3, b"\0\1\1")
+def test_blocks_found_staged_are_fetched_again_from_their_own_medium() -> None:
+    """No look-up of this request covered them; the table knows their lane from the first fetch."""
+    planner, flags = planned(8, 4)
+    first = hit(planner, 1, "a", "b", "c", disk=b"\0\1\1")
     run(planner)
     planner.finish(first)
     again = hit(planner, 2, "a", "b", "c", priority=5)
@@ -189,9 +166,8 @@ def test_what_was_found_staged_is_fetched_again_from_where_it_lies() -> None:
     assert (flags.count[again], planner.requests[again].disk_blocks) == (3, 2)
 
 
-def test_what_is_taken_back_before_its_look_up_was_answered_waits_for_that() -> None:
-    flags = FlagsModel()
-    planner = Planner(2, flags, chunk_blocks=4)
+def test_a_request_taken_back_during_its_look_up_waits_for_the_answer() -> None:
+    planner, flags = planned(2, 4)
     first = hit(planner, 1, "a", "b")
     run(planner)
     planner.finish(first)
@@ -207,14 +183,11 @@ def test_what_is_taken_back_before_its_look_up_was_answered_waits_for_that() -> 
     assert early in flags.final, "as much of it as there are slots"
 
 
-def test_a_claim_that_came_first_keeps_its_blocks_and_its_end_is_final() -> None:
-    """Claimed while more was on its way, given up unused, taken back: then all of it is fetched."""
-    flags = FlagsModel()
-    planner = Planner(4, flags, chunk_blocks=2)
+def test_an_earlier_claim_keeps_its_blocks_and_what_it_left_is_fetched_after_it() -> None:
+    """A request is claimed while more is on its way, then unclaimed unused and taken back: all of it is fetched."""
+    planner, flags = planned(4, 2)
     key = hit(planner, 1, *"abcd", priority=5)
-    order = planner.next_order()
-    assert order is not None
-    planner.fetched(order.number, [True, True], 1)
+    returned(planner, ordered(planner))
     flags.claimed.add(key)
     run(planner)
     assert flags.count[key] == 2
@@ -230,16 +203,15 @@ def test_a_claim_that_came_first_keeps_its_blocks_and_its_end_is_final() -> None
     assert key in flags.final
 
 
-def test_what_came_free_unseen_is_left_to_the_more_urgent_request_of_the_other_lane() -> None:
-    """An engine gives a claim up in its flag alone; whoever is next must not take the room by looking first."""
-    flags = FlagsModel()
-    planner = Planner(1, flags, chunk_blocks=1)
+def test_room_that_came_free_without_an_event_is_left_to_the_more_urgent_lane() -> None:
+    """An engine gives up a claim in its flag alone; the first lane to look must not take that room."""
+    planner, flags = planned(1, 1)
     far = hit(planner, 1, "far", priority=9)
     run(planner)
     flags.claimed.add(far)
     hit(planner, 2, "near")
     assert run(planner) == []
-    planner.looked_up(hint(planner, 3, "disk", priority=5), 1, b"\1")
+    hit(planner, 3, "disk", priority=5, disk=b"\1")
     flags.claimed.discard(far)
     assert run(planner, lanes=[Lane.DISK]) == []
     planner.tick()
