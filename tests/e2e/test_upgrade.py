@@ -39,10 +39,10 @@ def another_protocol(folder: Path, number: int) -> dict[str, str]:
     for part in ("shmring", "connector", "daemon"):
         shutil.copytree(sources / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(sources / "__init__.py", copy)
-    protocol = copy / "shmring" / "protocol.py"
-    changed, count = re.subn(r"^PROTOCOL = \d+$", f"PROTOCOL = {number}", protocol.read_text(), flags=re.MULTILINE)
+    records = copy / "shmring" / "wire" / "records.py"
+    changed, count = re.subn(r"^PROTOCOL = \d+$", f"PROTOCOL = {number}", records.read_text(), flags=re.MULTILINE)
     assert count == 1
-    protocol.write_text(changed)
+    records.write_text(changed)
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
 
 
