@@ -18,7 +18,7 @@ from ..config.model import SIZES, ConfigError, DaemonConfig
 from ..config.sizes import size_text, whole_mib
 from ..config.sources import FILE_VARIABLE, PREFIX, Effective, Sources, resolve
 from ..control.access import group_id
-from ..store.embedded import DiskSpec
+from ..store.disk import DiskSpec
 from ..store.settings import MooncakeSettings, SettingsError
 from .client import TIMEOUT_S, ask
 from .help_page import Formatter, Page

@@ -26,8 +26,8 @@ from ..config.machine import MIN_CORES, address_bytes, available_bytes, quota_co
 from ..config.model import DaemonConfig
 from ..runtime.requirements import wanted_address_bytes, wanted_bytes
 from ..store import addresses
+from ..store.disk import DiskSpec
 from ..store.disk_watch import MIN_FREE_BYTES, room_bytes
-from ..store.embedded import DiskSpec
 from ..store.settings import MooncakeSettings
 from .client import Unavailable, ask
 

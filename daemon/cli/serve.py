@@ -70,8 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     unblock_streams()  # may start processes, so before the imports below start threads
     from ..runtime.service import Daemon
-    from ..store.client import StoreError
-    from ..store.embedded import EmbeddedError
+    from ..store.errors import EmbeddedError, StoreError
     from ..store.settings import SettingsError
     from ..telemetry.logs import configure
     from ..telemetry.streams import settle

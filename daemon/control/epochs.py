@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from ..config.model import DaemonConfig, Mode
 from ..engine.epoch import Epoch
 from ..engine.memory import EngineInfo, EngineMemory, prepare, release
-from ..store.client import Store, StoreError, StoreUnavailable
-from ..store.embedded import DISK_BUFFER_BYTES
+from ..store.client import Store
+from ..store.disk import DISK_BUFFER_BYTES
+from ..store.errors import StoreError, StoreUnavailable
 from ..store.namespaces import Namespaces
 from ..telemetry.counters import Counters
 from ..telemetry.events import Ending

@@ -19,7 +19,7 @@ from ...shmring.wire.records import GROUPS, ProtocolError
 from ..engine.epoch import Epoch
 from ..engine.memory import EngineMemory
 from ..engine.transfers import check_turns
-from ..store.client import StoreError
+from ..store.errors import StoreError
 from ..store.namespaces import NamespaceTaken
 from ..telemetry.events import Ending
 from .connections import MAX_PROCESSES, Connections

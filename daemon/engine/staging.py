@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from ...shmring.segment import Segment
 from ..config.sizes import size_text
-from ..store.client import Store, StoreError, StoreUnavailable
+from ..store.client import Store
+from ..store.errors import StoreError, StoreUnavailable
 
 _kept: list[Segment] = []  # memory that stays mapped until the process ends
 MAX_SLOTS = 1 << 22  # of an engine: what the daemon keeps of each adds up, and an engine may name blocks of one byte

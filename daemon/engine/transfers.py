@@ -16,8 +16,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from ...shmring.wire.attach import WorkerInfo
-from ..store.client import Medium, Store, StoreUnavailable
-from ..store.errors import ErrorClass
+from ..store.client import Medium, Store
+from ..store.errors import ErrorClass, StoreUnavailable
 from ..store.storage_nodes import Get
 from .staging import HostStaging
 

@@ -7,8 +7,10 @@ import threading
 import time
 
 from ..config.model import DaemonConfig
-from ..store.client import Store, StoreError, StoreUnavailable
-from ..store.embedded import DiskSpec, EmbeddedError, EmbeddedMaster
+from ..store.client import Store
+from ..store.disk import DiskSpec
+from ..store.embedded import EmbeddedMaster
+from ..store.errors import EmbeddedError, StoreError, StoreUnavailable
 from ..store.namespaces import Namespaces
 from ..store.settings import MooncakeSettings
 from ..telemetry.logs import Log

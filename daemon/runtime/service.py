@@ -14,8 +14,7 @@ from ..config.model import ConfigError, DaemonConfig
 from ..control.epochs import Epochs, Shared
 from ..control.listener import Listener
 from ..control.server import Control
-from ..store.client import StoreError
-from ..store.embedded import EmbeddedError
+from ..store.errors import EmbeddedError, StoreError
 from ..store.settings import SettingsError
 from ..telemetry.logs import Log, event_counts, finish, tick
 from ..telemetry.snapshot import Snapshot

@@ -1,8 +1,8 @@
-"""The addresses of a cluster, looked at before Mooncake sees them: some of them end the process or hold it up.
+"""Checks the addresses of a cluster before Mooncake sees them: some end the process or hold it up.
 
 Mooncake 0.3.13 ends the process (SIGABRT) for a metadata server of a kind that it was not built with, such as redis, or
-(SIGSEGV) with the protocol `rpc_only`.  An etcd that does not answer holds the interpreter's lock for five seconds, and
-for ten as a metadata server.
+(SIGSEGV) with the protocol `rpc_only`.  For an etcd that does not answer it holds the GIL for five seconds, ten for a
+metadata server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 
 def split(address: str) -> tuple[str, int] | None:
-    """Host and port of HOST:PORT or [IPV6]:PORT; None when it is neither."""
+    """Return host and port of HOST:PORT or [IPV6]:PORT; None for anything else."""
     match = _PLAIN.fullmatch(address)
     if match is None or not 1 <= int(match["port"]) <= 65535:
         return None
@@ -31,7 +31,7 @@ def split(address: str) -> tuple[str, int] | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host of this name is reached from this machine only."""
+    """Whether only this machine reaches a host of this name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -39,19 +39,19 @@ def is_loopback(host: str) -> bool:
 
 
 def elected(master: str) -> str | None:
-    """Through what the one that leads of several masters is found: etcd, redis or k8s. None for a master alone."""
+    """Return the service through which clients find the leader of several masters: etcd, redis or k8s; or None."""
     match = _HA.fullmatch(master)
     return match["kind"] if match is not None else None
 
 
 def endpoints(address: str) -> list[tuple[str, int] | None]:
-    """Host and port of each endpoint of an etcd, of which one is enough, or of another address. None: it is no such."""
+    """Return host and port of each endpoint (an etcd may have several, one suffices); None for another form."""
     several = re.split("[;,]", address.removeprefix(_ETCD)) if address.startswith(_ETCD) else [address]
     return [split(re.sub(r"^(?:https?|redis)://|/.*$", "", each)) for each in several]
 
 
 def wrong_master(address: str) -> str | None:
-    """What is wrong with a master's address."""
+    """Say what is wrong with a master's address; None: nothing."""
     kind = elected(address)
     if split(address) is not None or kind in ("redis", "k8s") or (kind == "etcd" and None not in endpoints(address)):
         return None
@@ -62,21 +62,21 @@ def wrong_master(address: str) -> str | None:
 
 
 def wrong_metadata(address: str) -> str | None:
-    """What is wrong with a metadata server's."""
+    """Say what is wrong with a metadata server's address; None: nothing."""
     if address == P2P or split(address) is not None or _METADATA.fullmatch(address):
         return None
     return f"must be {P2P}, http://HOST:PORT/metadata or etcd://HOST:PORT"
 
 
 def unreached(address: str, timeout_s: float) -> str | None:
-    """Why nothing listens there, of several at the last; None when something does, or when it is no host and port."""
+    """Say why nothing listens at the last endpoint; None when one does, or when the address has no host and port."""
     why = None
-    for place in endpoints(address):
-        if place is None:
+    for endpoint in endpoints(address):
+        if endpoint is None:
             return None
         try:
-            socket.create_connection(place, timeout_s).close()
-        except (OSError, ValueError) as error:  # the second: not a name
+            socket.create_connection(endpoint, timeout_s).close()
+        except (OSError, ValueError) as error:  # ValueError: not a name
             why = str(getattr(error, "strerror", None) or error)
         else:
             return None
@@ -84,10 +84,10 @@ def unreached(address: str, timeout_s: float) -> str | None:
 
 
 def own(master: str) -> str:
-    """This host's address in a packet to `master`, as the host of HOST:PORT; nothing is sent."""
-    for place in endpoints(master):
+    """Return this machine's address in a packet to `master`, as the host of HOST:PORT; sends nothing."""
+    for endpoint in endpoints(master):
         with contextlib.suppress(OSError, ValueError):
-            for family, kind, _, _, target in socket.getaddrinfo(*place, type=socket.SOCK_DGRAM) if place else ():
+            for family, kind, _, _, target in socket.getaddrinfo(*endpoint, type=socket.SOCK_DGRAM) if endpoint else ():
                 with socket.socket(family, kind) as probe:
                     probe.connect(target)
                     found = str(probe.getsockname()[0])
@@ -96,5 +96,5 @@ def own(master: str) -> str:
 
 
 def without_rdma(protocol: str) -> bool:
-    """Whether it needs an RDMA device and this machine has none: Mooncake then uses TCP, and says nothing."""
+    """Whether the protocol needs an RDMA device and this machine has none: Mooncake then silently uses TCP."""
     return protocol == "rdma" and not (_INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()))

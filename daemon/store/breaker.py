@@ -1,7 +1,4 @@
-"""The circuit breaker around the store: after a failure calls fail at once for a while, then one tries it again.
-
-The clock is handed in; any thread may call.
-"""
+"""The circuit breaker around the store: after a failure calls fail at once for a while, then one call tries again."""
 
 from __future__ import annotations
 
@@ -13,22 +10,24 @@ MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0
 
 
 class Attempt(NamedTuple):
-    """A call that may be made: how many had worked before it, and whether it is the one that tries an open breaker."""
+    """A call that may be made: how many calls had worked before it, and whether it tries an open breaker."""
 
     worked: int
     probe: bool
 
 
 class Breaker:
-    """Opens for MIN_PAUSE_S, for twice as long after each further failure in a row; closes with a call that worked."""
+    """Opens for MIN_PAUSE_S, twice as long after each further failure in a row; closes when a call works.
+
+    `clock`: seconds, monotonic. Any thread may call.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock`: seconds, monotonic."""
         self._clock = clock
         self._lock = threading.Lock()
         self._retry_at = 0.0
         self._pause_s = 0.0  # 0 while closed
-        self._worked = 0  # calls so far that did
+        self._worked = 0  # calls so far
         self._probing = False
 
     @property
@@ -37,16 +36,16 @@ class Breaker:
 
     @property
     def due(self) -> bool:
-        """Whether it is open, and time to try the store."""
+        """Whether the breaker is open, and time to try the store."""
         return not self.closed and not self._probing and self._clock() >= self._retry_at
 
     @property
     def wait_s(self) -> float:
-        """Until it is time."""
+        """Seconds until it is time to try."""
         return max(0.0, self._retry_at - self._clock())
 
     def begin(self) -> Attempt | None:
-        """A call may be made; end() follows. None while it may not."""
+        """Admit a call, which end() follows; None while the breaker admits none."""
         with self._lock:
             if self.closed:
                 return Attempt(self._worked, probe=False)
@@ -56,12 +55,12 @@ class Breaker:
             return Attempt(self._worked, probe=True)
 
     def end(self, attempt: Attempt) -> None:
-        """The call is over, whatever became of it."""
+        """Note that the call is over, whether it worked or not."""
         if attempt.probe:
             self._probing = False
 
     def worked(self) -> bool:
-        """A call worked; whether the breaker was open."""
+        """Close the breaker after a call that worked; return whether it was open."""
         with self._lock:
             was_open = not self.closed
             self._worked += 1
@@ -69,9 +68,9 @@ class Breaker:
         return was_open
 
     def failed(self, attempt: Attempt | None = None) -> float:
-        """A call failed as a whole, or hangs; for how many seconds the breaker is open now.
+        """Open the breaker after a call that failed as a whole, or hangs; return for how many seconds.
 
-        A call that hung for long says nothing of now where others worked since it began: that leaves it as it is.
+        A call that hung while others worked says nothing of now and changes nothing.
         """
         with self._lock:
             if attempt is None or attempt.worked == self._worked:

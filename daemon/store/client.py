@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .connection import Connection
-from .connection import StoreUnavailable as StoreUnavailable
-from .errors import ErrorClass, classify, classify_get
+from .errors import ErrorClass, StoreError, StoreUnavailable, classify, classify_get
 from .give_up import UNDER_WAY, Move, move
-from .joining import StoreError as StoreError
 from .recent_keys import RecentKeys
 from .removal import Removal, Removals
 from .replicas import ReplicaReader, void_what_moved

@@ -16,15 +16,12 @@ from typing import Any
 
 from . import addresses
 from .breaker import Attempt, Breaker
-from .joining import StoreError, join
+from .errors import StoreError, StoreUnavailable
+from .joining import join
 from .settings import MooncakeSettings
 
 _CLOSE_WAIT_S = 65.0  # a transfer whose peer died waits 60 s inside Mooncake, and nothing shortens it
 _abandoned: list[Any] = []  # clients that were never closed: their destructors would close them, and wait for it
-
-
-class StoreUnavailable(Exception):
-    """A whole call failed for a passing reason, the breaker is open, or the store is not open."""
 
 
 class Connection:

@@ -1,4 +1,4 @@
-"""The disk tier's folder: the daemon's user owns it, and nobody else may enter it, for values are made of prompts."""
+"""Opens the disk's folder: the daemon's user owns it, and nobody else may enter it, for values are made of prompts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def open_folder(path: Path, log: Any) -> int:
-    """A descriptor of the folder, made if it is missing and closed to other users. Raises SettingsError.
+    """Return a descriptor of the folder, made if it is missing and closed to other users. Raises SettingsError.
 
-    A missing parent is not made: it may be a mount that failed, and the tier would fill the file system below it.
-    A folder that others could write to is taken only while it is empty, for what lies in it may be theirs.
+    A missing parent stays missing: it may be a mount that failed, and values would fill the file system below it.
+    A folder that others could write to must be empty: its content may be theirs.
     """
     try:
         with contextlib.suppress(FileExistsError):
@@ -47,7 +47,7 @@ def _close_to_others(fd: int, path: Path, log: Any) -> None:
             f"disk: the folder belongs to another user: disk={str(path)!r} uid={found.st_uid} daemon_uid={os.geteuid()}"
             ": chown it to the daemon's user, or name a new folder in one that this user may write to"
         )
-    names = os.listdir(fd)  # raises where it cannot be read to its end, of which Mooncake's set-up says nothing
+    names = os.listdir(fd)  # raises for a folder that cannot be read to its end; Mooncake's set-up would not
     mode = stat.S_IMODE(found.st_mode)
     if not mode & _OTHERS and mode & stat.S_IRWXU == stat.S_IRWXU:
         return

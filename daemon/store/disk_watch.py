@@ -1,4 +1,4 @@
-"""Whether the disk tier's folder can still be written to: Mooncake drops what it cannot write, and tells nobody."""
+"""Watches whether the disk's folder can still be written to: Mooncake silently drops what it cannot write."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from pathlib import Path
 
 PERIOD_S = 5.0
 HUNG_S = 30.0
-# Mooncake removes its oldest values until 256 MiB of the file system are free (kMinFreeSpace in storage_backend.cpp),
-# and where others fill it all of them. Below three quarters of that it had nothing left to remove.
+# Mooncake removes its oldest values, at worst all, until 256 MiB of the file system are free (kMinFreeSpace in
+# storage_backend.cpp).  Below three quarters of that nothing was left to remove.
 MIN_FREE_BYTES = 256 << 20
 _LOW_BYTES = MIN_FREE_BYTES * 3 // 4
 _TRIAL = bytes(4096)
 
 
 def room_bytes(folder: Path, wanted: int, *, occupied: bool = True) -> int:
-    """What a tier in this folder may take of its file system. Where that is less than `wanted`, what one that is there
-    has taken already counts, too; its daemon may remove some of it meanwhile.
+    """Return how many bytes of its file system values in this folder may take.
+
+    Where less than `wanted` is free, what the folder's values take already (`occupied`) counts too; a daemon that uses
+    the folder may remove some of them meanwhile.
     """
     room = shutil.disk_usage(folder).free - MIN_FREE_BYTES
     if room < wanted and occupied:
@@ -33,29 +35,29 @@ def room_bytes(folder: Path, wanted: int, *, occupied: bool = True) -> int:
 
 
 class DiskWatch:
-    """Tries it every PERIOD_S, on a thread of its own: a disk that fails may keep its callers for ever."""
+    """Probes the folder every PERIOD_S, on a thread of its own: a disk that fails may never return a call."""
 
     def __init__(self, path: Path, fd: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`fd` is the folder that the tier was opened in. `clock`: seconds, monotonic."""
+        """`fd` is the folder that the store was opened with. `clock`: seconds, monotonic."""
         self._path, self._fd, self._clock = path, os.dup(fd), clock
+        self.free_bytes: int | None = None  # of its file system, at the last probe
         self._found = ""
-        self.free_bytes: int | None = None  # of its file system, when it was last looked at
-        self._synced_ns = 0  # the folder's time of change when what was written to it last reached the disk
-        self._began: float | None = None
+        self._synced_ns = 0  # the folder's time of change at the last write that reached the disk
+        self._began: float | None = None  # when the running probe began
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="disk-watch", daemon=True)
         self._thread.start()
 
     @property
     def fault(self) -> str:
-        """What is wrong and what to do, in one line; empty while all is well. From any thread."""
+        """What is wrong and what to do, in one line; empty while all is well. Any thread may ask."""
         began = self._began
         if began is not None and self._clock() - began > HUNG_S:
             return self._line(f"no answer for {HUNG_S:.0f} s", "look at the kernel's log")
         return self._found
 
     def close(self) -> None:
-        """A thread that hangs in the kernel is left to the end of the process."""
+        """Stop the thread. One that hangs in the kernel stays until the process ends."""
         self._stop.set()
         self._thread.join(1.0)
 
@@ -68,7 +70,7 @@ class DiskWatch:
         os.close(self._fd)
 
     def probe(self) -> str:
-        """Try it now: `fault`'s line, or nothing."""
+        """Try the folder now; return a line as `fault` does."""
         try:
             here = os.stat(self._path)
             if not os.path.samestat(here, os.fstat(self._fd)):
@@ -76,9 +78,8 @@ class DiskWatch:
             space = os.statvfs(self._path)
             self.free_bytes = free = space.f_bavail * space.f_frsize
             if free < _LOW_BYTES:
-                return self._line(
-                    f"free={free >> 20} MiB min={MIN_FREE_BYTES >> 20} MiB", "make room, or choose a smaller size"
-                )
+                bounds = f"free={free >> 20} MiB min={MIN_FREE_BYTES >> 20} MiB"
+                return self._line(bounds, "make room, or choose a smaller size")
             self._write(here.st_mtime_ns)
         except FileNotFoundError:
             return self._line("the folder is gone", "restart the daemon")
@@ -87,7 +88,7 @@ class DiskWatch:
         return ""
 
     def _write(self, changed_ns: int) -> None:
-        """A file without a name, so that nobody finds it. To the disk only when the tier has written since."""
+        """Write a file without a name, which nobody finds; sync it only when Mooncake has written since."""
         try:
             fd = os.open(self._path, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         except OSError as error:

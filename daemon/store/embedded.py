@@ -1,23 +1,21 @@
 """The private Mooncake master, and the settings of a store beside it, for a daemon with no cluster configured.
 
-The daemon itself owns the DRAM segment and the disk tier (Mooncake's bucket backend, which finds its data again after
-a restart; the offset-allocator backend does not). One value per bucket: a partly filled bucket is never written, so
-with more the last values put would never reach the disk, and eviction and removal would act on strangers in the same
-bucket.
+The daemon itself holds the DRAM segment and the disk (Mooncake's bucket backend, which finds its data again after a
+restart; the offset-allocator backend does not).  A bucket has one value: Mooncake never writes a partly filled one, so
+with more the last values put would never reach the disk, and eviction and removal would take strangers with them.
 
-What survives what: a value is on disk after the first tier heartbeat (1 s) that finds it complete, plus the time to
-write it. A clean stop that calls `Store.flush` first loses nothing; a SIGKILL of the daemon loses what was put in
-about the last two heartbeats, and everything before is found, because the tier is scanned inside `Store.open`, which
-returns afterwards. The tier does not fsync: a power failure can lose what the kernel had not written back.
+A value is on disk after the first heartbeat of the disk (1 s) that finds it complete, plus the time to write it.  A
+clean stop that calls `Store.flush` first loses nothing; a SIGKILL of the daemon loses the puts of about the last two
+heartbeats.  `Store.open` finds everything older.  Mooncake does not fsync: a power failure can lose what the kernel had
+not written back.
 
-While memory is full of values not yet on disk, puts answer NO_SPACE; a value that waits for the disk is never
-evicted. Room returns about three seconds later (heartbeat, then the lease that writing to disk takes on each value).
+While memory is full of values not yet on disk, puts answer NO_SPACE; a value that waits for the disk is never evicted.
+Room returns about three seconds later (heartbeat, then the lease that writing to disk takes on each value).
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import importlib.util
 import os
 import re
@@ -27,32 +25,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from ...shmring.wire.checks import shown
-from ..config.sizes import parse_size
 from . import loopback
-from .disk_folder import open_folder
-from .disk_watch import MIN_FREE_BYTES, DiskWatch, room_bytes
-from .errors import LIBRARIES
+from .disk import Disk, DiskSpec
+from .disk_watch import MIN_FREE_BYTES
+from .errors import LIBRARIES, EmbeddedError
 from .fill import FillWatch, StoreFill
 from .settings import MooncakeSettings, SettingsError
 
-MAX_DISK_BYTES = 1 << 50
-MIN_MEMORY_BYTES = 16 << 20  # one allocation unit of Mooncake's segment; 8 MiB is refused at set-up
-DISK_BUFFER_BYTES = 256 << 20  # of the disk tier: all that is read from it at a time goes through
-DISK_LEASE_MS = 2000
+_UNIT_BYTES = 16 << 20  # one allocation unit of Mooncake's segment; set-up refuses 8 MiB
+_DISK_LEASE_MS = 2000
 _START_TIMEOUT_S = 10.0
 _ATTEMPTS = 5
 _SAID_CHARACTERS = 200
 _WRONG = re.compile(r"^[EF]\d{4} |what\(\):|fatal error:")  # glog's levels, C++'s and Go's last words
 
 # Runs in the child and then becomes the master: the death signal outlives execve. A parent that died before the prctl
-# would never send it, so the parent's pid is compared afterwards. PR_SET_PDEATHSIG is 1 (linux/prctl.h). Not a
+# would never send it, so the child compares the parent's pid afterwards. PR_SET_PDEATHSIG is 1 (linux/prctl.h). Not a
 # preexec_fn: that runs Python between fork and exec, which can deadlock in a process with threads. A process group of
-# its own, because Ctrl-C is for us: without its master the tier writes nothing any more.
+# its own, because Ctrl-C is for us: without its master the store writes nothing to disk any more.
 _LAUNCH = (
     "import ctypes,os,sys;os.setpgid(0,0);ctypes.CDLL(None).prctl(1,9,0,0,0);"
     "os.getppid()==int(sys.argv[1]) or os._exit(1);"
@@ -60,59 +53,31 @@ _LAUNCH = (
 )
 
 
-class EmbeddedError(Exception):
-    """The private master cannot be started; one line."""
-
-
-@dataclass(frozen=True)
-class DiskSpec:
-    """A directory for the disk tier and the bytes it may take; None is no bound of its own."""
-
-    path: Path
-    size_bytes: int | None
-
-    @classmethod
-    def parse(cls, text: str) -> DiskSpec:
-        """From "DIR" or "DIR:SIZE", such as /var/x:20GiB. The directory must be absolute. Raises SettingsError."""
-        head, colon, tail = text.rpartition(":")
-        if not colon or "/" in tail:
-            head, tail = text, ""
-        size = None
-        if colon and head != text:
-            try:
-                size = parse_size(tail)
-            except ValueError as error:
-                raise SettingsError(f"disk: {error}: disk={shown(text)}") from None
-            if not MIN_MEMORY_BYTES <= size <= MAX_DISK_BYTES:
-                raise SettingsError(f"disk: size should be 16MiB to 1024TiB: disk={shown(text)}")
-        if not head.startswith("/") or ".." in Path(head).parts or "\0" in head:
-            raise SettingsError(f"disk: directory should be absolute, without '..' and zeros: disk={shown(text)}")
-        return cls(Path(head), size)
-
-
 class EmbeddedMaster:
     """A `mooncake_master` process on loopback that dies with this process, even by SIGKILL.
 
-    `memory_bytes` is the DRAM segment the store in this process will own (raised to whole units of 16 MiB); a start
-    is given up when `stopping`. With `anywhere` it starts also where other machines could reach it (loopback.py).
+    `memory_bytes` is the DRAM segment of the store in this process (raised to whole units of 16 MiB).  `stopping` ends
+    a start.  With `anywhere` the master starts also where other machines could reach the store (loopback.py).
     """
 
     def __init__(
-        self, memory_bytes: int, disk: DiskSpec | None, log: Any, *, master_port: int | None = None,
+        self,
+        memory_bytes: int,
+        disk: DiskSpec | None,
+        log: Any,
+        *,
+        master_port: int | None = None,
         stopping: Callable[[], bool] = lambda: False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.anywhere = False
-        self._memory_bytes = -(-max(memory_bytes, 1) // MIN_MEMORY_BYTES) * MIN_MEMORY_BYTES
-        self._disk = disk
+        self._memory_bytes = -(-max(memory_bytes, 1) // _UNIT_BYTES) * _UNIT_BYTES
+        self._disk = Disk(disk, log) if disk is not None else None
         self._log = log
         self._port = master_port
         self._stopping = stopping
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
-        self._disk_fd = -1  # its folder, locked
-        self._watch: DiskWatch | None = None
         self._fill: FillWatch | None = None
-        self._failing = False  # what the log knows of it
         self.http = ""  # host:port of its HTTP interface, once it was started
         self._said = self._wrong = ""  # its last line, and the first that tells of something wrong
 
@@ -122,41 +87,37 @@ class EmbeddedMaster:
         return self._process.pid if self._process else None
 
     def alive(self) -> bool:
-        """Whether the master runs."""
         return self._process is not None and self._process.poll() is None
 
     def disk_fault(self) -> str:
-        """Why nothing can be kept on disk, in one line; empty when it can, and without a disk tier."""
-        return self._watch.fault if self._watch is not None else ""
+        """Say why nothing can be kept on disk, in one line; empty when it can, and without a disk."""
+        return self._disk.fault if self._disk is not None else ""
 
     def fill(self) -> StoreFill | None:
-        """How full the store is, a few seconds ago at most; None while its master does not say it."""
+        """Return how full the store was at most a few seconds ago; None while its master does not say it."""
         now = self._fill.now if self._fill is not None else None
-        if now is None or self._watch is None or self._watch.free_bytes is None:
+        watch = self._disk.watch if self._disk is not None else None
+        if now is None or watch is None or watch.free_bytes is None:
             return now
-        # The bound that the tier was given, or Mooncake's own of 2 TiB, may be beyond what the file system has.
-        room = now.disk_used_bytes + max(0, self._watch.free_bytes - MIN_FREE_BYTES)
+        # The configured bound, or Mooncake's own of 2 TiB, may be beyond what the file system has.
+        room = now.disk_used_bytes + max(0, watch.free_bytes - MIN_FREE_BYTES)
         return now.model_copy(update={"disk_bytes": min(now.disk_bytes, room)})
 
     def fill_earlier(self) -> StoreFill | None:
-        """How full it was five minutes ago, or at the start."""
+        """Return how full the store was five minutes ago, or at the start."""
         return self._fill.earlier if self._fill is not None else None
 
     def tick(self) -> None:
-        """Called a few times a second: the log is told when the disk tier fails, and when it is well again."""
-        if bool(fault := self.disk_fault()) != self._failing:
-            self._failing = not self._failing
-            if fault:
-                self._log.warning("disk.failing", error=fault)
-            else:
-                self._log.info("disk.recovered")
+        """Called a few times a second."""
+        if self._disk is not None:
+            self._disk.tick()
 
     def start(self) -> MooncakeSettings:
-        """Start the master and wait until it answers; the settings for one Store in this process.
+        """Start the master and wait until it answers; return the settings for one Store in this process.
 
-        Call it on the main thread: the kernel sends the death signal when the *thread* that forked ends. It sets
-        MOONCAKE_* and MC_* variables of this process, which Mooncake reads when it is loaded, so call it before any
-        Store.open. Raises EmbeddedError, also when it was told to stop meanwhile, and SettingsError.
+        Call it on the main thread: the kernel sends the death signal when the *thread* that forked ends. Call it before
+        any Store.open: it sets MOONCAKE_* and MC_* variables, which Mooncake reads when it is loaded. Raises
+        EmbeddedError, also when `stopping` says so meanwhile, and SettingsError.
         """
         if threading.current_thread() is not threading.main_thread():
             raise EmbeddedError("the private master must be started on the main thread: it would die with this one")
@@ -164,7 +125,10 @@ class EmbeddedMaster:
             raise EmbeddedError("the private master was already started")
         if not self.anywhere:
             _check_confined()
-        self._set_environment()
+        os.environ["MC_TCP_BIND_ADDRESS"] = "127.0.0.1"
+        if self._disk is not None:
+            self._disk.open()
+            os.environ.update(self._disk.environment())
         binary = _binary()
         for attempt in range(_ATTEMPTS):
             port = self._port or _free_port()
@@ -179,7 +143,7 @@ class EmbeddedMaster:
                 self._log.info("master.started", pid=self.pid, port=port, memory_bytes=self._memory_bytes)
                 self._fill = FillWatch(self.http)
                 if self._disk is not None:
-                    self._watch = DiskWatch(self._disk.path, self._disk_fd)
+                    self._disk.start_watch()
                 return self._settings(port)
             self._log.debug("master.retried", port=port, attempt=attempt)
             self._end()
@@ -195,9 +159,8 @@ class EmbeddedMaster:
         self._end()
         if self._fill is not None:
             self._fill.close()
-        if self._watch is not None:
-            self._watch.close()
-        self._release_disk()
+        if self._disk is not None:
+            self._disk.close()
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -210,75 +173,24 @@ class EmbeddedMaster:
             self._reader.join(1.0)
         self._log.info("master.stopped", pid=process.pid, **by_itself)
 
-    def _set_environment(self) -> None:
-        os.environ["MC_TCP_BIND_ADDRESS"] = "127.0.0.1"
-        if self._disk is None:
-            return
-        self._disk_fd = open_folder(self._disk.path, self._log)
-        try:
-            if not os.access(self._disk.path, os.R_OK | os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, "it must be readable and writable")
-            self._claim_disk()
-            size = self._disk.size_bytes or 0
-            room = room_bytes(self._disk.path, size)
-        except OSError as error:
-            raise SettingsError(f"disk: cannot be used: {error.strerror}: disk={str(self._disk.path)!r}") from None
-        if room < size:
-            self._log.warning("disk.small", disk_bytes=size, room_bytes=room)
-        tier = {
-            "STORAGE_BACKEND_DESCRIPTOR": "bucket_storage_backend",
-            "BUCKET_KEYS_LIMIT": "1",
-            "BUCKET_EVICTION_POLICY": "lru",
-            "HEARTBEAT_INTERVAL_SECONDS": "1",
-            "LOCAL_BUFFER_SIZE_BYTES": str(DISK_BUFFER_BYTES),
-        }
-        if self._disk.size_bytes:
-            # MAX_TOTAL_SIZE counts values and makes the tier evict from 90 % down to 80 %; MAX_PHYSICAL_BYTES counts
-            # the blocks the files really take (each value also has a .meta file), and a write above it evicts first.
-            # It looks at the files twice a second, and what is written in between comes on top: hence the margin.
-            tier["BUCKET_MAX_TOTAL_SIZE"] = tier["TOTAL_SIZE_LIMIT_BYTES"] = str(self._disk.size_bytes)
-            tier["BUCKET_MAX_PHYSICAL_BYTES"] = str(self._disk.size_bytes * 9 // 10)
-        for name, value in tier.items():
-            os.environ["MOONCAKE_OFFLOAD_" + name] = value
-
-    def _claim_disk(self) -> None:
-        """Until `stop`, or the end of this process: two owners of one folder would write over each other's files."""
-        assert self._disk is not None
-        try:
-            fcntl.flock(self._disk_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._release_disk()
-            raise EmbeddedError(f"disk: another daemon uses it: disk={str(self._disk.path)!r}") from None
-
-    def _release_disk(self) -> None:
-        if self._disk_fd >= 0:
-            os.close(self._disk_fd)
-            self._disk_fd = -1
-
     def _spawn(self, binary: str, port: int) -> None:
+        self.http = f"127.0.0.1:{(metrics_port := _free_port())}"
         command = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), binary]
         command += ["--rpc_address=127.0.0.1", f"--rpc_port={port}", "--rpc_thread_num=4"]
-        metrics_port = _free_port()
-        self.http = f"127.0.0.1:{metrics_port}"
         command += ["--metrics_host=127.0.0.1", f"--metrics_port={metrics_port}", "--logtostderr"]
-        if self._disk:
+        if self._disk is not None:
             # Writing a value to disk takes a lease on it, and memory under lease cannot be reused: the default of 10 s
             # would let the segment turn over only once in 11 s.
-            command += ["--enable_offload=true", f"--default_kv_lease_ttl={DISK_LEASE_MS}"]
+            command += ["--enable_offload=true", f"--default_kv_lease_ttl={_DISK_LEASE_MS}"]
+        pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
         assert self._process.stdout is not None
-        reader = threading.Thread(
+        self._reader = threading.Thread(
             target=self._read, args=(self._process.stdout,), name="kvprefetch-master-log", daemon=True
         )
-        reader.start()
-        self._reader = reader
+        self._reader.start()
 
     def _read(self, stream: IO[str]) -> None:
         with stream:

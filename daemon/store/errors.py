@@ -1,4 +1,4 @@
-"""What a Mooncake result code means for one key: the one table of codes."""
+"""The store's errors: the exceptions, and the one table of what a Mooncake result code means for a key."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ from .give_up import UNDER_WAY
 LIBRARIES = "on Debian install libibverbs1 libcurl4 libnuma1"  # what Mooncake's own need
 
 
+class StoreError(Exception):
+    """The store cannot be opened, or a buffer cannot be registered; one line."""
+
+
+class StoreUnavailable(Exception):
+    """A whole call failed for a passing reason, the breaker is open, or the store is not open."""
+
+
+class EmbeddedError(Exception):
+    """The private master cannot be started; one line."""
+
+
 class ErrorClass(enum.Enum):
     """What the caller should make of one key's result."""
 
@@ -19,13 +31,13 @@ class ErrorClass(enum.Enum):
     RETRY = "retry"
     LOOKUP_AGAIN = "lookup_again"
     TRANSIENT = "transient"
-    TRANSFER = "transfer"  # the owner of these bytes does not deliver; says nothing of other owners, or of the master
+    TRANSFER = "transfer"  # this storage node does not deliver; says nothing of others, or of the master
     UNDER_WAY = "under_way"  # as TRANSFER, and Mooncake may still use the memory: nobody may use it again (give_up.py)
     CORRUPT = "corrupt"
     BUG = "bug"
     NO_SPACE = "no_space"
     WRITE = "write"
-    FOREIGN = "foreign"  # an object of another size lies under our key; no Mooncake code says so, `get_into` finds out
+    FOREIGN = "foreign"  # an object of another size lies under our key; no Mooncake code says so, `classify_get` does
 
 
 _CLASSES: dict[int, ErrorClass] = {
@@ -47,16 +59,16 @@ _CLASSES: dict[int, ErrorClass] = {
 
 
 def classify(code: int) -> ErrorClass:
-    """Class of a Mooncake result code (mooncake-store `types.h`): zero or more is OK, unlisted negatives TRANSIENT."""
-    if -1400 < code <= -1100:  # files, buckets, offload: one owner's disk
+    """Return the class of a Mooncake code (mooncake-store `types.h`): 0 and above is OK, unknown ones TRANSIENT."""
+    if -1400 < code <= -1100:  # files, buckets, offload: the disk of one storage node
         return ErrorClass.TRANSFER
     return ErrorClass.OK if code >= 0 else _CLASSES.get(code, ErrorClass.TRANSIENT)
 
 
 def classify_get(client: Any, keys: Sequence[str], sizes: Sequence[int], codes: Sequence[int]) -> list[ErrorClass]:
-    """Classes of a get call's codes, which are the bytes that arrived where they are not negative.
+    """Return the classes of a get's codes; a code of 0 or more is the number of bytes that arrived.
 
-    Mooncake answers a wrong size with -600 or -800, and a disk tier that hangs with -901, all of which also mean other
+    Mooncake answers a wrong size with -600 or -800, and a disk that hangs with -901, all of which also mean other
     things; one `get_size` tells them apart.
     """
     results = []
@@ -65,7 +77,7 @@ def classify_get(client: Any, keys: Sequence[str], sizes: Sequence[int], codes: 
         result = classify(code)
         if code >= 0 and code != size:
             result = ErrorClass.FOREIGN
-        elif code in (-600, -800, -900, -901):  # the last two come from the owner of a disk tier as well
+        elif code in (-600, -800, -900, -901):  # the last two come from a disk as well
             actual = client.get_size(key) if ask else -1
             # A master that is away answers each question after its timeout: one such answer is enough.
             ask = ask and classify(actual) is not ErrorClass.TRANSIENT

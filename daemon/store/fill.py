@@ -1,4 +1,4 @@
-"""How full a Mooncake store is, as its master's own metrics page says it; not known where that cannot be had."""
+"""How full a Mooncake store is, from its master's own metrics page; None where the master does not say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import http.client
 import re
 import threading
 import time
-from collections.abc import Callable
 
 from pydantic import BaseModel, ConfigDict
 
@@ -17,7 +16,7 @@ STALE_S = 10.0  # an older answer says nothing of now
 LATELY_S = 300.0
 MAX_PAGE_BYTES = 8 << 20  # 26 kB, and half a kilobyte for each segment of a cluster
 _LINE = re.compile(rb"^(master_\w+) (\d{1,18})$", re.MULTILINE)
-_NAMES = {
+NAMES = {
     "memory_used_bytes": b"master_allocated_bytes",
     "memory_bytes": b"master_total_capacity_bytes",
     "memory_evicted_bytes": b"master_evicted_size_bytes",
@@ -44,9 +43,6 @@ class StoreFill(BaseModel):
     disk_evictions: int = 0
 
 
-EMPTY = StoreFill()
-
-
 def read(master: str, timeout_s: float = TIMEOUT_S) -> StoreFill | None:
     """Ask the HTTP interface at `master` (host:port). None when it does not answer, or says something else."""
     try:
@@ -59,36 +55,50 @@ def read(master: str, timeout_s: float = TIMEOUT_S) -> StoreFill | None:
 
 
 def parse(page: bytes) -> StoreFill | None:
-    """None unless each of the numbers is there."""
+    """Return the numbers of a metrics page; None unless all are there."""
     found = dict(_LINE.findall(page))
-    if not found.keys() >= set(_NAMES.values()):
+    if not found.keys() >= set(NAMES.values()):
         return None
-    return StoreFill(**{name: int(found[theirs]) for name, theirs in _NAMES.items()})
+    return StoreFill(**{name: int(found[theirs]) for name, theirs in NAMES.items()})
+
+
+class FillHistory:
+    """The answers of a master's last LATELY_S, since it started at `now_s`. One thread adds, any thread may ask."""
+
+    def __init__(self, now_s: float) -> None:
+        self._answers: tuple[tuple[float, StoreFill], ...] = ((now_s, StoreFill()),)  # the newest last
+
+    def add(self, fill: StoreFill, now_s: float) -> None:
+        self._answers = (*(each for each in self._answers if now_s - each[0] <= LATELY_S), (now_s, fill))
+
+    def latest(self, now_s: float) -> StoreFill | None:
+        """The last answer; None when it is old, or names no memory: the store has not joined yet."""
+        at_s, fill = self._answers[-1]
+        return fill if fill.memory_bytes and now_s - at_s <= STALE_S else None
+
+    @property
+    def earlier(self) -> StoreFill:
+        """The answer of five minutes ago, or of the start."""
+        return self._answers[0][1]
 
 
 class FillWatch:
-    """Asks a master that has just started every PERIOD_S, on a thread of its own: one that hangs keeps nobody else."""
+    """Asks a master that has just started every PERIOD_S, on a thread of its own: one that hangs blocks nobody."""
 
-    def __init__(self, master: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: seconds, monotonic."""
-        self._master, self._clock = master, clock
-        # Those of the last LATELY_S, the newest last.
-        self._answers: tuple[tuple[float, StoreFill], ...] = ((clock(), EMPTY),)
+    def __init__(self, master: str) -> None:
+        self._master = master
+        self._history = FillHistory(time.monotonic())
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-fill", daemon=True)
         self._thread.start()
 
     @property
     def now(self) -> StoreFill | None:
-        """What it said last; None when that is long ago, or without memory: its owner is still on its way. From any
-        thread, as `earlier`."""
-        at, fill = self._answers[-1]
-        return fill if fill.memory_bytes and self._clock() - at <= STALE_S else None
+        return self._history.latest(time.monotonic())
 
     @property
     def earlier(self) -> StoreFill:
-        """What it said five minutes ago, or at its start."""
-        return self._answers[0][1]
+        return self._history.earlier
 
     def close(self) -> None:
         self._stop.set()
@@ -97,6 +107,5 @@ class FillWatch:
     def _run(self) -> None:
         while not self._stop.is_set():
             if (fill := read(self._master)) is not None:
-                now = self._clock()
-                self._answers = (*(each for each in self._answers if now - each[0] <= LATELY_S), (now, fill))
+                self._history.add(fill, time.monotonic())
             self._stop.wait(PERIOD_S)

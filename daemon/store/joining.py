@@ -6,14 +6,10 @@ import os
 from typing import Any
 
 from . import addresses, loopback
-from .errors import LIBRARIES
+from .errors import LIBRARIES, StoreError
 from .settings import MooncakeSettings
 
 LOCAL_BUFFER_BYTES = 16 << 20  # Mooncake's own default; the zero-copy calls made here do not use it
-
-
-class StoreError(Exception):
-    """The store cannot be opened, or a buffer cannot be registered; one line."""
 
 
 def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int, log: Any) -> Any:

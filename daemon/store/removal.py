@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from .connection import StoreUnavailable
+from .errors import StoreUnavailable
 from .namespaces import name_of
 from .recent_keys import RecentKeys
 

@@ -14,9 +14,9 @@ import uuid
 
 import structlog
 
-from .client import Store, StoreError, StoreUnavailable
-from .embedded import EmbeddedError, EmbeddedMaster
-from .errors import ErrorClass
+from .client import Store
+from .embedded import EmbeddedMaster
+from .errors import EmbeddedError, ErrorClass, StoreError, StoreUnavailable
 from .settings import MooncakeSettings, SettingsError
 
 SIZE = 4096

@@ -19,7 +19,8 @@ import structlog
 from kvprefetch.daemon.config.model import ConfigError, load
 from kvprefetch.daemon.control import access, listener
 from kvprefetch.daemon.control.listener import listen, take_away
-from kvprefetch.daemon.store.embedded import DiskSpec, EmbeddedMaster
+from kvprefetch.daemon.store.disk import DiskSpec
+from kvprefetch.daemon.store.embedded import EmbeddedMaster
 
 NOBODY = 65534
 

@@ -17,7 +17,7 @@ from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.control.group import INCOMPLETE_NS
 from kvprefetch.daemon.control.listener import listen
 from kvprefetch.daemon.control.server import Control
-from kvprefetch.daemon.store.client import StoreError
+from kvprefetch.daemon.store.errors import StoreError
 from kvprefetch.daemon.store.namespaces import Namespaces
 from kvprefetch.shmring.wire.attach import Notice, Refused
 from kvprefetch.shmring.wire.codec import receive_message, send_message

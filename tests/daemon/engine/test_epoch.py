@@ -14,7 +14,7 @@ from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
 from kvprefetch.daemon.planning.planner import Key, Lane
-from kvprefetch.daemon.store.client import StoreError
+from kvprefetch.daemon.store.errors import StoreError
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.work.calls import Call, Kind
 from kvprefetch.shmring.flags import FlagTable, pack

@@ -13,8 +13,7 @@ import pytest
 from kvprefetch.daemon.engine import transfers
 from kvprefetch.daemon.engine.staging import HostStaging
 from kvprefetch.daemon.engine.transfers import Found, RankLayout
-from kvprefetch.daemon.store.client import StoreUnavailable
-from kvprefetch.daemon.store.errors import ErrorClass
+from kvprefetch.daemon.store.errors import ErrorClass, StoreUnavailable
 from kvprefetch.daemon.store.storage_nodes import Get
 from kvprefetch.shmring.wire.attach import WorkerInfo
 

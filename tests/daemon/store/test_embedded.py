@@ -18,7 +18,9 @@ import structlog
 from structlog.testing import capture_logs
 
 from kvprefetch.daemon.store import embedded
-from kvprefetch.daemon.store.embedded import DiskSpec, EmbeddedError, EmbeddedMaster
+from kvprefetch.daemon.store.disk import DiskSpec
+from kvprefetch.daemon.store.embedded import EmbeddedMaster
+from kvprefetch.daemon.store.errors import EmbeddedError
 from kvprefetch.daemon.store.settings import SettingsError
 from tests.support.waiting import eventually
 
@@ -29,8 +31,10 @@ DAEMON = """
 import ctypes, mmap, os, sys, time
 import structlog
 from pathlib import Path
-from kvprefetch.daemon.store.embedded import DiskSpec, EmbeddedMaster
-from kvprefetch.daemon.store.client import Store, StoreUnavailable
+from kvprefetch.daemon.store.disk import DiskSpec
+from kvprefetch.daemon.store.embedded import EmbeddedMaster
+from kvprefetch.daemon.store.client import Store
+from kvprefetch.daemon.store.errors import StoreUnavailable
 from kvprefetch.daemon.store.errors import ErrorClass
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 log = structlog.get_logger()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.daemon.store import fill
-from kvprefetch.daemon.store.fill import FillWatch, StoreFill, parse, read
+from kvprefetch.daemon.store.fill import FillHistory, StoreFill, parse, read
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import stored
 from tests.daemon.telemetry.test_metrics import scrape, value
@@ -26,7 +26,7 @@ from tests.support.auditor import ask_daemon
 from tests.support.waiting import eventually
 
 MIB = 1 << 20
-PAGE = b"".join(name + b" 7\n" for name in fill._NAMES.values())
+PAGE = b"".join(name + b" 7\n" for name in fill.NAMES.values())
 SEVEN = StoreFill(
     memory_used_bytes=7, memory_bytes=7, memory_evicted_bytes=7, disk_used_bytes=7, disk_bytes=7, disk_evictions=7
 )
@@ -195,29 +195,13 @@ def test_the_page_is_understood_and_silence_ends(monkeypatch: pytest.MonkeyPatch
     assert read("\x00:1") is None
 
 
-def test_a_watch_remembers_five_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    at, said = 0.0, list[StoreFill | None]()
-    for count in (1, 2, 3):
-        said += [SEVEN.model_copy(update={"memory_evicted_bytes": count})]
-    looked = threading.Semaphore(0)
-    heard = threading.Semaphore(0)
-
-    def ask(_: str) -> StoreFill | None:
-        looked.acquire()
-        heard.release()
-        return said.pop(0) if said else None
-
-    monkeypatch.setattr(fill, "read", ask)
-    monkeypatch.setattr(fill, "PERIOD_S", 0.001)
-    watch = FillWatch("", lambda: at)
-    assert (watch.now, watch.earlier) == (None, fill.EMPTY)
-    for at, first in ((100.0, 0), (250.0, 0), (450.0, 2)):
-        looked.release()
-        count = eventually(lambda at=at: watch._answers[-1][0] == at and watch.now, what="it")
-        assert watch.earlier.memory_evicted_bytes == first
-    assert count.memory_evicted_bytes == 3
-    at += fill.STALE_S + 1
-    assert watch.now is None
-    watch._stop.set()
-    looked.release(2)
-    watch.close()
+def test_the_history_is_five_minutes_long_and_says_nothing_when_it_is_old() -> None:
+    history = FillHistory(0.0)
+    assert (history.latest(0.0), history.earlier) == (None, StoreFill())
+    for count, (now_s, first) in enumerate(((100.0, 0), (250.0, 0), (450.0, 2)), 1):
+        history.add(SEVEN.model_copy(update={"memory_evicted_bytes": count}), now_s)
+        assert history.earlier.memory_evicted_bytes == first
+    latest = history.latest(450.0 + fill.STALE_S)
+    assert latest is not None
+    assert latest.memory_evicted_bytes == 3
+    assert history.latest(451.0 + fill.STALE_S) is None

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import structlog
 
-from kvprefetch.daemon.store.client import Store, StoreError, StoreUnavailable
-from kvprefetch.daemon.store.errors import ErrorClass, classify
+from kvprefetch.daemon.store.client import Store
+from kvprefetch.daemon.store.errors import ErrorClass, StoreError, StoreUnavailable, classify
 from kvprefetch.daemon.store.settings import MooncakeSettings
 from kvprefetch.daemon.store.storage_nodes import PAUSE_S
 from tests.support.waiting import eventually
