@@ -1,4 +1,4 @@
-"""Configuration: where each value comes from, what is refused, and what a reload takes over."""
+"""Configuration: the source of each value, refused values, and the keys that a reload changes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def test_flags_win_over_environment_over_file_over_default(tmp_path: Path) -> No
     config, origin = effective.config, effective.origin
     assert (config.staging, config.chunk, config.max_engines, config.spin_us) == (3 << 30, 2 << 20, 3, 50)
     assert config.allow_uids == (7, 8)
+    file = str(tmp_path / "kvprefetchd.toml")
     assert [origin[key] for key in ("staging", "chunk", "max_engines", "spin_us")] == [
-        "--staging", "$KVPREFETCHD_CHUNK", str(tmp_path / "kvprefetchd.toml"), "default",
-    ]  # fmt: skip
+        *("--staging", "$KVPREFETCHD_CHUNK", file, "default")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -84,10 +85,9 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
 
 
 def check_config(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvprefetch.daemon", "check-config", *arguments],
-        capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environ},
-    )  # fmt: skip
+    command = [sys.executable, "-m", "kvprefetch.daemon", "check-config", *arguments]
+    env = {**os.environ, **environ}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
 
 
 def test_check_config_prints_what_it_reads_back_as_the_same(tmp_path: Path) -> None:
@@ -109,12 +109,17 @@ def test_check_config_prints_what_it_reads_back_as_the_same(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [(["--disk", "relative"], "relative"), (["--mooncake-config", "/nonexistent.json"], "/nonexistent.json"),
-     (["--disk", "/x:" + "9" * 400 + "GiB"], "disk"), (["--socket-group", "nobody-has-this"], "nobody-has-this"),
-     (["--memory", "4TiB"], "more than this machine has"), (["--staging", "4TiB"], "more than this machine has"),
-     (["--save-share", "-1"], "save_share='-1'\n"),
-     (["--stagging", "1GiB"], "did you mean --staging?")],
-)  # fmt: skip
+    [
+        (["--disk", "relative"], "relative"),
+        (["--mooncake-config", "/nonexistent.json"], "/nonexistent.json"),
+        (["--disk", "/x:" + "9" * 400 + "GiB"], "disk"),
+        (["--socket-group", "nobody-has-this"], "nobody-has-this"),
+        (["--memory", "4TiB"], "more than this machine has"),
+        (["--staging", "4TiB"], "more than this machine has"),
+        (["--save-share", "-1"], "save_share='-1'\n"),
+        (["--stagging", "1GiB"], "did you mean --staging?"),
+    ],
+)
 def test_check_config_refuses_what_serve_would(arguments: list[str], word: str) -> None:
     result = check_config(*arguments)
     assert result.returncode == 78
@@ -122,25 +127,23 @@ def test_check_config_refuses_what_serve_would(arguments: list[str], word: str) 
     assert len(result.stderr.strip().splitlines()) == 1
 
 
-class Lines:
-    """Collects log calls."""
-
-    def __init__(self) -> None:
-        self.said: list[tuple[str, str, str]] = []
-
-    def __getattr__(self, level: str) -> object:
-        return lambda event, **fields: self.said.append((level, event, str(fields.get("key") or fields.get("error"))))
-
-
-def test_a_reload_takes_over_what_it_may_and_names_the_rest() -> None:
-    lines, before = Lines(), DaemonConfig()
-    wanted = before.model_copy(update={"log_level": "debug", "chunk": 8192, "disk": "/var/x", "memory": 32 << 20})
-    after = reloaded(before, lambda: wanted, lines)
-    assert (after.log_level, after.chunk, after.disk, after.memory) == ("debug", 8192, None, before.memory)
-    assert sorted(lines.said) == [
-        ("info", "config.changed", "chunk"), ("info", "config.changed", "log_level"),
-        ("warning", "config.kept", "disk"), ("warning", "config.kept", "memory"),
-    ]  # fmt: skip
+def test_a_reload_applies_the_keys_that_may_change_and_names_the_others() -> None:
+    """Sizes are logged as people write them."""
+    before = load({"memory": "1GiB"})
+    changes = {"staging": "8GiB", "memory": "16GiB", "max_engines": 2, "log_level": "debug", "disk": "/var/x"}
+    with capture_logs() as lines:
+        after = reloaded(before, lambda: load(changes), structlog.get_logger())
+    threshold.set("info")
+    assert (after.staging, after.max_engines, after.log_level) == (8 << 30, 2, "debug")
+    assert (after.memory, after.disk) == (1 << 30, None)
+    assert {line["key"]: (line["event"], line["before"], line["after"]) for line in lines} == {
+        "staging": ("config.changed", "1GiB", "8GiB"),
+        "max_engines": ("config.changed", "16", "2"),
+        "log_level": ("config.changed", "info", "debug"),
+        "memory": ("config.kept", "1GiB", "16GiB"),
+        "disk": ("config.kept", "None", "/var/x"),
+    }
+    assert {line["key"] for line in lines if line["log_level"] == "warning"} == {"memory", "disk"}
 
 
 @pytest.mark.parametrize("before", LEVELS)
@@ -175,56 +178,49 @@ def test_a_reload_of_a_bad_file_keeps_everything() -> None:
     def bad() -> DaemonConfig:
         raise ConfigError("staging: no")
 
-    lines, before = Lines(), DaemonConfig()
-    assert reloaded(before, bad, lines) is before
-    assert lines.said == [("error", "config.invalid", "staging: no")]
+    before = DaemonConfig()
+    with capture_logs() as lines:
+        assert reloaded(before, bad, structlog.get_logger()) is before
+    assert lines == [{"event": "config.invalid", "log_level": "error", "error": "staging: no"}]
 
 
 def test_reloadable_keys_exist() -> None:
     assert set(DaemonConfig.model_fields) >= RELOADABLE
 
 
+def groups(folder: Path, own: str, files: dict[str, str]) -> tuple[Path, Path]:
+    """Write a tree of control groups; return its root and the file that names our own groups."""
+    for name, text in {"own": own, **files}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text + "\n")
+    return folder, folder / "own"
+
+
 def test_the_least_quota_of_the_groups_above_counts(tmp_path: Path) -> None:
-    (tmp_path / "a/b").mkdir(parents=True)
-    (tmp_path / "a/cpu.max").write_text("150000 100000\n")
-    (tmp_path / "a/b/cpu.max").write_text("max 100000\n")
-    own = tmp_path / "own"
-    own.write_text("0::/a/b\n")
-    assert quota_cores(tmp_path, own) == 1.5
-    (tmp_path / "a/cpu.max").write_text("max 100000\n")
-    assert quota_cores(tmp_path, own) is None
+    files = {"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}
+    assert quota_cores(*groups(tmp_path, "0::/a/b", files)) == 1.5
+    assert quota_cores(*groups(tmp_path, "0::/a/b", {"a/cpu.max": "max 100000"})) is None
     assert quota_cores(tmp_path, tmp_path / "absent") is None
 
 
 def test_available_memory_is_what_the_group_can_still_get(tmp_path: Path) -> None:
-    """A group that writes files is at its limit all the time, with page cache that goes when somebody needs room."""
-    own = tmp_path / "own"
-    own.write_text("0::/a/b\n")
-    inner = tmp_path / "a" / "b"
-    inner.mkdir(parents=True)
-    (inner / "memory.max").write_text("max\n")
-    (inner / "memory.current").write_text("900\n")
-    (inner.parent / "memory.max").write_text("1000\n")
-    (inner.parent / "memory.current").write_text("990\n")
-    assert available_bytes(tmp_path, own) == 10
-    (inner.parent / "memory.stat").write_text(
-        "anon 300\nshmem 90\ninactive_file 400\nactive_file 200\nslab_reclaimable 5\n"
-    )
-    assert available_bytes(tmp_path, own) == 615
+    """A group that writes files is at its limit all the time: the kernel reclaims its page cache."""
+    files = {"a/b/memory.max": "max", "a/b/memory.current": "900", "a/memory.max": "1000", "a/memory.current": "990"}
+    assert available_bytes(*groups(tmp_path, "0::/a/b", files)) == 10
+    stat = "anon 300\nshmem 90\ninactive_file 400\nactive_file 200\nslab_reclaimable 5"
+    assert available_bytes(*groups(tmp_path, "0::/a/b", {"a/memory.stat": stat})) == 615
     assert available_bytes(tmp_path, tmp_path / "absent") > 1 << 20
 
 
 def test_available_memory_of_an_old_control_group(tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.write_text("9:name=systemd:/\n4:cpu,memory:/a/b\n0::/\n")
-    group = tmp_path / "memory" / "a"
-    (group / "b").mkdir(parents=True)
-    (group / "memory.limit_in_bytes").write_text("1000\n")
-    (group / "memory.usage_in_bytes").write_text("990\n")
-    (group / "memory.stat").write_text("cache 500\ninactive_file 1\ntotal_inactive_file 400\ntotal_active_file 200\n")
-    (group / "b" / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")
-    (group / "b" / "memory.usage_in_bytes").write_text("990\n")
-    assert available_bytes(tmp_path, own) == 610
+    files = {
+        "memory/a/memory.limit_in_bytes": "1000",
+        "memory/a/memory.usage_in_bytes": "990",
+        "memory/a/memory.stat": "cache 500\ninactive_file 1\ntotal_inactive_file 400\ntotal_active_file 200",
+        "memory/a/b/memory.limit_in_bytes": f"{2**63 - 4096}",
+        "memory/a/b/memory.usage_in_bytes": "990",
+    }
+    assert available_bytes(*groups(tmp_path, "9:name=systemd:/\n4:cpu,memory:/a/b\n0::/", files)) == 610
 
 
 @pytest.mark.parametrize(
@@ -238,19 +234,6 @@ def test_a_size_is_shown_as_it_may_be_written(count: int, text: str) -> None:
 
 def test_a_size_that_was_measured_is_shown_rounded_down() -> None:
     assert [whole_mib(count) for count in (-1, 5, (3 << 20) + 7, 2 << 30)] == ["0", "0", "3MiB", "2GiB"]
-
-
-def test_a_reload_says_sizes_as_people_write_them() -> None:
-    before, wanted = load({"memory": "1GiB"}), load({"staging": "8GiB", "memory": "16GiB", "max_engines": 2})
-    with capture_logs() as lines:
-        after = reloaded(before, lambda: wanted, structlog.get_logger())
-    assert (after.staging, after.memory, after.max_engines) == (8 << 30, 1 << 30, 2)
-    said = {line["key"]: (line["event"], line["before"], line["after"]) for line in lines}
-    assert said == {
-        "staging": ("config.changed", "1GiB", "8GiB"),
-        "memory": ("config.kept", "1GiB", "16GiB"),
-        "max_engines": ("config.changed", "16", "2"),
-    }
 
 
 @pytest.mark.parametrize(

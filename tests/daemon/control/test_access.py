@@ -1,4 +1,4 @@
-"""Who gets the control socket's path, and what the operator reads who does not."""
+"""The control socket's file: one daemon gets the path, another one's operator reads why it does not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,33 +28,26 @@ NOBODY = 65534
 
 def test_of_daemons_that_start_at_once_one_gets_the_path(tmp_path: Path) -> None:
     """Also over a dead one's socket. None takes another's, bound and not yet listening, for dead."""
-    for turn in range(60):
-        path = tmp_path / f"{turn}.sock"
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
-            dead.bind(str(path))
-        start = threading.Barrier(8)
-        won: list[socket.socket] = []
-        lost: list[str] = []
+    start = threading.Barrier(8)
 
-        def begin(path: Path = path, start: threading.Barrier = start, won: list[socket.socket] = won,
-                  lost: list[str] = lost) -> None:  # fmt: skip
-            start.wait(10)
-            try:
-                won.append(listen(load({"socket": str(path)})))
-            except ConfigError as error:
-                lost.append(str(error))
+    def begin(path: Path) -> socket.socket | str:
+        start.wait(10)
+        try:
+            return listen(load({"socket": str(path)}))
+        except ConfigError as error:
+            return str(error)
 
-        threads = [threading.Thread(target=begin) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for sock in won:
-            sock.close()
-        assert (len(won), set(lost)) == (
-            1,
-            {f"socket: another daemon is serving: socket={str(path)!r}; --socket names another place"},
-        )
+    with ThreadPoolExecutor(8) as threads:
+        for turn in range(60):
+            path = tmp_path / f"{turn}.sock"
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+                dead.bind(str(path))
+            results = list(threads.map(begin, [path] * 8))
+            [winner] = [result for result in results if isinstance(result, socket.socket)]
+            winner.close()
+            results.remove(winner)
+            another = f"socket: another daemon is serving: socket={str(path)!r}; --socket names another place"
+            assert set(results) == {another}
 
 
 def test_all_processes_of_many_engines_may_come_at_once(tmp_path: Path) -> None:

@@ -115,4 +115,3 @@ def test_ranks_that_do_not_come_are_one_warning_in_both_logs(served: Served, ran
     for sock in (scheduler, *workers):
         with pytest.raises(TimeoutError):
             receive_message(sock)
-    engine.close()

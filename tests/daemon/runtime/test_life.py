@@ -42,7 +42,6 @@ def test_a_frozen_daemon_reads_as_hung_and_comes_back(serve: Serve) -> None:
     with frozen(daemon.pid):
         eventually(lambda: engine.liveness.peer(time.monotonic_ns()) is PeerStatus.HUNG, 10)
     eventually(lambda: engine.liveness.peer(time.monotonic_ns()) is PeerStatus.ALIVE, 10)
-    engine.close()
 
 
 def test_sigterm_stops_cleanly_while_an_engine_is_attached(serve: Serve) -> None:
@@ -55,7 +54,6 @@ def test_sigterm_stops_cleanly_while_an_engine_is_attached(serve: Serve) -> None
     assert engine.liveness.peer(time.monotonic_ns()) is PeerStatus.GONE
     assert not daemon.socket.exists()
     assert daemon.wait_record("daemon.stopped")
-    engine.close()
 
 
 def test_a_daemon_that_stops_leaves_its_successors_socket_alone(serve: Serve) -> None:
@@ -116,7 +114,6 @@ def test_with_a_disk_tier_the_data_is_there_after_a_restart(serve: Serve, tmp_pa
     assert engine.told_disk == 0, "now they came from staging"
     line = eventually(lambda: [e for e in again.records("request.done") if e["outcome"] == "loaded"])[0]
     assert line["bytes_disk"] == 40 * BLOCK_BYTES
-    engine.close()
 
 
 def test_a_daemon_whose_master_dies_says_what_is_lost_and_ends_to_be_started_again(
@@ -139,7 +136,7 @@ def test_a_daemon_whose_master_dies_says_what_is_lost_and_ends_to_be_started_aga
 
 def test_an_idle_daemon_uses_next_to_nothing(shared_daemon: Daemon) -> None:
     """0.1 % of a core was measured, 0.5 % is the aim; the bound leaves room for a noisy machine."""
-    engine = FakeEngine(shared_daemon.socket, prefix="idle")
+    FakeEngine(shared_daemon.socket, prefix="idle")
 
     def used_s() -> float:
         fields = Path(f"/proc/{shared_daemon.pid}/stat").read_text().rsplit(")", 1)[1].split()
@@ -149,7 +146,6 @@ def test_an_idle_daemon_uses_next_to_nothing(shared_daemon: Daemon) -> None:
     before = used_s()
     time.sleep(4)
     assert (used_s() - before) / 4 < 0.01
-    engine.close()
 
 
 def test_a_cluster_that_is_not_there_yet_makes_misses_and_no_failure(serve: Serve, tmp_path: Path) -> None:
@@ -159,4 +155,3 @@ def test_a_cluster_that_is_not_there_yet_makes_misses_and_no_failure(serve: Serv
     assert engine.load(list(blocks("degraded", 3))) is None
     engine.save(blocks("degraded", 3))
     assert ask_daemon(daemon.socket).store_open is False
-    engine.close()

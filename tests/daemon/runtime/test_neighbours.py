@@ -1,4 +1,4 @@
-"""What one engine does wrong, dying included, is refused in one line or ends that engine alone; the others go on."""
+"""One engine's mistakes, dying included, are refused in one line or end that engine alone; the others go on."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
@@ -16,14 +17,17 @@ from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import PeerStatus
 from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.attach import Attached, Refused, Reset, ResetDone, SchedulerInfo, WorkerInfo
-from kvprefetch.shmring.wire.codec import Message, receive_message, send_message
+from kvprefetch.shmring.wire.codec import send_message
 from kvprefetch.shmring.wire.records import FlagState, RecordKind
 from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine
+from tests.daemon.processes import answer, hellos
 from tests.daemon.stores import blocks, stored
 from tests.lab.daemon import Daemon
 from tests.lab.store import Store
 from tests.support.auditor import Auditor, ask_daemon
 from tests.support.waiting import eventually
+
+T = TypeVar("T")
 
 
 def test_an_engine_that_vanishes_leaves_nothing_pinned_and_nobody_else_notices(
@@ -42,7 +46,6 @@ def test_an_engine_that_vanishes_leaves_nothing_pinned_and_nobody_else_notices(
     eventually(lambda: len(ask_daemon(shared_daemon.socket).engines) == 1, what="the victim's end")
     assert survivor.load(list(values)) == list(values.values())
     auditor.assert_idle(shared_daemon.pid, shared_daemon.socket)
-    survivor.close()
 
 
 SLOW_KERNEL = """
@@ -90,12 +93,8 @@ def test_a_corrupt_ring_ends_that_engine_only(shared_daemon: Daemon) -> None:
     assert bad.scheduler.recv(1) == b"", "the daemon hangs up"
     assert bad.liveness.peer(time.monotonic_ns()) is PeerStatus.GONE
     assert good.load(list(blocks("corrupt", 2))) is None
-    told = shared_daemon.wait_record("engine.corrupt")
-    assert told is not None
-    assert told["engine"] == "bad"
-    assert len(shared_daemon.records("engine.corrupt")) == 1
-    bad.close()
-    good.close()
+    assert shared_daemon.wait_record("engine.corrupt")
+    assert [line["engine"] for line in shared_daemon.records("engine.corrupt")] == ["bad"]
 
 
 def test_bad_records_are_counted_and_skipped(shared_daemon: Daemon) -> None:
@@ -108,7 +107,6 @@ def test_bad_records_are_counted_and_skipped(shared_daemon: Daemon) -> None:
     assert engine.load(list(blocks("records", 2))) is None
     status = ask_daemon(shared_daemon.socket).engines[0]
     assert status["bad_records"] == 3
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -118,90 +116,64 @@ def test_bad_records_are_counted_and_skipped(shared_daemon: Daemon) -> None:
         ({"rank": 3}, "rank out of bounds: rank=3 world_size=1"),
     ],
 )
-def test_a_wrong_hello_is_refused_in_one_line(shared_daemon: Daemon, changes: dict[str, int], message: str) -> None:
+def test_a_wrong_hello_is_refused_in_one_line(shared_daemon: Daemon, changes: dict[str, Any], message: str) -> None:
     engine = FakeEngine(shared_daemon.socket, attach=False)
-    sock = engine.connect()
-    send_message(sock, engine.hello("worker", **changes))  # type: ignore[arg-type]
-    received = receive_message(sock)
-    assert received is not None
-    assert received[0] == Refused(error=message, final=True)
+    send_message(sock := engine.connect(), engine.hello("worker", **changes))
+    assert answer(sock, Refused) == Refused(error=message, final=True)
     assert sock.recv(1) == b""
-    engine.close()
 
 
 @pytest.mark.parametrize(("theirs", "older"), [(99, "daemon"), (1, "engine"), (0, "engine"), (-(10**30), "engine")])
 def test_another_protocol_is_refused_naming_both_and_what_to_do(shared_daemon: Daemon, theirs: int, older: str) -> None:
     engine = FakeEngine(shared_daemon.socket, attach=False)
-    sock = engine.connect()
-    send_message(sock, engine.hello("worker", protocol=theirs))
-    received = receive_message(sock)
-    assert received is not None
-    refused = received[0]
-    assert isinstance(refused, Refused)
+    send_message(sock := engine.connect(), engine.hello("worker", protocol=theirs))
+    refused = answer(sock, Refused)
     assert refused.final
     both = f"protocol differs: engine={str(theirs)[:20]} ('test') daemon={records.PROTOCOL} ('"
     assert refused.error.startswith(both)
     assert f"restart the {older};" in refused.error
     assert len(refused.error.splitlines()) == 1
     assert sock.recv(1) == b""
-    engine.close()
 
 
 def test_a_second_process_of_the_same_rank_is_turned_away_for_now(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket)
     twin = FakeEngine(shared_daemon.socket, incarnation=engine.incarnation, attach=False)
-    sock = twin.connect()
-    send_message(sock, twin.hello("worker"))
-    received = receive_message(sock)
-    assert received is not None
-    assert received[0] == Refused(error="already attached: role=worker rank=0", final=False)
+    send_message(sock := twin.connect(), twin.hello("worker"))
+    assert answer(sock, Refused) == Refused(error="already attached: role=worker rank=0", final=False)
     twin.close()
     assert engine.load(list(blocks("twin", 1))) is None
-    engine.close()
 
 
-def refusals(sockets: Sequence[socket.socket]) -> Iterator[Refused]:
-    """What each connection hears, which is a refusal."""
-    for sock in sockets:
-        received = receive_message(sock)
-        assert received is not None
-        assert isinstance(received[0], Refused)
-        yield received[0]
+LARGE = SchedulerInfo(max_blocks=(1 << 20) - 1, max_hint_bytes=1 << 28, loads=True, saves=True)
+SHARE = WorkerInfo(block_bytes=4096, key_prefix="m@", put_factor=2, put_turn=0)
 
 
-def test_staging_smaller_than_one_block_is_refused_naming_both(shared_daemon: Daemon) -> None:
-    engine = FakeEngine(shared_daemon.socket, block_bytes=2 << 20, attach=False)
-    sockets = [engine.connect(), engine.connect()]
-    send_message(sockets[0], engine.hello("worker"))
-    send_message(sockets[1], engine.hello("scheduler"))
-    for refusal in refusals(sockets):
-        assert "staging=1MiB block=2MiB" in refusal.error
-    engine.close()
-
-
-def test_a_control_segment_out_of_proportion_to_staging_is_refused(shared_daemon: Daemon) -> None:
-    engine = FakeEngine(shared_daemon.socket, engine_id="large", attach=False)
-    wants = SchedulerInfo(max_blocks=(1 << 20) - 1, max_hint_bytes=1 << 28, loads=True, saves=True)
-    sockets = [engine.connect(), engine.connect()]
-    send_message(sockets[0], engine.hello("worker"))
-    send_message(sockets[1], engine.hello("scheduler", scheduler=wants))
-    for refusal in refusals(sockets):
-        assert "max_hint_bytes=268435456 max_blocks=1048575 control=1087MiB max=64MiB" in refusal.error
-        assert "raise staging=1MiB to 4352MiB" in refusal.error
-    engine.close()
-
-
-def test_ranks_of_one_key_that_do_not_take_turns_are_refused(shared_daemon: Daemon) -> None:
-    """Otherwise a slot that nobody filled would be put."""
-    engine = FakeEngine(shared_daemon.socket, ranks=2, attach=False)
-    share = WorkerInfo(block_bytes=4096, key_prefix="m@", put_factor=2, put_turn=0)
-    sockets = [engine.connect() for _ in range(3)]
-    for rank in range(2):
-        send_message(sockets[rank], engine.hello("worker", rank, worker=share))
-    send_message(sockets[2], engine.hello("scheduler"))
-    for refusal in refusals(sockets):
-        assert "must take turns: key_prefix='m@' (put_factor, put_turn)=[(2, 0), (2, 0)]" in refusal.error
-    engine.close()
+@pytest.mark.parametrize(
+    ("options", "infos", "words"),
+    [
+        ({"block_bytes": 2 << 20}, {}, ["staging=1MiB block=2MiB"]),
+        (
+            {},
+            {"scheduler": LARGE},
+            ["max_hint_bytes=268435456 max_blocks=1048575 control=1087MiB max=64MiB", "raise staging=1MiB to 4352MiB"],
+        ),
+        ({"ranks": 2}, {"worker": SHARE}, ["must take turns: key_prefix='m@' (put_factor, put_turn)=[(2, 0), (2, 0)]"]),
+    ],
+    ids=[
+        "staging is smaller than a block",
+        "control segment too large for staging",
+        "a slot nobody fills would be put",
+    ],
+)
+def test_an_engine_that_cannot_be_served_is_refused_naming_the_bound(
+    shared_daemon: Daemon, options: dict[str, Any], infos: dict[str, Any], words: list[str]
+) -> None:
+    """All its processes are told."""
+    engine = FakeEngine(shared_daemon.socket, attach=False, **options)
+    for sock in hellos(engine, **infos):
+        error = answer(sock, Refused).error
+        assert all(word in error for word in words), error
 
 
 def test_a_flood_of_resets_is_one_reset(shared_daemon: Daemon) -> None:
@@ -219,17 +191,14 @@ def test_a_flood_of_resets_is_one_reset(shared_daemon: Daemon) -> None:
     engine.scheduler.settimeout(10)
     while True:
         assert time.monotonic() - began < 30
-        received = receive_message(engine.scheduler)
-        assert received is not None
-        assert isinstance(received[0], ResetDone)
-        if received[0].reset_generation == last:
+        done = answer(engine.scheduler, ResetDone)
+        if done.reset_generation == last:
             break
-    assert received[0].ok
+    assert done.ok
     values = blocks("after the resets", 3)
     engine.save(values, reset_generation=last)
     eventually(lambda: engine.load(list(values)), what="the save")
     assert len(shared_daemon.records("store.reset")) - before < last
-    engine.close()
 
 
 def test_garbage_on_the_control_socket_hurts_nobody(shared_daemon: Daemon) -> None:
@@ -241,7 +210,6 @@ def test_garbage_on_the_control_socket_hurts_nobody(shared_daemon: Daemon) -> No
             sock.send(data)
             sock.recv(1 << 16)
     assert engine.load(list(blocks("garbage", 1))) is None
-    engine.close()
 
 
 def test_an_object_of_another_size_is_a_miss_for_one_engine_and_costs_no_fetch(serve: Callable[..., Daemon]) -> None:
@@ -271,21 +239,14 @@ def test_a_hint_that_names_a_block_twice_is_served_and_ends_nothing(shared_daemo
     again = [first, *others, first, first, *others]
     assert engine.load(again) == [values[digest] for digest in again]
     assert engine.load(again) == [values[digest] for digest in again], "from staging"
-    engine.close()
 
 
 def test_workers_hear_which_epochs_the_scheduler_may_still_name(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, engine_id="epochs", attach=False)
-    scheduler, worker = engine.connect(), engine.connect()
-    hello = engine.hello("scheduler")
-    assert hello.scheduler is not None
-    said = hello.scheduler.model_copy(update={"live_epochs": [3, 5]})
-    send_message(scheduler, engine.hello("scheduler", scheduler=said))
-    send_message(worker, engine.hello("worker"))
-    attached, fds = engine.receive(worker)
-    for fd in fds:
-        os.close(fd)
-    assert attached.live_epochs == [3, 5]
+    info = engine.hello("scheduler").scheduler
+    assert info is not None
+    [worker, _] = hellos(engine, scheduler=info.model_copy(update={"live_epochs": [3, 5]}))
+    assert answer(worker, Attached).live_epochs == [3, 5]
 
 
 def test_an_engine_whose_resets_could_never_be_confirmed_is_refused_with_the_bound(
@@ -294,25 +255,14 @@ def test_an_engine_whose_resets_could_never_be_confirmed_is_refused_with_the_bou
     """A removal looks on for two heartbeats of the disk tier and half a second before it is confirmed."""
     daemon = serve(disk=f"{tmp_path / 'kv'}:256MiB")
 
-    def attach(timeout_ms: int | None) -> Message:
+    def attach(timeout_ms: int | None, kind: type[T]) -> T:
         engine = FakeEngine(daemon.socket, engine_id=f"reset-{timeout_ms}", attach=False)
-        hello = engine.hello("scheduler")
-        assert hello.scheduler is not None
-        said = hello.scheduler.model_copy(update={"reset_timeout_ms": timeout_ms})
-        scheduler, worker = engine.connect(), engine.connect()
-        send_message(scheduler, engine.hello("scheduler", scheduler=said))
-        send_message(worker, engine.hello("worker"))
-        received = receive_message(scheduler)
-        assert received is not None
-        for fd in received[1]:
-            os.close(fd)
-        return received[0]
+        info = engine.hello("scheduler").scheduler
+        assert info is not None
+        return answer(hellos(engine, scheduler=info.model_copy(update={"reset_timeout_ms": timeout_ms}))[-1], kind)
 
-    refused = attach(2999)
-    assert isinstance(refused, Refused)
+    refused = attach(2999, Refused)
     assert refused.final
     assert "reset_timeout_ms=2999 min=3000" in refused.error
     for enough in (3000, None):
-        attached = attach(enough)
-        assert isinstance(attached, Attached)
-        assert attached.removal_ms == 3000
+        assert attach(enough, Attached).removal_ms == 3000

@@ -41,7 +41,6 @@ def test_what_was_saved_is_loaded_with_the_same_bytes(shared_daemon: Daemon, aud
     longer = list(values) + list(blocks("absent", 3))
     assert engine.load(longer) == list(values.values()), "the prefix that is there"
     auditor.assert_idle(shared_daemon.pid, shared_daemon.socket)
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,6 @@ def test_every_rank_gets_its_own_part(shared_daemon: Daemon) -> None:
     assert engine.settled(key).count == 4
     for slot, value in zip(engine.table.read_slots(key[0], 0, 4), values.values(), strict=True):
         assert engine.read(slot, 0) == engine.read(slot, 1) == value
-    engine.close()
 
 
 def test_an_engine_with_kv_events_hears_what_became_of_its_saves(shared_daemon: Daemon) -> None:
@@ -120,7 +118,6 @@ def test_a_request_done_line_tells_the_whole_story(shared_daemon: Daemon) -> Non
     first = next(e for e in shared_daemon.records("request.done") if e["outcome"] == "loaded" and e["bytes"])
     assert first["looked_up_ms"] <= first["first_byte_ms"] <= first["last_byte_ms"]
     assert first["bytes"] == first["bytes_memory"]
-    engine.close()
 
 
 def test_a_lost_nudge_loses_no_release(shared_daemon: Daemon, auditor: Auditor) -> None:
@@ -129,7 +126,6 @@ def test_a_lost_nudge_loses_no_release(shared_daemon: Daemon, auditor: Auditor) 
     engine.settled(key)
     assert engine.move(key, FlagState.CANCELLED)
     auditor.assert_idle(shared_daemon.pid, shared_daemon.socket)
-    engine.close()
 
 
 def test_a_hint_cancelled_before_it_is_read_is_forgotten(shared_daemon: Daemon, auditor: Auditor) -> None:
@@ -140,7 +136,6 @@ def test_a_hint_cancelled_before_it_is_read_is_forgotten(shared_daemon: Daemon, 
             assert engine.move(key, FlagState.CANCELLED)
             engine.done(key, Outcome.ABORTED)
     auditor.assert_idle(shared_daemon.pid, shared_daemon.socket)
-    engine.close()
 
 
 def test_the_auditor_finds_a_planted_leak(shared_daemon: Daemon, auditor: Auditor) -> None:
@@ -153,7 +148,6 @@ def test_the_auditor_finds_a_planted_leak(shared_daemon: Daemon, auditor: Audito
     engine.credits.take(1)
     with pytest.raises(AssertionError, match="credits out"):
         auditor.assert_idle(shared_daemon.pid, shared_daemon.socket, timeout_s=0.5)
-    engine.close()
 
 
 def test_more_waiting_than_staging_holds_is_served_in_turn(shared_daemon: Daemon, auditor: Auditor) -> None:
@@ -173,7 +167,6 @@ def test_more_waiting_than_staging_holds_is_served_in_turn(shared_daemon: Daemon
         assert engine.move(key, FlagState.RELEASED)
         engine.done(key, loaded=60)
     auditor.assert_idle(shared_daemon.pid, shared_daemon.socket)
-    engine.close()
 
 
 def test_a_reset_voids_what_is_staged_and_removes_every_rank_s_keys(shared_daemon: Daemon) -> None:
@@ -197,8 +190,6 @@ def test_a_reset_voids_what_is_staged_and_removes_every_rank_s_keys(shared_daemo
     )
     assert engine.load(list(values)) is None
     assert other.load(list(values)) == list(values.values()), "another namespace keeps its keys"
-    engine.close()
-    other.close()
 
 
 def _engine(daemon: Daemon, engine_id: str) -> dict[str, int | str]:
@@ -221,7 +212,6 @@ def test_stat_reads_the_live_segments_without_disturbing_anyone(shared_daemon: D
     send_message(sock := engine.connect(), admin.StatQuery())
     assert socket.recv_fds(sock, MAX_MESSAGE_BYTES, 64)[1] == [], "unread ones would count against the daemon"
     assert engine.load(list(blocks("stat", 2))) is None
-    engine.close()
 
 
 def test_asking_where_no_daemon_is_says_so(tmp_path: Path) -> None:

@@ -1,0 +1,34 @@
+"""The processes of an engine one by one: their hellos, and the answers that they get."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TypeVar
+
+from kvprefetch.shmring.wire.attach import SchedulerInfo, WorkerInfo
+from kvprefetch.shmring.wire.codec import receive_message, send_message
+from tests.daemon.fake_engine import FakeEngine
+
+M = TypeVar("M")
+
+
+def answer(sock: socket.socket, kind: type[M]) -> M:
+    """Return the daemon's next message, which is of this kind. Descriptors that come with it are closed."""
+    received = receive_message(sock)
+    assert received is not None
+    for fd in received[1]:
+        os.close(fd)
+    assert isinstance(received[0], kind), received[0]
+    return received[0]
+
+
+def hellos(
+    engine: FakeEngine, *, worker: WorkerInfo | None = None, scheduler: SchedulerInfo | None = None
+) -> list[socket.socket]:
+    """Connect an engine's processes and send their hellos; return the workers' sockets, then the scheduler's."""
+    sockets = [engine.connect() for _ in range(engine.ranks + 1)]
+    for rank, sock in enumerate(sockets[:-1]):
+        send_message(sock, engine.hello("worker", rank, **({"worker": worker} if worker else {})))
+    send_message(sockets[-1], engine.hello("scheduler", **({"scheduler": scheduler} if scheduler else {})))
+    return sockets
