@@ -136,18 +136,21 @@ def take_away(path: Path, bound: os.stat_result) -> None:
 
 def _make_folders(folder: Path) -> None:
     """Make missing folders, which all users may enter: the socket's own mode decides who may connect."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    for each in reversed(missing):
-        try:
+    for each in reversed([each for each in (folder, *folder.parents) if not each.exists()]):
+        with contextlib.suppress(FileExistsError):
             os.mkdir(each, 0o700)
-        except FileExistsError:
-            continue
-        fd = os.open(each, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            if os.fstat(fd).st_uid == os.geteuid():  # else another user replaced it meanwhile
-                os.fchmod(fd, 0o755)
-        finally:
-            os.close(fd)
+            with _opened(each, os.O_DIRECTORY | os.O_NOFOLLOW) as fd:
+                if os.fstat(fd).st_uid == os.geteuid():  # else another user replaced it meanwhile
+                    os.fchmod(fd, 0o755)
+
+
+@contextlib.contextmanager
+def _opened(path: Path | str, flags: int, folder: int | None = None) -> Iterator[int]:
+    fd = os.open(path, flags | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 @contextlib.contextmanager
@@ -157,20 +160,16 @@ def _alone_in(folder: Path, patience_s: float = _LOCK_S) -> Iterator[int]:
     Otherwise one of two daemons that start at once would take the other's socket, bound and not yet listening, for a
     dead one. A daemon holds the lock for a moment; a process that holds it for longer is no daemon.
     """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + patience_s
+    with _opened(folder, os.O_DIRECTORY) as fd:
         while True:
-            try:
+            with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except OSError:
-                if time.monotonic() >= deadline:
-                    break
-                time.sleep(0.01)
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.01)
         yield fd
-    finally:
-        os.close(fd)
 
 
 def _check_folder(folder: int, path: Path) -> None:
@@ -211,26 +210,18 @@ def _bound(folder: int, path: Path, gid: int, mode: int) -> socket.socket:
     Nobody can connect before it listens. Group and mode are set on the opened file, through /proc: set by path, they
     could go to the target of a link that another user put there.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    try:
+    with contextlib.ExitStack() as undo:
+        sock = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC))
         sock.bind(str(path))
-        file = os.open(path.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-        try:
+        with _opened(path.name, os.O_PATH | os.O_NOFOLLOW, folder) as file:
             found = os.fstat(file)
             if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
                 raise OSError(errno.ESTALE, "another file is in its place")
-            try:
-                if gid != -1:
-                    os.chown(f"/proc/self/fd/{file}", -1, gid)
-                os.chmod(f"/proc/self/fd/{file}", mode)
-                sock.listen(_BACKLOG)
-                sock.setblocking(False)
-            except BaseException:
-                os.unlink(path.name, dir_fd=folder)
-                raise
-        finally:
-            os.close(file)
-    except BaseException:
-        sock.close()
-        raise
+            undo.callback(os.unlink, path.name, dir_fd=folder)
+            if gid != -1:
+                os.chown(f"/proc/self/fd/{file}", -1, gid)
+            os.chmod(f"/proc/self/fd/{file}", mode)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+        undo.pop_all()
     return sock

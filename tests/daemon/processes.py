@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 from typing import TypeVar
 
 from kvprefetch.shmring.wire.attach import SchedulerInfo, WorkerInfo
@@ -32,3 +33,9 @@ def hellos(
         send_message(sock, engine.hello("worker", rank, **({"worker": worker} if worker else {})))
     send_message(sockets[-1], engine.hello("scheduler", **({"scheduler": scheduler} if scheduler else {})))
     return sockets
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""A daemon that runs out of descriptors, or is connected to by those who say nothing: it refuses, and goes on."""
+"""A daemon that runs out of descriptors, or whose clients stay silent: it refuses some, and serves the others."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvprefetch.daemon.control.connections import MAX_WAITING
 from kvprefetch.shmring.wire.attach import Refused
 from kvprefetch.shmring.wire.codec import receive_message, send_message
 from tests.daemon.fake_engine import FakeEngine
+from tests.daemon.processes import answer, cpu_s
 from tests.lab.daemon import Daemon
 from tests.support.auditor import ask_daemon
 from tests.support.waiting import eventually
@@ -81,13 +82,8 @@ def silent() -> Iterator[list[socket.socket]]:
         sock.close()
 
 
-def test_who_says_nothing_makes_room_for_who_does(shared_daemon: Daemon, silent: list[socket.socket]) -> None:
+def test_silent_connections_make_room_for_others(shared_daemon: Daemon, silent: list[socket.socket]) -> None:
     before = descriptors(shared_daemon)
-
-    def used_s() -> float:
-        with open(f"/proc/{shared_daemon.pid}/stat") as stat:
-            fields = stat.read().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def connect() -> None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -99,15 +95,11 @@ def test_who_says_nothing_makes_room_for_who_does(shared_daemon: Daemon, silent:
     eventually(lambda: descriptors(shared_daemon) == before + 3, what="three connections")
     with at_most(shared_daemon, before + 3):
         assert ask_daemon(shared_daemon.socket).pid == shared_daemon.pid
-        told = receive_message(silent[0])
-        assert told is not None
-        assert isinstance(told[0], Refused)
-        assert not told[0].final
+        assert not answer(silent[0], Refused).final
         assert silent[0].recv(1) == b"", "the oldest"
-        began, spent_s = used_s(), 0.0
+        began_s = cpu_s(shared_daemon.pid)
         time.sleep(1)
-        spent_s = used_s() - began
-    assert spent_s < 0.5, "it does not spin"
+        assert cpu_s(shared_daemon.pid) - began_s < 0.5, "it does not spin"
     for _ in range(MAX_WAITING + 20):
         connect()
     assert ask_daemon(shared_daemon.socket).pid == shared_daemon.pid

@@ -20,9 +20,10 @@ import pytest
 from kvprefetch.daemon.control.connections import MAX_PROCESSES, MAX_WAITING
 from kvprefetch.shmring.wire.admin import StatQuery, StatusQuery
 from kvprefetch.shmring.wire.attach import Attached, Refused
-from kvprefetch.shmring.wire.codec import Message, encode_message, receive_message, send_message
+from kvprefetch.shmring.wire.codec import Message, encode_message, send_message
 from tests.daemon.conftest import keeps_to_the_catalogue
 from tests.daemon.fake_engine import FakeEngine
+from tests.daemon.processes import answer, hellos
 from tests.daemon.stores import blocks
 from tests.lab import process
 from tests.lab.daemon import Daemon
@@ -54,20 +55,13 @@ def half(path: Path, number: int) -> socket.socket:
     return sock
 
 
-def refusal(sock: socket.socket) -> Refused:
-    received = receive_message(sock)
-    assert received is not None
-    assert isinstance(received[0], Refused)
-    return received[0]
-
-
 def test_engines_that_never_become_complete_take_nobodys_place(daemon: Daemon) -> None:
     """However many: the oldest are told to come back, an honest engine attaches, a command is answered."""
     halves = [half(daemon.socket, number) for number in range(MAX_WAITING + 20)]
     FakeEngine(daemon.socket, engine_id="honest").close()
     assert ask_daemon(daemon.socket).pid == daemon.pid
-    told = refusal(halves[0])
-    assert (told.final, f"max={MAX_WAITING}" in told.error) == (False, True)
+    refused = answer(halves[0], Refused)
+    assert (refused.final, f"max={MAX_WAITING}" in refused.error) == (False, True)
     assert halves[0].recv(1) == b""
     assert select.select([halves[-1]], [], [], 0)[0] == [], "the newest one waits on"
 
@@ -79,7 +73,7 @@ def test_a_crowd_of_one_user_hangs_up_on_nobody_elses_connection(daemon: Daemon)
     send_message(worker, engine.hello("worker"))
     with effective_user(OTHER_UID):
         crowd = [half(daemon.socket, number) for number in range(MAX_WAITING + 20)]
-    assert "the oldest of uid=54321" in refusal(crowd[0]).error
+    assert "the oldest of uid=54321" in answer(crowd[0], Refused).error
     send_message(scheduler, engine.hello("scheduler"))
     assert engine.receive(worker)[0].slot_count > 0
 
@@ -87,9 +81,9 @@ def test_a_crowd_of_one_user_hangs_up_on_nobody_elses_connection(daemon: Daemon)
 def test_an_engine_of_more_processes_than_one_user_may_have_is_refused_at_its_first_hello(daemon: Daemon) -> None:
     engine = FakeEngine(daemon.socket, ranks=4096, attach=False)
     send_message(sock := engine.connect(), engine.hello("worker", 7))
-    told = refusal(sock)
-    assert told.final
-    assert f"world_size=4096 max={MAX_PROCESSES - 1}" in told.error
+    refused = answer(sock, Refused)
+    assert refused.final
+    assert f"world_size=4096 max={MAX_PROCESSES - 1}" in refused.error
 
 
 @needs_root
@@ -101,13 +95,10 @@ def test_one_user_cannot_take_the_places_of_another(serve: Callable[..., Daemon]
         path = serve(socket=Path(name) / "s", extra=(*access, *bounds)).socket
         with effective_user(OTHER_UID):
             first = FakeEngine(path, engine_id="first")
-            second = FakeEngine(path, engine_id="second", attach=False)
-            peers = [second.connect(), second.connect()]
-        send_message(peers[0], second.hello("worker"))
-        send_message(peers[1], second.hello("scheduler"))
+            peers = hellos(FakeEngine(path, engine_id="second", attach=False))
         for peer in peers:
             said = f"too many engines of one user: uid={OTHER_UID} max_engines_per_uid=1"
-            assert refusal(peer) == Refused(error=said, final=False)
+            assert answer(peer, Refused) == Refused(error=said, final=False)
         FakeEngine(path, engine_id="ours", prefix="ours").close()
         first.close()
 
@@ -115,16 +106,10 @@ def test_one_user_cannot_take_the_places_of_another(serve: Callable[..., Daemon]
 def hoard(path: Path, ranks: int) -> list[socket.socket] | None:
     """Let an engine be handed its memory, and end it with its workers' descriptors unread. None: it was refused."""
     engine = FakeEngine(path, engine_id="hoard", ranks=ranks, attach=False)
-    scheduler, workers = engine.connect(), [engine.connect() for _ in range(ranks)]
-    for rank, worker in enumerate(workers):
-        send_message(worker, engine.hello("worker", rank))
-    send_message(scheduler, engine.hello("scheduler"))
-    received = receive_message(scheduler)
-    assert received is not None
-    for fd in received[1]:
-        os.close(fd)
+    *workers, scheduler = hellos(engine)
+    answered = answer(scheduler, Attached | Refused)
     scheduler.close()
-    return workers if isinstance(received[0], Attached) else None
+    return workers if isinstance(answered, Attached) else None
 
 
 def test_descriptors_that_nobody_reads_are_bounded_for_each_user(daemon: Daemon) -> None:
@@ -170,18 +155,16 @@ def test_an_engine_is_handed_its_memory_once_the_kernel_takes_descriptors_again(
     for near, _ in ends:
         socket.send_fds(near, [b"x"], [near.fileno()] * 100)
     engine = FakeEngine(daemon.socket, engine_id="patient", attach=False)
-    peers = [engine.connect(), engine.connect()]
-    send_message(peers[0], engine.hello("worker"))
-    send_message(peers[1], engine.hello("scheduler"))
-    told = daemon.wait_record("engine.waiting")
-    assert told is not None
-    assert told["engine"] == "patient"
+    peers = hellos(engine)
+    waiting = daemon.wait_record("engine.waiting")
+    assert waiting is not None
+    assert waiting["engine"] == "patient"
     assert ask_daemon(daemon.socket).engine_count == 1
     for pair in ends:
         for end in pair:
             end.close()
     for peer in peers:
-        assert engine.receive(peer)[0].epoch == told["epoch"], "the same memory, handed over later"
+        assert engine.receive(peer)[0].epoch == waiting["epoch"], "the same memory, handed over later"
     assert len(daemon.records("engine.waiting")) == 1
 
 

@@ -22,6 +22,7 @@ from kvprefetch.daemon.store.namespaces import Namespaces
 from kvprefetch.shmring.wire.attach import Notice, Refused
 from kvprefetch.shmring.wire.codec import receive_message, send_message
 from tests.daemon.fake_engine import FakeEngine
+from tests.daemon.processes import answer, hellos
 
 
 class RefusedEpochs:
@@ -71,15 +72,10 @@ def test_an_engine_whose_memory_the_store_refuses_is_refused_and_the_daemon_goes
     """RDMA registers staging, and may not be allowed to lock so much."""
     for number in (1, 2):  # the place of the first is free again
         engine = FakeEngine(served.path, attach=False)
-        peers = [engine.connect(), engine.connect()]
-        send_message(peers[0], engine.hello("worker"))
-        send_message(peers[1], engine.hello("scheduler"))
+        peers = hellos(engine)
         served.turn()
         for sock in peers:
-            received = receive_message(sock)
-            assert received is not None
-            assert isinstance(received[0], Refused)
-            assert "registering 4096 bytes failed" in received[0].error
+            assert "registering 4096 bytes failed" in answer(sock, Refused).error
             assert sock.recv(1) == b""
         assert served.epoll.poll(0) == []
         assert served.epochs.freed == number
@@ -108,10 +104,8 @@ def test_ranks_that_do_not_come_are_one_warning_in_both_logs(served: Served, ran
     (log,) = [log for log in logs if log["log_level"] == "warning"]
     assert (log["event"], log["come"], log["ranks"]) == ("engine.incomplete", len(workers), ranks)
     assert log["missing"] == missing
-    received = receive_message(scheduler)
-    assert received is not None
-    assert isinstance(received[0], Notice)
-    assert f"{len(workers)} of {ranks} ranks have attached to this daemon, missing: rank {missing}." in received[0].text
+    text = answer(scheduler, Notice).text
+    assert f"{len(workers)} of {ranks} ranks have attached to this daemon, missing: rank {missing}." in text
     for sock in (scheduler, *workers):
         with pytest.raises(TimeoutError):
             receive_message(sock)

@@ -13,6 +13,7 @@ import pytest
 
 from kvprefetch.shmring.liveness import PeerStatus
 from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine
+from tests.daemon.processes import cpu_s
 from tests.daemon.stores import absent_cluster, blocks, stored
 from tests.lab.daemon import Daemon
 from tests.lab.process import frozen
@@ -137,15 +138,10 @@ def test_a_daemon_whose_master_dies_says_what_is_lost_and_ends_to_be_started_aga
 def test_an_idle_daemon_uses_next_to_nothing(shared_daemon: Daemon) -> None:
     """0.1 % of a core was measured, 0.5 % is the aim; the bound leaves room for a noisy machine."""
     FakeEngine(shared_daemon.socket, prefix="idle")
-
-    def used_s() -> float:
-        fields = Path(f"/proc/{shared_daemon.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
     time.sleep(1)
-    before = used_s()
+    before = cpu_s(shared_daemon.pid)
     time.sleep(4)
-    assert (used_s() - before) / 4 < 0.01
+    assert (cpu_s(shared_daemon.pid) - before) / 4 < 0.01
 
 
 def test_a_cluster_that_is_not_there_yet_makes_misses_and_no_failure(serve: Serve, tmp_path: Path) -> None:

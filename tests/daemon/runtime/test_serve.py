@@ -15,9 +15,10 @@ import pytest
 
 from kvprefetch.shmring.wire import admin
 from kvprefetch.shmring.wire.attach import Reset, ResetDone, Stored
-from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, receive_message, send_message
+from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, send_message
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 from tests.daemon.fake_engine import FakeEngine
+from tests.daemon.processes import answer
 from tests.daemon.stores import blocks, stored
 from tests.lab import process
 from tests.lab.daemon import Daemon
@@ -86,31 +87,28 @@ def test_every_rank_gets_its_own_part(shared_daemon: Daemon) -> None:
         assert engine.read(slot, 0) == engine.read(slot, 1) == value
 
 
-def test_an_engine_with_kv_events_hears_what_became_of_its_saves(shared_daemon: Daemon) -> None:
-    """When the store has the blocks, and in which tier; an engine without them hears nothing."""
+def test_an_engine_with_kv_events_is_sent_the_outcome_of_its_saves(shared_daemon: Daemon) -> None:
+    """When the store has the blocks, and in which medium; an engine without events is sent nothing."""
     engine = FakeEngine(shared_daemon.socket, engine_id="events", prefix="events", events=True)
     quiet = FakeEngine(shared_daemon.socket, engine_id="quiet", prefix="quiet")
     values = blocks("events", 5)
     quiet.save(values)
     for save_id in (8, 9):  # the second time they are there already
         engine.save(values, save_id=save_id)
-        received = receive_message(engine.scheduler)
-        assert received is not None
-        told = received[0]
-        assert isinstance(told, Stored)
-        assert (told.save_id, len(told.memory), told.disk, told.lost) == (save_id, 5, [], [])
+        event = answer(engine.scheduler, Stored)
+        assert (event.save_id, len(event.memory), event.disk, event.lost) == (save_id, 5, [], [])
     quiet.scheduler.setblocking(False)
     with pytest.raises(BlockingIOError):
         quiet.scheduler.recv(1)
 
 
-def test_a_request_done_line_tells_the_whole_story(shared_daemon: Daemon) -> None:
-    engine = FakeEngine(shared_daemon.socket, prefix="story")
-    values = blocks("story", 5)
+def test_a_request_done_line_has_the_time_of_each_step(shared_daemon: Daemon) -> None:
+    engine = FakeEngine(shared_daemon.socket, prefix="steps")
+    values = blocks("steps", 5)
     engine.save(values)
     eventually(lambda: engine.load(list(values)), what="a hit")
-    engine.load(list(values), name="told")
-    lines = eventually(lambda: [e for e in shared_daemon.records("request.done") if e["request_id"] == "told"])
+    engine.load(list(values), name="second")
+    lines = eventually(lambda: [e for e in shared_daemon.records("request.done") if e["request_id"] == "second"])
     line = lines[0]
     assert line["outcome"] == "loaded"
     assert line["found_blocks"] == line["loaded_blocks"] == 5
@@ -179,9 +177,7 @@ def test_a_reset_voids_what_is_staged_and_removes_every_rank_s_keys(shared_daemo
     waiting = engine.hint(list(values))
     engine.settled(waiting)
     send_message(engine.scheduler, Reset(reset_generation=1, timeout_ms=5000))
-    received = receive_message(engine.scheduler)
-    assert received is not None
-    assert received[0] == ResetDone(reset_generation=1, ok=True)
+    assert answer(engine.scheduler, ResetDone) == ResetDone(reset_generation=1, ok=True)
     assert engine.flag(waiting).state == FlagState.EXPIRED
     assert engine.load(list(values)) is None
     engine.save(values, reset_generation=0)  # a save of the old weights that comes late
@@ -196,15 +192,19 @@ def _engine(daemon: Daemon, engine_id: str) -> dict[str, int | str]:
     return next(engine for engine in ask_daemon(daemon.socket).engines if engine["engine"] == engine_id)
 
 
+def command(name: str, path: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command that asks the daemon at `path`."""
+    argv = [sys.executable, "-m", "kvprefetch.daemon", name, "--socket", str(path)]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+
+
 def test_stat_reads_the_live_segments_without_disturbing_anyone(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, engine_id="looked-at", prefix="stat")
     key = engine.hint(list(blocks("stat", 3)))
     engine.settled(key)
-    result = subprocess.run(
-        [sys.executable, "-m", "kvprefetch.daemon", "stat", "--socket", str(shared_daemon.socket)],
-        capture_output=True, text=True, timeout=30, check=True,
-    )  # fmt: skip
-    shown = next(each for each in json.loads(result.stdout) if each["engine"] == "looked-at")
+    shown = next(
+        each for each in json.loads(command("stat", shared_daemon.socket).stdout) if each["engine"] == "looked-at"
+    )
     assert shown["epoch"] == engine.epoch
     assert shown["flags"]["states"]["ready"] == 1
     assert shown["consumer"]["status"] == "alive"
@@ -215,11 +215,8 @@ def test_stat_reads_the_live_segments_without_disturbing_anyone(shared_daemon: D
 
 
 def test_asking_where_no_daemon_is_says_so(tmp_path: Path) -> None:
-    for command in ("stat", "status"):
-        result = subprocess.run(
-            [sys.executable, "-m", "kvprefetch.daemon", command, "--socket", str(tmp_path / "none.sock")],
-            capture_output=True, text=True, timeout=30, check=False,
-        )  # fmt: skip
+    for name in ("stat", "status"):
+        result = command(name, tmp_path / "none.sock")
         assert result.returncode == 69
         assert "none.sock" in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1
@@ -245,10 +242,10 @@ def test_an_engine_s_container_needs_the_socket_s_folder_read_only(
         "eventually(lambda: engine.load([b'k' * 32]) == [b'v' * 4096]); engine.close(); print('loaded')"
     )
     enter = 'mount --bind "$1" "$2" && mount -o remount,bind,ro "$2" && shift 2 && exec "$@"'
-    command = [*AS_NOBODY, sys.executable, "-c", engine, str(there / daemon.socket.name)]
+    as_nobody = [*AS_NOBODY, sys.executable, "-c", engine, str(there / daemon.socket.name)]
     try:
         done = subprocess.run(
-            ["unshare", "--mount", "sh", "-c", enter, "sh", str(daemon.socket.parent), str(there), *command],
+            ["unshare", "--mount", "sh", "-c", enter, "sh", str(daemon.socket.parent), str(there), *as_nobody],
             capture_output=True,
             text=True,
             timeout=60,
