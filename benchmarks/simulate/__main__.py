@@ -1,4 +1,4 @@
-"""`make simulate`: run scenarios under several policies, print them side by side, draw one plot per scenario."""
+"""`make simulate`: run scenarios under several policies, print these side by side, and draw a plot per scenario."""
 
 from __future__ import annotations
 
@@ -46,10 +46,8 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"--{key} must be at least 1, not {getattr(options, key)}")
     options.plots.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
-    print(
-        f"{len(names)} scenarios × {len(policies)} policies × {options.requests} requests, seed {options.seed}, "
-        f"Python {platform.python_version()}, {options.jobs} processes", flush=True,
-    )  # fmt: skip
+    size = f"{len(names)} scenarios × {len(policies)} policies × {options.requests} requests, seed {options.seed}"
+    print(f"{size}, Python {platform.python_version()}, {options.jobs} processes", flush=True)
     for policy in policies:
         print(f"  {policy:12} {POLICIES[policy].says}")
     tasks = [(name, policy, options.requests, options.seed) for name in names for policy in policies]

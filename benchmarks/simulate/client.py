@@ -1,4 +1,4 @@
-"""The connector's place in the simulation: hints, asks, claims and gives back, as connector/claims.py does."""
+"""The simulation's connector: hints, asks, claims and gives back as connector/claims.py does."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from kvprefetch.connector.policy import Verdict, Wait, WaitPolicy
 from kvprefetch.connector.steps import StepTimes
 from kvprefetch.shmring.wire.records import FlagState
 
-MAX_LATE_HINTS = 3  # connector/claims.py, which would bring vLLM with it
-# A pending request is visited again after this for each that is pending.
-REVIEW_NS = 500_000
-# Of a run of equal steps so many are shown to the averages, which have forgotten everything else by then.
-STEPS_SEEN = 30
+MAX_LATE_HINTS = 3  # as in connector/claims.py, whose import needs vLLM
+REVIEW_NS = 500_000  # times the number of pending requests: until the next visit of one of them
+STEPS_SEEN = 30  # of a run of equal steps; the averages have forgotten all others by then
 
 
 def over_when_asked(seen: float, ready: float, asked: float, claimed: float) -> float:
-    """The share of look-up and transfer, from `seen` to `ready`, that was over when the scheduler asked; any unit."""
+    """Return the share of look-up and transfer, `seen` to `ready`, that was over when the scheduler asked. Any unit."""
     late = max(0, min(ready, claimed) - max(asked, seen))
     transfer = max(0, ready - seen)
     return 1.0 - min(1.0, late / transfer) if transfer else 1.0
@@ -30,12 +28,12 @@ def over_when_asked(seen: float, ready: float, asked: float, claimed: float) -> 
 
 @dataclass(slots=True)
 class ClientCounters:
-    """What became of requests at the head of the queue."""
+    """Outcomes of requests at the head of the queue."""
 
     deadline_misses: int = 0
     """Waits that ran to their bound."""
     given_up: int = 0
-    """Verdicts to take what is ready although more was coming."""
+    """Verdicts to take the ready blocks although more were coming."""
     partial: int = 0
     """Requests that loaded fewer blocks than the store held."""
     loads: int = 0
@@ -43,7 +41,7 @@ class ClientCounters:
 
 
 class Client:
-    """`review(request, at_ns)` asks the engine to visit a pending request again at that time."""
+    """The connector of one engine. `review(request, at_ns)` asks the engine to visit a pending request again then."""
 
     def __init__(
         self, loop: Loop, policy: Policy, node: Node, block_tokens: int, review: Callable[[SimRequest, int], None]
@@ -52,7 +50,9 @@ class Client:
         self._steps = StepTimes()
         self._waits = WaitPolicy(self._steps, block_tokens)
         self._pending_count = 0
-        self._line: list[tuple[int, int, SimRequest]] = []  # those that wait, in the queue's order; some have left it
+        self._line: list[
+            tuple[int, int, SimRequest]
+        ] = []  # pending requests in the queue's order, and some that left it
         self.counters = ClientCounters()
         self.hinted: dict[tuple[int, int], SimRequest] = {}
 
@@ -69,10 +69,10 @@ class Client:
         return True
 
     def match(self, request: SimRequest, start: int, *, occupied: float, visited_ns: int) -> int | None:
-        """Blocks that can be loaded after `start` local ones; None: not known yet. Claims what it answers.
+        """Claim and count the blocks that can be loaded after `start` local ones; None if that is not known yet.
 
-        `occupied`: the share of the engine's seats that are taken. `visited_ns`: when a real engine visited all that
-        wait before this.
+        `occupied`: running requests, as a share of the most that may run.  `visited_ns`: the last time before now at
+        which a real engine would have visited all waiting requests.
         """
         if request.wait is not None:
             request.wait.visited_ns = max(request.wait.visited_ns, visited_ns)
@@ -111,7 +111,7 @@ class Client:
                 request.pending = True
                 self._pending_count += 1
                 heapq.heappush(self._line, (request.priority, request.index, request))
-            # Time alone changes an adaptive verdict: it is asked for again, less often the more requests are pending.
+            # Time alone changes an adaptive verdict, so ask again, less often the more requests are pending.
             adaptive = self._policy.wait == "adaptive"
             self._review(request, now + REVIEW_NS * self._pending_count if adaptive else wait.bound_ns)
             return None
@@ -123,13 +123,13 @@ class Client:
         return self._take(request, flag, start)
 
     def _first(self) -> SimRequest | None:
-        """The first in the queue of the requests that wait."""
+        """Return the pending request that comes first in the queue."""
         while self._line and not self._line[0][2].pending:
             heapq.heappop(self._line)
         return self._line[0][2] if self._line else None
 
     def _take(self, request: SimRequest, flag: Flag, start: int) -> int:
-        """Claim what is there, or settle on recomputing."""
+        """Claim the published blocks, or settle on recomputing."""
         if request.wait is not None:
             self._waits.fetches.saw(request.wait, max(start, flag.count), self._loop.now_ns)
         if flag.count <= start:
@@ -142,7 +142,7 @@ class Client:
         return request.claimed
 
     def _late_hint(self, request: SimRequest, start: int) -> bool:
-        """Push a hint at a visit. False when it had enough of them."""
+        """Push a hint at a visit; False if the request had MAX_LATE_HINTS before."""
         if request.late_hints >= MAX_LATE_HINTS or not self._hint(request, start):
             return False
         request.late_hints += 1
@@ -151,7 +151,7 @@ class Client:
         return True
 
     def step_ran(self, step_ns: int, count: int, prefill_tokens: int, loading: bool) -> None:
-        """`count` equal steps ended now: what the policy's measurement of the engine sees."""
+        """Show the policy's measurements `count` equal steps that ended now."""
         for number in range(min(count, STEPS_SEEN), 0, -1):
             end_ns = self._loop.now_ns - (number - 1) * step_ns
             self._steps.began(end_ns - step_ns, prefill_tokens, executed=True, typical=not loading)
@@ -159,7 +159,7 @@ class Client:
 
     @property
     def direct(self) -> bool:
-        """Loads come from the store itself, not from staging."""
+        """Whether loads come from the store itself, not from staging."""
         return self._policy.direct
 
     def _match_directly(self, request: SimRequest, start: int) -> int | None:
@@ -177,7 +177,7 @@ class Client:
         return None
 
     def withdraw(self, request: SimRequest) -> None:
-        """The answer was not used in this pass."""
+        """Give a claim back: the engine did not use the answer in this pass."""
         if request.key is not None and request.claimed:
             self._node.unclaim(request.key)
             request.claimed = 0
@@ -194,19 +194,19 @@ class Client:
         self._node.load_directly([request.digest(block) for block in range(start, start + count)], complete)
 
     def loaded(self, request: SimRequest, start: int) -> None:
-        """The claimed blocks are copied: account for them and give the hint back."""
+        """The claimed blocks are copied: count them and give the hint back."""
         assert request.key is not None
         request.loaded_blocks = request.claimed
         if start + request.claimed < request.found:
             self.counters.partial += 1
         self._node.loaded(request.key, start, start + request.claimed, request.hinted_local)
         del self.hinted[request.key]
-        self._node.finish(request.key, lambda last_byte_ns: self._account(request, last_byte_ns))
+        self._node.finish(request.key, lambda last_byte_ns: self._count_hidden(request, last_byte_ns))
         request.key = None
         self._settle(request)
 
-    def _account(self, request: SimRequest, last_byte_ns: int) -> None:
-        """How much of look-up and transfer the queue hid."""
+    def _count_hidden(self, request: SimRequest, last_byte_ns: int) -> None:
+        """Count the share of look-up and transfer that the queue hid."""
         ready = last_byte_ns or request.looked_up_ns
         self.counters.loads += 1
         self.counters.hidden_sum += over_when_asked(
@@ -223,7 +223,7 @@ class Client:
         if request.pending:
             request.pending = False
             self._pending_count -= 1
-            if (first := self._first()) is not None:  # judged from now on
+            if (first := self._first()) is not None:  # its verdict may differ now
                 self._review(first, self._loop.now_ns)
 
     def _give_up(self, request: SimRequest) -> None:

@@ -1,9 +1,9 @@
-"""The engine in the simulation: vLLM's scheduling pass, step times from measured rates, a KV pool with a prefix cache.
+"""The simulation's engine: vLLM's scheduling pass, step times from measured rates, a KV pool with a prefix cache.
 
-A pass first goes on with requests under way, then visits waiting ones in order of (priority, arrival) while there are
-slots, tokens and KV blocks; one that the connector cannot answer yet is passed over.  A pending request is visited
-again only when its flag moved or its policy asked for it: a visit in between would give the same answer.  For the same
-reason steps that only decode are run as one event, cut at the next step's end when there is something to schedule.
+A pass first goes on with running requests.  Then it visits waiting ones by priority and arrival, while there are slots,
+tokens and KV blocks, and passes over a request that the connector cannot answer yet.  It visits a pending request again
+only after its flag moved or its policy asked for it: a visit in between would give the same answer.  For that reason,
+too, steps that only decode run as one event, cut at the next step's end when there is something to schedule.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvprefetch.connector.policy import loads_beside
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """What the engine can do. A step takes `step_s` + `sequence_s` per decoding request + prefill and loads."""
+    """Limits and rates. A step takes `step_s`, `sequence_s` per decoding request, and the time of prefill and loads."""
 
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 4096
@@ -34,17 +34,17 @@ class EngineModel:
     step_s: float = 0.008
     sequence_s: float = 0.00005
     admit_s: float = 0.0
-    """What a step takes longer for each request that it starts."""
+    """Added to a step for each request that it starts."""
     copy_bytes_per_s: float = 20e9
     """From staging into the KV pool."""
     sync_load_max_bytes: int = 32 << 20
-    """Larger loads run beside the steps of an empty engine, and end at least one step later."""
+    """Larger loads run beside the steps of an engine with few requests, and end at least one step later."""
     idle_poll_s: float = 0.00124
     """Between two passes of an engine that has nothing to run but waits for KV."""
 
 
 class Engine:
-    """Serves requests; `ended(request)` is called once for each."""
+    """Serves requests, and calls `ended(request)` once for each. `roomy`: all that the store holds is local."""
 
     def __init__(self, loop: Loop, model: EngineModel, *, roomy: bool, ended: Callable[[SimRequest], None]) -> None:
         self._loop, self._model, self._roomy, self._ended = loop, model, roomy, ended
@@ -64,12 +64,12 @@ class Engine:
         self._copying_until_ns = 0
         self._admit_ns = ns(model.admit_s)
         self._idle = True
-        self._full = False  # the last pass ended for want of KV blocks
+        self._full = False  # the last pass found no KV blocks
         self._unfinished = 0
-        self._through = True  # the last pass visited all that wait
-        self._visited_ns = 0  # when the last one did that would have
-        self._pause_ns = 0  # between the last passes
-        self._next_pass_ns = 0  # of an idle engine that has requests
+        self._through = True  # the last pass visited all waiting requests
+        self._visited_ns = 0  # of the last such pass of an engine that runs each step alone
+        self._pause_ns = 0  # between the last two passes
+        self._next_pass_ns = 0  # of an idle engine with requests
 
     # --- from outside -----------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Engine:
         return self._decoding_count + len(self._prefilling)
 
     def _poke(self) -> None:
-        """There is something to schedule: at once when idle, after the present step when a slot is free."""
+        """Schedule anew: at once if idle, after the present step if a slot is free."""
         if self._idle:
             self._idle = False
             self._loop.at(max(self._loop.now_ns, self._next_pass_ns), self._pass)
@@ -120,7 +120,7 @@ class Engine:
             self._cut()
 
     def _cut(self) -> None:
-        """End a run of several equal steps with the one now under way."""
+        """End a run of equal steps with the present one."""
         if self._idle:
             self._poke()
         elif self._step is not None and self._step_count > 1:
@@ -131,7 +131,7 @@ class Engine:
                 self._step = self._loop.at(self._step_start_ns + count * self._step_ns, self._step_end)
 
     def _pass(self) -> None:
-        """One scheduling pass and the step it leads to."""
+        """Run one scheduling pass and begin its step."""
         for request in self._aborting:
             if request.state != "ended":
                 self._end(request, "aborted")
@@ -164,19 +164,19 @@ class Engine:
         self._through = budget > 0 and self._running < model.max_num_seqs and not self._full
         if not self._running:
             self._idle, self._pause_ns = True, ns(model.idle_poll_s)
-            if self._unfinished:  # the engine sleeps a moment after a step that executed nothing
+            if self._unfinished:  # vLLM sleeps a moment after a step that executed nothing
                 self._next_pass_ns = self._loop.now_ns + ns(model.idle_poll_s)
             return
         once_ns = ns(model.step_s + self._decoding_count * model.sequence_s)
         once_ns += extra_ns + round(prefill_tokens / model.prefill_tokens_per_s * NS)
         count = 1
-        if not self._prefilling and not self._loaded and self._blocked():
+        if not self._prefilling and not self._loaded and self.blocked():
             count = self._first_finish() - self._steps
         self._step_start_ns, self._step_ns, self._step_count = self._loop.now_ns, max(1, once_ns), count
         self._step_prefill, self._pause_ns = prefill_tokens, self._step_ns
         self._step = self._loop.after(self._step_ns * count, self._step_end)
 
-    def _blocked(self) -> bool:
+    def blocked(self) -> bool:
         """Whether another pass would admit nobody unless something happens first."""
         return self._running >= self._model.max_num_seqs or not self._visits or self._full
 
@@ -193,7 +193,7 @@ class Engine:
         return tokens
 
     def _admit(self) -> tuple[SimRequest, int | None] | None:
-        """The next waiting request that can run, and how long its load holds up the step (None: it runs beside)."""
+        """Return the next request that can run, and the time its load adds to the step (None: it runs beside)."""
         self._full = False
         while self._visits:
             request = self._visits[0][2]
@@ -233,7 +233,7 @@ class Engine:
         return None
 
     def _load_done(self, request: SimRequest, local: int) -> None:
-        """A load beside the steps is complete; an aborted request's blocks were held until now."""
+        """A load beside the steps is complete. An aborted request held its blocks until now."""
         self.client.loaded(request, local)
         self._after_load(request)
 

@@ -1,4 +1,4 @@
-"""The simulation's clock: callbacks at integer nanoseconds, in order of time and then of being scheduled."""
+"""The simulation's clock: callbacks at whole nanoseconds, in order of time, then in the order of their scheduling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def ns(seconds: float) -> int:
 
 
 class Event:
-    """A scheduled callback; `cancel` makes it do nothing."""
+    """A scheduled callback."""
 
     __slots__ = ("action", "at_ns")
 
@@ -37,7 +37,7 @@ class Loop:
         self._scheduled = 0
 
     def at(self, at_ns: int, action: Callable[[], None]) -> Event:
-        """Call `action` at `at_ns`. ValueError when that is past."""
+        """Call `action` at `at_ns`. Raises ValueError for a time in the past."""
         if at_ns < self.now_ns:
             raise ValueError(f"event in the past: at_ns={at_ns} now_ns={self.now_ns}")
         self._scheduled += 1
@@ -49,7 +49,7 @@ class Loop:
         return self.at(self.now_ns + delay_ns, action)
 
     def run(self, until_ns: int | None = None) -> None:
-        """Run all events, those they schedule included; with `until_ns` none later than that."""
+        """Run all events, and the events that they schedule; with `until_ns` none after that time."""
         heap = self._heap
         while heap and (until_ns is None or heap[0][0] <= until_ns):
             at_ns, _, event = heapq.heappop(heap)

@@ -1,4 +1,4 @@
-"""One storage tier seen over its link: calls wait for admission, take a latency, then share the bandwidth equally."""
+"""A storage medium behind a link: calls wait for admission, take a latency, then share the bandwidth equally."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from benchmarks.simulate.events import NS, Event, Loop, ns
 
 @dataclass(frozen=True, slots=True)
 class MediumModel:
-    """A tier: `bytes_per_s` for all calls together, `latency_s` of each, how many may be under way."""
+    """A medium: `bytes_per_s` of all calls together, `latency_s` of each call, and how many run at a time."""
 
     bytes_per_s: float
     latency_s: float
     concurrency: int = 64
     call_bytes_per_s: float = float("inf")
-    """What one call alone can reach."""
+    """The limit of one call alone."""
 
 
 class Link:
-    """Calls in flight on one tier. Equal sharing, kept as one clock of bytes that every active call has received."""
+    """Calls in flight on one medium. They share equally, so one clock counts the bytes that each of them received."""
 
     def __init__(self, loop: Loop, model: MediumModel) -> None:
         self._loop, self._model = loop, model
@@ -30,7 +30,7 @@ class Link:
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self._admitted = 0
         self._active: list[tuple[float, int, Callable[[], None]]] = []  # by the byte clock at which a call is complete
-        self._received = 0.0  # bytes each active call got since the link was last idle
+        self._received = 0.0  # the byte clock: bytes of each active call since the link was last idle
         self._since_ns = 0
         self._calls = 0
         self._frozen = False
@@ -42,8 +42,8 @@ class Link:
         self._admit()
 
     def freeze(self, frozen: bool) -> None:
-        """While frozen nothing moves; calls already in their latency go on to wait for bytes."""
-        self._account()
+        """While frozen, no bytes move; a call in its latency goes on to wait for bytes."""
+        self._update()
         self._frozen = frozen
         self._reschedule()
 
@@ -54,7 +54,7 @@ class Link:
             self._loop.after(self._latency_ns, lambda size=size, done=done: self._begin(size, done))  # type: ignore[misc]
 
     def _begin(self, size: int, done: Callable[[], None]) -> None:
-        self._account()
+        self._update()
         self._calls += 1
         heapq.heappush(self._active, (self._received + size, self._calls, done))
         self._reschedule()
@@ -64,11 +64,11 @@ class Link:
             return 0.0
         return min(self._model.bytes_per_s / len(self._active), self._model.call_bytes_per_s)
 
-    def _account(self) -> None:
+    def _update(self) -> None:
         self._received += self._rate() * (self._loop.now_ns - self._since_ns) / NS
         self._since_ns = self._loop.now_ns
         if not self._active:
-            self._received = 0.0  # keeps the sum small, so that no precision is lost over a long run
+            self._received = 0.0  # a small sum keeps its precision over a long run
 
     def _reschedule(self) -> None:
         if self._completion is not None:
@@ -80,9 +80,9 @@ class Link:
             self._completion = self._loop.after(round(left / rate * NS), self._complete)
 
     def _complete(self) -> None:
-        """The first call is complete by construction; rounding to whole nanoseconds must not leave a byte of it."""
+        """End the first call, even if rounding to whole nanoseconds left a byte of it."""
         self._completion = None
-        self._account()
+        self._update()
         target, _, done = heapq.heappop(self._active)
         self._received = max(self._received, target)
         self._admitted -= 1

@@ -1,6 +1,6 @@
-"""The daemon's place in the simulation: the real planner, driven as an engine's epoch does, on simulated links.
+"""The simulation's daemon: the real planner, driven as an engine's epoch drives it, on simulated links.
 
-This is the only file that knows the planner's interface.
+No other file knows the planner's interface.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from benchmarks.simulate.workload import HASH_BYTES, SimRequest, StoreContents
 from kvprefetch.daemon.planning.planner import Key, Lane, Order, Planner
 from kvprefetch.shmring.wire.records import FlagState
 
-MAX_STUCK = 4  # calls past their deadline, with which no other is started
+MAX_STUCK = 4  # calls past their deadline; with so many no other starts
 TICK_NS = 100_000_000  # daemon/runtime/loop.py
 
 
 @dataclass(frozen=True, slots=True)
 class NodeModel:
-    """The daemon and the store: staging, threads, delays, tiers, and when the store stands still."""
+    """The daemon and the store: staging, threads, delays, media, and when the store stands still."""
 
     staging_blocks: int
     chunk_blocks: int
@@ -31,33 +31,33 @@ class NodeModel:
     memory: MediumModel
     disk: MediumModel
     disk_threads: int = 1
-    """Calls under way for blocks on the store's disks, a lane of their own. 0: where a block lies is not known."""
+    """The same for the lane of blocks on disks. 0: look-ups do not say where blocks lie."""
     look_up_s: float = 0.0005
-    """One look-up; there is one thread for them."""
+    """One look-up, on the only thread for them."""
     message_s: float = 0.00005
     """From a push into the hint ring until the daemon has handled it."""
     rpc_timeout_s: float = 2.0
-    """A look-up of a frozen store gives up after this and counts as a miss."""
+    """A look-up of a frozen store ends after this and counts as a miss."""
     call_deadline_s: float = 0.0
-    """A fetch that takes longer is given up: its requests go on without it, another call takes its place. 0: never."""
+    """After this the requests of a fetch go on without it, and another call takes its place. 0: never."""
     freezes_s: tuple[tuple[float, float], ...] = ()
     """(start, length) of each time the store does nothing."""
 
 
 @dataclass(slots=True)
 class Flag:
-    """What the engine sees of one hint: as the completion flag and its slot table."""
+    """The engine's view of one hint: its completion flag and slot table."""
 
     state: FlagState = FlagState.HINTED
     count: int = 0
     slots: list[int] = field(default_factory=list)
     found: int = 0
-    """Leading blocks that the store holds, once looked up."""
+    """Leading blocks that the store holds; 0 before the look-up."""
 
 
 @dataclass(slots=True)
 class NodeCounters:
-    """Blocks by what became of them; every fetched block is loaded, wasted, or staged unloaded at the end."""
+    """Counts of blocks and calls; each fetched block ends up loaded, wasted, or staged unloaded."""
 
     hints: int = 0
     fetched: int = 0
@@ -65,17 +65,17 @@ class NodeCounters:
     loaded_first: int = 0
     """Fetched blocks at their first load."""
     wasted: int = 0
-    """Fetched blocks whose slot was reused before anyone loaded them."""
+    """Fetched blocks whose slot was reused before any load."""
     calls: int = 0
     overdue: int = 0
-    """Calls that did not come back before their deadline."""
+    """Calls that missed their deadline."""
     look_up_timeouts: int = 0
     taken_back: int = 0
-    """Times that a request lost what was staged for it, and waited for it again."""
+    """Times that a request lost its staged blocks and waited for them again."""
 
 
 class _Port:
-    """The planner's port to the flags; tells the engine about what it can act on."""
+    """The planner's port to the flags; `changed(key)` reports each move of a flag to the engine."""
 
     def __init__(self, changed: Callable[[Key], None]) -> None:
         self.flags: dict[Key, Flag] = {}
@@ -106,7 +106,7 @@ class _Port:
 
 
 class Node:
-    """One daemon serving one engine. `changed(key)` is called whenever that hint's flag moved."""
+    """One daemon that serves one engine. It calls `changed(key)` whenever that hint's flag moved."""
 
     def __init__(
         self, loop: Loop, model: NodeModel, contents: StoreContents, block_bytes: int, changed: Callable[[Key], None]
@@ -125,7 +125,7 @@ class Node:
         self._stuck: set[int] = set()
         self._generation = 0
         self._direct: deque[Callable[[], None]] = deque()
-        self._unloaded: set[int] = set()  # slots whose block was fetched and not loaded since
+        self._unloaded: set[int] = set()  # slots with a block that was fetched and not loaded since
         self.counters = NodeCounters()
         for start_s, length_s in model.freezes_s:
             loop.at(ns(start_s), partial(self._freeze, ns(start_s + length_s)))
@@ -160,22 +160,22 @@ class Node:
                 self.counters.loaded_first += 1
 
     def finish(self, key: Key, report: Callable[[int], None] | None = None) -> None:
-        """Give the hint up, loaded or not; `report` hears when its last byte came (0: none was fetched for it)."""
+        """Give the hint up, loaded or not; `report` gets the time of its last byte (0: no fetch was for it)."""
         flag = self._port.flags[key]
         flag.state = FlagState.RELEASED if flag.state is FlagState.CLAIMED else FlagState.CANCELLED
         self._loop.after(self._message_ns, partial(self._finished, key, report))
 
     def look_up(self, done: Callable[[bool], None]) -> None:
-        """Without the daemon: ask the store; `done(False)` when it did not answer in time."""
+        """Ask the store without the daemon; calls `done(False)` if it does not answer in time."""
         stall_ns = max(0, self._frozen_until_ns - self._loop.now_ns)
         timeout_ns = ns(self._model.rpc_timeout_s)
         answered = stall_ns <= timeout_ns
         self._loop.after(stall_ns + self._look_up_ns if answered else timeout_ns, partial(done, answered))
 
     def load_directly(self, digests: Sequence[bytes], done: Callable[[int], None]) -> None:
-        """Without the daemon: bring blocks from the store into the engine; `done` hears how many leading ones came.
+        """Load blocks from the store without the daemon; `done` gets the number of leading blocks that came.
 
-        One after the other, as by the one thread that vLLM's own connector has for it.
+        One load runs at a time, as on the single load thread of vLLM's own connector.
         """
         self._direct.append(partial(self._load_directly, digests, done))
         if len(self._direct) == 1:
@@ -249,7 +249,7 @@ class Node:
         self._pump()
 
     def _pump(self) -> None:
-        """Start what there are threads for, and look again a little later as long as requests are left."""
+        """Start as many fetches as there are threads, and tick as long as requests are left."""
         for lane, threads in ((Lane.MEMORY, self._model.fetch_threads), (Lane.DISK, self._model.disk_threads)):
             while self._in_flight[lane] < threads and len(self._stuck) < MAX_STUCK and self._planner.wants(lane):
                 order = self._planner.next_order(lane)
@@ -270,7 +270,7 @@ class Node:
         self._in_flight[order.lane] += 1
         disk = [self._contents.on_disk(digest) for digest in order.digests]
         for slot in order.slots:
-            if slot in self._unloaded:  # the slot's last block was never loaded
+            if slot in self._unloaded:
                 self._unloaded.remove(slot)
                 self.counters.wasted += 1
         deadline = None
@@ -286,7 +286,7 @@ class Node:
         self._pump()
 
     def _transfer(self, disk: Sequence[bool], done: Callable[[], None]) -> None:
-        """One store call for blocks of which `disk` says where they lie: as long as its slower part."""
+        """Run one store call; `disk` says which blocks lie on disk. It takes as long as its slower part."""
         parts = [(self._disk, sum(disk)), (self._memory, len(disk) - sum(disk))]
         left = sum(count > 0 for _, count in parts)
 
@@ -331,7 +331,7 @@ class Node:
             for link in (self._memory, self._disk):
                 link.freeze(False)
 
-    # --- accounts ---------------------------------------------------------------------------------------------------
+    # --- counts -----------------------------------------------------------------------------------------------------
 
     @property
     def staged_unloaded(self) -> int:
@@ -339,5 +339,4 @@ class Node:
         return len(self._unloaded)
 
     def gauges(self) -> dict[str, int]:
-        """The planner's own gauges."""
         return self._planner.gauges()

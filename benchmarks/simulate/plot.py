@@ -1,4 +1,4 @@
-"""One plot per scenario: the distribution of the time to first token, a line per policy."""
+"""One plot per scenario: the distribution of the time to first token, with a line per policy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.simulate.events import NS
 from benchmarks.simulate.run import Result, Scenario
 
 POINTS = 160
-# Distinguishable for colour-blind readers (Okabe and Ito); the baselines are grey and black, and have their own dashes.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; the baselines are black and grey.
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 _BASELINES = {"local": ("black", "-"), "no-prefetch": ("#666666", "--"), "recompute": ("#999999", ":")}
 
@@ -28,9 +28,9 @@ def plot(scenario: Scenario, results: Sequence[Result], path: Path) -> None:
             if not values:
                 continue
             color, dashes = _BASELINES.get(result.policy) or (next(colors), "-")
-            places = [index / (POINTS - 1) for index in range(POINTS)]
-            times = [max(1e-4, values[round(place * (len(values) - 1))] / NS) for place in places]
-            axes.plot(times, places, color=color, linestyle=dashes, linewidth=1.4, label=result.policy)
+            shares = [index / (POINTS - 1) for index in range(POINTS)]
+            times = [max(1e-4, values[round(share * (len(values) - 1))] / NS) for share in shares]
+            axes.plot(times, shares, color=color, linestyle=dashes, linewidth=1.4, label=result.policy)
         axes.set_xscale("log")
         axes.set_xlabel("time to first token, s")
         axes.set_ylabel("share of requests")

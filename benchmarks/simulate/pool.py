@@ -1,4 +1,4 @@
-"""The engine's KV pool with its prefix cache: reference counts for blocks in use, an LRU of those that are free."""
+"""The engine's KV pool with its prefix cache: reference counts for blocks in use, an LRU of free ones."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from benchmarks.simulate.workload import SimRequest
 
 
 class KVPool:
-    """`capacity` blocks. A request takes all blocks it will ever need when it is admitted, so none is preempted."""
+    """`capacity` blocks. An admitted request takes all blocks that it will need, so there is no preemption."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.used = 0
         self._references: dict[bytes, int] = {}
-        self._cached: OrderedDict[bytes, None] = OrderedDict()  # free but still valid: least recently used first
+        self._cached: OrderedDict[bytes, None] = OrderedDict()  # free and still valid: least recently used first
 
     def local_blocks(self, request: SimRequest) -> int:
-        """Leading blocks of this prompt that the pool holds."""
+        """Count the leading blocks of this prompt that the pool holds."""
         for block in range(request.blocks):
             digest = request.digest(block)
             if digest not in self._references and digest not in self._cached:
@@ -25,7 +25,7 @@ class KVPool:
         return request.blocks
 
     def allocate(self, request: SimRequest, total: int) -> bool:
-        """Take `total` blocks for this request, shared ones once; False when there is not enough room."""
+        """Take `total` blocks for this request, each shared block once; False if there is not enough room."""
         digests = [request.digest(block) for block in range(request.blocks)]
         shared = sum(digest in self._references for digest in digests)
         if self.used + total - shared > self.capacity:
@@ -40,7 +40,7 @@ class KVPool:
         return True
 
     def release(self, request: SimRequest) -> None:
-        """Give all blocks of this request back; its last block is the first to be reused."""
+        """Give all blocks of this request back, its last block as the first to be reused."""
         self.used -= request.held_blocks - request.blocks  # blocks without a digest are its own
         for block in range(request.blocks - 1, -1, -1):
             digest = request.digest(block)

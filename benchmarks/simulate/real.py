@@ -1,7 +1,7 @@
-"""`make simulate-compare`: one load on the real engine, daemon and store, and what the simulation predicts for it.
+"""`make simulate-compare`: one load on the real engine, daemon and store, beside the simulation's prediction.
 
-The simulation's parameters are measured in passes before, one request at a time where nothing else is said; none of
-them is taken from the compared passes.  Loads: a closed loop behind a full queue, and Poisson arrivals.
+Calibration passes before the compared ones measure the simulation's parameters, one request at a time unless stated
+otherwise.  Loads: a closed loop behind a full queue, and Poisson arrivals.
 """
 
 from __future__ import annotations
@@ -46,12 +46,15 @@ LINK_MBIT = 1000.0
 REPEATS = 5
 LONG_OUTPUT_TOKENS = 400
 FILL_PASSES = 4
-# Calibration measures loads, whatever the policy would make of a slow one.
+# Calibration measures slow loads, too, which another policy may give up.
 PATIENT = {"extra_args": {"kv_transfer_params": {"kvprefetch": {"wait_policy": "wait"}}}}
 
 
 def hit_blocks(tokens: int) -> int:
     return (tokens - 1) // BLOCK_TOKENS
+
+
+WHOLE_BLOCKS = hit_blocks(PROMPT_TOKENS)
 
 
 @dataclass(slots=True)
@@ -63,12 +66,17 @@ class Measured:
     total: list[float] = field(default_factory=list)
     hidden: list[float] = field(default_factory=list)
     others_cores: list[float] = field(default_factory=list)
-    """Cores that other programs kept busy meanwhile."""
+    """Cores that other programs kept busy during a pass."""
+
+    def last(self) -> str:
+        """Return the figures of the last pass for people."""
+        times = f"p50 {self.ttft_p50[-1]:.3f}  p99 {self.ttft_p99[-1]:.3f}  total {self.total[-1]:.2f} s"
+        return f"{times}  hidden {self.hidden[-1]:.3f}  (others used {self.others_cores[-1]:.1f} cores)"
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What the simulation is told of this machine. Seconds, bytes and tokens per second."""
+    """The simulation's parameters of this machine. Seconds, bytes and tokens per second."""
 
     prefill_tokens_per_s: float
     step_s: float
@@ -89,7 +97,7 @@ class Bench:
         self._fresh = random.Random(99)
 
     def one_by_one(self, prompts: Sequence[list[int]], *, local: bool = False, outputs: int = 1) -> list[Pass]:
-        """Each prompt alone; `local` leaves the engine's own prefix cache as it is."""
+        """Run each prompt alone; `local` leaves the engine's own prefix cache as it is."""
         passes = []
         for prompt in prompts:
             if not local:
@@ -98,7 +106,7 @@ class Bench:
         return passes
 
     def fresh(self, tokens: int) -> list[int]:
-        """A prompt that nobody has seen."""
+        """Return a prompt that no request had before."""
         return [self._fresh.randrange(16, PEERS.vocab) for _ in range(tokens)]
 
     def log(self, event: str, since: int) -> list[dict[str, Any]]:
@@ -114,42 +122,45 @@ class Bench:
         long = self._alone([self.fresh(PROMPT_TOKENS) for _ in range(REPEATS)])
         short = self._alone([self.fresh(SHORT_TOKENS) for _ in range(REPEATS)])
         prefill = (PROMPT_TOKENS - SHORT_TOKENS) / (long - short)
-        tail_s = (PROMPT_TOKENS - hit_blocks(PROMPT_TOKENS) * BLOCK_TOKENS) / prefill
+        tail_s = (PROMPT_TOKENS - WHOLE_BLOCKS * BLOCK_TOKENS) / prefill
         self.one_by_one(self.prompts[:1])
         local = self._alone(self.prompts[:1] * REPEATS, local=True)
         alone, four = self._decode_step(1), self._decode_step(SLOTS)
         sequence = max(0.0, (four - alone) / (SLOTS - 1))
-        # Of prompts that are not in staging yet: the first one is.
+        # Without the first prompt, which is in staging already.
         hits, done = self._hits(range(1, REPEATS + 1))
-        rate, latency = _line(self._fetches_beside_decoding(range(REPEATS + 1, 3 * REPEATS + 1)))
+        rate, latency = fit_line(self._fetches_beside_decoding(range(REPEATS + 1, 3 * REPEATS + 1)))
         look_up = statistics.median((each["looked_up_ms"] - each["hint_seen_ms"]) / 1e3 for each in done)
         message = statistics.median(each["hint_seen_ms"] for each in done) / 1e3
-        copy = statistics.median(
-            hit.ttft_s(0.5) - each["claimed_ms"] / 1e3 - local
-            for each, hit in zip(done, hits, strict=True) if each["loaded_blocks"] == hit_blocks(PROMPT_TOKENS)
-        )  # fmt: skip
+        whole = [(each, hit) for each, hit in zip(done, hits, strict=True) if each["loaded_blocks"] == WHOLE_BLOCKS]
+        copy = statistics.median(hit.ttft_s(0.5) - each["claimed_ms"] / 1e3 - local for each, hit in whole)
         return Calibration(
-            prefill_tokens_per_s=prefill, step_s=alone - sequence, sequence_s=sequence,
-            admit_s=max(0.0, local - tail_s - alone), message_s=message, look_up_s=look_up,
-            call_latency_s=max(0.0, latency), link_bytes_per_s=rate,
-            copy_bytes_per_s=hit_blocks(PROMPT_TOKENS) * BLOCK_BYTES / max(copy, 1e-4),
-        )  # fmt: skip
+            prefill_tokens_per_s=prefill,
+            step_s=alone - sequence,
+            sequence_s=sequence,
+            admit_s=max(0.0, local - tail_s - alone),
+            message_s=message,
+            look_up_s=look_up,
+            call_latency_s=max(0.0, latency),
+            link_bytes_per_s=rate,
+            copy_bytes_per_s=WHOLE_BLOCKS * BLOCK_BYTES / max(copy, 1e-4),
+        )
 
     def _alone(self, prompts: Sequence[list[int]], *, local: bool = False) -> float:
-        """Median time to first token of requests alone."""
+        """Return the median time to first token of requests alone."""
         return statistics.median(each.ttft_s(0.5) for each in self.one_by_one(prompts, local=local))
 
     def _hits(self, numbers: range) -> tuple[list[Pass], list[dict[str, Any]]]:
-        """These prompts alone, loaded from the store, and the daemon's lines about them."""
+        """Run these prompts alone, loaded from the store; also return the daemon's lines about them."""
         before = self.count("request.done")
         passes = self.one_by_one([self.prompts[number] for number in numbers])
         self.daemon.wait_record("request.done", count=before + len(passes))
         return passes, self.log("request.done", before)
 
     def _fetches_beside_decoding(self, numbers: range) -> list[tuple[float, float]]:
-        """(bytes, seconds) of fetches of two sizes, one at a time, while every slot of the engine decodes.
+        """Return (bytes, seconds) of fetches of two sizes, one at a time, while every slot of the engine decodes.
 
-        Where cores are scarce a transfer takes longer then, and in the compared passes the engine is seldom idle.
+        Transfers take longer then if cores are scarce, and in the compared passes the engine is seldom idle.
         """
         self.engine.reset_prefix_cache()
         before, requests = self.count("fetch.done"), self.count("request.done")
@@ -163,14 +174,14 @@ class Bench:
         return [call for call in calls if call[0] in sizes]
 
     def _decode_step(self, sequences: int) -> float:
-        """Seconds of a step that only decodes so many."""
+        """Return the seconds of a step that only decodes so many sequences."""
         prompts = [self.fresh(BLOCK_TOKENS) for _ in range(sequences)]
         result = self.engine.run(prompts, max_tokens=2 * OUTPUT_TOKENS)
         spans = [(each.finished_s or 0.0) - (each.first_token_s or 0.0) for each in result.requests]
         return statistics.median(spans) / (2 * OUTPUT_TOKENS - 1)
 
     def measure(self, into: Measured, **load: Any) -> None:
-        """One compared pass: every prompt once, nothing local."""
+        """Run one compared pass: every prompt once, nothing local."""
         self.engine.reset_prefix_cache()
         before, others = self.count("request.done"), Interference()
         result = self.engine.run(self.prompts, max_tokens=OUTPUT_TOKENS, timeout_s=180, **load)
@@ -178,7 +189,7 @@ class Bench:
         self.daemon.wait_record("request.done", count=before + len(self.prompts))
         loaded = [each for each in self.log("request.done", before) if each["loaded_blocks"]]
         fetched = sum(each["bytes"] for each in loaded) // BLOCK_BYTES
-        if fetched != (expected := len(self.prompts) * hit_blocks(PROMPT_TOKENS)):
+        if fetched != (expected := len(self.prompts) * WHOLE_BLOCKS):
             print(f"WARNING: {fetched} of {expected} blocks were fetched for the {len(loaded)} requests that loaded")
         into.ttft_p50.append(result.ttft_s(0.5))
         into.ttft_p99.append(result.ttft_s(0.99))
@@ -187,14 +198,14 @@ class Bench:
 
 
 def _hidden(record: dict[str, Any]) -> float:
-    """What the simulation calls hidden, of a request that loaded."""
+    """Return the simulation's hidden fraction of a request that loaded."""
     ready = record["looked_up_ms"] if record["last_byte_ms"] is None else record["last_byte_ms"]
     asked = ready if record["asked_ms"] is None else record["asked_ms"]
     return over_when_asked(record["hint_seen_ms"], ready, asked, record["claimed_ms"])
 
 
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(bytes per second, seconds at zero bytes) of the line through the median seconds of the two sizes in `points`."""
+def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Fit (bytes per second, seconds at zero bytes) to the median seconds of the two sizes in `points`."""
     small, large = sorted({size for size, _ in points})
     low, high = (statistics.median(took for size, took in points if size == each) for each in (small, large))
     rate = (large - small) / max(high - low, 1e-9)
@@ -202,26 +213,38 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def scenario(calibration: Calibration) -> Scenario:
-    """The real set-up, as the simulation sees it."""
-    tier = MediumModel(calibration.link_bytes_per_s, calibration.call_latency_s)
+    """Return the real set-up's model."""
+    store = MediumModel(calibration.link_bytes_per_s, calibration.call_latency_s)
     engine = EngineModel(
-        max_num_seqs=SLOTS, max_num_batched_tokens=BATCHED_TOKENS, block_tokens=BLOCK_TOKENS, block_bytes=BLOCK_BYTES,
-        pool_blocks=POOL_BLOCKS, prefill_tokens_per_s=calibration.prefill_tokens_per_s, step_s=calibration.step_s,
-        sequence_s=calibration.sequence_s, admit_s=calibration.admit_s, copy_bytes_per_s=calibration.copy_bytes_per_s,
-    )  # fmt: skip
+        max_num_seqs=SLOTS,
+        max_num_batched_tokens=BATCHED_TOKENS,
+        block_tokens=BLOCK_TOKENS,
+        block_bytes=BLOCK_BYTES,
+        pool_blocks=POOL_BLOCKS,
+        prefill_tokens_per_s=calibration.prefill_tokens_per_s,
+        step_s=calibration.step_s,
+        sequence_s=calibration.sequence_s,
+        admit_s=calibration.admit_s,
+        copy_bytes_per_s=calibration.copy_bytes_per_s,
+    )
     node = NodeModel(
-        staging_blocks=int(STAGING_BYTES * (1 - SAVE_SHARE)) // BLOCK_BYTES, chunk_blocks=CHUNK_BYTES // BLOCK_BYTES,
-        fetch_threads=FETCH_THREADS, disk_threads=0, memory=tier, disk=tier, look_up_s=calibration.look_up_s,
+        staging_blocks=int(STAGING_BYTES * (1 - SAVE_SHARE)) // BLOCK_BYTES,
+        chunk_blocks=CHUNK_BYTES // BLOCK_BYTES,
+        fetch_threads=FETCH_THREADS,
+        disk_threads=0,
+        memory=store,
+        disk=store,
+        look_up_s=calibration.look_up_s,
         message_s=calibration.message_s,
-    )  # fmt: skip
+    )
     return Scenario("real", "the load of the compared passes", Load(), engine, node)
 
 
 def predict(
     calibration: Calibration, policy: str, count: int, arrivals: Sequence[float] | None, outstanding: int
 ) -> Result:
-    """The simulation of one compared pass."""
-    lengths = [(PROMPT_TOKENS, hit_blocks(PROMPT_TOKENS), OUTPUT_TOKENS)] * count
+    """Simulate one compared pass."""
+    lengths = [(PROMPT_TOKENS, WHOLE_BLOCKS, OUTPUT_TOKENS)] * count
     requests = fixed(lengths, arrivals or [0.0] * count, BLOCK_TOKENS)
     return simulate(
         scenario(calibration), POLICIES[policy], requests=requests, outstanding=None if arrivals else outstanding
@@ -229,7 +252,7 @@ def predict(
 
 
 def compared(name: str, predicted: Result, measured: Measured) -> list[str]:
-    """Lines: predicted, measured (median, range), and their ratio."""
+    """Return lines of predicted figures, measured ones (median, range), and their ratios."""
     rows = (
         ("hidden fraction", predicted.hidden_fraction, measured.hidden),
         ("TTFT p50, s", predicted.ttft_s(0.5), measured.ttft_p50),
@@ -259,7 +282,11 @@ def main(argv: list[str] | None = None) -> int:
     arrivals = [0.0]
     while len(arrivals) < options.prompts:
         arrivals.append(arrivals[-1] + clock.expovariate(options.rate))
-    measured = {"closed loop": Measured(), "poisson": Measured()}
+    loads: dict[str, dict[str, Any]] = {
+        "closed loop": {"concurrency": options.outstanding},
+        "poisson": {"arrivals_s": arrivals},
+    }
+    measured = {name: Measured() for name in loads}
     with contextlib.ExitStack() as stack:
         link = None
         if (why_not := available()) is None:
@@ -267,21 +294,27 @@ def main(argv: list[str] | None = None) -> int:
         else:
             print(f"WARNING: no limited link ({why_not}): the store is on loopback")
         store = stack.enter_context(Store(link=link))
-        extra = ("--log-level", "debug", "--chunk", str(CHUNK_BYTES), "--fetch-threads", str(FETCH_THREADS),
-                 "--save-share", str(SAVE_SHARE))  # fmt: skip
-        daemon = stack.enter_context(Daemon(mooncake_config=store.config, staging=str(STAGING_BYTES), extra=extra))
+        extra = f"--log-level debug --chunk {CHUNK_BYTES} --fetch-threads {FETCH_THREADS} --save-share {SAVE_SHARE}"
+        daemon = stack.enter_context(
+            Daemon(mooncake_config=store.config, staging=str(STAGING_BYTES), extra=(*extra.split(),))
+        )
         spec = EngineSpec(
             own_worker=False,
-            model=make_checkpoint(options.work / "checkpoints", PEERS), dtype=PEERS.dtype, block_size=BLOCK_TOKENS,
-            max_num_seqs=SLOTS, max_num_batched_tokens=BATCHED_TOKENS, num_gpu_blocks=POOL_BLOCKS,
-            kv_transfer=connectors.ours(daemon.socket), host_ip=store.host_ip,
-        )  # fmt: skip
+            model=make_checkpoint(options.work / "checkpoints", PEERS),
+            dtype=PEERS.dtype,
+            block_size=BLOCK_TOKENS,
+            max_num_seqs=SLOTS,
+            max_num_batched_tokens=BATCHED_TOKENS,
+            num_gpu_blocks=POOL_BLOCKS,
+            kv_transfer=connectors.ours(daemon.socket),
+            host_ip=store.host_ip,
+        )
         engine = stack.enter_context(Engine(spec))
         prompts = make_prompts(options.prompts, PROMPT_TOKENS, vocab=PEERS.vocab)
         bench = Bench(engine, daemon, prompts)
         print("filling the store", flush=True)
-        expected = options.prompts * hit_blocks(PROMPT_TOKENS)
-        for _ in range(FILL_PASSES):  # saves that found no slot are made up for by the next pass
+        expected = options.prompts * WHOLE_BLOCKS
+        for _ in range(FILL_PASSES):  # the next pass makes up for saves that found no slot
             engine.reset_prefix_cache()
             engine.run(prompts, max_tokens=1, concurrency=1, timeout_s=180)
             if store.wait_keys(expected, timeout_s=5.0) >= expected:
@@ -292,16 +325,10 @@ def main(argv: list[str] | None = None) -> int:
         calibration = bench.calibrate()
         print(f"calibration: {json.dumps({key: round(value, 6) for key, value in asdict(calibration).items()})}")
         for number in range(options.rounds + 1):
-            for name, load in (
-                ("closed loop", {"concurrency": options.outstanding}), ("poisson", {"arrivals_s": arrivals})
-            ):  # fmt: skip
+            for name, load in loads.items():
                 into = Measured() if number == 0 else measured[name]  # the first round warms up
                 bench.measure(into, **load)
-                print(
-                    f"round {number}: {name:12} p50 {into.ttft_p50[-1]:.3f}  p99 {into.ttft_p99[-1]:.3f}  "
-                    f"total {into.total[-1]:.2f} s  hidden {into.hidden[-1]:.3f}  "
-                    f"(others used {into.others_cores[-1]:.1f} cores)", flush=True,
-                )  # fmt: skip
+                print(f"round {number}: {name:12} {into.last()}", flush=True)
     predicted = {
         "closed loop": predict(calibration, "adaptive", options.prompts, None, options.outstanding),
         "poisson": predict(calibration, "adaptive", options.prompts, arrivals, options.outstanding),
@@ -309,8 +336,8 @@ def main(argv: list[str] | None = None) -> int:
     for name, result in predicted.items():
         print("\n" + "\n".join(compared(name, result, measured[name])))
     if options.json is not None:
-        report = {"machine": machine(), "calibration": asdict(calibration), "measured": {
-            name: asdict(each) for name, each in measured.items()}}  # fmt: skip
+        figures = {name: asdict(each) for name, each in measured.items()}
+        report = {"machine": machine(), "calibration": asdict(calibration), "measured": figures}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 

@@ -1,4 +1,4 @@
-"""What is printed of simulated runs: one table per scenario, policies side by side."""
+"""The printed tables and JSON figures of simulated runs, policies side by side."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from benchmarks.simulate.events import NS
 from benchmarks.simulate.run import Result
 
 IDEAL, BASELINE = "local", "no-prefetch"
-_HEAD = (
+HEAD = (
     f"{'':12}{'hidden':>7}{'wasted':>18}{'deadline':>9}{'given up':>9}{'TTFT p50':>12}{'/local':>9}{'/none':>8}"
     f"{'TTFT p99':>12}{'/local':>9}{'/none':>8}{'served':>8}{'aborted':>8}{'CPU':>7}"
 )
 
 
 def table(results: Sequence[Result]) -> list[str]:
-    """Lines of one scenario's results: `/local` and `/none` are ratios to everything local and to no prefetch."""
+    """Return one scenario's lines; `/local` and `/none` are ratios to everything local and to no prefetch."""
     by_policy = {result.policy: result for result in results}
     ideal, baseline = by_policy.get(IDEAL), by_policy.get(BASELINE)
-    lines = [_HEAD]
+    lines = [HEAD]
     for result in results:
         line = f"{result.policy:12}{_number(result.hidden_fraction, '.3f'):>7}"
         wasted_gb = result.node.wasted * result.block_bytes / 1e9
@@ -38,7 +38,7 @@ def table(results: Sequence[Result]) -> list[str]:
 
 
 def figures(result: Result) -> dict[str, object]:
-    """One result as JSON."""
+    """Return one result's figures for JSON."""
     return {
         "scenario": result.scenario,
         "policy": result.policy,

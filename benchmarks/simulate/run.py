@@ -1,4 +1,4 @@
-"""One simulated run: a load, an engine, a node and a policy put together, and what came out of it."""
+"""One simulated run: a load, an engine, a node and a policy put together, and their result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.lab.passes import percentile
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is simulated; `shows` is the question it answers."""
+    """The simulated parts; `shows` is the question that they answer."""
 
     name: str
     shows: str
@@ -29,7 +29,7 @@ class Scenario:
 
 @dataclass(slots=True)
 class Result:
-    """One policy's run of one scenario. TTFT are nanoseconds, by priority."""
+    """One policy's run of one scenario. `ttft_ns`: times to first token by priority."""
 
     scenario: str
     policy: str
@@ -47,26 +47,30 @@ class Result:
     cpu_s: float = 0.0
 
     def ttft_s(self, fraction: float, priority: int | None = None) -> float:
-        """A percentile of the time to first token, of one priority or of all; NaN when there is none."""
+        """Return a percentile of the time to first token, of one priority or all; NaN without any."""
         values = [each for key, part in self.ttft_ns.items() if priority in (None, key) for each in part]
         return percentile([float(each) for each in values], fraction) / NS if values else float("nan")
 
     @property
     def hidden_fraction(self) -> float:
-        """Mean over the requests that loaded something, as the daemon reports it per request; NaN without any."""
+        """The mean over requests that loaded something, as the daemon reports it per request; NaN without any."""
         return self.client.hidden_sum / self.client.loads if self.client.loads else float("nan")
 
     @property
     def wasted_share(self) -> float:
-        """Of the bytes fetched, those whose room was reused before anyone loaded them."""
+        """The share of fetched bytes that no request loaded before their room was reused."""
         return self.node.wasted / self.node.fetched if self.node.fetched else 0.0
 
 
 def simulate(
-    scenario: Scenario, policy: Policy, *, seed: int = 0, requests: list[SimRequest] | None = None,
+    scenario: Scenario,
+    policy: Policy,
+    *,
+    seed: int = 0,
+    requests: list[SimRequest] | None = None,
     outstanding: int | None = None,
-) -> Result:  # fmt: skip
-    """Run to the end. `requests` replaces the generated load; `outstanding` makes a closed loop of so many."""
+) -> Result:
+    """Run to the end. `requests` replaces the generated load; `outstanding` makes a closed loop of so many requests."""
     begun = time.process_time()
     loop = Loop()
     contents = StoreContents(seed, scenario.load.lost_share)
@@ -108,10 +112,12 @@ def simulate(
         engine.add(request)
 
     engine = Engine(loop, scenario.engine, roomy=policy.local, ended=ended)
-    node = Node(
-        loop, scenario.node, contents, scenario.engine.block_bytes,
-        lambda key: engine.changed(client.hinted[key]) if key in client.hinted else None,
-    )  # fmt: skip
+
+    def changed(key: tuple[int, int]) -> None:
+        if key in client.hinted:
+            engine.changed(client.hinted[key])
+
+    node = Node(loop, scenario.node, contents, scenario.engine.block_bytes, changed)
     client = engine.client = Client(loop, policy, node, scenario.engine.block_tokens, engine.review)
     if outstanding is None:
         expect()

@@ -1,4 +1,4 @@
-"""The scenarios: an 8B-class model on one GPU, a store behind a 100 Gbit/s link, and what makes each of them hard."""
+"""The scenarios: an 8B-class model on one GPU, a store behind a 100 Gbit/s link, and the difficulty of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.simulate.run import Result, Scenario, simulate
 from benchmarks.simulate.waiting import POLICIES
 from benchmarks.simulate.workload import Load
 
-ENGINE = EngineModel(pool_blocks=2304)  # no more than its 32 slots need: that is what load means
+ENGINE = EngineModel(pool_blocks=2304)  # what its 32 slots need, so that load means a full pool
 NODE = NodeModel(
     staging_blocks=4096,  # 16 GiB
     chunk_blocks=8,
@@ -21,7 +21,7 @@ NODE = NodeModel(
     disk=MediumModel(bytes_per_s=1.5e9, latency_s=0.003, call_bytes_per_s=0.8e9),
 )
 LOAD = Load(rate_per_s=16.0)
-# 90 % of a prompt's blocks lie in the upper two levels of the tree; the KV pool is too small to keep them all.
+# The upper two levels of the tree hold 90 % of a prompt's blocks; the KV pool is too small to keep them all.
 TREE = replace(LOAD, shared_blocks=(16, 38), fan_out=(8, 40), own_blocks=(4, 8))
 SMALL_STAGING = replace(NODE, staging_blocks=160)  # two requests of 64 blocks and a half
 SLOW = MediumModel(bytes_per_s=1.2e9, latency_s=0.001)
@@ -55,6 +55,6 @@ SCENARIOS = {
 
 
 def run_named(scenario: str, policy: str, requests: int, seed: int) -> Result:
-    """One run by names, as another process gets it."""
+    """Run a scenario and a policy by their names, which another process can get."""
     chosen = SCENARIOS[scenario]
     return simulate(replace(chosen, load=replace(chosen.load, requests=requests)), POLICIES[policy], seed=seed)

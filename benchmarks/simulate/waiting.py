@@ -1,4 +1,4 @@
-"""What a simulation can compare: the connector's wait policies, hints that come late or not at all, and the ideal."""
+"""The policies that a simulation compares: the connector's wait policies, late or no hints, and the ideal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvprefetch.connector.policy import Policy as WaitName
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """One way to serve a load. `wait` is the connector's; the flags choose what else is different."""
+    """One way to serve a load. `wait` is the connector's policy; the flags choose the other differences."""
 
     name: str
     says: str
@@ -19,7 +19,7 @@ class Policy:
     hints: bool = True
     """Whether a connector asks the daemon at all."""
     on_arrival: bool = True
-    """Whether it does when the request arrives, or only when the scheduler reaches it."""
+    """Whether it asks when the request arrives, or only when the scheduler reaches it."""
     direct: bool = False
     """No daemon: a look-up at the first visit, and the load once the KV blocks are allocated."""
     local: bool = False

@@ -1,4 +1,4 @@
-"""Requests of a load: arrivals, prompts as chains of digests, what the store holds of them, aborts, priorities."""
+"""Requests of a load: arrivals, prompts as chains of digests, their blocks in the store, aborts, priorities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DIGEST = struct.Struct(">II")  # node of the prefix tree, block in it
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What arrives. Blocks are the engine's; a prompt is `shared_blocks` of tree levels, then its own, then a tail."""
+    """The arrivals. A prompt has `shared_blocks` of tree levels, then blocks of its own, then a tail."""
 
     requests: int = 100_000
     rate_per_s: float = 20.0
@@ -27,12 +27,12 @@ class Load:
     fan_out: tuple[int, ...] = ()
     """Branches below one node, of each level."""
     own_blocks: tuple[int, int] = (48, 64)
-    """Blocks of a prompt that no other request has: fewest and most."""
+    """Fewest and most blocks of a prompt that no other request has."""
     tail_tokens: tuple[int, int] = (64, 320)
-    """Tokens after the last block the store could have; they are always computed."""
+    """Tokens after the last block that the store may hold; the engine always computes them."""
     output_tokens: tuple[int, int] = (64, 192)
     miss_share: float = 0.0
-    """Requests of whose own blocks the store holds nothing."""
+    """Requests without any own block in the store."""
     lost_share: float = 0.0
     """Blocks that the look-up finds and the fetch does not."""
     abort_share: float = 0.0
@@ -43,12 +43,12 @@ class Load:
     disk_share: float = 0.0
     """Nodes of the tree and own parts of prompts that lie on disk."""
     arrivals_s: tuple[float, ...] = ()
-    """Explicit arrivals; then `requests`, `rate_per_s` and `burst` do not count."""
+    """Explicit arrivals, in place of `requests`, `rate_per_s` and `burst`."""
 
 
 @dataclass(slots=True, eq=False)
 class SimRequest:
-    """One request and what became of it. Times are simulated nanoseconds; 0: did not happen."""
+    """One request and its course. Times are simulated nanoseconds; 0: it did not happen."""
 
     index: int
     arrival_ns: int
@@ -59,7 +59,7 @@ class SimRequest:
     output_tokens: int
     priority: int = 0
     abort_ns: int = 0
-    # The connector's state.
+    # The connector's state:
     key: tuple[int, int] | None = None
     hinted_local: int = 0
     late_hints: int = 0
@@ -68,12 +68,12 @@ class SimRequest:
     pending: bool = False
     claimed: int = 0
     settled: bool = False
-    # The engine's state.
+    # the engine's state:
     state: str = "waiting"
     visible: bool = False
     held_blocks: int = 0
     remaining: int = 0
-    # What is reported.
+    # and what the run reports.
     seen_ns: int = 0
     looked_up_ns: int = 0
     claimed_ns: int = 0
@@ -92,7 +92,7 @@ class SimRequest:
 
 
 class StoreContents:
-    """Where the nodes of the prefix tree lie."""
+    """Where the store holds the nodes of the prefix tree."""
 
     def __init__(self, seed: int, lost_share: float) -> None:
         self._disk: set[int] = set()
@@ -105,7 +105,7 @@ class StoreContents:
         return _DIGEST.unpack(digest)[0] in self._disk
 
     def lost(self, digest: bytes) -> bool:
-        """Whether a fetch of this block fails although the look-up found it."""
+        """Whether the fetch of this block fails although its look-up found it."""
         if self._lost_share == 0.0:
             return False
         node, block = _DIGEST.unpack(digest)
@@ -113,12 +113,12 @@ class StoreContents:
 
 
 def chain(node: int, blocks: int) -> bytes:
-    """Digests of `blocks` consecutive blocks of one node."""
+    """Return the digests of a node's first `blocks` blocks."""
     return b"".join(_DIGEST.pack(node, block) for block in range(blocks))
 
 
 def arrivals_ns(load: Load, rng: random.Random) -> Iterator[int]:
-    """Arrival times in order, from 1 ns on: 0 stands for what did not happen."""
+    """Yield arrival times in order, from 1 ns on: 0 means that something did not happen."""
     if load.arrivals_s:
         yield from (1 + ns(each) for each in sorted(load.arrivals_s))
         return
@@ -131,9 +131,9 @@ def arrivals_ns(load: Load, rng: random.Random) -> Iterator[int]:
 
 
 def generate(load: Load, block_tokens: int, contents: StoreContents, seed: int) -> Iterator[SimRequest]:
-    """The requests in order of arrival; equal seeds give equal requests."""
+    """Yield the requests in order of arrival; equal seeds give equal requests."""
     rng = random.Random(seed)
-    clock = random.Random(seed + 1)  # of its own, so that loads that differ in one trait arrive at the same times
+    clock = random.Random(seed + 1)  # of its own: loads that differ in one trait arrive at equal times
     tree: dict[tuple[int, ...], int] = {}
     nodes = 0
 
@@ -148,7 +148,7 @@ def generate(load: Load, block_tokens: int, contents: StoreContents, seed: int) 
         hashes = b""
         path: tuple[int, ...] = ()
         for blocks, branches in zip(load.shared_blocks, load.fan_out, strict=True):
-            # Few branches get most of the requests, as documents and system prompts do.
+            # A few branches get most requests, as in real prompts with shared documents.
             path += (min(int(rng.paretovariate(0.7)), branches),)
             if path not in tree:
                 tree[path] = new_node()
@@ -162,20 +162,21 @@ def generate(load: Load, block_tokens: int, contents: StoreContents, seed: int) 
         if rng.random() < load.miss_share:
             found = shared
         tokens = (shared + own) * block_tokens + tail
-        # A prompt that ends with a full block keeps it out of what can be loaded: one token stays to be computed.
+        # The engine has to compute one token at least, so a full last block is not loaded.
         usable = (tokens - 1) // block_tokens
         output = rng.randint(*load.output_tokens)
         priority = -1 if rng.random() < load.urgent_share else 0
         aborted = rng.random() < load.abort_share
         patience = rng.expovariate(1.0 / load.abort_after_s)
-        yield SimRequest(
-            index, arrival, hashes[: usable * HASH_BYTES], min(found, usable), tokens, output, priority,
-            arrival + 1 + ns(patience) if aborted else 0,
-        )  # fmt: skip
+        request = SimRequest(
+            index, arrival, hashes[: usable * HASH_BYTES], min(found, usable), tokens, output, priority
+        )
+        request.abort_ns = arrival + 1 + ns(patience) if aborted else 0
+        yield request
 
 
 def fixed(lengths: Sequence[tuple[int, int, int]], arrivals: Sequence[float], block_tokens: int) -> list[SimRequest]:
-    """Requests of given (prompt tokens, blocks in the store, output tokens) and arrivals in seconds, nothing shared."""
+    """Return requests of (prompt tokens, blocks in the store, output tokens), with arrivals in s and nothing shared."""
     requests = []
     for index, ((tokens, found, output), arrival) in enumerate(zip(lengths, arrivals, strict=True)):
         usable = (tokens - 1) // block_tokens

@@ -1,19 +1,26 @@
-"""The comparison with a real run, without the real run: its fit, its prediction, and what it prints."""
+"""The comparison with a real run, without that run: its fit, its prediction, and its printed lines."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.simulate.real import Calibration, Measured, _line, compared, predict
+from benchmarks.simulate.real import Calibration, Measured, compared, fit_line, predict
 
 CALIBRATION = Calibration(
-    prefill_tokens_per_s=5000.0, step_s=0.006, sequence_s=0.0002, admit_s=0.004, message_s=0.0003, look_up_s=0.0008,
-    call_latency_s=0.002, link_bytes_per_s=120e6, copy_bytes_per_s=2e9,
-)  # fmt: skip
+    prefill_tokens_per_s=5000.0,
+    step_s=0.006,
+    sequence_s=0.0002,
+    admit_s=0.004,
+    message_s=0.0003,
+    look_up_s=0.0008,
+    call_latency_s=0.002,
+    link_bytes_per_s=120e6,
+    copy_bytes_per_s=2e9,
+)
 
 
 def test_latency_and_rate_come_from_fetches_of_two_sizes() -> None:
-    rate, latency = _line([(1e6, 0.013), (1e6, 0.014), (1e6, 0.9), (3e6, 0.033), (3e6, 0.034), (3e6, 0.035)])
+    rate, latency = fit_line([(1e6, 0.013), (1e6, 0.014), (1e6, 0.9), (3e6, 0.033), (3e6, 0.034), (3e6, 0.035)])
     assert (rate, latency) == (pytest.approx(100e6), pytest.approx(0.004))
 
 
@@ -25,7 +32,7 @@ def test_a_prediction_serves_the_whole_load(arrivals: list[float] | None) -> Non
 
 
 def test_a_closed_loop_has_so_many_requests_outstanding() -> None:
-    """With one outstanding they come one after the other: the total is the sum of their times."""
+    """With one outstanding request at a time, the total is the sum of their times."""
     one, two = (predict(CALIBRATION, "local", count, None, 1) for count in (1, 2))
     assert two.end_ns == pytest.approx(2 * one.end_ns, rel=1e-6)
 

@@ -1,4 +1,4 @@
-"""The simulation's promises: equal seeds, equal runs; nothing lost or counted twice; small cases come out exactly."""
+"""The simulation: small cases come out exactly, equal seeds give equal runs, and each block is counted once."""
 
 from __future__ import annotations
 
@@ -24,19 +24,32 @@ from kvprefetch.connector import claims
 
 MEGABYTE = 1_000_000
 ENGINE = EngineModel(
-    max_num_seqs=2, max_num_batched_tokens=1000, block_tokens=10, block_bytes=MEGABYTE, pool_blocks=1000,
-    prefill_tokens_per_s=1000.0, step_s=0.01, sequence_s=0.001, copy_bytes_per_s=1e9, sync_load_max_bytes=1 << 30,
+    max_num_seqs=2,
+    max_num_batched_tokens=1000,
+    block_tokens=10,
+    block_bytes=MEGABYTE,
+    pool_blocks=1000,
+    prefill_tokens_per_s=1000.0,
+    step_s=0.01,
+    sequence_s=0.001,
+    copy_bytes_per_s=1e9,
+    sync_load_max_bytes=1 << 30,
     idle_poll_s=0.001,
-)  # fmt: skip
+)
 NODE = NodeModel(
-    staging_blocks=100, chunk_blocks=2, fetch_threads=1, memory=MediumModel(bytes_per_s=100e6, latency_s=0.005),
-    disk=MediumModel(bytes_per_s=10e6, latency_s=0.05), look_up_s=0.002, message_s=0.0001,
-)  # fmt: skip
+    staging_blocks=100,
+    chunk_blocks=2,
+    fetch_threads=1,
+    memory=MediumModel(bytes_per_s=100e6, latency_s=0.005),
+    disk=MediumModel(bytes_per_s=10e6, latency_s=0.05),
+    look_up_s=0.002,
+    message_s=0.0001,
+)
 SMALL = Scenario("small", "exact", Load(), ENGINE, NODE)
 
 
 def run(policy: str, requests: list[tuple[int, int, int]], arrivals: list[float], scenario: Scenario = SMALL) -> Result:
-    """(prompt tokens, blocks in the store, output tokens) per request."""
+    """Run requests of (prompt tokens, blocks in the store, output tokens)."""
     return simulate(scenario, POLICIES[policy], requests=fixed(requests, arrivals, scenario.engine.block_tokens))
 
 
@@ -45,23 +58,28 @@ def ttft(result: Result) -> list[float]:
 
 
 def outcome(result: Result) -> dict[str, object]:
-    """Everything but how long the simulation itself took."""
+    """Return all figures but the simulation's own time."""
     return {**report.figures(result), "cpu_s": 0.0, "ttft": [list(part) for part in result.ttft_ns.values()]}
 
 
 # --- exact small cases ------------------------------------------------------------------------------------------------
 
 
-def test_one_recomputed_request_takes_one_step_and_its_prefill() -> None:
-    """100 tokens at 1,000 per second and a step of 10 ms; then 4 more steps of 11 ms."""
-    result = run("recompute", [(100, 9, 5)], [0.0])
-    assert ttft(result) == [pytest.approx(0.110)]
-    assert result.end_ns / NS == pytest.approx(0.110 + 4 * 0.011)
-
-
-def test_one_local_request_computes_only_its_tail() -> None:
-    """9 of 10 blocks are there: 10 tokens stay."""
-    assert ttft(run("local", [(100, 9, 1)], [0.0])) == [pytest.approx(0.020)]
+@pytest.mark.parametrize(
+    ("policy", "output_tokens", "first_token_s", "end_s"),
+    [
+        ("recompute", 5, 0.110, 0.110 + 4 * 0.011),  # a step and its prefill, then 4 steps that decode
+        ("local", 1, 0.020, 0.020),  # the engine has 9 of 10 blocks
+        ("no-prefetch", 1, *[0.002 + 0.005 + 0.09 + 0.010 + 0.010] * 2),  # one call after a look-up
+        ("best_effort", 1, 0.110, 0.110),  # no block is ready yet
+    ],
+)
+def test_the_time_of_one_request_alone(policy: str, output_tokens: int, first_token_s: float, end_s: float) -> None:
+    """100 tokens at 1,000 per second, a step of 10 ms, and 1 ms per decoding request."""
+    result = run(policy, [(100, 9, output_tokens)], [0.0])
+    assert ttft(result) == [pytest.approx(first_token_s, abs=1e-6)]
+    assert result.end_ns / NS == pytest.approx(end_s, abs=1e-6)
+    assert result.node.loaded_first == (9 if policy == "no-prefetch" else 0)
 
 
 def test_one_loaded_request_takes_the_sum_of_its_parts() -> None:
@@ -73,31 +91,18 @@ def test_one_loaded_request_takes_the_sum_of_its_parts() -> None:
     assert result.hidden_fraction == pytest.approx(0.0, abs=0.01)  # nothing to hide behind
 
 
-def test_a_direct_load_is_one_call_after_a_look_up() -> None:
-    result = run("no-prefetch", [(100, 9, 1)], [0.0])
-    assert ttft(result) == [pytest.approx(0.002 + 0.005 + 0.09 + 0.010 + 0.010, abs=1e-6)]
-
-
 def test_a_request_behind_a_full_engine_hides_its_fetch() -> None:
     """Two requests hold both slots for longer than the third one's fetch takes."""
     result = run("wait", [(100, 0, 100), (100, 0, 100), (100, 9, 1)], [0.0, 0.0, 0.3])
-    slot_free = (
-        0.0021 + 0.110 + 0.111 + 98 * 0.012
-    )  # look-up, two prefills (one slot decodes beside the second), decode
+    # Look-up, two prefills (one slot decodes beside the second), decode.
+    slot_free = 0.0021 + 0.110 + 0.111 + 98 * 0.012
     beside_one = 0.009 + 0.011 + 0.010
     assert max(ttft(result)) == pytest.approx(slot_free + beside_one - 0.3, abs=1e-6)
     assert result.hidden_fraction == 1.0
 
 
-def test_best_effort_takes_what_is_ready() -> None:
-    """Nothing is when the engine is idle: the request is recomputed, and what was being fetched is not loaded."""
-    result = run("best_effort", [(100, 9, 1)], [0.0])
-    assert ttft(result) == [pytest.approx(0.110)]
-    assert result.node.loaded_first == 0
-
-
 def test_a_wait_ends_at_its_deadline() -> None:
-    """A store that stands still is waited for as long as the policy says, then the prompt is computed."""
+    """The request waits for a frozen store as long as the policy says; then the engine computes the prompt."""
     frozen = replace(SMALL, node=replace(NODE, freezes_s=((0.0, 60.0),), rpc_timeout_s=100.0))
     result = run("timeout", [(100, 9, 1)], [0.0], frozen)
     assert ttft(result) == [pytest.approx(5.0 + 0.110)]
@@ -105,7 +110,7 @@ def test_a_wait_ends_at_its_deadline() -> None:
 
 
 def test_a_call_past_its_deadline_is_given_up_and_its_bytes_are_wasted() -> None:
-    """A freeze of 10 s in the first call of two blocks: after 1 s nothing is left to wait for."""
+    """The first call of two blocks freezes for 10 s: after 1 s the request waits no longer."""
     frozen = replace(SMALL, node=replace(NODE, freezes_s=((0.003, 10.0),), call_deadline_s=1.0))
     result = run("wait", [(100, 9, 1), (100, 0, 1)], [0.0, 20.0], frozen)
     assert ttft(result)[0] == pytest.approx(0.0001 + 0.002 + 1.0 + 0.110, abs=1e-6)
@@ -119,43 +124,34 @@ def test_a_look_up_of_a_frozen_store_is_a_miss_after_its_timeout() -> None:
     assert result.node.look_up_timeouts == 1
 
 
-def link_times(
-    model: MediumModel, calls: list[tuple[float, int]], freeze: tuple[float, float] | None = None
-) -> list[float]:
-    loop, times = Loop(), [0.0] * len(calls)
+def link_times(model: MediumModel, sizes: list[int], freeze: tuple[float, float] | None = None) -> list[float]:
+    """Return the times at which calls of these sizes end that all begin at 0 s."""
+    loop, times = Loop(), [0.0] * len(sizes)
     link = Link(loop, model)
-
-    def start(index: int, size: int) -> None:
-        link.transfer(size, lambda: times.__setitem__(index, loop.now_ns / NS))
-
-    for index, (at, size) in enumerate(calls):
-        loop.at(ns(at), lambda index=index, size=size: start(index, size))  # type: ignore[misc]
+    for index, size in enumerate(sizes):
+        link.transfer(size, lambda index=index: times.__setitem__(index, loop.now_ns / NS))  # type: ignore[misc]
     if freeze is not None:
         loop.at(ns(freeze[0]), lambda: link.freeze(True))
-        loop.at(ns(freeze[0] + freeze[1]), lambda: link.freeze(False))
+        loop.at(ns(sum(freeze)), lambda: link.freeze(False))
     loop.run()
     return times
 
 
-def test_calls_share_a_link_equally() -> None:
-    """10 and 30 MB together on 100 MB/s: the first has half the link for 0.2 s, the second all of it afterwards."""
-    model = MediumModel(bytes_per_s=100e6, latency_s=0.1)
-    assert link_times(model, [(0.0, 10 * MEGABYTE), (0.0, 30 * MEGABYTE)]) == pytest.approx([0.3, 0.5])
-
-
-def test_a_call_alone_reaches_its_own_limit_only() -> None:
-    model = MediumModel(bytes_per_s=100e6, latency_s=0.0, call_bytes_per_s=20e6)
-    assert link_times(model, [(0.0, 10 * MEGABYTE)]) == pytest.approx([0.5])
-
-
-def test_calls_above_the_concurrency_wait() -> None:
-    model = MediumModel(bytes_per_s=100e6, latency_s=0.1, concurrency=1)
-    assert link_times(model, [(0.0, 10 * MEGABYTE), (0.0, 10 * MEGABYTE)]) == pytest.approx([0.2, 0.4])
-
-
-def test_a_frozen_link_moves_nothing() -> None:
-    model = MediumModel(bytes_per_s=100e6, latency_s=0.0)
-    assert link_times(model, [(0.0, 100 * MEGABYTE)], freeze=(0.25, 3.0)) == pytest.approx([4.0])
+@pytest.mark.parametrize(
+    ("model", "megabytes", "freeze", "ends_s"),
+    [
+        # 10 and 30 MB on 100 MB/s: the first has half the link for 0.2 s, and the second all of it after that.
+        (MediumModel(100e6, 0.1), [10, 30], None, [0.3, 0.5]),
+        (MediumModel(100e6, 0.0, call_bytes_per_s=20e6), [10], None, [0.5]),
+        (MediumModel(100e6, 0.1, concurrency=1), [10, 10], None, [0.2, 0.4]),
+        (MediumModel(100e6, 0.0), [100], (0.25, 3.0), [4.0]),
+    ],
+    ids=["equal-shares", "limit-of-one-call", "concurrency", "freeze"],
+)
+def test_calls_share_a_link_within_its_limits(
+    model: MediumModel, megabytes: list[int], freeze: tuple[float, float] | None, ends_s: list[float]
+) -> None:
+    assert link_times(model, [each * MEGABYTE for each in megabytes], freeze) == pytest.approx(ends_s)
 
 
 # --- whole scenarios --------------------------------------------------------------------------------------------------
@@ -164,7 +160,7 @@ def test_a_frozen_link_moves_nothing() -> None:
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("policy", ["no-prefetch", "adaptive"])
 def test_every_request_ends_once_and_every_fetched_block_is_accounted_for(name: str, policy: str) -> None:
-    """Fetched is loaded, wasted or still staged; nothing is pinned, queued or in flight at the end."""
+    """A fetched block is loaded, wasted or still staged; at the end none is pinned, queued or in flight."""
     result = run_named(name, policy, 80, 1)
     assert result.finished + result.aborted == result.arrived == 80
     assert sum(len(part) for part in result.ttft_ns.values()) >= result.finished
@@ -183,16 +179,16 @@ def test_equal_seeds_give_equal_runs_and_others_do_not() -> None:
 
 @pytest.mark.parametrize("name", ["aborts", "shared"])
 def test_running_equal_steps_as_one_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shortcut through steps that only decode gives the times of stepping one by one."""
+    """The shortcut through steps that only decode gives the same times as single steps."""
     quick = run_named(name, "wait", 100, 3)
-    monkeypatch.setattr(Engine, "_blocked", lambda self: False)
+    monkeypatch.setattr(Engine, "blocked", lambda self: False)
     slow = run_named(name, "wait", 100, 3)
     assert slow.events > quick.events
     assert outcome(quick) | {"events": 0} == outcome(slow) | {"events": 0}
 
 
 def test_nothing_is_sooner_than_everything_local() -> None:
-    """In steady load without aborts, the ideal is one."""
+    """In steady load without aborts, the ideal is a lower bound."""
     ideal = run_named("poisson", "local", 200, 2)
     for policy in ("no-prefetch", "on-demand", "wait"):
         assert run_named("poisson", policy, 200, 2).ttft_s(0.5) >= 0.999 * ideal.ttft_s(0.5)
@@ -200,7 +196,7 @@ def test_nothing_is_sooner_than_everything_local() -> None:
 
 @pytest.mark.parametrize("name", ["shared", "half-missing"])
 def test_a_busy_engine_is_served_no_later_than_without_prefetch(name: str) -> None:
-    """Where half of the prompts are unknown or most blocks are local already, so that there is little to gain."""
+    """Half of the prompts are unknown, or most blocks are local already, so there is little to gain."""
     for seed in (0, 1):
         ours, without = (run_named(name, policy, 2000, seed) for policy in ("adaptive", "no-prefetch"))
         assert ours.ttft_s(0.5) <= without.ttft_s(0.5)
@@ -212,7 +208,7 @@ def test_the_simulated_connector_keeps_to_the_real_ones_bounds() -> None:
     assert MAX_LATE_HINTS == claims.MAX_LATE_HINTS
 
 
-# --- what is printed and drawn ----------------------------------------------------------------------------------------
+# --- output -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_plot_is_made_and_equal_results_give_equal_bytes(tmp_path: Path) -> None:
@@ -228,21 +224,10 @@ def test_a_plot_is_made_and_equal_results_give_equal_bytes(tmp_path: Path) -> No
 
 def test_policies_are_printed_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    arguments = [
-        "--scenario",
-        "misses",
-        "--policy",
-        "wait",
-        "--requests",
-        "50",
-        "--jobs",
-        "1",
-        "--plots",
-        str(tmp_path),
-    ]
-    assert main(arguments) == 0
+    arguments = ["--scenario", "misses", "--policy", "wait", "--requests", "50", "--jobs", "1", "--plots"]
+    assert main([*arguments, str(tmp_path)]) == 0
     printed = capsys.readouterr().out.splitlines()
-    rows = [line.split()[0] for line in printed[printed.index(report._HEAD) + 1 :] if line.strip()]
+    rows = [line.split()[0] for line in printed[printed.index(report.HEAD) + 1 :] if line.strip()]
     assert rows[:3] == ["local", "no-prefetch", "wait"]
     assert (tmp_path / "misses.svg").exists()
 
