@@ -14,14 +14,31 @@ GPU_TESTS ?= tests/gpu/test_*.py
 # Without setup: what a machine with a GPU has.  Plugins of its pytest are none of ours.
 ON_GPU  = PYTHONPATH=build/links PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONUNBUFFERED=1 $(or $(PYTHON),$(BIN)/python)
 
+# The quick tier: an environment of its own without vLLM, torch and Mooncake, and the tests that can do without.
+CHECK_VENV  ?= .venv-check
+CHECK_TESTS ?= tests/shmring tests/daemon tests/models tests/simulate/test_real.py tests/lab/test_ttft.py \
+	tests/connector/test_config.py tests/connector/test_policy.py \
+	tests/test_house.py tests/test_imports.py tests/test_operations.py tests/test_private.py tests/test_readme.py
+CHECK_COVERAGE ?= 78
+
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save bench-cuda bench-cuda-sweep simulate simulate-compare clean
+.PHONY: help setup check test lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save bench-cuda bench-cuda-sweep simulate simulate-compare clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## build the virtual environment (VENV=.venv; PYTHON=python3.12 to choose the interpreter)
 	@.ci/setup
+
+$(CHECK_VENV)/.done: pyproject.toml shmring/_atomics.c
+	@$(or $(PYTHON),python3) -m venv $(CHECK_VENV)
+	@$(CHECK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[check]'
+	@touch $@
+
+check: $(CHECK_VENV)/.done ## lint, types and the tests without vLLM, torch and Mooncake: two minutes from a clone
+	@$(MAKE) --no-print-directory -o setup lint VENV=$(CHECK_VENV)
+	@$(CHECK_VENV)/bin/python -m pytest -n $(JOBS) -m "not store and not vllm and not stress" \
+		--cov --cov-fail-under=$(CHECK_COVERAGE) --cov-report= $(CHECK_TESTS)
 
 # Files in their order: else those with few tests, which take longest, come last, when one process runs them alone.
 test: setup lint ## set up, check, and run the default tests, those against real vLLM and Mooncake included

@@ -1,10 +1,18 @@
 """What all tests share: tests that need a CUDA device are skipped where there is none, and say why."""
 
+import contextlib
 import signal
 
 import pytest
 
 from kvprefetch.shmring.gpu import cuda
+
+# How long an example takes says nothing on a busy machine.  Machines with a GPU may lack hypothesis.
+with contextlib.suppress(ImportError):
+    from hypothesis import settings
+
+    settings.register_profile("tests", deadline=None)
+    settings.load_profile("tests")
 
 # A shell's background job ignores SIGINT, and what it starts inherits that; tests interrupt what they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

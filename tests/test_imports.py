@@ -102,7 +102,7 @@ def file_violations(root: Path, path: Path) -> Iterator[str]:
                 yield f"{where}: {us} may not import {folder}/{theirs or target[2]}"
         elif top in FORBIDDEN.get(folder, set()) - third_parties:
             yield f"{where}: {folder} may not import {top}"
-        elif top in sys.stdlib_module_names or relative:
+        elif top in {*sys.stdlib_module_names, "tomllib"} or relative:  # tomllib: from 3.11 on
             continue
         elif top not in third_parties:
             yield f"{where}: {folder or 'the root'} may not import {top}"

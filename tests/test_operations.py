@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tomllib
 import yaml
 
 from kvprefetch.daemon.cli.main import main
@@ -18,6 +17,11 @@ from kvprefetch.daemon.config.model import NEXT_ATTACH, RELOADABLE, DaemonConfig
 from kvprefetch.daemon.runtime.backend import FLUSH_S
 from tests.daemon.fake_engine import FakeEngine
 from tests.lab.daemon import Daemon
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = {name: (ROOT / "docs" / name).read_text() for name in ("OPERATIONS.md", "TUNING.md")}
@@ -47,17 +51,20 @@ def test_the_documents_have_commands_to_run() -> None:
     assert len(commands("sh test attached")) >= 2
 
 
+@pytest.mark.store
 @pytest.mark.parametrize("command", commands("sh test"))
 def test_a_command_runs(command: str, tmp_path: Path) -> None:
     run(command, tmp_path)
 
 
+@pytest.mark.store
 def test_the_commands_for_a_running_daemon_run(tmp_path: Path) -> None:
     with Daemon(memory="64MiB", staging="1MiB") as daemon:
         for command in commands("sh test serving"):
             run(command, tmp_path, KVPREFETCHD_SOCKET=str(daemon.socket))
 
 
+@pytest.mark.store
 def test_the_commands_for_an_attached_engine_run(tmp_path: Path) -> None:
     with Daemon(memory="64MiB", staging="1MiB") as daemon:
         engine = FakeEngine(daemon.socket)

@@ -37,6 +37,7 @@ def test_make_targets_exist(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
+@pytest.mark.vllm
 def test_the_engine_s_command_line_is_one_vllm_and_the_connector_accept() -> None:
     """The README's `vllm serve` line selects the connector by the name that it registers."""
     from vllm.config import KVTransferConfig

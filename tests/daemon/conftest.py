@@ -12,6 +12,15 @@ from tests.lab.daemon import Daemon
 from tests.support.auditor import Auditor
 from tests.support.log_lines import problems
 
+# Tests with these start a daemon with a store.
+DAEMONS = {"serve", "shared_daemon"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if DAEMONS & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.store)
+
 
 @pytest.fixture(autouse=True)
 def _engines_are_closed() -> Iterator[None]:

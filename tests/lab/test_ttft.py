@@ -22,6 +22,7 @@ def test_lmcache_is_no_variant_without_its_interpreter(capsys: pytest.CaptureFix
     assert said.endswith("unknown variants ['lmcache']: choose from local,recompute,upstream-sync,upstream-async,ours")
 
 
+@pytest.mark.vllm
 def test_an_interpreter_without_lmcache_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

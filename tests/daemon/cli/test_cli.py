@@ -70,6 +70,7 @@ def test_a_socket_path_that_is_a_file_is_kept_and_named(tmp_path: Path) -> None:
     assert result.stderr.strip() == f"kvprefetchd: {failed['error']}"
 
 
+@pytest.mark.store
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -86,6 +86,7 @@ def test_who_may_not_use_the_socket_is_never_sent_into_root_s_group() -> None:
             assert "--allow-uids 1234" in advice
 
 
+@pytest.mark.store
 def test_doctor_says_what_is_bad_and_what_to_do(tmp_path: Path) -> None:
     config = absent_cluster(tmp_path, metadata_server="http://operator:hunter2@127.0.0.1/x")
     result = kvprefetchd(

@@ -12,6 +12,8 @@ from kvprefetch.daemon.cli.prompts import CannotHash, PromptHasher
 from kvprefetch.daemon.cli.warm_file import Prompt
 from kvprefetch.shmring.wire.admin import Warmed
 
+pytestmark = pytest.mark.vllm
+
 TOKENS = list(range(1000, 1100))
 
 

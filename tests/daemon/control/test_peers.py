@@ -31,6 +31,8 @@ from tests.support.auditor import Auditor, ask_daemon
 from tests.support.ordinary import effective_user
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.store
+
 OTHER_UID = 54321
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may connect as another user")
 

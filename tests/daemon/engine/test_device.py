@@ -70,11 +70,13 @@ def check_near(daemon: Daemon, auditor: Auditor, owner: str) -> None:
     assert daemon.records("device.ready")[-1]["owner"] == owner
 
 
+@pytest.mark.store
 def test_near_blocks_are_on_the_device_and_loaded_from_there(daemon: Daemon, auditor: Auditor) -> None:
     """On every rank; a second request finds the copies that the first one left."""
     check_near(daemon, auditor, "daemon")
 
 
+@pytest.mark.store
 def test_requests_that_are_staged_before_the_device_is_ready_are_promoted_when_it_is(
     start: Start, auditor: Auditor, tmp_path: Path
 ) -> None:
@@ -98,6 +100,7 @@ def test_requests_that_are_staged_before_the_device_is_ready_are_promoted_when_i
     auditor.assert_idle(daemon.pid, daemon.socket)
 
 
+@pytest.mark.store
 def test_the_engine_may_own_the_memory(start: Start, auditor: Auditor) -> None:
     daemon = start("--device-owner", "engine")
     check_near(daemon, auditor, "engine")
@@ -105,6 +108,7 @@ def test_the_engine_may_own_the_memory(start: Start, auditor: Auditor) -> None:
     eventually(lambda: device_memories(daemon.pid) == 0, what="the memory unmapped")
 
 
+@pytest.mark.store
 def test_room_for_two_requests_goes_to_the_two_most_urgent(daemon: Daemon, auditor: Auditor) -> None:
     engine = engine_at(daemon)
     size = DEVICE_SLOTS // 2
@@ -135,6 +139,7 @@ def test_room_for_two_requests_goes_to_the_two_most_urgent(daemon: Daemon, audit
     auditor.assert_idle(daemon.pid, daemon.socket)
 
 
+@pytest.mark.store
 def test_after_a_reset_no_old_copy_is_read(daemon: Daemon) -> None:
     engine = engine_at(daemon)
     old, new = values_of("reset", 4), values_of("reset", 4, content="new weights")
@@ -155,6 +160,7 @@ def test_after_a_reset_no_old_copy_is_read(daemon: Daemon) -> None:
     assert take(engine, again, new) == 4
 
 
+@pytest.mark.store
 def test_a_device_that_fails_while_it_copies_is_left_alone(start: Start, auditor: Auditor) -> None:
     """One line says why; everything is loaded from the host, and nothing of the device is kept."""
     daemon = start(fail="copy")
@@ -172,6 +178,7 @@ def test_a_device_that_fails_while_it_copies_is_left_alone(start: Start, auditor
     eventually(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
 
 
+@pytest.mark.store
 def test_host_memory_that_cannot_be_pinned_is_copied_all_the_same(start: Start) -> None:
     daemon = start(fail="register")
     engine = engine_at(daemon)
@@ -184,6 +191,7 @@ def test_host_memory_that_cannot_be_pinned_is_copied_all_the_same(start: Start) 
     assert len(daemon.records("device.unpinned")) == 1
 
 
+@pytest.mark.store
 def test_a_device_is_opened_for_an_engine_that_has_one_and_no_other(start: Start) -> None:
     daemon = start(fail="open_device")
     values = values_of("cpu", 2)
@@ -255,6 +263,7 @@ class Blind(FakeEngine):
         return Mapped(epoch=attached.epoch)
 
 
+@pytest.mark.store
 def test_where_a_worker_has_no_device_slots_no_table_names_one(daemon: Daemon) -> None:
     engine = Blind(daemon.socket, block_bytes=BLOCK, devices=HostDevices(64 << 20))
     values = values_of("blind", 4)
@@ -265,6 +274,7 @@ def test_where_a_worker_has_no_device_slots_no_table_names_one(daemon: Daemon) -
     assert numbers(daemon)["promoted_blocks"] == 0
 
 
+@pytest.mark.store
 def test_a_slab_is_freed_only_when_its_importer_let_go(daemon: Daemon) -> None:
     """Freeing memory that another process has mapped is undefined."""
     engine = engine_at(daemon)
@@ -279,6 +289,7 @@ def test_a_slab_is_freed_only_when_its_importer_let_go(daemon: Daemon) -> None:
     eventually(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
 
 
+@pytest.mark.store
 def test_attaching_again_and_again_leaves_no_device_memory_behind(daemon: Daemon, auditor: Auditor) -> None:
     values = values_of("again", 2)
     for turn in range(20):

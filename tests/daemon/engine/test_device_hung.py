@@ -27,6 +27,8 @@ from tests.support.auditor import Auditor, ask_daemon, device_memories
 from tests.support.host_device import UUID, UUIDS
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.store
+
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Path:

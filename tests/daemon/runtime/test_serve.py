@@ -44,6 +44,7 @@ def test_what_was_saved_is_loaded_with_the_same_bytes(shared_daemon: Daemon, aud
     auditor.assert_idle(shared_daemon.pid, shared_daemon.socket)
 
 
+@pytest.mark.store
 @pytest.mark.parametrize(
     ("key", "cure"), [("metrics_port", "another one, or 0 for no metrics"), ("master_port", "another one, or none")]
 )
@@ -63,6 +64,7 @@ def test_a_port_that_is_taken_ends_the_start_with_a_line_that_says_which_and_wha
     assert cure in line
 
 
+@pytest.mark.store
 def test_a_master_that_is_slow_to_answer_at_first_does_not_end_the_start() -> None:
     daemon = Daemon(memory="64MiB", staging="1MiB", extra=("--log-level", "debug", "--rpc-timeout-ms", "1000"))
     try:

@@ -128,6 +128,7 @@ def test_a_service_s_life_is_told_from_ready_to_stopping(
     assert daemon.wait_exit(40) == 0
 
 
+@pytest.mark.store
 def test_a_reload_that_comes_while_the_daemon_starts_is_done_when_it_runs(manager: Manager) -> None:
     """What it needs is still being imported: only then can it have a handler."""
     daemon = Daemon(memory="64MiB", staging="1MiB", env={"NOTIFY_SOCKET": str(manager.path)})
@@ -194,6 +195,7 @@ def attach_and_stop(child: subprocess.Popen[bytes], path: Path) -> None:
     assert path.exists()
 
 
+@pytest.mark.store
 def test_a_socket_unit_s_socket_is_served(folder: Path) -> None:
     """A hand-made LISTEN_FDS exec, as a service manager does it."""
     path = folder / "unit.sock"
@@ -215,6 +217,7 @@ def test_a_socket_unit_s_socket_is_served(folder: Path) -> None:
         child.wait()
 
 
+@pytest.mark.store
 @pytest.mark.skipif(shutil.which("systemd-socket-activate") is None, reason="systemd-socket-activate is not installed")
 def test_systemd_starts_it_at_the_first_connection(folder: Path) -> None:
     path = folder / "unit.sock"

@@ -79,6 +79,7 @@ def open_to_all(pid: int) -> list[int]:
     return sorted(ports)
 
 
+@pytest.mark.store
 @pytest.mark.parametrize("as_user", [[], AS_NOBODY], ids=["as this user", "as nobody"])
 def test_an_embedded_store_is_reached_from_this_machine_only(
     far: LimitedLink, tmp_path: Path, as_user: list[str]
@@ -198,6 +199,7 @@ def test_a_socket_that_cannot_be_bound_to_the_interface_is_filtered(monkeypatch:
         assert answering("127.0.0.1", [listens.getsockname()[1]]) == [listens.getsockname()[1]]
 
 
+@pytest.mark.store
 def test_an_embedded_store_that_others_could_reach_is_not_started_unless_told(
     monkeypatch: pytest.MonkeyPatch, without_means: None
 ) -> None:

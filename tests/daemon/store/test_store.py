@@ -351,6 +351,7 @@ def test_a_store_that_failed_is_asked_by_a_probe_and_by_no_request() -> None:
     assert store.answering
 
 
+@pytest.mark.store
 def test_should_give_up_soon_on_a_master_that_accepts_and_says_nothing() -> None:
     pytest.importorskip("mooncake")
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -363,6 +364,7 @@ def test_should_give_up_soon_on_a_master_that_accepts_and_says_nothing() -> None
         store.close()
 
 
+@pytest.mark.store
 @pytest.mark.parametrize("key", ["master_server_address", "metadata_server"])
 def test_should_open_with_one_line_when_one_of_its_servers_does_not_listen(key: str) -> None:
     """Mooncake waits ten seconds for a metadata server, and holds the interpreter's lock."""

@@ -23,6 +23,8 @@ from tests.lab import control
 from tests.lab.process import free_ports, frozen
 from tests.lab.store import Store as LabStore
 
+pytestmark = pytest.mark.store
+
 BLOCK = 65536
 PAGE = 4096
 

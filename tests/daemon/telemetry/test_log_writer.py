@@ -106,6 +106,7 @@ def serve(tmp_path: Path, stdout: int, stderr: int | None = None) -> subprocess.
     return process
 
 
+@pytest.mark.store
 def test_a_daemon_whose_log_nobody_reads_serves_on_and_tells_it_all_later(tmp_path: Path) -> None:
     process = serve(tmp_path, subprocess.PIPE)
     assert process.stdout is not None
@@ -127,6 +128,7 @@ def test_a_daemon_whose_log_nobody_reads_serves_on_and_tells_it_all_later(tmp_pa
     assert records[-1]["event"] == "daemon.stopped"
 
 
+@pytest.mark.store
 def test_a_daemon_outlives_the_reader_of_its_log(tmp_path: Path) -> None:
     process = serve(tmp_path, subprocess.PIPE)
     try:
@@ -144,6 +146,7 @@ def test_a_daemon_outlives_the_reader_of_its_log(tmp_path: Path) -> None:
         process.wait()
 
 
+@pytest.mark.store
 def test_a_signal_in_the_middle_of_a_line_stops_nobody(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its handler runs on the thread that writes, wherever that is."""
     writer = LogWriter(pipe[1])
@@ -162,6 +165,7 @@ def test_a_signal_in_the_middle_of_a_line_stops_nobody(pipe: tuple[int, int], mo
     assert (lines_in(pipe[0]), signals.stop) == (["a line"], signal.SIGTERM)
 
 
+@pytest.mark.store
 @pytest.mark.parametrize("when", ["before the start", "later"])
 def test_a_daemon_whose_standard_error_nobody_reads_starts_serves_and_stops(
     pipe: tuple[int, int], tmp_path: Path, when: str
@@ -193,6 +197,7 @@ def test_a_daemon_whose_standard_error_nobody_reads_starts_serves_and_stops(
         os.close(filler)
 
 
+@pytest.mark.store
 def test_last_words_whose_reader_left_change_no_exit_status(pipe: tuple[int, int], tmp_path: Path) -> None:
     os.close(pipe[0])
     (tmp_path / "s").mkdir()

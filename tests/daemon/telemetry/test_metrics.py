@@ -159,6 +159,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.store
 def test_a_hung_loop_is_seen_although_the_process_is_there(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     arguments = ["serve", "--socket", str(tmp_path / "s"), "--memory", "64MiB", "--metrics-port", str(port)]

@@ -86,6 +86,7 @@ def test_both_streams_to_one_file_keep_their_order_and_it_has_all_at_the_end(tmp
     assert path.read_text().splitlines() == [*map(str, range(50)), "last words"]
 
 
+@pytest.mark.store
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_the_writer_outlives_a_process_that_was_killed_and_ends(tmp_path: Path, number: int) -> None:
     """Control-C and `systemctl stop` reach both."""
@@ -119,6 +120,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.store
 def test_a_log_on_a_disk_that_stands_still_keeps_nobody_from_serving_and_ending(disk: Path, tmp_path: Path) -> None:
     """A write to it waits in the kernel, and neither SIGTERM nor SIGKILL ends that. 50 lines fit the pipe."""
     path, socket = disk / "log", tmp_path / "s"
