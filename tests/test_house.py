@@ -1,0 +1,71 @@
+"""The files around the code hold together: workflows, issue forms, commit hooks and the package's metadata."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text()
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").iterdir())
+FORMS = sorted(path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").iterdir() if path.name != "config.yml")
+
+
+def load(path: Path) -> dict[str, Any]:
+    content = yaml.safe_load(path.read_text())
+    assert isinstance(content, dict)
+    return content
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_runs_what_the_checkout_has(path: Path) -> None:
+    """Each step uses a pinned action, a make target that exists or a program of the checkout."""
+    workflow = load(path)
+    assert workflow[True], "`on:` is YAML's true"
+    assert workflow["permissions"] == {"contents": "read"}
+    for job in workflow["jobs"].values():
+        assert job["timeout-minutes"]
+        for step in job["steps"]:
+            if "uses" in step:
+                assert re.fullmatch(r"[\w.-]+/[\w.-]+@v\d+", step["uses"])
+            elif step["run"].startswith("make "):
+                assert re.search(rf"^{step['run'].split()[1]}:", MAKEFILE, re.MULTILINE)
+            else:
+                assert os.access(ROOT / step["run"], os.X_OK)
+
+
+def test_the_quick_tier_runs_on_every_python_that_the_package_promises() -> None:
+    """The matrix, the classifiers and `requires-python` name the same versions."""
+    workflow = load(ROOT / ".github" / "workflows" / "check.yml")
+    assert workflow["jobs"]["check"]["strategy"]["matrix"]["python"] == PYTHONS
+    assert re.findall(r"Python :: (3\.\d+)", PYPROJECT) == PYTHONS
+    assert f'requires-python = ">={PYTHONS[0]}"' in PYPROJECT
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
+def test_an_issue_form_is_complete(path: Path) -> None:
+    """GitHub leaves out a form without these keys, or with an identifier twice."""
+    form = load(path)
+    assert {"name", "description", "body"} <= set(form)
+    fields = [field for field in form["body"] if field["type"] != "markdown"]
+    assert len({field["id"] for field in fields}) == len(fields)
+    for field in fields:
+        assert field["type"] in {"input", "textarea", "dropdown", "checkboxes"}
+        assert field["attributes"]["label"]
+    assert any(field.get("validations", {}).get("required") for field in fields)
+
+
+def test_the_commit_hooks_run_the_linters_of_make_check() -> None:
+    """They come from the same environment, so that both have the same version."""
+    [repository] = load(ROOT / ".pre-commit-config.yaml")["repos"]
+    assert repository["repo"] == "local"
+    for hook in repository["hooks"]:
+        assert ".venv-check" in hook["entry"]
+        assert hook["language"] == "system"
