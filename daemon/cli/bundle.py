@@ -1,10 +1,9 @@
-"""One tar.gz for whoever helps: versions, findings, configuration without secrets, recent log, status, metrics."""
+"""The bundle of `doctor`: versions, findings, configuration without secrets, recent log, status and metrics."""
 
 from __future__ import annotations
 
 import http.client
 import io
-import json
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ import subprocess
 import tarfile
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 from ...shmring.wire.admin import Status, StatusQuery
@@ -26,21 +26,13 @@ _SECRET = re.compile(
 
 
 def without_secrets(text: str) -> str:
-    """User names and passwords in addresses, and values of keys that sound like secrets, replaced."""
+    """Replace user names and passwords in addresses, and values of keys that sound like secrets."""
     return _SECRET.sub(r"\1[removed]", _USERINFO.sub(r"\1[removed]@", text))
 
 
-def write(target: Path, config: DaemonConfig, shown: str, findings: str, versions: dict[str, str],
-          log: Path | None) -> None:  # fmt: skip
-    """Write the bundle, readable by its owner only. Raises OSError."""
-    parts = {
-        "versions.json": json.dumps(versions, indent=2),
-        "doctor.txt": findings,
-        "config.toml": shown,
-        "status.json": _status(config.socket),
-        "metrics.txt": _metrics(config),
-        "log.jsonl": _log(log),
-    }
+def write(target: Path, config: DaemonConfig, texts: Mapping[str, str], log: Path | None) -> None:
+    """Write these texts and the bundle's own into a tar.gz that only its user may read. Raises OSError."""
+    parts = {**texts, "status.json": _status(config.socket), "metrics.txt": _metrics(config), "log.jsonl": _log(log)}
     if config.mooncake_config is not None:
         parts["mooncake.json"] = config.mooncake_config.read_text(errors="replace")
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -63,16 +55,15 @@ def _metrics(config: DaemonConfig) -> str:
     if not config.metrics_port:
         return "switched off: metrics_port=0"
     try:
-        with urllib.request.urlopen(
-            f"http://{config.metrics_address}:{config.metrics_port}/metrics", timeout=5
-        ) as page:
+        url = f"http://{config.metrics_address}:{config.metrics_port}/metrics"
+        with urllib.request.urlopen(url, timeout=5) as page:
             return str(page.read().decode(errors="replace"))
-    except (OSError, ValueError, http.client.HTTPException) as error:  # something else may have that port
+    except (OSError, ValueError, http.client.HTTPException) as error:  # another program may have that port
         return f"not answered: {error}"
 
 
 def _log(path: Path | None) -> str:
-    """The end of a log file, or of the unit's journal."""
+    """Return the end of a log file, or of the unit's journal."""
     try:
         if path is not None:
             with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Asking a running daemon over its control socket, for the commands that look at it or steer it."""
+"""Asks a running daemon over its control socket, for the commands that look at it or steer it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from ...shmring.wire import admin, records
+from ...shmring.wire.admin import Report
 from ...shmring.wire.attach import Refused
 from ...shmring.wire.codec import Message, receive_message, send_message
+from ...shmring.wire.records import ProtocolError
 
 TIMEOUT_S = 5.0
 EX_UNAVAILABLE = 69
 
 Answer = TypeVar("Answer", bound=BaseModel)
-
 
 _START = "start it (kvprefetchd serve, systemctl start kvprefetchd), or name its socket with --socket"
 _ADVICE = {
@@ -28,9 +28,9 @@ _ADVICE = {
 
 
 class Unavailable(Exception):
-    """A daemon, a store or a file that the command needs does not answer; one line. The exit status is 69.
+    """A daemon, store or file that the command needs does not answer. The text is one line, the exit status 69.
 
-    `what` is that line without the `advice` on what to do, where there is any.
+    `what` is that line without `advice`, which tells the user what to do.
     """
 
     def __init__(self, what: str, advice: str = "") -> None:
@@ -39,7 +39,7 @@ class Unavailable(Exception):
 
 
 class Conversation:
-    """A connection to the daemon behind the socket, for questions one after the other; use as a context manager."""
+    """A connection to the daemon for questions one after the other; use it as a context manager."""
 
     def __init__(self, path: Path, timeout_s: float = TIMEOUT_S) -> None:
         self._path, self._timeout_s = path, timeout_s
@@ -53,7 +53,8 @@ class Conversation:
         self._sock.close()
 
     def ask(self, query: Message, wanted: type[Answer]) -> Answer:
-        """One question and its answer, of this kind. Raises Unavailable."""
+        """Send a question and return its answer of the wanted kind. Raises Unavailable."""
+        where = f"socket={str(self._path)!r}"
         try:
             if not self._connected:
                 self._sock.settimeout(self._timeout_s)
@@ -61,23 +62,24 @@ class Conversation:
                 self._connected = True
             send_message(self._sock, query)
             received = receive_message(self._sock, max_fds=0)
-        except (OSError, records.ProtocolError) as error:
-            why = (error.strerror if isinstance(error, OSError) else None) or error
-            advice = _ADVICE.get(error.errno or 0, "") if isinstance(error, OSError) else ""
-            raise Unavailable(f"no daemon answers: socket={str(self._path)!r}: {why}", advice) from None
+        except ProtocolError as error:
+            raise Unavailable(f"no daemon answers: {where}: {error}") from None
+        except OSError as error:
+            advice = _ADVICE.get(error.errno or 0, "")
+            raise Unavailable(f"no daemon answers: {where}: {error.strerror or error}", advice) from None
         if received is None:
-            raise Unavailable(f"no daemon answers: socket={str(self._path)!r}: it hung up")
+            raise Unavailable(f"no daemon answers: {where}: it hung up")
         answer = received[0]
         if isinstance(answer, wanted):
             return answer
         if isinstance(answer, Refused):
-            raise Unavailable(f"the daemon refused: socket={str(self._path)!r}: {answer.error}")
-        if isinstance(answer, admin.Report):
+            raise Unavailable(f"the daemon refused: {where}: {answer.error}")
+        if isinstance(answer, Report):
             raise Unavailable(answer.text)
         raise Unavailable(f"the daemon answered with something else: type={answer.type}")
 
 
 def ask(path: Path, query: Message, wanted: type[Answer], timeout_s: float = TIMEOUT_S) -> Answer:
-    """One question to the daemon behind the socket. Raises Unavailable."""
+    """Ask the daemon behind the socket one question. Raises Unavailable."""
     with Conversation(path, timeout_s) as daemon:
         return daemon.ask(query, wanted)

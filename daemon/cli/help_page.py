@@ -1,4 +1,4 @@
-"""How `--help` looks: what man pages have, in the same order and words for every command."""
+"""The pages that `--help` prints: a man page's sections, in one order and form for every command."""
 
 from __future__ import annotations
 
@@ -10,35 +10,50 @@ from dataclasses import dataclass, field
 
 MAX_WIDTH = 110
 _TERM_WIDTH = 28
-
-DONE = {0: "done"}
-UNAVAILABLE = {69: "what it needs does not answer or cannot be used (daemon, store, a file); one line says which"}
-CONFIG = {78: "a bad command line or configuration; one line names key, value and bound"}
+_EXITS = {
+    0: "done",
+    69: "the daemon, store or file that it needs does not answer or cannot be used; one line says which",
+    78: "a bad command line or configuration; one line names key, value and bound",
+}
 
 
 @dataclass(frozen=True)
-class Page:
-    """What stands below the options. `examples` are (command line, what it is for); the other keys are the terms."""
+class HelpPage:
+    """One command's help around its options. `examples` are (command line, purpose); other mappings have terms as keys.
 
+    `summary` stands in the list of commands and, with `details`, above the options; the sections stand below them.
+    """
+
+    summary: str
     examples: Sequence[tuple[str, str]]
+    details: str = ""
     exits: Mapping[int, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     also: str = ""
 
-    def text(self) -> str:
-        exits = DONE | UNAVAILABLE | CONFIG | dict(self.exits)
-        return "\n\n".join([
-            _section("examples", [part for line, what in self.examples for part in (f"  {line}", f"      {what}")]),
-            _section("exit status", rows({str(status): exits[status] for status in sorted(exits)}, width=5)),
-            _section("files", rows(self.files) or ["  none"]),
-            _section("environment", rows(self.environment) or ["  none"]),
-            *([_section("see also", _indented(self.also))] if self.also else []),
-        ])  # fmt: skip
+    @property
+    def description(self) -> str:
+        return f"{self.summary[0].upper()}{self.summary[1:]}. {self.details}".rstrip()
+
+    def sections(self) -> str:
+        exits = _EXITS | dict(self.exits)
+        parts = [
+            ("examples", [line for command, purpose in self.examples for line in (f"  {command}", f"      {purpose}")]),
+            ("exit status", _rows({str(status): exits[status] for status in sorted(exits)}, width=5)),
+            ("files", _rows(self.files) or ["  none"]),
+            ("environment", _rows(self.environment) or ["  none"]),
+        ]
+        if self.also:
+            also = textwrap.wrap(
+                self.also, columns() - 2, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+            )
+            parts.append(("see also", also))
+        return "\n\n".join("\n".join([f"{name}:", *lines]) for name, lines in parts)
 
 
-def rows(terms: Mapping[str, str], *, width: int = _TERM_WIDTH) -> list[str]:
-    """Lines of a table of terms and what they mean; a term too long for its column gets a line of its own."""
+def _rows(terms: Mapping[str, str], *, width: int = _TERM_WIDTH) -> list[str]:
+    """Return lines of terms and meanings; a term that is too long for its column has a line of its own."""
     lines = []
     for term, meaning in terms.items():
         filled = textwrap.wrap(meaning, columns() - 4 - width, break_long_words=False, break_on_hyphens=False)
@@ -49,21 +64,13 @@ def rows(terms: Mapping[str, str], *, width: int = _TERM_WIDTH) -> list[str]:
     return lines
 
 
-def _indented(text: str) -> list[str]:
-    return textwrap.wrap(text, columns() - 2, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-
-
-def _section(name: str, lines: Sequence[str]) -> str:
-    return "\n".join([f"{name}:", *lines])
-
-
 def columns() -> int:
-    """How wide help is written: as the terminal, within reason."""
+    """Return the width of help: the terminal's, within reason."""
     return max(60, min(MAX_WIDTH, shutil.get_terminal_size().columns - 2))
 
 
-class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Paragraphs of the description are filled; what begins with a section's name is set already."""
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Fills the description's paragraphs, and leaves the sections of a HelpPage as they are."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=_TERM_WIDTH + 2, width=columns())

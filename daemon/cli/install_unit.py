@@ -1,4 +1,4 @@
-"""`kvprefetchd install-unit`: write the systemd files for the environment this program runs in."""
+"""`kvprefetchd install-unit`: write the systemd files for this program's environment."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ from pathlib import Path
 
 from .client import Unavailable
 from .common import Commands, declare
-from .help_page import Page
+from .help_page import HelpPage
 
-DROP_INS = ("gpu", "rdma", "cluster", "activation")
+DROP_INS = {
+    "gpu": "let the service use NVIDIA GPUs",
+    "rdma": "let the service use RDMA devices and the network",
+    "cluster": "let the service reach other machines; without it the network is loopback only",
+    "activation": "start the service at the first connection to its socket",
+}
 CONFIG = Path("/etc/kvprefetch/kvprefetchd.toml")
 HOMES = ("/home", "/root", "/run/user")
-PAGE = Page(
+PAGE = HelpPage(
+    "write the systemd units, and the commands that put them to use",
+    details="The units start this environment's kvprefetchd. It replaces existing units, keeps an existing "
+    "configuration, and starts nothing.",
     examples=(
         ("kvprefetchd install-unit --dry-run", "see what it would write"),
         ("kvprefetchd install-unit --gpu --cluster", "as root: engines on GPUs, a Mooncake cluster over TCP"),
@@ -38,29 +46,18 @@ PAGE = Page(
 
 
 def add(commands: Commands) -> None:
-    parser = declare(
-        commands, "install-unit", "write the systemd units, and say what to do with them", run, PAGE,
-        details="The units start this environment's kvprefetchd. Existing units are replaced, an existing "
-        "configuration is kept. Nothing is started.",
-    )  # fmt: skip
+    parser = declare(commands, "install-unit", run, PAGE)
     parser.add_argument("--user", action="store_true", help="for this user's systemd instead of the system's")
     parser.add_argument("--dry-run", action="store_true", help="print the files instead of writing them")
     parser.add_argument("--root", metavar="DIR", type=Path, default=Path("/"), help="write below this folder")
-    for name, text in (
-        ("gpu", "let the service use NVIDIA GPUs"),
-        ("rdma", "let the service use RDMA devices and the network"),
-        ("cluster", "let the service reach other hosts; without it the network is loopback only"),
-        ("activation", "start the service at the first connection to its socket"),
-    ):
+    for name, text in DROP_INS.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
     wanted = [name for name in DROP_INS if getattr(arguments, name)]
-    if arguments.user:
-        files = user_files(Path.home(), os.environ)
-    else:
-        files = system_files(wanted, program(sys.prefix, sys.executable))
+    command = program(sys.prefix, sys.executable)
+    files = user_files(Path.home(), os.environ, command) if arguments.user else system_files(wanted, command)
     for path, text in files.items():
         target = arguments.root / path.relative_to("/")
         if arguments.dry_run:
@@ -70,30 +67,28 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             write(target, text)
             print(f"wrote    {target}")
-    if not arguments.user:
-        started = program(sys.prefix, sys.executable)[0]
-        if (folder := closed(started, sys.executable)) is not None:
-            print(f"note: {folder} is closed to others, so the user kvprefetch cannot start {started}:\n"
-                  "      use an environment elsewhere, such as /opt/kvprefetch", file=sys.stderr)  # fmt: skip
+    if not arguments.user and (folder := closed(command[0], sys.executable)) is not None:
+        note = f"note: {folder} is closed to others, so the user kvprefetch cannot start {command[0]}:"
+        print(f"{note}\n      use an environment elsewhere, such as /opt/kvprefetch", file=sys.stderr)
     print("\n".join(("", "Next:", *(f"  {line}" for line in next_steps(arguments.user, "activation" in wanted)))))
     return 0
 
 
 def program(prefix: str, executable: str) -> list[str]:
-    """How to start this environment's kvprefetchd: its script, or the module where the script is missing."""
+    """Return the command that starts this environment's kvprefetchd: its script, or the module without a script."""
     script = Path(prefix) / "bin" / "kvprefetchd"
     return [str(script)] if os.access(script, os.X_OK) else [executable, "-m", "kvprefetch.daemon"]
 
 
 def closed(*programs: str) -> Path | None:
-    """The first folder on the way to a program, or to what it is a link to, that only its owner and group may enter."""
+    """Return the first folder on the way to a program, or to its link's target, that only owner and group may enter."""
     ways = (way for name in programs for way in (Path(name).absolute(), Path(name).resolve()))
     folders = (folder for way in ways for folder in reversed(way.parents))
     return next((folder for folder in folders if not folder.stat().st_mode & stat.S_IXOTH), None)
 
 
 def system_files(drop_ins: list[str], command: list[str]) -> dict[Path, str]:
-    """Absolute paths and contents of the files for the system's systemd."""
+    """Return absolute paths and contents of the files for the system's systemd."""
     units = Path("/etc/systemd/system")
     homes = "read-only" if command[0].startswith(HOMES) else "yes"
     files = {
@@ -109,11 +104,11 @@ def system_files(drop_ins: list[str], command: list[str]) -> dict[Path, str]:
     return files
 
 
-def user_files(home: Path, environ: Mapping[str, str]) -> dict[Path, str]:
-    """The same for a user's systemd."""
+def user_files(home: Path, environ: Mapping[str, str], command: list[str]) -> dict[Path, str]:
+    """Return the same for a user's systemd."""
     folder = Path(environ.get("XDG_CONFIG_HOME") or home / ".config")
     config = folder / "kvprefetch" / "kvprefetchd.toml"
-    unit = fill(template("kvprefetchd-user.service"), program(sys.prefix, sys.executable), config, "yes")
+    unit = fill(template("kvprefetchd-user.service"), command, config, "yes")
     return {folder / "systemd/user/kvprefetchd.service": unit, config: template("kvprefetchd.toml")}
 
 
@@ -129,7 +124,7 @@ def fill(text: str, command: list[str], config: Path, homes: str) -> str:
 
 
 def quoted(word: str) -> str:
-    """A word of a command line in a unit file (systemd.service(5), "COMMAND LINES")."""
+    """Return a word as a unit's command line needs it (systemd.service(5), "COMMAND LINES")."""
     word = word.replace("%", "%%").replace("$", "$$")
     plain = all(letter.isalnum() or letter in "/._-+%$@" for letter in word)
     return word if plain else '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -145,7 +140,7 @@ def write(target: Path, text: str) -> None:
 
 
 def next_steps(user: bool, activation: bool) -> list[str]:
-    """Commands that put the files to use."""
+    """Return the commands that put the files to use."""
     if user:
         return ["systemctl --user daemon-reload", "systemctl --user enable --now kvprefetchd"]
     unit = "kvprefetchd.socket" if activation else "kvprefetchd"

@@ -15,26 +15,25 @@ from .client import Unavailable
 
 POLL_S = 0.2
 UNIT = "kvprefetchd.service"
-SOURCE_FILE = {"FILE": "what serve wrote to its standard output; lines of others in it do no harm"}
+LOG_FILE = {"FILE": "the standard output of serve; lines of other programs in it do no harm"}
 
 
-def add_source(parser: argparse.ArgumentParser) -> None:
-    """FILE and `--journal [UNIT]`; `searched` says which."""
+def add_log_source(parser: argparse.ArgumentParser) -> None:
+    """Add FILE and `--journal [UNIT]`."""
     parser.add_argument("file", metavar="FILE", nargs="?", help="the log; - or nothing: standard input")
-    parser.add_argument(
-        "--journal", metavar="UNIT", nargs="?", const=UNIT, help=f"read the journal of this unit (default: {UNIT})"
-    )
+    text = f"read the journal of this unit (default: {UNIT})"
+    parser.add_argument("--journal", metavar="UNIT", nargs="?", const=UNIT, help=text)
 
 
-def searched(arguments: argparse.Namespace) -> str:
-    """What `lines` reads, in words."""
+def log_source_name(arguments: argparse.Namespace) -> str:
+    """Return the log that `lines` reads, in words."""
     if arguments.journal is not None:
         return f"the journal of {arguments.journal}"
     return "standard input" if arguments.file in (None, "-") else str(arguments.file)
 
 
-def _any(source: Generator[bytes, None, None], where: str) -> Generator[bytes, None, None]:
-    """The lines of the source. Raises Unavailable when it ends without one."""
+def _not_empty(source: Generator[bytes, None, None], where: str) -> Generator[bytes, None, None]:
+    """Yield the lines. Raises Unavailable at the end of a source without any."""
     empty = True
     with contextlib.closing(source):
         for line in source:
@@ -48,9 +47,9 @@ def _any(source: Generator[bytes, None, None], where: str) -> Generator[bytes, N
 def lines(
     arguments: argparse.Namespace, *, following: bool = False, last: int | None = None
 ) -> Iterator[Generator[bytes, None, None]]:
-    """The lines of the chosen source, from the `last` ones on; with `following` they do not end.
+    """Open the chosen log and yield its lines, from the `last` ones on; with `following` they do not end.
 
-    Raises ConfigError when nothing was named, Unavailable when it cannot be read.
+    Raises ConfigError when the user named no log, and Unavailable when nobody can read it.
     """
     name = str(arguments.file or "-")
     if arguments.journal is not None and arguments.file is not None:
@@ -60,7 +59,7 @@ def lines(
             if arguments.journal is not None:
                 source = reader.journal(arguments.journal, following=following, last=last)
                 if last != 0:
-                    source = _any(source, searched(arguments))
+                    source = _not_empty(source, log_source_name(arguments))
             elif name == "-":
                 if sys.stdin.isatty():
                     raise ConfigError("command line: nothing to read: name a FILE, pipe a log in, or give --journal")

@@ -1,7 +1,7 @@
-"""Block hashes of a prompt, by vLLM's own functions and as one engine computes them. The only importer of vllm here.
+"""Hashes a prompt's blocks as one engine does, by vLLM's own functions. The only importer of vllm here.
 
-A hash that is not the engine's would name nothing in the store, so whatever could make it differ is found first: the
-engine said what the hash of a first block of known tokens is there (SchedulerInfo.hash_probe).
+Another hash would name nothing in the store.  So the hasher first compares its hash of a block of known tokens with the
+engine's (SchedulerInfo.hash_probe).
 """
 
 from __future__ import annotations
@@ -16,30 +16,28 @@ from .warm_file import Prompt
 
 
 class CannotHash(ValueError):
-    """Why no prompt can be hashed as this engine does; one line."""
+    """No prompt can be hashed as this engine does; the text is one line."""
 
 
 class PromptHasher:
-    """Hashes prompts for the engine that `engine` tells of; what is needed is loaded with the first prompt."""
+    """Hashes prompts for one engine; the first prompt loads vLLM."""
 
     def __init__(self, engine: Warmed) -> None:
         self._engine = engine
-        self._hasher: Callable[[Prompt], list[bytes]] | None = None
-        self._refusal: CannotHash | None = None
+        self._hasher: Callable[[Prompt], list[bytes]] | CannotHash | None = None
 
     def __call__(self, prompt: Prompt) -> list[bytes]:
-        """The digests of the blocks that a request could load: full ones, and a token stays to be computed.
+        """Return the digests of the blocks that a request could load: full ones, but never the last token's.
 
         Raises CannotHash, for every prompt alike.
         """
-        if self._refusal is not None:
-            raise self._refusal
         if self._hasher is None:
             try:
                 self._hasher = _hasher(self._engine)
             except CannotHash as error:
-                self._refusal = error
-                raise
+                self._hasher = error
+        if isinstance(self._hasher, CannotHash):
+            raise self._hasher
         return self._hasher(prompt)
 
 
@@ -76,10 +74,15 @@ def _hasher(engine: Warmed) -> Callable[[Prompt], list[bytes]]:
 
     def hashed(prompt: Prompt) -> list[bytes]:
         tokens = prompt.prompt_token_ids[: (len(prompt.prompt_token_ids) - 1) // size * size]
+        one = SamplingParams(max_tokens=1)
         request: Any = Request(
-            request_id="warm", prompt_token_ids=tokens, sampling_params=SamplingParams(max_tokens=1),
-            pooling_params=None, cache_salt=prompt.cache_salt, block_hasher=blocks,
-        )  # fmt: skip
+            request_id="warm",
+            prompt_token_ids=tokens,
+            sampling_params=one,
+            pooling_params=None,
+            cache_salt=prompt.cache_salt,
+            block_hasher=blocks,
+        )
         return list(request.block_hashes)
 
     return hashed

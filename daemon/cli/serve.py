@@ -1,4 +1,4 @@
-"""`kvprefetchd serve`: serve engines on a Unix socket until told to stop."""
+"""`kvprefetchd serve`: serve engines on a Unix socket until a signal stops it."""
 
 from __future__ import annotations
 
@@ -18,35 +18,34 @@ from .common import (
     configuration_sources,
     declare,
 )
-from .help_page import Page
+from .help_page import HelpPage
 
-DETAILS = (
-    "Runs until SIGTERM or SIGINT; then it lets calls to the store end and waits until a disk tier has everything. "
-    "SIGHUP reads the configuration again and takes over what may change while it runs. The log goes to standard "
-    "output: JSON lines, readable ones on a terminal.\n\n"
+PAGE = HelpPage(
+    "serve engines on a Unix socket",
+    details="Runs until SIGTERM or SIGINT; then it lets calls to the store end and waits until the disk has "
+    "everything. SIGHUP reads the configuration again and applies what may change while it runs. The log goes to "
+    "standard output: JSON lines, readable ones on a terminal.\n\n"
     "Without --mooncake-config it starts a private Mooncake store on this machine. Sizes take a unit (512MiB, 4GB). An "
-    "option wins over the environment, the environment over the file; check-config shows the outcome. At least two "
-    "cores are needed."
-)
-PAGE = Page(
+    "option wins over the environment, the environment over the file; check-config shows the outcome. It needs at "
+    "least two cores.",
     examples=(
         ("kvprefetchd serve --staging 8GiB --memory 16GiB", "a private store in memory"),
-        ("kvprefetchd serve --disk /var/lib/kvprefetch/disk:500GiB", "with a disk tier that is found again"),
+        ("kvprefetchd serve --disk /var/lib/kvprefetch/disk:500GiB", "with a disk that a restart finds again"),
         ("kvprefetchd serve --mooncake-config mooncake.json", "join a Mooncake cluster"),
         ("kvprefetchd serve --config kvprefetchd.toml > kvprefetchd.log", "as a service does it, with a log for tail"),
     ),
     exits={
-        0: "told to stop, and stopped",
-        69: "the store cannot be opened, or another process has the socket, a port or the disk tier's folder now",
+        0: "a signal stopped it",
+        69: "the store cannot be opened, or another process has the socket, a port or the disk's folder now",
     },
     files=CONFIGURATION_FILE
     | {
         str(SYSTEM_SOCKET): "the control socket, where no variable below names another place",
-        "DIR of --disk": "the disk tier; only the daemon's user may read it",
+        "DIR of --disk": "the store's disk; only the daemon's user may read it",
     },
     environment=CONFIGURATION_ENVIRONMENT
     | {
-        "NOTIFY_SOCKET, WATCHDOG_USEC": "systemd is told when it is ready, reloads, stops, and that it is alive",
+        "NOTIFY_SOCKET, WATCHDOG_USEC": "the daemon reports to systemd that it is ready, alive, reloads and stops",
         "LISTEN_FDS": "the control socket, when systemd opened it",
         "JOURNAL_STREAM": "lines carry the journal's priorities when they go there",
         "NO_COLOR": "no colours on a terminal",
@@ -56,19 +55,19 @@ PAGE = Page(
 
 
 def add(commands: Commands) -> None:
-    add_configuration(declare(commands, "serve", "serve engines on a Unix socket", run, PAGE, details=DETAILS))
+    add_configuration(declare(commands, "serve", run, PAGE))
 
 
 def run(arguments: argparse.Namespace) -> int:
     sources = configuration_sources(arguments)
     config = accepted(sources).config
-    os.umask(0o077)  # before anything is made: what Mooncake writes to a disk tier, too, is for this user alone
-    # A core file would hold all KV. Only the soft limit goes: prlimit --core raises it again for who wants one.
+    os.umask(0o077)  # for everything made from here on, the files that Mooncake writes to disk included
+    # A core file would hold all KV. The hard limit stays, so prlimit --core can raise the soft one again.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     # Imported late: `kvprefetchd --help` and configuration errors need neither Mooncake nor structlog.
     from ..telemetry.logs import unblock_streams
 
-    unblock_streams()  # may start processes, so before the imports below start threads
+    unblock_streams()  # may start processes, so it comes before the imports below start threads
     from ..runtime.service import Daemon
     from ..store.errors import EmbeddedError, StoreError
     from ..store.settings import SettingsError
@@ -78,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         well = Daemon(config, configure(config.log_level), lambda: accepted(sources).config).run()
         settle()
-        # Everything is closed. With a disk tier Mooncake's destructors would now wait about ten seconds for a thread.
+        # Everything is closed. With a disk, Mooncake's destructors would now wait about ten seconds for a thread.
         os._exit(0 if well else EX_UNAVAILABLE)
     except SettingsError as error:
         raise ConfigError(str(error)) from None

@@ -1,39 +1,35 @@
-"""`kvprefetchd status`: the daemon's own account of what it holds, for people or as JSON."""
+"""`kvprefetchd status`: the daemon's mode, store and engines, for people or as JSON."""
 
 from __future__ import annotations
 
 import argparse
 
-from ...shmring.wire import admin
+from ...shmring.wire.admin import Status, StatusQuery
 from ..telemetry.overview import describe
 from .client import ask
-from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare
-from .help_page import Page
+from .common import Commands, SocketPage, add_socket, declare
 
-DETAILS = (
-    "Asks over the control socket: whoever may attach an engine may ask, and sees the engines of this user; root and "
-    "the daemon's own user see all. Whether the daemon is well is what /healthz and /readyz of its metrics port judge."
-)
-PAGE = Page(
+PAGE = SocketPage(
+    "print the daemon's mode, store and engines",
+    details="Any user who may attach an engine may ask over the control socket, and sees the engines of this user; "
+    "root and the daemon's own user see all. /healthz and /readyz of the metrics port say whether the daemon is well.",
     examples=(
         ("kvprefetchd status", "a few lines: mode, store, engines"),
         ("kvprefetchd status --json", "every number, for a program"),
         ("kvprefetchd status --socket /run/kvprefetch/kvprefetchd.sock", "of a certain daemon"),
     ),
-    exits={0: "a daemon answered, whatever it said", 69: "no daemon answers, or it refused"},
-    files=SOCKET_FILE,
-    environment=SOCKET_ENVIRONMENT,
+    exits={0: "a daemon answered, even with bad news", 69: "no daemon answers, or it refused"},
     also="kvprefetchd top, doctor",
 )
 
 
 def add(commands: Commands) -> None:
-    parser = declare(commands, "status", "print what the daemon says it holds", run, PAGE, details=DETAILS)
+    parser = declare(commands, "status", run, PAGE)
     parser.add_argument("--json", action="store_true", help="all of it, as JSON")
     add_socket(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    status = ask(arguments.socket, admin.StatusQuery(), admin.Status)
+    status = ask(arguments.socket, StatusQuery(), Status)
     print(status.model_dump_json(indent=2) if arguments.json else "\n".join(describe(status)))
     return 0

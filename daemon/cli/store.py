@@ -1,9 +1,8 @@
-"""`kvprefetchd store ls|stat|purge`: what the store holds by namespace, and removing a namespace."""
+"""`kvprefetchd store ls|stat|purge`: list or count the store's keys by namespace, or remove a namespace."""
 
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import http.client
 import json
@@ -13,33 +12,30 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from ...shmring.wire import admin
-from ...shmring.wire.admin import KnownNamespaces, Namespace, NamespacesQuery
+from ...shmring.wire.admin import KnownNamespaces, Namespace, NamespacesQuery, Purge, Status, StatusQuery
 from ..config.model import ConfigError
 from ..store.fill import StoreFill, read
 from ..store.namespaces import name_of
 from ..telemetry.overview import filled
 from ..telemetry.pretty import printable
 from .client import Conversation, Unavailable, ask
-from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare, give
-from .help_page import Page
+from .common import Commands, SocketPage, add_socket, command_daemon, declare
 
-DETAILS = (
-    "A namespace is what stands before the hash in a block's key: model, rank and fingerprint, with `cache_prefix` "
-    "first. ls and stat ask the Mooncake master's HTTP interface, so they list the keys of all users: the embedded "
-    "store's, or --master-http. stat also asks the daemon which user each namespace belongs to and what it stands for. "
-    "purge takes all ranks' parts, goes through the daemon, reaches the embedded disk tier too, and leaves attached "
-    "engines running: what is staged stays valid, and what is saved afterwards is stored again (keys that were on the "
-    "disk tier: in memory only, until the daemon restarts). Afterwards a namespace that no engine uses belongs to "
-    "nobody. Root and the daemon's own user may remove all, and see which user each namespace belongs to; other users "
-    "may do so with their own."
-)
-PAGE = Page(
+PAGE = SocketPage(
+    "list, count or remove what the store holds",
+    details="A namespace is the part of a block's key before the hash: model, rank and fingerprint, with "
+    "`cache_prefix` first. ls and stat ask the Mooncake master's HTTP interface, so they list the keys of all users: "
+    "the embedded store's, or --master-http. stat also asks the daemon for each namespace's user and meaning. purge "
+    "takes all ranks' parts, goes through the daemon, reaches the embedded store's disk too, and leaves attached "
+    "engines running: staged blocks stay valid, and later saves are stored again (keys that were on disk: in memory "
+    "only, until the daemon restarts). Afterwards a namespace without an engine belongs to nobody. Root and the "
+    "daemon's own user may remove all, and see each namespace's user; other users may do so with their own.",
     examples=(
         ("kvprefetchd store stat", "values of each namespace, and how full the store is"),
         ("kvprefetchd store ls --prefix some-model", "keys that begin so"),
@@ -51,8 +47,6 @@ PAGE = Page(
         ("kvprefetchd store purge --engine ENGINE --yes", "an attached engine's, as `status` names it"),
     ),
     exits={0: "done; for purge: confirmed", 1: "purge: not confirmed", 69: "the daemon or the master does not answer"},
-    files=SOCKET_FILE,
-    environment=SOCKET_ENVIRONMENT,
     also='kvprefetchd status; docs/OPERATIONS.md, "What is kept, and for how long"',
 )
 _HASH = re.compile(r"[0-9a-fA-F]{16,128}$")
@@ -60,19 +54,12 @@ PURGE_TIMEOUT_S = 60
 
 
 def add(commands: Commands) -> None:
-    parser = declare(commands, "store", "list, count or remove what the store holds", run, PAGE, details=DETAILS)
-    parser.add_argument(
-        "action",
-        metavar="{ls,stat,purge}",
-        choices=("ls", "stat", "purge"),
-        help="the keys, one a line; values by namespace and how full the store is; remove a namespace",
-    )
+    parser = declare(commands, "store", run, PAGE)
+    actions = ("ls", "stat", "purge")
+    text = "the keys, one a line; values by namespace and how full the store is; remove a namespace"
+    parser.add_argument("action", metavar="{ls,stat,purge}", choices=actions, help=text)
     parser.add_argument("--prefix", metavar="TEXT", help="only keys that begin so; for purge, a whole namespace")
-    parser.add_argument(
-        "--engine",
-        metavar="ID",
-        help="purge: those of this attached engine: its id or the start of it",
-    )
+    parser.add_argument("--engine", metavar="ID", help="purge: those of this engine: its id or the start of it")
     parser.add_argument("--json", action="store_true", help="stat: as JSON, sizes in bytes")
     parser.add_argument("--yes", action="store_true", help="purge: do it")
     parser.add_argument("--master-http", metavar="HOST:PORT", help="ls, stat: a cluster's master (its --metrics_port)")
@@ -83,54 +70,54 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "purge":
         return purge(arguments)
     master, fill = master_of(arguments)
-    keys = listed(master, arguments.prefix or "")
+    keys = stored_keys(master, arguments.prefix or "")
     if arguments.action == "stat":
         begin = name_of(arguments.prefix or "")
-        owned = [each for each in known(arguments.socket) if each.name.startswith(begin)]
-        return stat(keys, owned, fill or read(master), arguments.json)
+        known = [each for each in known_namespaces(arguments.socket) if each.name.startswith(begin)]
+        fill = fill or read(master)
+        print("\n".join((stat_json if arguments.json else stat_lines)(Counter(map(namespace, keys)), known, fill)))
+        return 0
     for key in keys:
         sys.stdout.write(key + "\n")
     return 0
 
 
-def stat(keys: Iterable[str], owned: Sequence[Namespace], fill: StoreFill | None, as_json: bool) -> int:
-    """Print how many values each prefix has, to whom the namespaces belong, and how full the store is."""
-    counts = collections.Counter(map(namespace, keys))
-    if as_json:
-        whole = fill.model_dump() if fill is not None else None
-        about = {each.name: each.model_dump(exclude={"name"}) for each in owned}
-        said = {"values": counts.total(), "namespaces": counts, "known": about, "store": whole}
-        print(json.dumps(said, indent=2, sort_keys=True))
-        return 0
-    prefixes: dict[str, list[str]] = {each.name: [] for each in owned}
+def stat_json(counts: Counter[str], known: Sequence[Namespace], fill: StoreFill | None) -> list[str]:
+    """Return values by prefix, the known namespaces, and how full the store is, as JSON."""
+    whole = fill.model_dump() if fill is not None else None
+    about = {each.name: each.model_dump(exclude={"name"}) for each in known}
+    answer = {"values": counts.total(), "namespaces": counts, "known": about, "store": whole}
+    return [json.dumps(answer, indent=2, sort_keys=True)]
+
+
+def stat_lines(counts: Counter[str], known: Sequence[Namespace], fill: StoreFill | None) -> list[str]:
+    """Return the same as lines for people."""
+    prefixes: dict[str, list[str]] = {each.name: [] for each in known}
     for prefix in sorted(counts):
         prefixes.setdefault(name_of(prefix), []).append(prefix)
-    lines = {each.name: described(each) for each in owned}
+    about = {each.name: described(each) for each in known}
+    lines = []
     for name in sorted(prefixes):
-        for prefix in prefixes[name] or [name]:
-            print(f"{counts[prefix]:>10}  {printable(prefix)}")
-        if name in lines:
-            print(f"{'':12}{lines[name]}")
-    print(f"{counts.total():>10}  in all" if counts else "nothing is stored")
-    print(filled(fill) if fill is not None else "how full it is, the master does not say")
-    return 0
+        lines += [f"{counts[prefix]:>10}  {printable(prefix)}" for prefix in prefixes[name] or [name]]
+        lines += [f"{'':12}{about[name]}"] if name in about else []
+    lines.append(f"{counts.total():>10}  in all" if counts else "nothing is stored")
+    return [*lines, filled(fill) if fill is not None else "how full it is, the master does not say"]
 
 
 def described(known: Namespace) -> str:
-    """Return a line that says to whom a namespace belongs, and what it stands for."""
+    """Return a line with a namespace's user and meaning."""
     last = time.strftime("%Y-%m-%d %H:%M", time.gmtime(known.last_attached_s))
     parts = [f"uid={known.uid}", f"last attached {last} UTC", *(f"{k}={v}" for k, v in known.fingerprint.items())]
     return ", ".join(parts)
 
 
-def known(socket: Path) -> list[Namespace]:
+def known_namespaces(socket: Path) -> list[Namespace]:
     """Ask the daemon for the namespaces that this user may see; without a daemon there are none."""
     found: list[Namespace] = []
     with contextlib.suppress(Unavailable), Conversation(socket) as daemon:
         more = True
         while more:
-            query = NamespacesQuery(after=found[-1].name if found else "")
-            page = daemon.ask(query, KnownNamespaces)
+            page = daemon.ask(NamespacesQuery(after=found[-1].name if found else ""), KnownNamespaces)
             found += page.namespaces
             more = page.more and bool(page.namespaces)
     return found
@@ -141,7 +128,7 @@ def purge(arguments: argparse.Namespace) -> int:
         raise ConfigError("store purge: one of --prefix and --engine is wanted")
     prefixes = [arguments.prefix] if arguments.prefix else []
     try:
-        order = admin.Purge(engine=arguments.engine or "", prefixes=prefixes, timeout_ms=PURGE_TIMEOUT_S * 1000)
+        command = Purge(engine=arguments.engine or "", prefixes=prefixes, timeout_ms=PURGE_TIMEOUT_S * 1000)
     except ValidationError:
         raise ConfigError(
             f"store purge: prefix should be a whole namespace, as `store stat` prints it, up to the last @: "
@@ -149,26 +136,26 @@ def purge(arguments: argparse.Namespace) -> int:
         ) from None
     if not arguments.yes:
         raise ConfigError("store purge: removes stored KV for every engine of the namespace; say --yes to do it")
-    return give(order, arguments.socket, PURGE_TIMEOUT_S + 10)
+    return command_daemon(command, arguments.socket, PURGE_TIMEOUT_S + 10)
 
 
 def namespace(key: str) -> str:
-    """A key without its hash."""
+    """Return a key without its hash."""
     return _HASH.sub("", key)
 
 
 def master_of(arguments: argparse.Namespace) -> tuple[str, StoreFill | None]:
-    """host:port of the master's HTTP interface, and what the daemon knows of how full it is. Raises Unavailable."""
+    """Return host:port of the master's HTTP interface, and how full the daemon knows the store. Raises Unavailable."""
     if arguments.master_http:
         return str(arguments.master_http), None
-    status = ask(arguments.socket, admin.StatusQuery(), admin.Status)
+    status = ask(arguments.socket, StatusQuery(), Status)
     if status.master_http:
         return status.master_http, None if status.store is None else StoreFill.model_validate(status.store)
     raise Unavailable("the daemon joined a cluster: name its master's HTTP interface with --master-http HOST:PORT")
 
 
-def listed(master: str, prefix: str) -> Iterator[str]:
-    """Keys of the store, as the master streams them. Raises Unavailable."""
+def stored_keys(master: str, prefix: str) -> Iterator[str]:
+    """Yield the store's keys, as the master streams them. Raises Unavailable."""
     url = f"http://{urllib.parse.quote(master, safe=':[]')}/get_all_keys"
     try:
         with urllib.request.urlopen(url, timeout=30) as page:
@@ -178,8 +165,8 @@ def listed(master: str, prefix: str) -> Iterator[str]:
                     yield key
     except urllib.error.HTTPError as error:
         with error:
-            stands_by = error.code == http.HTTPStatus.SERVICE_UNAVAILABLE
-        why = "another master leads: name that one" if stands_by else f"the master refuses: {error}"
+            standby = error.code == http.HTTPStatus.SERVICE_UNAVAILABLE
+        why = "another master leads: name that one" if standby else f"the master refuses: {error}"
         raise Unavailable(f"{why}: {url}") from None
-    except (OSError, ValueError, http.client.HTTPException) as error:  # the last: what answers there is no HTTP
+    except (OSError, ValueError, http.client.HTTPException) as error:  # the last: no HTTP server answers there
         raise Unavailable(f"the master does not answer: {url}: {printable(str(error).strip())}") from None

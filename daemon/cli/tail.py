@@ -18,48 +18,41 @@ from ..telemetry import pretty
 from ..telemetry.events import EVENTS, LEVELS
 from ..telemetry.reader import Record, parse
 from .common import Commands, declare
-from .help_page import Page
-from .log_source import SOURCE_FILE, add_source, lines
+from .help_page import HelpPage
+from .log_source import LOG_FILE, add_log_source, lines
 
-PAGE = Page(
+PAGE = HelpPage(
+    "print the log as readable lines",
+    details="Times are UTC. Lines of other programs are printed unchanged, unless you give a filter or --json. After "
+    "the first Ctrl-C, which its writer gets too, a pipe is still read to its end.",
     examples=(
         ("kvprefetchd tail kvprefetchd.log", "all of it"),
         ("kvprefetchd serve | kvprefetchd tail", "a daemon's log as it comes"),
         ("kvprefetchd tail -f --event 'request.*' --slow 20 kvprefetchd.log", "requests that waited 20 ms or more"),
-        ("kvprefetchd tail --journal --level warning -n 50", "what went wrong lately, under systemd"),
+        ("kvprefetchd tail --journal --level warning -n 50", "recent trouble, under systemd"),
         ("kvprefetchd tail --json --engine 3f2a kvprefetchd.log > engine.jsonl", "one engine's lines, for a program"),
     ),
     exits={0: "read to its end, or interrupted", 69: "the log cannot be read, or the journal has nothing of the unit"},
-    files=SOURCE_FILE,
+    files=LOG_FILE,
     environment={"NO_COLOR": "no colours on a terminal"},
     also="kvprefetchd explain; docs/EVENTS.md has every event and field",
 )
 
 
 def add(commands: Commands) -> None:
-    parser = declare(
-        commands, "tail", "print the log as readable lines", run, PAGE,
-        details="Times are UTC. Lines that are not the daemon's are passed on as they are, unless a filter or --json "
-        "is given. A pipe is read to its end after the first Ctrl-C, which has reached its writer, too.",
-    )  # fmt: skip
-    add_source(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="go on with what comes, across rotation")
-    parser.add_argument(
+    parser = declare(commands, "tail", run, PAGE)
+    add_log_source(parser)
+    option = parser.add_argument
+    option("-f", "--follow", action="store_true", help="go on with what comes, across rotation")
+    option(
         "-n", "--lines", metavar="COUNT", type=_count, help="begin with the last COUNT lines (default: all; 10 with -f)"
     )
-    parser.add_argument(
-        "--event", metavar="NAME", action="append", help="only this event; * as in request.*; repeatable"
-    )
-    parser.add_argument("--request", metavar="ID", help="only requests with this in their id")
-    parser.add_argument("--engine", metavar="ID", help="only this engine: its id or the start of it")
-    parser.add_argument("--level", choices=LEVELS, help="only this level and above")
-    parser.add_argument(
-        "--slow",
-        metavar="MS",
-        type=_milliseconds,
-        help="only requests for which the scheduler waited at least MS milliseconds",
-    )
-    parser.add_argument("--json", action="store_true", help="print the lines as JSON, as they were written")
+    option("--event", metavar="NAME", action="append", help="only this event; * as in request.*; repeatable")
+    option("--request", metavar="ID", help="only requests with this in their id")
+    option("--engine", metavar="ID", help="only this engine: its id or the start of it")
+    option("--level", choices=LEVELS, help="only this level and above")
+    option("--slow", metavar="MS", type=_ms, help="only requests that made the scheduler wait at least MS milliseconds")
+    option("--json", action="store_true", help="print the lines as JSON, as they were written")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,9 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     with (
         contextlib.suppress(KeyboardInterrupt),
         to_the_end(arguments),
-        lines(arguments, following=arguments.follow, last=arguments.lines) as source,
+        lines(arguments, following=arguments.follow, last=arguments.lines) as log,
     ):
-        for line in source:
+        for line in log:
             record = parse(line)
             if record is None:
                 if wanted is None and not arguments.json:
@@ -85,9 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def to_the_end(arguments: argparse.Namespace) -> Iterator[None]:
-    """With a pipe as the source, let the first SIGINT pass: Ctrl-C goes to all of a pipeline, and who writes into the
-    pipe has last lines. The second one ends us.
-    """
+    """Ignore the first SIGINT while the log is a pipe: Ctrl-C goes to all of a pipeline, and the writer has last lines.
+    The second one ends us."""
     if arguments.journal is not None or arguments.file not in (None, "-") or not stat.S_ISFIFO(os.fstat(0).st_mode):
         yield
         return
@@ -99,27 +91,27 @@ def to_the_end(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 def predicate(arguments: argparse.Namespace) -> Callable[[Record], bool] | None:
-    """Whether a record is wanted; None when every line is."""
+    """Return a test for wanted records; None when every line is wanted."""
     tests: list[Callable[[Record], Any]] = []
-    if arguments.event:
-        for name in arguments.event:
+    if events := arguments.event:
+        for name in events:
             if not any(fnmatchcase(event, name) for event in EVENTS):
                 print(f"kvprefetchd: note: no event has the name {name!r}{nearest(name, EVENTS)}", file=sys.stderr)
-        tests.append(lambda record: any(fnmatchcase(record["event"], name) for name in arguments.event))
-    if arguments.request is not None:
-        tests.append(lambda record: arguments.request in str(record.get("request_id", "")))
-    if arguments.engine is not None:
-        tests.append(lambda record: str(record.get("engine", "")).startswith(arguments.engine))
+        tests.append(lambda record: any(fnmatchcase(record["event"], name) for name in events))
+    if (request := arguments.request) is not None:
+        tests.append(lambda record: request in str(record.get("request_id", "")))
+    if (engine := arguments.engine) is not None:
+        tests.append(lambda record: str(record.get("engine", "")).startswith(engine))
     if arguments.level is not None:
         levels = LEVELS[LEVELS.index(arguments.level) :]
         tests.append(lambda record: record.get("level") in levels)
-    if arguments.slow is not None:
-        tests.append(lambda record: record["event"] == "request.done" and _waited_ms(record) >= arguments.slow)
+    if (least_ms := arguments.slow) is not None:
+        tests.append(
+            lambda record: (
+                record["event"] == "request.done" and (pretty.figure(record, "exposed_ms") or 0.0) >= least_ms
+            )
+        )
     return (lambda record: all(test(record) for test in tests)) if tests else None
-
-
-def _waited_ms(record: Record) -> float:
-    return pretty.figure(record, "exposed_ms") or 0.0
 
 
 def _count(text: str) -> int:
@@ -128,11 +120,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _milliseconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"should be milliseconds, 0 or more: {text!r}")
-    return value
+def _ms(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"should be milliseconds, 0 or more: {text!r}")

@@ -1,12 +1,13 @@
-"""The screen of `kvprefetchd top`: one frame from two answers of the daemon. The only importer of rich."""
+"""The view of `kvprefetchd top`: one frame from two answers of the daemon. The only importer of rich."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from rich.console import Group, RenderableType
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -18,7 +19,7 @@ from .client import Unavailable, ask
 
 
 def live(socket: Path, interval_s: float) -> NoReturn:
-    """Until Ctrl-C. Raises Unavailable when no daemon answers at the start; later it may be restarting."""
+    """Show frames until Ctrl-C. Raises Unavailable when no daemon answers at the start; later it may be restarting."""
     before, since = ask(socket, StatusQuery(), Status), time.monotonic()
     with Live(frame(before, overview.rates(None, before, 0)), screen=True, auto_refresh=False) as shown:
         while True:
@@ -33,7 +34,7 @@ def live(socket: Path, interval_s: float) -> NoReturn:
 
 
 def frame(status: Status, rates: overview.Rates) -> RenderableType:
-    """Headline, rates, a table of engines, a table of the slowest requests."""
+    """Return headline, rates, a table of engines, and a table of the slowest requests."""
     parts: list[RenderableType] = [
         Text(overview.headline(status), style="" if status.store_open else "red"),
         *map(Text, overview.store(status)),
@@ -42,34 +43,31 @@ def frame(status: Status, rates: overview.Rates) -> RenderableType:
         Text(),
     ]
     if status.engines:
-        engines = Table(expand=True, box=None, padding=(0, 1, 0, 0))
-        for i, name in enumerate(overview.COLUMNS):
-            if i == 0:  # the one that may be cut short on a narrow terminal
-                engines.add_column(name.lower(), no_wrap=True, ratio=1, min_width=8)
-            else:
-                wide = max(len(name), *(len(overview.row(engine)[i]) for engine in status.engines))
-                engines.add_column(name.lower(), justify="right", no_wrap=True, min_width=wide)
-        for engine in status.engines:
-            engines.add_row(*map(Text, overview.row(engine)))
-        parts.append(engines)
+        names = [name.lower() for name in overview.COLUMNS]
+        parts.append(_table(names, map(overview.row, status.engines), {"engine": 1}, "right"))
     elif not status.engine_count:
         parts.append(Text("no engine is attached", style="dim"))
     parts += [Text(line, style="dim") for line in (*overview.others(status), *overview.namespaces(status))]
     if status.slowest:
-        table = Table(
-            expand=True,
-            box=None,
-            padding=(0, 1, 0, 0),
-            title="waited longest in the last five minutes",
-            title_justify="left",
-        )
-        rows = overview.slowest(status)
-        for i, name in enumerate(("waited", "outcome", "fetched", "ended", "engine", "request")):
-            if name in ("engine", "request"):  # these share what is left, and may be cut short
-                table.add_column(name, no_wrap=True, ratio=2 if name == "request" else 1, min_width=8)
-            else:
-                table.add_column(name, no_wrap=True, min_width=max(len(name), *(len(cells[i]) for cells in rows)))
-        for cells in rows:
-            table.add_row(*map(Text, cells))
+        names = ["waited", "outcome", "fetched", "ended", "engine", "request"]
+        table = _table(names, overview.slowest(status), {"engine": 1, "request": 2}, "left")
+        table.title, table.title_justify = "waited longest in the last five minutes", "left"
         parts += [Text(), table]
     return Group(*parts)
+
+
+def _table(
+    names: Sequence[str], rows: Iterable[Sequence[str]], ratios: Mapping[str, int], justify: JustifyMethod
+) -> Table:
+    """Return a table. A narrow terminal cuts the columns that have a ratio, and no others; they share the rest."""
+    cells = [list(row) for row in rows]
+    table = Table(expand=True, box=None, padding=(0, 1, 0, 0))
+    for i, name in enumerate(names):
+        if name in ratios:
+            table.add_column(name, no_wrap=True, ratio=ratios[name], min_width=8)
+        else:
+            width = max(len(name), *(len(row[i]) for row in cells))
+            table.add_column(name, justify=justify, no_wrap=True, min_width=width)
+    for row in cells:
+        table.add_row(*map(Text, row))
+    return table

@@ -1,4 +1,4 @@
-"""`kvprefetchd warm FILE`: have an attached engine's blocks staged before anybody asks for them."""
+"""`kvprefetchd warm FILE`: stage an attached engine's blocks before anybody asks for them."""
 
 from __future__ import annotations
 
@@ -10,51 +10,48 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 from ...shmring.wire.admin import MAX_WARM_DIGESTS, Warm, Warmed
 from .client import Conversation, Unavailable
-from .common import SOCKET_ENVIRONMENT, SOCKET_FILE, Commands, add_socket, declare
-from .help_page import Page
+from .common import Commands, SocketPage, add_socket, declare
 from .prompts import PromptHasher
 from .warm_file import read
 
-DETAILS = (
-    "FILE has one JSON value per line: a list of block hashes in hex, in the order of their prefix, or of a prompt's "
-    'token ids; or {"hashes": […]}, {"prompt_token_ids": […], "cache_salt": "…"}. Prompts need the engine\'s vLLM in '
-    "this command's environment. Blocks are fetched only while no request waits for one, into room that no request "
-    "holds; the next request finds them, until others need the room. Root and the daemon's own user may for any "
-    "engine, others for their own."
-)
-PAGE = Page(
+PAGE = SocketPage(
+    "stage the blocks that a file lists before anybody asks for them",
+    details="FILE has one JSON value per line: a list of block hashes in hex, in the order of their prefix, or of a "
+    'prompt\'s token ids; or {"hashes": […]}, {"prompt_token_ids": […], "cache_salt": "…"}. Prompts need the engine\'s '
+    "vLLM in this command's environment. The daemon fetches these blocks only while no request waits for one, into "
+    "room that no request holds; the next request finds them, until others need the room. Root and the daemon's own "
+    "user may name any engine, others their own.",
     examples=(
         ("kvprefetchd warm system-prompts.jsonl", "before the first users come"),
         ("kvprefetchd warm - --engine ENGINE_ID < list.jsonl", "for one engine of several"),
     ),
     exits={
-        0: "all that the store has of it is staged",
+        0: "all of it that the store has is staged",
         1: "part of it is not: no room, or it could not be fetched",
         65: "a line was bad; it is named, and the good ones were done",
         69: "no daemon or no such engine, or it refused, or FILE cannot be read; one line says which",
-        130: "interrupted; what was staged until then is said",
+        130: "interrupted; the output counts what was staged until then",
     },
-    files=SOCKET_FILE,
-    environment=SOCKET_ENVIRONMENT | {"PYTHONHASHSEED": "as the engine's, to hash prompts"},
     also="docs/OPERATIONS.md, kvprefetchd store",
 )
+PAGE = replace(PAGE, environment={**PAGE.environment, "PYTHONHASHSEED": "as the engine's, to hash prompts"})
 EX_DATA, EX_INTERRUPTED = 65, 130
-TIMEOUT_S = 300.0  # of one order: those of others may go before it
-SHOWN = 5  # bad lines
+TIMEOUT_S = 300.0  # of one message: those of others may go before it
+SHOWN = 5  # bad lines that are named
 PROGRESS_S = 0.2
 
 
 def add(commands: Commands) -> None:
-    parser = declare(commands, "warm", "stage ahead what a file lists", run, PAGE, details=DETAILS)
-    parser.add_argument("file", metavar="FILE", help="what to stage; - for standard input")
-    parser.add_argument(
-        "--engine", metavar="ID", default="", help="its id, or the start (default: the only one attached)"
-    )
+    parser = declare(commands, "warm", run, PAGE)
+    parser.add_argument("file", metavar="FILE", help="the list; - for standard input")
+    text = "its id, or the start (default: the only one attached)"
+    parser.add_argument("--engine", metavar="ID", default="", help=text)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_socket(parser)
 
@@ -62,28 +59,28 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     lines: Counter[str] = Counter()
     with opened(arguments.file) as file, Conversation(arguments.socket, TIMEOUT_S) as daemon:
-        orders = Orders(daemon, arguments.engine, progress=sys.stderr.isatty())
+        sender = Sender(daemon, arguments.engine, progress=sys.stderr.isatty())
         try:
-            for line in read(file, PromptHasher(orders.engine)):
+            for line in read(file, PromptHasher(sender.engine)):
                 lines["bad" if line.error else "good"] += 1
                 if line.error and lines["bad"] <= SHOWN:
                     print(f"kvprefetchd: {arguments.file}: line {line.number}: {line.error}", file=sys.stderr)
-                orders.add(line.digests)
-            orders.flush()
+                sender.add(line.digests)
+            sender.flush()
         except KeyboardInterrupt:
             return EX_INTERRUPTED
         finally:
-            orders.clear_progress()
+            sender.clear_progress()
             if lines["bad"] > SHOWN:
                 print(f"kvprefetchd: {arguments.file}: {lines['bad'] - SHOWN} more bad lines", file=sys.stderr)
-            print(as_json(orders, lines) if arguments.json else described(orders, lines))
+            print(as_json(sender, lines) if arguments.json else described(sender, lines))
     if lines["bad"]:
         return EX_DATA
-    return 1 if orders.counts["no_room"] or orders.counts["failed"] else 0
+    return 1 if sender.counts["no_room"] or sender.counts["failed"] else 0
 
 
-class Orders:
-    """What is listed, sent in orders of bounded size, each after the answer to the one before. Raises Unavailable."""
+class Sender:
+    """Sends the list in Warm messages of bounded size, each after the answer to the one before. Raises Unavailable."""
 
     def __init__(self, daemon: Conversation, engine: str, *, progress: bool) -> None:
         self._daemon, self._progress = daemon, progress
@@ -95,7 +92,7 @@ class Orders:
         self.engine = daemon.ask(Warm(run=self._run, engine=engine), Warmed)
 
     def add(self, digests: list[bytes]) -> None:
-        """A chain of any length. Its next part is sent once the store is known to have all of this one."""
+        """Add a chain of any length. Its next part is sent only if the store has all of this one."""
         self.counts["blocks"] += len(digests)
         for start in range(0, len(digests), MAX_WARM_DIGESTS):
             part = digests[start : start + MAX_WARM_DIGESTS]
@@ -109,12 +106,12 @@ class Orders:
                 return
 
     def flush(self) -> int:
-        """Send what is collected, and wait for its answer; how much of the last chain there is."""
+        """Send the collected chains and wait for the answer. Returns how many blocks of the last chain exist."""
         if not self._chains:
             return 0
-        order = Warm(run=self._run, engine=self.engine.engine, chains=self._chains)
+        message = Warm(run=self._run, engine=self.engine.engine, chains=self._chains)
         self._chains, self._room = [], MAX_WARM_DIGESTS
-        answer = self._daemon.ask(order, Warmed)
+        answer = self._daemon.ask(message, Warmed)
         if answer.epoch != self.engine.epoch:
             raise Unavailable(f"engine {answer.engine} was attached anew: what was staged for it is gone")
         for name in ("staged", "fetched", "absent", "no_room", "failed"):
@@ -134,9 +131,9 @@ class Orders:
             sys.stderr.flush()
 
 
-def described(orders: Orders, lines: Counter[str]) -> str:
+def described(sender: Sender, lines: Counter[str]) -> str:
     bad = f", {lines['bad']} bad" if lines["bad"] else ""
-    return f"engine {orders.engine.engine}: {lines.total()} lines{bad}; {counted(orders.counts)}"
+    return f"engine {sender.engine.engine}: {lines.total()} lines{bad}; {counted(sender.counts)}"
 
 
 def counted(counts: Counter[str]) -> str:
@@ -148,17 +145,16 @@ def counted(counts: Counter[str]) -> str:
     )
 
 
-def as_json(orders: Orders, lines: Counter[str]) -> str:
+def as_json(sender: Sender, lines: Counter[str]) -> str:
+    engine = {"engine": sender.engine.engine, "epoch": sender.engine.epoch}
     names = ("blocks", "staged", "fetched", "no_room", "failed", "absent")
-    return json.dumps({
-        "engine": orders.engine.engine, "epoch": orders.engine.epoch, "lines": lines.total(), "bad_lines": lines["bad"],
-        **{name: orders.counts[name] for name in names},
-    })  # fmt: skip
+    counts = {name: sender.counts[name] for name in names}
+    return json.dumps({**engine, "lines": lines.total(), "bad_lines": lines["bad"], **counts})
 
 
 @contextlib.contextmanager
 def opened(name: str) -> Iterator[IO[bytes]]:
-    """The file, or standard input for `-`. Raises Unavailable, also when it cannot be read to its end."""
+    """Open the file, or standard input for `-`. Raises Unavailable, also when it cannot be read to its end."""
     try:
         if name == "-":
             yield sys.stdin.buffer

@@ -1,4 +1,4 @@
-"""What a file for `kvprefetchd warm` lists, line by line: chains of block hashes, or prompts to hash. Pure."""
+"""The file of `kvprefetchd warm`, line by line: chains of block hashes, or prompts to hash. Pure."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ class Hashes(_Entry):
 
 
 class Prompt(_Entry):
-    """A prompt, and the salt of its request where there is one."""
+    """A prompt, and its request's salt if it has one."""
 
     prompt_token_ids: list[Annotated[int, Field(ge=0, lt=1 << 63)]] = Field(min_length=1, max_length=MAX_TOKENS)
     cache_salt: str | None = Field(default=None, min_length=1)
 
 
-class Listed(NamedTuple):
-    """One line: the digests it stands for (none for a prompt without a whole block), or what is wrong with it."""
+class WarmLine(NamedTuple):
+    """One line: its digests (none for a prompt without a whole block), or its error."""
 
     number: int
     digests: list[bytes]
     error: str = ""
 
 
-def read(file: IO[bytes], hashed: Callable[[Prompt], list[bytes]]) -> Iterator[Listed]:
-    """Every line that is not empty; `hashed` gives a prompt's digests and may raise ValueError, in one line."""
+def read(file: IO[bytes], hashed: Callable[[Prompt], list[bytes]]) -> Iterator[WarmLine]:
+    """Yield every line that is not empty; `hashed` returns a prompt's digests or raises ValueError with one line."""
     for number, line in enumerate(_lines(file), 1):
         if not line.strip():
             continue
         try:
             entry = parse(line)
             digests = hashed(entry) if isinstance(entry, Prompt) else [bytes.fromhex(text) for text in entry.hashes]
-            yield Listed(number, digests)
+            yield WarmLine(number, digests)
         except ValueError as error:
-            yield Listed(number, [], str(error))
+            yield WarmLine(number, [], str(error))
 
 
 def parse(line: bytes) -> Hashes | Prompt:
-    """One line. Raises ValueError, in one line, naming field, value and bound."""
+    """Parse one line. Raises ValueError in one line, with field, value and bound."""
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"too long: max_bytes={MAX_LINE_BYTES}")
     try:
@@ -73,7 +73,7 @@ def parse(line: bytes) -> Hashes | Prompt:
 
 
 def _lines(file: IO[bytes]) -> Iterable[bytes]:
-    """The lines; of one that is too long the beginning, which is too long as well."""
+    """Yield the lines; of one that is too long only the beginning, which is too long as well."""
     while line := file.readline(MAX_LINE_BYTES + 1):
         rest = line
         while not rest.endswith(b"\n") and (rest := file.readline(1 << 20)):

@@ -21,7 +21,7 @@ from kvprefetch.daemon.cli import findings
 from kvprefetch.daemon.cli.bundle import _metrics as metrics_of
 from kvprefetch.daemon.cli.bundle import without_secrets
 from kvprefetch.daemon.cli.client import Unavailable
-from kvprefetch.daemon.cli.store import listed, namespace
+from kvprefetch.daemon.cli.store import namespace, stored_keys
 from kvprefetch.daemon.config.machine import machine_bytes
 from kvprefetch.daemon.config.model import load
 from tests.daemon.fake_engine import FakeEngine
@@ -134,11 +134,11 @@ def test_what_answers_and_is_no_http_is_one_line_and_leaves_the_bundle_whole() -
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         with pytest.raises(Unavailable, match=r"^the master does not answer: http://127[^\n\x00]*garbage$"):
-            list(listed(f"127.0.0.1:{port}", ""))
+            list(stored_keys(f"127.0.0.1:{port}", ""))
         assert "not answered: " in metrics_of(load({"metrics_port": port}))
         thread.join(10)
     with pytest.raises(Unavailable, match="nonnumeric port"):
-        list(listed("localhost:abc", ""))
+        list(stored_keys("localhost:abc", ""))
 
 
 def counted(*at: Any) -> list[str]:

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from kvprefetch.daemon.cli import warm_file
-from kvprefetch.daemon.cli.warm_file import Hashes, Listed, Prompt, parse, read
+from kvprefetch.daemon.cli.warm_file import Hashes, Prompt, WarmLine, parse, read
 
 AB, CD = "ab" * 32, "cd" * 32
 
@@ -68,7 +68,7 @@ def test_what_is_wrong_with_prompts_is_said_for_their_lines() -> None:
 
     file = io.BytesIO(f'[1, 2]\n["{AB}"]\n'.encode())
     assert list(read(file, refusing)) == [
-        Listed(1, [], "no vLLM here"), Listed(2, [bytes.fromhex(AB)]),
+        WarmLine(1, [], "no vLLM here"), WarmLine(2, [bytes.fromhex(AB)]),
     ]  # fmt: skip
 
 
