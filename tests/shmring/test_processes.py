@@ -11,12 +11,12 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvprefetch.shmring.doorbell import Doorbell
 from kvprefetch.shmring.errors import SegmentCorrupt
-from kvprefetch.shmring.liveness import Liveness, PeerState, PeerStatus
 from kvprefetch.shmring.ring import Consumer
 
 from .conftest import Control, small_layout
@@ -41,13 +41,13 @@ def bell() -> Iterator[Doorbell]:
 
 
 def start(
-    peer: StartPeer, control: Control, bell: Doorbell, role: str, count: int, *, largest: int = LARGEST, seed: int = 1,
-    prefix: tuple[str, ...] = (),
-) -> subprocess.Popen[str]:  # fmt: skip
+    peer: StartPeer, control: Control, bell: Doorbell, role: str, count: int, **options: Any
+) -> subprocess.Popen[str]:
+    """A peer on this segment, once it is ready; `options`: largest, seed, prefix."""
+    largest, seed = options.get("largest", LARGEST), options.get("seed", 1)
+    numbers = (control.segment.fd, control.segment.size_bytes, bell.fd, count, largest, seed)
     fds = (control.segment.fd, bell.fd)
-    process = peer(
-        role, control.segment.fd, control.segment.size_bytes, bell.fd, count, largest, seed, fds=fds, prefix=prefix
-    )
+    process = peer(role, *numbers, fds=fds, prefix=options.get("prefix", ()))
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
@@ -97,41 +97,30 @@ def test_whoever_is_killed_the_other_goes_on_or_reports_and_nothing_is_left(peer
 
 def producer_dies(peer: StartPeer, control: Control, bell: Doorbell, after_s: float) -> None:
     consumer = control.consumer()
-    process = start(peer, control, bell, "produce", -1)
-    kill_at = time.monotonic() + after_s
+    dead = killed_after(start(peer, control, bell, "produce", -1), after_s)
     sequence = 0
-    killed = False
     while True:
-        if not killed and time.monotonic() >= kill_at:
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
-            killed = True
-        record = consumer.peek()
-        if record is not None:
+        last = dead()  # before the look: a record may come between
+        if (record := consumer.peek()) is not None:
             verify(record.payload, sequence, LARGEST)
             consumer.advance()
             sequence += 1
-        elif killed:
+        elif last:
             break
     assert consumer.prepare_sleep(), "whole records up to the last one that was published, then nothing"
 
 
 def consumer_dies(peer: StartPeer, control: Control, bell: Doorbell, after_s: float) -> None:
     producer = control.producer()
-    process = start(peer, control, bell, "consume", -1)
-    kill_at = time.monotonic() + after_s
+    dead = killed_after(start(peer, control, bell, "consume", -1), after_s)
     sequence = 0
-    killed = False
     while True:
-        if not killed and time.monotonic() >= kill_at:
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
-            killed = True
+        last = dead()
         if producer.push(1, payload(sequence, LARGEST)):
             sequence += 1
-        elif killed:
+        elif last:
             break
-    # A new consumer finds every record that the dead one had not given back.
+    # A new consumer finds every record whose space the dead one had not given back.
     heir = control.consumer()
     left = []
     while (record := heir.peek()) is not None:
@@ -140,16 +129,17 @@ def consumer_dies(peer: StartPeer, control: Control, bell: Doorbell, after_s: fl
     assert left == list(range(sequence - len(left), sequence))
 
 
-def test_death_is_published_by_the_thread_that_saw_the_end_of_the_connection(make: Callable[..., Control]) -> None:
-    control = make()
-    mine = Liveness(control.words, consumer=True)
-    other = Liveness(control.words, consumer=False)
-    other.beat(10)
-    other.set_state(PeerState.ACTIVE)
-    assert mine.peer(10) is PeerStatus.ALIVE
-    mine.peer_is_gone()
-    assert mine.peer(10) is PeerStatus.GONE
-    assert other.peer(10) is PeerStatus.STARTING, "each side's end of file is its own"
+def killed_after(process: subprocess.Popen[str], after_s: float) -> Callable[[], bool]:
+    """Return a function that kills the process once it is time, and says whether it is dead."""
+    kill_at = time.monotonic() + after_s
+
+    def dead() -> bool:
+        if process.returncode is None and time.monotonic() >= kill_at:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+        return process.returncode is not None
+
+    return dead
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(100, marks=pytest.mark.stress)])
@@ -170,8 +160,7 @@ def test_a_consumer_survives_a_process_that_writes_over_the_whole_segment(
 
 def consume_for_ever(consumer: Consumer, largest: int) -> None:
     while True:
-        record = consumer.peek()
-        if record is not None:
+        if (record := consumer.peek()) is not None:
             assert len(bytes(record.payload)) <= largest
             consumer.advance()
 

@@ -1,4 +1,4 @@
-"""The hint ring does what a queue of byte strings does, wherever it wraps and whoever dies."""
+"""The hint ring behaves as a queue of byte strings, at every wrap; nothing impossible is believed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvprefetch.shmring.doorbell import Doorbell
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.layout import Line
-from kvprefetch.shmring.ring import ALIGN, HEADER_BYTES, PADDING, Record
+from kvprefetch.shmring.ring import ALIGN, HEADER_BYTES, PADDING, Consumer, Producer, Record
 
 from .conftest import Control, small_layout
 
@@ -31,8 +31,19 @@ def need(length: int) -> int:
     return (HEADER_BYTES + length + ALIGN - 1) // ALIGN * ALIGN
 
 
+def sides(make, lines: int = 0) -> tuple[Control, Producer, Consumer]:
+    """A fresh ring and its two sides, after as many empty records were pushed and taken."""
+    control = make()
+    producer, consumer = control.producer(), control.consumer()
+    for _ in range(lines):
+        assert producer.push(1)
+        assert consumer.peek() is not None
+        consumer.advance()
+    return control, producer, consumer
+
+
 class Model:
-    """What the ring must do, in terms of byte positions only."""
+    """The ring's behaviour in terms of byte positions."""
 
     def __init__(self) -> None:
         self.records: deque[tuple[int, bytes, int]] = deque()
@@ -83,17 +94,11 @@ def test_any_sequence_of_pushes_and_pops_does_what_a_queue_does(sequence: list[t
 
 
 def test_a_record_of_every_size_wraps_at_every_offset(make) -> None:
-    sizes = sorted({0, 1, 47, 48, 49, 111, 112, 113, LARGEST // 2, LARGEST - 1, LARGEST})
-    for offset in range(0, RING, ALIGN):
-        for size in sizes:
-            control = make()
-            producer, consumer = control.producer(), control.consumer()
-            for _ in range(offset // ALIGN):
-                assert producer.push(1, b"")
-                assert consumer.peek() is not None
-                consumer.advance()
+    for line in range(RING // ALIGN):
+        for size in (0, 1, 47, 48, 49, 111, 112, 113, LARGEST // 2, LARGEST - 1, LARGEST):
+            _, producer, consumer = sides(make, line)
             data = bytes(i & 0xFF for i in range(size))
-            assert producer.push(2, data)
+            assert producer.push(2, data), "even the largest record fits an empty ring"
             assert producer.push(3, b"after") or need(size) > RING // 2 - ALIGN
             assert taken(consumer.peek()) == (2, data)
 
@@ -105,37 +110,29 @@ def test_parts_are_one_payload_in_their_order(make) -> None:
 
 
 def test_a_full_ring_is_a_return_value_and_room_comes_back_with_each_record_taken(make) -> None:
-    control = make()
-    producer, consumer = control.producer(), control.consumer()
+    control, producer, consumer = sides(make)
     count = 0
     while producer.push(1, bytes(48)):
         count += 1
     assert count == RING // ALIGN
-    assert not producer.push(1, b"")
+    assert not producer.push(1)
     consumer.peek()
     consumer.advance()
-    assert producer.push(1, b"")
-    assert not producer.push(1, b"")
-
-
-def test_the_largest_record_always_fits_an_empty_ring(make) -> None:
-    for offset in range(0, RING, ALIGN):
-        control = make()
-        producer, consumer = control.producer(), control.consumer()
-        for _ in range(offset // ALIGN):
-            producer.push(1)
-            consumer.peek()
-            consumer.advance()
-        assert producer.push(1, bytes(LARGEST))
+    assert producer.push(1)
+    assert not producer.push(1)
+    again = control.consumer()
+    for _ in range(RING // ALIGN):
+        assert again.peek() is not None, "a full ring is taken up as well"
+        again.advance()
+    assert again.peek() is None
 
 
 @pytest.mark.parametrize("length", [LARGEST + 1, RING, 10 * RING])
 def test_a_record_that_never_fits_is_misuse_and_names_value_and_bound(make, length: int) -> None:
-    control = make()
-    producer = control.producer()
+    _, producer, consumer = sides(make)
     with pytest.raises(ValueError, match=f"payload_bytes={length} max={LARGEST}"):
         producer.push(1, bytes(length))
-    assert control.consumer().peek() is None
+    assert consumer.peek() is None
 
 
 @pytest.mark.parametrize("kind", [-1, PADDING, PADDING + 1])
@@ -145,8 +142,7 @@ def test_the_kind_of_padding_and_kinds_out_of_bounds_are_misuse(make, kind: int)
 
 
 def test_a_push_that_raises_leaves_the_ring_as_it_was(make) -> None:
-    control = make()
-    producer, consumer = control.producer(), control.consumer()
+    _, producer, consumer = sides(make)
     with pytest.raises(ValueError, match="different"):
         producer.push(1, memoryview(b"12345678").cast("Q"))
     assert consumer.peek() is None
@@ -164,8 +160,7 @@ def test_a_payload_cannot_be_written_through(make) -> None:
 
 
 def test_peek_without_advance_sees_the_same_record_again(make) -> None:
-    control = make()
-    producer, consumer = control.producer(), control.consumer()
+    _, producer, consumer = sides(make)
     producer.push(1, b"a")
     producer.push(2, b"b")
     assert taken(consumer.peek()) == taken(consumer.peek()) == (1, b"a")
@@ -175,8 +170,7 @@ def test_peek_without_advance_sees_the_same_record_again(make) -> None:
 
 
 def test_both_sides_take_up_the_ring_where_it_stands(make) -> None:
-    control = make()
-    producer, consumer = control.producer(), control.consumer()
+    control, producer, consumer = sides(make)
     for number in range(3):
         producer.push(number, b"x")
     consumer.peek()
@@ -197,15 +191,13 @@ def test_neither_side_takes_up_a_ring_that_cannot_stand_so(make, tail: int, head
     control = make()
     control.words.store_release(Line.TAIL, tail)
     control.words.store_release(Line.HEAD, head)
-    with pytest.raises(SegmentCorrupt, match=f"tail={tail} head={head}"):
-        control.producer()
-    with pytest.raises(SegmentCorrupt, match=f"tail={tail} head={head}"):
-        control.consumer()
+    for side in (control.producer, control.consumer):
+        with pytest.raises(SegmentCorrupt, match=f"tail={tail} head={head}"):
+            side()
 
 
 def test_the_bell_rings_for_a_sleeper_and_for_nobody_else(make) -> None:
-    control = make()
-    producer, consumer = control.producer(), control.consumer()
+    control, producer, consumer = sides(make)
     producer.push(1)
     assert control.bells == 0
     consumer.peek()
@@ -219,7 +211,7 @@ def test_the_bell_rings_for_a_sleeper_and_for_nobody_else(make) -> None:
 
 
 def test_clearing_the_bell_waits_for_nobody_whatever_the_producer_does_to_it() -> None:
-    """Both have the same open file: the producer can take O_NONBLOCK from it, and a ring that the consumer saw."""
+    """Both sides share an open file: the producer can clear its O_NONBLOCK, and take a ring that the consumer saw."""
     bell = Doorbell.create()
     bell.ring()
     bell.clear()
@@ -249,8 +241,7 @@ def test_the_bell_is_cleared_by_a_kernel_too_that_cannot_promise_not_to_wait(mon
 
 
 def test_a_consumer_with_records_left_does_not_go_to_sleep(make) -> None:
-    control = make()
-    producer, consumer = control.producer(), control.consumer()
+    control, producer, consumer = sides(make)
     producer.push(1)
     assert not consumer.prepare_sleep()
     producer.push(1)
@@ -263,7 +254,7 @@ def test_a_head_that_cannot_be_is_reported_by_the_next_push_that_needs_room(make
     producer = control.producer()
     while producer.push(1, bytes(48)):
         pass
-    # Ahead of the tail; 64 is possible and only gives room for one record that was not taken.
+    # Beyond the tail; but 64 is possible, and gives room for one record that was not taken.
     control.words.store_release(Line.HEAD, head)
     if head == 64:
         assert producer.push(1, bytes(48))
@@ -286,12 +277,7 @@ def test_a_tail_that_cannot_be_is_reported_and_not_followed(make, tail: int) -> 
 def test_a_record_that_runs_past_the_end_of_the_ring_or_the_tail_is_not_handed_out(make, length: int) -> None:
     """49 bytes take two lines, and there is but one before the end of the ring, or before the tail."""
     for lines_before, records in ((RING // ALIGN - 1, 2), (0, 1)):
-        control = make()
-        producer, consumer = control.producer(), control.consumer()
-        for _ in range(lines_before):
-            producer.push(1)
-            consumer.peek()
-            consumer.advance()
+        control, producer, consumer = sides(make, lines_before)
         for _ in range(records):
             producer.push(1)
         at = control.layout.ring_offset + lines_before * ALIGN
@@ -301,7 +287,7 @@ def test_a_record_that_runs_past_the_end_of_the_ring_or_the_tail_is_not_handed_o
 
 
 def test_a_record_of_another_position_is_not_handed_out(make) -> None:
-    """As one of an earlier turn of the ring would be."""
+    """Such as one of an earlier turn of the ring."""
     control = make()
     consumer = control.consumer()
     control.producer().push(1, b"x")
@@ -309,14 +295,3 @@ def test_a_record_of_another_position_is_not_handed_out(make) -> None:
     control.buffer[at : at + 8] = RING.to_bytes(8, "little")
     with pytest.raises(SegmentCorrupt, match=f"stamp={RING} position=0"):
         consumer.peek()
-
-
-def test_a_full_ring_is_taken_up_as_well(make) -> None:
-    control = make()
-    while control.producer().push(1, bytes(48)):
-        pass
-    consumer = control.consumer()
-    for _ in range(RING // ALIGN):
-        assert consumer.peek() is not None
-        consumer.advance()
-    assert consumer.peek() is None
