@@ -1,8 +1,8 @@
-"""The log's catalogue: every event, its level, its fields and what they mean. docs/EVENTS.md is made from it.
+"""The log's catalogue: every event, its level, its fields and their meaning; docs/EVENTS.md is made from it.
 
-`python -m tests.support.documents events` prints the tables of docs/EVENTS.md.  A test reads every log call of the
-daemon and compares it with the catalogue, and the tests against a real daemon compare every line that it writes.
-A field means the same in every event; its unit is the end of its name (`_ms`, `_s`, `_bytes`, `_blocks`).
+`python -m tests.support.documents events` prints the tables of docs/EVENTS.md.  A test compares every log call of the
+daemon with the catalogue, and tests with a real daemon compare every line that it writes.
+A field means the same in every event; its name ends with its unit (`_ms`, `_s`, `_bytes`, `_blocks`).
 """
 
 from __future__ import annotations
@@ -22,29 +22,26 @@ class Ending(enum.Enum):
         member.meaning = meaning
         return member
 
-    # Said by the engine (the names are those of protocol.Outcome).
+    # The engine reports these (the names of wire.records.Outcome).
     LOADED = "loaded", "the engine copied blocks out of staging"
     MISS = "miss", "the store had nothing beyond what the engine held itself"
     LATE = "late", "the engine waited as long as it may and had nothing to take yet; it recomputed"
-    RECOMPUTED = (
-        "recomputed",
-        "the engine had nothing to take yet, and recomputing was expected to be sooner than waiting",
-    )
+    RECOMPUTED = "recomputed", "the engine had nothing to take yet, and expected to recompute sooner than to wait"
     ABORTED = "aborted", "the request ended in the engine before it was admitted"
     UNUSED = "unused", "admitted without these blocks: all were local by then, or another connector answered"
     EVICTED = "evicted", "the engine lost local blocks that the hint had counted on; it hinted again"
-    LOST = "lost", "the engine gave the hint up: void after a reset"
-    # Found by the daemon.
-    UNTOLD = "untold", "the flag was given up, and the record that says how did not come: the hint ring was full"
+    LOST = "lost", "the engine gave the hint up: a reset voided it"
+    # The daemon finds these.
+    UNTOLD = "untold", "the engine gave the flag up, and its record did not come: the hint ring was full"
     RESET = "reset", "the engine's weights changed (`reset_cache`) while it was pending or staged"
     ENGINE_GONE = "engine_gone", "the connection to one of the engine's processes ended first"
     STAGING_LOST = "staging_lost", "the epoch ended because half of its staging slots were lost (`engine.worn`)"
-    ENGINE_CORRUPT = "engine_corrupt", "the engine's shared memory said what cannot be, and it was detached"
-    DAEMON_STOPPED = "daemon_stopped", "the daemon was told to stop first"
+    ENGINE_CORRUPT = "engine_corrupt", "the engine's shared memory was corrupt, and the daemon detached it"
+    DAEMON_STOPPED = "daemon_stopped", "the daemon stopped first"
 
 
 class Field(NamedTuple):
-    """One field. `kind` is the JSON type; `?` at its end: may be null. Key material stays at level debug."""
+    """One field. `kind` is the JSON type; it ends with `?` where null may come. Key material stays at level debug."""
 
     kind: str
     meaning: str
@@ -52,7 +49,7 @@ class Field(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One event. A field with `?` at its end may be absent. `floods`: summed once a second and engine."""
+    """One event. A field with `?` at its end may be absent. `floods`: summed once a second for each engine."""
 
     level: str
     meaning: str
@@ -62,7 +59,7 @@ class Event(NamedTuple):
 
 LEVELS = ("debug", "info", "warning", "error")
 
-# In every line, in this order, before the event's own; those with `?` where they apply.
+# Every line begins with these, in this order; those with `?` where they apply.
 COMMON: dict[str, Field] = {
     "ts": Field("string", "UTC, ISO 8601, microseconds"),
     "level": Field("string", "`debug`, `info`, `warning` or `error`"),
@@ -75,7 +72,7 @@ COMMON: dict[str, Field] = {
 
 FIELDS: dict[str, Field] = {
     # requests: the fields of request.done, in its order
-    "request_id": Field("string", "vLLM's request id: what its client knows, with more around it"),
+    "request_id": Field("string", "vLLM's request id, which contains the client's"),
     "outcome": Field("string", "how it ended, see [outcomes](#outcomes)"),
     "prompt_tokens": Field("integer", "tokens of the prompt"),
     "hint_blocks": Field("integer", "full blocks of the prompt: as much as could be loaded"),
@@ -83,11 +80,9 @@ FIELDS: dict[str, Field] = {
     "found_blocks": Field("integer", "leading blocks that were local or in the store; the rest is a miss"),
     "loaded_blocks": Field("integer", "blocks that the engine copied out of staging"),
     "bytes": Field("integer", "bytes fetched for it, all ranks; blocks that were staged for others already cost none"),
-    "bytes_disk": Field("integer", "of these, from a disk tier"),
+    "bytes_disk": Field("integer", "of these, from disk"),
     "bytes_memory": Field("integer", "of these, from memory"),
-    "taken_back": Field(
-        "integer", "how often what was staged for it went to more urgent requests, to be fetched again"
-    ),
+    "taken_back": Field("integer", "how often its staged blocks went to more urgent requests, to be fetched again"),
     "store_unavailable": Field("boolean", "the store did not answer: a miss"),
     "arrived_ms": Field("number", "the engine's scheduler got the request; all other times count from here"),
     "hint_seen_ms": Field("number?", "the daemon read the hint"),
@@ -96,17 +91,11 @@ FIELDS: dict[str, Field] = {
     "last_byte_ms": Field("number?", "the last one was"),
     "asked_ms": Field("number?", "the scheduler reached the request and found it pending; null: it never had to wait"),
     "claimed_ms": Field("number?", "the scheduler took what was staged"),
-    "loaded_ms": Field(
-        "number?", "the scheduler heard that every rank had copied it, at the end of that step, its computing included"
-    ),
+    "loaded_ms": Field("number?", "the step in which the last rank copied it ended, its computing included"),
     "ended_ms": Field("number", "the daemon learned of the end, or made it"),
-    "exposed_ms": Field(
-        "number", "how long the scheduler waited for it, its steps included, as long as its seats and tokens lasted"
-    ),
+    "exposed_ms": Field("number", "how long the scheduler had room for the request and waited for it, in whole steps"),
     "unseen_ms": Field("number", "part of `exposed_ms` after its answer was there, until the engine's step had ended"),
-    "hidden_fraction": Field(
-        "number?", "share of look-up and transfer for which no scheduler waited, 0 to 1; null: nothing was fetched"
-    ),
+    "hidden_fraction": Field("number?", "share of look-up and transfer that made no scheduler wait; null: no fetch"),
     # fetches and saves
     "blocks": Field("integer", "blocks of one store call, or of one copy to device memory"),
     "good_blocks": Field("integer", "of these, fetched and of the right size"),
@@ -125,11 +114,11 @@ FIELDS: dict[str, Field] = {
     "fetched_blocks": Field("integer", "blocks fetched into staging"),
     "staged_blocks": Field("integer", "blocks that were in staging already, or on their way there"),
     "absent_blocks": Field("integer", "blocks that the store did not have, or had not all before them"),
-    "no_room_blocks": Field("integer", "blocks that found no room that nobody needed, or no turn"),
+    "no_room_blocks": Field("integer", "blocks that found no spare room, or no turn"),
     "saved_blocks": Field("integer", "blocks put into the store"),
     "saved_again_blocks": Field("integer", "of these, blocks that the engine had stored before: evicted, or purged"),
     "lost_saves": Field("integer", "blocks that were to be saved and were not"),
-    "kept_bytes": Field("integer", "staging that is not given back before the daemon ends: the epoch had lost slots"),
+    "kept_bytes": Field("integer", "staging that stays until the daemon ends: the epoch had lost slots"),
     "requests_taken_back": Field("integer", "requests that lost staged blocks to more urgent ones before they ended"),
     "slots": Field("integer", "staging slots, those for saves not counted in `status` and `engine.detached`"),
     "slots_free": Field("integer", "empty slots"),
@@ -150,7 +139,7 @@ FIELDS: dict[str, Field] = {
     "device_copies": Field("integer", "blocks that are being copied to device memory, or wait for it"),
     "promoted_blocks": Field("integer", "staged blocks copied to device memory"),
     "device_blocks": Field("integer", "blocks that the engine loaded from device memory"),
-    "owner": Field("string", "who allocated the device memory: `daemon` or `engine`"),
+    "owner": Field("string", "which process allocated the device memory: `daemon` or `engine`"),
     "block_bytes": Field("integer", "one block, all ranks together"),
     "ranks": Field("integer", "worker processes of the engine"),
     "come": Field("integer", "how many of them said hello"),
@@ -158,18 +147,20 @@ FIELDS: dict[str, Field] = {
     # the store
     "master": Field("string", "address of the Mooncake master"),
     "protocol": Field("string", "Mooncake's transport"),
-    "owners": Field("string", "storage nodes whose memory it is, or that a fetch waits for, HOST:PORT; empty: a disk"),
+    "owners": Field(
+        "string", "storage nodes that hold the values, or that a fetch waits for, HOST:PORT; empty: a disk"
+    ),
     "call": Field("string", "`exist`, `get`, `put`, `remove`; past its deadline: `look_up`, `fetch`, `save`, `copy`"),
     "code": Field(
         "integer?",
-        "Mooncake's result code: -900 and -901 no answer from the master, -800 none from the owner of the bytes, "
-        "-200 no room; of a process, its exit status",
+        "Mooncake's result code: -900 and -901 no answer from the master, -800 none from the storage node, -200 no "
+        "room; of a process, its exit status",
     ),
-    "pause_s": Field("number", "how long the store is not asked now"),
-    "retry_s": Field("number", "when it is tried again"),
-    "in_flight": Field("integer", "store calls, and calls to a device, that had not come back"),
+    "pause_s": Field("number", "for how long nobody asks the store"),
+    "retry_s": Field("number", "seconds until the next try"),
+    "in_flight": Field("integer", "store calls and device calls that had not come back"),
     "waited_s": Field("number", "how long was waited"),
-    "confirmed": Field("boolean", "every key is gone, in every tier"),
+    "confirmed": Field("boolean", "every key is gone, from memory and disk"),
     "durable": Field("boolean", "no value lay on a disk that cannot be cleaned from here"),
     "reset_generation": Field("integer", "the engine's count of resets"),
     "prefixes": Field("integer", "key prefixes whose keys were removed"),
@@ -193,140 +184,129 @@ FIELDS: dict[str, Field] = {
     "signal": Field("string", "the signal's name"),
     "port": Field("integer", "TCP port"),
     "memory_bytes": Field("integer", "DRAM segment of the embedded store"),
-    "disk_bytes": Field("integer", "size that the disk tier was given"),
-    "room_bytes": Field("integer", "free space that it may take, and what it has already"),
+    "disk_bytes": Field("integer", "configured size of the disk"),
+    "room_bytes": Field("integer", "free space that values may take, and what they take already"),
     "folder_mode": Field("string", "the folder's mode before, octal"),
-    "files": Field("integer", "how many files lie in it"),
-    "available_bytes": Field("integer", "memory that can be had without swapping"),
+    "files": Field("integer", "number of files in it"),
+    "available_bytes": Field("integer", "memory available without swapping"),
     "wanted_bytes": Field("integer", "`staging` and, of an embedded store, `memory`"),
     "attempt": Field("integer", "which attempt, from 0"),
     "lost_lines": Field("integer", "how many"),
-    "line": Field("string", "what the embedded master wrote; may name keys", key_material=True),
+    "line": Field("string", "output of the embedded master; may name keys", key_material=True),
 }
 
-_ACCOUNT = (
-    "slots", "slots_free", "slots_idle", "slots_stuck", "slots_lost", "blocks_pinned", "requests", "leases",
-    "orders", "save_slots", "save_slots_busy", "save_slots_lost", "saves_queued", "hints", "dropped_hints",
-    "bad_records", "hit_blocks", "miss_blocks", "fetched_blocks", "failed_blocks", "loaded_blocks", "saved_blocks",
-    "saved_again_blocks", "present_blocks", "lost_saves", "kept_bytes",
-    "requests_taken_back", "device_slots", "device_slots_free", "device_slots_idle", "device_copies",
-    "promoted_blocks", "device_blocks",
+_COUNTERS = (
+    "slots", "slots_free", "slots_idle", "slots_stuck", "slots_lost", "blocks_pinned", "requests", "leases", "orders",
+    "save_slots", "save_slots_busy", "save_slots_lost", "saves_queued", "hints", "dropped_hints", "bad_records",
+    "hit_blocks", "miss_blocks", "fetched_blocks", "failed_blocks", "loaded_blocks", "saved_blocks",
+    "saved_again_blocks", "present_blocks", "lost_saves", "kept_bytes", "requests_taken_back", "device_slots",
+    "device_slots_free", "device_slots_idle", "device_copies", "promoted_blocks", "device_blocks",
 )  # fmt: skip
 
 EVENTS: dict[str, Event] = {
-    "daemon.ready": Event("info", "It serves: socket bound, store open or declared degraded.",
+    "daemon.ready": Event("info", "The daemon serves: socket bound, store open or declared degraded.",
                           ("socket", "pid", "staging")),
-    "daemon.stopping": Event("info", "A signal told it to stop.", ("signal",)),
+    "daemon.stopping": Event("info", "A signal told the daemon to stop.", ("signal",)),
     "daemon.stopped": Event("info", "Everything is closed.", ()),
-    "daemon.failed": Event("error", "It cannot start; its last words on standard error say the same.", ("error",)),
+    "daemon.failed": Event("error", "The daemon cannot start; standard error ends with the same line.", ("error",)),
     "config.changed": Event("info", "A reload changed a key.", ("key", "before", "after", "takes_effect")),
-    "config.kept": Event("warning", "A key was changed in the configuration, but needs a restart.",
+    "config.kept": Event("warning", "A key of the configuration changed, but needs a restart.",
                          ("key", "before", "after")),
-    "config.invalid": Event("error", "A reload found the configuration bad; the daemon keeps what it has.", ("error",)),
-    "mode.switched": Event("info", "What the daemon does for every engine changed.", ("before", "after")),
+    "config.invalid": Event("error", "A reload found the configuration bad; the daemon keeps the old one.", ("error",)),
+    "mode.switched": Event("info", "The mode of the daemon changed, for every engine.", ("before", "after")),
     "cores.few": Event("warning", "The CPU quota is below two cores: transfers may be slow or fail.",
                        ("cores", "min_cores")),
-    "memory.short": Event(
-        "warning", "The machine, or the control group, has less memory left than one engine's staging and the embedded "
-        "store will take: lower `staging` or `memory`, or the kernel will end somebody.",
-        ("available_bytes", "wanted_bytes"),
-    ),
+    "memory.short": Event("warning", "The machine, or the control group, has less memory left than one engine's staging"
+                          " and the embedded store will take: lower `staging` or `memory`, or the kernel will kill a "
+                          "process.", ("available_bytes", "wanted_bytes")),
     "log.lost": Event("warning", "Lines were lost, because nobody read them, or a disk was full or stood still.",
                       ("lost_lines",)),
-    "socket.renewed": Event("warning", "The control socket's file was gone, and a new one is there. Who removes it?",
-                            ("socket",)),
-    "socket.lost": Event("warning", "The file is gone, or another's, and a new one cannot be had: no engine comes. "
-                         "Restart the daemon when that is mended.", ("error",)),
+    "socket.renewed": Event("warning", "The control socket's file was gone, and the daemon made a new one. Find out "
+                            "which program removes it.", ("socket",)),
+    "socket.lost": Event("warning", "The file is gone, or another's, and the daemon cannot make a new one: no engine "
+                         "can attach. Restart the daemon when that is mended.", ("error",)),
     "peer.hello": Event("info", "A process of an engine came.", ("role", "rank", "pid", "version")),
-    "peer.refused": Event("warning", "A process was refused, or turned away for now.",
+    "peer.refused": Event("warning", "The daemon refused a process, or turned it away for now.",
                           ("pid", "uid", "error", "final"), floods=True),
-    "peers.full": Event("warning", "No room for another connection: the oldest of the user who has most was closed. "
-                        "Those of attached engines do not count.", ("error", "pid?", "uid?"), floods=True),
-    "peer.lost": Event("debug", "A process went away while it was spoken to.", ("error", "pid?")),
+    "peers.full": Event("warning", "No room for another connection: the daemon closed the oldest one of the user with "
+                        "most. Those of attached engines do not count.", ("error", "pid?", "uid?"), floods=True),
+    "peer.lost": Event("debug", "A process went away while the daemon spoke to it.", ("error", "pid?")),
     "engine.attached": Event("info", "All processes of an engine mapped their memory: hints are welcome.",
                              ("ranks", "slots", "save_slots", "block_bytes")),
     "engine.waiting": Event("warning", "An engine waits for its memory: the kernel lets the daemon's user send no more "
-                            "descriptors until some were read. It is tried again.", ("error",)),
-    "engine.incomplete": Event(
-        "warning", "An engine's scheduler came 30 s ago, not all of its ranks did. It is served nothing before. "
-        "They run on another node, look for another socket, or may not attach.", ("come", "ranks", "missing"),
-    ),
-    "engine.refused": Event(
-        "error", "An engine is not served: its memory could not be reserved, or its namespace belongs to another user.",
-        ("error",),
-    ),
-    "engine.corrupt": Event("error", "An engine's shared memory said what cannot be; it is detached.", ("error",)),
+                            "descriptors until some are read. The daemon tries again.", ("error",)),
+    "engine.incomplete": Event("warning", "30 s after an engine's scheduler some ranks are still missing; the engine "
+                               "gets nothing before they come. They run on another node, look for another socket, or "
+                               "may not attach.", ("come", "ranks", "missing")),
+    "engine.refused": Event("error", "The daemon does not serve an engine: its memory could not be reserved, or its "
+                            "namespace belongs to another user.", ("error",)),
+    "engine.corrupt": Event("error", "An engine's shared memory is corrupt; the daemon detaches it.", ("error",)),
     "engine.worn": Event("warning", "Half of an engine's slots are lost (`slots.lost`): its epoch ends, and it attaches"
                          " anew with fresh memory. The old memory stays until the daemon ends.", ()),
-    "engine.held": Event(
-        "warning", "An engine is gone, and its memory is kept: calls past their deadline may still touch it.",
-        ("in_flight",),
-    ),
-    "engine.detached": Event("info", "An engine's epoch is over; its memory but `kept_bytes` is given back.", _ACCOUNT),
+    "engine.held": Event("warning", "An engine is gone, and its memory stays: calls past their deadline may still touch"
+                         " it.", ("in_flight",)),
+    "engine.detached": Event("info", "An engine's epoch is over; all of its memory but `kept_bytes` is free again.",
+                             _COUNTERS),
     "request.done": Event("info", "A hinted request ended: its trace, in one line for each hint.",
                           tuple(FIELDS)[: tuple(FIELDS).index("hidden_fraction") + 1]),
     "record.bad": Event("warning", "A hint-ring record did not follow the protocol and was skipped.",
                         ("error", "count"), floods=True),
     "fetch.done": Event("debug", "A fetch came back.", ("blocks", "good_blocks", "bytes", "duration_ms")),
-    "warm.done": Event("info", "An operator had blocks staged ahead (`kvprefetchd warm`); orders that came together.",
+    "warm.done": Event("info", "An operator's `kvprefetchd warm` ended; one line for orders that came together.",
                        ("staged_blocks", "fetched_blocks", "absent_blocks", "no_room_blocks", "failed_blocks")),
     "copy.done": Event("debug", "Staged blocks were copied to device memory, or could not be.",
                        ("blocks", "duration_ms")),
-    "device.ready": Event("info", "Staged blocks are copied to device memory from now on.", ("device_slots", "owner")),
+    "device.ready": Event("info", "From now on the daemon copies staged blocks to device memory.",
+                          ("device_slots", "owner")),
     "device.unpinned": Event("warning", "Host staging could not be pinned; copies from it are slower.", ("error",)),
-    "device.off": Event("warning", "No staging in device memory for this engine; everything loads from the host's.",
+    "device.off": Event("warning", "This engine gets no staging in device memory; all loads come from host memory.",
                         ("error",)),
-    "save.done": Event("info", "A save ended, with all the parts that a large one is put in.",
+    "save.done": Event("info", "A save ended, with all parts of a large one.",
                        ("save_id", "stored_blocks", "present_blocks", "failed_blocks", "tries")),
-    "call.overdue": Event(
-        "warning", "A store call, or a copy to device memory, is past its deadline: the requests go on without it.",
-        ("call", "blocks", "owners?"), floods=True,
-    ),
-    "slots.lost": Event("warning", "Mooncake gave up a fetch (or save) and may still write (or read) its slots: they"
-                        " are never used again. A storage node is slow or stopped, or the clock was set.",
+    "call.overdue": Event("warning", "A store call, or a copy to device memory, is past its deadline: the requests go "
+                          "on without it.", ("call", "blocks", "owners?"), floods=True),
+    "slots.lost": Event("warning", "Mooncake gave up a fetch (or save) and may still write (or read) its slots, which "
+                        "are never used again. A storage node is slow or stopped, or the clock was set.",
                         ("call", "blocks")),
     "owner.aside": Event("warning", "A storage node did not deliver: its values are misses, and one call at a time "
                          "asks whether it is back.", ("owners",)),
-    "owner.back": Event("info", "It delivered again.", ("owners", "waited_s")),
-    "job.failed": Event("error", "A store job raised what it should not; its blocks count as failed.",
+    "owner.back": Event("info", "A storage node delivered again.", ("owners", "waited_s")),
+    "job.failed": Event("error", "A store job raised an unexpected error; its blocks count as failed.",
                         ("error",), floods=True),
-    "store.opened": Event("info", "The store can be used.", ("master", "protocol")),
-    "store.exposed": Event("warning", "Other machines may reach what the store's client listens on: this kernel "
-                           "neither binds its sockets to the loopback interface nor filters them.", ("error",)),
-    "rdma.absent": Event("warning", "No RDMA device is here: Mooncake uses TCP, and reaches owners that do so, too.",
-                         ("protocol",)),
-    "store.joined": Event("info", "A store that was not there at the start came; engines use it from now on.", ()),
+    "store.opened": Event("info", "The store is ready for calls.", ("master", "protocol")),
+    "store.exposed": Event("warning", "Other machines may reach the sockets of the store's client: this kernel neither "
+                           "binds them to the loopback interface nor filters them.", ("error",)),
+    "rdma.absent": Event("warning", "This machine has no RDMA device: Mooncake uses TCP, and reaches only storage nodes"
+                         " that use TCP too.", ("protocol",)),
+    "store.joined": Event("info", "A store that was missing at the start came; engines use it from now on.", ()),
     "store.degraded": Event("warning", "The store is not there; until it comes everything is a miss.",
                             ("error", "retry_s")),
-    "store.retried": Event("debug", "It is still not there.", ("error", "retry_s")),
-    "store.failed": Event("warning", "A whole call failed; the store is left alone for a while.",
+    "store.retried": Event("debug", "The store is still not there.", ("error", "retry_s")),
+    "store.failed": Event("warning", "A whole call failed; the daemon leaves the store alone for a while.",
                           ("call", "code", "pause_s"), floods=True),
-    "store.corrupt": Event(
-        "warning", "Values came back with pages of zeros, and were not used: a disk loses what it is given. "
-        "Look at the kernel's log; start with an empty folder, on another disk.", ("blocks",), floods=True,
-    ),
+    "store.corrupt": Event("warning", "Values came back with pages of zeros, and were not used: a disk loses data. Look"
+                           " at the kernel's log; start with an empty folder, on another disk.", ("blocks",),
+                           floods=True),
     "store.recovered": Event("info", "A call worked again.", ("call",)),
     "store.reset": Event("info", "An engine's keys were removed, or could not be.", ("confirmed", "reset_generation")),
     "store.removed": Event("info", "The keys of a namespace are gone.", ("prefixes", "durable")),
-    "namespaces.unwritten": Event(
-        "warning", "Which user a namespace belongs to could not be written beside the disk tier; the next engine that "
-        "attaches, or the end of the daemon, tries again. A start before that would not know it.", ("error",),
-    ),
+    "namespaces.unwritten": Event("warning", "The file of namespaces and their users could not be written beside the "
+                                  "disk's values; the next engine that attaches, or the end of the daemon, tries again."
+                                  " A daemon that starts before would not know this change.", ("error",)),
     "store.unflushed": Event("warning", "Not everything was on disk when the daemon stopped.", ("waited_s",)),
-    "store.closed": Event("info", "The store was left.", ("in_flight",)),
-    "disk.small": Event(
-        "warning", "The file system has less room than the size of the disk tier: it holds `room_bytes`, and less when "
-        "others fill the file system, of which 256 MiB stay free.", ("disk_bytes", "room_bytes"),
-    ),
-    "disk.mended": Event(
-        "warning", "Other users could enter the disk tier's folder: it is closed now (0700), and its files are.",
-        ("folder_mode", "files"),
-    ),
-    "disk.failing": Event("warning", "Nothing can be kept on the disk tier; memory serves on.", ("error",)),
-    "disk.recovered": Event("info", "It can be written to again; what was stored in between is in memory only.", ()),
+    "store.closed": Event("info", "The daemon left the store.", ("in_flight",)),
+    "disk.small": Event("warning", "The file system has less room than the configured size of the disk: values get "
+                        "`room_bytes`, and less when others fill the file system, of which 256 MiB stay free.",
+                        ("disk_bytes", "room_bytes")),
+    "disk.mended": Event("warning", "Other users could enter the disk's folder: it is closed now (0700), and its files "
+                         "are.", ("folder_mode", "files")),
+    "disk.failing": Event("warning", "Nothing can be kept on disk; memory serves on.", ("error",)),
+    "disk.recovered": Event("info", "The disk works again; values stored in between are in memory only.", ()),
     "master.started": Event("info", "The embedded store's master answers.", ("pid", "port", "memory_bytes")),
-    "master.retried": Event("debug", "It did not; another port is tried.", ("port", "attempt")),
-    "master.died": Event("error", "It ended by itself: the daemon stops with status 69, to be started anew.", ("pid",)),
-    "master.stopped": Event("info", "It was ended or, where there is a `code`, had ended by itself.", ("pid", "code?")),
-    "master.said": Event("debug", "A line of its output.", ("line",)),
+    "master.retried": Event("debug", "The master did not answer; the daemon tries another port.", ("port", "attempt")),
+    "master.died": Event("error", "The master ended by itself: the daemon stops with status 69, to be started anew.",
+                         ("pid",)),
+    "master.stopped": Event("info", "The daemon ended the master; with a `code` the master had ended by itself.",
+                            ("pid", "code?")),
+    "master.said": Event("debug", "A line of the master's output.", ("line",)),
 }  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -23,105 +24,105 @@ from .snapshot import Snapshot
 
 PREFIX = "kvprefetchd_"
 MEDIA = ("memory", "disk")
-HIT_MEDIA = ("staging", *MEDIA)
 
 
 class Described(NamedTuple):
-    """One metric: `counter`, `gauge` or `histogram`. Counters are exported with `_total` at the end of their name."""
+    """One metric: `counter`, `gauge` or `histogram`. Counters are exported with `_total` at the end of their name.
+
+    `of` names the field of Counters, or of an engine's numbers, that has the value; without it `name` does, or
+    SnapshotCollector computes the metric.
+    """
 
     kind: str
     meaning: str
     labels: tuple[str, ...] = ()
+    of: str = ""
 
+
+_counter, _gauge, _histogram = (partial(Described, kind) for kind in ("counter", "gauge", "histogram"))
+_MEDIUM, _ENGINE, _ENGINE_USE = ("tier",), ("engine",), ("engine", "use")
 
 CATALOGUE: dict[str, Described] = {
-    "hints": Described("counter", "Hints read from the rings"),
-    "hints_dropped": Described("counter", "Hints that an engine could not push: its ring or its flags were full"),
-    "bad_records": Described("counter", "Hint-ring records that were skipped"),
-    "requests": Described("counter", "Hinted requests that ended, by outcome (docs/EVENTS.md)", ("outcome",)),
-    "requests_taken_back": Described(
-        "counter", "Of these, those that lost staged blocks to more urgent ones meanwhile"
+    "hints": _counter("Hints read from the rings"),
+    "hints_dropped": _counter("Hints that found the engine's ring or flags full", of="dropped_hints"),
+    "bad_records": _counter("Hint-ring records that were skipped"),
+    "requests": _counter("Hinted requests that ended, by outcome (docs/EVENTS.md)", ("outcome",), of="endings"),
+    "requests_taken_back": _counter("Of these, those that lost staged blocks to more urgent requests meanwhile"),
+    "hit_blocks": _counter("Blocks beyond the local ones that were there, by medium; staging: fetched before", _MEDIUM),
+    "miss_blocks": _counter("Blocks of looked-up requests that were neither local nor in the store"),
+    "loaded_blocks": _counter("Blocks that engines copied out of staging"),
+    "failed_blocks": _counter("Blocks that the store had and that could not be fetched", _MEDIUM),
+    "fetched_bytes": _counter("Bytes fetched from the store, by medium", _MEDIUM),
+    "wasted_bytes": _counter(
+        "Of these, bytes that no request loaded before their slot was reused or their engine left", _MEDIUM
     ),
-    "hit_blocks": Described(
-        "counter", "Blocks beyond the local ones that were there, by tier; staging: fetched before", ("tier",)
+    "warmed_blocks": _counter("Blocks that `kvprefetchd warm` listed, by result", ("result",)),
+    "transfer_seconds": _counter("Sum over all requests that fetched of their look-up and transfer", of="transfer_s"),
+    "hidden_seconds": _counter("Of these, the part that made no scheduler wait", of="hidden_s"),
+    "saved_blocks": _counter("Blocks put into the store"),
+    "saved_again_blocks": _counter("Of these, those that the same engine had stored before: evicted since, or purged"),
+    "present_blocks": _counter("Blocks that were to be saved and were in the store already"),
+    "lost_saves": _counter("Blocks that were to be saved and were not"),
+    "kept_bytes": _counter("Bytes of staging that never return: their epoch had lost slots, which Mooncake may use"),
+    "promoted_blocks": _counter("Staged blocks copied to device memory"),
+    "device_blocks": _counter("Of the loaded blocks, those that engines loaded from device memory"),
+    "memory_evicted_bytes": _counter("Bytes evicted from the embedded store's memory; their copies on disk stay"),
+    "disk_evictions": _counter("How often the embedded store's disk made room, each time by one value or more"),
+    "events": _counter("Log events of level warning and error, those held back included", ("event",)),
+    "log_lost_lines": _counter("Lines of the log that were lost: nobody read them, or a disk stood still"),
+    "push_to_seen_seconds": _histogram("From the engine's push of a hint until the daemon read it", of="push_to_seen"),
+    "look_up_seconds": _histogram("From the hint read until the store answered the look-up", of="look_up"),
+    "fetch_seconds": _histogram("From a fetch order to its result", _MEDIUM),
+    "exposed_wait_seconds": _histogram(
+        "How long the scheduler waited for loaded or late requests, its turns with others excluded",
+        of="exposed",
     ),
-    "miss_blocks": Described("counter", "Blocks of looked-up requests that were neither local nor in the store"),
-    "loaded_blocks": Described("counter", "Blocks that engines copied out of staging"),
-    "failed_blocks": Described("counter", "Blocks that the store had and that could not be fetched", ("tier",)),
-    "fetched_bytes": Described("counter", "Bytes fetched from the store, by tier", ("tier",)),
-    "wasted_bytes": Described(
-        "counter", "Of these, those that no request loaded before their room was reused or their engine left", ("tier",)
+    "ready_to_seen_seconds": _histogram(
+        "How long requests waited after their answer came, until the engine's step ended",
+        of="ready_to_seen",
     ),
-    "warmed_blocks": Described("counter", "Blocks that `kvprefetchd warm` listed, by what became of them", ("result",)),
-    "transfer_seconds": Described("counter", "Look-up and transfer of all requests that fetched, one beside the other"),
-    "hidden_seconds": Described("counter", "Of these, the part that made no scheduler wait"),
-    "saved_blocks": Described("counter", "Blocks put into the store"),
-    "saved_again_blocks": Described(
-        "counter", "Of these, those that the same engine had stored before: evicted since, or purged"
-    ),
-    "present_blocks": Described("counter", "Blocks that were to be saved and were in the store already"),
-    "lost_saves": Described("counter", "Blocks that were to be saved and were not"),
-    "kept_bytes": Described(
-        "counter",
-        "Bytes of staging that are never given back: an epoch with lost slots ended, and Mooncake may use them",
-    ),
-    "promoted_blocks": Described("counter", "Staged blocks copied to device memory"),
-    "device_blocks": Described("counter", "Of the loaded blocks, those that engines loaded from device memory"),
-    "memory_evicted_bytes": Described(
-        "counter", "Bytes that left the embedded store's memory to make room; what lies on its disk stays there"
-    ),
-    "disk_evictions": Described(
-        "counter",
-        "How often the embedded store's disk tier made room, by one value or many: Mooncake does not say how many",
-    ),
-    "events": Described("counter", "Log events of level warning and error, those held back included", ("event",)),
-    "log_lost_lines": Described("counter", "Lines of the log that were lost: nobody read them, or a disk stood still"),
-    "push_to_seen_seconds": Described("histogram", "From the engine's push of a hint until the daemon read it"),
-    "look_up_seconds": Described("histogram", "From the hint read until the store said what it has"),
-    "fetch_seconds": Described("histogram", "From a fetch order to its result", ("tier",)),
-    "exposed_wait_seconds": Described(
-        "histogram",
-        "How long the scheduler waited for requests that were loaded or late, its turns with others excluded",
-    ),
-    "ready_to_seen_seconds": Described(
-        "histogram", "How long requests waited although their answer was there: until the engine's step had ended"
-    ),
-    "engines": Described("gauge", "Attached engines"),
-    "staging_slots": Described(
-        "gauge",
+    "engines": _gauge("Attached engines"),
+    "staging_slots": _gauge(
         "Staging slots: free, idle (staged, held by nobody), pinned (by requests), stuck (a call may still write), "
         "lost (Mooncake gave a fetch up that may still write; never used again)",
-        ("engine", "use"),
+        _ENGINE_USE,
     ),
-    "device_slots": Described(
-        "gauge",
+    "device_slots": _gauge(
         "Slots in device memory: free, idle (a copy, held by nobody), all (held and being copied to included)",
-        ("engine", "use"),
+        _ENGINE_USE,
     ),
-    "pending_requests": Described("gauge", "Hinted requests that have not ended", ("engine",)),
-    "leases": Described("gauge", "Blocks that wait for their fetch; the store keeps them until then", ("engine",)),
-    "fetch_orders": Described("gauge", "Fetches in flight or waiting for a thread", ("engine",)),
-    "save_slots": Described("gauge", "Staging slots kept for saves", ("engine",)),
-    "save_slots_busy": Described("gauge", "Of these, with the saver", ("engine",)),
-    "save_slots_lost": Described(
-        "gauge", "Of these, never used again: Mooncake gave a put up that may still read them", ("engine",)
+    "pending_requests": _gauge("Hinted requests that have not ended", _ENGINE, of="requests"),
+    "leases": _gauge("Blocks that wait for their fetch; the store keeps them until then", _ENGINE),
+    "fetch_orders": _gauge("Fetches in flight or waiting for a thread", _ENGINE, of="orders"),
+    "save_slots": _gauge("Staging slots kept for saves", _ENGINE),
+    "save_slots_busy": _gauge("Of these, with the saver", _ENGINE),
+    "save_slots_lost": _gauge("Of these, never used again: Mooncake gave a put up that may still read them", _ENGINE),
+    "saves_queued": _gauge("Saves running or waiting", _ENGINE),
+    "store_open": _gauge("1 when the store can be used"),
+    "store_answering": _gauge("0 while the store is left alone, because whole calls failed"),
+    "store_used_bytes": _gauge("Bytes of values in the embedded store; no series where not known", _MEDIUM),
+    "store_capacity_bytes": _gauge("Bytes that it has room for", _MEDIUM),
+    "disk_writable": _gauge("0 when nothing can be kept on disk; 1 also without a disk"),
+    "ready": _gauge("1 when /readyz says so"),
+    "loop_age_seconds": _gauge("Since the main loop's last heartbeat; a tenth when it is well"),
+    "call_age_seconds": _gauge(
+        "Age of the oldest store call in flight, or GPU call (`copy`); no series without one", ("call",)
     ),
-    "saves_queued": Described("gauge", "Saves running or waiting", ("engine",)),
-    "store_open": Described("gauge", "1 when the store can be used"),
-    "store_answering": Described("gauge", "0 while the store is left alone, because whole calls failed"),
-    "store_used_bytes": Described(
-        "gauge", "Bytes of values in the embedded store; no series where not known", ("tier",)
-    ),
-    "store_capacity_bytes": Described("gauge", "Bytes that it has room for", ("tier",)),
-    "disk_writable": Described("gauge", "0 when nothing can be kept on the disk tier; 1 also without one"),
-    "ready": Described("gauge", "1 when /readyz says so"),
-    "loop_age_seconds": Described("gauge", "Since the main loop's last heartbeat; a tenth when it is well"),
-    "call_age_seconds": Described(
-        "gauge", "Age of the oldest store call in flight, or call to a GPU (`copy`); no series without one", ("call",)
-    ),
-    "info": Described("gauge", "Always 1", ("version",)),
+    "info": _gauge("Always 1", ("version",)),
 }
 
+# Every value of a label that can come is there from the start: a rate over the first one needs the zero before it.
+_VALUES = {"outcome": tuple(ending.value for ending in Ending), "tier": MEDIA, "result": WARM_RESULTS}
+_USES = {  # the number of an engine for each `use`
+    "staging_slots": {
+        "free": "slots_free",
+        "idle": "slots_idle",
+        "pinned": "blocks_pinned",
+        "stuck": "slots_stuck",
+        "lost": "slots_lost",
+    },
+    "device_slots": {"all": "device_slots", "free": "device_slots_free", "idle": "device_slots_idle"},
+}
 
 Sample = tuple[tuple[str, ...], float]
 
@@ -133,79 +134,44 @@ class SnapshotCollector(Collector):
         self._snapshot, self._events = snapshot, events
 
     def collect(self) -> Iterator[Metric]:
-        published = self._snapshot.published
-        totals = published.totals
-        samples = {**self._counters(totals), **self._gauges(), **_fill(self._snapshot.fill())}
-        histograms: dict[str, dict[tuple[str, ...], Histogram]] = {
-            "push_to_seen_seconds": {(): totals.push_to_seen}, "look_up_seconds": {(): totals.look_up},
-            "fetch_seconds": {("memory",): totals.fetch_memory, ("disk",): totals.fetch_disk},
-            "exposed_wait_seconds": {(): totals.exposed}, "ready_to_seen_seconds": {(): totals.ready_to_seen},
-        }  # fmt: skip
-        for name, (kind, meaning, labels) in CATALOGUE.items():
+        totals, computed = self._snapshot.published.totals, self._computed()
+        engines = self._engines()
+        for name, (kind, meaning, labels, of) in CATALOGUE.items():
             if kind == "histogram":
-                yield _histogram(name, meaning, labels, histograms[name])
+                yield _rendered(name, meaning, labels, _histograms(totals, of))
                 continue
+            if name in computed:
+                samples = computed[name]
+            elif kind == "counter":
+                samples = _counted(getattr(totals, of or name), labels, name)
+            else:
+                uses = _USES.get(name, {"": of or name})
+                samples = [
+                    ((engine, use) if use else (engine,), numbers[key])
+                    for engine, numbers in engines.items()
+                    for use, key in uses.items()
+                ]
             family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(
                 PREFIX + name, meaning, labels=labels
             )
-            for values, value in samples[name]:
+            for values, value in samples:
                 family.add_metric(values, value)
             yield family
 
-    def _counters(self, totals: Counters) -> dict[str, Iterable[Sample]]:
-        plain = {
-            "hints": totals.hints, "hints_dropped": totals.dropped_hints, "bad_records": totals.bad_records,
-            "miss_blocks": totals.miss_blocks, "loaded_blocks": totals.loaded_blocks,
-            "transfer_seconds": totals.transfer_s, "hidden_seconds": totals.hidden_s,
-            "saved_blocks": totals.saved_blocks, "saved_again_blocks": totals.saved_again_blocks,
-            "present_blocks": totals.present_blocks,
-            "lost_saves": totals.lost_saves, "requests_taken_back": totals.requests_taken_back,
-            "kept_bytes": totals.kept_bytes,
-            "promoted_blocks": totals.promoted_blocks, "device_blocks": totals.device_blocks,
-        }  # fmt: skip
-        return {
-            **{name: [((), value)] for name, value in plain.items()},
-            # Every value that can come is there from the start: a rate over the first one needs the zero before it.
-            "requests": [((ending.value,), totals.endings[ending.value]) for ending in Ending],
-            "hit_blocks": [((medium,), totals.hit_blocks[medium]) for medium in HIT_MEDIA],
-            "failed_blocks": [((medium,), totals.failed_blocks[medium]) for medium in MEDIA],
-            "fetched_bytes": [((medium,), totals.fetched_bytes[medium]) for medium in MEDIA],
-            "wasted_bytes": [((medium,), totals.wasted_bytes[medium]) for medium in MEDIA],
-            "warmed_blocks": [((result,), totals.warmed_blocks[result]) for result in WARM_RESULTS],
-            "log_lost_lines": [((), self._snapshot.lost_lines)],
-            "events": [((event,), count) for event, count in self._events.counts.items()],
-        }
-
-    def _gauges(self) -> dict[str, Iterable[Sample]]:
-        published, health = self._snapshot.published, judge(self._snapshot)
+    def _engines(self) -> dict[str, Counter[str]]:
+        """Return the numbers of each engine id: those of two engines with one id are added, for one series."""
         engines: dict[str, Counter[str]] = {}
-        for (
-            engine
-        ) in published.engines:  # two may have one id: their numbers are added, as one series cannot come twice
+        for engine in self._snapshot.published.engines:
             numbers = {name: value for name, value in engine.items() if isinstance(value, int)}
             engines.setdefault(str(engine["engine"]), Counter()).update(numbers)
+        return engines
 
-        def each(key: str) -> list[Sample]:
-            return [((engine,), numbers[key]) for engine, numbers in engines.items()]
-
-        uses = {"free": "slots_free", "idle": "slots_idle", "pinned": "blocks_pinned", "stuck": "slots_stuck"}
-        uses["lost"] = "slots_lost"
-        device = {"all": "device_slots", "free": "device_slots_free", "idle": "device_slots_idle"}
+    def _computed(self) -> dict[str, Iterable[Sample]]:
+        published, health = self._snapshot.published, judge(self._snapshot)
         return {
+            "log_lost_lines": [((), self._snapshot.lost_lines)],
+            "events": [((event,), count) for event, count in self._events.counts.items()],
             "engines": [((), len(published.engines))],
-            "staging_slots": [
-                ((engine, use), numbers[key]) for engine, numbers in engines.items() for use, key in uses.items()
-            ],
-            "device_slots": [
-                ((engine, use), numbers[key]) for engine, numbers in engines.items() for use, key in device.items()
-            ],
-            "pending_requests": each("requests"),
-            "leases": each("leases"),
-            "fetch_orders": each("orders"),
-            "save_slots": each("save_slots"),
-            "save_slots_busy": each("save_slots_busy"),
-            "save_slots_lost": each("save_slots_lost"),
-            "saves_queued": each("saves_queued"),
             "store_open": [((), published.store_open)],
             "store_answering": [((), published.store_answering)],
             "disk_writable": [((), not self._snapshot.disk_fault())],
@@ -213,14 +179,21 @@ class SnapshotCollector(Collector):
             "loop_age_seconds": [((), health.loop_age_s)],
             "call_age_seconds": [((call,), age_s) for call, age_s in health.call_age_s.items()],
             "info": [((__version__,), 1)],
+            **_fill(self._snapshot.fill()),
         }
 
 
+def _counted(value: float | Counter[str], labels: Sequence[str], name: str) -> list[Sample]:
+    if not isinstance(value, Counter):
+        return [((), value)]
+    values = ("staging", *MEDIA) if name == "hit_blocks" else _VALUES[labels[0]]
+    return [((each,), value[each]) for each in values]
+
+
 def _fill(fill: StoreFill | None) -> dict[str, list[Sample]]:
-    """No series of what is not known, nor of a tier that is not there."""
-    samples: dict[str, list[Sample]] = {
-        name: [] for name in ("store_used_bytes", "store_capacity_bytes", "memory_evicted_bytes", "disk_evictions")
-    }
+    """No series of what is not known, nor of a disk that is not there."""
+    names = ("store_used_bytes", "store_capacity_bytes", "memory_evicted_bytes", "disk_evictions")
+    samples: dict[str, list[Sample]] = {name: [] for name in names}
     if fill is not None:
         samples["store_used_bytes"].append((("memory",), fill.memory_used_bytes))
         samples["store_capacity_bytes"].append((("memory",), fill.memory_bytes))
@@ -232,7 +205,13 @@ def _fill(fill: StoreFill | None) -> dict[str, list[Sample]]:
     return samples
 
 
-def _histogram(
+def _histograms(totals: Counters, of: str) -> dict[tuple[str, ...], Histogram]:
+    if not of:
+        return {("memory",): totals.fetch_memory, ("disk",): totals.fetch_disk}
+    return {(): getattr(totals, of)}
+
+
+def _rendered(
     name: str, meaning: str, labels: Sequence[str], series: Mapping[tuple[str, ...], Histogram]
 ) -> HistogramMetricFamily:
     family = HistogramMetricFamily(PREFIX + name, meaning, labels=labels)
