@@ -1,11 +1,11 @@
-"""What the planner costs: time per event and memory per waiting request, with few and with many requests waiting.
+"""The planner's cost: time per hint and memory per waiting request, with few and with many waiting requests.
 
     python -m benchmarks.planner [--waiting 100 10000] [--blocks 256] [--chunk 64] [--rounds 2000]
 
-One engine's planner with room for four requests. `waiting` requests fill the queue behind it (found in the store, no
-room for them); then `rounds` requests more arrive, one at a time, each of `blocks` blocks. A hint's work is all that
-its life costs the planner: arrival, the look-up's answer, being asked for, the try to order its blocks, its end. The
-times of flags, rings and store calls are not in it.
+One engine's planner has room for four requests. `waiting` more fill the queue behind them: the store has their blocks,
+but staging has no room. Then `rounds` further requests arrive, one at a time, of `blocks` blocks each. A hint's time is
+the sum over its life: arrival, look-up answer, ask, the try to order its blocks, end. It leaves out flags, rings and
+store calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHARED = 0.9
 
 
 class Flags:
-    """Flags of an engine that never claims."""
+    """The flags of an engine that never claims."""
 
     def publish(self, key: Key, start: int, slots: Sequence[int], count: int, final: bool) -> bool:
         return True
@@ -39,12 +39,12 @@ class Flags:
 
 
 def chain(name: str, blocks: int) -> bytes:
-    """`blocks` digests that no other name has."""
+    """Return `blocks` digests that no other name has."""
     return b"".join(hashlib.sha256(f"{name}/{i}".encode()).digest() for i in range(blocks))
 
 
 def filled(waiting: int, blocks: int, chunk: int, *, shared: bool) -> Planner:
-    """A planner with room for four requests, which it has staged, and `waiting` more behind them."""
+    """Return a planner with four staged requests, which fill its room, and `waiting` more behind them."""
     planner = Planner(4 * blocks, Flags(), chunk_blocks=chunk)
     for number in range(4):
         planner.hint((number, 1), chain(f"staged-{number}", blocks), HASH_BYTES, blocks, 0, 0)
@@ -59,14 +59,11 @@ def filled(waiting: int, blocks: int, chunk: int, *, shared: bool) -> Planner:
     return planner
 
 
-def drain(planner: Planner) -> int:
-    """Carry out every order there is; how many blocks they had."""
-    blocks = 0
+def drain(planner: Planner) -> None:
+    """Carry out all orders."""
     for lane in Lane:
         while (order := planner.next_order(lane)) is not None:
             planner.fetched(order.number, [True] * len(order.slots), 1)
-            blocks += len(order.slots)
-    return blocks
 
 
 def miss(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
@@ -99,7 +96,7 @@ def take_back(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
 def fetch(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
     planner.hint(key, hashes, HASH_BYTES, blocks, 0, 0)
     planner.looked_up(key, blocks)
-    planner.ask(key)  # makes it the most urgent one, so that it takes others' room
+    planner.ask(key)  # makes it the most urgent request, so that it takes room from others
     drain(planner)
     planner.finish(key)
 
@@ -107,7 +104,7 @@ def fetch(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
 def measure(
     run: Callable[[Planner, Key, bytes, int], None], planner: Planner, hashes: Sequence[bytes], blocks: int
 ) -> list[float]:
-    """Microseconds of each round."""
+    """Return the sorted microseconds of the rounds."""
     times = []
     gc.collect()
     gc.disable()
@@ -120,7 +117,7 @@ def measure(
 
 
 def memory(waiting: int, blocks: int, chunk: int, *, shared: bool) -> float:
-    """Bytes per waiting request beyond its hashes."""
+    """Return the bytes per waiting request beyond its hashes."""
 
     def held(count: int) -> int:
         before = tracemalloc.get_traced_memory()[0]

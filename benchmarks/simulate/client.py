@@ -50,9 +50,7 @@ class Client:
         self._steps = StepTimes()
         self._waits = WaitPolicy(self._steps, block_tokens)
         self._pending_count = 0
-        self._line: list[
-            tuple[int, int, SimRequest]
-        ] = []  # pending requests in the queue's order, and some that left it
+        self._queue: list[tuple[int, int, SimRequest]] = []  # pending requests in queue order; some ended meanwhile
         self.counters = ClientCounters()
         self.hinted: dict[tuple[int, int], SimRequest] = {}
 
@@ -110,7 +108,7 @@ class Client:
             if not request.pending:
                 request.pending = True
                 self._pending_count += 1
-                heapq.heappush(self._line, (request.priority, request.index, request))
+                heapq.heappush(self._queue, (request.priority, request.index, request))
             # Time alone changes an adaptive verdict, so ask again, less often the more requests are pending.
             adaptive = self._policy.wait == "adaptive"
             self._review(request, now + REVIEW_NS * self._pending_count if adaptive else wait.bound_ns)
@@ -124,9 +122,9 @@ class Client:
 
     def _first(self) -> SimRequest | None:
         """Return the pending request that comes first in the queue."""
-        while self._line and not self._line[0][2].pending:
-            heapq.heappop(self._line)
-        return self._line[0][2] if self._line else None
+        while self._queue and not self._queue[0][2].pending:
+            heapq.heappop(self._queue)
+        return self._queue[0][2] if self._queue else None
 
     def _take(self, request: SimRequest, flag: Flag, start: int) -> int:
         """Claim the published blocks, or settle on recomputing."""
