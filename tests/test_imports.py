@@ -46,7 +46,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "work": {"planning", "telemetry"},
         "engine": {"config", "planning", "store", "telemetry", "work"},
         "control": {"config", "engine", "store", "telemetry", "work"},
-        "runtime": {"config", "control", "engine", "planning", "store", "telemetry", "work"},
+        "runtime": {"config", "control", "planning", "store", "telemetry", "work"},
         "cli": {"config", "control", "runtime", "store", "telemetry"},
     },
 }

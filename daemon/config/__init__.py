@@ -1,1 +1,1 @@
-"""The configuration: its model, where its values come from, and what the machine gives this process."""
+"""The configuration: its model, its sources, its sizes, and the machine's limits for this process."""

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores, memory, threads, descriptors."""
+"""The machine's limits for this process: cores, memory, threads, descriptors."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The control socket: who may connect, the handshake of engines, and questions and commands of operators."""
+"""The control socket: access, the handshake of engines, their epochs, and questions and commands of users."""

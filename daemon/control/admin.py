@@ -1,4 +1,4 @@
-"""Questions and commands of users: what the daemon's engines do, its mode, blocks to warm, namespaces to purge."""
+"""Questions and commands of users: status of engines and store, the mode, blocks to warm, namespaces to purge."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Reply = Callable[[Message], None]
 
 
 class Admin:
-    """Answers each user for the engines of that user: `uid` is the user's id, None an operator's, who sees all."""
+    """Serves each user for that user's engines. `uid` is the user's id; None is an operator, for all engines."""
 
     def __init__(self, shared: Shared, epochs: Epochs) -> None:
         self._shared, self._epochs = shared, epochs
@@ -74,7 +74,8 @@ class Admin:
             found = "several engines have" if named else "no attached engine has"
             error = f"{found} an id that begins so: engine={command.engine!r}"
         elif uid is not None and (others := sorted({*map(name_of, command.prefixes)} - mine)):
-            error = f"only root and the daemon's own user may remove what is another's: uid={uid}: {', '.join(others)}"
+            names = ", ".join(others)
+            error = f"only root and the daemon's user may remove another user's namespace: uid={uid}: {names}"
         elif uid in self._purging:
             error = f"another purge of this user is running: uid={uid}"
         if error:

@@ -1,4 +1,4 @@
-"""The processes of one engine incarnation on the control socket: which have come, and which are missing."""
+"""The processes of one engine incarnation on the control socket: those that are there, and the missing ones."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Group:
         return [self.members["worker", rank] for rank in range(self.world_size)]
 
     def engine(self) -> EngineInfo:
-        """Return what the processes said in their hellos; only for a complete group."""
+        """Return the engine that the processes' hellos describe; only of a complete group."""
         assert self.scheduler is not None
         hello = self.scheduler.hello
         assert hello is not None

@@ -92,7 +92,7 @@ class Handshake:
         peer.group.epoch.reset(message.reset_generation, message.timeout_ms / 1e3, reply)
 
     def left(self, peer: Peer) -> None:
-        """Take a process whose connection is closed out of its group; it ends the epoch for the others."""
+        """Remove a process from its group after its connection closed, and end the group's epoch."""
         group = peer.group
         if group is None:
             return

@@ -16,14 +16,14 @@ from ..telemetry.events import Ending
 from .epochs import Shared
 
 MAX_ENGINES = 32  # in one answer, which must fit a control message
-MAX_NAMESPACE_BYTES = 256  # of an engine's in one answer
+MAX_NAMESPACE_BYTES = 256  # of one engine's, in one answer
 SLOWEST = 10
 SLOWEST_NS = 300_000_000_000
 _FLAG_STATES = {state.value: state.name.lower() for state in FlagState}
 
 
 def numbers(epoch: Epoch) -> dict[str, int | str]:
-    """One engine's gauges and counters by name; `transfer_ms` and `hidden_ms` make its hidden fraction."""
+    """Return one engine's gauges and counters by name; `transfer_ms` and `hidden_ms` make its hidden fraction."""
     return {
         "engine": epoch.engine_id,
         "namespace": ", ".join(sorted(epoch.namespaces)).encode()[:MAX_NAMESPACE_BYTES].decode(errors="ignore"),
@@ -58,7 +58,7 @@ def status(shared: Shared, epochs: Sequence[Epoch], engine_count: int) -> Status
 
 
 def segments(epochs: Sequence[Epoch], now_ns: int) -> Segments:
-    """What the control segments say, as an engine may have written it; a spoiled one has `corrupt` instead."""
+    """Return the content of the control segments, which engines may write; a corrupt one has the error instead."""
     shown = []
     for epoch in epochs[:MAX_ENGINES]:
         try:
@@ -70,7 +70,7 @@ def segments(epochs: Sequence[Epoch], now_ns: int) -> Segments:
 
 
 def _slowest(epochs: Sequence[Epoch], now_ns: int) -> list[dict[str, str | int | float]]:
-    """Those that waited longest, but for those whose client did not: how long they waited says when it left."""
+    """Return the requests that waited longest, but for aborted ones: their wait ended when the client left."""
     waited = (
         (line["exposed_ms"], -at_ns, epoch.engine_id, line)
         for epoch in epochs

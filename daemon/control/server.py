@@ -41,7 +41,7 @@ class Control:
                 self._read(peer, now_ns)
 
     def tick(self, now_ns: int) -> None:
-        """Do what waits for time to pass; called a few times a second."""
+        """Do the periodic work of connections and handshakes; called several times a second."""
         self._connections.tick()
         self._handshake.tick(now_ns)
 

@@ -1,1 +1,1 @@
-"""The life of the daemon process: the main loop, the service manager, reloads, and what it needs to start."""
+"""The daemon process: start and stop, the main loop, periodic work, signals, reloads, and the service manager."""

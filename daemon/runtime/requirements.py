@@ -1,4 +1,4 @@
-"""What the daemon requires of the machine: checked at its start, and by `doctor`."""
+"""The daemon's requirements of the machine, checked at its start and by `doctor`."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ NOBODY = 65534
 
 
 def test_of_daemons_that_start_at_once_one_gets_the_path(tmp_path: Path) -> None:
-    """Also over a dead one's socket. None takes another's, bound and not yet listening, for dead."""
+    """Also over a dead socket. None takes another's, bound and not yet listening, for dead."""
     start = threading.Barrier(8)
 
     def begin(path: Path) -> socket.socket | str:
@@ -63,7 +63,7 @@ def test_all_processes_of_many_engines_may_come_at_once(tmp_path: Path) -> None:
 def test_a_socket_that_is_removed_as_soon_as_it_is_bound_again_ends_no_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cleaner that runs at that moment: no removal from outside meets it reliably."""
+    """A cleaner runs at that moment: no removal from outside meets it reliably."""
     path, remove, now_ns = tmp_path / "s", [False], 0
 
     def listens(*arguments: Any, **more: Any) -> socket.socket:
@@ -86,7 +86,7 @@ def test_a_socket_that_is_removed_as_soon_as_it_is_bound_again_ends_no_daemon(
     assert not path.exists()
 
 
-def test_only_ones_own_socket_is_taken_away(tmp_path: Path) -> None:
+def test_a_daemon_removes_its_own_socket_only(tmp_path: Path) -> None:
     path = tmp_path / "a folder" / "that is not there" / "s"
     with listen(load({"socket": str(path)})):
         ours = path.stat()
@@ -98,7 +98,7 @@ def test_only_ones_own_socket_is_taken_away(tmp_path: Path) -> None:
         assert not path.exists()
 
 
-def test_whoever_keeps_the_folder_locked_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_lock_on_the_folder_delays_a_start_for_a_moment_only(tmp_path: Path) -> None:
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
@@ -125,7 +125,7 @@ def test_a_group_that_cannot_be_is_one_line(tmp_path: Path, group: str) -> None:
 
 
 def as_nobody(work: Callable[[], object], number: int = NOBODY) -> str:
-    """What `work` raises in a child of user and group nobody, or of this number."""
+    """Return the error that `work` raises in a child of user and group nobody, or of this number."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     read, write = os.pipe()
@@ -195,7 +195,7 @@ def test_root_binds_in_no_folder_where_another_user_could_replace_the_socket(
         listen(load({"socket": str(tmp_path / "s")}))
     assert list(tmp_path.iterdir()) == []
     os.chown(tmp_path, 0, -1)
-    tmp_path.chmod(0o1777)  # as /tmp: what root owns there stays where it is
+    tmp_path.chmod(0o1777)  # as /tmp: others cannot replace root's files there
     listen(load({"socket": str(tmp_path / "s")})).close()
 
 

@@ -42,4 +42,4 @@ def test_a_user_has_one_purge_at_a_time_and_an_operator_any_number() -> None:
     begun[0].on_result(Removal(True, 1))
     assert replies.pop().text == "every key is gone; 1 removed: alice@"
     assert purge(ALICE, "alice@") == 4, "it belongs to nobody now"
-    assert "may remove what is another's: uid=1000: alice@" in replies.pop().text
+    assert "may remove another user's namespace: uid=1000: alice@" in replies.pop().text

@@ -54,7 +54,7 @@ def test_an_engine_for_which_no_descriptors_are_left_is_refused(shared_daemon: D
     time.sleep(0.2)
     before = descriptors(shared_daemon)
     refused = 0
-    for left in range(2, 10):  # two connections, and what the engine's memory takes
+    for left in range(2, 10):  # two connections, and the descriptors of the engine's memory
         engine = FakeEngine(shared_daemon.socket, attach=False)
         peers = [engine.connect(), engine.connect()]
         ask_daemon(shared_daemon.socket)  # by then both are accepted

@@ -50,7 +50,7 @@ def daemon() -> Iterator[Daemon]:
 
 
 def half(path: Path, number: int) -> socket.socket:
-    """A process that says hello, of an engine whose other process never does."""
+    """Connect one of an engine's two processes; the other one never says hello."""
     engine = FakeEngine(path, engine_id=f"half-{number}", attach=False)
     sock = engine.connect()
     send_message(sock, engine.hello("scheduler"))
@@ -58,7 +58,7 @@ def half(path: Path, number: int) -> socket.socket:
 
 
 def test_engines_that_never_become_complete_take_nobodys_place(daemon: Daemon) -> None:
-    """However many: the oldest are told to come back, an honest engine attaches, a command is answered."""
+    """However many: the oldest are refused for now, an honest engine attaches, a command is answered."""
     halves = [half(daemon.socket, number) for number in range(MAX_WAITING + 20)]
     FakeEngine(daemon.socket, engine_id="honest").close()
     assert ask_daemon(daemon.socket).pid == daemon.pid
@@ -106,7 +106,7 @@ def test_one_user_cannot_take_the_places_of_another(serve: Callable[..., Daemon]
 
 
 def hoard(path: Path, ranks: int) -> list[socket.socket] | None:
-    """Let an engine be handed its memory, and end it with its workers' descriptors unread. None: it was refused."""
+    """Attach an engine, and end it with its workers' descriptors unread; return the workers, None for a refusal."""
     engine = FakeEngine(path, engine_id="hoard", ranks=ranks, attach=False)
     *workers, scheduler = hellos(engine)
     answered = answer(scheduler, Attached | Refused)
@@ -149,7 +149,7 @@ def bounded(auditor: Auditor) -> Iterator[Daemon]:
 
 
 def test_an_engine_is_handed_its_memory_once_the_kernel_takes_descriptors_again(bounded: Daemon) -> None:
-    """Other processes of the daemon's user fill the kernel's count: a warning, and another try, not a lost engine."""
+    """Other processes of the daemon's user fill the kernel's count: the daemon warns and tries again."""
     daemon = bounded
     assert resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE) == (2048, 2048), "the daemon raises its soft limit"
     resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (400, 2048))

@@ -55,7 +55,7 @@ class Served:
         self.control = Control(listen(config), shared, epochs, self.epoll)  # type: ignore[arg-type]
 
     def turn(self) -> None:
-        """Accept what waits, and read what came."""
+        """Accept waiting connections, and read their messages."""
         for _ in range(2):
             self.control.ready([fd for fd, _ in self.epoll.poll(0)], 0)
 

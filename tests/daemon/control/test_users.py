@@ -1,4 +1,4 @@
-"""Two users on one daemon: whose keys an engine reads, writes and removes, and what each user sees and may order."""
+"""Two users on one daemon: an engine reaches the keys of its own user only, and so do questions and commands."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OtherUser:
         self._engines: dict[str, FakeEngine] = {}
 
     def attach(self, path: Path, engine_id: str, prefix: str, **fingerprint: str) -> str:
-        """Attach an engine; nothing when it is attached, or what the daemon said."""
+        """Attach an engine; return "", or the daemon's refusal."""
         with effective_user(OTHER):
             try:
                 engine = FakeEngine(path, engine_id=engine_id, prefix=prefix, fingerprint=fingerprint)
@@ -66,7 +66,7 @@ class OtherUser:
         self._engines.pop(engine_id).close()
 
     def ask(self, path: Path, query: Message) -> Message:
-        """What the daemon answers."""
+        """Return the daemon's answer."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(30)
             with effective_user(OTHER):
@@ -77,7 +77,7 @@ class OtherUser:
         return received[0]
 
     def command(self, *arguments: object) -> str:
-        """What a command of `kvprefetchd` prints."""
+        """Return the output of a command of `kvprefetchd`."""
         with effective_user(OTHER):
             return command(self._capsys, *arguments)
 
@@ -169,7 +169,7 @@ def test_a_restart_on_the_same_disk_does_not_forget_the_user(both: Serve, other:
     other.close("again")
 
 
-def test_a_file_that_says_what_cannot_be_is_the_end_of_the_start(serve: Serve, tmp_path: Path) -> None:
+def test_a_damaged_file_of_namespaces_ends_the_start(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir(mode=0o700)
     (tmp_path / "disk" / FILE).write_text('{"version": 1, "namespaces": [{}]}')
     daemon = Daemon(memory="64MiB", staging="1MiB", disk=str(tmp_path / "disk"))
@@ -198,7 +198,7 @@ def test_a_purge_frees_a_namespace_that_no_engine_uses(
     other.close("heir")
 
 
-def test_each_user_sees_and_orders_what_is_its_own(
+def test_each_user_sees_and_commands_its_own_engines(
     both: Serve, other: OtherUser, capsys: pytest.CaptureFixture[str]
 ) -> None:
     daemon = both()
@@ -210,13 +210,13 @@ def test_each_user_sees_and_orders_what_is_its_own(
     segments = other.ask(path, admin.StatQuery())
     assert isinstance(segments, admin.Segments)
     assert segments.engines == []
-    for order in (
+    for request in (
         admin.Purge(engine="victim", timeout_ms=1000),
         admin.Purge(prefixes=[PREFIX], timeout_ms=1000),
         admin.Purge(prefixes=["nobody's@"], timeout_ms=1000),
         admin.Warm(run="0" * 32, engine="victim", chains=[[digest.hex()]]),
     ):
-        answer = other.ask(path, order)
+        answer = other.ask(path, request)
         assert isinstance(answer, admin.Report)
         assert not answer.ok
     switched = other.ask(path, admin.SetMode(mode="off"))

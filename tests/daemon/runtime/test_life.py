@@ -58,7 +58,7 @@ def test_sigterm_stops_cleanly_while_an_engine_is_attached(serve: Serve) -> None
 
 
 def test_a_daemon_that_stops_leaves_its_successors_socket_alone(serve: Serve) -> None:
-    """A stop waits for store calls and the disk tier; another daemon may serve at the same place by then."""
+    """A stop waits for store calls and the disk; another daemon may serve at the same path by then."""
     daemon = serve()
     with frozen(daemon.pid):  # else it would bind another one there
         daemon.socket.unlink()
@@ -82,14 +82,14 @@ def test_a_socket_whose_file_or_folder_is_removed_is_bound_again(serve: Serve, t
     shutil.rmtree(tmp_path / "run")
     assert daemon.wait_record("socket.renewed", timeout_s=15)
     FakeEngine(daemon.socket, engine_id="later").close()
-    assert engine.load(list(blocks("renewed", 2))) is None, "who was there noticed nothing"
+    assert engine.load(list(blocks("renewed", 2))) is None, "attached engines noticed nothing"
     engine.close()
     assert daemon.sigterm(30) == 0
     assert not daemon.socket.exists()
 
 
 @pytest.mark.parametrize("end", ["stop", "ctrl-c", "kill"])
-def test_with_a_disk_tier_the_data_is_there_after_a_restart(serve: Serve, tmp_path: Path, end: str) -> None:
+def test_with_a_disk_the_data_is_there_after_a_restart(serve: Serve, tmp_path: Path, end: str) -> None:
     disk = f"{tmp_path / 'disk'}:256MiB"
     daemon = serve(disk=disk)
     engine = FakeEngine(daemon.socket)
@@ -102,7 +102,7 @@ def test_with_a_disk_tier_the_data_is_there_after_a_restart(serve: Serve, tmp_pa
         os.killpg(daemon.pid, signal.SIGINT)
         assert daemon.wait_exit(30) == 0
     else:
-        # What the tier has written is what must be there (daemon/embedded.py): after a heartbeat, of a second.
+        # The disk promises the values that it has written (daemon/store/embedded.py): after a heartbeat of a second.
         eventually(lambda: len(list((tmp_path / "disk").rglob("*.meta"))) == 40, 8, "the files")
         daemon.sigkill()
     engine.close()

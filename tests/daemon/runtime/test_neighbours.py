@@ -169,7 +169,7 @@ SHARE = WorkerInfo(block_bytes=4096, key_prefix="m@", put_factor=2, put_turn=0)
 def test_an_engine_that_cannot_be_served_is_refused_naming_the_bound(
     shared_daemon: Daemon, options: dict[str, Any], infos: dict[str, Any], words: list[str]
 ) -> None:
-    """All its processes are told."""
+    """Each of its processes gets the refusal."""
     engine = FakeEngine(shared_daemon.socket, attach=False, **options)
     for sock in hellos(engine, **infos):
         error = answer(sock, Refused).error

@@ -59,7 +59,7 @@ class Manager:
             message = self.listen(left)
             if message is not None and name in message:
                 return message
-        raise AssertionError(f"{name} was not said: {self.heard}")
+        raise AssertionError(f"{name} was not sent: {self.heard}")
 
     def drain(self) -> None:
         while self.listen(0.01) is not None:
@@ -68,7 +68,7 @@ class Manager:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder whose path is short enough for sockets."""
+    """A folder with a path short enough for sockets."""
     path = Path(tempfile.mkdtemp(prefix="kvn-"))
     yield path
     shutil.rmtree(path)
@@ -100,8 +100,8 @@ def test_a_service_s_life_is_told_from_ready_to_stopping(
 
     config.write_text('max_engines = 1\nlog_level = "debug"\nmemory = "128MiB"\nmode = "shadow"\n')
     os.kill(daemon.pid, signal.SIGHUP)
-    told = int(manager.wait("RELOADING")["MONOTONIC_USEC"])
-    assert 0 <= time.monotonic_ns() // 1000 - told < 30_000_000
+    announced_us = int(manager.wait("RELOADING")["MONOTONIC_USEC"])
+    assert 0 <= time.monotonic_ns() // 1000 - announced_us < 30_000_000
     assert "mode: shadow" in manager.wait("READY")["STATUS"]
     assert daemon.wait_record("mode.switched") is not None
     changed = {record["key"]: record["after"] for record in daemon.records("config.changed")}
@@ -113,7 +113,7 @@ def test_a_service_s_life_is_told_from_ready_to_stopping(
     record = daemon.wait_record("config.invalid")
     assert record is not None
     assert "did you mean max_engines?" in record["error"]
-    config.write_text('socket_group = "no-such-group"\n')  # what a start with it would refuse
+    config.write_text('socket_group = "no-such-group"\n')  # a start with it would be refused
     os.kill(daemon.pid, signal.SIGHUP)
     assert eventually(lambda: daemon.records("config.invalid")[1:])[0]["error"].startswith(
         "socket_group: no such group"
@@ -130,7 +130,7 @@ def test_a_service_s_life_is_told_from_ready_to_stopping(
 
 @pytest.mark.store
 def test_a_reload_that_comes_while_the_daemon_starts_is_done_when_it_runs(manager: Manager) -> None:
-    """What it needs is still being imported: only then can it have a handler."""
+    """It still imports its modules: it can have a handler only then."""
     daemon = Daemon(memory="64MiB", staging="1MiB", env={"NOTIFY_SOCKET": str(manager.path)})
     try:
         daemon.launch()
@@ -265,7 +265,7 @@ ONE_CORE = (
     ids=["one core", "little to map"],
 )
 def test_a_machine_that_gives_too_little_is_refused_in_one_line(folder: Path, launcher: list[str], words: str) -> None:
-    """Before whatever would fail first."""
+    """Before a less clear failure."""
     command = [*launcher, *serving(folder)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 78
