@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -56,7 +56,6 @@ class _Copy:
     digest: bytes
     slot: int
     there: bool = False
-    indexed: bool = True
     holders: dict[_Holder, int] = field(default_factory=dict)
 
 
@@ -83,6 +82,14 @@ class _Holder:
     def stop(self) -> int:
         return self.start + len(self.host)
 
+    def to_host(self, blocks: Iterable[int]) -> Move:
+        """Return the move of these blocks back to their host slots."""
+        return Move(self.request.key, [(block, self.host[block - self.start]) for block in blocks])
+
+    def there(self) -> list[int]:
+        """Return the blocks with a complete copy."""
+        return [block for block, copy in self.copies.items() if copy.there]
+
 
 class CopyOrder(NamedTuple):
     """Blocks to copy in one job, as (host slot, device slot)."""
@@ -102,7 +109,7 @@ class Promotions:
         self._slots = range(first, first + count)
         self._free = list(reversed(self._slots))
         self._index: dict[bytes, _Copy] = {}
-        self._idle: OrderedDict[bytes, _Copy] = OrderedDict()  # held by no request: least recently used first
+        self._idle: OrderedDict[_Copy, None] = OrderedDict()  # held by no request: least recently used first
         self._holders: dict[Key, _Holder] = {}
         self._numbers: dict[int, _Holder] = {}
         self._queue: list[Urgency] = []  # requests with blocks to promote
@@ -150,7 +157,7 @@ class Promotions:
     def named(self, key: Key) -> int:
         """Return how many of its entries name device slots, or did so when it was claimed."""
         holder = self._holders.get(key)
-        return sum(copy.there for copy in holder.copies.values()) if holder is not None else 0
+        return len(holder.there()) if holder is not None else 0
 
     def copied(self, number: int, *, ok: bool) -> Steps[None]:
         """An order came back; it succeeds or fails as a whole."""
@@ -182,8 +189,8 @@ class Promotions:
                 self._settled.append(holder)
                 continue
             holder.settled, holder.next = False, holder.start
-            if moves := [(block, copy.slot) for block, copy in holder.copies.items() if copy.there]:
-                yield Move(holder.request.key, moves)  # some moved to the host just before the claim
+            if there := holder.there():  # some moved to the host just before the claim
+                yield Move(holder.request.key, [(block, holder.copies[block].slot) for block in there])
             self._enter(holder)
 
     def reset(self) -> None:
@@ -199,9 +206,8 @@ class Promotions:
         self._closed = True
         self.reset()
         for holder in self._holders.values():
-            there = [(block, holder.host[block - holder.start]) for block, copy in holder.copies.items() if copy.there]
-            if there:
-                yield Move(holder.request.key, there)
+            if there := holder.there():
+                yield holder.to_host(there)
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
@@ -259,10 +265,10 @@ class Promotions:
 
     def _take_slot(self, urgency: Urgency) -> Steps[int | None]:
         if not self._free and self._idle:
-            _, copy = self._idle.popitem(last=False)
-            del self._index[copy.digest]
-            return copy.slot
-        if not self._free:
+            copy = next(iter(self._idle))
+            self._forget(copy)
+            self._settle(copy)
+        elif not self._free:
             yield from self._demote(urgency)
         return self._free.pop() if self._free else None
 
@@ -285,12 +291,11 @@ class Promotions:
 
     def _take_back(self, holder: _Holder) -> Steps[bool]:
         """Move a request's last blocks back to the host; False if that frees no slot."""
-        key = holder.request.key
-        alone = [block for block, copy in holder.copies.items() if copy.there and len(copy.holders) == 1]
-        alone = sorted(alone)[-self._chunk_blocks :]
-        if not alone or not (yield Move(key)):
+        alone = sorted(block for block in holder.there() if len(holder.copies[block].holders) == 1)
+        alone = alone[-self._chunk_blocks :]
+        if not alone or not (yield Move(holder.request.key)):
             return False
-        if not (yield Move(key, [(block, holder.host[block - holder.start]) for block in alone])):
+        if not (yield holder.to_host(alone)):
             self._settle_claimed(holder)  # the engine may have read the device slots before the move
             return True
         for block in alone:
@@ -333,17 +338,16 @@ class Promotions:
         if holder in copy.holders:
             return False
         if not copy.holders:
-            self._idle.pop(copy.digest, None)
+            self._idle.pop(copy, None)
         copy.holders[holder] = block
         holder.copies[block] = copy
         return True
 
     def _forget(self, copy: _Copy) -> None:
         """Take it out of the index; its slot comes back with its last holder."""
-        if copy.indexed:
-            copy.indexed = False
+        if self._index.get(copy.digest) is copy:
             del self._index[copy.digest]
-            self._idle.pop(copy.digest, None)
+            self._idle.pop(copy, None)
 
     def _settle(self, copy: _Copy) -> None:
         """Without holders a copy is void while it is under way, else idle if it is in the index, else free."""
@@ -351,8 +355,8 @@ class Promotions:
             return
         if not copy.there:
             self._forget(copy)
-        elif copy.indexed:
-            self._idle[copy.digest] = copy
+        elif self._index.get(copy.digest) is copy:
+            self._idle[copy] = None
         else:
             self._free.append(copy.slot)
 
@@ -369,5 +373,5 @@ class Promotions:
         """Assert that each device slot is free, idle, held, or in an order whose requests are gone."""
         held = {copy.slot for holder in self._holders.values() for copy in holder.copies.values()}
         void = {copy.slot for copies in self._orders.values() for copy in copies} - held
-        idle = [copy.slot for copy in self._idle.values()]
+        idle = [copy.slot for copy in self._idle]
         assert sorted((*self._free, *idle, *held, *void)) == list(self._slots)
