@@ -84,7 +84,7 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     """Add `--config` and one option for each key of the configuration."""
     parser.add_argument("--config", metavar="FILE", type=Path, help=f"TOML file of the same keys (or ${FILE_VARIABLE})")
     for name, field in DaemonConfig.model_fields.items():
-        kind = "SIZE" if name in SIZES else _kind_of(field)
+        kind = "SIZE" if name in SIZES else kind_of(field)
         if len(name) + len(kind) > _OPTION_WIDTH:
             kind = "VALUE"
         text = f"{field.description or ''} (default: {default_text(name, field)})"
@@ -99,7 +99,7 @@ def default_text(name: str, field: FieldInfo) -> str:
     return size_text(default) if name in SIZES else str(default)
 
 
-def _kind_of(field: FieldInfo) -> str:
+def kind_of(field: FieldInfo) -> str:
     """Return a placeholder for the value of a key: its choices, or its kind."""
     kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not type(None)]
     if all(isinstance(kind, str) for kind in kinds):
