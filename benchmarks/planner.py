@@ -28,9 +28,6 @@ SHARED = 0.9
 class Flags:
     """The flags of an engine that never claims."""
 
-    def publish(self, key: Key, start: int, slots: Sequence[int], count: int, final: bool) -> bool:
-        return True
-
     def take_back(self, key: Key) -> bool:
         return True
 
@@ -64,12 +61,20 @@ def drain(planner: Planner) -> None:
     for lane in Lane:
         while (order := planner.next_order(lane)) is not None:
             planner.fetched(order.number, [True] * len(order.slots), 1)
+    publish(planner)
+
+
+def publish(planner: Planner) -> None:
+    """Take what there is to publish."""
+    while planner.next_change() is not None:
+        pass
 
 
 def miss(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
     planner.hint(key, hashes, HASH_BYTES, blocks, 0, 0)
     planner.looked_up(key, 0)
     planner.next_order()
+    publish(planner)
     planner.finish(key)
 
 
@@ -77,6 +82,7 @@ def wait(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
     planner.hint(key, hashes, HASH_BYTES, blocks, 0, 0)
     planner.looked_up(key, blocks)
     planner.next_order()
+    publish(planner)
     planner.ask(key)
     planner.finish(key)
 
@@ -85,6 +91,7 @@ def staged(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
     planner.hint(key, hashes, HASH_BYTES, blocks, 0, 0)
     planner.looked_up(key, blocks)
     planner.next_order()
+    publish(planner)
     planner.finish(key)
 
 

@@ -1,1 +1,1 @@
-"""The prefetch daemon: intake, planner, fetcher, saver, staging, store, control and command line."""
+"""The prefetch daemon: intake, planner, saver, staging, store, control and command line."""

@@ -14,6 +14,7 @@ from benchmarks.simulate.events import Event, Loop, ns
 from benchmarks.simulate.link import Link, MediumModel
 from benchmarks.simulate.workload import HASH_BYTES, SimRequest, StoreContents
 from kvprefetch.daemon.planning.planner import Key, Lane, Order, Planner
+from kvprefetch.daemon.planning.requests import Publication
 from kvprefetch.shmring.wire.records import FlagState
 
 MAX_STUCK = 4  # calls past their deadline; with so many no other starts
@@ -75,19 +76,20 @@ class NodeCounters:
 
 
 class _Port:
-    """The planner's port to the flags; `changed(key)` reports each move of a flag to the engine."""
+    """The flags; `changed(key)` reports each move of a flag to the engine."""
 
     def __init__(self, changed: Callable[[Key], None]) -> None:
         self.flags: dict[Key, Flag] = {}
         self._changed = changed
 
-    def publish(self, key: Key, start: int, slots: Sequence[int], count: int, final: bool) -> bool:
+    def publish(self, publication: Publication) -> bool:
+        key = publication.request.key
         flag = self.flags[key]
         if flag.state is not FlagState.HINTED:
             return False
-        flag.slots.extend(slots)
-        flag.count = count
-        if final:
+        flag.slots.extend(publication.slots)
+        flag.count = publication.ready
+        if publication.final:
             flag.state = FlagState.READY
         self._changed(key)
         return True
@@ -250,15 +252,22 @@ class Node:
 
     def _pump(self) -> None:
         """Start as many fetches as there are threads, and tick as long as requests are left."""
+        self._publish()
         for lane, threads in ((Lane.MEMORY, self._model.fetch_threads), (Lane.DISK, self._model.disk_threads)):
             while self._in_flight[lane] < threads and len(self._stuck) < MAX_STUCK and self._planner.wants(lane):
                 order = self._planner.next_order(lane)
+                self._publish()
                 if order is None:
                     break
                 self._fetch(order)
         if not self._ticking and self._planner.requests:
             self._ticking = True
             self._loop.after(TICK_NS, self._tick)
+
+    def _publish(self) -> None:
+        while (change := self._planner.next_change()) is not None:
+            if isinstance(change, Publication) and not self._port.publish(change):
+                self._planner.refused(change.request)
 
     def _tick(self) -> None:
         self._ticking = False

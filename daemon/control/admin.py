@@ -56,7 +56,7 @@ class Admin:
         if len(named) == 1:
             named[0].warm(command, reply)
             return
-        attached = ", ".join(sorted(each.engine_id for each in epochs)) or "none"
+        attached = ", ".join(sorted(each.engine.engine_id for each in epochs)) or "none"
         wanted = f"engine={command.engine!r}" if command.engine else "name one with --engine"
         reply(Report(ok=False, text=f"not one engine but {len(named)}: {wanted}; attached: {attached}"))
 
@@ -70,7 +70,7 @@ class Admin:
         named = _named(self._epochs.attached(uid), command.engine) if command.engine else []
         mine = {known.name for known in namespaces.known(command.prefixes) if known.uid == uid}
         error = ""
-        if command.engine and len({epoch.engine_id for epoch in named}) != 1:
+        if command.engine and len({epoch.engine.engine_id for epoch in named}) != 1:
             found = "several engines have" if named else "no attached engine has"
             error = f"{found} an id that begins so: engine={command.engine!r}"
         elif uid is not None and (others := sorted({*map(name_of, command.prefixes)} - mine)):
@@ -81,8 +81,8 @@ class Admin:
         if error:
             reply(Report(ok=False, text=error))
             return
-        prefixes = sorted({*command.prefixes, *(prefix for epoch in named for prefix in epoch.shape.key_prefixes)})
-        in_use = {name for epoch in self._epochs.attached() for name in epoch.namespaces}
+        prefixes = sorted({*command.prefixes, *(prefix for epoch in named for prefix in epoch.ranks.key_prefixes)})
+        in_use = {name for epoch in self._epochs.attached() for name in epoch.engine.namespaces}
         free = [known for known in namespaces.known(prefixes) if known.name not in in_use]
 
         def purged(result: Removal | BaseException) -> None:
@@ -105,6 +105,6 @@ class Admin:
 
 def _named(epochs: Sequence[Epoch], engine: str) -> list[Epoch]:
     """Return the epochs with this engine id, else those whose id begins with it, as `top` may show it; all for ""."""
-    return [each for each in epochs if each.engine_id == engine] or [
-        each for each in epochs if each.engine_id.startswith(engine)
+    return [each for each in epochs if each.engine.engine_id == engine] or [
+        each for each in epochs if each.engine.engine_id.startswith(engine)
     ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..config.model import DaemonConfig, Mode
 from ..engine.epoch import Epoch
+from ..engine.epoch_calls import Services
 from ..engine.memory import EngineInfo, EngineMemory, prepare, release
 from ..store.client import Store
 from ..store.disk import DISK_BUFFER_BYTES
@@ -62,11 +63,17 @@ class Epochs:
     def attach(self, memory: EngineMemory, engine: EngineInfo, uid: int) -> Epoch:
         """Make an epoch on `memory`. Raises StoreError where the store refuses the memory, which stays the caller's."""
         shared, config = self._shared, self._shared.config
-        epoch = Epoch(
-            memory, engine, shared.store, shared.pools, shared.log, time.monotonic_ns, chunk_bytes=config.chunk,
+        services = Services(
+            shared.store,
+            shared.pools,
+            shared.log,
+            time.monotonic_ns,
+            chunk_bytes=config.chunk,
+            disk_call_bytes=DISK_BUFFER_BYTES // config.fetch_threads,
+            lease_ns=config.lease_ns,
             media=config.disk is not None or config.mooncake_config is not None,
-            disk_call_bytes=DISK_BUFFER_BYTES // config.fetch_threads, lease_ns=config.lease_ns,
-        )  # fmt: skip
+        )
+        epoch = Epoch(services, memory, engine)
         epoch.switch(shared.mode)
         if shared.store.is_open:
             try:
@@ -97,17 +104,18 @@ class Epochs:
         """Log and return the attached epochs whose engine corrupted its memory; the caller ends them."""
         found = [epoch for epoch in self._attached if epoch.corrupt is not None]
         for epoch in found:
-            self._shared.log.error("engine.corrupt", engine=epoch.engine_id, epoch=epoch.number, error=epoch.corrupt)
+            self._shared.log.error(
+                "engine.corrupt", engine=epoch.engine.engine_id, epoch=epoch.number, error=epoch.corrupt
+            )
         return found
 
     def tick(self, now_ns: int) -> list[tuple[Epoch, Ending]]:
         """Do the periodic work of each epoch; return those that the caller must end, so that their engines reattach."""
         over = []
         for epoch in self._attached:
-            epoch.liveness.beat(now_ns)
-            epoch.scan()
+            epoch.tick(now_ns)
             if epoch.memory.worn_out:
-                self._shared.log.warning("engine.worn", engine=epoch.engine_id, epoch=epoch.number)
+                self._shared.log.warning("engine.worn", engine=epoch.engine.engine_id, epoch=epoch.number)
                 over.append((epoch, Ending.STAGING_LOST))
         if self._shared.store.is_open and not self._joined:
             self._joined = True
@@ -117,22 +125,22 @@ class Epochs:
             if epoch.idle:
                 self._ended.remove(epoch)
                 epoch.close()
-                self._shared.snapshot.retire(epoch.totals)
+                self._shared.snapshot.retire(epoch.counters)
                 self.free(epoch.memory)
             else:
-                epoch.held(now_ns)
+                epoch.tick(now_ns)
         return over
 
     def counters(self) -> list[Counters]:
         """Return the counters of all epochs that were not retired, ended ones included."""
-        return [epoch.totals for epoch in (*self._attached, *self._ended)]
+        return [epoch.counters for epoch in (*self._attached, *self._ended)]
 
     def close(self) -> None:
         """Close ended epochs that are idle, at the end of the process, which frees their memory."""
         for epoch in self._ended:
             if epoch.idle:
                 epoch.close()
-                epoch.staging.unregister()
+                epoch.memory.staging.unregister()
 
 
 def _registered(epoch: Epoch) -> bool:

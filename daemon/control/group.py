@@ -113,17 +113,17 @@ class Group:
 
     def memory_of(self, peer: Peer, epoch: Epoch) -> tuple[Attached, list[int]]:
         """Return the message that hands a process its memory, and the descriptors that go with it."""
-        layout, device = epoch.layout, epoch.memory.device
-        attached = partial(Attached, epoch=epoch.number, slot_count=epoch.slot_count, device_slots=layout.device_slots)
+        memory, layout, device = epoch.memory, epoch.memory.layout, epoch.memory.device
+        attached = partial(Attached, epoch=epoch.number, slot_count=layout.slot_count, device_slots=layout.device_slots)
         if peer is self.scheduler:
             message = attached(segment_bytes=layout.total_bytes, slot_bytes=0, removal_ms=epoch.removal_ms)
-            return message, [epoch.control.fd, epoch.doorbell.fd]
+            return message, [memory.control.fd, memory.doorbell.fd]
         assert peer.hello is not None
         rank = peer.hello.rank
-        segment = epoch.staging.segments[rank]
+        segment = memory.staging.segments[rank]
         message = attached(
             segment_bytes=segment.size_bytes,
-            slot_bytes=epoch.staging.block_bytes[rank],
+            slot_bytes=memory.staging.block_bytes[rank],
             device_handle=device.handle(rank) if device is not None else "",
             live_epochs=self.engine().scheduler.live_epochs,
         )

@@ -13,7 +13,7 @@ import select
 from collections import Counter
 from functools import partial
 
-from ...shmring.wire.attach import Hello, Mapped, Notice, Reset, ResetDone
+from ...shmring.wire.attach import Hello, Mapped, Notice, Reset
 from ...shmring.wire.codec import send_message
 from ...shmring.wire.records import GROUPS, ProtocolError
 from ..engine.epoch import Epoch
@@ -73,23 +73,19 @@ class Handshake:
             epoch.activate(workers)
             self._log.info(
                 "engine.attached",
-                engine=epoch.engine_id,
+                engine=epoch.engine.engine_id,
                 epoch=epoch.number,
                 ranks=peer.group.world_size,
-                slots=epoch.slot_count,
-                save_slots=epoch.save_slots,
-                block_bytes=epoch.block_bytes,
+                slots=epoch.memory.layout.slot_count,
+                save_slots=epoch.memory.save_slots,
+                block_bytes=epoch.memory.block_bytes,
             )
 
     def reset(self, peer: Peer, message: Reset) -> None:
         """Reset the keys of the peer's engine, and answer once they are gone. Raises ProtocolError."""
         if peer.group is None or peer.group.scheduler is not peer or peer.group.epoch is None:
             raise ProtocolError("only the scheduler of an attached engine may reset it")
-
-        def reply(ok: bool) -> None:
-            peer.send(ResetDone(reset_generation=message.reset_generation, ok=ok))
-
-        peer.group.epoch.reset(message.reset_generation, message.timeout_ms / 1e3, reply)
+        peer.group.epoch.reset(message.reset_generation, message.timeout_ms / 1e3)
 
     def left(self, peer: Peer) -> None:
         """Remove a process from its group after its connection closed, and end the group's epoch."""
@@ -97,7 +93,7 @@ class Handshake:
         if group is None:
             return
         if group.epoch is not None:
-            group.epoch.liveness.peer_is_gone()
+            group.epoch.channel.liveness.peer_is_gone()
             self._dissolve(group, Ending.ENGINE_GONE)
             return
         group.leave(peer)
@@ -165,7 +161,7 @@ class Handshake:
             self._dissolve(group, Ending.ENGINE_GONE)
             return
         engine, shared = group.engine(), self._shared.config.namespaces == "shared"
-        in_use = {name for epoch in self._epochs.attached() for name in epoch.namespaces}
+        in_use = {name for epoch in self._epochs.attached() for name in epoch.engine.namespaces}
         try:
             self._shared.namespaces.claim(group.uid, engine.namespaces, shared=shared, in_use=in_use)
             epoch = group.epoch = self._epochs.attach(memory, engine, group.uid)
@@ -174,9 +170,8 @@ class Handshake:
             self._refuse_engine(group, error)
             return
         assert group.scheduler is not None
-        if engine.scheduler.events:
-            epoch.saver.tell = group.scheduler.send
-        self._epoll.register(epoch.doorbell.fd, select.EPOLLIN)
+        epoch.send = group.scheduler.send
+        self._epoll.register(epoch.memory.doorbell.fd, select.EPOLLIN)
         self._hand_over(group)
 
     def _hand_over(self, group: Group) -> None:
@@ -192,11 +187,11 @@ class Handshake:
             group.waits_to_be_handed = False
         except OSError as error:
             if error.errno != errno.ETOOMANYREFS:  # one of them died just now
-                self._log.debug("peer.lost", engine=epoch.engine_id, error=str(error))
+                self._log.debug("peer.lost", engine=epoch.engine.engine_id, error=str(error))
                 self._dissolve(group, Ending.ENGINE_GONE)
             elif not group.waits_to_be_handed:
                 group.waits_to_be_handed = True
-                self._log.warning("engine.waiting", engine=epoch.engine_id, epoch=epoch.number, error=str(error))
+                self._log.warning("engine.waiting", engine=epoch.engine.engine_id, epoch=epoch.number, error=str(error))
 
     def _report(self, group: Group, missing: list[int]) -> None:
         """Report missing ranks to the log and to the engine."""
@@ -221,7 +216,7 @@ class Handshake:
         if self._groups.get(group.key) is group:  # its processes may be back already, as another group
             del self._groups[group.key]
         if group.epoch is not None:
-            self._epoll.unregister(group.epoch.doorbell.fd)
+            self._epoll.unregister(group.epoch.memory.doorbell.fd)
             self._epochs.end(group.epoch, ending)
         for peer in group.peers:
             self._connections.close(peer)

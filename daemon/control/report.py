@@ -25,13 +25,13 @@ _FLAG_STATES = {state.value: state.name.lower() for state in FlagState}
 def numbers(epoch: Epoch) -> dict[str, int | str]:
     """Return one engine's gauges and counters by name; `transfer_ms` and `hidden_ms` make its hidden fraction."""
     return {
-        "engine": epoch.engine_id,
-        "namespace": ", ".join(sorted(epoch.namespaces)).encode()[:MAX_NAMESPACE_BYTES].decode(errors="ignore"),
+        "engine": epoch.engine.engine_id,
+        "namespace": ", ".join(sorted(epoch.engine.namespaces)).encode()[:MAX_NAMESPACE_BYTES].decode(errors="ignore"),
         "epoch": epoch.number,
-        "block_bytes": epoch.block_bytes,
-        "transfer_ms": int(epoch.totals.transfer_s * 1e3),
-        "hidden_ms": int(epoch.totals.hidden_s * 1e3),
-        **epoch.account(),
+        "block_bytes": epoch.memory.block_bytes,
+        "transfer_ms": int(epoch.counters.transfer_s * 1e3),
+        "hidden_ms": int(epoch.counters.hidden_s * 1e3),
+        **epoch.numbers(),
     }
 
 
@@ -62,17 +62,17 @@ def segments(epochs: Sequence[Epoch], now_ns: int) -> Segments:
     shown = []
     for epoch in epochs[:MAX_ENGINES]:
         try:
-            said = view.describe(epoch.control.buffer, now_ns, _FLAG_STATES)
+            said = view.describe(epoch.memory.control.buffer, now_ns, _FLAG_STATES)
         except SegmentCorrupt as error:
             said = {"corrupt": str(error)}
-        shown.append({"engine": epoch.engine_id, **said})
+        shown.append({"engine": epoch.engine.engine_id, **said})
     return Segments(engines=shown)
 
 
 def _slowest(epochs: Sequence[Epoch], now_ns: int) -> list[dict[str, str | int | float]]:
     """Return the requests that waited longest, but for aborted ones: their wait ended when the client left."""
     waited = (
-        (line["exposed_ms"], -at_ns, epoch.engine_id, line)
+        (line["exposed_ms"], -at_ns, epoch.engine.engine_id, line)
         for epoch in epochs
         for at_ns, line in epoch.traces.recent
         if line["exposed_ms"] > 0 and line["outcome"] != Ending.ABORTED.value and now_ns - at_ns < SLOWEST_NS

@@ -1,17 +1,16 @@
-"""The look-ups of one engine: what to ask the store, for which requests first, and what needs no asking.
+"""The look-ups of one engine: what to ask the store, for which requests first, and what needs no question.
 
-Pure: time is handed in, the store is reached through ports.  One look-up is in flight at a time, for as many requests
-as wait then, so that a thousand hints are a few questions; asked-for requests first.  A store that does not answer
-makes everyone who waits a miss at once.  Hits that wait long for their fetch are asked for again, which renews their
-lease in the store.
+Pure.  One question to the store is out at a time.  It asks for as many requests as wait then, those that the scheduler
+asked for first, so that a thousand hints make a few questions.  A store that does not answer makes every waiting
+request a miss at once.  A hit that waits long for its fetch is asked for again, which renews its lease in the store.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from ..planning.negative import NegativeCache
 from ..planning.requests import Key, Request, Urgency
@@ -21,7 +20,7 @@ RENEWED_PER_TICK = 2048  # digests: bounds what renewal costs, a few per cent of
 
 
 class Question(NamedTuple):
-    """Digests of the request's blocks from `start` on. `renewal`: they were there once."""
+    """Digests of the request's blocks from `start` on. `renewal`: the store had them before."""
 
     request: Request
     start: int
@@ -29,76 +28,73 @@ class Question(NamedTuple):
     renewal: bool = False
 
 
-class Ports(Protocol):
-    """What the epoch does for its look-ups."""
+class Batch(NamedTuple):
+    """Questions for one store call."""
 
-    def answering(self) -> bool:
-        """Whether the store is worth asking."""
-        ...
+    number: int
+    questions: Sequence[Question]
 
-    def ask_store(self, number: int, questions: Sequence[Question]) -> None:
-        """Look up on a thread, then answered(number, …); with None when the question is past its deadline."""
-        ...
 
-    def found(self, request: Request, blocks: int, on_disk: bytes, *, unavailable: bool) -> None:
-        """A request's first answer: the store, or staging, has its blocks up to `blocks`."""
-        ...
+class Answer(NamedTuple):
+    """The store, or staging, has a request's blocks up to `blocks`.
 
-    def renewed(self, request: Request, blocks: int, on_disk: bytes) -> None:
-        """A later answer: what is left of it."""
-        ...
+    `renewal`: a later answer, which says what is left.  `unavailable`: the store could not say.
+    """
+
+    request: Request
+    blocks: int
+    on_disk: bytes = b""
+    unavailable: bool = False
+    renewal: bool = False
 
 
 class LookUps:
-    """Questions from a hint to its answer."""
+    """Questions from a hint to its answer. The caller applies the answers in the order of the list."""
 
     def __init__(
-        self, ports: Ports, requests: dict[Key, Request], negative: NegativeCache, *, timeout_ns: int, lease_ns: int
+        self, requests: Mapping[Key, Request], negative: NegativeCache, *, timeout_ns: int, lease_ns: int
     ) -> None:
-        self._ports, self._requests, self._negative = ports, requests, negative
+        self._requests, self._negative = requests, negative
         self._timeout_ns, self._renew_ns = timeout_ns, lease_ns // 2
         self._waiting: dict[Key, tuple[int, Question]] = {}  # since when
         self._queue: list[tuple[Urgency, Key]] = []
         self._renewals: deque[tuple[int, Key, int]] = deque()  # when due, and the number of the request
         self._renewing: deque[Question] = deque()
-        self._flight: list[Question] = []
+        self._flight: Sequence[Question] = ()
         self._number = 0
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._flight)
 
-    def add(self, request: Request, now_ns: int) -> None:
-        """A new request; it may be answered at once."""
+    @property
+    def queued(self) -> int:
+        """Entries of the queue: outdated ones of requests that were asked for count too."""
+        return len(self._queue)
+
+    def add(self, request: Request, now_ns: int, *, answering: bool) -> Answer | None:
+        """Take a new request; return its answer if that needs no question."""
         if request.issued == request.blocks:
-            self._ports.found(request, request.issued, b"", unavailable=False)
-            self._renew_later(request, now_ns)
-            return
-        if not self._ports.answering():
-            self._ports.found(request, request.issued, b"", unavailable=True)
-            return
+            self._renew_later(request, request.blocks, now_ns)
+            return Answer(request, request.issued)
+        if not answering:
+            return Answer(request, request.issued, unavailable=True)
         digests = request.digests(request.issued, request.blocks)
         known = self._negative.first(digests, now_ns)
         if known == 0:
-            self._ports.found(request, request.issued, b"", unavailable=False)
-            return
+            return Answer(request, request.issued)
         self._waiting[request.key] = (now_ns, Question(request, request.issued, digests[:known]))
         heapq.heappush(self._queue, (request.urgency, request.key))
+        return None
 
     def asked(self, request: Request) -> None:
         """Its urgency changed."""
         if request.key in self._waiting:
             heapq.heappush(self._queue, (request.urgency, request.key))
 
-    def next(self, now_ns: int) -> None:
-        """Ask the store for those that wait, if no question is out."""
+    def next_batch(self) -> Batch | None:
+        """Return the next questions for the store; None while a batch is out, or where no request waits."""
         if self._flight:
-            return
-        if not self._ports.answering():
-            self._give_up([*(question for _, question in self._waiting.values()), *self._renewing], now_ns)
-            self._waiting.clear()
-            self._queue.clear()
-            self._renewing.clear()
-            return
+            return None
         batch: list[Question] = []
         room = BATCH_DIGESTS
         while self._queue and room > 0:
@@ -109,42 +105,46 @@ class LookUps:
         while self._renewing and room > 0:
             batch.append(self._renewing.popleft())
             room -= len(batch[-1].digests)
-        if batch:
-            self._flight = batch
-            self._number += 1
-            self._ports.ask_store(self._number, batch)
+        if not batch:
+            return None
+        self._flight = batch
+        self._number += 1
+        return Batch(self._number, batch)
 
-    def answered(self, number: int, answers: Sequence[tuple[int, bytes]] | None, now_ns: int) -> None:
-        """(run, on_disk) for each question; None: the store cannot say."""
+    def answered(self, number: int, found: Sequence[tuple[int, bytes]] | None, now_ns: int) -> list[Answer]:
+        """Take (run, on_disk) of each question of a batch; None: the store cannot say."""
         if number != self._number or not self._flight:
-            return  # given up before
-        batch, self._flight = self._flight, []
-        if answers is None:
-            self._give_up(batch, now_ns)
-        for question, (run, on_disk) in zip(batch, answers or (), strict=False):
+            return []  # given up before
+        batch, self._flight = self._flight, ()
+        if found is None:
+            return self._give_up(batch, now_ns)
+        answers = []
+        for question, (run, on_disk) in zip(batch, found, strict=True):
             if run < len(question.digests):
                 self._negative.add(question.digests[run], now_ns)
             request = question.request
             if not self._lives(request):
                 continue
-            before = question.start - request.local
-            found, where = question.start + run, request.on_disk[:before].ljust(before, b"\0") + on_disk
-            if question.renewal:
-                self._ports.renewed(request, found, where)
-            else:
-                self._ports.found(request, found, where, unavailable=False)
-            self._renew_later(request, now_ns)
-        self.next(now_ns)
+            before, blocks = question.start - request.local, question.start + run
+            where = request.on_disk[:before].ljust(before, b"\0") + on_disk
+            answers.append(Answer(request, blocks, where, renewal=question.renewal))
+            self._renew_later(request, max(blocks, request.limit), now_ns)
+        return answers
 
-    def _renew_later(self, request: Request, now_ns: int) -> None:
-        """Until it ends: what is staged for it may be taken back, and is to be fetched again then."""
-        if request.local < request.limit:
-            self._renewals.append((now_ns + self._renew_ns, request.key, request.sequence))
+    def give_up(self, now_ns: int) -> list[Answer]:
+        """Answer every waiting request, since the store does not; those of a batch that is out wait for its end."""
+        if self._flight or not (self._waiting or self._renewing):
+            return []
+        questions = [*(question for _, question in self._waiting.values()), *self._renewing]
+        self._waiting.clear()
+        self._queue.clear()
+        self._renewing.clear()
+        return self._give_up(questions, now_ns)
 
-    def tick(self, now_ns: int) -> None:
-        """Give up those that waited too long; collect the leases to renew."""
-        for key in [key for key, (since, _) in self._waiting.items() if now_ns - since >= self._timeout_ns]:
-            self._give_up([self._waiting.pop(key)[1]], now_ns)
+    def tick(self, now_ns: int) -> list[Answer]:
+        """Answer requests that waited too long; collect the leases to renew."""
+        late = [key for key, (since, _) in self._waiting.items() if now_ns - since >= self._timeout_ns]
+        answers = self._give_up([self._waiting.pop(key)[1] for key in late], now_ns)
         room = RENEWED_PER_TICK
         while self._renewals and self._renewals[0][0] <= now_ns and room > 0:
             _, key, number = self._renewals.popleft()
@@ -156,18 +156,25 @@ class LookUps:
                 self._renewing.append(Question(request, request.issued, digests, renewal=True))
                 room -= len(digests)
             else:
-                self._renew_later(request, now_ns)
-        self.next(now_ns)
+                self._renew_later(request, request.limit, now_ns)
+        return answers
 
-    def _give_up(self, questions: Sequence[Question], now_ns: int) -> None:
-        """They are served what is in staging already; hits stay hits as long as they are not renewed."""
+    def _renew_later(self, request: Request, limit: int, now_ns: int) -> None:
+        """Do so until it ends: another request may take its staged blocks, and then it fetches them again."""
+        if request.local < limit:
+            self._renewals.append((now_ns + self._renew_ns, request.key, request.sequence))
+
+    def _give_up(self, questions: Sequence[Question], now_ns: int) -> list[Answer]:
+        """Answer with the blocks that are staged already. Hits stay hits as long as they are not renewed."""
+        answers = []
         for question in questions:
             request = question.request
             if self._lives(request):
                 if not question.renewal:
-                    self._ports.found(request, request.issued, b"", unavailable=True)
-                self._renew_later(request, now_ns)
+                    answers.append(Answer(request, request.issued, unavailable=True))
+                self._renew_later(request, max(request.issued, request.limit), now_ns)
+        return answers
 
     def _lives(self, request: Request) -> bool:
-        """Whether it has not ended: an engine that does wrong may have hinted another one under its key."""
+        """Whether it has not ended. A faulty engine may have hinted another request under its key."""
         return self._requests.get(request.key) is request

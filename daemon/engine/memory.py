@@ -65,6 +65,11 @@ class EngineMemory:
     device_error: str = ""
 
     @property
+    def block_bytes(self) -> int:
+        """Of all ranks' parts of a block."""
+        return sum(self.staging.block_bytes)
+
+    @property
     def save_slots_from(self) -> int:
         return self.layout.slot_count - self.save_slots
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from .blocks import Blocks
 from .queues import Queues
-from .requests import FlagPort, Request
+from .requests import Publication, Request, TakenBack
 from .runs import BlockState, Run
 
 
 class Holdings:
-    """Pins, publishes and unpins blocks for requests."""
+    """Pins, publishes and unpins blocks for requests. `changes`: what to publish, or taken back, in this order."""
 
-    def __init__(self, blocks: Blocks, queues: Queues, flags: FlagPort) -> None:
-        self._blocks, self._queues, self._flags = blocks, queues, flags
+    def __init__(self, blocks: Blocks, queues: Queues) -> None:
+        self._blocks, self._queues = blocks, queues
+        self.changes: deque[Publication | TakenBack] = deque()
         self.served: set[int] = set()  # numbers of requests that hold slots and want no more
 
     def pin_known(self, request: Request, stop: int) -> None:
@@ -51,10 +54,21 @@ class Holdings:
         final = ready >= request.limit
         if ready == start and not final:
             return
-        published = self._flags.publish(request.key, start, held[start - local : ready - local], ready, final)
-        request.final = final or not published
-        if request.final and request.held:
+        self.changes.append(Publication(request, start, held[start - local : ready - local], ready, final))
+        if final:
+            self.end(request)
+
+    def end(self, request: Request) -> None:
+        """Nothing more is fetched or published for it."""
+        request.final = True
+        if request.held:
             self.served.add(request.sequence)
+
+    def _withdraw(self, request: Request) -> None:
+        """Publish nothing of it that is not published yet."""
+        if self.changes:
+            kept = [each for each in self.changes if isinstance(each, TakenBack) or each.request is not request]
+            self.changes = deque(kept)
 
     def shorten(self, request: Request, limit: int) -> None:
         """Give up the blocks from `limit` on."""
@@ -64,6 +78,8 @@ class Holdings:
 
     def take_back(self, request: Request) -> None:
         """Give up all blocks for now; the request finds those that still lie in staging when its turn comes."""
+        self._withdraw(request)
+        self.changes.append(TakenBack(request.key))
         # Nobody looked up the blocks that it found in staging: their runs know the lane.
         lanes = b"".join(bytes([run.lane]) * len(run) for run in self._blocks.runs(request.held))
         request.on_disk = lanes + request.on_disk[len(lanes) :]
@@ -75,15 +91,15 @@ class Holdings:
 
     def drop(self, request: Request) -> None:
         """Give up all blocks for good."""
+        self._withdraw(request)
         self.served.discard(request.sequence)
         request.final, request.waits = True, None
         self._unpin(request, 0)
 
     def void(self, request: Request) -> None:
         """Keep the blocks that it holds, but fetch and publish nothing more for it."""
-        request.final, request.limit = True, request.local
-        if request.held:
-            self.served.add(request.sequence)
+        request.limit = request.local
+        self.end(request)
 
     def _unpin(self, request: Request, start: int) -> None:
         dropped = request.held[start:]

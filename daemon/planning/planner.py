@@ -17,7 +17,7 @@ from collections.abc import Sequence, Set
 from .blocks import Blocks
 from .holdings import Holdings
 from .queues import Queues, Stop, Victims
-from .requests import FlagPort, Key, Order, Request, Urgency
+from .requests import FlagPort, Key, Order, Publication, Request, TakenBack, Urgency
 from .runs import BlockState, Lane, Run
 
 __all__ = ["FlagPort", "Key", "Lane", "Order", "Planner", "Request"]
@@ -39,7 +39,7 @@ class Planner:
         self.requests: dict[Key, Request] = {}
         self._numbers: dict[int, Request] = {}
         self._queues = Queues(self._numbers)
-        self._holdings = Holdings(self.blocks, self._queues, flags)
+        self._holdings = Holdings(self.blocks, self._queues)
         self._victims = Victims(self.blocks, self._numbers, flags)
         self._orders: dict[int, Order] = {}
         self._overdue: dict[int, Order] = {}
@@ -177,6 +177,16 @@ class Planner:
             request.limit = request.issued
             self._holdings.advance(request)
         self._queues.changed()
+
+    # --- publications -----------------------------------------------------------------------------------------------
+
+    def next_change(self) -> Publication | TakenBack | None:
+        """Return what to publish next, or what another request took back; call it after every event and order."""
+        return self._holdings.changes.popleft() if self._holdings.changes else None
+
+    def refused(self, request: Request) -> None:
+        """A publication lost to the engine, which claimed or dropped the flag: nothing more is of use to it."""
+        self._holdings.end(request)
 
     # --- orders -----------------------------------------------------------------------------------------------------
 

@@ -17,10 +17,6 @@ Urgency = tuple[int, int, int]  # (0 if asked for, else 1; priority; number of t
 class FlagPort(Protocol):
     """How the planner reaches completion flags. Each call is a compare-and-swap, which the engine may win."""
 
-    def publish(self, key: Key, start: int, slots: Sequence[int], count: int, final: bool) -> bool:
-        """Enter slots from block `start` on and publish `count`; False if the engine claimed or dropped the flag."""
-        ...
-
     def take_back(self, key: Key) -> bool:
         """Publish nothing of an unclaimed flag any more, for now; False if the engine had it first."""
         ...
@@ -83,6 +79,22 @@ class Request:
     @property
     def wants_work(self) -> bool:
         return not self.final and self.issued < self.limit
+
+
+class Publication(NamedTuple):
+    """Enter `slots` from block `start` on, then publish `ready` blocks; `final`: no more will come."""
+
+    request: Request
+    start: int
+    slots: Sequence[int]
+    ready: int
+    final: bool
+
+
+class TakenBack(NamedTuple):
+    """A request whose flag publishes nothing any more, for now."""
+
+    key: Key
 
 
 class Order(NamedTuple):

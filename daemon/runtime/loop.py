@@ -43,11 +43,11 @@ class Loop:
         self._polled_ns = now_ns
         epochs = self._epochs.attached()
         # Every ring announces the sleep, also behind one that is not empty.
-        empty = [epoch.ring.prepare_sleep() for epoch in epochs] if not busy else [False]
+        empty = [epoch.channel.ring.prepare_sleep() for epoch in epochs] if not busy else [False]
         # The kernel goes round: a descriptor that was returned stands behind those that were not.
         events = self._epoll.poll(TICK_NS / 1e9 if all(empty) else 0.0, EVENTS_PER_TURN)
         for epoch in epochs:
-            epoch.ring.wake()
+            epoch.channel.ring.wake()
         self._handle([fd for fd, _ in events], now_ns)
 
     def _start_fetches(self) -> None:
@@ -57,13 +57,13 @@ class Loop:
             idle = 0
             while idle < len(epochs):
                 self._next += 1
-                idle = 0 if epochs[self._next % len(epochs)].pump(lane) else idle + 1
+                idle = 0 if epochs[self._next % len(epochs)].start_fetch(lane) else idle + 1
             for epoch in epochs:
-                epoch.pump_ahead(lane)
+                epoch.start_warming(lane)
 
     def _handle(self, fds: list[int], now_ns: int) -> None:
         """Clear the descriptors that only woke the loop, and let the control socket's part handle the others."""
-        doorbells = {epoch.doorbell.fd: epoch.doorbell for epoch in self._epochs.attached()}
+        doorbells = {epoch.memory.doorbell.fd: epoch.memory.doorbell for epoch in self._epochs.attached()}
         others = []
         for fd in fds:
             if fd == self._shared.pools.fd:

@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,13 +21,12 @@ import pytest
 pytest.importorskip("torch")
 
 from kvprefetch.daemon.engine.device import DeviceStaging
-from kvprefetch.daemon.engine.promoter import Promoter
+from kvprefetch.daemon.engine.promoter import COPY_BYTES, DeviceJob, Promoter
+from kvprefetch.daemon.planning.promotion import Move, Promotions, Steps, carry_out
 from kvprefetch.daemon.planning.requests import Request
-from kvprefetch.daemon.telemetry.counters import Counters
-from kvprefetch.daemon.work.calls import Caller
+from kvprefetch.daemon.work.calls import Call, Caller, Kind
 from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.gpu import cuda
-from kvprefetch.shmring.wire.records import FlagState
 from tests.gpu.peer import pattern, write
 from tests.gpu.worker import SLOT_BYTES, Worker, digest
 from tests.support.host_device import HostDevices
@@ -62,18 +62,16 @@ class Segment:
         return [self.base + slot * SLOT_BYTES]
 
 
-class Table:
+class Tables:
     """The slot tables of requests that nobody claims."""
 
     def __init__(self) -> None:
         self.entries: dict[int, list[int]] = {}
 
-    def move(self, index: int, moves: Sequence[tuple[int, int]]) -> None:
-        for block, slot in moves:
-            self.entries[index][block] = slot
-
-    def flag(self, index: int) -> Any:
-        return SimpleNamespace(generation=1, state=FlagState.READY)
+    def move(self, move: Move) -> bool:
+        for block, slot in move.entries:
+            self.entries[move.key[0]][block] = slot
+        return True
 
 
 class Log:
@@ -92,7 +90,7 @@ class Rig:
     """A daemon's part of one engine, with the main loop in `until`, and one worker."""
 
     def __init__(self, kind: str, owner: str) -> None:
-        self.host, self.table, self.log = Segment(), Table(), Log()
+        self.host, self.tables, self.log = Segment(), Tables(), Log()
         self.sees_slab = kind == "cuda" or owner == "daemon"  # a GPU of host memory knows what its process allocated
         uuid = cuda.uuid_of(kind, 0)
         self.gpu = cuda.open_device(uuid)
@@ -102,20 +100,16 @@ class Rig:
         self.staging = DeviceStaging([SLOT_BYTES], [uuid], budget_bytes=SLAB_BYTES, margin_bytes=0, owner=owner)
         self.staging.follow(staging)
         assert self.staging.slots == NEAR
-        self.pools, self.calls, self.totals = Pools(1), Caller(self.log), Counters()
-        self.requests: dict[tuple[int, int], Request] = {}
-        table: Any = self.table
-        self.promoter = Promoter(
-            self.staging, table, self.requests, self.pools, self.calls, self.totals, self.log, time.monotonic_ns,
-            first_slot=SLOTS, block_bytes=SLOT_BYTES,
-        )  # fmt: skip
+        self.pools, self.caller, self.promoted, self.off = Pools(1), Caller(self.log), 0, ""
+        self.promotions = Promotions(SLOTS, NEAR, chunk_blocks=COPY_BYTES // SLOT_BYTES)
+        self.promoter = Promoter(self.staging, self.promotions)
         self.worker = Worker(kind, self.host.fd, self.staging.lease(0), SLOTS, NEAR, self.staging.handle(0))
         try:
             hello = self.worker.ask("hello")
             assert hello["slots"] == NEAR
             mapped: Any = SimpleNamespace(device=True, device_handle=hello["handle"])
-            self.promoter.start([mapped])
-            self.until(lambda: any(event == "device.ready" for event, _ in self.log.events))
+            self.off = self.steps(self.promoter.start([mapped]))
+            self.until(lambda: self.promoter.ready)
         except BaseException:
             self.close()
             raise
@@ -130,25 +124,39 @@ class Rig:
     def until(self, condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert time.monotonic() < deadline, self.log.events
+            assert time.monotonic() < deadline, (self.off, self.log.events)
             self.pools.run_finished()
-            self.promoter.pump()
+            self.carry_on()
             time.sleep(0.001)
+
+    def steps(self, steps: Steps[Any]) -> Any:
+        return carry_out(steps, self.tables.move)
+
+    def carry_on(self) -> None:
+        """Start what the promoter wants, as an epoch does."""
+        while (job := self.steps(self.promoter.next_job())) is not None:
+            overdue = partial(self.steps, self.promoter.overdue(job))
+            self.pools.start(Call(Kind.COPY, job.run, partial(self.done, job), overdue, self.caller))
+
+    def done(self, job: DeviceJob, error: str) -> None:
+        self.off = self.steps(self.promoter.done(job, error)) or self.off
+        self.promoted += len(job.order.slots) if job.order is not None and not error else 0
 
     def publish(self, number: int, slots: Sequence[int]) -> None:
         """A request's blocks are staged in these host slots."""
         hashes = b"".join(slot.to_bytes(8, "big") for slot in slots)
         request = Request((number, 1), hashes, 8, len(slots), 0, 0, number)
-        self.requests[request.key] = request
-        self.table.entries[number] = list(self.promoter.published(request.key, 0, slots))
+        self.tables.entries[number] = self.promotions.published(request, 0, slots)
 
     def near(self, number: int) -> int:
-        return sum(slot >= SLOTS for slot in self.table.entries[number])
+        return sum(slot >= SLOTS for slot in self.tables.entries[number])
 
     def end(self) -> None:
         """As the daemon's epoch ends."""
-        self.promoter.end()
-        self.until(lambda: self.calls.running == 0)
+        self.steps(self.promotions.close())
+        self.staging.hang_up()
+        self.pools.start(Call(Kind.COPY, self.staging.unpin, lambda _: None, None, self.caller))
+        self.until(lambda: self.caller.running == 0)
         self.staging.close()
 
     def close(self) -> None:
@@ -182,8 +190,8 @@ def test_a_worker_loads_from_both_places_what_the_daemon_staged(rig: Rig) -> Non
     rig.until(lambda: rig.near(1) == 10)
     rig.publish(2, range(10, SLOTS))
     rig.until(lambda: rig.near(2) == NEAR - 10)
-    assert rig.totals.promoted_blocks == NEAR
-    slots = rig.table.entries[1] + rig.table.entries[2]
+    assert rig.promoted == NEAR
+    slots = rig.tables.entries[1] + rig.tables.entries[2]
     blocks = list(range(SLOTS))
     assert rig.worker.ask("load", slots=slots, blocks=blocks) == old
     rig.worker.ask("pinned")
@@ -200,7 +208,7 @@ def test_the_slab_is_freed_when_both_sides_let_go(rig: Rig) -> None:
     old = rig.host.fill()
     rig.publish(1, range(NEAR))
     rig.until(lambda: rig.near(1) == NEAR)
-    slots, blocks = rig.table.entries[1], list(range(NEAR))
+    slots, blocks = rig.tables.entries[1], list(range(NEAR))
     rig.worker.ask("load", slots=slots, blocks=blocks)
     rig.end()
     time.sleep(0.5)

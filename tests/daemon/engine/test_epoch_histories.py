@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
@@ -12,13 +12,12 @@ import pytest
 
 from kvprefetch.daemon.control.report import status
 from kvprefetch.daemon.engine.epoch import Epoch
-from kvprefetch.daemon.engine.transfers import Found, SaveResult
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
+from kvprefetch.daemon.store.removal import Removal
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.snapshot import Snapshot
-from kvprefetch.daemon.work.calls import Call
-from kvprefetch.daemon.work.concurrency import ConcurrencyLimit
+from kvprefetch.daemon.work.calls import Caller
 from kvprefetch.shmring.flags import MAX_COUNT, MAX_GENERATION, pack
 from kvprefetch.shmring.ring import Producer
 from kvprefetch.shmring.wire.records import (
@@ -33,41 +32,54 @@ from kvprefetch.shmring.wire.records import (
     encode_hint,
     encode_saved,
 )  # fmt: skip
-from tests.daemon.engine.test_epoch import make_epoch
+from tests.daemon.engine.epochs import Pools, make_epoch
 
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 
 
 class Store:
-    """Answers, until it does not."""
+    """Answers at random, until it does not."""
 
-    is_open = answering = True
+    answering = is_open = True
     removal_ms = 0
+
+    def __init__(self, chance: Random) -> None:
+        self.chance = chance
 
     def suspect(self, _: str) -> None:
         self.answering = False
 
     def unregister(self, _: int) -> None: ...
 
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        return [self.chance.random() < 0.7 for _ in keys]
 
-class Pools:
+    def media(self, keys: Sequence[str], _: int = 0) -> list[str | None]:
+        return [self.chance.choice([None, "memory", "memory", "disk"]) for _ in keys]
+
+    def get_into(self, keys: Sequence[str], *_: Any) -> list[ErrorClass]:
+        classes = [each for each in ErrorClass if each not in (ErrorClass.RETRY, ErrorClass.LOOKUP_AGAIN)]  # they wait
+        return self.chance.choices(classes, [30] + [1] * (len(classes) - 1), k=len(keys))
+
+    def put_from(self, keys: Sequence[str], *_: Any) -> list[ErrorClass]:
+        return self.chance.choices([ErrorClass.OK, ErrorClass.NO_SPACE, ErrorClass.WRITE], [3, 1, 1], k=len(keys))
+
+    def remove_matching(self, *_: Any) -> Removal:
+        return Removal(self.chance.random() < 0.5, 0)
+
+
+class RandomPools(Pools):
     """Calls come back in any order, some past their deadline first, some with an exception."""
 
-    timeout_ns, fetches_in_flight = 1_000_000_000, 0
-
     def __init__(self, chance: Random) -> None:
-        self.chance, self.limits = chance, (ConcurrencyLimit(4), ConcurrencyLimit(4))
-        self.calls: list[Call] = []
+        super().__init__()
+        self.chance = chance
 
-    def exhausted(self, *_: Any) -> bool:
+    def exhausted(self, lane: Lane, caller: Caller) -> bool:
         return self.chance.random() < 0.01
 
-    def fetch_room(self, *_: Any) -> bool:
+    def fetch_room(self, lane: Lane, caller: Caller) -> bool:
         return self.chance.random() < 0.7
-
-    def start(self, call: Call) -> None:
-        call.start()
-        self.calls.append(call)
 
     def step(self) -> None:
         """One of them goes on."""
@@ -80,27 +92,12 @@ class Pools:
             call.give_up()
             return
         del self.calls[at]
-        if self.chance.random() < 0.05:
-            call.finish(RuntimeError("the call broke"))
-        else:
-            run: Any = call.run
-            call.finish(self.answer(run.func.__name__, run.args[2]))
-
-    def answer(self, kind: str, asked: Any) -> Any:
-        if kind == "look_up":
-            runs = [self.chance.randint(0, len(digests)) for digests in asked]
-            return [Found(run, self.chance.choice([b"", bytes(run), b"\1" * run])) for run in runs]
-        if kind == "fetch":
-            return self.chance.choices(list(ErrorClass), [30] + [1] * (len(ErrorClass) - 1), k=len(asked))
-        if kind == "save":
-            stored = self.chance.randint(0, len(asked))
-            return SaveResult(stored, 0, 0, list(asked[stored:]))
-        return self.chance.random() < 0.5  # a removal
+        call.finish(RuntimeError("the call broke") if self.chance.random() < 0.05 else call.run())
 
 
 def records(epoch: Epoch, chance: Random) -> Iterator[tuple[int, bytes]]:
     """What an engine pushes that obeys little; it sets the flags to match, or not."""
-    flags, names = epoch.layout.flag_count, [bytes([i]) * 32 for i in range(12)]
+    flags, names = epoch.memory.layout.flag_count, [bytes([i]) * 32 for i in range(12)]
     pick = chance.choice
     while True:
         flag, generation = chance.randrange(2), chance.randint(1, 2)
@@ -110,7 +107,7 @@ def records(epoch: Epoch, chance: Random) -> Iterator[tuple[int, bytes]]:
         if kind in (1, 3) and flag < flags and generation <= MAX_GENERATION and chance.random() < 0.9:
             state = pick([1, 1, 1, 1, 2, 3, 6, 0, 9]) if kind == 1 else pick([4, 5, 3])
             word = pack(generation, state, pick([0, 3, MAX_COUNT]))
-            epoch.table.exchange(flag, epoch.table.load(flag), word)
+            epoch.channel.table.exchange(flag, epoch.channel.table.load(flag), word)
         if kind == 1:
             blocks, size = chance.randint(1, 9), pick([32, 32, 32, 1, 64])
             hashes = b"".join(pick(names)[:size].ljust(size) for _ in range(blocks))
@@ -126,7 +123,7 @@ def records(epoch: Epoch, chance: Random) -> Iterator[tuple[int, bytes]]:
             yield RecordKind.DONE, encode_done(Done(flag, generation, pick(list(Outcome)), *counts, *times))
         elif kind == 4:
             count = chance.randint(0, 4)
-            slots = [pick([*range(epoch.slot_count), U32]) for _ in range(count)]
+            slots = [pick([*range(epoch.memory.layout.slot_count), U32]) for _ in range(count)]
             saved = Saved(1, pick([0, 1, U64]), chance.random() < 0.2, slots, [pick(names) for _ in range(count)])
             yield RecordKind.SAVED, encode_saved(saved)
         else:
@@ -137,10 +134,10 @@ def records(epoch: Epoch, chance: Random) -> Iterator[tuple[int, bytes]]:
 def test_nothing_that_an_engine_pushes_raises(seed: int) -> None:
     for round_ in range(8):
         chance = Random(100 * seed + round_)
-        clock, store, pools = [1], Store(), Pools(chance)
+        clock, store, pools = [1], Store(chance), RandomPools(chance)
         epoch = make_epoch(store, pools=pools, clock_ns=lambda clock=clock: clock[0])  # type: ignore[misc]
         shared: Any = SimpleNamespace(mode="on", store=store, snapshot=Snapshot(), master_http="")
-        producer = Producer(epoch.control.buffer, epoch.words, epoch.layout, lambda: None)
+        producer = Producer(epoch.memory.control.buffer, epoch.channel.words, epoch.memory.layout, lambda: None)
         pushed = records(epoch, chance)
         for _ in range(300):
             clock[0] += chance.choice([1, 100, 1_000_000, 100_000_000])
@@ -148,9 +145,9 @@ def test_nothing_that_an_engine_pushes_raises(seed: int) -> None:
             if what < 0.6:
                 producer.push(*next(pushed))
             elif what < 0.66:
-                epoch.scan()
+                epoch.tick(clock[0])
             elif what < 0.68:
-                epoch.reset(chance.randint(0, 5), 1.0, lambda _: None)
+                epoch.reset(chance.randint(0, 5), 1.0)
             elif what < 0.70:
                 epoch.switch(chance.choice(["on", "off", "shadow"]))
             elif what < 0.72:
@@ -161,10 +158,10 @@ def test_nothing_that_an_engine_pushes_raises(seed: int) -> None:
                 pools.step()
             epoch.drain(chance.choice([1, 256]))
             for lane in Lane:
-                epoch.pump(lane)
-                epoch.pump_ahead(lane)
+                epoch.start_fetch(lane)
+                epoch.start_warming(lane)
         assert epoch.corrupt is None
-        assert epoch.totals.loaded_blocks < 300 * epoch.layout.table_entries
+        assert epoch.counters.loaded_blocks < 300 * epoch.memory.layout.table_entries
         del producer
         epoch.end(Ending.ENGINE_GONE)
         while pools.calls:

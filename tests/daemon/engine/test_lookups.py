@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, LookUps, Question
+from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, Answer, LookUps, Question
 from kvprefetch.daemon.planning.negative import LASTING_NS, MAX_ENTRIES, MISS_NS, NegativeCache
 from kvprefetch.daemon.planning.planner import Key, Lane, Planner, Request
 
@@ -15,9 +15,6 @@ SECOND = 1_000_000_000
 
 
 class Flags:
-    def publish(self, *_: object) -> bool:
-        return True
-
     def take_back(self, _: Key) -> bool:
         return True
 
@@ -36,27 +33,41 @@ class Setup:
         self.stored: set[bytes] = set()
         self.planner = Planner(1, Flags(), chunk_blocks=1)
         self.negative = NegativeCache()
-        self.look_ups = LookUps(self, self.planner.requests, self.negative, timeout_ns=4 * SECOND, lease_ns=10 * SECOND)
+        self.look_ups = LookUps(self.planner.requests, self.negative, timeout_ns=4 * SECOND, lease_ns=10 * SECOND)
 
-    def answering(self) -> bool:
-        return self.up
+    def apply(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            key = answer.request.key
+            if answer.renewal:
+                self.renewals[key] = answer.blocks
+            else:
+                assert key not in self.answers, "a request is answered once"
+                self.answers[key] = (answer.blocks, answer.unavailable)
+            self.planner.looked_up(key, answer.blocks, answer.on_disk)
 
-    def ask_store(self, number: int, questions: Sequence[Question]) -> None:
-        self.sent.append((number, list(questions)))
+    def ask(self, now: int = 0) -> None:
+        """Send what is to be asked, as an epoch does after every event."""
+        if not self.up:
+            self.apply(self.look_ups.give_up(now))
+        elif (batch := self.look_ups.next_batch()) is not None:
+            self.sent.append((batch.number, list(batch.questions)))
 
-    def found(self, request: Request, blocks: int, on_disk: bytes, *, unavailable: bool) -> None:
-        assert request.key not in self.answers, "a request is answered once"
-        self.answers[request.key] = (blocks, unavailable)
-        self.planner.looked_up(request.key, blocks, on_disk)
+    def tick(self, now: int) -> None:
+        self.apply(self.look_ups.tick(now))
+        self.ask(now)
 
-    def renewed(self, request: Request, blocks: int, on_disk: bytes) -> None:
-        self.renewals[request.key] = blocks
-        self.planner.looked_up(request.key, blocks, on_disk)
+    def answered(self, number: int, found: Sequence[tuple[int, bytes]] | None, now: int) -> None:
+        self.apply(self.look_ups.answered(number, found, now))
+        self.ask(now)
+
+    def add(self, request: Request, now: int = 0) -> None:
+        if (answer := self.look_ups.add(request, now, answering=self.up)) is not None:
+            self.apply([answer])
 
     def hint(self, number: int, *names: str, priority: int = 0, now: int = 0) -> Key:
         hashes = b"".join(name.encode().ljust(8, b".") for name in names)
         request = self.planner.hint((number, 1), hashes, 8, len(names), 0, priority)
-        self.look_ups.add(request, now)
+        self.add(request, now)
         return request.key
 
     def store(self, *names: str) -> None:
@@ -68,17 +79,17 @@ class Setup:
         for question in questions:
             run = next((i for i, d in enumerate(question.digests) if d not in self.stored), len(question.digests))
             runs.append((run, bytes(run)))
-        self.look_ups.answered(number, runs, now)
+        self.answered(number, runs, now)
 
 
 def test_an_answer_is_the_request_s_that_asked_also_where_another_has_its_key() -> None:
     """An engine that uses a flag's generation again must not end the daemon."""
     setup = Setup()
     key = setup.hint(1, "a", "b")
-    setup.look_ups.next(0)
+    setup.ask(0)
     setup.planner.finish(key)
     again = setup.planner.hint(key, b"c" * 24, 8, 3, 2, 0)
-    setup.look_ups.add(again, 0)
+    setup.add(again)
     setup.answer()
     assert setup.answers == {}
     setup.answer()
@@ -88,11 +99,11 @@ def test_an_answer_is_the_request_s_that_asked_also_where_another_has_its_key() 
 def test_hints_that_come_while_a_question_is_out_are_one_question_more_the_asked_for_first() -> None:
     setup = Setup()
     first = setup.hint(1, "a")
-    setup.look_ups.next(0)
+    setup.ask(0)
     later = [setup.hint(number, f"b{number}") for number in range(2, 50)]
     setup.planner.ask(later[30])
     setup.look_ups.asked(setup.planner.requests[later[30]])
-    setup.look_ups.next(0)
+    setup.ask(0)
     assert len(setup.sent) == 1
     setup.answer()
     assert setup.answers == {first: (0, False)}
@@ -108,17 +119,17 @@ def test_a_question_is_bounded() -> None:
     setup = Setup()
     for number in range(40):
         setup.hint(number, *[f"{number}-{i}" for i in range(256)])
-    setup.look_ups.next(0)
+    setup.ask(0)
     assert sum(len(question.digests) for question in setup.sent[0][1]) == BATCH_DIGESTS
 
 
 def test_a_store_that_stops_answering_makes_all_who_wait_misses_at_once() -> None:
     setup = Setup()
     setup.hint(0, "a")
-    setup.look_ups.next(0)
+    setup.ask(0)
     keys = [setup.hint(number, f"b{number}") for number in range(1, 1001)]
     setup.up = False
-    setup.look_ups.answered(setup.sent[0][0], None, 4 * SECOND)
+    setup.answered(setup.sent[0][0], None, 4 * SECOND)
     assert len(setup.answers) == 1001
     assert all(setup.answers[key] == (0, True) for key in keys)
     assert len(setup.sent) == 1
@@ -127,7 +138,7 @@ def test_a_store_that_stops_answering_makes_all_who_wait_misses_at_once() -> Non
     setup.answer()  # the call returns at last: nobody listens
     setup.up = True
     setup.hint(2001, "d")
-    setup.look_ups.next(5 * SECOND)
+    setup.ask(5 * SECOND)
     assert len(setup.sent) == 2
 
 
@@ -135,12 +146,12 @@ def test_an_answer_that_comes_past_its_deadline_is_not_taken_for_the_next_questi
     setup = Setup()
     setup.store("a", "b")
     setup.hint(1, "a", "b")
-    setup.look_ups.next(0)
-    setup.look_ups.answered(setup.sent[0][0], None, 4 * SECOND)
+    setup.ask(0)
+    setup.answered(setup.sent[0][0], None, 4 * SECOND)
     key = setup.hint(2, "x", "y")
-    setup.look_ups.next(4 * SECOND)
+    setup.ask(4 * SECOND)
     assert len(setup.sent) == 2
-    setup.look_ups.answered(setup.sent[0][0], [(2, bytes(2))], 5 * SECOND)
+    setup.answered(setup.sent[0][0], [(2, bytes(2))], 5 * SECOND)
     assert key not in setup.answers
     setup.answer(5 * SECOND)
     assert setup.answers[key] == (0, False)
@@ -150,10 +161,10 @@ def test_no_request_waits_for_its_turn_past_the_deadline() -> None:
     setup = Setup()
     for number in range(9):
         setup.hint(number, *[f"{number}-{i}" for i in range(256)])
-    setup.look_ups.next(0)
-    setup.look_ups.tick(4 * SECOND - 1)
+    setup.ask(0)
+    setup.tick(4 * SECOND - 1)
     assert not setup.answers
-    setup.look_ups.tick(4 * SECOND)
+    setup.tick(4 * SECOND)
     assert len(setup.answers) == 5, "all but those of the question that is out"
 
 
@@ -161,21 +172,21 @@ def test_a_known_miss_is_not_asked_for_again_until_it_is_old_or_we_store_it() ->
     setup = Setup()
     setup.store("a")
     setup.hint(1, "a", "b", "c")
-    setup.look_ups.next(0)
+    setup.ask(0)
     setup.answer()
     again = setup.hint(2, "b", "c")
     assert setup.answers[again] == (0, False), "answered without a question"
     setup.hint(3, "a", "b", "c")
-    setup.look_ups.next(0)
+    setup.ask(0)
     assert [len(question.digests) for question in setup.sent[-1][1]] == [1], "asked up to the known miss"
     setup.answer()
     setup.negative.stored([b"b".ljust(8, b".")])
     setup.hint(4, "b")
-    setup.look_ups.next(0)
+    setup.ask(0)
     assert len(setup.sent) == 3
     setup.answer()
     setup.hint(5, "b", now=MISS_NS)
-    setup.look_ups.next(MISS_NS)
+    setup.ask(MISS_NS)
     assert len(setup.sent) == 4
 
 
@@ -183,7 +194,7 @@ def test_what_is_staged_needs_no_question() -> None:
     setup = Setup()
     setup.store("a")
     setup.hint(1, "a")
-    setup.look_ups.next(0)
+    setup.ask(0)
     setup.answer()
     assert setup.planner.next_order() is not None
     setup.up = False
@@ -197,19 +208,19 @@ def test_hits_that_wait_longer_than_half_their_lease_are_asked_for_again() -> No
     setup.store("x", "a", "b", "c")
     setup.hint(1, "x")
     waiting = setup.hint(2, "a", "b", "c")
-    setup.look_ups.next(0)
+    setup.ask(0)
     setup.answer()
     setup.planner.next_order()
     setup.planner.next_order()
-    setup.look_ups.tick(5 * SECOND - 1)
+    setup.tick(5 * SECOND - 1)
     assert len(setup.sent) == 1
-    setup.look_ups.tick(5 * SECOND)
+    setup.tick(5 * SECOND)
     assert [(q.request.key, q.renewal) for q in setup.sent[1][1]] == [(waiting, True)]
     setup.stored.discard(b"c".ljust(8, b"."))
     setup.answer(5 * SECOND)
     assert setup.renewals == {waiting: 2}
     assert setup.planner.requests[waiting].limit == 2, "shorter, not failed"
-    setup.look_ups.tick(10 * SECOND)
+    setup.tick(10 * SECOND)
     assert len(setup.sent) == 3, "and again half a lease later"
 
 
@@ -218,30 +229,30 @@ def test_the_lease_of_what_is_taken_back_is_renewed_and_its_tier_kept() -> None:
     setup = Setup()
     setup.store("x", "y")
     first = setup.hint(1, "x")
-    setup.look_ups.next(0)
+    setup.ask(0)
     setup.answer()
     planner = setup.planner
     planner.fetched(planner.next_order().number, [True], 1)  # type: ignore[union-attr]
     found = setup.hint(2, "x", priority=1)
-    setup.look_ups.tick(5 * SECOND)
+    setup.tick(5 * SECOND)
     assert len(setup.sent) == 1, "nothing waits for a fetch"
     planner.finish(first)
     planner.looked_up(setup.hint(3, "y"), 1, b"\1")
     assert planner.next_order(Lane.DISK) is not None
     assert planner.requests[found].taken_back == 1
-    setup.look_ups.tick(10 * SECOND)
+    setup.tick(10 * SECOND)
     assert [(q.request.key, q.digests) for q in setup.sent[-1][1] if q.renewal] == [(found, (b"x.......",))]
 
 
 def test_a_renewal_keeps_what_is_known_of_the_blocks_before_it() -> None:
     setup = Setup()
     key = setup.hint(1, "a", "b", "c")
-    setup.look_ups.next(0)
-    setup.look_ups.answered(setup.sent[-1][0], [(3, b"\1\0\1")], 0)
+    setup.ask(0)
+    setup.answered(setup.sent[-1][0], [(3, b"\1\0\1")], 0)
     assert setup.planner.next_order(Lane.DISK) is not None
-    setup.look_ups.tick(5 * SECOND)
+    setup.tick(5 * SECOND)
     assert setup.sent[-1][1][0].start == 1
-    setup.look_ups.answered(setup.sent[-1][0], [(2, b"\0\1")], 5 * SECOND)
+    setup.answered(setup.sent[-1][0], [(2, b"\0\1")], 5 * SECOND)
     assert setup.planner.requests[key].on_disk == b"\1\0\1"
 
 
@@ -250,18 +261,18 @@ def test_a_renewal_that_fails_takes_nothing_away() -> None:
     setup.store("x", "a")
     setup.hint(1, "x")
     waiting = setup.hint(2, "a")
-    setup.look_ups.next(0)
+    setup.ask(0)
     setup.answer()
     setup.planner.next_order()
-    setup.look_ups.tick(5 * SECOND)
-    setup.look_ups.answered(setup.sent[-1][0], None, 5 * SECOND)
+    setup.tick(5 * SECOND)
+    setup.answered(setup.sent[-1][0], None, 5 * SECOND)
     assert setup.planner.requests[waiting].limit == 1
     setup.up = False
-    setup.look_ups.tick(10 * SECOND)
-    setup.look_ups.tick(15 * SECOND - 1)
+    setup.tick(10 * SECOND)
+    setup.tick(15 * SECOND - 1)
     assert len(setup.sent) == 2
     setup.up = True
-    setup.look_ups.tick(15 * SECOND)
+    setup.tick(15 * SECOND)
     assert [q.request.key for q in setup.sent[-1][1] if q.renewal] == [waiting], "tried again when it is due again"
     assert len(setup.sent) == 3
 
@@ -304,10 +315,10 @@ def test_a_look_up_waits_for_the_one_before_it_no_longer_than_its_time() -> None
     setup = Setup()
     setup.store("a")
     setup.hint(1, "a")
-    setup.look_ups.next(0)
+    setup.ask(0)
     second = setup.hint(2, "a")
-    setup.look_ups.next(0)
+    setup.ask(0)
     assert len(setup.sent) == 1
     assert second not in setup.answers
-    setup.look_ups.tick(4 * SECOND)
+    setup.tick(4 * SECOND)
     assert setup.answers == {second: (0, True)}

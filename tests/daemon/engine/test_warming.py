@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import count
 
 import pytest
 
 from kvprefetch.daemon.engine.transfers import Found
 from kvprefetch.daemon.engine.warming import MAX_WAITING, PATIENCE_NS, QUIET_NS, Warming
 from kvprefetch.daemon.planning.negative import NegativeCache
-from kvprefetch.daemon.planning.planner import Lane, Planner
+from kvprefetch.daemon.planning.planner import Lane, Order
 from kvprefetch.shmring.wire.admin import Report, Warm, Warmed
 from kvprefetch.shmring.wire.codec import Message
-from tests.daemon.planning.support import FlagsModel, digests, hint, run
+from tests.daemon.planning.support import FlagsModel, Planner, digests, hint, run
 
 ABOUT = Warmed(engine="e", epoch=1, block_tokens=32, hash_algorithm="", hash_probe="")
 ONE, OTHER = "1" * 32, "2" * 32
@@ -33,22 +34,51 @@ class Setup:
         self.held, self.on_disk = set(names(held + on_disk)), set(names(on_disk))
         self.negative = NegativeCache()
         self.questions: list[Sequence[Sequence[bytes]]] = []
-        self.pending: list[Callable[[Sequence[Found] | None], None]] = []
+        self.pending: list[int] = []
         self.answering = True
         self.totals: Counter[str] = Counter()
-        self.warming = Warming(
-            self.planner, self.negative, ABOUT, self.totals, lambda: self.now, answering=lambda: self.answering,
-            look_up=self._look_up,
-        )  # fmt: skip
+        self.warming = Warming(self.planner, self.negative, ABOUT)
         self.replies: list[Message] = []
+        self.numbers = count(1)
 
-    def _look_up(self, questions: Sequence[Sequence[bytes]], done: Callable[[Sequence[Found] | None], None]) -> None:
-        self.questions.append(questions)
-        self.pending.append(done)
+    def carry_on(self) -> None:
+        """Ask and reply what there is to ask and to reply, as an epoch does after every event."""
+        while (question := self.warming.next_question(self.now)) is not None:
+            if self.answering:
+                self.questions.append(question.digests)
+                self.pending.append(question.number)
+            else:
+                self.warming.answered(question.number, None, self.now)
+        while (answer := self.warming.next_answer()) is not None:
+            self.totals.update(answer.counts)
+            self.replies.append(answer.message)
+
+    def answered(self, found: Sequence[Found] | None) -> None:
+        self.warming.answered(self.pending.pop(), found, self.now)
+        self.carry_on()
+
+    def next_order(self, lane: Lane) -> Order | None:
+        order = self.warming.next_order(lane, self.now)
+        self.carry_on()
+        return order
+
+    def fetched(self, order: Order, good: int) -> None:
+        self.warming.fetched(order, good, self.now)
+        self.carry_on()
+
+    def tick(self) -> Counter[str] | None:
+        counts = self.warming.tick(self.now)
+        self.carry_on()
+        return counts
+
+    def stop(self, why: str) -> None:
+        self.warming.stop(why)
+        self.carry_on()
 
     def order(self, *chains: str, run: str = ONE) -> None:
         warm = Warm(run=run, chains=[[name.hex() for name in names(chain)] for chain in chains])
-        self.warming.add(warm, self.replies.append)
+        self.warming.add(next(self.numbers), warm)
+        self.carry_on()
 
     def answer(self) -> None:
         """What the store says to the questions that are out."""
@@ -56,17 +86,17 @@ class Setup:
         for chain in self.questions[-1]:
             run = next((i for i, digest in enumerate(chain) if digest not in self.held), len(chain))
             answers.append(Found(run, bytes(digest in self.on_disk for digest in chain[:run])))
-        self.pending.pop()(answers)
+        self.answered(answers)
 
     def fetch(self, *, fail: str = "") -> list[str]:
         """Carry out every fetch; the blocks of each."""
         done = []
         for lane in Lane:
-            while (order := self.warming.next_order(lane)) is not None:
+            while (order := self.next_order(lane)) is not None:
                 results = [digest not in names(fail) for digest in order.digests]
                 self.planner.fetched(order.number, results, 1)
                 done.append("".join(digest.decode().rstrip(".") for digest in order.digests))
-                self.warming.fetched(order, sum(results))
+                self.fetched(order, sum(results))
         return done
 
     def last(self) -> dict[str, int]:
@@ -153,13 +183,13 @@ def test_a_request_goes_first_and_finds_room_at_once() -> None:
     setup = Setup(slots=4, held="wxyzab", chunk=4)
     setup.order("wxyz")
     setup.answer()
-    first = setup.warming.next_order(Lane.MEMORY)
+    first = setup.next_order(Lane.MEMORY)
     assert first is not None
     key = hint(setup.planner, 1, "a", "b", "c", "d")
     setup.planner.looked_up(key, 4)
     setup.planner.fetched(first.number, [True], 1)
-    setup.warming.fetched(first, 1)
-    assert setup.warming.next_order(Lane.MEMORY) is None, "a request wants its blocks"
+    setup.fetched(first, 1)
+    assert setup.next_order(Lane.MEMORY) is None, "a request wants its blocks"
     assert setup.replies == []
     assert run(setup.planner) == [["a", "b", "c", "d"]], "what was staged ahead gives its slot"
     assert setup.fetch() == []
@@ -181,10 +211,10 @@ def test_blocks_on_disk_go_in_their_lane_and_within_its_share() -> None:
     setup = Setup(slots=8, held="a", on_disk="xyz", chunk=32)
     setup.order("axyz")
     setup.answer()
-    order = setup.warming.next_order(Lane.DISK)
+    order = setup.next_order(Lane.DISK)
     assert order is not None
     assert (order.lane, len(order.slots)) == (Lane.DISK, 2)
-    assert setup.warming.next_order(Lane.MEMORY) is None, "one fetch at a time"
+    assert setup.next_order(Lane.MEMORY) is None, "one fetch at a time"
 
 
 def test_a_block_that_does_not_arrive_leaves_its_slot() -> None:
@@ -200,13 +230,13 @@ def test_a_fetch_that_hangs_fails_its_blocks_and_is_forgotten() -> None:
     setup = Setup(held="ab")
     setup.order("ab")
     setup.answer()
-    order = setup.warming.next_order(Lane.MEMORY)
+    order = setup.next_order(Lane.MEMORY)
     assert order is not None
     setup.planner.overdue(order.number, 1)
-    setup.warming.fetched(order, 0)
+    setup.fetched(order, 0)
     assert setup.last() == {"failed": 2}
     setup.planner.fetched(order.number, [True] * 2, 2)
-    setup.warming.fetched(order, 2)
+    setup.fetched(order, 2)
     assert len(setup.replies) == 1
     assert setup.planner.gauges()["slots_free"] == 8
 
@@ -220,7 +250,7 @@ def test_known_misses_and_a_silent_store() -> None:
     assert setup.last() == {"fetched": 1, "absent": 2}
     setup.order("xyz")
     setup.order("c", run=OTHER)
-    setup.pending.pop()(None)
+    setup.answered(None)
     assert isinstance(setup.replies[-1], Report)
     assert "store" in setup.replies[-1].text
     setup.answer()  # to the order that waited behind it
@@ -252,10 +282,10 @@ def test_an_order_without_a_turn_is_answered_in_time() -> None:
     setup.answer()
     assert setup.fetch() == []
     setup.now = PATIENCE_NS - 1
-    setup.warming.tick()
+    setup.tick()
     assert setup.replies == []
     setup.now = PATIENCE_NS
-    setup.warming.tick()
+    setup.tick()
     assert setup.last() == {"no_room": 2}
 
 
@@ -268,15 +298,15 @@ def test_a_reset_or_the_end_answers_all_orders(moment: str) -> None:
     if moment != "asked":
         setup.answer()
     if moment == "in flight":
-        order = setup.warming.next_order(Lane.MEMORY)
+        order = setup.next_order(Lane.MEMORY)
     setup.planner.reset()
-    setup.warming.stop("its weights changed")
+    setup.stop("its weights changed")
     assert [type(reply) for reply in setup.replies] == [Report, Report]
     if setup.pending:
         setup.answer()
     if order is not None:
         setup.planner.fetched(order.number, [True] * 2, 2)
-        setup.warming.fetched(order, 2)
+        setup.fetched(order, 2)
     assert len(setup.replies) == 2
     assert setup.fetch() == []
     assert setup.planner.gauges()["slots_free"] == 8, "void blocks are not kept"
@@ -287,14 +317,14 @@ def test_what_was_done_is_told_once_when_no_order_comes_any_more() -> None:
     setup.order("a")
     setup.answer()
     setup.fetch()
-    assert setup.warming.tell() is None
+    assert setup.tick() is None
     setup.order("bc")
     setup.now = 10 * QUIET_NS
     setup.answer()
     setup.fetch()
-    assert setup.warming.tell() is None
+    assert setup.tick() is None
     setup.now += QUIET_NS
-    told = setup.warming.tell()
+    told = setup.tick()
     assert told is not None
     assert +told == {"fetched": 2, "absent": 1}
-    assert setup.warming.tell() is None
+    assert setup.tick() is None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from typing import Any
 
-from kvprefetch.daemon.planning.planner import Key, Lane, Order, Planner
+from kvprefetch.daemon.planning import planner as module
+from kvprefetch.daemon.planning.planner import Key, Lane, Order
+from kvprefetch.daemon.planning.requests import Publication
 
 
 class FlagsModel:
@@ -19,7 +22,9 @@ class FlagsModel:
         self.refused: set[Key] = set()
         self.taken_back: list[Key] = []
 
-    def publish(self, key: Key, start: int, slots: Sequence[int], count: int, final: bool) -> bool:
+    def publish(self, publication: Publication) -> bool:
+        request, start, slots, count, final = publication
+        key = request.key
         if key in self.claimed:
             self.refused.add(key)
             return False
@@ -49,6 +54,30 @@ class FlagsModel:
             return False
         self.expired.add(key)
         return True
+
+
+def _pulled(name: str) -> Any:
+    """The planner's method, after which all that it published reaches the flags."""
+
+    def method(self: Planner, *args: Any, **options: Any) -> Any:
+        result = getattr(module.Planner, name)(self, *args, **options)
+        while (change := self.next_change()) is not None:
+            if isinstance(change, Publication) and not self.flags.publish(change):
+                self.refused(change.request)
+        return result
+
+    return method
+
+
+class Planner(module.Planner):
+    """A planner that publishes at once to a model of flags, as an epoch does."""
+
+    def __init__(self, slot_count: int, flags: FlagsModel, **options: Any) -> None:
+        super().__init__(slot_count, flags, **options)
+        self.flags = flags
+
+    looked_up, fetched, overdue, give_up = map(_pulled, ("looked_up", "fetched", "overdue", "give_up"))
+    next_order, reset, finish = map(_pulled, ("next_order", "reset", "finish"))
 
 
 def planned(slots: int, chunk: int, lost: Set[int] = frozenset()) -> tuple[Planner, FlagsModel]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvprefetch.daemon.planning.planner import Key, Lane, Planner
-from tests.daemon.planning.support import hint, hit, ordered, planned, returned, run
+from kvprefetch.daemon.planning.planner import Key, Lane
+from tests.daemon.planning.support import Planner, hint, hit, ordered, planned, returned, run
 
 
 def test_a_block_that_a_prompt_has_twice_is_fetched_once_and_published_twice() -> None:

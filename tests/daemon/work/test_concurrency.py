@@ -12,7 +12,7 @@ CALL_BYTES = 4 << 20
 
 
 def settle(limit: ConcurrencyLimit, rate: Callable[[int], float], seconds: float = 60.0) -> dict[int, int]:
-    """Let calls complete at `rate(width)` bytes per second; how often each width was in force in the second half."""
+    """Let calls complete at `rate(calls)` bytes per second; how often each limit was in force in the second half."""
     now = 0.0
     seen: dict[int, int] = {}
     while now < seconds:
@@ -24,16 +24,16 @@ def settle(limit: ConcurrencyLimit, rate: Callable[[int], float], seconds: float
 
 
 def mostly(seen: dict[int, int]) -> int:
-    return max(seen, key=lambda width: seen[width])
+    return max(seen, key=lambda calls: seen[calls])
 
 
 @pytest.mark.parametrize(
     ("rate", "best"),
     [
-        (lambda width: 1e9, 1),  # one call fills the link: more only burn cores
-        (lambda width: 1e9 / width**0.2, 1),  # more calls are slower
-        (lambda width: 2e8 * min(width, 6), 6),  # a disk that wants a queue
-        (lambda width: 3e8 * width, 8),  # no end to it
+        (lambda calls: 1e9, 1),  # one call fills the link: more only burn cores
+        (lambda calls: 1e9 / calls**0.2, 1),  # more calls are slower
+        (lambda calls: 2e8 * min(calls, 6), 6),  # a disk that wants a queue
+        (lambda calls: 3e8 * calls, 8),  # no end to it
     ],
 )
 def test_it_settles_where_one_call_more_brings_nothing(rate: Callable[[int], float], best: int) -> None:

@@ -202,7 +202,7 @@ def test_what_other_engines_fetch_counts_until_it_is_slow_and_the_oldest_call_is
         now[0] = 10 * (number + 1)
         calls.start(lane.name, FETCHES[lane], hang=True, caller=OTHER)
         assert calls.running.acquire(timeout=30)
-    assert not pools.fetch_room(Lane.MEMORY, ENGINE), "a lane's width is for all engines together"
+    assert not pools.fetch_room(Lane.MEMORY, ENGINE), "a lane's limit is for all engines together"
     now[0] += SLOW_NS
     assert pools.fetch_room(Lane.MEMORY, ENGINE)
     assert not pools.fetch_room(Lane.MEMORY, OTHER)

@@ -1,0 +1,113 @@
+"""The daemon's end of one control segment: ring, flags, credits, liveness, and the bounds of what records may name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...shmring._atomics import Words
+from ...shmring.credits import CreditGranter
+from ...shmring.errors import SegmentCorrupt
+from ...shmring.flags import FlagTable, pack, unpack
+from ...shmring.layout import Layout
+from ...shmring.liveness import Liveness
+from ...shmring.ring import Consumer
+from ...shmring.segment import Segment
+from ...shmring.wire.records import Done, FlagState, Hint, ProtocolError
+from ..planning.promotion import Move
+from ..planning.requests import Key, Publication
+
+MAX_EXCHANGES = 16  # an honest engine makes two transitions of one use of a flag at most
+UNCLAIMED = (FlagState.HINTED, FlagState.READY)
+GIVEN_UP = (FlagState.RELEASED, FlagState.CANCELLED)
+
+
+class EpochFlags:
+    """The completion flags of one segment. Each transition is a compare-and-swap by generation."""
+
+    def __init__(self, table: FlagTable) -> None:
+        self._table = table
+
+    def publish(self, publication: Publication, slots: Sequence[int]) -> bool:
+        """Enter these slots for its blocks, and publish it; False if the engine has the flag already."""
+        request = publication.request
+        flag, generation = request.key
+        self._table.write_slots(flag, publication.start, slots)
+        # A block that is fetched again counts once.
+        self._table.set_disk(flag, min(request.disk_blocks, request.blocks - request.local))
+        state = FlagState.READY if publication.final else FlagState.HINTED
+        return self._move(request.key, (FlagState.HINTED,), pack(generation, state, publication.ready))
+
+    def take_back(self, key: Key) -> bool:
+        """Publish nothing of an unclaimed flag any more, for now; False if the engine had it first."""
+        return self._move(key, UNCLAIMED, pack(key[1], FlagState.HINTED, 0))
+
+    def expire(self, key: Key) -> bool:
+        """End an unclaimed flag; False if the engine had it first."""
+        return self._move(key, UNCLAIMED, pack(key[1], FlagState.EXPIRED, 0))
+
+    def free(self, key: Key) -> bool:
+        """RELEASED or CANCELLED -> FREE: nothing of it is pinned any more."""
+        return self._move(key, GIVEN_UP, pack(key[1], FlagState.FREE, 0))
+
+    def move(self, move: Move) -> bool:
+        """Write its entries over published ones; return whether the flag is unclaimed after that."""
+        index, generation = move.key
+        if move.entries:
+            self._table.move(index, move.entries)
+        flag = self._table.flag(index)
+        return flag.generation == generation and flag.state in UNCLAIMED
+
+    def given_up(self, key: Key) -> bool:
+        """Whether the engine is done with this use of the flag."""
+        flag = self._table.flag(key[0])
+        return flag.generation != key[1] or flag.state in (*GIVEN_UP, FlagState.FREE)
+
+    def close(self) -> None:
+        del self._table
+
+    def _move(self, key: Key, states: tuple[FlagState, ...], desired: int) -> bool:
+        flag, generation = key
+        for _ in range(MAX_EXCHANGES):
+            word = self._table.load(flag)
+            seen = unpack(word)
+            if seen.generation != generation or seen.state not in states:
+                return False
+            if self._table.exchange(flag, word, desired):
+                return True
+        raise SegmentCorrupt(f"flag does not stand still: flag={flag} word={self._table.load(flag):#x}")
+
+
+class Channel:
+    """All views of one control segment; close() lets go of them, since each would keep the segment mapped."""
+
+    def __init__(self, segment: Segment, layout: Layout) -> None:
+        self.layout = layout
+        self.words = Words(segment.buffer)
+        self.ring = Consumer(segment.buffer, self.words, layout)
+        self.table = FlagTable(segment.buffer, self.words, layout)
+        self.flags = EpochFlags(self.table)
+        self.credits = CreditGranter(segment.buffer, self.words, layout)
+        self.liveness = Liveness(self.words, consumer=True)
+
+    def check_hint(self, hint: Hint) -> None:
+        """Raise ProtocolError for a hint that names what the segment does not have."""
+        if hint.flag >= self.layout.flag_count or hint.blocks > self.layout.table_entries:
+            raise ProtocolError(
+                f"hint out of bounds: flag={hint.flag} max={self.layout.flag_count - 1} "
+                f"blocks={hint.blocks} max={self.layout.table_entries}"
+            )
+
+    def check_done(self, done: Done) -> None:
+        """Raise ProtocolError for an end that names what the segment does not have."""
+        if done.flag >= self.layout.flag_count:
+            raise ProtocolError(f"flag out of bounds: flag={done.flag} max={self.layout.flag_count - 1}")
+        if done.loaded_from + done.loaded_blocks > self.layout.table_entries:
+            raise ProtocolError(
+                f"loaded blocks out of bounds: from={done.loaded_from} blocks={done.loaded_blocks} "
+                f"max={self.layout.table_entries}"
+            )
+
+    def close(self) -> None:
+        self.flags.close()
+        del self.ring, self.table, self.flags, self.credits, self.liveness
+        self.words.release()

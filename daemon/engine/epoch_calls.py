@@ -1,0 +1,361 @@
+"""What the parts of one epoch want done next, carried out: flags, store and device calls, and their results handed in.
+
+Everything here runs on the main loop.  The parts are pure: they take events and results with the time, and hand out
+what to do next.  Only the epoch reads the clock and reaches flags, store, log and counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from ...shmring.wire.attach import ResetDone
+from ...shmring.wire.codec import Message
+from ..config.model import Mode
+from ..planning.negative import NegativeCache
+from ..planning.planner import Lane, Order, Planner
+from ..planning.promotion import Promotions, Steps, carry_out
+from ..planning.requests import TakenBack
+from ..store.client import Store
+from ..store.errors import ErrorClass
+from ..store.storage_nodes import Get
+from ..telemetry.counters import Counters
+from ..telemetry.logs import Log
+from ..telemetry.trace import Traces
+from ..work.calls import FETCHES, Call, Caller, Kind
+from ..work.pools import Pools
+from . import transfers
+from .channel import Channel
+from .lookups import Answer, Batch, LookUps
+from .memory import EngineInfo, EngineMemory
+from .orphaned import Orphaned
+from .promoter import COPY_BYTES, DeviceJob, Promoter
+from .saver import Put, PutEnd, Saver
+from .warming import Warming, about
+
+PUTS_PER_CHUNK = 4  # a load that comes while a put is in flight waits for a quarter of a chunk at most
+_T = TypeVar("_T")
+
+
+class Services(NamedTuple):
+    """What the daemon lends to its epochs.
+
+    `chunk_bytes`: of one store call; `disk_call_bytes`: the most of one that reads from disks.  `media`: look-ups ask
+    where values lie.
+    """
+
+    store: Store
+    pools: Pools
+    log: Log
+    clock_ns: Callable[[], int]
+    chunk_bytes: int
+    disk_call_bytes: int
+    lease_ns: int
+    media: bool
+
+
+class EpochCalls:
+    """The parts of one epoch, and the calls that they want. `send` reaches the engine's scheduler, once it is set."""
+
+    def __init__(self, services: Services, memory: EngineMemory, engine: EngineInfo) -> None:
+        self.engine, self.memory, self.number = engine, memory, memory.layout.epoch
+        self.removal_ms = services.store.removal_ms
+        self._services, self._store, self._pools = services, services.store, services.pools
+        self._log = services.log.bind(engine=engine.engine_id, epoch=self.number)
+        self.counters = Counters()
+        self.ranks = transfers.RankLayout.of(engine.workers, memory.staging)
+        self.channel = Channel(memory.control, memory.layout)
+        self.channel.liveness.beat(services.clock_ns())
+        self.calls = Caller(self._log)
+        self.traces = Traces(self.counters, self._log, memory.block_bytes, services.clock_ns)
+        chunk_blocks = max(1, services.chunk_bytes // memory.block_bytes)
+        part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in memory.staging.block_bytes)  # as a disk tier counts
+        self.planner = Planner(
+            memory.save_slots_from, self.channel.flags, chunk_blocks=chunk_blocks, lost=memory.staging.lost,
+            disk_chunk_blocks=min(chunk_blocks, services.disk_call_bytes // part_bytes),
+        )  # fmt: skip
+        self._negative = NegativeCache()
+        self.look_ups = LookUps(
+            self.planner.requests, self._negative, timeout_ns=self._pools.timeout_ns, lease_ns=services.lease_ns
+        )
+        save_slots = range(memory.save_slots_from, memory.layout.slot_count)
+        self.saver = Saver(save_slots, memory.staging.lost, put_blocks=chunk_blocks // PUTS_PER_CHUNK)
+        self.channel.credits.grant(self.saver.next_grant(saving=True))
+        self.warming = Warming(self.planner, self._negative, about(engine, self.number))
+        self.promotions = Promotions(
+            memory.layout.slot_count, memory.layout.device_slots, chunk_blocks=COPY_BYTES // memory.block_bytes
+        )
+        self._promoter = Promoter(memory.device, self.promotions)
+        self.orphaned = Orphaned()
+        self._mode: Mode = "on"
+        self._ended_ns = 0  # when it ended, until the log said that something keeps its memory
+        self._replies: dict[int, Callable[[Message], None]] = {}  # of warm orders, by number
+        self._orders = 0
+        self.send: Callable[[Message], None] = lambda _: None
+
+    @property
+    def closing(self) -> bool:
+        """It takes no new work."""
+        return self.calls.closing
+
+    @property
+    def corrupt(self) -> str | None:
+        """What was found wrong with the engine's memory; the owner of the loop ends the epoch."""
+        return self.calls.corrupt
+
+    @property
+    def idle(self) -> bool:
+        """No call touches this epoch's memory."""
+        return self.calls.running == 0
+
+    @property
+    def _saving(self) -> bool:
+        return self._mode == "on"
+
+    # --- carrying out what the parts decided ------------------------------------------------------------------------
+
+    def _contain(self, work: Callable[..., None], *args: Any) -> None:
+        self.calls.contain(work, None, *args)
+
+    def _start(
+        self, kind: Kind, run: Callable[[], Any], on_result: Callable[[Any], None],
+        on_overdue: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._pools.start(Call(kind, run, on_result, on_overdue, self.calls))
+
+    def _steps(self, steps: Steps[_T], default: _T) -> _T:
+        return self.calls.contain(carry_out, default, steps, self.channel.flags.move)
+
+    def _carry_on(self) -> None:
+        """Carry out what the parts want done now; the loop asks for fetches (`start_fetch`)."""
+        self._contain(self._do_all)
+
+    def _do_all(self) -> None:
+        if self.closing:
+            self._publish()
+            return
+        now = self._services.clock_ns()
+        self._look_up_next(now)
+        self._publish()
+        self._copy()
+        self._save_next(now)
+        self._warm_next(now)
+
+    def _publish(self) -> None:
+        """Enter in flags and slot tables what the planner published or took back."""
+        while (change := self.planner.next_change()) is not None:
+            if isinstance(change, TakenBack):
+                self.promotions.dropped(change.key)
+                continue
+            slots = self.promotions.published(change.request, change.start, change.slots)
+            if not self.channel.flags.publish(change, slots):
+                self.planner.refused(change.request)
+
+    # --- look-ups ---------------------------------------------------------------------------------------------------
+
+    def _look_up_next(self, now_ns: int) -> None:
+        if not self._store.answering:
+            self._answer(self.look_ups.give_up(now_ns), now_ns)
+        elif (batch := self.look_ups.next_batch()) is not None:
+            digests = [question.digests for question in batch.questions]
+            self._look_up(digests, partial(self._looked_up, batch, self.saver.generation))
+
+    def _look_up(self, questions: Sequence[Sequence[bytes]], on_answer: Callable[[Any], None]) -> None:
+        """Ask the store; `on_answer` gets None when it cannot say in time, and once more when the call returns."""
+
+        def overdue() -> None:
+            self._log.warning("call.overdue", call="look_up", blocks=sum(map(len, questions)))
+            self._store.suspect("look_up")
+            on_answer(None)
+
+        run = partial(transfers.look_up, self._store, self.ranks, questions, media=self._services.media)
+        self._start(Kind.LOOK_UP, run, on_answer, overdue)
+
+    def _looked_up(self, batch: Batch, generation: int, result: list[transfers.Found] | BaseException | None) -> None:
+        found = None if isinstance(result, BaseException) else result
+        if generation != self.saver.generation:  # the batch asked for keys of the old weights: a miss
+            found = [transfers.Found(0, b"")] * len(batch.questions)
+        now = self._services.clock_ns()
+        self._answer(self.look_ups.answered(batch.number, found, now), now)
+        self._carry_on()
+
+    def _answer(self, answers: Sequence[Answer], now_ns: int) -> None:
+        for request, blocks, on_disk, unavailable, renewal in answers:
+            if not renewal:
+                self.traces.looked_up(request.key, blocks, now_ns, unavailable=unavailable)
+                staged, disk = request.issued - request.local, sum(on_disk)
+                memory = blocks - request.local - staged - disk
+                self.counters.hit_blocks.update(staging=staged, memory=memory, disk=disk)
+                self.channel.table.set_found(request.key[0], blocks)
+            self.planner.looked_up(request.key, blocks if renewal or self._mode == "on" else request.local, on_disk)
+
+    # --- fetching ---------------------------------------------------------------------------------------------------
+
+    def start_fetch(self, lane: Lane) -> bool:
+        """Start one fetch of this lane for requests; False if there is none to start, or no room for it."""
+        if self.closing or not self.planner.wants(lane) or not self._pools.fetch_room(lane, self.calls):
+            return False
+        order = self.calls.contain(self.planner.next_order, None, lane)
+        self._contain(self._publish)
+        if order is not None:
+            self._fetch(order)
+        return order is not None
+
+    def start_warming(self, lane: Lane) -> None:
+        """Start a fetch of listed blocks, where no engine has one for a request to start in this lane."""
+        if self.closing or not self._replies or not self._pools.fetch_room(lane, self.calls):
+            return
+        now = self._services.clock_ns()
+        if (order := self.warming.next_order(lane, now)) is not None:
+            self._fetch(order)
+        self._warm_next(now)
+
+    def _fetch(self, order: Order) -> None:
+        get = Get()
+        blocks = list(zip(order.digests, order.slots, strict=True))
+        run = partial(transfers.fetch, self._store, self.ranks, blocks, get=get)
+        on_result = partial(self._fetched, order, self._services.clock_ns())
+        self._start(FETCHES[order.lane], run, on_result, partial(self._fetch_overdue, order, get))
+
+    def _fetched(self, order: Order, started_ns: int, result: list[ErrorClass] | BaseException) -> None:
+        outcome = [ErrorClass.BUG] * len(order.slots) if isinstance(result, BaseException) else result
+        now, good, lane = self._services.clock_ns(), outcome.count(ErrorClass.OK), order.lane.name.lower()
+        good_bytes, duration_ns = good * self.memory.block_bytes, now - started_ns
+        self._log.debug(
+            "fetch.done", blocks=len(outcome), good_blocks=good, bytes=good_bytes,
+            duration_ms=round(duration_ns / 1e6, 3),
+        )  # fmt: skip
+        if corrupt := outcome.count(ErrorClass.CORRUPT):
+            self._log.warning("store.corrupt", blocks=corrupt)
+        if lost := outcome.count(ErrorClass.UNDER_WAY):
+            self._log.warning("slots.lost", call="fetch", blocks=lost)
+        fetches = self.counters.fetch_disk if order.lane is Lane.DISK else self.counters.fetch_memory
+        fetches.observe(duration_ns / 1e9)
+        self.counters.fetched_blocks += good
+        self.counters.fetched_bytes[lane] += good_bytes
+        self.counters.failed_blocks[lane] += len(outcome) - good
+        for digest, each in zip(order.digests, outcome, strict=True):
+            if each is ErrorClass.OK:
+                self._negative.forget(digest)
+            elif each is not ErrorClass.TRANSIENT:
+                self._negative.add(digest, now, lasting=each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT))
+        self.planner.fetched(order.number, [each is ErrorClass.OK for each in outcome], now)
+        self.warming.fetched(order, good, now)
+        self._pools.limits[order.lane].completed(good_bytes, now, waiting=self.planner.wants(order.lane))
+        self._carry_on()
+
+    def _fetch_overdue(self, order: Order, get: Get) -> None:
+        now = self._services.clock_ns()
+        get.late = True
+        self._log.warning("call.overdue", call="fetch", blocks=len(order.slots), owners=get.nodes)
+        for digest in order.digests:
+            self._negative.add(digest, now, lasting=True)
+        self.planner.overdue(order.number, now)
+        self.warming.fetched(order, 0, now)
+        self._carry_on()
+
+    # --- warming ----------------------------------------------------------------------------------------------------
+
+    def _warm_next(self, now_ns: int) -> None:
+        while (question := self.warming.next_question(now_ns)) is not None:
+            if self._store.answering:
+                self._look_up(question.digests, partial(self._warm_looked_up, question.number))
+            else:
+                self.warming.answered(question.number, None, now_ns)
+        self._reply()
+
+    def _warm_looked_up(self, number: int, result: list[transfers.Found] | BaseException | None) -> None:
+        found = None if isinstance(result, BaseException) else result
+        self.warming.answered(number, found, self._services.clock_ns())
+        self._carry_on()
+
+    def _reply(self) -> None:
+        while (answer := self.warming.next_answer()) is not None:
+            self.counters.warmed_blocks.update(answer.counts)
+            self._replies.pop(answer.number)(answer.message)
+
+    # --- saving and resets ------------------------------------------------------------------------------------------
+
+    def _save_next(self, now_ns: int) -> None:
+        if slots := self.saver.next_grant(saving=self._saving):
+            self.channel.credits.grant(slots)
+        loading = self._pools.fetches_in_flight > 0 or self.planner.has_work
+        job = self.saver.next_job(now_ns, loading=loading)
+        if isinstance(job, Put):
+            locate = self.engine.scheduler.events
+            run = partial(transfers.save, self._store, self.ranks, job.blocks, locate=locate)
+            self._start(Kind.SAVE, run, partial(self._stored, job), partial(self._put_overdue, job))
+        elif job is not None:
+            remove = partial(transfers.remove_all, self._store, self.ranks, job.timeout_s)
+            self._start(Kind.SAVE, remove, self._removed)
+
+    def _put_overdue(self, put: Put) -> None:
+        """Its slots stay out until the put returns; nothing is put before, so that no old value follows a reset."""
+        self._log.warning("call.overdue", call="save", blocks=len(put.blocks))
+
+    def _stored(self, put: Put, result: transfers.SaveResult | BaseException) -> None:
+        if isinstance(result, BaseException):
+            result = transfers.SaveResult(0, 0, len(put.blocks), [])
+        if result.lost:
+            self._log.warning("slots.lost", call="save", blocks=result.lost)
+        left = {digest for digest, _ in result.again}
+        self._negative.stored([digest for digest, _ in put.blocks if digest not in left])
+        self._count_puts(self.saver.stored(put, result, self._services.clock_ns(), saving=self._saving))
+        self._carry_on()
+
+    def _count_puts(self, ends: Sequence[PutEnd]) -> None:
+        for end in ends:
+            self.counters.saved_blocks += end.stored
+            self.counters.saved_again_blocks += end.stored_before
+            self.counters.present_blocks += end.present
+            self.counters.lost_saves += end.failed
+            if (save := end.save) is not None:
+                self._log.info(
+                    "save.done", save_id=save.save_id, stored_blocks=save.stored, present_blocks=save.present,
+                    failed_blocks=save.failed, tries=save.tries,
+                )  # fmt: skip
+            if self.engine.scheduler.events:
+                self.send(end.notice)
+
+    def _removed(self, result: bool | BaseException) -> None:
+        confirmed = result is True
+        self._log.info("store.reset", confirmed=confirmed, reset_generation=self.saver.generation)
+        if (end := self.saver.removed(confirmed)) is not None:
+            self.send(ResetDone(reset_generation=end.generation, ok=end.ok))
+        self._carry_on()
+
+    # --- the device -------------------------------------------------------------------------------------------------
+
+    def _copy(self) -> None:
+        while self.memory.device is not None:
+            job = self._steps(self._promoter.next_job(), None)
+            if job is None:
+                return
+            on_result = partial(self._device_done, job, self._services.clock_ns())
+            self._start(Kind.COPY, job.run, on_result, partial(self._device_overdue, job))
+
+    def _device_done(self, job: DeviceJob, started_ns: int, result: str | BaseException) -> None:
+        error = "the job failed" if isinstance(result, BaseException) else result
+        off = self._steps(self._promoter.done(job, error), "")
+        if job.order is not None:
+            blocks = len(job.order.slots)
+            self.counters.promoted_blocks += 0 if error else blocks
+            duration_ms = round((self._services.clock_ns() - started_ns) / 1e6, 3)
+            self._log.debug("copy.done", blocks=blocks, duration_ms=duration_ms)
+        elif job.kind == "pin" and error:
+            self._log.warning("device.unpinned", error=error)
+        elif job.kind == "open" and self._promoter.ready and self.memory.device is not None:
+            device = self.memory.device
+            self._log.info("device.ready", device_slots=device.slots, owner=device.owner)
+        self._device_off(off)
+        self._carry_on()
+
+    def _device_overdue(self, job: DeviceJob) -> None:
+        if job.order is not None:
+            self._log.warning("call.overdue", call="copy", blocks=len(job.order.slots))
+        self._device_off(self._steps(self._promoter.overdue(job), ""))
+
+    def _device_off(self, error: str) -> None:
+        if error:
+            self._log.warning("device.off", error=error)

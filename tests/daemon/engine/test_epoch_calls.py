@@ -1,0 +1,199 @@
+"""Calls of an epoch: what it starts, and what of their outcome it counts, remembers and sends."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvprefetch.daemon.planning.negative import LASTING_NS, MISS_NS
+from kvprefetch.daemon.planning.planner import Lane
+from kvprefetch.daemon.store.errors import ErrorClass
+from kvprefetch.daemon.work.calls import FETCHES, Call, Kind
+from kvprefetch.shmring.wire.admin import Warm, Warmed
+from kvprefetch.shmring.wire.attach import ResetDone, Stored
+from kvprefetch.shmring.wire.codec import Message
+from kvprefetch.shmring.wire.records import FlagState, RecordKind, Saved, encode_saved
+from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, digest, make_epoch
+
+BLOCK_BYTES = 4096
+
+
+class Setup(Engine):
+    """An epoch, its engine, and a clock that stands still; a call ends when the test says so."""
+
+    def __init__(self, store: Any = None, *, events: bool = False) -> None:
+        self.now, self.pools = SECOND_NS, Pools()
+        self.sent: list[Message] = []
+        super().__init__(make_epoch(store, 1, self.pools, lambda: self.now, chunk_blocks=12, events=events))
+        self.epoch.send = self.sent.append
+        self.calls = self.pools.calls
+
+    def start(self, lane: Lane = Lane.MEMORY) -> Call:
+        """The fetch that this starts."""
+        assert self.epoch.start_fetch(lane)
+        assert self.calls[-1].kind is FETCHES[lane]
+        return self.calls[-1]
+
+    def fetched(self, *outcome: ErrorClass) -> None:
+        """Start a fetch, which ends so."""
+        self.start()
+        self.pools.end(list(outcome))
+
+    def known(self, name: str) -> bool:
+        """Whether an engine's look-up of this block needs no question, since it is a known miss now."""
+        self.move(9, self.now, FlagState.HINTED, 0)
+        request = self.epoch.planner.hint((9, self.now), digest(name), 32, 1, 0, 0)
+        answer = self.epoch.look_ups.add(request, self.now, answering=True)
+        self.epoch.planner.finish(request.key)
+        return answer is not None
+
+
+OK, MISS = ErrorClass.OK, ErrorClass.MISS
+
+
+def test_what_a_fetch_brought_and_missed_is_counted_by_its_lane() -> None:
+    setup = Setup()
+    setup.want(0, 1, "a", "b", "c")
+    setup.want(1, 1, "x", "y", on_disk=True)
+    requests = list(setup.epoch.planner.requests.values())
+    for lane, outcome in ((Lane.MEMORY, [OK, OK, MISS]), (Lane.DISK, [OK, MISS])):
+        setup.start(lane)
+        assert not setup.epoch.start_fetch(lane), "nothing else is wanted"
+        setup.now += 20_000_000
+        setup.pools.end(outcome)
+    counters = setup.epoch.counters
+    assert counters.fetched_blocks == 3
+    assert counters.fetched_bytes == {"memory": 2 * BLOCK_BYTES, "disk": BLOCK_BYTES}
+    assert counters.failed_blocks == {"memory": 1, "disk": 1}
+    assert (counters.fetch_memory.sum_s, counters.fetch_disk.sum_s) == (0.02, 0.02)
+    assert [request.fetched_blocks for request in requests] == [2, 1]
+    setup.leave()
+
+
+def test_what_cannot_be_had_is_left_alone_for_as_long_as_its_kind_lasts() -> None:
+    """Docs: a known miss 1 s, a foreign, corrupt or hanging object 30 s; a store that fails says nothing of a block."""
+    setup = Setup()
+    setup.want(0, 1, *"mfct")
+    setup.fetched(MISS, ErrorClass.FOREIGN, ErrorClass.CORRUPT, ErrorClass.TRANSIENT)
+    assert [setup.known(name) for name in "mfct"] == [True, True, True, False]
+    setup.now += MISS_NS
+    assert [setup.known(name) for name in "mfct"] == [False, True, True, False]
+    setup.now += LASTING_NS - MISS_NS
+    assert not any(setup.known(name) for name in "mfct")
+    setup.leave()
+
+
+def test_a_fetch_past_its_deadline_is_a_lasting_miss_until_it_arrives_after_all() -> None:
+    setup = Setup()
+    setup.want(0, 1, "a", "b")
+    setup.start().give_up()
+    assert setup.epoch.gauges()["slots_stuck"] == 2
+    setup.now += MISS_NS
+    assert setup.known("a")
+    assert setup.known("b")
+    setup.pools.end([OK, ErrorClass.TRANSIENT])
+    assert not setup.known("a")
+    assert setup.known("b")
+    assert setup.epoch.gauges()["slots_stuck"] == 0
+    setup.leave()
+
+
+def test_a_fetch_that_raises_fails_its_own_blocks_only() -> None:
+    setup = Setup()
+    setup.want(0, 1, "a", "b")
+    setup.start()
+    setup.pools.end(RuntimeError("planted"))
+    assert setup.epoch.counters.failed_blocks == {"memory": 2}
+    assert setup.epoch.gauges()["orders"] == 0
+    setup.want(1, 1, "c")
+    setup.start()
+    setup.leave()
+
+
+def test_what_an_operator_warms_needs_room_too() -> None:
+    setup = Setup()
+    replies: list[Message] = []
+    setup.epoch.warm(Warm(run="1" * 32, chains=[[digest("a").hex()]]), replies.append)
+    assert setup.calls[-1].kind is Kind.LOOK_UP
+    setup.pools.end([(1, b"")])
+    setup.pools.room = False
+    setup.epoch.start_warming(Lane.MEMORY)
+    setup.want(0, 1, "b")
+    assert not setup.epoch.start_fetch(Lane.MEMORY)
+    looking_up = len(setup.calls)
+    setup.pools.room = True
+    setup.start()
+    setup.epoch.start_warming(Lane.MEMORY)
+    assert [call.kind for call in setup.calls[looking_up:]] == [Kind.FETCH_MEMORY] * 2
+    setup.pools.end([OK])
+    [reply] = replies
+    assert isinstance(reply, Warmed)
+    assert reply.fetched == 1
+    assert setup.epoch.counters.warmed_blocks["fetched"] == 1
+    setup.leave()
+
+
+def test_whoever_loses_its_room_to_a_fetch_fetches_again_behind_it() -> None:
+    setup = Setup()
+    setup.want(0, 1, *"abcdefgh")
+    setup.want(1, 1, *"ijkl")
+    loser = setup.epoch.planner.requests[1, 1]
+    setup.fetched(*[OK] * 8)
+    setup.fetched(*[OK] * 4)
+    setup.want(2, 1, "x", asked=True)
+    setup.start()
+    assert loser.taken_back == 1
+    assert setup.epoch.channel.table.flag(1) == (1, FlagState.HINTED, 3), "the others are staged still"
+    setup.pools.end([OK])
+    setup.epoch.planner.finish((2, 1))
+    setup.fetched(OK)
+    assert (loser.ready, loser.final, loser.fetched_blocks) == (4, True, 5)
+    assert setup.epoch.channel.table.flag(1) == (1, FlagState.READY, 4)
+    setup.leave()
+
+
+@pytest.mark.parametrize("events", [False, True])
+def test_only_with_kv_events_is_the_store_asked_for_media_and_the_engine_told(events: bool) -> None:
+    asked: list[str] = []
+
+    def media(keys: list[str]) -> list[str]:
+        asked.extend(keys)
+        return ["disk"] * len(keys)
+
+    store = SimpleNamespace(
+        answering=True, removal_ms=0, exist=lambda keys: [False] * len(keys), media=media,
+        put_from=lambda keys, *_: [OK] * len(keys),
+    )  # fmt: skip
+    setup = Setup(store, events=events)
+    setup.push(RecordKind.SAVED, encode_saved(Saved(5, 0, False, [12], [digest("a")])))
+    put = setup.calls[-1]
+    assert put.kind is Kind.SAVE
+    setup.pools.end(put.run())
+    assert setup.epoch.counters.saved_blocks == 1
+    assert setup.sent == ([Stored(save_id=5, memory=[], disk=[12], lost=[])] if events else [])
+    assert len(asked) == events
+    setup.leave()
+
+
+@pytest.mark.parametrize("result", [True, False, RuntimeError("planted")])
+def test_a_reset_is_answered_with_what_the_removal_confirmed(result: bool | Exception) -> None:
+    setup = Setup()
+    setup.epoch.reset(3, 1.0)
+    assert setup.calls[-1].kind is Kind.SAVE
+    assert setup.sent == []
+    setup.pools.end(result)
+    assert setup.sent == [ResetDone(reset_generation=3, ok=result is True)]
+    setup.leave()
+
+
+def test_a_look_up_past_its_deadline_makes_a_miss_and_the_store_suspect() -> None:
+    suspected: list[str] = []
+    setup = Setup(SimpleNamespace(answering=True, removal_ms=0, suspect=suspected.append))
+    setup.want(0, 1, "a")
+    [call] = setup.calls
+    call.give_up()
+    assert suspected == ["look_up"]
+    setup.pools.end([(1, b"")])
+    setup.leave()
