@@ -10,12 +10,14 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.simulate import report
 from benchmarks.simulate.plot import plot
+from benchmarks.simulate.run import Result
 from benchmarks.simulate.scenarios import SCENARIOS, run_named
 from benchmarks.simulate.waiting import POLICIES
 from tests.lab.process import REPO
@@ -53,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     tasks = [(name, policy, options.requests, options.seed) for name in names for policy in policies]
     written: list[dict[str, object]] = []
     with contextlib.ExitStack() as stack:
-        each = map
+        each: Callable[..., Iterator[Result]] = map
         if options.jobs > 1:
             context = multiprocessing.get_context("spawn")
             each = stack.enter_context(ProcessPoolExecutor(min(options.jobs, len(tasks)), context)).map

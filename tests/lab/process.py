@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from tests.support.waiting import poll
 
@@ -125,7 +126,17 @@ def comes_up(child: subprocess.Popen[bytes], ready: Callable[[], bool], timeout_
     return poll(state, timeout_s) == "ready"
 
 
-def reap(process: subprocess.Popen[bytes], *, term_s: float = 0.0) -> int:
+class Child(Protocol):
+    """What the lab needs of a :class:`subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def terminate(self) -> None: ...
+
+
+def reap(process: Child, *, term_s: float = 0.0) -> int:
     """End ``process`` and everything below it: SIGTERM first if ``term_s`` is given, then SIGKILL; returns its code."""
     if process.poll() is None and term_s > 0:
         process.terminate()

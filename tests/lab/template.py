@@ -77,7 +77,7 @@ class Template:
         with self._theirs as theirs, open(self._log, "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.lab.template"],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **self._environ, process.PARENT_VARIABLE: str(os.getpid())},

@@ -18,7 +18,7 @@ def poll(condition: Callable[[], T], timeout_s: float, *, pause_s: float = 0.02)
 
 
 def eventually(
-    condition: Callable[[], T],
+    condition: Callable[[], T | None],
     timeout_s: float = 10.0,
     what: str | Callable[[], object] = "the condition",
     *,
