@@ -13,9 +13,9 @@ from benchmarks import cuda as bench  # noqa: E402 - after the check for torch
 
 pytestmark = pytest.mark.gpu
 
-LEAST = {
-    "scatter": 0.85, "gather": 0.85, "load from host": 0.9, "load beside from host": 0.9, "bounce pipeline": 0.9,
-}  # fmt: skip
+LEAST = {"scatter": 0.85, "gather": 0.85} | dict.fromkeys(
+    ("load from host", "load beside from host", "bounce pipeline"), 0.9
+)
 
 
 @pytest.fixture(scope="module", params=[(shape, blocks) for shape in bench.SHAPES for blocks in (64, 256)])

@@ -94,10 +94,10 @@ class Worker:
     def __init__(self, kind: str, segment: int, lease: int, slots: int, device_slots: int, handle: str) -> None:
         command = [sys.executable, __file__, kind, *map(str, (segment, lease, slots, device_slots)), handle]
         pipe = subprocess.PIPE
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, text=True, pass_fds=(segment, lease),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )  # fmt: skip
+            command, stdin=pipe, stdout=pipe, text=True, pass_fds=(segment, lease), env=environment
+        )
 
     def ask(self, do: str, **values: Any) -> Any:
         assert self.process.stdin is not None

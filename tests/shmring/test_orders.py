@@ -26,9 +26,9 @@ from .conftest import Control, small_layout
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("shmring", "daemon", "connector")
 ACCESSES = {"load_acquire", "store_release", "compare_exchange", "publish"}
-# The modules that own shared words; `publish` is also an ordinary verb, so outside shmring only the other three tell.
-OWNERS = {f"shmring/{name}.py" for name in ("ring", "flags", "credits", "liveness", "view")}
-# Who else knows where the hot words lie, and why.
+# The modules that may access shared words; outside shmring `publish` is an ordinary verb.
+HOMES = {f"shmring/{name}.py" for name in ("ring", "flags", "credits", "liveness", "view")}
+# Other modules that know where the hot words lie, and why.
 LINES = {"shmring/layout.py": "defines them"}
 # Plain accesses to shared memory, each beside the order that covers it.
 PLAIN = {
@@ -51,22 +51,22 @@ def attributes(tree: ast.AST) -> Counter[str]:
     return Counter(node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute))
 
 
-def test_only_the_owners_of_shared_words_touch_them() -> None:
+def test_only_their_home_modules_touch_shared_words() -> None:
     wrong = [
         f"{name}: {access}"
         for name, tree in modules()
-        if name not in OWNERS
+        if name not in HOMES
         for access in ACCESSES & set(attributes(tree))
         if not (access == "publish" and not name.startswith("shmring/"))
     ]
     assert wrong == []
 
 
-def test_only_the_owners_know_where_the_shared_words_lie() -> None:
+def test_only_home_modules_know_where_the_shared_words_lie() -> None:
     wrong = [
         name
         for name, tree in modules()
-        if name not in OWNERS | set(LINES)
+        if name not in HOMES | set(LINES)
         and any(isinstance(node, ast.Name) and node.id == "Line" for node in ast.walk(tree))
     ]
     assert wrong == []
@@ -96,18 +96,16 @@ def test_outside_shmring_nobody_takes_a_control_segment_apart(folder: str) -> No
 def sync_names() -> dict[str, Counter[str]]:
     """SYNC name -> {its words: how often they stand in code comments}."""
     names: dict[str, Counter[str]] = {}
-    for owner in sorted(OWNERS - {"shmring/view.py"}):
-        for name, words in re.findall(r"^\s+# SYNC (\w+): (.+)$", (ROOT / owner).read_text(), re.MULTILINE):
+    for home in sorted(HOMES - {"shmring/view.py"}):
+        for name, words in re.findall(r"^\s+# SYNC (\w+): (.+)$", (ROOT / home).read_text(), re.MULTILINE):
             names.setdefault(name, Counter())[words] += 1
     return names
 
 
 def test_every_order_stands_at_both_ends_in_the_same_words() -> None:
     names = sync_names()
-    assert set(names) == {
-        "tail", "head", "sleep", "flag", "slots", "claim", "copy", "credit", "taken", "gone", "state", "beat",
-        "dropped",
-    }  # fmt: skip
+    known = "tail head sleep flag slots claim copy credit taken gone state beat dropped"
+    assert set(names) == set(known.split())
     for name, words in names.items():
         assert len(words) == 1, f"SYNC {name} is worded differently at its ends: {list(words)}"
         assert sum(words.values()) >= 2, f"SYNC {name} stands at one end only"
@@ -116,13 +114,13 @@ def test_every_order_stands_at_both_ends_in_the_same_words() -> None:
 def test_every_access_to_a_shared_word_names_its_order() -> None:
     """A SYNC comment stands at most five lines above each access, in the same function."""
     unnamed = []
-    for owner in sorted(OWNERS - {"shmring/view.py"}):
-        lines = (ROOT / owner).read_text().splitlines()
+    for home in sorted(HOMES - {"shmring/view.py"}):
+        lines = (ROOT / home).read_text().splitlines()
         for number, line in enumerate(lines):
             if re.search(r"\.?_?(load_acquire|store_release|compare_exchange|publish)\(", line):
                 above = "\n".join(lines[max(0, number - 5) : number + 1])
                 if "SYNC" not in above and "SYNC" not in docstring_above(lines, number):
-                    unnamed.append(f"{owner}:{number + 1}: {line.strip()}")
+                    unnamed.append(f"{home}:{number + 1}: {line.strip()}")
     assert unnamed == []
 
 
@@ -134,7 +132,7 @@ def docstring_above(lines: list[str], number: int) -> str:
     return "\n".join(lines[start:number])
 
 
-def test_no_owner_reaches_the_header_but_through_words() -> None:
+def test_no_module_reaches_the_header_but_through_words() -> None:
     """With the header page of its buffer taken away, and Words on another mapping, everything still works."""
     control = Control(small_layout(), shared=True)
     other = mmap.mmap(control.segment.fd, control.segment.size_bytes)

@@ -1,4 +1,4 @@
-"""Bad input on the command line: one line that names key, value and bound, and exit status 78."""
+"""Bad input on the command line: one line with key, value and bound, and exit status 78."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ from kvprefetch.daemon.config.model import ConfigError, load
 from kvprefetch.daemon.config.sizes import parse_size
 from kvprefetch.shmring.wire.admin import Status, StatusQuery
 from kvprefetch.shmring.wire.control_socket import default_socket
-
-
-def kvprefetchd(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvprefetch.daemon", *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
+from tests.daemon.cli.command import COMMAND, kvprefetchd, one_line, run
 
 
 @pytest.mark.parametrize(
@@ -37,31 +32,27 @@ def kvprefetchd(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--master-port", "70000"], ["master_port", "'70000'", "65535"]),
         (["--log-level", "loud"], ["log_level", "'loud'"]),
         (["--mooncake-config", "/nonexistent/mooncake.json"], ["/nonexistent/mooncake.json"]),
+        (["--mooncake-config", "mistyped.json"], ["master_server_adress"]),
     ],
 )
-def test_bad_configuration_is_one_line_and_78(tmp_path: Path, arguments: list[str], words: list[str]) -> None:
-    result = kvprefetchd("serve", "--metrics-port", "0", "--socket", str(tmp_path / "s.sock"), *arguments)
+def test_bad_configuration_is_one_line_and_78(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = {"metadata_server": "P2PHANDSHAKE", "master_server_adress": "127.0.0.1:1"}
+    (tmp_path / "mistyped.json").write_text(json.dumps(settings))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    result = kvprefetchd("serve", "--metrics-port", "0", "--socket", tmp_path / "s.sock", *arguments)
     assert result.returncode == 78, result
-    assert len(result.stderr.strip().splitlines()) == 1
+    assert one_line(result.stderr)
     for word in words:
         assert word in result.stderr
-
-
-def test_a_mistyped_key_in_the_mooncake_config_is_named(tmp_path: Path) -> None:
-    config = tmp_path / "mooncake.json"
-    config.write_text(json.dumps({"metadata_server": "P2PHANDSHAKE", "master_server_adress": "127.0.0.1:1"}))
-    result = kvprefetchd(
-        "serve", "--metrics-port", "0", "--socket", str(tmp_path / "s.sock"), "--mooncake-config", str(config)
-    )
-    assert result.returncode == 78
-    assert "master_server_adress" in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_a_socket_path_that_is_a_file_is_kept_and_named(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("precious")
-    result = kvprefetchd("serve", "--socket", str(path))
+    result = kvprefetchd("serve", "--socket", path)
     assert result.returncode == 78
     assert str(path) in result.stderr
     assert path.read_text() == "precious"
@@ -76,18 +67,16 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        result = kvprefetchd(
-            "serve", "--metrics-port", "0", "--socket", str(tmp_path / "s.sock"), "--master-port", str(port)
-        )
+        result = kvprefetchd("serve", "--metrics-port", 0, "--socket", tmp_path / "s.sock", "--master-port", port)
     assert result.returncode == 69
     assert str(port) in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    assert one_line(result.stderr)
     log = [json.loads(line) for line in result.stdout.splitlines()]
     assert [line["event"] for line in log] == ["daemon.failed", "daemon.stopped"]
     assert result.stderr.strip() == f"kvprefetchd: store: {log[0]['error']}"
 
 
-# What an engine's environment has not: the packages of the daemon-… extras.
+# An engine's environment lacks the packages of the daemon-… extras.
 PLAIN = """
 import sys
 for name in ("structlog", "prometheus_client", "rich", "mooncake"):
@@ -107,9 +96,7 @@ sys.exit(main(sys.argv[1:]))
     ],
 )
 def test_in_an_engine_s_environment(arguments: list[str], status: int, words: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", PLAIN, *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
+    result = run([sys.executable, "-c", PLAIN, *arguments])
     assert result.returncode == status, result
     assert words in result.stderr
     assert len(result.stderr.splitlines()) == (1 if words else 0)
@@ -124,7 +111,7 @@ def test_in_an_engine_s_environment(arguments: list[str], status: int, words: st
         (["status", "--socket", "/nonexistent"], 69, "start it (kvprefetchd serve"),
     ],
 )
-def test_a_first_mistake_is_told_its_cure(
+def test_a_first_mistake_gets_advice(
     capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, cure: str
 ) -> None:
     assert main(arguments) == status
@@ -140,8 +127,8 @@ def test_without_arguments_the_commands_are_shown(capsys: pytest.CaptureFixture[
     assert shown.err.splitlines()[-1].startswith("kvprefetchd: command line: ")
 
 
-def test_a_socket_of_others_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:  # root may use any socket, so the kernel's answer is given here
+def test_a_socket_of_others_names_its_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:  # root may use any socket, so the test gives the kernel's answer
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
@@ -182,10 +169,7 @@ def test_a_reader_that_leaves_early_is_no_error(command: str) -> None:
     """As with `| head`."""
     read, write = os.pipe()
     os.close(read)
-    result = subprocess.run(
-        [sys.executable, "-m", "kvprefetch.daemon", *command.split()], stdout=write, stderr=subprocess.PIPE, text=True,
-        timeout=60, check=False,
-    )  # fmt: skip
+    result = subprocess.run([*COMMAND, *command.split()], stdout=write, stderr=-1, text=True, timeout=60, check=False)
     os.close(write)
     # install-unit may note that the checkout lies where the service's user cannot reach it.
     said = [line for line in result.stderr.splitlines() if not line.startswith(("note: ", "      "))]
@@ -197,11 +181,8 @@ def test_streams_that_were_closed_are_nowhere(tmp_path: Path, closed: str, said:
     """No file or socket gets their numbers, and nothing is missing."""
     path = tmp_path / "file"
     path.write_text("precious")
-    command = f"{sys.executable} -m kvprefetch.daemon serve --metrics-port 0 --socket {path}"
     redirect = " ".join(f"{fd}>&-" for fd in closed.split())
-    result = subprocess.run(
-        ["sh", "-c", f"{command} {redirect}"], capture_output=True, text=True, timeout=60, check=False
-    )
+    result = run(["sh", "-c", f"{' '.join(COMMAND)} serve --metrics-port 0 --socket {path} {redirect}"])
     assert result.returncode == 78, result
     assert said in result.stderr
     assert "Traceback" not in result.stderr

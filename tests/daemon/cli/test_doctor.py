@@ -1,4 +1,4 @@
-"""`doctor`, its bundle, and `store`: against a real daemon, a real store, and things that are not there."""
+"""`doctor`, its bundle, and `store`: with a real daemon, a real store, and with missing ones."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import tarfile
 import threading
 from collections.abc import Callable
@@ -24,17 +22,11 @@ from kvprefetch.daemon.cli.client import Unavailable
 from kvprefetch.daemon.cli.store import namespace, stored_keys
 from kvprefetch.daemon.config.machine import machine_bytes
 from kvprefetch.daemon.config.model import load
+from tests.daemon.cli.command import kvprefetchd
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import absent_cluster, blocks, stored
 from tests.lab.daemon import Daemon
 from tests.lab.process import free_ports
-
-
-def kvprefetchd(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvprefetch.daemon", *map(str, arguments)],
-        capture_output=True, text=True, timeout=150, check=False,
-    )  # fmt: skip
 
 
 def test_doctor_sees_a_daemon_a_store_round_trip_and_bundles_it(
@@ -47,10 +39,8 @@ def test_doctor_sees_a_daemon_a_store_round_trip_and_bundles_it(
     (tmp_path / "kvprefetch").mkdir()
     (tmp_path / "kvprefetch/kvprefetchd.sock").symlink_to(daemon.socket)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    result = kvprefetchd(
-        "doctor", "--staging", "64MiB", "--memory", "64MiB", "--metrics-port", str(port),
-        "--bundle", tmp_path / "bundle.tar.gz", "--log", log,
-    )  # fmt: skip
+    sizes = ("--staging", "64MiB", "--memory", "64MiB", "--metrics-port", port)
+    result = kvprefetchd("doctor", *sizes, "--bundle", tmp_path / "bundle.tar.gz", "--log", log)
     assert result.returncode == 0, result.stdout + result.stderr
     for words in (f"daemon answers: pid {daemon.pid}", "round trip through a private store", "fetch_threads="):
         assert words in result.stdout
@@ -74,10 +64,10 @@ def test_doctor_knows_how_large_the_file_system_is(tmp_path: Path) -> None:
     assert finding.level == "ok"
 
 
-def test_who_may_not_use_the_socket_is_never_sent_into_root_s_group() -> None:
+def test_a_user_without_access_to_the_socket_is_never_sent_into_root_s_group() -> None:
     others = next(group.gr_gid for group in grp.getgrall() if group.gr_gid != 0)
-    for gid, mode, joins in ((0, 0o660, False), (others, 0o600, False), (4_000_000_000, 0o660, False),
-                             (others, 0o660, True)):  # fmt: skip
+    kept_out = [(0, 0o660, False), (others, 0o600, False), (4_000_000_000, 0o660, False)]
+    for gid, mode, joins in (*kept_out, (others, 0o660, True)):
         advice = findings.way_in(os.stat_result((mode, 1, 1, 1, 0, gid, 0, 0, 0, 0)), 1234)
         if joins:
             assert advice == f"join the group {grp.getgrgid(gid).gr_name}"
@@ -89,11 +79,8 @@ def test_who_may_not_use_the_socket_is_never_sent_into_root_s_group() -> None:
 @pytest.mark.store
 def test_doctor_says_what_is_bad_and_what_to_do(tmp_path: Path) -> None:
     config = absent_cluster(tmp_path, metadata_server="http://operator:hunter2@127.0.0.1/x")
-    result = kvprefetchd(
-        "doctor", "--socket", tmp_path / "none.sock", "--mooncake-config", config,
-        "--staging", str(machine_bytes()),
-        "--bundle", tmp_path / "b.tar.gz", "--metrics-port", "0",
-    )  # fmt: skip
+    where = ("--socket", tmp_path / "none.sock", "--mooncake-config", config, "--metrics-port", 0)
+    result = kvprefetchd("doctor", *where, "--staging", machine_bytes(), "--bundle", tmp_path / "b.tar.gz")
     assert result.returncode == 1, result.stdout + result.stderr
     bad = [line.split()[1] for line in result.stdout.splitlines() if line.startswith("bad")]
     assert bad == ["memory", "master", "store"]
@@ -120,7 +107,7 @@ def test_secrets_are_removed() -> None:
 
 
 def test_what_answers_and_is_no_http_is_one_line_and_leaves_the_bundle_whole() -> None:
-    """Most of all the master's own port, which is one digit or so away from its HTTP port."""
+    """The likely case is the master's own port, one digit or so away from its HTTP port."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
 
@@ -142,7 +129,7 @@ def test_what_answers_and_is_no_http_is_one_line_and_leaves_the_bundle_whole() -
 
 
 def counted(*at: Any) -> list[str]:
-    """What `store stat` counts, without how full the store is, and to whom it belongs."""
+    """The counts of `store stat`, without the store's fill and the namespaces' users."""
     *lines, last = kvprefetchd("store", "stat", *at).stdout.splitlines()
     assert last.startswith("memory ")
     return " ".join(line for line in lines if not line.lstrip().startswith("uid=")).split()
@@ -160,8 +147,7 @@ def test_a_namespace_is_listed_counted_and_purged(serve: Callable[..., Daemon]) 
 
     listed = kvprefetchd("store", "ls", "--prefix", "one@", *at)
     assert sorted(listed.stdout.split()) == sorted(f"one@tp_rank:0@{digest.hex()}" for digest in values)
-    assert counted(*at) == ["3", "one@tp_rank:0@", "2", "two@tp_rank:0@",
-                                                                  "5", "in", "all"]  # fmt: skip
+    assert counted(*at) == ["3", "one@tp_rank:0@", "2", "two@tp_rank:0@", "5", "in", "all"]
     refused = kvprefetchd("store", "purge", "--engine", "one", *at)
     assert refused.returncode == 78
     assert "--yes" in refused.stderr

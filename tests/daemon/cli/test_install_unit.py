@@ -1,4 +1,4 @@
-"""`install-unit`: units that systemd's own tools accept, hardened, for the environment that wrote them."""
+"""`install-unit`: hardened units for the environment that wrote them, which systemd's own tools accept."""
 
 from __future__ import annotations
 
@@ -15,29 +15,20 @@ import pytest
 from kvprefetch.daemon.cli import install_unit
 from kvprefetch.daemon.cli.client import EX_UNAVAILABLE
 from kvprefetch.daemon.cli.main import EX_CONFIG, main
+from tests.daemon.cli.command import kvprefetchd, run
 
 needs_analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 
 
 def install(root: Path, *arguments: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-m", "kvprefetch.daemon", "install-unit", "--root", str(root), *arguments],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    result = kvprefetchd("install-unit", "--root", root, *arguments)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
-def analyze(*arguments: str | Path) -> str:
-    result = subprocess.run(
-        ["systemd-analyze", "--no-pager", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stderr.strip() == ""
+def analyze(*arguments: object) -> str:
+    result = run(["systemd-analyze", "--no-pager", *map(str, arguments)])
+    assert (result.returncode, result.stderr.strip()) == (0, ""), result.stdout
     return result.stdout
 
 
@@ -81,10 +72,7 @@ def test_what_is_written_starts_this_environment(tmp_path: Path) -> None:
     command = re.search(r"^ExecStart=(.*) serve --config (\S+)$", unit, re.MULTILINE)
     assert command is not None
     config = tmp_path / command[2].lstrip("/")
-    result = subprocess.run(
-        [*command[1].split(), "check-config", "--config", str(config)],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    result = run([*command[1].split(), "check-config", "--config", str(config)])
     assert result.returncode == 0, result.stderr
 
 

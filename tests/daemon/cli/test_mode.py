@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from kvprefetch.shmring.wire.records import FlagState, Outcome
+from tests.daemon.cli.command import kvprefetchd
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks, stored
 from tests.lab.daemon import Daemon
@@ -16,10 +15,7 @@ from tests.support.waiting import eventually
 
 
 def switch(path: Path, mode: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-m", "kvprefetch.daemon", "mode", mode, "--socket", str(path)],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    result = kvprefetchd("mode", mode, "--socket", path)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -6,19 +6,20 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.telemetry import reader
+from tests.daemon.cli.command import COMMAND, kvprefetchd, one_line
 from tests.support.waiting import eventually
 
-TAIL = [sys.executable, "-m", "kvprefetch.daemon", "tail"]
+TAIL = [*COMMAND, "tail"]
 
 
 def record(event: str = "request.done", **fields: Any) -> dict[str, Any]:
@@ -39,9 +40,8 @@ def written(path: Path, *lines: object) -> Path:
     return path
 
 
-def tail(*arguments: str, given: bytes = b"") -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([*TAIL, *arguments], input=given, capture_output=True, timeout=60, check=False)
-    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+def tail(*arguments: str, given: bytes = b"", **environ: str) -> CompletedProcess[str]:
+    return kvprefetchd("tail", *arguments, given=given, **environ)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_bad_use_is_one_line(
 ) -> None:
     assert main(["tail", *arguments]) == status
     said = capsys.readouterr().err
-    assert len(said.strip().splitlines()) == 1
+    assert one_line(said)
     for word in words:
         assert word in said
 
@@ -146,7 +146,7 @@ def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
 
 
 def test_a_pipe_is_read_to_its_end_after_the_first_interrupt() -> None:
-    """Ctrl-C in `kvprefetchd serve | kvprefetchd tail` reaches both: the daemon still has its last lines to say."""
+    """Ctrl-C in `kvprefetchd serve | kvprefetchd tail` reaches both, and the daemon still has its last lines."""
     for interrupts in (1, 2):
         process = subprocess.Popen([*TAIL, "-f", "--json"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdin is not None
@@ -167,7 +167,7 @@ def test_a_pipe_is_read_to_its_end_after_the_first_interrupt() -> None:
 
 
 def pending(pid: int) -> bool:
-    """Whether a signal waits for the process, or it has not ended its handler's call yet."""
+    """Whether a signal waits for the process, or its handler has not returned yet."""
     fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(fields["ShdPnd"], 16) != 0 or not fields["State"].startswith(("S", "Z"))
 
@@ -180,7 +180,7 @@ class Done(Exception):
 
 
 def followed(path: Path, *steps: Callable[[], object], last: int = 10) -> list[bytes]:
-    """The lines read while each pause does the next step; two pauses lie after the last one."""
+    """The lines read while each pause does the next step; two more pauses follow the last step."""
     script = iter((*steps, lambda: None, lambda: None))
 
     def pause() -> None:
@@ -248,10 +248,8 @@ def test_follow_survives_several_rotations_and_a_gap(tmp_path: Path) -> None:
     path.write_text("")
     steps: list[Callable[[], object]] = []
     for i in range(5):
-        steps += [
-            appended(path, f"{i}\n"), lambda: None, lambda i=i: path.rename(tmp_path / f"log.{i}"), lambda: None,
-            lambda: path.write_text(""),
-        ]  # fmt: skip
+        steps += [appended(path, f"{i}\n"), lambda: None, lambda i=i: path.rename(tmp_path / f"log.{i}")]
+        steps += [lambda: None, lambda: path.write_text("")]
     assert followed(path, *steps) == [b"0", b"1", b"2", b"3", b"4"]
 
 
@@ -294,44 +292,38 @@ def test_messages_are_taken_out_of_the_journal_s_lines() -> None:
         assert reader.journal_message(line) is None
 
 
-@pytest.fixture
-def planted_journal(tmp_path: Path) -> dict[str, str]:
-    """A journalctl that answers like the real one; no journal can be written to without booting systemd."""
-    program = tmp_path / "journalctl"
-    lines = [json.dumps({"MESSAGE": json.dumps(each), "_PID": "1"}) for each in LOG]
-    body = "\n".join(["#!/bin/sh", f'echo "$@" > {tmp_path}/arguments', "cat <<'END'", *lines, "END", ""])
-    program.write_text(body)
+def planted_journal(folder: Path, *records: dict[str, Any]) -> str:
+    """Put a journalctl into the folder that answers like the real one; returns the PATH to find it with.
+
+    No journal can be written to without booting systemd.
+    """
+    lines = [json.dumps({"MESSAGE": json.dumps(each), "_PID": "1"}) for each in records]
+    program = folder / "journalctl"
+    program.write_text("\n".join(["#!/bin/sh", f'echo "$@" > {folder}/arguments', "cat <<'END'", *lines, "END", ""]))
     program.chmod(0o755)
-    return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    return f"{folder}:{os.environ['PATH']}"
 
 
-def test_the_journal_is_asked_for_the_unit(planted_journal: dict[str, str], tmp_path: Path) -> None:
-    command = [*TAIL, "--journal", "other.service", "-n", "50", "-f", "--event", "request.done"]
-    result = subprocess.run(command, env=planted_journal, capture_output=True, text=True, timeout=60, check=True)
-    assert len(result.stdout.splitlines()) == 2
+def test_the_journal_is_asked_for_the_unit(tmp_path: Path) -> None:
+    filters = ("--journal", "other.service", "-n", "50", "-f", "--event", "request.done")
+    result = tail(*filters, PATH=planted_journal(tmp_path, *LOG))
+    assert (result.returncode, len(result.stdout.splitlines())) == (0, 2)
     asked = (tmp_path / "arguments").read_text().split()
     assert asked == ["--output=json", "--unit=other.service", "--lines=50", "--follow"]
 
 
-def test_a_journal_without_entries_is_told(tmp_path: Path) -> None:
-    program = tmp_path / "journalctl"
-    program.write_text("#!/bin/sh\n")  # what the real one prints for a unit that does not exist
-    program.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    for command, status in ((["tail", "--journal"], 69), (["explain", "x", "--journal"], 69),
-                            (["tail", "--journal", "-n", "0"], 0)):  # fmt: skip
-        result = subprocess.run(
-            [*TAIL[:-1], *command], env=environment, capture_output=True, text=True, timeout=60, check=False
-        )
-        said = "kvprefetchd: the journal of kvprefetchd.service has no entries: " if status else ""
-        assert (result.returncode, result.stderr[: len(said)], bool(result.stderr)) == (status, said, bool(said))
+@pytest.mark.parametrize(
+    ("command", "status"), [("tail --journal", 69), ("explain x --journal", 69), ("tail --journal -n 0", 0)]
+)
+def test_a_journal_without_entries_is_reported(tmp_path: Path, command: str, status: int) -> None:
+    """The real journalctl prints nothing for a unit that does not exist."""
+    result = kvprefetchd(*command.split(), PATH=planted_journal(tmp_path))
+    said = "kvprefetchd: the journal of kvprefetchd.service has no entries: " if status else ""
+    assert (result.returncode, result.stderr[: len(said)], bool(result.stderr)) == (status, said, bool(said))
 
 
 def test_without_journalctl_it_says_so(tmp_path: Path) -> None:
-    command = [*TAIL, "--journal"]
-    result = subprocess.run(
-        command, env={**os.environ, "PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False
-    )
+    result = tail("--journal", PATH=str(tmp_path))
     assert result.returncode == 69
     assert "journalctl" in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    assert one_line(result.stderr)

@@ -10,7 +10,6 @@ import re
 import signal
 import struct
 import subprocess
-import sys
 import termios
 import time
 from typing import Any
@@ -25,29 +24,37 @@ from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.admin import Status
 from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, decode_message, encode_message
 from kvprefetch.shmring.wire.records import Outcome
+from tests.daemon.cli.command import COMMAND, kvprefetchd, one_line
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks
 from tests.lab.daemon import Daemon
 from tests.support.auditor import ask_daemon
 from tests.support.waiting import eventually
 
-COMMAND = [sys.executable, "-m", "kvprefetch.daemon"]
-
 
 def status(*engines: dict[str, Any], **changes: Any) -> Status:
-    fields: dict[str, Any] = {
-        "version": "1", "pid": 7, "store_open": True, "engines": list(engines), "engine_count": len(engines),
-        "uptime_s": 400.0, **changes,
-    }  # fmt: skip
-    return Status(**fields)
+    named = {"engines": list(engines), "engine_count": len(engines)}
+    return Status(**{"version": "1", "pid": 7, "store_open": True, "uptime_s": 400.0, **named, **changes})
+
+
+ENGINE = {
+    "engine": "e", "epoch": 1, "block_bytes": 1000, "transfer_ms": 400, "hidden_ms": 300, "hints": 10,
+    "fetched_blocks": 50, "hit_blocks": 60, "miss_blocks": 20, "requests": 3, "orders": 1, "blocks_pinned": 4,
+    "slots_idle": 5, "slots_free": 6, "saves_queued": 2, "dropped_hints": 8, "bad_records": 9,
+}  # fmt: skip
+AT_REST = overview.Rates(0.0, 0.0, None)
 
 
 def engine(**changes: Any) -> dict[str, Any]:
-    return {
-        "engine": "e", "epoch": 1, "block_bytes": 1000, "transfer_ms": 400, "hidden_ms": 300, "hints": 10,
-        "fetched_blocks": 50, "hit_blocks": 60, "miss_blocks": 20, "requests": 3, "orders": 1, "blocks_pinned": 4,
-        "slots_idle": 5, "slots_free": 6, "saves_queued": 2, "dropped_hints": 8, "bad_records": 9, **changes,
-    }  # fmt: skip
+    return {**ENGINE, **changes}
+
+
+def shown(now: Status, width: int, rates: overview.Rates = AT_REST) -> list[str]:
+    """The lines of a frame on a terminal of this width."""
+    console = Console(file=io.StringIO(), width=width)
+    console.print(top_view.frame(now, rates))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
 
 
 def test_rates_are_of_what_grew_between_two_answers() -> None:
@@ -89,44 +96,33 @@ def test_the_description_says_what_is_wrong() -> None:
     assert overview.describe(status(engine_count=3))[1:] == [more]
 
 
+def slow(request_id: str, engine: str, outcome: str, exposed_ms: float, **changes: Any) -> dict[str, Any]:
+    known = {"request_id": request_id, "engine": engine, "outcome": outcome, "exposed_ms": exposed_ms}
+    return overview.SlowRequest(**{**known, "fetched_bytes": 99_900_000, "ago_s": 118.0, **changes}).model_dump()
+
+
 def test_a_frame_shows_engines_and_slow_requests() -> None:
-    slow = overview.SlowRequest(
-        request_id="cmpl-[red]9", engine="e", outcome="late", exposed_ms=250.0, fetched_bytes=10_000_000, ago_s=42.0
-    )
-    console = Console(file=io.StringIO(), width=140)
-    now = status(engine(), slowest=[slow.model_dump()])
-    console.print(top_view.frame(now, overview.Rates(12.0, 3e6, 0.5)))
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
-    assert "12.0 hints/s, fetching 3.0 MB/s, hidden 50 %" in text
-    line = next(line for line in text.splitlines() if "cmpl-" in line)
+    one = slow("cmpl-[red]9", "e", "late", 250.0, fetched_bytes=10_000_000, ago_s=42.0)
+    lines = shown(status(engine(), slowest=[one]), 140, overview.Rates(12.0, 3e6, 0.5))
+    assert [line for line in lines if "12.0 hints/s, fetching 3.0 MB/s, hidden 50 %" in line]
+    line = next(line for line in lines if "cmpl-" in line)
     assert line.split() == ["250", "ms", "late", "10.0", "MB", "42", "s", "ago", "e", "cmpl-[red]9"]
 
 
 def test_a_frame_says_what_is_wrong_as_the_description_does() -> None:
-    console = Console(file=io.StringIO(), width=400)
     now = status(engine(), engine(engine="x", namespace="llama@"), disk_fault="no disk", engine_count=5)
-    console.print(top_view.frame(now, overview.Rates(0.0, 0.0, None)))
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
     wrong = re.compile("no disk|x stores under llama@|and 3 more engines")
     said = [line for line in overview.describe(now) if wrong.search(line)]
     assert len(said) == 3
-    assert [line.rstrip() for line in lines if line.rstrip() in said] == said
+    assert [line.rstrip() for line in shown(now, 400) if line.rstrip() in said] == said
 
 
 def test_a_narrow_terminal_cuts_names_short_and_no_number() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    slow = overview.SlowRequest(
-        request_id="cmpl-" + "9" * 40, engine="e" * 36, outcome="recomputed", exposed_ms=31.6, fetched_bytes=99_900_000,
-        ago_s=118.0,
-    )  # fmt: skip
-    now = status(engine(engine="4f1c" * 8, hints=1234567, slots_idle=76800), slowest=[slow.model_dump()])
-    console.print(top_view.frame(now, overview.Rates(0.0, 0.0, None)))
-    assert isinstance(console.file, io.StringIO)
-    line = next(line for line in console.file.getvalue().splitlines() if line.startswith("4f1c"))
+    one = slow("cmpl-" + "9" * 40, "e" * 36, "recomputed", 31.6)
+    lines = shown(status(engine(engine="4f1c" * 8, hints=1234567, slots_idle=76800), slowest=[one]), 80)
+    line = next(line for line in lines if line.startswith("4f1c"))
     assert line.split()[1:] == ["3", "1", "4", "76800", "6", "2", "1234567", "75", "%", "75", "%", "8", "9"]
-    line = next(line for line in console.file.getvalue().splitlines() if "recomputed" in line)
+    line = next(line for line in lines if "recomputed" in line)
     assert line.split()[:7] == ["31.6", "ms", "recomputed", "99.9", "MB", "118", "s"]
     assert "cmpl-" in line
 
@@ -141,13 +137,8 @@ def test_status_of_another_release_is_understood() -> None:
 def test_an_answer_with_many_engines_fits_a_message() -> None:
     counters = {f"counter_{i}": 10**12 for i in range(20)}
     worst = engine(engine="x" * 256, namespace="x" * report.MAX_NAMESPACE_BYTES, **counters)
-    slow = [
-        overview.SlowRequest(
-            request_id="r" * 512, engine="x" * 256, outcome="engine_corrupt", exposed_ms=1e6, fetched_bytes=10**12,
-            ago_s=1.0,
-        ).model_dump()
-    ] * report.SLOWEST  # fmt: skip
-    message = status(*([worst] * report.MAX_ENGINES), slowest=slow)
+    longest = slow("r" * 512, "x" * 256, "engine_corrupt", 1e6, fetched_bytes=10**12)
+    message = status(*([worst] * report.MAX_ENGINES), slowest=[longest] * report.SLOWEST)
     assert len(encode_message(message)) <= MAX_MESSAGE_BYTES
 
 
@@ -168,35 +159,32 @@ def test_a_real_daemon_s_status_and_top(shared_daemon: Daemon) -> None:
     waited = {line["request_id"]: line["exposed_ms"] for line in shared_daemon.records("request.done")}
     assert waited["given-up"] >= 80, "its client left, which says nothing of us"
 
-    def shown(*arguments: str) -> str:
-        done = subprocess.run(
-            [*COMMAND, *arguments, "--socket", str(shared_daemon.socket)],
-            env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True, timeout=60, check=True,
-        )  # fmt: skip
+    def output(*arguments: str) -> str:
+        done = kvprefetchd(*arguments, "--socket", shared_daemon.socket, COLUMNS="80")
+        assert done.returncode == 0, done.stderr
         return done.stdout
 
-    said = json.loads(shown("status", "--json"))
+    said = json.loads(output("status", "--json"))
     assert said["engines"][0]["fetched_blocks"] == 8
     assert [each["request_id"] for each in said["slowest"]] == ["slow-one"]
     assert said["slowest"][0]["exposed_ms"] >= 80
-    for text in (shown("status"), shown("top", "--once", "--interval", "0.2")):
+    for text in (output("status"), output("top", "--once", "--interval", "0.2")):
         assert "shown" in text
         assert "slow-one" in text
         assert "late" in text
         assert f"pid {shared_daemon.pid}" in text
         assert "store calls in flight" in text.splitlines()[0], "no line is cut or wrapped"
         assert text == "".join(line.rstrip() + "\n" for line in text.splitlines())
-    assert "\nnow: 0.00 hints/s, fetching 0 B/s, " in shown("top", "--interval", "0.2")
+    assert "\nnow: 0.00 hints/s, fetching 0 B/s, " in output("top", "--interval", "0.2")
     attached.close()
 
 
 def test_top_on_a_terminal_runs_until_it_is_interrupted(shared_daemon: Daemon) -> None:
     primary, secondary = os.openpty()
     fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
-    process = subprocess.Popen(
-        [*COMMAND, "top", "--interval", "0.2", "--socket", str(shared_daemon.socket)],
-        stdin=secondary, stdout=secondary, stderr=subprocess.PIPE, env={**os.environ, "TERM": "xterm"},
-    )  # fmt: skip
+    command = [*COMMAND, "top", "--interval", "0.2", "--socket", str(shared_daemon.socket)]
+    environment = {**os.environ, "TERM": "xterm"}
+    process = subprocess.Popen(command, stdin=secondary, stdout=secondary, stderr=subprocess.PIPE, env=environment)
     try:
         os.close(secondary)
         os.set_blocking(primary, False)
@@ -224,12 +212,10 @@ def test_top_on_a_terminal_runs_until_it_is_interrupted(shared_daemon: Daemon) -
 
 @pytest.mark.parametrize("command", ["status", "top"])
 def test_without_a_daemon_it_is_one_line(command: str) -> None:
-    done = subprocess.run(
-        [*COMMAND, command, "--socket", "/nonexistent/s"], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = kvprefetchd(command, "--socket", "/nonexistent/s")
     assert done.returncode == 69
     assert "/nonexistent/s" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    assert one_line(done.stderr)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,15 @@
-"""`kvprefetchd warm` with a real daemon and a real store: staged, found by the next hint, and what it refuses."""
+"""`kvprefetchd warm` with a real daemon and a real store: blocks staged, found by the next hint, and refusals."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
-import subprocess
 import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from kvprefetch.shmring.wire.admin import Warm, Warmed
 from kvprefetch.shmring.wire.attach import Refused
 from kvprefetch.shmring.wire.codec import Message, receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState, Outcome
+from tests.daemon.cli.command import kvprefetchd, run
 from tests.daemon.cli.test_mode import switch
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks, stored
@@ -31,13 +32,8 @@ from tests.support.waiting import eventually
 Serve = Callable[..., Daemon]
 
 
-def warm(path: Path, text: str | bytes, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    data = text if isinstance(text, bytes) else text.encode()
-    result = subprocess.run(
-        [sys.executable, "-m", "kvprefetch.daemon", "warm", "-", "--socket", str(path), *options],
-        input=data, capture_output=True, timeout=120, check=False, env={**os.environ, **environ},
-    )  # fmt: skip
-    return subprocess.CompletedProcess(result.args, result.returncode, result.stdout.decode(), result.stderr.decode())
+def warm(path: Path, text: str | bytes, *options: str) -> CompletedProcess[str]:
+    return kvprefetchd("warm", "-", "--socket", path, *options, given=text)
 
 
 def listing(*chains: list[bytes]) -> str:
@@ -52,11 +48,10 @@ def counted(path: Path, text: str, status: int = 0) -> dict[str, Any]:
 
 
 def last_line(daemon: Daemon, name: str) -> dict[str, Any]:
-    def told() -> dict[str, Any] | None:
+    def line() -> dict[str, Any] | None:
         return next((line for line in daemon.records("request.done") if line["request_id"] == name), None)
 
-    found: dict[str, Any] = eventually(told, what=f"the line of {name}")
-    return found
+    return eventually(line, what=f"the line of {name}")
 
 
 def test_what_was_warmed_is_a_hit_without_a_fetch(serve: Serve, auditor: Auditor, tmp_path: Path) -> None:
@@ -68,10 +63,7 @@ def test_what_was_warmed_is_a_hit_without_a_fetch(serve: Serve, auditor: Auditor
     chain = list(values)
     file = tmp_path / "list.jsonl"
     file.write_text(listing(chain[:30], chain[:10] + list(blocks("nowhere", 5)), chain[30:]))
-    result = subprocess.run(
-        [sys.executable, "-m", "kvprefetch.daemon", "warm", str(file), "--socket", str(daemon.socket)],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    result = kvprefetchd("warm", file, "--socket", daemon.socket)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == (
         "engine engine: 3 lines; 55 blocks: 50 found (10 staged already, 40 fetched, 0 without room), "
@@ -136,7 +128,7 @@ def test_bad_lines_are_named_and_good_ones_done(serve: Serve) -> None:
     assert "7 more bad lines" in errors[5]
     result = warm(daemon.socket, "[1, 2, 3]\n" + first)
     assert result.returncode == 65
-    assert "did not say how" in result.stderr, "this engine told nothing of its hashing"
+    assert "did not say how" in result.stderr, "this engine published nothing of its hashing"
     assert "1 staged already" in result.stdout
     engine.close()
 
@@ -227,9 +219,6 @@ def test_a_stranger_may_not(shared_daemon: Daemon) -> None:
         "s.send(sys.argv[3].encode()); print(s.recv(65536).decode())\n"
     )
     group = os.stat(shared_daemon.socket).st_gid
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(shared_daemon.socket), str(group), order],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    result = run([sys.executable, "-c", script, str(shared_daemon.socket), str(group), order])
     assert "not one engine but 0: engine='strange'; attached: none" in result.stdout, result
     engine.close()

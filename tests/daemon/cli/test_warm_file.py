@@ -57,9 +57,8 @@ def test_a_bad_line_is_named_by_field_and_value(line: bytes, words: list[str]) -
 def test_good_lines_around_a_bad_one_are_kept_and_numbers_count_empty_lines() -> None:
     file = io.BytesIO(f'["{AB}"]\n\n  \nnonsense\n["{CD}"]'.encode())
     found = list(read(file, never))
-    assert [(line.number, len(line.digests), bool(line.error)) for line in found] == [
-        (1, 1, False), (4, 0, True), (5, 1, False),
-    ]  # fmt: skip
+    numbers = [(line.number, len(line.digests), bool(line.error)) for line in found]
+    assert numbers == [(1, 1, False), (4, 0, True), (5, 1, False)]
 
 
 def test_what_is_wrong_with_prompts_is_said_for_their_lines() -> None:
@@ -67,9 +66,7 @@ def test_what_is_wrong_with_prompts_is_said_for_their_lines() -> None:
         raise ValueError("no vLLM here")
 
     file = io.BytesIO(f'[1, 2]\n["{AB}"]\n'.encode())
-    assert list(read(file, refusing)) == [
-        WarmLine(1, [], "no vLLM here"), WarmLine(2, [bytes.fromhex(AB)]),
-    ]  # fmt: skip
+    assert list(read(file, refusing)) == [WarmLine(1, [], "no vLLM here"), WarmLine(2, [bytes.fromhex(AB)])]
 
 
 def test_a_line_that_is_too_long_is_one_bad_line(monkeypatch: pytest.MonkeyPatch) -> None:

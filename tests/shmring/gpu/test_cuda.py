@@ -128,9 +128,8 @@ def test_pages_are_registered_once(device: host_device.HostDevice) -> None:
 
 
 def test_exported_sizes_are_whole_grains() -> None:
-    assert [cuda.exported_bytes(n) for n in (1, GRAIN_BYTES, GRAIN_BYTES + 1)] == [
-        GRAIN_BYTES, GRAIN_BYTES, 2 * GRAIN_BYTES,
-    ]  # fmt: skip
+    sizes = [cuda.exported_bytes(n) for n in (1, GRAIN_BYTES, GRAIN_BYTES + 1)]
+    assert sizes == [GRAIN_BYTES, GRAIN_BYTES, 2 * GRAIN_BYTES]
 
 
 @pytest.mark.parametrize(
