@@ -78,10 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:  # before the command handles it itself, or in one that ends with it
         return 128 + signal.SIGINT
+    except (Taken, Unavailable) as error:  # before ConfigError: Taken is one
+        status, line = EX_UNAVAILABLE, str(error)
     except ConfigError as error:
         status, line = EX_CONFIG, str(error)
-    except (Taken, Unavailable) as error:
-        status, line = EX_UNAVAILABLE, str(error)
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError):  # an engine's environment lacks the packages of the daemon
             text = "is not installed here: this command needs the daemon's environment; in a checkout:"
