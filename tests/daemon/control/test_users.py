@@ -8,6 +8,7 @@ import signal
 import socket
 import uuid
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -172,13 +173,10 @@ def test_a_restart_on_the_same_disk_does_not_forget_the_user(both: Serve, other:
 def test_a_damaged_file_of_namespaces_ends_the_start(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir(mode=0o700)
     (tmp_path / "disk" / FILE).write_text('{"version": 1, "namespaces": [{}]}')
-    daemon = Daemon(memory="64MiB", staging="1MiB", disk=str(tmp_path / "disk"))
-    daemon.launch()
-    try:
+    with closing(Daemon(memory="64MiB", staging="1MiB", disk=str(tmp_path / "disk"))) as daemon:
+        daemon.launch()
         assert daemon.wait_exit() == 78
         assert "namespaces.0.name: field required: file=" in daemon.records("daemon.failed")[0]["error"]
-    finally:
-        daemon.close()
 
 
 def test_a_purge_frees_a_namespace_that_no_engine_uses(

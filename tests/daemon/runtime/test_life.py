@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -66,12 +67,9 @@ def test_a_daemon_that_stops_leaves_its_successors_socket_alone(serve: Serve) ->
     lost = daemon.wait_record("socket.lost")
     assert lost is not None
     assert "another daemon is serving" in lost["error"]
-    second = Daemon(memory="64MiB", staging="1MiB", socket=daemon.socket)
-    try:
+    with closing(Daemon(memory="64MiB", staging="1MiB", socket=daemon.socket)) as second:
         second.launch()
         assert second.wait_exit() == 69, "systemd tries again: it may be free then"
-    finally:
-        second.close()
     assert daemon.sigterm(30) == 0
     assert ask_daemon(successor.socket).pid == successor.pid
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -51,13 +52,10 @@ def test_what_was_saved_is_loaded_with_the_same_bytes(shared_daemon: Daemon, aud
 def test_a_port_that_is_taken_ends_the_start_with_a_line_that_says_which_and_what_to_do(key: str, cure: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        option = f"--{key.replace('_', '-')}"
-        daemon = Daemon(memory="16MiB", staging="1MiB", extra=("--metrics-port", "0", option, str(port)))
-        try:
+        extra = ("--metrics-port", "0", f"--{key.replace('_', '-')}", str(port))
+        with closing(Daemon(memory="16MiB", staging="1MiB", extra=extra)) as daemon:
             daemon.launch()
             assert daemon.wait_exit(60) == 69, "systemd tries again: it may be free then"
-        finally:
-            daemon.close()
     (line,) = (line for line in daemon.lines if line.startswith("kvprefetchd: "))
     assert f"{key}: cannot be bound: Address already in use: " in line
     assert f"{key}={port}" in line
@@ -66,16 +64,14 @@ def test_a_port_that_is_taken_ends_the_start_with_a_line_that_says_which_and_wha
 
 @pytest.mark.store
 def test_a_master_that_is_slow_to_answer_at_first_does_not_end_the_start() -> None:
-    daemon = Daemon(memory="64MiB", staging="1MiB", extra=("--log-level", "debug", "--rpc-timeout-ms", "1000"))
-    try:
+    extra = ("--log-level", "debug", "--rpc-timeout-ms", "1000")
+    with closing(Daemon(memory="64MiB", staging="1MiB", extra=extra)) as daemon:
         daemon.launch()
         started = daemon.wait_record("master.started", timeout_s=30)
         assert started is not None
         with frozen(started["pid"]):
             assert daemon.wait_record("store.retried", timeout_s=20) is not None
         assert daemon.wait_record("daemon.ready", timeout_s=30) is not None
-    finally:
-        daemon.close()
 
 
 def test_every_rank_gets_its_own_part(shared_daemon: Daemon) -> None:
@@ -155,10 +151,7 @@ def test_more_waiting_than_staging_holds_is_served_in_turn(shared_daemon: Daemon
     groups = [blocks(f"queue-{i}", 60) for i in range(8)]  # 1 MiB holds 256 slots, 64 of them for saves
     for values in groups:
         engine.save(values)
-    stored_bytes = 8 * 60
-    eventually(
-        lambda: sum(e["stored_blocks"] for e in shared_daemon.records("save.done")) >= stored_bytes, what="saves"
-    )
+    stored(shared_daemon, 8 * 60)
     keys = [engine.hint(list(values)) for values in groups]
     for key, values in zip(keys, groups, strict=True):
         assert engine.settled(key).count == 60

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ class Manager:
     """The datagram socket of a service manager."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.env = {"NOTIFY_SOCKET": str(path), "WATCHDOG_USEC": str(WATCHDOG_US)}
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.sock.bind(str(path))
         self.heard: list[dict[str, str]] = []
@@ -81,7 +82,7 @@ def manager(folder: Path) -> Iterator[Manager]:
     manager.sock.close()
 
 
-def test_a_service_s_life_is_told_from_ready_to_stopping(
+def test_systemd_is_notified_of_a_life_from_ready_to_stopping(
     serve: Callable[..., Daemon], manager: Manager, tmp_path: Path
 ) -> None:
     """READY and STATUS, WATCHDOG again and again, RELOADING then READY, STATUS of engines, STOPPING."""
@@ -89,9 +90,7 @@ def test_a_service_s_life_is_told_from_ready_to_stopping(
     config.write_text("max_engines = 2\n")
     limits = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (limits[1], limits[1]))  # as a container's, or a generous manager's
-    daemon = serve(
-        env={"NOTIFY_SOCKET": str(manager.path), "WATCHDOG_USEC": str(WATCHDOG_US)}, extra=("--config", str(config))
-    )
+    daemon = serve(env=manager.env, extra=("--config", str(config)))
     resource.setrlimit(resource.RLIMIT_CORE, limits)
     assert "store open" in manager.wait("READY")["STATUS"]
     assert re.search(r"^Max core file size +0 ", Path(f"/proc/{daemon.pid}/limits").read_text(), re.MULTILINE)
@@ -131,25 +130,19 @@ def test_a_service_s_life_is_told_from_ready_to_stopping(
 @pytest.mark.store
 def test_a_reload_that_comes_while_the_daemon_starts_is_done_when_it_runs(manager: Manager) -> None:
     """It still imports its modules: it can have a handler only then."""
-    daemon = Daemon(memory="64MiB", staging="1MiB", env={"NOTIFY_SOCKET": str(manager.path)})
-    try:
+    with closing(Daemon(memory="64MiB", staging="1MiB", env=manager.env)) as daemon:
         daemon.launch()
         eventually(lambda: "pydantic" in Path(f"/proc/{daemon.pid}/maps").read_text(), what="the first imports")
         os.kill(daemon.pid, signal.SIGHUP)
         manager.wait("READY")
         manager.wait("RELOADING")
         assert daemon.sigterm() == 0
-    finally:
-        daemon.close()
 
 
-def test_a_loop_that_hangs_falls_silent(serve: Callable[..., Daemon], manager: Manager) -> None:
+def test_a_loop_that_hangs_falls_silent(manager: Manager) -> None:
     """The watchdog is fed by the loop itself: threads that still run do not speak for it."""
-    daemon = Daemon(
-        memory="64MiB", staging="1MiB", env={"NOTIFY_SOCKET": str(manager.path), "WATCHDOG_USEC": str(WATCHDOG_US)}
-    )
-    daemon.argv[1:3] = ["-c", HANGING]
-    try:
+    with closing(Daemon(memory="64MiB", staging="1MiB", env=manager.env)) as daemon:
+        daemon.argv[1:3] = ["-c", HANGING]
         daemon.start()
         manager.wait("WATCHDOG")
         os.kill(daemon.pid, signal.SIGUSR1)
@@ -160,12 +153,10 @@ def test_a_loop_that_hangs_falls_silent(serve: Callable[..., Daemon], manager: M
             message = manager.listen(left)
             assert message is None or "WATCHDOG" not in message
         daemon.sigkill()
-    finally:
-        daemon.close()
 
 
 def test_without_a_manager_nothing_is_said_and_children_inherit_nothing(manager: Manager) -> None:
-    environ = {"NOTIFY_SOCKET": str(manager.path), "WATCHDOG_USEC": "9000000", "WATCHDOG_PID": str(os.getpid())}
+    environ = {**manager.env, "WATCHDOG_PID": str(os.getpid())}
     notifier = Notifier(environ)
     assert environ == {}
     notifier.tick(10**12)
@@ -173,7 +164,7 @@ def test_without_a_manager_nothing_is_said_and_children_inherit_nothing(manager:
     assert [manager.listen(1.0), manager.listen(0.01)] == [{"WATCHDOG": "1"}, None]
     notifier.close()
     Notifier({}).ready("nobody listens")
-    stranger = Notifier({"NOTIFY_SOCKET": str(manager.path), "WATCHDOG_USEC": "9000000", "WATCHDOG_PID": "1"})
+    stranger = Notifier({**manager.env, "WATCHDOG_PID": "1"})
     stranger.tick(10**12)
     assert manager.listen(0.01) is None
     stranger.close()
