@@ -101,57 +101,49 @@ def test_a_request_behind_a_full_engine_hides_its_fetch() -> None:
     assert result.hidden_fraction == 1.0
 
 
-def test_a_wait_ends_at_its_deadline() -> None:
-    """The request waits for a frozen store as long as the policy says; then the engine computes the prompt."""
-    frozen = replace(SMALL, node=replace(NODE, freezes_s=((0.0, 60.0),), rpc_timeout_s=100.0))
-    result = run("timeout", [(100, 9, 1)], [0.0], frozen)
-    assert ttft(result) == [pytest.approx(5.0 + 0.110)]
-    assert result.client.deadline_misses == 1
-
-
-def test_a_call_past_its_deadline_is_given_up_and_its_bytes_are_wasted() -> None:
-    """The first call of two blocks freezes for 10 s: after 1 s the request waits no longer."""
-    frozen = replace(SMALL, node=replace(NODE, freezes_s=((0.003, 10.0),), call_deadline_s=1.0))
-    result = run("wait", [(100, 9, 1), (100, 0, 1)], [0.0, 20.0], frozen)
-    assert ttft(result)[0] == pytest.approx(0.0001 + 0.002 + 1.0 + 0.110, abs=1e-6)
-    assert (result.node.overdue, result.node.fetched, result.node.wasted) == (1, 2, 2)
-
-
-def test_a_look_up_of_a_frozen_store_is_a_miss_after_its_timeout() -> None:
-    frozen = replace(SMALL, node=replace(NODE, freezes_s=((0.0, 60.0),), rpc_timeout_s=0.5))
-    result = run("wait", [(100, 9, 1)], [0.0], frozen)
-    assert ttft(result) == [pytest.approx(0.0001 + 0.5 + 0.110)]
-    assert result.node.look_up_timeouts == 1
-
-
-def link_times(model: MediumModel, sizes: list[int], freeze: tuple[float, float] | None = None) -> list[float]:
-    """Return the times at which calls of these sizes end that all begin at 0 s."""
-    loop, times = Loop(), [0.0] * len(sizes)
-    link = Link(loop, model)
-    for index, size in enumerate(sizes):
-        link.transfer(size, lambda index=index: times.__setitem__(index, loop.now_ns / NS))  # type: ignore[misc]
-    if freeze is not None:
-        loop.at(ns(freeze[0]), lambda: link.freeze(True))
-        loop.at(ns(sum(freeze)), lambda: link.freeze(False))
-    loop.run()
-    return times
+@pytest.mark.parametrize(
+    ("policy", "node", "first_token_s", "counts"),
+    [
+        # The request waits as long as the policy says; then the engine computes the prompt.
+        ("timeout", replace(NODE, freezes_s=((0.0, 60.0),), rpc_timeout_s=100.0), 5.0, (1, 0, 0, 0)),
+        # The first call, of two blocks, misses its deadline, and its bytes are waste.
+        ("wait", replace(NODE, freezes_s=((0.003, 10.0),), call_deadline_s=1.0), 0.0021 + 1.0, (0, 1, 2, 0)),
+        # The look-up misses its deadline and counts as a miss.
+        ("wait", replace(NODE, freezes_s=((0.0, 60.0),), rpc_timeout_s=0.5), 0.0001 + 0.5, (0, 0, 0, 1)),
+    ],
+)
+def test_a_frozen_store_is_waited_for_up_to_a_deadline(
+    policy: str, node: NodeModel, first_token_s: float, counts: tuple[int, ...]
+) -> None:
+    result = run(policy, [(100, 9, 1), (100, 0, 1)], [0.0, 100.0], replace(SMALL, node=node))
+    assert ttft(result)[0] == pytest.approx(first_token_s + 0.110, abs=1e-6)
+    seen = (result.client.deadline_misses, result.node.overdue, result.node.wasted, result.node.look_up_timeouts)
+    assert seen == counts
+    assert result.node.fetched == result.node.wasted
 
 
 @pytest.mark.parametrize(
-    ("model", "megabytes", "freeze", "ends_s"),
+    ("model", "megabytes", "freeze_s", "ends_s"),
     [
         # 10 and 30 MB on 100 MB/s: the first has half the link for 0.2 s, and the second all of it after that.
-        (MediumModel(100e6, 0.1), [10, 30], None, [0.3, 0.5]),
-        (MediumModel(100e6, 0.0, call_bytes_per_s=20e6), [10], None, [0.5]),
-        (MediumModel(100e6, 0.1, concurrency=1), [10, 10], None, [0.2, 0.4]),
-        (MediumModel(100e6, 0.0), [100], (0.25, 3.0), [4.0]),
+        (MediumModel(100e6, 0.1), [10, 30], [], [0.3, 0.5]),
+        (MediumModel(100e6, 0.0, call_bytes_per_s=20e6), [10], [], [0.5]),
+        (MediumModel(100e6, 0.1, concurrency=1), [10, 10], [], [0.2, 0.4]),
+        (MediumModel(100e6, 0.0), [100], [0.25, 3.25], [4.0]),
     ],
     ids=["equal-shares", "limit-of-one-call", "concurrency", "freeze"],
 )
 def test_calls_share_a_link_within_its_limits(
-    model: MediumModel, megabytes: list[int], freeze: tuple[float, float] | None, ends_s: list[float]
+    model: MediumModel, megabytes: list[int], freeze_s: list[float], ends_s: list[float]
 ) -> None:
-    assert link_times(model, [each * MEGABYTE for each in megabytes], freeze) == pytest.approx(ends_s)
+    loop, ended = Loop(), dict[int, float]()
+    link = Link(loop, model)
+    for index, each in enumerate(megabytes):
+        link.transfer(each * MEGABYTE, lambda index=index: ended.update({index: loop.now_ns / NS}))  # type: ignore[misc]
+    for frozen, at_s in zip((True, False), freeze_s, strict=False):
+        loop.at(ns(at_s), lambda frozen=frozen: link.freeze(frozen))  # type: ignore[misc]
+    loop.run()
+    assert [ended[index] for index in range(len(megabytes))] == pytest.approx(ends_s)
 
 
 # --- whole scenarios --------------------------------------------------------------------------------------------------

@@ -86,20 +86,6 @@ def test_requests_that_wait_for_each_others_slots_are_served_in_part_one_after_t
     assert set(keys) <= flags.final
 
 
-def test_a_claim_that_ends_makes_its_request_a_victim_again() -> None:
-    planner, flags = planned(2, 2)
-    victim = hit(planner, 1, "a", "b", priority=5)
-    run(planner)
-    flags.claimed.add(victim)
-    hit(planner, 2, "x")
-    assert planner.next_order() is None
-    flags.claimed.discard(victim)
-    planner.tick()
-    ordered(planner)
-    assert flags.taken_back == [victim]
-    planner.check()
-
-
 def test_a_lane_takes_room_from_a_request_that_holds_some_of_it() -> None:
     """Room of a request with blocks from memory would not help a fetch from disk."""
     planner, flags = planned(4, 4)
