@@ -14,15 +14,15 @@ from typing import Any
 
 from .events import Ending
 
-# Upper bounds in seconds. Fast ones are for shared memory, slow ones for what goes over a network or waits for a disk.
+# Upper bounds in seconds: fast ones for shared memory, slow ones for the network and disks.
 FAST_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 0.01, 0.05, 0.25, 1.0)
 SLOW_S = (1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-# What becomes of a block that an operator has staged ahead, as Warmed says it.
+# Results of a block that an operator warms, as the message Warmed names them.
 WARM_RESULTS = ("staged", "fetched", "absent", "no_room", "failed")
 
 
 class Histogram:
-    """Counts of values in seconds by upper bound; the last count is of those above every bound."""
+    """Counts of values in seconds by upper bound; the last count is for values above every bound."""
 
     def __init__(self, bounds_s: tuple[float, ...]) -> None:
         self.bounds_s = bounds_s
@@ -48,9 +48,9 @@ def _slow() -> Histogram:
 
 @dataclass
 class Counters:
-    """Counters are of blocks, bytes, seconds or events, as their names say.
+    """Counts of blocks, bytes, seconds or events, as their names say.
 
-    Tiers are `memory` and `disk`, and for hits also `staging`: blocks that were staged, or on their way, already.
+    Some are kept by medium: `memory` and `disk`, for hits also `staging` (blocks already staged, or on their way).
     """
 
     hints: int = 0
@@ -83,7 +83,7 @@ class Counters:
     ready_to_seen: Histogram = field(default_factory=_slow)
 
     def request_done(self, line: Mapping[str, Any]) -> None:
-        """Enter one request.done line."""
+        """Count one request.done line."""
         self.endings[line["outcome"]] += 1
         self.loaded_blocks += line["loaded_blocks"]
         self.requests_taken_back += line["taken_back"] > 0
@@ -112,6 +112,6 @@ class Counters:
                 setattr(self, each.name, mine + theirs)
 
     def totals(self) -> dict[str, int]:
-        """The plain counters, by name, and those of hits and failures without their tiers."""
+        """Return the plain counters by name, and the sums of hits and failures over their media."""
         plain = {each.name: value for each in fields(self) if isinstance(value := getattr(self, each.name), int)}
         return {**plain, "hit_blocks": self.hit_blocks.total(), "failed_blocks": self.failed_blocks.total()}

@@ -1,8 +1,8 @@
-"""Whether the daemon is well, judged by the work it should be doing: the loop's heartbeat and the oldest store call.
+"""Judges whether the daemon is well by the work it should be doing: the loop's heartbeat and the oldest store call.
 
-Ready: engines may count on it now.  Healthy: it may recover by itself; when it is not, only a restart helps.  A process
-that is there and does nothing is neither.  A call to a GPU that hangs is no reason for either: no request waits for it.
-Nor is a disk tier that keeps nothing, which is a problem all the same: memory serves on.
+Ready: engines may count on the daemon now.  Healthy: it may recover by itself; otherwise only a restart helps.  A GPU
+call that hangs changes neither, since no request waits for it.  Nor does a disk that keeps nothing: it is listed as a
+problem, and memory serves on.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from .snapshot import Snapshot
 
 LOOP_READY_S, LOOP_HEALTHY_S = 2.0, 10.0
-# Mooncake gives a transfer up by itself after 60 s when its peer died; a call that is older will not come back.
+# Mooncake gives a transfer up after 60 s when its peer died; an older call will not come back.
 CALL_READY_S, CALL_HEALTHY_S = 10.0, 90.0
 
 
 @dataclass(frozen=True)
 class Health:
-    """Ages in seconds; `problems` are lines that name what is too old, with its bound, or what fails."""
+    """Ages in seconds; each line of `problems` names what is too old, with its bound, or what fails."""
 
     phase: str
     ready: bool
@@ -31,7 +31,7 @@ class Health:
 
 
 def judge(snapshot: Snapshot) -> Health:
-    """From any thread, at any time."""
+    """Judge now. Any thread may ask."""
     published, now = snapshot.published, snapshot.clock_ns()
     loop_age_s = max(0, now - snapshot.beat_ns) / 1e9
     call_age_s = {kind: max(0, now - since) / 1e9 for kind, since in snapshot.running().items()}

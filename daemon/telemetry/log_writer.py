@@ -1,8 +1,8 @@
 """Writes log lines to a pipe, a terminal or a socket without ever waiting for its reader.
 
-A reader that stalls and a terminal that is stopped must not stop the main loop.  A write is made only when poll says
-that it will not block, and of no more than PIPE_BUF bytes, which a pipe that is writable takes at once.  Lines wait in
-memory up to a bound; beyond it they are lost and counted.  Files are written behind a pipe (streams.py).
+A reader that stalls must not stop the main loop.  So the writer asks poll first, and writes at most PIPE_BUF bytes,
+which a writable pipe takes at once.  Lines wait in memory up to a bound; beyond it they are lost and counted.  Files
+lie behind a pipe (streams.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PIECE_BYTES = select.PIPE_BUF
 
 
 class LogWriter:
-    """Any thread may call it. Lines keep their order."""
+    """Any thread may call. Lines keep their order."""
 
     def __init__(self, fd: int, limit_bytes: int = LIMIT_BYTES) -> None:
         self._fd = fd
@@ -27,7 +27,7 @@ class LogWriter:
         self._lines: deque[bytes] = deque()
         self._waiting = 0
         self.lost_lines = 0
-        self._told_lost = 0  # of these, those that take_lost() gave
+        self._reported_lost = 0  # of these, by take_lost()
         self._gone = False
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
@@ -46,12 +46,12 @@ class LogWriter:
             self._write_waiting()
 
     def tick(self) -> None:
-        """Write what waits, as far as it goes at once."""
+        """Write the waiting lines, as far as they go at once."""
         with self._lock:
             self._write_waiting()
 
     def drain(self, timeout_s: float) -> None:
-        """Write what waits, for `timeout_s` at most."""
+        """Write the waiting lines, for `timeout_s` at most."""
         deadline = time.monotonic() + timeout_s
         while True:
             self.tick()
@@ -60,11 +60,11 @@ class LogWriter:
             time.sleep(0.01)
 
     def take_lost(self) -> int:
-        """How many lines were lost since the last call, once others get through again; 0 when nobody will read it."""
+        """Return how many lines were lost since the last call; 0 as long as lines wait, or when the reader is gone."""
         with self._lock:
             if self._lines or self._gone:
                 return 0
-            lost, self._told_lost = self.lost_lines - self._told_lost, self.lost_lines
+            lost, self._reported_lost = self.lost_lines - self._reported_lost, self.lost_lines
         return lost
 
     def _write_waiting(self) -> None:
@@ -75,7 +75,7 @@ class LogWriter:
                 count = os.write(self._fd, line[:PIECE_BYTES])
             except BlockingIOError:
                 count = 0
-            except OSError:  # the reader left, and nobody else can come
+            except OSError:  # the reader is gone for good
                 self._gone = True
                 self._lines.clear()
                 self._waiting = 0

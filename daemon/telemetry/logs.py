@@ -1,6 +1,6 @@
-"""Structured logging: JSON lines, with journald's priorities where it reads them, and one readable line on a terminal.
+"""Structured logging: JSON lines, with priorities for journald, or readable lines on a terminal.
 
-What each line means stands in the catalogue (events.py).
+events.py is the catalogue of the lines.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _ORDER = tuple(name.rstrip("?") for name in COMMON)
 
 
 class Floods:
-    """Lets one line of a flooding event through and sums the rest, once a second for each event and engine.
+    """Lets one line of a flooding event through and holds the rest back, once a second for each event and engine.
 
-    A structlog processor that any thread may call. flush() writes the sums that are due, as the last of the lines held
-    back with `suppressed`: how many there were beside it.
+    A structlog processor; any thread may call. due() returns the last line held back of each, with `suppressed`: how
+    many others were held back.
     """
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -59,7 +59,7 @@ class Floods:
         raise structlog.DropEvent
 
     def due(self, *, all_of_them: bool = False) -> list[dict[str, Any]]:
-        """The sums to write now; they are forgotten here."""
+        """Return the lines to write now, and forget them."""
         now = self._clock_ns()
         with self._lock:
             over = [key for key, since in self._since.items() if all_of_them or now - since >= FLOOD_NS]
@@ -75,7 +75,7 @@ class Floods:
 
 
 class EventCounts:
-    """Counts the lines of level warning and above by event, those held back included. A structlog processor."""
+    """A structlog processor: counts lines of level warning and above by event, also those that are held back."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {name: 0 for name, event in EVENTS.items() if event.level in ("warning", "error")}
@@ -88,7 +88,7 @@ class EventCounts:
 
 
 class Threshold:
-    """Drops lines below a level that may change while the daemon runs. A structlog processor."""
+    """A structlog processor: drops lines below a level, which may change while the daemon runs."""
 
     def __init__(self) -> None:
         self._least = logging.INFO
@@ -103,7 +103,7 @@ class Threshold:
 
 
 class Sink:
-    """Where the lines go, and what the main loop has to do about them."""
+    """The destination of the lines."""
 
     def __init__(self, fd: int) -> None:
         self.log: Log = structlog.get_logger()
@@ -135,7 +135,7 @@ _sink: Sink | None = None
 
 
 def configure(level: str) -> Log:
-    """The daemon's logger, writing to standard output: ts, level, event, run_id, …"""
+    """Return the daemon's logger, which writes to standard output."""
     global _sink
     sys.stdout.flush()
     sink = _sink = Sink(sys.stdout.fileno())
@@ -170,28 +170,28 @@ def configure(level: str) -> Log:
 
 
 def unblock_streams(environ: Mapping[str, str] = os.environ) -> None:
-    """Whoever reads standard output and standard error, and stops doing so, stops nothing here."""
+    """Keep a reader of standard output or standard error that stalls from stopping the daemon."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         never_wait(stream.fileno(), ours=goes_to_journald(stream, environ))
 
 
 def tick(*, all_of_them: bool = False) -> int:
-    """What the main loop does for the log a few times a second: write what was held back, say what was lost.
+    """Write lines that were held back, and report lost ones; the main loop calls it a few times a second.
 
-    How many lines were lost since the start, those included that can not be said yet.
+    Return how many lines were lost since the start, unreported ones included.
     """
     return _sink.tick(all_of_them) if _sink is not None else 0
 
 
 def finish() -> None:
-    """Write all that waits, if it is read within two seconds. Called last."""
+    """Write all waiting lines, if the reader takes them within two seconds. Call it last."""
     if _sink is not None:
         _sink.finish()
 
 
 def goes_to_journald(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Whether systemd connected this very stream to the journal (`JOURNAL_STREAM` names its device and inode)."""
+    """Whether systemd connected this stream to the journal (`JOURNAL_STREAM` names its device and inode)."""
     try:
         device, _, inode = environ.get("JOURNAL_STREAM", "").partition(":")
         status = os.fstat(stream.fileno())

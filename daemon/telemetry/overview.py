@@ -1,4 +1,4 @@
-"""What a daemon's Status says, in rows: the numbers that `status` and `top` show. Pure."""
+"""Formats a daemon's Status as rows and lines, for `status` and `top`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SlowRequest(BaseModel):
 
 
 class Rates(NamedTuple):
-    """What happened between two answers of one daemon, per second; `hidden` is None when nothing was fetched."""
+    """Rates per second between two answers of one daemon; `hidden` is None when nothing was fetched."""
 
     hints: float
     fetched_bytes: float
@@ -37,7 +37,7 @@ class Rates(NamedTuple):
 
 
 def rates(before: Status | None, now: Status, seconds: float) -> Rates:
-    """Sums over the engines that both answers name (by epoch), and all of those that only the new one does."""
+    """Compare two answers, engine by engine (by epoch); an engine that is new counts from zero."""
     older = {engine["epoch"]: engine for engine in (before.engines if before is not None else [])}
     if before is None or before.pid != now.pid or seconds <= 0:
         return Rates(0.0, 0.0, hidden_fraction(now.engines))
@@ -56,13 +56,13 @@ def rates(before: Status | None, now: Status, seconds: float) -> Rates:
 
 
 def hidden_fraction(engines: list[Numbers] | list[dict[str, int | str]]) -> float | None:
-    """Share of look-up and transfer that made no scheduler wait."""
+    """Return the share of look-up and transfer that made no scheduler wait."""
     transfer = sum(_int(engine, "transfer_ms") for engine in engines)
     return sum(_int(engine, "hidden_ms") for engine in engines) / transfer if transfer else None
 
 
 def row(engine: Numbers) -> list[str]:
-    """One engine, in the order of COLUMNS."""
+    """Return one engine's cells, in the order of COLUMNS."""
     hit, miss = _int(engine, "hit_blocks"), _int(engine, "miss_blocks")
     counts = ("requests", "orders", "blocks_pinned", "slots_idle", "slots_free", "saves_queued", "hints")
     return [
@@ -76,7 +76,7 @@ def row(engine: Numbers) -> list[str]:
 
 
 def headline(status: Status) -> str:
-    """The daemon itself, in one line."""
+    """Return the daemon's own line."""
     store = "open" if status.store_open else "NOT open: everything is a miss"
     if status.store_open and not status.store_answering:
         store = "does NOT answer: new requests are misses"
@@ -88,7 +88,7 @@ def headline(status: Status) -> str:
 
 
 def store(status: Status) -> list[str]:
-    """How full the embedded store is, where that is known, and what is stored again after it was evicted; one line."""
+    """Return a line on how full the embedded store is, where known, and how many blocks were stored again."""
     parts: list[str] = []
     if status.store is not None:
         earlier = StoreFill.model_validate(status.store_earlier) if status.store_earlier is not None else None
@@ -100,7 +100,7 @@ def store(status: Status) -> list[str]:
 
 
 def filled(now: StoreFill, earlier: StoreFill | None = None) -> str:
-    """Used and capacity by tier, and what was evicted; lately, where `earlier` says how much it was then."""
+    """Format used and capacity by medium, and evictions; with `earlier`, also those since then."""
 
     def evicted(name: str, shown: Callable[[int], str], said: str) -> str:
         count = getattr(now, name)
@@ -121,7 +121,7 @@ def filled(now: StoreFill, earlier: StoreFill | None = None) -> str:
 
 
 def slowest(status: Status) -> list[list[str]]:
-    """The requests that waited longest of late: waited, outcome, bytes, how long ago, engine, id."""
+    """Return rows of the requests that waited longest: waited, outcome, bytes, how long ago, engine, id."""
     return [
         [
             f"{number(each.exposed_ms)} ms", each.outcome, size(each.fetched_bytes), f"{duration(each.ago_s)} ago",
@@ -148,12 +148,12 @@ def namespaces(status: Status) -> list[str]:
 
 
 def pace(rates: Rates) -> str:
-    """What happens now, in one line."""
+    """Return the line of current rates."""
     return f"now: {number(rates.hints)} hints/s, fetching {size(rates.fetched_bytes)}/s, hidden {percent(rates.hidden)}"
 
 
 def describe(status: Status, rates: Rates | None = None) -> list[str]:
-    """The whole answer as lines of text, with `rates` where there was one before it."""
+    """Return the whole answer as lines of text, with `rates` after an earlier answer."""
     lines = [headline(status), *store(status), *([printable(status.disk_fault)] if status.disk_fault else [])]
     lines += [pace(rates)] if rates is not None else []
     if status.engines:

@@ -1,4 +1,4 @@
-"""One log line for human eyes: what the daemon shows on a terminal, and what `kvprefetchd tail` prints."""
+"""Formats one log line for human eyes: on a terminal, and for `kvprefetchd tail`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 _COLOURS = {"debug": "2", "info": "", "warning": "33", "error": "31;1"}
 _FETCH = ("hint_seen_ms", "last_byte_ms")
-_MOST = 1e18  # beyond it, or not finite: no number of ours
+_MOST = 1e18  # a number beyond it, or not finite, is none of ours
 _HIDDEN = {"ts", "level", "event", "run_id", "engine", "epoch"}
 
 
 def line(record: Mapping[str, Any], *, colour: bool = False) -> str:
-    """`month-day time level event engine field=value …`, UTC; a request's end is told in words of its own."""
+    """Return `month-day time level event engine field=value …`, UTC; request.done has a sentence of its own."""
     level, event = str(record.get("level", "")), str(record.get("event", ""))
     time = str(record.get("ts", ""))[5:23].replace("T", " ")
     engine = str(record.get("engine", ""))
@@ -46,27 +46,27 @@ def _request(record: Mapping[str, Any]) -> str:
 
 
 def figure(record: Mapping[str, Any], name: str) -> float | None:
-    """A field that should be a number; None when it is absent, null or, in a line that others wrote, none at all."""
+    """Return a field that should be a number; None when it is absent, null or (in a foreign line) anything else."""
     value = record.get(name)
     return value if isinstance(value, (int, float)) and -_MOST < value < _MOST else None
 
 
 def milliseconds(start: Any, end: Any) -> str:
-    """The time from `start` to `end`, both in milliseconds and perhaps None."""
+    """Format the time from `start` to `end`, in milliseconds; either may be None."""
     if not isinstance(start, (int, float)) or not isinstance(end, (int, float)):
         return "–"
     return f"{number(end - start)} ms"
 
 
 def number(value: Any) -> str:
-    """Three digits or so: 0.42, 7.31, 118."""
+    """Format with about three digits: 0.42, 7.31, 118."""
     if not isinstance(value, (int, float)):
         return "–"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def size(count: float) -> str:
-    """Bytes with a decimal unit: 512 B, 7.9 MB."""
+    """Format bytes with a decimal unit: 512 B, 7.9 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -75,5 +75,5 @@ def size(count: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Without control characters: ids and errors come from elsewhere, and a terminal obeys what it is sent."""
+    """Replace control characters: ids and errors come from elsewhere, and a terminal obeys what it gets."""
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)

@@ -1,4 +1,4 @@
-"""Reading the log back: lines of a file that may be rotated, of a stream or of the journal, and what they say."""
+"""Reads the log back: lines of a file that may be rotated, of a stream or of the journal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Record = dict[str, Any]
 
 
 def parse(line: bytes) -> Record | None:
-    """The record of one line, with or without a journal priority before it; None for a foreign line."""
+    """Return the record of one line, with or without a journal priority before it; None for a foreign line."""
     line = line.strip()
     if (match := _PRIORITY.match(line)) is not None:
         line = line[match.end() :]
@@ -33,17 +33,16 @@ def parse(line: bytes) -> Record | None:
 
 
 def stream(file: IO[bytes]) -> Generator[bytes, None, None]:
-    """The lines of a stream until its end."""
+    """Yield the lines of a stream until its end."""
     while line := file.readline(MAX_LINE_BYTES):
         yield line
 
 
 def follow(path: Path, last: int, pause: Callable[[], None]) -> Generator[bytes, None, None]:
-    """The last `last` lines of a file and then every line that comes, for ever.
+    """Yield the last `last` lines of a file and then every line that comes, for ever; call `pause` between.
 
-    When another file stands under the name, the old one is read to its end and the new one from its start; when the
-    file became shorter, it is read from its start again.  `pause` is called whenever there is nothing to read.  Raises
-    OSError when there is no such file at the start; later it may be absent for a while.
+    After a rotation it reads the old file to its end and the new one from its start; a file that became shorter it
+    reads from the start again.  Raises OSError when there is no such file at first; later it may be absent for a while.
     """
     file = path.open("rb")
     try:
@@ -68,7 +67,7 @@ def follow(path: Path, last: int, pause: Callable[[], None]) -> Generator[bytes,
             try:
                 other = path.open("rb")
             except FileNotFoundError:
-                continue  # between the renaming and the new file
+                continue  # renamed, and the new file is not there yet
             found = os.fstat(other.fileno())
             if (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino):
                 other.close()
@@ -83,13 +82,13 @@ def follow(path: Path, last: int, pause: Callable[[], None]) -> Generator[bytes,
 
 
 def last_lines(file: IO[bytes], last: int) -> Generator[bytes, None, None]:
-    """The last `last` lines of a file."""
+    """Yield the last `last` lines of a file."""
     _seek_last(file, last)
     yield from stream(file)
 
 
 def _seek_last(file: IO[bytes], last: int) -> None:
-    """To the start of the last `last` lines, found from the end: logs are large."""
+    """Seek to the start of the last `last` lines, from the end: logs are large."""
     at = file.seek(0, os.SEEK_END)
     end = at - 1  # a newline there ends the last line and begins none
     while last and at:
@@ -108,7 +107,7 @@ def _seek_last(file: IO[bytes], last: int) -> None:
 
 
 def journal(unit: str, *, following: bool, last: int | None) -> Generator[bytes, None, None]:
-    """The messages of a systemd unit. Raises OSError when there is no journalctl."""
+    """Yield the messages of a systemd unit. Raises OSError when there is no journalctl."""
     command = ["journalctl", "--output=json", f"--unit={unit}", f"--lines={'all' if last is None else last}"]
     command += ["--follow"] if following else ["--no-pager"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -122,7 +121,7 @@ def journal(unit: str, *, following: bool, last: int | None) -> Generator[bytes,
 
 
 def journal_message(line: bytes) -> bytes | None:
-    """The message in one line of `journalctl --output=json`, which gives bytes that are not UTF-8 as numbers."""
+    """Return the message of one line of `journalctl --output=json`, which lists bytes that are not UTF-8 as numbers."""
     try:
         message = json.loads(line)["MESSAGE"]
         return message.encode() if isinstance(message, str) else bytes(message)
@@ -131,7 +130,7 @@ def journal_message(line: bytes) -> bytes | None:
 
 
 def records(lines: Iterable[bytes]) -> Iterator[Record]:
-    """The daemon's records among the lines."""
+    """Yield the daemon's records among the lines."""
     for line in lines:
         if (record := parse(line)) is not None:
             yield record

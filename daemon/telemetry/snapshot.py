@@ -1,7 +1,7 @@
-"""What the main loop shows to other threads: snapshots once a second, its heartbeat, and the totals of engines gone.
+"""The main loop's view for other threads: gauges once a second, the heartbeat, and the totals of engines gone.
 
-The loop writes, the threads of the metrics server read.  A snapshot is never changed after it was published, so nobody
-waits for anybody; when the loop hangs, the last one stays and `beat_ns` says how old it is.
+The loop writes, the threads of the metrics server read.  What was published never changes, so nobody waits for anybody;
+when the loop hangs, the last view stays and `beat_ns` says how old it is.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Snapshot:
         self.started_ns = self.beat_ns = clock_ns()
         self.published = Published()
         self.lost_lines = 0  # of the log
+        # These answer at any time, on any thread.
         self.running: Callable[[], Mapping[str, int]] = dict  # start of the oldest store call of each kind, ns
         self.disk_fault: Callable[[], str] = str  # why nothing can be kept on disk, or nothing
         self.fill: Callable[[], StoreFill | None] = lambda: None  # how full the embedded store is
@@ -43,22 +44,25 @@ class Snapshot:
         self._published_ns = 0
 
     def retire(self, counters: Counters) -> None:
-        """An engine is gone, its numbers stay in the totals."""
+        """Keep the numbers of an engine that is gone in the totals."""
         self._retired.add(counters)
 
     def tick(self, now_ns: int) -> bool:
-        """The loop lives; True once a second: publish now."""
+        """Note that the loop lives; return True once a second: publish now."""
         self.beat_ns = now_ns
         return now_ns - self._published_ns >= PUBLISH_NS
 
     def publish(
-        self, now_ns: int, engines: list[dict[str, int | str]], counters: Iterable[Counters], store_open: bool,
+        self,
+        now_ns: int,
+        engines: list[dict[str, int | str]],
+        counters: Iterable[Counters],
+        store_open: bool,
         store_answering: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Show what `engines` hold; `counters` are those of every epoch that was not retired, ended ones included."""
         self._published_ns = now_ns
         totals = Counters()
-        totals.add(self._retired)
-        for each in counters:
+        for each in (self._retired, *counters):
             totals.add(each)
         self.published = Published(engines, totals, store_open, store_answering)

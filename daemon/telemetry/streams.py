@@ -1,8 +1,8 @@
-"""Makes standard output and standard error streams that a write never waits for, whatever they lead to.
+"""Makes writes to standard output and standard error never wait, whatever these lead to.
 
-A pipe or a terminal is opened again without blocking.  A file cannot be: a write waits while its disk stands still, and
-a thread in such a wait keeps the whole process from ending, even after SIGKILL.  So a process of its own writes to the
-file, behind a pipe; when the daemon has ended it writes what is left and ends, too.
+A pipe or a terminal is opened again without blocking.  For a file that does not help: a write waits while the disk
+stands still, and a thread in such a wait keeps the process from ending, even after SIGKILL.  So a process of its own
+writes to the file, behind a pipe; after the daemon's end it writes the rest and ends too.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ SETTLE_S = 2.0
 NAME = "kvprefetchd-log"  # of the process that writes, in ps and top
 
 _pipes: dict[tuple[int, int], int] = {}  # to the files, by device and inode: both streams may lead to one
-_streams: list[int] = []  # those that are such pipes now
+_streams: list[int] = []  # descriptors that lead to such pipes now
 _writers: list[int] = []  # pids
 
 
 def never_wait(fd: int, *, ours: bool = False) -> None:
-    """Let a write to `fd` fail at once where it would wait. Mooncake writes to standard error, too, in its calls.
+    """Let a write to `fd` fail at once where it would wait. Mooncake's calls write to standard error, too.
 
-    `fd` gets a description of its own, so that others who write there do not notice.  A socket cannot be opened again:
-    it is changed itself, if nobody else has it (`ours`). What cannot be opened again for lack of rights stays as it is.
+    `fd` gets a description of its own, so that other writers do not notice.  A socket cannot be opened again, and is
+    changed itself if it is ours alone (`ours`).  A stream that cannot be opened for lack of rights stays as it is.
     """
     status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode):
@@ -49,7 +49,7 @@ def never_wait(fd: int, *, ours: bool = False) -> None:
 
 
 def settle(timeout_s: float = SETTLE_S) -> None:
-    """The last that this process does: wait until its files have all it wrote, for `timeout_s` at most."""
+    """Wait until the files have all that this process wrote, for `timeout_s` at most. Call it last of all."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -57,7 +57,7 @@ def settle(timeout_s: float = SETTLE_S) -> None:
         return
     null = os.open(os.devnull, os.O_WRONLY)
     for fd in (*_streams, *_pipes.values()):
-        os.dup2(null, fd)  # the last end of its pipe: the writer reads the end of file behind what is in it
+        os.dup2(null, fd)  # closes the pipe's last end: the writer reads its rest, then the end of file
     deadline = time.monotonic() + timeout_s
     while _writers and time.monotonic() < deadline:
         _writers[:] = filter(_runs, _writers)
@@ -67,12 +67,12 @@ def settle(timeout_s: float = SETTLE_S) -> None:
 def _runs(pid: int) -> bool:
     try:
         return os.waitpid(pid, os.WNOHANG) == (0, 0)
-    except ChildProcessError:  # who started us ignores SIGCHLD, and so do we
+    except ChildProcessError:  # our parent ignores SIGCHLD, and so do we
         return False
 
 
 def _start_writer(file: int) -> int:
-    """Start the process that writes to `file`; the end of its pipe to write to. Call it before there are threads."""
+    """Start a process that writes to `file`; return its pipe's end. Call it before there are threads."""
     read, write = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(write, False)
     pid = os.fork()
@@ -89,8 +89,8 @@ def _start_writer(file: int) -> int:
 
 
 def _write_out(pipe: int, file: int) -> None:
-    """The process: all that comes through `pipe` to `file`, until nobody has the pipe's other end any more."""
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the daemon, which has last words
+    """Run in that process: copy from `pipe` to `file` until nobody has the pipe's other end any more."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the daemon, which still writes
         signal.signal(each, signal.SIG_IGN)
     os.dup2(pipe, 0)
     os.dup2(file, 1)
@@ -101,11 +101,11 @@ def _write_out(pipe: int, file: int) -> None:
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
         comm.write(NAME)
     ended = select.poll()
-    ended.register(0, 0)  # only that nobody has the other end
+    ended.register(0, 0)  # no events but the hang-up of the other end
     while data := os.read(0, PIECE_BYTES):
         while data:
             try:
                 data = data[os.write(1, data) :]
-            except OSError:  # a full disk: tried again, so that it is one that stands still, until the daemon ends
+            except OSError:  # a full disk: try again until the daemon ends, as if it stood still
                 if ended.poll(RETRY_MS):
                     return

@@ -31,13 +31,13 @@ class Trace:
     def fields(
         self, request: Request, ending: Ending, done: Done | None, block_bytes: int, now_ns: int
     ) -> dict[str, Any]:
-        """The log line's fields: `*_ms` are milliseconds since the request arrived in the engine.
+        """Return the log line's fields: `*_ms` are milliseconds since the request arrived in the engine.
 
-        `exposed_ms` is how long the scheduler waited for us, as the engine counted it: the passes in which it would
-        have taken the request and could not, not those whose seats or tokens went to others.  Where the engine did not
-        say, it is the time from its question until the fetch was over, or the request.  `unseen_ms` is the part of it
-        after the answer was there: the scheduler looks once a step, and waited for its own step.  `hidden_fraction` is
-        the share of look-up and transfer for which it did not wait, None where nothing was fetched or loaded.
+        `exposed_ms` is how long the scheduler waited for us, as the engine counted: the passes in which it had room for
+        the request and could not take it.  Without the engine's count, it is the time from its question until the
+        fetch, or the request, ended.  `unseen_ms` is the part of it after the answer: the scheduler looks once a step,
+        and waited for its own step.  `hidden_fraction` is the share of look-up and transfer for which the scheduler did
+        not wait; None where nothing was fetched or loaded.
         """
         asked = done.asked_ns if done is not None and done.asked_ns else self.asked_ns
         claimed = done.claimed_ns if done is not None else 0
@@ -106,7 +106,7 @@ class Traces:
         trace.looked_up_ns, trace.found_blocks, trace.store_unavailable = now_ns, blocks, unavailable
 
     def write(self, request: Request, ending: Ending, done: Done | None = None) -> None:
-        """Write the one line of a request that ended, unless it was written."""
+        """Write the line of a request that ended, once."""
         trace = self._traces.pop(request.key, None)
         if trace is None:
             return

@@ -1,4 +1,4 @@
-"""One request's trace as a picture and a sentence: where its time went. Pure: a `request.done` record in, text out."""
+"""Draws one request's trace and says in a sentence where its time went: a `request.done` record in, text out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ WIDTH = 56
 COPY = "copy, until its step ends"
 ELSEWHERE = "scheduler elsewhere"
 UNSEEN = "answered, step goes on"
-_SHOWN = 0.05  # a part of a wait, or of the whole, below this share is not mentioned
+_SHOWN = 0.05  # smaller shares of a wait, or of the whole, are left out
+_DURING = {
+    "hint to daemon": "until the daemon read the hint",
+    "look-up": "for the look-up",
+    "first fetch": "for its first fetch",
+    "the other fetches": "for the other fetches",
+    "fetch not over": "for a fetch that was not over",
+    "staged, not yet taken": "after it was staged, until the scheduler looked again",
+    UNSEEN: "after it was answered, until the scheduler looked again",
+}
 
 
 class Span(NamedTuple):
@@ -24,7 +33,7 @@ class Span(NamedTuple):
 
 
 def explain(record: Record) -> str:
-    """The whole explanation, several lines."""
+    """Return the whole explanation, several lines."""
     return "\n".join([*headline(record), "", *picture(record), "", sentence(record)])
 
 
@@ -48,7 +57,7 @@ def headline(record: Record) -> list[str]:
 
 
 def spans(record: Record) -> list[Span]:
-    """The parts that this request went through, in the order of their starts."""
+    """Return the parts that the request went through, in the order of their starts."""
     seen, looked_up, first, last, asked, claimed, loaded, ended = (
         _ms(record, name)
         for name in ("hint_seen", "looked_up", "first_byte", "last_byte", "asked", "claimed", "loaded", "ended")
@@ -56,7 +65,9 @@ def spans(record: Record) -> list[Span]:
     turn = asked if asked is not None else claimed if claimed is not None else ended
     ready = last if last is not None else looked_up
     end = claimed if claimed is not None else ended
-    left = None if asked is None else asked + _number(record, "exposed_ms")  # drawn in one piece, as it mostly is
+    left = (
+        None if asked is None else asked + _number(record, "exposed_ms")
+    )  # drawn in one piece, though it may have gaps
     elsewhere = left is not None and end is not None and end - left >= _SHOWN * end
     unseen = _number(record, "unseen_ms")
     outcome = record.get("outcome")
@@ -78,13 +89,11 @@ def spans(record: Record) -> list[Span]:
         (ELSEWHERE, left if elsewhere else None, end),
         (COPY, claimed, loaded),
     ]
-    return [
-        Span(name, start, max(start, end)) for name, start, end in found if start is not None and end is not None
-    ]  # fmt: skip
+    return [Span(name, at, max(at, till)) for name, at, till in found if at is not None and till is not None]
 
 
 def picture(record: Record) -> list[str]:
-    """A bar for each part, on one scale."""
+    """Return a bar for each part, on one scale."""
     parts = spans(record)
     end = max((part.end_ms for part in parts), default=0.0) or 1.0
     left = max((len(part.name) for part in parts), default=0)
@@ -99,16 +108,15 @@ def picture(record: Record) -> list[str]:
 
 
 def sentence(record: Record) -> str:
-    """What the picture says, in words."""
+    """Say in words what the picture shows."""
     outcome = str(record.get("outcome"))
     waited = _number(record, "exposed_ms")
-    told = {
-        Ending.LOADED.value: _loaded,
-        Ending.MISS.value: _miss,
-        Ending.LATE.value: _late,
-    }.get(outcome)
-    if told is not None:
-        return told(record, waited)
+    if outcome == Ending.LOADED.value:
+        return _loaded(record, waited)
+    if outcome == Ending.MISS.value:
+        return f"{_missed(record)} {_wait(record, waited)}"
+    if outcome == Ending.LATE.value:
+        return f"The engine's patience ended before its blocks came, and it was recomputed. {_wait(record, waited)}"
     meaning = next((ending.meaning for ending in Ending if ending.value == outcome), "an outcome unknown here")
     return f"It did not load, because {meaning}. {_wait(record, waited)}"
 
@@ -117,7 +125,7 @@ def _loaded(record: Record, waited: float) -> str:
     fetched = bool(record.get("bytes"))
     seen, looked_up, last = (_ms(record, name) for name in ("hint_seen", "looked_up", "last_byte"))
     ready = last if last is not None else looked_up
-    work = f"{'look-up and transfer' if fetched else 'the look-up (its blocks were staged already)'}"
+    work = "look-up and transfer" if fetched else "the look-up (its blocks were staged already)"
     took = f"{number((ready or 0.0) - (seen or 0.0))} ms"
     if waited < 0.05:
         queue = next((part.end_ms for part in spans(record) if part.name == "in the engine's queue"), 0.0)
@@ -129,7 +137,7 @@ def _loaded(record: Record, waited: float) -> str:
 
 
 def _step(record: Record) -> str:
-    """Said where most of the time was the engine's own."""
+    """Say so where most of the time was the engine's own."""
     parts = spans(record)
     took = sum(part.end_ms - part.start_ms for part in parts if part.name == COPY)
     if 2 * took <= max((part.end_ms for part in parts), default=0.0):
@@ -137,22 +145,16 @@ def _step(record: Record) -> str:
     return f" Most of the time, {number(took)} ms, was the engine's step that copied it, its computing included."
 
 
-def _miss(record: Record, waited: float) -> str:
+def _missed(record: Record) -> str:
     if record.get("store_unavailable"):
-        reason = "The store did not answer, and it was recomputed."
-    elif _count(record, "found_blocks") > _count(record, "local_blocks"):
-        reason = "What the store had could not be fetched, and it was recomputed."
-    else:
-        reason = "The store had nothing beyond what the engine held itself, and it was recomputed."
-    return f"{reason} {_wait(record, waited)}"
-
-
-def _late(record: Record, waited: float) -> str:
-    return f"It was not there when the engine's patience was over, and it was recomputed. {_wait(record, waited)}"
+        return "The store did not answer, and it was recomputed."
+    if _count(record, "found_blocks") > _count(record, "local_blocks"):
+        return "What the store had could not be fetched, and it was recomputed."
+    return "The store had nothing beyond what the engine held itself, and it was recomputed."
 
 
 def _wait(record: Record, waited: float) -> str:
-    """How the time at the head of the queue divides among what the daemon did meanwhile."""
+    """Say how the time at the head of the queue divides among the daemon's work."""
     asked, found = _ms(record, "asked"), spans(record)
     others = sum(part.end_ms - part.start_ms for part in found if part.name == ELSEWHERE)
     more = f" For {number(others)} ms more the engine's seats or tokens went to others." if others else ""
@@ -168,25 +170,11 @@ def _wait(record: Record, waited: float) -> str:
     until = asked + waited
     during = []
     for part in found:
-        if part.name in ("in the engine's queue", "scheduler waits", ELSEWHERE, COPY):
-            continue
         overlap = min(until, part.end_ms) - max(asked, part.start_ms)
-        if overlap >= _SHOWN * waited:
+        if part.name in _DURING and overlap >= _SHOWN * waited:
             during.append((overlap, part.name))
-    parts = ", ".join(f"{number(overlap)} ms {_during(name)}" for overlap, name in sorted(during, reverse=True))
+    parts = ", ".join(f"{number(overlap)} ms {_DURING[name]}" for overlap, name in sorted(during, reverse=True))
     return f"The scheduler waited {number(waited)} ms for it{f': {parts}' if parts else ''}.{more}"
-
-
-def _during(name: str) -> str:
-    return {
-        "hint to daemon": "until the daemon read the hint",
-        "look-up": "for the look-up",
-        "first fetch": "for its first fetch",
-        "the other fetches": "for the other fetches",
-        "fetch not over": "for a fetch that was not over",
-        "staged, not yet taken": "after it was staged, until the scheduler looked again",
-        UNSEEN: "after it was answered, until the scheduler looked again",
-    }[name]
 
 
 def _ms(record: Record, name: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Metrics and health over HTTP, from threads of their own: /metrics, /healthz, /readyz."""
+"""Serves metrics and health over HTTP, on threads of its own: /metrics, /healthz, /readyz."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class MetricsServer:
 
 
 class _Server(ThreadingHTTPServer):
-    """A thread for each of up to MAX_CLIENTS clients; beyond, who comes is hung up on."""
+    """Runs a thread for each of up to MAX_CLIENTS clients, and hangs up on others."""
 
     daemon_threads = True
     block_on_close = False
-    request_queue_size = MAX_CLIENTS  # of Python's five the sixth's packet is dropped, and sent again a second later
+    request_queue_size = MAX_CLIENTS  # with Python's five the sixth client waits a second
 
     def __init__(self, address: str, port: int, snapshot: Snapshot, events: EventCounts) -> None:
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -62,16 +62,16 @@ class _Server(ThreadingHTTPServer):
         super().__init__((address, port), _Handler)
 
     def run(self) -> None:
-        """Until stop(). Python's own loop looks only twice a second whether it is to end."""
+        """Serve until stop(). Python's own loop looks only twice a second for its end."""
         while not self._stopping:
             self.handle_request()
 
     def stop(self) -> None:
         self._stopping = True
-        self.socket.shutdown(socket.SHUT_RDWR)  # wakes who waits for clients
+        self.socket.shutdown(socket.SHUT_RDWR)  # wakes run()
 
     def page(self, path: str, accept: str) -> tuple[int, str, bytes]:
-        """(status, content type, body) of a path."""
+        """Return (status, content type, body) of a path."""
         if path == "/metrics":
             encode, content_type = exposition.choose_encoder(accept)
             return 200, content_type, encode(self._registry)
@@ -84,13 +84,13 @@ class _Server(ThreadingHTTPServer):
         return 404, "text/plain", b"/metrics /healthz /readyz\n"
 
     def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # HTTPServer's asks the name service who we are, and nobody needs to know
+        TCPServer.server_bind(self)  # HTTPServer's asks the name service for our name
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
             return super().get_request()
         except OSError:
-            if not self._stopping:  # no descriptor is left: without a pause it would be asked again at once
+            if not self._stopping:  # no descriptor is left: do not spin
                 time.sleep(0.1)
             raise
 
@@ -111,7 +111,7 @@ class _Server(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: who asked has left, or could not be served."""
+        """Nothing: the client has left, or could not be served."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -92,7 +92,7 @@ def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
         (
             {"outcome": "late", "claimed_ms": None, "loaded_ms": None, "last_byte_ms": None, "first_byte_ms": None,
              "bytes": 0, "asked_ms": 5.0, "ended_ms": 5005.0, "exposed_ms": 5000.0},
-            "It was not there when the engine's patience was over, and it was recomputed. The scheduler waited 5000 ms "
+            "The engine's patience ended before its blocks came, and it was recomputed. The scheduler waited 5000 ms "
             "for it: 5000 ms for a fetch that was not over.",
         ),
         (
