@@ -1,9 +1,9 @@
-"""Tells a Mooncake transfer that has ended from one that was given up and may still be under way.
+"""Distinguishes a transfer that has ended from one that Mooncake gave up and that may still be under way.
 
 Mooncake waits 60 s of CLOCK_REALTIME for a get or put, answers -800 and does not cancel the transfer: it goes on
-reading or writing the memory that the call named, for as long as its connection lives.  A transfer that fails sooner
-has ended, for Mooncake waits until every part of it is done or failed (transfer_task.cpp, `check_task_status`).
-CLOCK_REALTIME may be set while a call runs, so either clock counts.
+reading or writing the call's memory for as long as its connection lives.  A transfer that fails sooner has ended, for
+Mooncake waits until every part of it is done or failed (transfer_task.cpp, `check_task_status`).  CLOCK_REALTIME may be
+set while a call runs, so either clock counts.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-GIVE_UP_NS = 55_000_000_000  # less than Mooncake's 60 s: a slot that is lost in vain is cheap, a wrong byte is not
-UNDER_WAY = -99_999  # stands for the code of a transfer that may still be under way; Mooncake has no such code
+GIVE_UP_NS = 55_000_000_000  # less than Mooncake's 60 s: a slot lost in vain is cheap, a wrong byte is not
+UNDER_WAY = -99_999  # our own code for a transfer that may still be under way
 
 Move = Callable[[list[str], list[int], list[int]], list[int]]  # Mooncake's batch_get_into or batch_put_from
 
 
 def clocks_ns() -> tuple[int, int]:
-    """CLOCK_MONOTONIC and CLOCK_REALTIME, in nanoseconds."""
+    """Return CLOCK_MONOTONIC and CLOCK_REALTIME, in nanoseconds."""
     return time.monotonic_ns(), time.time_ns()
 
 
 def move(call: Move, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Make one batch call; each key's code, UNDER_WAY for one that failed in a call that may have been given up."""
+    """Make a batch call; return each key's code, UNDER_WAY for a failure in a call that Mooncake may have given up."""
     began = clocks_ns()
     codes = call(list(keys), list(addresses), list(sizes))
     lasted_ns = max(now - then for now, then in zip(clocks_ns(), began, strict=True))

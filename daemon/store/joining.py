@@ -1,4 +1,4 @@
-"""Joining a Mooncake cluster: a client that is set up, or one line that says why not. The only importer of mooncake."""
+"""Joins a Mooncake cluster, or says in one line why not. The only importer of mooncake."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ LOCAL_BUFFER_BYTES = 16 << 20  # Mooncake's own default; the zero-copy calls mad
 
 
 def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int, log: Any) -> Any:
-    """A client that has joined, named by this host and a `port` that no other client here has. Raises StoreError.
+    """Return a client that has joined, named by this machine and a `port` of its own. Raises StoreError.
 
-    Without a port Mooncake tries twenty, each until the master's time is up.  One whose name only this machine can use
-    is reached from here only.
+    Without a port Mooncake tries twenty, each until the master's time is up.  A client with a loopback name accepts
+    connections from this machine only.
     """
-    # Mooncake reads these once, when it is loaded. At INFO it writes a line for every value read from a disk; glog's
-    # own GLOG_minloglevel it overwrites.
+    # Mooncake reads these once, when it is loaded. At INFO it logs every value read from a disk; it overwrites glog's
+    # GLOG_minloglevel.
     os.environ["MC_RPC_TIMEOUT_MS"] = str(rpc_timeout_ms)
     os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
     client_class = _import_client()
@@ -34,7 +34,7 @@ def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int, log: Any) -
             tenant_id=settings.tenant_id,
         )  # fmt: skip
         why = f"with code {code}"
-    except Exception as error:  # whatever C++ exception it was
+    except Exception as error:  # any C++ exception
         code, why = -1, str(error) or type(error).__name__
     if code != 0:
         del client  # leaves the master while there is one
@@ -52,7 +52,7 @@ def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int, log: Any) -
 
 
 def _masters(address: str) -> str:
-    """What else it may be where one of several masters leads: Mooncake gives one code for all of it."""
+    """Name the other possible causes in a cluster of several masters: Mooncake has one code for all of them."""
     if (kind := addresses.elected(address)) is None:
         return ""
     known = "" if kind == "etcd" else f", or this Mooncake was built without {kind}"

@@ -1,9 +1,9 @@
-"""Keep other machines from what Mooncake's client listens on: it binds to all addresses and asks for no password.
+"""Keeps other machines from the sockets of Mooncake's client, which listen on all addresses without a password.
 
-Whoever reaches its data port may read and write registered memory, staging included, and no setting changes where it
-binds.  So each of its sockets is bound to the loopback interface (SO_BINDTODEVICE, without privilege since Linux 5.7):
-a packet that comes in elsewhere finds no socket.  Where the kernel refuses that, the socket gets a filter that drops
-such packets (SO_ATTACH_FILTER, which some kernels allow root only).  Connections that a socket accepts inherit both.
+A peer of the data port may read and write registered memory, staging included, and no setting changes the address.  So
+this module binds each socket to the loopback interface (SO_BINDTODEVICE, without privilege since Linux 5.7): a packet
+that comes in elsewhere finds no socket.  Where the kernel refuses, the socket gets a filter that drops such packets
+(SO_ATTACH_FILTER, which some kernels allow root only).  Accepted connections inherit both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SETTLE_S = 2.0
 
 
 def refusal() -> str:
-    """Why this process can confine no socket, such as "Operation not permitted"; empty when it can."""
+    """Say why this process can confine no socket, such as "Operation not permitted"; empty when it can."""
     with socket.socket() as probe:
         try:
             _shut(probe)
@@ -45,11 +45,11 @@ def refusal() -> str:
 
 
 def interfaces() -> list[str]:
-    """Names of the network interfaces that are up, without the loopback interface."""
+    """Return the names of the network interfaces that are up, without the loopback interface."""
     found = []
     with socket.socket(type=socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it went away meanwhile
+            with contextlib.suppress(OSError):  # it is gone meanwhile
                 request = fcntl.ioctl(asked, _SIOCGIFFLAGS, struct.pack("16s24x", os.fsencode(name)))
                 flags = struct.unpack("16xH22x", request)[0]
                 if flags & _IFF_UP and not flags & _IFF_LOOPBACK:
@@ -58,14 +58,14 @@ def interfaces() -> list[str]:
 
 
 def listening() -> set[int]:
-    """The inodes of this process's TCP sockets that listen."""
+    """Return the inodes of this process's listening TCP sockets."""
     return {inode for inode, each in _sockets() if _listens(each)}
 
 
 def confine(before: set[int]) -> None:
-    """Shut out other machines from all that listens and is not in `before`, and from what it accepted since.
+    """Shut other machines out of the listening sockets that are not in `before`, and of their connections.
 
-    Raises OSError where the kernel refuses, or where a connection that was begun before is not accepted within 2 s.
+    Raises OSError where the kernel refuses, or where the client does not accept an earlier connection within 2 s.
     """
     ports, shut = set(), set[int]()
     for inode, each in _sockets():
@@ -73,10 +73,10 @@ def confine(before: set[int]) -> None:
             _shut(each)
             ports.add(each.getsockname()[1])
     deadline = time.monotonic() + _SETTLE_S
-    # Nothing new comes in from here on. A handshake that began before still gives a connection without bounds.
+    # Nothing new comes in from here on, but an earlier handshake may still give an unconfined connection.
     while left := _connections(ports) - shut:
         if time.monotonic() > deadline:
-            if 0 not in left:  # those are of another process, which may use such a port of the other address family
+            if 0 not in left:  # another process may use such a port of the other address family
                 break
             raise OSError(errno.EBUSY, "a connection from before is not accepted")
         for inode, each in _sockets():
@@ -88,7 +88,7 @@ def confine(before: set[int]) -> None:
 
 
 def _connections(ports: set[int]) -> set[int]:
-    """Inodes of this network namespace's connections to local `ports`; 0 stands for those not accepted yet."""
+    """Return inodes of this network namespace's connections to local `ports`; 0 stands for unaccepted ones."""
     found = set()
     for table in _TABLES:
         with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
@@ -100,9 +100,9 @@ def _connections(ports: set[int]) -> set[int]:
 
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:
-    """This process's TCP sockets and their inodes, each open until the next one is asked for."""
+    """Yield this process's TCP sockets with their inodes; each is open until the next one."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed by its owner meanwhile
+        with contextlib.suppress(OSError):  # closed meanwhile
             target = os.readlink(f"/proc/self/fd/{name}")
             if target.startswith("socket:["):
                 with socket.socket(fileno=os.dup(int(name))) as each:
@@ -115,7 +115,7 @@ def _listens(each: socket.socket) -> bool:
 
 
 def _shut(each: socket.socket) -> None:
-    """Let packets of the loopback interface alone reach this socket. Raises OSError: what the filter met."""
+    """Let only packets of the loopback interface reach this socket. Raises the filter's OSError."""
     try:
         if each.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0") != _LOOPBACK:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, _LOOPBACK)

@@ -1,11 +1,11 @@
-"""Which user a namespace of store keys belongs to, and what it stands for; remembered beside the disk tier.
+"""Remembers which user a namespace of store keys belongs to, and its fingerprint, in a file beside the disk's values.
 
 A key is a rank's prefix and the hash of a block in hex digits.  Every prefix ends with "@" (`KeyPrefix`), which is no
-hex digit, so two prefixes that differ have no key in common.  A namespace is the prefix that all ranks of an engine
-share, with `*` for their numbers.
+hex digit, so different prefixes have no key in common.  A namespace is the prefix that all ranks of an engine share,
+with `*` for their numbers.
 
-It belongs to the user whose engine attached with it first, until `kvprefetchd store purge` has removed its values while
-no engine used it.  This holds for engines of this daemon: other clients of a store are not asked.
+A namespace belongs to the user of the engine that attached with it first, until `kvprefetchd store purge` has removed
+its values while no engine used it.  This holds for engines of this daemon, not for other clients of a store.
 """
 
 from __future__ import annotations
@@ -40,18 +40,17 @@ def name_of(key_prefix: str) -> str:
 
 
 class NamespaceTaken(ValueError):
-    """An engine may not have a namespace; one line that says why, and what to do."""
+    """An engine may not use a namespace; one line that says why, and what to do."""
 
 
 class Namespaces:
-    """Remembers the namespaces that engines attached with, each with its user.  For the main loop only.
+    """The namespaces that engines attached with, each with its user.  For the main loop only.
 
-    `folder` is the disk tier's and has the file; with None they are forgotten at the end of the process.
+    `folder` is the disk's, and holds the file; without it a restart forgets all.  `clock_s`: Unix time.
     Raises SettingsError for a file that cannot be read.
     """
 
     def __init__(self, folder: Path | None, log: Any, *, clock_s: Callable[[], float] = time.time) -> None:
-        """`clock_s`: Unix time."""
         self._clock_s = clock_s
         self._file = _File(folder / FILE, log) if folder is not None else None
         self._known = {each.name: each for each in self._file.read()} if self._file is not None else {}
@@ -68,17 +67,16 @@ class Namespaces:
                 )
 
     def claim(self, uid: int, namespaces: Mapping[str, Fingerprint], *, shared: bool, in_use: Collection[str]) -> None:
-        """Note that an engine of this user attaches with these, and what it says that they stand for.
+        """Note that an engine of this user attaches with these namespaces and fingerprints.
 
-        A namespace that nobody has is the user's from now on.
-        Where there are too many, the user loses the one that is not `in_use` and was attached to least recently.
-        Raises NamespaceTaken, and then notes nothing.
+        A namespace without a user is this user's from now on.  Beyond the limits the user loses the namespace, of those
+        not `in_use`, with the oldest attachment.  Raises NamespaceTaken, and then notes nothing.
         """
         self.check(uid, namespaces, shared=shared)
         now_s, known = self._clock_s(), dict(self._known)
         for name, fingerprint in namespaces.items():
             new = Namespace(name=name, uid=uid, first_attached_s=now_s, last_attached_s=now_s)
-            old = known.pop(name, new)  # to be put at the end: the order is that in which engines attached last
+            old = known.pop(name, new)  # goes to the end: the oldest attachment comes first
             said = fingerprint or old.fingerprint
             known[name] = old.model_copy(update={"last_attached_s": now_s, "fingerprint": said})
         mine = [each.name for each in known.values() if each.uid == uid]
@@ -94,12 +92,12 @@ class Namespaces:
         self._keep(known)
 
     def known(self, key_prefixes: Iterable[str]) -> list[Namespace]:
-        """Return what is known of the namespaces of these prefixes, and nothing for those that nobody has."""
+        """Return the known namespaces of these prefixes."""
         names = dict.fromkeys(map(name_of, key_prefixes))
         return [self._known[name] for name in names if name in self._known]
 
     def free(self, gone: Iterable[Namespace]) -> None:
-        """Forget these, under which nothing is stored any more, but for those that an engine attached with since."""
+        """Forget these, whose values are gone, unless an engine attached with one since."""
         names = {each.name for each in gone if self._known.get(each.name) is each}
         if names:
             self._keep({name: each for name, each in self._known.items() if name not in names})
@@ -136,18 +134,18 @@ class _Content(BaseModel):
 
 
 class _File:
-    """The file: a thread of its own writes it, since a disk that stands still must not stop the main loop."""
+    """The file; a thread writes it, since a disk that stands still must not stop the main loop."""
 
     def __init__(self, path: Path, log: Any) -> None:
         self._path, self._log = path, log
         self._lock = threading.Lock()
-        self._wanted: list[Namespace] | None = None  # content that is not written yet
+        self._wanted: list[Namespace] | None = None  # content not written yet
         self._thread: threading.Thread | None = None
 
     def read(self) -> list[Namespace]:
-        """Return what was written last, nothing where there is no file.  Raises SettingsError.
+        """Return the content written last, nothing where there is no file.  Raises SettingsError.
 
-        A file that cannot be read is an error, since to forget it would give each namespace to the next who comes.
+        An unreadable file is an error: to forget it would give each namespace to the next user.
         """
         try:
             with open(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -170,7 +168,7 @@ class _File:
         self._start()
 
     def close(self) -> None:
-        """Write what is not written yet, also after a failure, and wait at most _CLOSE_S for it."""
+        """Write the rest, also after a failure, and wait at most _CLOSE_S for it."""
         self._start()
         if (thread := self._thread) is not None:
             thread.join(_CLOSE_S)
@@ -194,13 +192,13 @@ class _File:
                 self._log.warning("namespaces.unwritten", error=why)
                 with self._lock:
                     self._thread = None
-                return  # the next change tries again, or the end
+                return  # the next change tries again, or close()
             with self._lock:
                 if self._wanted is wanted:
                     self._wanted = None
 
     def _replace(self, namespaces: list[Namespace]) -> None:
-        """Replace the file as a whole: a reader finds the old content or the new, also after a power failure."""
+        """Replace the whole file: a reader finds the old content or the new, also after a power failure."""
         content = {"version": 1, "namespaces": [each.model_dump() for each in namespaces]}
         fresh = self._path.with_suffix(".new")
         fresh.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Where values lie, and whether one that was read stayed there while it was read.
+"""Checks that a value stayed in the same memory while it was read.
 
-A get reads the memory that the master named, where a lease keeps the value. But a master that was restarted knows of no
-lease and gives all memory away again, and a removal by force heeds none: then bytes of another value arrive, as many as
-wanted and without an error.  So a get counts only when the value lay in the same memory before and after it.
+A get reads the memory that the master named, where a lease keeps the value.  But a restarted master knows of no lease
+and gives all memory away again, and a forced removal heeds none: then as many bytes of another value arrive, without an
+error.  So a get counts only when the value lay in the same memory before and after it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 from .errors import ErrorClass
 
-# Of each key that exists: the memory it lies in. On a disk alone it lies in none, and is read by its key.
+# For each key that exists the memory of its replicas, as (node, address); nothing for a value on disk alone.
 Replicas = Mapping[str, frozenset[tuple[str, int]]]
 
 
 class ReplicaReader:
-    """Tells where values lie now; any thread may ask.
+    """Reads where replicas lie now; any thread may ask.
 
-    In a `private` store only this process removes values. There a count of removals takes the place of the memory, and
-    costs no call: a value that was there before and after stayed where it was unless a removal began or ended between.
+    In a `private` store only this process removes values.  There a count of removals stands for the memory, and saves
+    the call: a value stays where it is unless a removal begins or ends in between.
     """
 
     def __init__(self, private: bool) -> None:
@@ -42,7 +42,7 @@ class ReplicaReader:
                 self._running, self._count = self._running - 1, self._count + 1
 
     def read(self, client: Any, keys: Sequence[str]) -> Replicas:
-        """Return the places of these keys. During a removal from a private store no key has any."""
+        """Return the replicas of these keys. During a removal from a private store no key has any."""
         if self._private:
             with self._lock:
                 return {} if self._running else dict.fromkeys(keys, frozenset([("", self._count)]))
@@ -50,7 +50,7 @@ class ReplicaReader:
 
 
 def memory_replicas(described: Mapping[str, Sequence[Any]]) -> Replicas:
-    """From Mooncake's replica descriptors."""
+    """Convert Mooncake's replica descriptors."""
     return {key: frozenset(_memory(replicas)) for key, replicas in described.items() if replicas}
 
 
@@ -60,7 +60,7 @@ def _memory(replicas: Sequence[Any]) -> list[tuple[str, int]]:
 
 
 def void_what_moved(results: list[ErrorClass], keys: Sequence[str], before: Replicas, after: Replicas) -> None:
-    """No OK stays of a key that is gone, which is a MISS then, or that lay elsewhere when the get began."""
+    """Turn OK into MISS for a key that is gone, into LOOKUP_AGAIN for one that lay elsewhere when the get began."""
     for index, key in enumerate(keys):
         if results[index] is ErrorClass.OK and not (key in before and key in after and before[key] <= after[key]):
             results[index] = ErrorClass.LOOKUP_AGAIN if key in after else ErrorClass.MISS

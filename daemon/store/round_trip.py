@@ -1,4 +1,4 @@
-"""A value put into a Mooncake store, found, read back, compared and removed; `doctor` runs it as a process.
+"""Puts a value into a Mooncake store, finds, reads, compares and removes it; `doctor` runs this as a process.
 
 `python -m kvprefetch.daemon.store.round_trip [MOONCAKE_CONFIG]`: that cluster, or without it a private store of 16 MiB
 on loopback. Its last line is `ok MILLISECONDS` or `failed REASON`; Mooncake's own output goes before.
@@ -20,20 +20,20 @@ from .errors import EmbeddedError, ErrorClass, StoreError, StoreUnavailable
 from .settings import MooncakeSettings, SettingsError
 
 SIZE = 4096
-_buffers: list[object] = []  # what Mooncake was handed stays there until the process ends, see give_up.py
+_buffers: list[object] = []  # memory that Mooncake got stays until the process ends, see give_up.py
 _OUT_OF_REACH = (
-    "the owner of the memory cannot be reached; metadata_server and protocol must be its own, and "
+    "the storage node cannot be reached; metadata_server and protocol must be its own, and "
     "MC_USE_IPV6=1 is for all or none"
 )
 _REFUSED = {
-    ErrorClass.NO_SPACE: "no owner of memory is there, or none has room",
+    ErrorClass.NO_SPACE: "no storage node is there, or none has room",
     ErrorClass.TRANSFER: _OUT_OF_REACH,
     ErrorClass.UNDER_WAY: _OUT_OF_REACH,
 }
 
 
 def round_trip(store: Store) -> str | None:
-    """What went wrong, or None. Leaves nothing in the store."""
+    """Say what went wrong, or None. Leaves nothing in the store."""
     prefix = f"kvprefetch-doctor-{uuid.uuid4().hex}@"
     key, value = prefix + "0" * 64, os.urandom(SIZE)
     source, target = ctypes.create_string_buffer(value, SIZE), ctypes.create_string_buffer(SIZE)
@@ -54,7 +54,7 @@ def round_trip(store: Store) -> str | None:
 
 
 def main(arguments: list[str]) -> str:
-    """Do it; the line to end with."""
+    """Make the round trip; return the last line."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     log, master = structlog.get_logger(), None
     try:

@@ -1,4 +1,4 @@
-"""How to join a Mooncake cluster: the settings, and the JSON file that vLLM's own connector reads them from."""
+"""The settings to join a Mooncake cluster, and the JSON file that vLLM's own connector reads them from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class MooncakeSettings:
-    """How to join a Mooncake cluster. Sizes in bytes. `private`: nobody else was told where its master is."""
+    """How to join a Mooncake cluster. Sizes in bytes. `private`: no other process knows its master."""
 
     local_hostname: str
     metadata_server: str
@@ -41,12 +41,12 @@ class MooncakeSettings:
     private: bool = False
 
     def __str__(self) -> str:
-        """What an error of Mooncake's may be about."""
+        """The settings that an error of Mooncake's may be about."""
         keys = ("master_server_address", "metadata_server", "protocol", "device_name")
         return " ".join(f"{key}={getattr(self, key)!r}" for key in keys)
 
     def unreached(self, timeout_s: float) -> str | None:
-        """One line about a server that does not answer, instead of Mooncake's own retries; None when each does."""
+        """Return a line about a server that does not answer, before Mooncake's own retries; None when all answer."""
         kind = addresses.elected(self.master_server_address)
         master = f"{kind} of Mooncake masters" if kind else "Mooncake master"
         for key, what in (("master_server_address", master), ("metadata_server", "metadata server")):
@@ -57,11 +57,11 @@ class MooncakeSettings:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> MooncakeSettings:
-        """Settings from the JSON file that MOONCAKE_CONFIG_PATH names for vLLM (`vllm/distributed/mooncake_store.py`).
+        """Read the JSON file that MOONCAKE_CONFIG_PATH names for vLLM (`vllm/distributed/mooncake_store.py`).
 
-        The same keys and size forms are accepted. The daemon joins as a reader, so `global_segment_size`, `mode`,
-        `enable_offload` and `local_buffer_size`, which say what an engine contributes and needs, are checked and then
-        not used. Raises SettingsError, also where Mooncake is told not to wait until the owner of a value has it.
+        It accepts the same keys and size forms. The daemon contributes no memory, so `global_segment_size`, `mode`,
+        `enable_offload` and `local_buffer_size` are checked and then not used. Raises SettingsError, also where the
+        environment tells Mooncake not to wait until a storage node has a value.
         """
         if os.environ.get(_LEGACY_TCP) == "1":
             raise SettingsError(

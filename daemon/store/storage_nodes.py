@@ -1,11 +1,11 @@
-"""The nodes of memory that do not deliver: they are put aside, so that each is waited for once and not by every get.
+"""Puts storage nodes aside that do not deliver, so that one get waits for each of them, and not every get.
 
-An node whose values fail is put aside: they are not asked for. After a pause one call at a time asks it for one value;
-when that arrives the node is back, otherwise the next pause is twice as long.
-A get that is past its deadline (`Get.late`) waits for an node that delivered nothing to anybody since it began. If
-there is one such node, it is the one that hangs: until that get returns its values are not asked for. If there are
-several, their values are read apart, so that those that deliver are told from the one that does not.
-Costs nothing but a set of names until an node fails or a get is late.
+A node is put aside when its values fail, and nobody asks for them.  After a pause one call at a time asks the node for
+one value; when that arrives the node is back, otherwise the next pause is twice as long.
+A get past its deadline (`Get.late`) waits for a node that delivered nothing to anybody since the get began.  If there
+is one such node, that one hangs, and nobody asks for its values until the get returns.  If there are several, gets read
+their values apart, to find out which one hangs.
+All this costs nothing but a set of names until a node fails or a get is late.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from .errors import ErrorClass
 from .replicas import Replicas
 
 PAUSE_S = (1.0, 10.0)  # the first, and the longest
-FORGET_S = 300.0  # after its pause, when nobody asks for values of this node
-_ANY_DISK = ""  # stands for the node of a value on a disk alone, who is not told
+FORGET_S = 300.0  # after its pause, for a node whose values nobody asks for
+_ANY_DISK = ""  # stands for the node of a value on disk alone, which Mooncake does not name
 _FAILED = (ErrorClass.TRANSFER, ErrorClass.UNDER_WAY)
 
 
 @dataclass(eq=False)
 class Get:
-    """Values that are being read. `waits_for`: nodes that delivered nothing since it began; `late`: given up."""
+    """A get in flight. `waits_for`: nodes that delivered nothing since it began; `late`: its caller gave it up."""
 
     waits_for: frozenset[str] = field(default_factory=frozenset)
-    late: bool = False  # set by who waits for it, on any thread
+    late: bool = False  # the caller sets it, on any thread
 
     @property
     def nodes(self) -> str:
@@ -38,7 +38,7 @@ class Get:
 
 @dataclass(eq=False)
 class _Aside:
-    """An node that is put aside until a clock shows `until`, and then as long as `tried_by` asks it for a value."""
+    """A node that is put aside until the clock shows `until`, and then as long as `tried_by` asks it for a value."""
 
     since: float
     until: float
@@ -47,10 +47,7 @@ class _Aside:
 
 
 class StorageNodes:
-    """The gets in flight, and what they say of the nodes that they read from. Any thread may call.
-
-    `clock`: seconds. `log` hears of each node that is put aside, and that is back.
-    """
+    """The gets in flight, and the nodes that they read from. Any thread may call. `clock`: seconds, monotonic."""
 
     def __init__(self, log: Any, clock: Callable[[], float]) -> None:
         self._log, self._clock = log, clock
@@ -61,7 +58,7 @@ class StorageNodes:
     def read(
         self, keys: Sequence[str], where: Replicas, get: Get, call: Callable[[Sequence[int]], list[ErrorClass]]
     ) -> list[ErrorClass]:
-        """What became of each key: as `call` says, which reads those with these numbers, or TRANSFER without a try."""
+        """Return each key's result: that of `call`, which reads the keys at some indices, or TRANSFER untried."""
         results = [ErrorClass.TRANSFER] * len(keys)
         left: Sequence[int] = range(len(keys))
         while not get.late and (part := self._next(keys, where, left, get)):
@@ -82,21 +79,22 @@ class StorageNodes:
         return results
 
     def aside(self) -> frozenset[str]:
-        """Those whose values are not to be asked for now."""
+        """Return the nodes that nobody should ask now."""
         with self._lock:
             return self._refused()
 
     def _refused(self) -> frozenset[str]:
         now = self._clock()
         for node in [node for node, each in self._aside.items() if now > each.until + FORGET_S]:
-            del self._aside[node]  # nothing of it was asked for any more; it may be gone for good
+            del self._aside[node]  # nobody asks for its values any more; it may be gone for good
         failed = {node for node, each in self._aside.items() if each.tried_by is not None or now < each.until}
         hang = (get.waits_for for get in self._gets if get.late and len(get.waits_for) == 1)
         return frozenset(failed).union(*hang) - {_ANY_DISK}
 
     def _next(self, keys: Sequence[str], where: Replicas, left: Sequence[int], get: Get) -> Sequence[int]:
-        """Those that nobody doubts, then those of each doubtful node; of one that is put aside none, or one key to try
-        it with.
+        """Return the indices to read next: first those of undoubted nodes, then those of each doubtful node apart.
+
+        Of a node that is put aside: none, or one key to try it with.
         """
         with self._lock:
             late = [each.waits_for for each in self._gets if each.late]
@@ -118,7 +116,7 @@ class StorageNodes:
             return parts[apart][:1] if apart & tried else parts[apart]
 
     def _learn(self, get: Get, nodes: Sequence[frozenset[str]], results: Sequence[ErrorClass]) -> None:
-        """What a call says of the nodes of its values. Of several nodes of one value any may have been read."""
+        """Learn from a call's results. A value on several nodes blames none: Mooncake may have read any of them."""
         with self._lock:
             now = self._clock()
             tried = {node for node, each in self._aside.items() if each.tried_by is get}
@@ -150,5 +148,5 @@ class StorageNodes:
 
 
 def _nodes_of(where: Replicas, keys: Sequence[str]) -> frozenset[str]:
-    """Of the memory that these lie in, any of which a get may choose."""
+    """Return the nodes with replicas of these keys; a get may choose any of them."""
     return frozenset(node for key in keys for node, _ in where.get(key) or ((_ANY_DISK, 0),))

@@ -1,4 +1,4 @@
-"""Finds a page of zeros in a value: what a disk lost reads back so, and no KV has one."""
+"""Finds a page of zeros in a value: a page that a disk lost reads back so, and no KV has one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _HALF_PAGE = 2048  # bytes
 
 
 def holed(address: int, size: int) -> bool:
-    """Whether a page of a file that was never written shows in this value.
+    """Whether the value has a page of zeros.
 
-    A page begins anywhere in the value, so half of one is looked for; of a part of one at the end nothing is known.
-    Costs 3 % of the copy (docs/adr/0065).
+    A page may begin anywhere in the value, so this looks for half of one; it misses a smaller part at the end.  It
+    costs 3 % of the copy (docs/adr/0065).
     """
     if size < _HALF_PAGE:
         return False
