@@ -29,13 +29,15 @@ class Shared:
     """
 
     config: DaemonConfig
-    mode: Mode
     store: Store
     namespaces: Namespaces
     pools: Pools
     snapshot: Snapshot
     log: Log
-    master_http: str = ""  # host:port of the embedded store's master
+
+    def __post_init__(self) -> None:
+        self.mode: Mode = self.config.mode
+        self.master_http = ""  # host:port of the embedded store's master
 
 
 class Epochs:

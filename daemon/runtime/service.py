@@ -81,7 +81,8 @@ class Daemon:
             self._metrics = MetricsServer(config.metrics_address, config.metrics_port, snapshot, event_counts)
         if (opened := self._backend.open(snapshot)) is None:
             return
-        shared = Shared(config, config.mode, *opened, pools, snapshot, self._log, self._backend.http)
+        shared = Shared(config, *opened, pools, snapshot, self._log)
+        shared.master_http = self._backend.http
         epochs = Epochs(shared)
         control = self._control = Control(listener.sock, shared, epochs, self._epoll)
         loop = Loop(shared, control, self._epoll, self._signals)
