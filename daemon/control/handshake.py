@@ -18,7 +18,7 @@ from ...shmring.wire.codec import send_message
 from ...shmring.wire.records import GROUPS, ProtocolError
 from ..engine.epoch import Epoch
 from ..engine.memory import EngineMemory
-from ..engine.transfers import check_turns
+from ..engine.transfers import check_replicas
 from ..store.errors import StoreError
 from ..store.namespaces import NamespaceTaken
 from ..telemetry.events import Ending
@@ -129,7 +129,7 @@ class Handshake:
         engine, shared = group.engine(), self._shared.config.namespaces == "shared"
         group.placed = True
         try:
-            check_turns(engine.workers)
+            check_replicas(engine.workers)
             self._shared.namespaces.check(group.uid, engine.namespaces, shared=shared)
         except ValueError as error:
             self._refuse_engine(group, error)

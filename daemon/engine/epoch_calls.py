@@ -31,7 +31,7 @@ from .lookups import Answer, Batch, LookUps
 from .memory import EngineInfo, EngineMemory
 from .orphaned import Orphaned
 from .promoter import COPY_BYTES, DeviceJob, Promoter
-from .saver import Put, PutEnd, Saver
+from .saver import Put, Saver
 from .warming import Warming, about
 
 PUTS_PER_CHUNK = 4  # a load that comes while a put is in flight waits for a quarter of a chunk at most
@@ -304,19 +304,19 @@ class EpochCalls:
         self._count_puts(self.saver.stored(put, result, self._services.clock_ns(), saving=self._saving))
         self._carry_on()
 
-    def _count_puts(self, ends: Sequence[PutEnd]) -> None:
-        for end in ends:
-            self.counters.saved_blocks += end.stored
-            self.counters.saved_again_blocks += end.stored_before
-            self.counters.present_blocks += end.present
-            self.counters.lost_saves += end.failed
-            if (save := end.save) is not None:
+    def _count_puts(self, ended: Sequence[Put]) -> None:
+        for put in ended:
+            self.counters.saved_blocks += put.stored
+            self.counters.saved_again_blocks += put.stored_before
+            self.counters.present_blocks += put.present
+            self.counters.lost_saves += put.failed
+            if not (save := put.save).puts:
                 self._log.info(
                     "save.done", save_id=save.save_id, stored_blocks=save.stored, present_blocks=save.present,
                     failed_blocks=save.failed, tries=save.tries,
                 )  # fmt: skip
             if self.engine.scheduler.events:
-                self.send(end.notice)
+                self.send(put.notice)
 
     def _removed(self, result: bool | BaseException) -> None:
         confirmed = result is True

@@ -27,7 +27,7 @@ MAX_PUT_BLOCKS = 4096  # the slots of one put fit a control message
 
 @dataclass
 class Save:
-    """One save of the engine's, and what became of the blocks of those of its `puts` that have ended."""
+    """One save of the engine's: how many of its `puts` have not ended, and what became of the others' blocks."""
 
     save_id: int
     puts: int
@@ -39,11 +39,11 @@ class Save:
 
 @dataclass(eq=False)
 class Put:
-    """Part of a save on its way into the store; `blocks` are those still to put."""
+    """Part of a save: `blocks` are still to put, and the counts say what became of the others."""
 
     save: Save
     slots: list[int]
-    blocks: list[tuple[bytes, int]]
+    blocks: list[tuple[bytes, int]] = field(default_factory=list)
     stored: int = 0
     stored_before: int = 0
     present: int = 0
@@ -52,19 +52,12 @@ class Put:
     memory: list[int] = field(default_factory=list)
     disk: list[int] = field(default_factory=list)
 
-
-class PutEnd(NamedTuple):
-    """What became of the blocks of one put. `save`: the whole save, if this was its last put.
-
-    `notice` says the same to an engine that publishes KV events.
-    """
-
-    notice: Stored
-    stored: int = 0
-    stored_before: int = 0
-    present: int = 0
-    failed: int = 0
-    save: Save | None = None
+    @property
+    def notice(self) -> Stored:
+        """What became of its slots, for an engine that publishes KV events."""
+        there = {*self.memory, *self.disk}
+        lost = [slot for slot in self.slots if slot not in there]
+        return Stored(save_id=self.save.save_id, memory=self.memory, disk=self.disk, lost=lost)
 
 
 @dataclass(eq=False)
@@ -106,8 +99,11 @@ class Saver:
 
     # --- saves ------------------------------------------------------------------------------------------------------
 
-    def saved(self, record: Saved, *, saving: bool) -> list[PutEnd]:
-        """Every rank copied these blocks, or dropped them. Raises ProtocolError for slots that are not granted."""
+    def saved(self, record: Saved, *, saving: bool) -> list[Put]:
+        """Every rank copied these blocks, or dropped them; return puts that are lost at once.
+
+        Raises ProtocolError for slots that are not granted.
+        """
         slots = record.slots
         if len(set(slots)) != len(slots) or not self._granted.issuperset(slots):
             raise ProtocolError(f"slots were not granted: slots={slots[:8]}")
@@ -118,7 +114,8 @@ class Saver:
         if record.reset_generation < self.generation or not saving:
             self._take_in(slots)
             parts = [slots[start : start + MAX_PUT_BLOCKS] for start in range(0, len(slots), MAX_PUT_BLOCKS)]
-            return [PutEnd(Stored(save_id=record.save_id, lost=part), failed=len(part)) for part in parts]
+            save = Save(record.save_id, len(parts))
+            return [Put(save, part, failed=len(part)) for part in parts]
         save = Save(record.save_id, -(-len(slots) // self._put_blocks))
         for start in range(0, len(slots), self._put_blocks):
             part = slots[start : start + self._put_blocks]
@@ -155,8 +152,8 @@ class Saver:
         self._busy = True
         return self._puts.popleft()
 
-    def stored(self, put: Put, result: SaveResult, now_ns: int, *, saving: bool) -> list[PutEnd]:
-        """A put came back."""
+    def stored(self, put: Put, result: SaveResult, now_ns: int, *, saving: bool) -> list[Put]:
+        """A put came back; return the puts that ended with it."""
         self._busy = False
         put.tries += 1
         self._fruitless = 0 if result.stored or result.present or not result.again else self._fruitless + 1
@@ -179,26 +176,24 @@ class Saver:
         # A store that is gone for all the tries of one put keeps no slots of those behind it.
         return [self._end(put), *(self._give_up() if self._fruitless >= TRIES else [])]
 
-    def _give_up(self) -> list[PutEnd]:
+    def _give_up(self) -> list[Put]:
         """Store nothing of what waits."""
-        puts, self._puts = self._puts, deque()
-        for put in puts:
+        ends = []
+        while self._puts:
+            put = self._puts.popleft()
             put.failed += len(put.blocks)
-        return [self._end(put) for put in puts]
+            ends.append(self._end(put))
+        return ends
 
-    def _end(self, put: Put) -> PutEnd:
+    def _end(self, put: Put) -> Put:
         save = put.save
         save.puts -= 1
         save.stored += put.stored
         save.present += put.present
         save.failed += put.failed
         save.tries += put.tries
-        there = {*put.memory, *put.disk}
-        lost = [slot for slot in put.slots if slot not in there]
-        notice = Stored(save_id=save.save_id, memory=put.memory, disk=put.disk, lost=lost)
         self._take_in(put.slots)
-        whole = None if save.puts else save
-        return PutEnd(notice, put.stored, put.stored_before, put.present, put.failed, whole)
+        return put
 
     def _take_in(self, slots: list[int]) -> None:
         kept = [slot for slot in slots if slot not in self._lost_now]
@@ -207,7 +202,7 @@ class Saver:
 
     # --- resets -----------------------------------------------------------------------------------------------------
 
-    def reset(self, generation: int, timeout_s: float, now_ns: int) -> list[PutEnd]:
+    def reset(self, generation: int, timeout_s: float, now_ns: int) -> list[Put]:
         """Drop saves of older generations, then remove every key of the namespace.
 
         It supersedes a reset that still waits for its removal: the answer to this one covers that generation too.

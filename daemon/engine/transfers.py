@@ -1,7 +1,6 @@
-"""Store work of one engine: look-ups, fetches into slots, saves out of slots, removals; each one blocking job.
+"""Store calls of one engine: look-ups, fetches into slots, saves out of slots, removals. Each function blocks.
 
-Each function turns one job of one engine into store calls for all its ranks.  A block counts only when every rank's
-part does.
+A function makes the store calls for all ranks.  A block counts only when every rank's part does.
 """
 
 from __future__ import annotations
@@ -27,21 +26,30 @@ RETRY_S = 0.02  # a replica being written or busy is usually there by then
 _AGAIN = (ErrorClass.NO_SPACE, ErrorClass.RETRY, ErrorClass.TRANSIENT, ErrorClass.TRANSFER)
 
 
+class _Part(NamedTuple):
+    """One value, and where it lies in staging."""
+
+    key: str
+    slot: int
+    address: int
+    size_bytes: int
+
+
 @dataclass(frozen=True)
 class RankLayout:
-    """Where one engine's blocks lie: store key prefix of each rank (fixed at attach) and its staging.
+    """Where one engine's blocks lie: the store key prefix of each rank (fixed at attach) and its staging.
 
-    Ranks with one prefix hold the same bytes. Of them, rank r fills the save slots with slot % factor == turn, where
-    (factor, turn) = turns[r].
+    Ranks with one prefix are replicas: they hold the same bytes.  Rank r fills the save slots with slot % count ==
+    index, where (count, index) = replicas[r].
     """
 
     key_prefixes: tuple[str, ...]
-    turns: tuple[tuple[int, int], ...]
+    replicas: tuple[tuple[int, int], ...]
     staging: HostStaging
 
     @cached_property
     def shards(self) -> list[tuple[str, list[int]]]:
-        """Each key prefix and the ranks that hold its bytes."""
+        """Return each key prefix and the ranks that hold its bytes."""
         found: dict[str, list[int]] = {}
         for rank, prefix in enumerate(self.key_prefixes):
             found.setdefault(prefix, []).append(rank)
@@ -49,12 +57,21 @@ class RankLayout:
 
     @classmethod
     def of(cls, workers: Sequence[WorkerInfo], staging: HostStaging) -> RankLayout:
-        """The layout of ranks that `check_turns` accepted."""
-        turns = tuple((worker.put_factor, worker.put_turn) for worker in workers)
-        return cls(tuple(worker.key_prefix for worker in workers), turns, staging)
+        """Return the layout of ranks that `check_replicas` accepted."""
+        replicas = tuple((worker.put_factor, worker.put_turn) for worker in workers)
+        return cls(tuple(worker.key_prefix for worker in workers), replicas, staging)
+
+    def parts(self, digest: bytes, slot: int, *, saving: bool = False) -> list[_Part]:
+        """Return a block's parts, one for each key: in the first replica's slot, or in the one that filled the slot."""
+        addresses, parts = self.staging.addresses(slot), []
+        for prefix, ranks in self.shards:
+            filled = (rank for rank in ranks if slot % self.replicas[rank][0] == self.replicas[rank][1])
+            rank = next(filled) if saving else ranks[0]
+            parts.append(_Part(prefix + digest.hex(), slot, addresses[rank], self.staging.block_bytes[rank]))
+        return parts
 
 
-def check_turns(workers: Sequence[WorkerInfo]) -> None:
+def check_replicas(workers: Sequence[WorkerInfo]) -> None:
     """Raise ValueError unless ranks that share a key prefix have parts of one size, and one of them each save slot."""
     sharing: dict[str, list[tuple[int, int]]] = {}
     sizes: dict[str, set[int]] = {}
@@ -76,10 +93,10 @@ def check_turns(workers: Sequence[WorkerInfo]) -> None:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Blocks stored now, blocks that were there already, blocks lost, and those to try again: no space, or no store.
+    """Count blocks stored now, present before and failed; `again` are those to try again: no space, or no store.
 
-    `memory` and `disk` are the slots of the blocks that are in the store now, by medium; only when `locate` asks.
-    `digests` are those of the blocks stored now.  `lost`: how many values Mooncake may still read.
+    `memory` and `disk`: slots of the blocks that are in the store now, by medium, where `locate` asks.  `digests`: of
+    the blocks stored now.  `lost`: how many values Mooncake may still read.
     """
 
     stored: int
@@ -93,28 +110,19 @@ class SaveResult:
 
 
 class Found(NamedTuple):
-    """How many leading digests of one question the store holds for every rank, and which of these only on disk (1)."""
+    """The store holds `run` leading digests of a question for every rank; `on_disk` has a 1 for each on disk alone."""
 
     run: int
     on_disk: bytes
 
 
-class _Target(NamedTuple):
-    """Where a put reads a value from."""
-
-    slot: int
-    address: int
-    bytes: int
-
-
 def look_up(
     store: Store, layout: RankLayout, questions: Sequence[Sequence[bytes]], *, media: bool
 ) -> list[Found] | None:
-    """The answers to several requests' questions; None when the store cannot say now.
+    """Return the answers to several requests' questions; None if the store cannot say now.
 
-    Many digests are asked for in two calls: of a question whose first one is missing the others are not.
-    `media`: ask also where the values lie; then an object of another size in the store's memory is a miss here already.
-    It costs about 3 us for each block that is there, and a miss nothing.
+    Many digests take two calls: the second asks for the rest of the questions whose first digest is there.
+    `media`: ask also where the values lie, about 3 us for each hit.  An object of another size is a miss then.
     """
     try:
         if sum(map(len, questions)) <= AT_ONCE:
@@ -134,7 +142,7 @@ def look_up(
 
 
 def _runs(store: Store, layout: RankLayout, questions: Sequence[Sequence[bytes]]) -> list[int]:
-    """How many leading digests of each question the store holds for every rank. Raises StoreUnavailable."""
+    """Count the leading digests of each question that the store holds for every rank. Raises StoreUnavailable."""
     parts = len(layout.shards)
     keys = [prefix + digest.hex() for digests in questions for digest in digests for prefix, _ in layout.shards]
     present = iter(store.exist(keys))
@@ -150,106 +158,91 @@ def _found(where: Sequence[Medium | None]) -> Found:
 def fetch(
     store: Store, layout: RankLayout, blocks: Sequence[tuple[bytes, int]], *, get: Get | None = None
 ) -> list[ErrorClass]:
-    """Read (digest, slot) blocks into their slots; what became of each: OK when every rank's part is there.
+    """Read (digest, slot) blocks into their slots; a block is OK when every rank's part is there.
 
-    A part that several ranks hold is read once and copied to the others. Parts whose class says so are tried once more.
-    Who gives this fetch up says so in `get`.
+    A part that several ranks hold is read once and copied to the others.  A part that may be there soon is tried once
+    more.  The caller sets `get.late` when it gives this fetch up.
     """
-    shards, block_bytes = layout.shards, layout.staging.block_bytes
-    places = [layout.staging.addresses(slot) for _, slot in blocks]
-    keys = [prefix + digest.hex() for digest, _ in blocks for prefix, _ in shards]
-    addresses = [place[ranks[0]] for place in places for _, ranks in shards]
-    sizes = [block_bytes[ranks[0]] for _, ranks in shards] * len(blocks)
-    slots = [slot for _, slot in blocks for _ in shards]
+    parts = [part for block in blocks for part in layout.parts(*block)]
+
+    def read(parts: Sequence[_Part]) -> list[ErrorClass]:
+        return _move(layout, parts, lambda keys, addresses, sizes: store.get_into(keys, addresses, sizes, get))
+
     try:
-        parts = _move(layout, slots, lambda: store.get_into(keys, addresses, sizes, get))
+        results = read(parts)
     except StoreUnavailable:
         return [ErrorClass.TRANSIENT] * len(blocks)
-    again = [i for i, part in enumerate(parts) if part in (ErrorClass.RETRY, ErrorClass.LOOKUP_AGAIN)]
-    if again:
+    if again := [i for i, each in enumerate(results) if each in (ErrorClass.RETRY, ErrorClass.LOOKUP_AGAIN)]:
         time.sleep(RETRY_S)
         with contextlib.suppress(StoreUnavailable):  # then they stay as they are, and the others are there
-            late = [keys[i] for i in again], [addresses[i] for i in again], [sizes[i] for i in again]
-            second = _move(layout, [slots[i] for i in again], lambda: store.get_into(*late, get))
-            for i, part in zip(again, second, strict=True):
-                parts[i] = part
-    for place in places if len(shards) < len(block_bytes) else ():
-        for _, (first, *others) in shards:
+            for i, each in zip(again, read([parts[i] for i in again]), strict=True):
+                results[i] = each
+    per_block, block_bytes = len(layout.shards), layout.staging.block_bytes
+    for _, slot in blocks if per_block < len(block_bytes) else ():
+        addresses = layout.staging.addresses(slot)
+        for _, (first, *others) in layout.shards:
             for other in others:
-                ctypes.memmove(place[other], place[first], block_bytes[first])  # without the GIL
+                ctypes.memmove(addresses[other], addresses[first], block_bytes[first])  # without the GIL
     return [
-        next((part for part in parts[i : i + len(shards)] if part is not ErrorClass.OK), ErrorClass.OK)
-        for i in range(0, len(parts), len(shards))
+        next((each for each in results[i : i + per_block] if each is not ErrorClass.OK), ErrorClass.OK)
+        for i in range(0, len(results), per_block)
     ]
 
 
-def _move(layout: RankLayout, slots: Sequence[int], call: Callable[[], list[ErrorClass]]) -> list[ErrorClass]:
-    """Get or put from and to these slots, one for each result; those that Mooncake may go on using are lost.
-
-    Raises what the call raises.
-    """
+def _move(layout: RankLayout, parts: Sequence[_Part], call: Callable[..., list[ErrorClass]]) -> list[ErrorClass]:
+    """Get or put these parts; slots that Mooncake may go on using are lost. Raises what the call raises."""
     try:
-        results = call()
+        results = call(*([part[i] for part in parts] for i in (0, 2, 3)))
     except StoreUnavailable:
         raise  # no transfer is under way
     except BaseException:
-        layout.staging.lost.update(slots)  # nothing is known of the transfers
+        layout.staging.lost.update(part.slot for part in parts)  # nothing is known of the transfers
         raise
-    if ErrorClass.UNDER_WAY in results:
-        lost = zip(slots, results, strict=True)
-        layout.staging.lost.update(slot for slot, result in lost if result is ErrorClass.UNDER_WAY)
+    lost = [part.slot for part, each in zip(parts, results, strict=True) if each is ErrorClass.UNDER_WAY]
+    layout.staging.lost.update(lost)
     return results
 
 
 def save(store: Store, layout: RankLayout, blocks: Sequence[tuple[bytes, int]], *, locate: bool = False) -> SaveResult:
-    """Put (digest, slot) blocks that are not there yet; of ranks that share a key, the one whose turn the slot is.
+    """Put (digest, slot) blocks that are not there yet, each part from the replica that filled the slot.
 
     With `locate`, also ask in which medium they are now.
     """
-    shards = layout.shards
-    keys = [prefix + digest.hex() for digest, _ in blocks for prefix, _ in shards]
-    targets: dict[str, _Target] = {}
-    for digest, slot in blocks:
-        place = layout.staging.addresses(slot)
-        for prefix, ranks in shards:
-            [source] = [rank for rank in ranks if slot % layout.turns[rank][0] == layout.turns[rank][1]]
-            targets[prefix + digest.hex()] = _Target(slot, place[source], layout.staging.block_bytes[source])
-    names = list(targets)
+    parts = [layout.parts(*block, saving=True) for block in blocks]
+    named = {part.key: part for each in parts for part in each}
     try:
-        there = store.exist(names)
-        missing = [name for name, present in zip(names, there, strict=True) if not present]
-        addresses, sizes = [targets[n].address for n in missing], [targets[n].bytes for n in missing]
-        slots = [targets[n].slot for n in missing]
-        outcome = _move(layout, slots, lambda: store.put_from(missing, addresses, sizes))
+        there = store.exist(list(named))
+        missing = [part for part, present in zip(named.values(), there, strict=True) if not present]
+        outcome = _move(layout, missing, store.put_from)
     except StoreUnavailable:
         return SaveResult(0, 0, 0, list(blocks))
-    written = dict(zip(missing, outcome, strict=True))
-    stored = present = failed = 0
+    written = {part.key: each for part, each in zip(missing, outcome, strict=True)}
+    stored: list[bytes] = []
     again: list[tuple[bytes, int]] = []
-    kept: list[tuple[str, int]] = []
-    digests: list[bytes] = []
-    for i, block in enumerate(blocks):
-        mine = keys[i * len(shards) : (i + 1) * len(shards)]
-        results = {written.get(key) for key in mine}  # None: it was there already
+    kept: list[_Part] = []
+    present = failed = 0
+    for block, (first, *others) in zip(blocks, parts, strict=True):
+        results = {written.get(part.key) for part in (first, *others)}  # None: it was there already
         if results <= {None, ErrorClass.OK}:
-            if results != {None}:
-                stored += 1
-                digests.append(block[0])
-            present += results == {None}
-            kept.append((mine[0], block[1]))
+            kept.append(first)
+            if results == {None}:
+                present += 1
+            else:
+                stored.append(block[0])
         elif results <= {None, ErrorClass.OK, *_AGAIN}:
             again.append(block)
         else:
             failed += 1
-    result = SaveResult(stored, present, failed, again, digests=digests, lost=outcome.count(ErrorClass.UNDER_WAY))
+    lost = outcome.count(ErrorClass.UNDER_WAY)
+    result = SaveResult(len(stored), present, failed, again, digests=stored, lost=lost)
     if locate:
-        for (_, slot), medium in zip(kept, _media(store, [key for key, _ in kept]), strict=True):
-            (result.disk if medium == "disk" else result.memory).append(slot)
+        for part, medium in zip(kept, _media(store, [part.key for part in kept]), strict=True):
+            (result.disk if medium == "disk" else result.memory).append(part.slot)
     return result
 
 
 def _media(store: Store, keys: Sequence[str]) -> Sequence[Medium | None]:
-    """Where these values lie. What was just put lies in memory, if the store cannot say."""
+    """Ask where these values lie. If the store cannot say, they lie in memory, since they were just put."""
     try:
         return store.media(keys)
     except StoreUnavailable:

@@ -13,7 +13,6 @@ from kvprefetch.daemon.engine.saver import (
     RESET_SLACK_S,
     TRIES,
     Put,
-    PutEnd,
     Removal,
     Save,
     Saver,
@@ -42,11 +41,11 @@ class Setup:
         self.carry_on()
         self.granted.clear()
 
-    def carry_on(self, ends: Sequence[PutEnd] = ()) -> None:
-        for end in ends:
-            self.told.append(end.notice)
-            self.counts.update(saved=end.stored, again=end.stored_before, present=end.present, lost=end.failed)
-            self.saves += [end.save] if end.save is not None else []
+    def carry_on(self, ended: Sequence[Put] = ()) -> None:
+        for put in ended:
+            self.told.append(put.notice)
+            self.counts.update(saved=put.stored, again=put.stored_before, present=put.present, lost=put.failed)
+            self.saves += [] if put.save.puts else [put.save]
         self.granted += self.saver.next_grant(saving=self.saving)
         if (job := self.saver.next_job(self.now, loading=self.loading)) is not None:
             self.jobs.append(job)

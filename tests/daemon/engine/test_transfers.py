@@ -169,7 +169,7 @@ def test_of_ranks_that_share_a_key_the_one_whose_turn_the_slot_is_is_put() -> No
 def test_ranks_that_would_leave_a_slot_to_nobody_or_to_two_are_refused(turns: list[tuple[int, int]]) -> None:
     workers = [WorkerInfo(block_bytes=64, key_prefix="a@", put_factor=factor, put_turn=turn) for factor, turn in turns]
     with pytest.raises(ValueError, match=r"must take turns: key_prefix='a@' .*expected="):
-        transfers.check_turns(workers)
+        transfers.check_replicas(workers)
 
 
 def test_ranks_that_share_a_key_with_parts_of_two_sizes_are_refused() -> None:
@@ -178,7 +178,7 @@ def test_ranks_that_share_a_key_with_parts_of_two_sizes_are_refused() -> None:
         for turn, size in enumerate((64, 128))
     ]
     with pytest.raises(ValueError, match=r"of one size: key_prefix='a@' block_bytes=\[64, 128\]"):
-        transfers.check_turns(workers)
+        transfers.check_replicas(workers)
 
 
 def test_a_part_that_several_ranks_hold_is_read_once_and_is_there_for_all() -> None:
