@@ -114,6 +114,10 @@ def test_bad_records_are_counted_and_skipped(shared_daemon: Daemon) -> None:
     [
         ({"groups": 2}, "only one KV-cache group is served: groups=2 max=1"),
         ({"rank": 3}, "rank out of bounds: rank=3 world_size=1"),
+        (
+            {"rank": 7, "world_size": 4096},
+            "world_size out of bounds: world_size=4096 max=127: one daemon serves the processes of one node",
+        ),
     ],
 )
 def test_a_wrong_hello_is_refused_in_one_line(shared_daemon: Daemon, changes: dict[str, Any], message: str) -> None:
