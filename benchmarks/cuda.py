@@ -261,7 +261,7 @@ def bounce(bench: Bench, rounds: int = 7) -> dict[str, float]:
     source = host.rows.copy()
     size = cuda.exported_bytes(host.rows.nbytes)
     staging = DeviceStaging(
-        host.block_bytes, [bench.device.uuid], budget_bytes=size, margin_bytes=0, owner="daemon"
+        host.block_bytes, [bench.device.uuid], budget_bytes=size, margin_bytes=0, allocator="daemon"
     )  # fmt: skip
     staging.follow(host)
     said = [staging.open([""]), *(staging.pin(*piece) for piece in staging.pieces())]

@@ -44,12 +44,12 @@ class DeviceStaging:
     """`slots` device slots on every rank. Raises DeviceError where there can be none."""
 
     def __init__(
-        self, block_bytes: Sequence[int], uuids: Sequence[str], *, budget_bytes: int, margin_bytes: int, owner: str
+        self, block_bytes: Sequence[int], uuids: Sequence[str], *, budget_bytes: int, margin_bytes: int, allocator: str
     ) -> None:
         """Each rank's block and GPU. `budget_bytes` on each GPU, as far as it is free beyond `margin_bytes`.
 
-        `owner`: `daemon` or `engine`."""
-        self.owner, self._block_bytes, self._uuids = owner, list(block_bytes), sorted(set(uuids))
+        `allocator`: `daemon` or `engine`."""
+        self.allocator, self._block_bytes, self._uuids = allocator, list(block_bytes), sorted(set(uuids))
         self._host: HostStaging | None = None
         self._lock = threading.Lock()  # around the device's use: a stream is for one thread, and a copy may take long
         self._ended = False
@@ -78,7 +78,7 @@ class DeviceStaging:
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
                 rank = _Rank(devices[uuid], size, ours, theirs)
                 self._ranks.append(rank)
-                if self.owner == "daemon":
+                if self.allocator == "daemon":
                     rank.memory = rank.device.allocate(cuda.exported_bytes(self.slots * size))
                     rank.handle = rank.memory.handle()
         except BaseException:
@@ -116,7 +116,7 @@ class DeviceStaging:
 
         def work() -> None:
             for rank, handle in zip(self._ranks, handles, strict=True):
-                if self.owner == "engine":
+                if self.allocator == "engine":
                     rank.memory = rank.device.open(bytes.fromhex(handle), self.slots * rank.slot_bytes)
                 rank.stream = rank.device.stream()
 
@@ -192,12 +192,12 @@ class DeviceStaging:
         self.hang_up()
         ranks, self._ranks = self._ranks, []
         if ranks:
-            threading.Thread(target=_give_back, args=(ranks, self.owner), name="device-end", daemon=True).start()
+            threading.Thread(target=_give_back, args=(ranks, self.allocator), name="device-end", daemon=True).start()
 
 
-def _give_back(ranks: Sequence[_Rank], owner: str) -> None:
+def _give_back(ranks: Sequence[_Rank], allocator: str) -> None:
     for rank in ranks:
-        if owner == "daemon":
+        if allocator == "daemon":
             wait_for_end(rank.ours)
         if rank.memory is not None:
             with contextlib.suppress(DeviceError), calls.to((rank.device.uuid,)):

@@ -207,7 +207,7 @@ def device_staging(config: DaemonConfig, engine: EngineInfo) -> DeviceStaging:
     calls.check(uuids, config.call_timeout_ms / 1e3)
     return DeviceStaging(
         engine.block_bytes, uuids, budget_bytes=config.device_staging, margin_bytes=config.device_margin,
-        owner=config.device_owner,
+        allocator=config.device_owner,
     )  # fmt: skip
 
 

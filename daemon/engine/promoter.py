@@ -54,7 +54,7 @@ class Promoter:
             return ""
         self._device.hang_up()
         for rank, mapped in enumerate(workers):
-            if not mapped.device or bool(mapped.device_handle) != (self._device.owner == "engine"):
+            if not mapped.device or bool(mapped.device_handle) != (self._device.allocator == "engine"):
                 return (yield from self._end(f"a worker has no device slots: rank={rank}"))
         self._handles = [mapped.device_handle for mapped in workers]
         return ""

@@ -1,4 +1,4 @@
-"""The daemon's device tier and a worker in another process: blocks promoted, loaded from either place, given back.
+"""The daemon's device cache and a worker in another process: blocks promoted, loaded from either place, given back.
 
 The same on GPUs of host memory and on a GPU; there without vLLM, Mooncake or the daemon's other needs.
 """
@@ -89,15 +89,17 @@ class Log:
 class Rig:
     """A daemon's part of one engine, with the main loop in `until`, and one worker."""
 
-    def __init__(self, kind: str, owner: str) -> None:
+    def __init__(self, kind: str, allocator: str) -> None:
         self.host, self.tables, self.log = Segment(), Tables(), Log()
-        self.sees_slab = kind == "cuda" or owner == "daemon"  # a GPU of host memory knows what its process allocated
+        self.sees_slab = (
+            kind == "cuda" or allocator == "daemon"
+        )  # a GPU of host memory knows what its process allocated
         uuid = cuda.uuid_of(kind, 0)
         self.gpu = cuda.open_device(uuid)
         self._warm_up()
         self.before = self.gpu.free_bytes()
         staging: Any = self.host
-        self.staging = DeviceStaging([SLOT_BYTES], [uuid], budget_bytes=SLAB_BYTES, margin_bytes=0, owner=owner)
+        self.staging = DeviceStaging([SLOT_BYTES], [uuid], budget_bytes=SLAB_BYTES, margin_bytes=0, allocator=allocator)
         self.staging.follow(staging)
         assert self.staging.slots == NEAR
         self.pools, self.caller, self.promoted, self.off = Pools(1), Caller(self.log), 0, ""
@@ -224,7 +226,7 @@ def test_a_killed_worker_holds_nothing(rig: Rig) -> None:
     rig.publish(1, range(4))
     rig.until(lambda: rig.near(1) == 4)
     rig.worker.kill()
-    if rig.staging.owner == "daemon":
+    if rig.staging.allocator == "daemon":
         rig.publish(2, range(10, 14))
         rig.until(lambda: rig.near(2) == 4)
 

@@ -99,14 +99,14 @@ def test_a_program_s_path_survives_the_unit_file() -> None:
 
 
 def test_the_stop_waits_longer_than_the_drain() -> None:
-    """60 s for store calls in flight, FLUSH_S for the disk tier, and some for closing."""
+    """60 s for store calls in flight, FLUSH_S for the disk, and some for closing."""
     from kvprefetch.daemon.runtime.backend import FLUSH_S
 
     for name in ("kvprefetchd.service", "kvprefetchd-user.service"):
         text = install_unit.template(name)
         assert int(re.search(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)[1]) > 60 + FLUSH_S + 10  # type: ignore[index]
         assert "RestartPreventExitStatus=78" in text
-        assert "KillMode=mixed" in text, "a signal to the master as well would end the disk tier's writing"
+        assert "KillMode=mixed" in text, "a signal to the master as well would end the writing to disk"
 
 
 @pytest.mark.parametrize("name", ["kvprefetchd.service", "kvprefetchd-user.service"])
