@@ -65,33 +65,31 @@ def drain(planner: Planner) -> None:
 
 
 def publish(planner: Planner) -> None:
-    """Take what there is to publish."""
+    """Take all publications."""
     while planner.next_change() is not None:
         pass
 
 
-def miss(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
+def arrive(planner: Planner, key: Key, hashes: bytes, blocks: int, found: int) -> None:
     planner.hint(key, hashes, HASH_BYTES, blocks, 0, 0)
-    planner.looked_up(key, 0)
+    planner.looked_up(key, found)
     planner.next_order()
     publish(planner)
+
+
+def miss(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
+    arrive(planner, key, hashes, blocks, 0)
     planner.finish(key)
 
 
 def wait(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
-    planner.hint(key, hashes, HASH_BYTES, blocks, 0, 0)
-    planner.looked_up(key, blocks)
-    planner.next_order()
-    publish(planner)
+    arrive(planner, key, hashes, blocks, blocks)
     planner.ask(key)
     planner.finish(key)
 
 
 def staged(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
-    planner.hint(key, hashes, HASH_BYTES, blocks, 0, 0)
-    planner.looked_up(key, blocks)
-    planner.next_order()
-    publish(planner)
+    arrive(planner, key, hashes, blocks, blocks)
     planner.finish(key)
 
 

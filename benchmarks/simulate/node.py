@@ -75,16 +75,16 @@ class NodeCounters:
     """Times that a request lost its staged blocks and waited for them again."""
 
 
-class _Port:
+class _Flags:
     """The flags; `changed(key)` reports each move of a flag to the engine."""
 
     def __init__(self, changed: Callable[[Key], None]) -> None:
-        self.flags: dict[Key, Flag] = {}
+        self.of: dict[Key, Flag] = {}
         self._changed = changed
 
     def publish(self, publication: Publication) -> bool:
         key = publication.request.key
-        flag = self.flags[key]
+        flag = self.of[key]
         if flag.state is not FlagState.HINTED:
             return False
         flag.slots.extend(publication.slots)
@@ -95,7 +95,7 @@ class _Port:
         return True
 
     def take_back(self, key: Key) -> bool:
-        flag = self.flags[key]
+        flag = self.of[key]
         if flag.state not in (FlagState.HINTED, FlagState.READY):
             return False
         flag.state, flag.count = FlagState.HINTED, 0
@@ -115,8 +115,8 @@ class Node:
     ) -> None:
         self._loop, self._model, self._contents, self._block_bytes = loop, model, contents, block_bytes
         self._memory, self._disk = Link(loop, model.memory), Link(loop, model.disk)
-        self._port = _Port(changed)
-        self._planner = Planner(model.staging_blocks, self._port, chunk_blocks=model.chunk_blocks)
+        self._flags = _Flags(changed)
+        self._planner = Planner(model.staging_blocks, self._flags, chunk_blocks=model.chunk_blocks)
         self._message_ns, self._look_up_ns = ns(model.message_s), ns(model.look_up_s)
         self._requests: dict[Key, SimRequest] = {}
         self._look_ups: deque[Key] = deque()
@@ -138,7 +138,7 @@ class Node:
         """Push a hint; the daemon sees it a moment later."""
         self._generation += 1
         key = (0, self._generation)
-        self._port.flags[key] = Flag()
+        self._flags.of[key] = Flag()
         self._loop.after(self._message_ns, partial(self._hinted, key, request, local_blocks))
         return key
 
@@ -146,24 +146,24 @@ class Node:
         self._loop.after(self._message_ns, partial(self._asked, key))
 
     def flag(self, key: Key) -> Flag:
-        return self._port.flags[key]
+        return self._flags.of[key]
 
     def claim(self, key: Key) -> None:
-        self._port.flags[key].state = FlagState.CLAIMED
+        self._flags.of[key].state = FlagState.CLAIMED
 
     def unclaim(self, key: Key) -> None:
-        self._port.flags[key].state = FlagState.READY
+        self._flags.of[key].state = FlagState.READY
 
     def loaded(self, key: Key, start: int, stop: int, local: int) -> None:
         """The engine has copied blocks [start, stop) of this hint, whose slots begin at block `local`."""
-        for slot in self._port.flags[key].slots[start - local : stop - local]:
+        for slot in self._flags.of[key].slots[start - local : stop - local]:
             if slot in self._unloaded:
                 self._unloaded.remove(slot)
                 self.counters.loaded_first += 1
 
     def finish(self, key: Key, report: Callable[[int], None] | None = None) -> None:
         """Give the hint up, loaded or not; `report` gets the time of its last byte (0: no fetch was for it)."""
-        flag = self._port.flags[key]
+        flag = self._flags.of[key]
         flag.state = FlagState.RELEASED if flag.state is FlagState.CLAIMED else FlagState.CANCELLED
         self._loop.after(self._message_ns, partial(self._finished, key, report))
 
@@ -201,7 +201,7 @@ class Node:
     # --- what the daemon does ---------------------------------------------------------------------------------------
 
     def _hinted(self, key: Key, request: SimRequest, local_blocks: int) -> None:
-        if self._port.flags[key].state is not FlagState.HINTED:
+        if self._flags.of[key].state is not FlagState.HINTED:
             return
         self.counters.hints += 1
         request.seen_ns = self._loop.now_ns
@@ -231,7 +231,7 @@ class Node:
             planned = self._planner.requests.get(key)
             if planned is not None:
                 found = max(planned.local, request.found if answered else 0)
-                self._port.flags[key].found = found
+                self._flags.of[key].found = found
                 lies = (self._contents.on_disk(request.digest(block)) for block in range(planned.local, found))
                 self._planner.looked_up(key, found, bytes(lies) if self._model.disk_threads else b"")
         self._next_look_up()
@@ -247,7 +247,7 @@ class Node:
         if report is not None:
             report(request.last_byte_ns if request is not None else 0)
         self._requests.pop(key, None)
-        del self._port.flags[key]
+        del self._flags.of[key]
         self._pump()
 
     def _pump(self) -> None:
@@ -266,7 +266,7 @@ class Node:
 
     def _publish(self) -> None:
         while (change := self._planner.next_change()) is not None:
-            if isinstance(change, Publication) and not self._port.publish(change):
+            if isinstance(change, Publication) and not self._flags.publish(change):
                 self._planner.refused(change.request)
 
     def _tick(self) -> None:

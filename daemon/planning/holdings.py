@@ -11,7 +11,7 @@ from .runs import BlockState, Run
 
 
 class Holdings:
-    """Pins, publishes and unpins blocks for requests. `changes`: what to publish, or taken back, in this order."""
+    """Pins, publishes and unpins blocks for requests. `changes`: publications and requests taken back, in order."""
 
     def __init__(self, blocks: Blocks, queues: Queues) -> None:
         self._blocks, self._queues = blocks, queues
@@ -31,7 +31,7 @@ class Holdings:
         request.issued += len(run)
 
     def advance(self, request: Request, now_ns: int = 0) -> None:
-        """Publish the blocks that became contiguous; READY once no more will come. `now_ns`: 0 if no bytes arrived."""
+        """Publish the blocks that became contiguous; final once no more will come. `now_ns`: 0 if no bytes arrived."""
         if request.final or request.limit < 0:
             return
         local, held, start = request.local, request.held, request.ready
@@ -59,16 +59,10 @@ class Holdings:
             self.end(request)
 
     def end(self, request: Request) -> None:
-        """Nothing more is fetched or published for it."""
+        """Fetch and publish nothing more for it."""
         request.final = True
         if request.held:
             self.served.add(request.sequence)
-
-    def _withdraw(self, request: Request) -> None:
-        """Publish nothing of it that is not published yet."""
-        if self.changes:
-            kept = [each for each in self.changes if isinstance(each, TakenBack) or each.request is not request]
-            self.changes = deque(kept)
 
     def shorten(self, request: Request, limit: int) -> None:
         """Give up the blocks from `limit` on."""
@@ -100,6 +94,12 @@ class Holdings:
         """Keep the blocks that it holds, but fetch and publish nothing more for it."""
         request.limit = request.local
         self.end(request)
+
+    def _withdraw(self, request: Request) -> None:
+        """Drop the publications of this request that nobody carried out yet."""
+        if self.changes:
+            kept = [each for each in self.changes if isinstance(each, TakenBack) or each.request is not request]
+            self.changes = deque(kept)
 
     def _unpin(self, request: Request, start: int) -> None:
         dropped = request.held[start:]

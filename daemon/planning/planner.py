@@ -181,11 +181,11 @@ class Planner:
     # --- publications -----------------------------------------------------------------------------------------------
 
     def next_change(self) -> Publication | TakenBack | None:
-        """Return what to publish next, or what another request took back; call it after every event and order."""
+        """Return the next publication or request taken back. Call this after every event and order, until None."""
         return self._holdings.changes.popleft() if self._holdings.changes else None
 
     def refused(self, request: Request) -> None:
-        """A publication lost to the engine, which claimed or dropped the flag: nothing more is of use to it."""
+        """The engine claimed or dropped the flag before a publication, so fetch nothing more for the request."""
         self._holdings.end(request)
 
     # --- orders -----------------------------------------------------------------------------------------------------

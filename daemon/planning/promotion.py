@@ -25,9 +25,9 @@ MAX_TRIES = 16  # requests looked at for one slot
 
 
 class Move(NamedTuple):
-    """Write (block, slot) `entries` over published ones; the answer says whether the request is unclaimed after that.
+    """Write (block, slot) `entries` over published ones. Answer: whether the request is unclaimed after that.
 
-    Without entries it only asks.
+    A move without entries only asks.
     """
 
     key: Key
@@ -39,7 +39,7 @@ Steps = Generator[Move, bool, _T]  # moves to make, one after the other; each ta
 
 
 def carry_out(steps: Steps[_T], move: Callable[[Move], bool]) -> _T:
-    """Make every move of `steps` and hand its answer in; return what the steps return."""
+    """Make every move of `steps`, hand its answer in, and return the result of the steps."""
     try:
         step = next(steps)
         while True:
@@ -101,7 +101,7 @@ class CopyOrder(NamedTuple):
 class Promotions:
     """Plans the device slots [first, first + count) of one engine.
 
-    What changes slot tables comes as steps for `carry_out`: they go on with what each move's answer says.
+    A method that changes slot tables returns steps for `carry_out`, which hands in the answer to each move.
     """
 
     def __init__(self, first: int, count: int, *, chunk_blocks: int) -> None:

@@ -15,10 +15,10 @@ Urgency = tuple[int, int, int]  # (0 if asked for, else 1; priority; number of t
 
 
 class FlagPort(Protocol):
-    """How the planner reaches completion flags. Each call is a compare-and-swap, which the engine may win."""
+    """The exchanges of completion flags that decide a plan at once. The engine may win each compare-and-swap."""
 
     def take_back(self, key: Key) -> bool:
-        """Publish nothing of an unclaimed flag any more, for now; False if the engine had it first."""
+        """Publish nothing of an unclaimed flag any more, for now; False if the engine claimed or dropped it first."""
         ...
 
     def expire(self, key: Key) -> bool:
@@ -82,7 +82,7 @@ class Request:
 
 
 class Publication(NamedTuple):
-    """Enter `slots` from block `start` on, then publish `ready` blocks; `final`: no more will come."""
+    """An order to enter `slots` from block `start` on, then to publish `ready` blocks; `final`: no more will come."""
 
     request: Request
     start: int
@@ -92,7 +92,7 @@ class Publication(NamedTuple):
 
 
 class TakenBack(NamedTuple):
-    """A request whose flag publishes nothing any more, for now."""
+    """The notice that the flag of this request publishes nothing any more, for now."""
 
     key: Key
 

@@ -57,7 +57,7 @@ class FlagsModel:
 
 
 def _pulled(name: str) -> Any:
-    """The planner's method, after which all that it published reaches the flags."""
+    """Return the planner's method, followed by all publications that it caused."""
 
     def method(self: Planner, *args: Any, **options: Any) -> Any:
         result = getattr(module.Planner, name)(self, *args, **options)
