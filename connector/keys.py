@@ -32,14 +32,14 @@ class RankKeys:
 
 
 def rank_keys(
-    *, model: str, tp_rank: int, tp_size: int, pp_rank: int, kv_heads: int, mla: bool, cache_prefix: str = ""
+    *, model: str, tp_rank: int, tp_size: int, pp_rank: int, kv_heads: int, cache_prefix: str = ""
 ) -> RankKeys:
     """Keys of one rank for KV-cache group 0, without context parallelism.
 
-    `model`: path or name as configured; `kv_heads`: of the whole model.  A pure MLA cache is the same on every
-    tensor-parallel rank; with fewer KV heads than ranks, tp_size // kv_heads neighbours hold the same heads.
+    `model`: path or name as configured; `kv_heads`: of the whole model, 1 for a pure MLA cache, which is the same on
+    every tensor-parallel rank.  With fewer KV heads than ranks, tp_size // kv_heads neighbours hold the same heads.
     """
-    replicas = tp_size if mla else max(1, tp_size // kv_heads)
+    replicas = max(1, tp_size // kv_heads)
     name = model.rstrip("/").split("/")[-1]
     namespace = f"{cache_prefix}@" if cache_prefix else ""
     prefix = f"{namespace}{name}@tp_rank:{tp_rank // replicas}@pcp0@dcp0@pp_rank:{pp_rank}@group:0@"

@@ -33,7 +33,7 @@ class Progress:
     """Saves of a request's current admission: blocks [0, saved) need none. `Saves` advances `saved` and `storable`."""
 
     saved: int = 0
-    # Tokens of the prefill: the prompt; after a preemption, every token known at the next visit.
+    # Tokens of the prefill: all that are known at the admission, when nothing of them is computed.
     prefill_tokens: int = 0
     # Its KV may come from other weights or from blocks that nobody filled: never saved.
     tainted: bool = False
@@ -112,11 +112,12 @@ class RequestState:
         assert self.answer is not None, self
         self.loading, self.settled = self.answer.asynchronous, True
         self.handle = self.answer = self.wait = None
-        self.progress.saved = stop
+        self.progress.saved, self.progress.prefill_tokens = stop, self.request.num_tokens
 
     def settle(self) -> Handle | None:
         """Admitted without a load, or nothing to take. Return the handle, which the caller gives back."""
         self.settled, self.loading, self.wait = True, False, None
+        self.progress.prefill_tokens = self.request.num_tokens
         return self.drop()
 
     def fail_load(self) -> None:
@@ -141,16 +142,9 @@ class RequestState:
         self.progress.tainted |= old
         return old
 
-    def fail_blocks(self) -> None:
-        """Blocks of some load were not filled: what an admitted request computed may rest on them."""
-        self.progress.tainted |= self.settled
-
-    def visit(self, *, stale: bool) -> None:
-        """vLLM asks. With nothing computed yet, all tokens known now are the prefill; `stale`: local KV is of old
-        weights.
-        """
-        self.progress.prefill_tokens = self.request.num_tokens
-        self.progress.tainted |= stale
+    def taint(self) -> None:
+        """Some of its KV rests on other weights or on blocks that nobody filled."""
+        self.progress.tainted = True
 
     # --- waiting time (waits.py) ------------------------------------------------------------------------------------
 

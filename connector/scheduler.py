@@ -142,7 +142,8 @@ class SchedulerSide:
         if state.preemptions != request.num_preemptions:
             state.restart()
         start = num_computed_tokens // self._geometry.block_tokens
-        state.visit(stale=self._stale_local and start > 0)
+        if start and self._stale_local:
+            state.taint()
         if state.loading:
             # The request holds nothing any more, yet stands before requests that hold blocks, and one of them may hold
             # the blocks that it lacks.  This answer sends it back among those that wait for room.
@@ -271,7 +272,8 @@ class SchedulerSide:
         if failed_blocks:
             self.saves.drop()
             for state in self.requests.values():
-                state.fail_blocks()
+                if state.settled:  # every admitted request is
+                    state.taint()
         if not isinstance(worker_meta, KVPrefetchWorkerMeta):
             return
         self.saves.acknowledge(worker_meta.saves, worker_meta.failed_saves)

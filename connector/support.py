@@ -184,14 +184,14 @@ def keys_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tp_rank: in
     """The store keys of this process's rank."""
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
+    # As upstream's _spec_tp_replication_factor.
+    mla = all(isinstance(one, MLAAttentionSpec) for one in _layer_specs(kv_cache_config))
     return rank_keys(
         model=vllm_config.model_config.model,
         tp_rank=tp_rank,
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
         pp_rank=_pp_rank(vllm_config),
-        kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
-        # As upstream's _spec_tp_replication_factor.
-        mla=all(isinstance(one, MLAAttentionSpec) for one in _layer_specs(kv_cache_config)),
+        kv_heads=1 if mla else vllm_config.model_config.get_total_num_kv_heads(),
         cache_prefix=cache_prefix,
     )
 

@@ -60,14 +60,10 @@ def test_keys_equal_upstreams(tp_size: int, kv_heads: int, mla: bool, cache_pref
         put: list[str] = []
         theirs: list[str] = []
         for tp_rank in range(tp_size):
-            ours = rank_keys(
-                model="org/Tiny-8B/", tp_rank=tp_rank, tp_size=tp_size, pp_rank=pp_rank, kv_heads=kv_heads, mla=mla,
-                cache_prefix=cache_prefix,
-            )  # fmt: skip
-            key, chunks = upstream(
-                tp_rank=tp_rank, tp_size=tp_size, pp_rank=pp_rank, kv_heads=kv_heads, mla=mla,
-                cache_prefix=cache_prefix, model="org/Tiny-8B/",
-            )  # fmt: skip
+            rank: dict[str, Any] = {"tp_rank": tp_rank, "tp_size": tp_size, "pp_rank": pp_rank, "kv_heads": kv_heads}
+            rank |= {"model": "org/Tiny-8B/", "cache_prefix": cache_prefix}
+            ours = rank_keys(**rank)
+            key, chunks = upstream(**rank, mla=mla)
             assert ours.prefix + DIGEST.hex() == key
             mine = [slot for slot in slots if ours.saves(slot)]
             assert len(mine) == len(chunks)
@@ -81,7 +77,7 @@ def test_a_removal_takes_the_keys_of_one_fingerprint_of_all_ranks_and_no_others(
     """Of the keys of vLLM's format too, which are those of earlier releases."""
 
     def keys(tp_rank: int) -> RankKeys:
-        return rank_keys(model="m", tp_rank=tp_rank, tp_size=2, pp_rank=0, kv_heads=2, mla=False, cache_prefix="a.b")
+        return rank_keys(model="m", tp_rank=tp_rank, tp_size=2, pp_rank=0, kv_heads=2, cache_prefix="a.b")
 
     one, other = "1" * 32, "2" * 32
     stored = {

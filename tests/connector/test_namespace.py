@@ -27,7 +27,7 @@ def where(folder: Path, *, start: str = START, tp_rank: int = 0, known: Any = No
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
         speculative_config=None,
     )
-    keys = rank_keys(model="org/tiny", tp_rank=tp_rank, tp_size=2, pp_rank=0, kv_heads=1, mla=False)
+    keys = rank_keys(model="org/tiny", tp_rank=tp_rank, tp_size=2, pp_rank=0, kv_heads=1)
 
     def runs() -> dict[str, str]:
         if isinstance(known, Exception):
@@ -90,7 +90,7 @@ def test_what_is_not_known_fits_the_hello_and_its_reason_is_in_it(model: Path) -
 
 
 def test_the_log_says_once_who_shares_what_is_stored(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    keys = rank_keys(model="tiny", tp_rank=0, tp_size=1, pp_rank=0, kv_heads=1, mla=False)
+    keys = rank_keys(model="tiny", tp_rank=0, tp_size=1, pp_rank=0, kv_heads=1)
     with caplog.at_level(logging.DEBUG, "vllm.kvprefetch"):
         for found in (where(model), where(model, known=ValueError("why")), namespace.vllms_own(keys)):
             for first_rank in (True, False):

@@ -1,0 +1,120 @@
+"""A request's states: every transition starts and ends in a legal one, and only RequestState makes transitions."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvprefetch.connector.request_state import Answer, RequestState
+from kvprefetch.connector.saves import Progress
+
+CONNECTOR = Path(__file__).resolve().parents[2] / "connector"
+
+
+def hinted(state: RequestState) -> None:
+    state.hint(SimpleNamespace(waited_ns=0))  # type: ignore[arg-type]
+
+
+def claimed(asynchronous: bool) -> Callable[[RequestState], None]:
+    return lambda state: state.claim(Answer(0, 2, asynchronous, [1, 2]))
+
+
+def waiting(state: RequestState) -> None:
+    state.start_wait(SimpleNamespace())  # type: ignore[arg-type]
+
+
+TRANSITIONS: dict[str, Callable[[RequestState], Any]] = {
+    "hint": hinted,
+    "wait": waiting,
+    "claim": claimed(False),
+    "claim asynchronously": claimed(True),
+    "withdraw": RequestState.withdraw,
+    "drop": RequestState.drop,
+    "dispatch": lambda state: state.dispatch(2),
+    "settle": RequestState.settle,
+    "fail load": RequestState.fail_load,
+    "restart": RequestState.restart,
+    "reset": RequestState.reset,
+}
+# How to get to a state, and the transitions that it allows.
+ALWAYS = {"drop", "settle"}
+OPEN = {"restart", "reset"}  # without a handle
+STATES: dict[tuple[str, ...], set[str]] = {
+    (): ALWAYS | OPEN | {"hint", "wait"},
+    ("wait",): ALWAYS | OPEN | {"hint"},
+    ("hint",): ALWAYS | {"wait", "claim", "claim asynchronously"},
+    ("hint", "wait"): ALWAYS | {"claim", "claim asynchronously"},
+    ("hint", "wait", "claim"): ALWAYS | {"withdraw", "dispatch"},
+    ("hint", "claim asynchronously"): ALWAYS | {"withdraw", "dispatch"},
+    ("hint", "claim", "dispatch"): ALWAYS | OPEN,
+    ("settle",): ALWAYS | OPEN,
+    ("hint", "claim asynchronously", "dispatch"): ALWAYS | OPEN | {"fail load"},
+    ("hint", "claim asynchronously", "dispatch", "reset"): ALWAYS | OPEN | {"fail load"},
+}
+
+
+def reached(way: tuple[str, ...]) -> RequestState:
+    state = RequestState(SimpleNamespace(num_tokens=33, num_computed_tokens=0, num_preemptions=1), True, 0)
+    for name in way:
+        TRANSITIONS[name](state)
+        state.check()
+    return state
+
+
+@pytest.mark.parametrize("way", STATES, ids="-".join)
+def test_each_state_allows_its_transitions_and_no_other(way: tuple[str, ...]) -> None:
+    allowed = set()
+    for name, transition in TRANSITIONS.items():
+        state = reached(way)
+        before = dataclasses.replace(state)
+        try:
+            transition(state)
+        except AssertionError:
+            assert state == before, f"{name} is refused before anything changes"
+            continue
+        state.check()
+        allowed.add(name)
+    assert allowed == STATES[way]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"answer": 1}, {"handle": 1, "settled": True}, {"handle": 1, "loading": True}, {"wait": 1, "settled": True}],
+)
+def test_an_illegal_combination_is_found(fields: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError):
+        dataclasses.replace(reached(()), **fields).check()
+
+
+def writes(path: Path) -> set[str]:
+    """Names of the attributes of other objects that a module assigns to."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
+        if not (isinstance(node.value, ast.Name) and node.value.id == "self")
+    }
+
+
+def test_only_request_state_changes_a_request() -> None:
+    """Of its progress, `Saves` advances two fields."""
+    fields = {each.name for record in (RequestState, Progress) for each in dataclasses.fields(record)}
+    for path in CONNECTOR.glob("*.py"):
+        expected = {"saved", "storable"} if path.name == "saves.py" else set()
+        if path.name != "request_state.py":
+            assert writes(path) & fields == expected, path.name
+
+
+def test_no_function_of_the_connector_has_more_than_six_parameters() -> None:
+    """Constructors included; vLLM's own signatures and records of keyword arguments are not ours to choose."""
+    for path in CONNECTOR.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                names = [each.arg for each in (*node.args.args, *node.args.kwonlyargs)]
+                assert len([name for name in names if name not in ("self", "cls")]) <= 6, f"{path.name}: {node.name}"
