@@ -1,12 +1,12 @@
 """Digests of a model's own files: its weights, its configuration, and the Python code that comes with them.
 
-Weights are read in part, so that a start stays cheap.  What is read, and so which changes are seen for certain:
+Weights are read in part, so that a start stays cheap.  Changes are seen for certain in these parts:
 
     safetensors   the header, every tensor below 1 MiB, and of a larger one a page each 16 MiB and its last page
     .bin, .pt     files up to 16 MiB; of a larger one the first and the last MiB and a page each MiB between them
 
 torch writes the CRC-32 of each tensor into the last bytes of its files, so a change of any tensor is seen there, too.
-What cannot be read as expected is an error (OSError, ValueError), never a digest of less.
+Content that cannot be read as expected is an error (OSError, ValueError), never a digest of less.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SAFETENSORS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor",
 _TORCH = ("pt", "npcache")
 _TORCH_AS_WELL = ("auto", "hf")
 
-# Files that say how a model computes; not generation_config.json nor the tokenizer's, whose tokens are in every hash.
+# Files that say how a model computes; not generation_config.json, nor the tokenizer: its tokens are in every hash.
 CONFIGURATION = (
     "config.json",
     "params.json",
@@ -44,10 +44,9 @@ CONFIGURATION = (
     "quant_config.json",
     "quantization_config.json",
 )
-# Files that say what becomes of an image, a video or a sound before the model sees it.
+# Files that say how an image, a video or a sound is processed before the model sees it.
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-# Keys of a configuration that say where it is from, or which libraries read it; the engine's dtype is compared by
-# itself.
+# Keys of a configuration about its origin or its libraries; the engine's dtype is compared on its own.
 _PROVENANCE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 
 _Range = tuple[int, int]  # offset and length, in bytes
@@ -70,7 +69,7 @@ def folder(name: str, revision: str | None, download_dir: str | None) -> Path:
 
 
 def weights(folders: Iterable[Path], load_format: str) -> str:
-    """Return the digest of all files that vLLM may load from these folders, and of the indexes that choose of them."""
+    """Return the digest of all files that vLLM may load from these folders, and of their indexes."""
     found = []
     for each in folders:
         files = _weight_files(each, load_format)
@@ -82,7 +81,7 @@ def weights(folders: Iterable[Path], load_format: str) -> str:
 
 
 def _weight_files(folder: Path, load_format: str) -> list[Path]:
-    """Return at least the files that vLLM loads, those of subfolders too, which some models name themselves."""
+    """Return at least the files that vLLM loads, also from subfolders, which some models name themselves."""
     if load_format not in _SAFETENSORS + _TORCH:
         raise ValueError(f"the weights are not files of the model's folder: load_format={load_format}")
     files = [] if load_format in _TORCH else _below(folder, "*.safetensors")
@@ -92,12 +91,12 @@ def _weight_files(folder: Path, load_format: str) -> list[Path]:
 
 
 def _below(folder: Path, pattern: str) -> list[Path]:
-    """Unlike Path.rglob, as vLLM itself looks: behind symbolic links, too."""
+    """Look behind symbolic links, too, as vLLM does and Path.rglob does not."""
     return [folder / name for name in sorted(glob.glob(f"**/{pattern}", root_dir=folder, recursive=True))]
 
 
 def sample(files: Sequence[Path]) -> str:
-    """Return the digest of the sizes of these files and of what is read of each (see above)."""
+    """Return the digest of the sizes of these files and of the parts that are read (see above)."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for path in files:
         with path.open("rb", buffering=0) as file:
@@ -131,7 +130,7 @@ def _spread(size: int) -> list[_Range]:
 
 
 def _safetensors(fd: int, size: int) -> list[_Range]:
-    """Return what to read of a safetensors file; what belongs together is one range."""
+    """Return the ranges to read of a safetensors file; neighbours are joined."""
     content, data = _header(fd, size)
     found: list[_Range] = [(0, data)]
     end = data
@@ -153,7 +152,7 @@ def _safetensors(fd: int, size: int) -> list[_Range]:
 
 
 def _header(fd: int, size: int) -> tuple[dict[str, Any], int]:
-    """Return the header's JSON, and at which offset the tensors begin: after eight bytes with its length, and it."""
+    """Return the header's JSON and the offset of the tensors, behind eight bytes with the header's length and it."""
     length = struct.unpack("<Q", b"".join(_read(fd, 0, 8)))[0]
     if length > min(MAX_HEADER_BYTES, size - 8):
         raise ValueError(f"header does not fit: header_bytes={length} max={min(MAX_HEADER_BYTES, size - 8)}")
@@ -177,7 +176,7 @@ def _offsets(name: str, entry: Any) -> _Range:
 
 
 def configuration(folders: Iterable[Path], names: Sequence[str]) -> dict[str, Any]:
-    """Return the content of these files, each from the first folder that has it, without where they are from."""
+    """Return the content of these files without its provenance, each from the first folder that has it."""
     found: dict[str, Any] = {}
     for folder in folders:
         for name in names:
@@ -189,7 +188,7 @@ def configuration(folders: Iterable[Path], names: Sequence[str]) -> dict[str, An
 
 
 def _lasting(config: Any) -> Any:
-    """Of a configuration, and those within it, what is the model's own."""
+    """Return the model's own part of a configuration and of those within it."""
     if not isinstance(config, dict):
         return config
     return {

@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` may say: every key, its unit, its bound and its default."""
+"""The keys of `kv_connector_extra_config`, with unit, bound and default."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ConnectorConfig(BaseModel):
     )
 
 
-# What a single request may set for itself.
+# Keys that a single request may set for itself.
 OVERRIDABLE = ("wait_policy", "wait_timeout_ms")
 
 

@@ -146,16 +146,10 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         if self.link is not None:
             self.link.close()
 
+    @_guarded(False)
     def reset_cache(self) -> bool | None:
         """Scheduler: True when nothing of the old weights can be served or stored any more. None for a worker."""
-        if self.scheduler_side is None:
-            return None
-        return self._reset()
-
-    @_guarded(False)
-    def _reset(self) -> bool:
-        assert self.scheduler_side is not None
-        return self.scheduler_side.reset()
+        return None if self.scheduler_side is None else self.scheduler_side.reset()
 
     # --- start ------------------------------------------------------------------------------------------------------
 
@@ -163,13 +157,13 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         """Worker: its node. None as a child: MultiConnector hands the metadata of one child to all its children."""
         if self.keys is None or not has_kv_transfer_group() or get_kv_transfer_group() is not self:
             return None
-        return KVPrefetchNode(*support.this_node())
+        return support.this_node()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Scheduler: the workers' nodes by (pp_rank, tp_rank). Raises ValueError for ranks on other nodes."""
         ranks = {rank: node for rank, node in metadata.items() if isinstance(node, KVPrefetchNode)}
         try:
-            support.check_nodes(self._vllm_config, KVPrefetchNode(*support.this_node()), ranks)
+            support.check_nodes(self._vllm_config, support.this_node(), ranks)
         except ValueError:
             self.shutdown()
             raise

@@ -1,8 +1,8 @@
-"""Copies between slots and this rank's paged KV, those of a step together: by NumPy or torch, or by the copy kernel.
+"""Copy between slots and this rank's paged KV, a whole step at a time: by NumPy or torch, or by the copy kernel.
 
-On a GPU synchronous loads and all saves run on the compute stream, that is torch's current one: before the forward that
-reads the blocks, behind the one that wrote them.  Asynchronous loads run beside it on a stream of their own, which
-waits for what the compute stream held when the step began: steps before may still use their blocks, this one does not.
+On a GPU synchronous loads and all saves run on the compute stream, torch's current one: before the forward that reads
+the blocks, behind the forward that wrote them.  Asynchronous loads run beside it on their own stream, which waits for
+the compute stream's work up to the begin of the step: earlier steps may still use their blocks, this one does not.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class Copies(Protocol):
         """A step with asynchronous loads begins."""
 
     def run(self, copies: Sequence[Copy], *, save: bool = False, beside: bool = False) -> Any:
-        """Start copies; something whose `query()` is true once they are done, or None when they are.
+        """Start copies. Return a fence with a `query()` that is true once they are done; None when they are.
 
-        An error says that any of them may be undone, and that none goes on.
+        After an error any of them may be undone, and none goes on.
         """
 
 
 def checked(
     paged: PagedCache, session: WorkerSession, slots: Sequence[int], block_ids: Sequence[int], *, save: bool = False
 ) -> Copy:
-    """A copy that touches nothing outside slots and blocks. Raises ValueError, IndexError."""
+    """Return a copy that touches nothing outside slots and blocks. Raises ValueError, IndexError."""
     if session.rows.shape[1] != paged.block_bytes:
         raise ValueError(f"slot size differs: slot_bytes={session.rows.shape[1]} block_bytes={paged.block_bytes}")
     if len(slots) != len(block_ids):
@@ -89,23 +89,12 @@ class PlainCopies:
         return self._paged.fence()
 
 
-class Streams(Protocol):
-    """torch's streams and events of one GPU."""
-
-    side: Any
-
-    def current(self) -> Any: ...
-    def use(self, stream: Any) -> AbstractContextManager[Any]: ...
-    def event(self) -> Any: ...
-    def on_device(self, data: npt.NDArray[np.uint8]) -> Any: ...
-
-
 class TorchStreams:
     """The streams of the GPU that the paged cache is on."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        # With a higher priority than torch's own: its few blocks of threads need not wait for all those of the forward,
+        # Higher priority than torch's own stream: its few blocks of threads do not wait for all those of the forward,
         # and it shares no hardware queue with the compute stream, where it would stand behind the forward's events.
         self.side = torch.cuda.Stream(device, priority=-1)
 
@@ -124,28 +113,23 @@ class TorchStreams:
 
 
 class CudaCopies:
-    """By the copy kernel: one launch for a step's loads or saves. Host slots that are not pinned yet go torch's way.
+    """By the copy kernel: one launch for a step's loads or saves. Torch copies host slots that are not pinned yet.
 
     Nothing is allocated after construction, and nothing is waited for.
     """
 
-    def __init__(self, paged: PagedCache, device: Device, streams: Streams) -> None:
+    def __init__(self, paged: PagedCache, device: Device, streams: TorchStreams) -> None:
         """Compile the kernels or find them compiled. Raises DeviceError, and ValueError for blocks they cannot copy."""
         pieces, units = cuda_copy.piece_table(paged.pieces)
         self._paged, self._streams = paged, streams
         self._pieces = streams.on_device(pieces.view(np.uint8))
 
-        def launcher(blocks: int) -> Launcher:
-            return Launcher(
-                device, blocks, pieces=self._pieces.data_ptr(), units=units, slot_bytes=paged.block_bytes,
-                stream=streams.current().cuda_stream,
-            )  # fmt: skip
-
-        self._few = self._many = launcher(cuda_copy.STEP_BLOCKS)
+        table, stream = (self._pieces.data_ptr(), units, paged.block_bytes), streams.current().cuda_stream
+        self.few = self.many = Launcher(device, cuda_copy.STEP_BLOCKS, *table, stream)
         try:
-            self._many = launcher(cuda_copy.WIDE_BLOCKS)
+            self.many = Launcher(device, cuda_copy.WIDE_BLOCKS, *table, stream)
         except DeviceError as error:
-            log.info("kvprefetch: one launch takes no more than %d blocks: %s", self._few.blocks, error)
+            log.info("kvprefetch: one launch takes no more than %d blocks: %s", self.few.blocks, error)
         self._mark: Any = None
 
     def mark(self) -> None:
@@ -161,31 +145,29 @@ class CudaCopies:
             stream.wait_event(self._mark)
             self._mark = None
         try:
-            for session, slots, block_ids in _by_session(copies):
-                self._copy(session, slots, block_ids, stream, save=save, beside=beside)
+            for copy in _by_session(copies):
+                self._copy(copy, stream, save=save, beside=beside)
             fence = self._streams.event()
             fence.record(stream)
         except BaseException:
-            stream.synchronize()  # what was queued must not outlast the answer that it failed
+            stream.synchronize()  # no queued copy may outlast the answer that it failed
             raise
         return fence
 
-    def _copy(
-        self, session: WorkerSession, slots: Sequence[int], block_ids: Sequence[int], stream: Any, *, save: bool,
-        beside: bool,
-    ) -> None:  # fmt: skip
+    def _copy(self, copy: Copy, stream: Any, *, save: bool, beside: bool) -> None:
+        session, slots, block_ids = copy
         host, cache = len(session.rows), session.device_cache
         pinned = 0 if cache is None else cache.pinned
         if pinned < host and any(pinned <= slot < host for slot in slots):
             pairs = list(zip(slots, block_ids, strict=True))
             with self._streams.use(stream):
-                copy = self._paged.save if save else self._paged.load
-                copy(session.rows, *zip(*[pair for pair in pairs if pinned <= pair[0] < host], strict=True))
+                by_torch = self._paged.save if save else self._paged.load
+                by_torch(session.rows, *zip(*[pair for pair in pairs if pinned <= pair[0] < host], strict=True))
             if not (pairs := [pair for pair in pairs if not pinned <= pair[0] < host]):
                 return
             slots, block_ids = zip(*pairs, strict=True)
-        launcher = self._few if len(slots) <= self._few.blocks else self._many
-        launcher.places(session.rows.ctypes.data, host, 0 if cache is None else cache.address)
+        launcher = self.few if len(slots) <= self.few.blocks else self.many
+        launcher.set_addresses(session.rows.ctypes.data, host, 0 if cache is None else cache.address)
         most = cuda_copy.BESIDE_BLOCKS if beside and min(slots, default=host) < host else None
         for start in range(0, len(slots), launcher.blocks):
             stop = start + launcher.blocks
@@ -193,7 +175,7 @@ class CudaCopies:
 
 
 def _by_session(copies: Sequence[Copy]) -> Iterable[Copy]:
-    """The copies of one session as one; nearly always there is one session."""
+    """Join the copies of each session; nearly always there is one session."""
     if len(copies) == 1:
         return copies
     joined: dict[int, tuple[WorkerSession, list[int], list[int]]] = {}
@@ -205,7 +187,7 @@ def _by_session(copies: Sequence[Copy]) -> Iterable[Copy]:
 
 
 def for_cache(paged: PagedCache) -> tuple[Copies, Device | None]:
-    """How to copy to and from this cache, and the device that its slots may lie on; None where only the host's may."""
+    """Choose how to copy to and from this cache, and the device for device slots; None: host slots only."""
     kind, index = paged.device.type, paged.device.index
     try:
         uuid = cuda.uuid_of(kind, index if index is not None else 0)

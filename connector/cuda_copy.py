@@ -1,10 +1,10 @@
 """The copy kernel: all segments of all blocks of a step in one launch, slots to paged KV (scatter) or back (gather).
 
-A slot is a block's bytes in the value's order; where they lie in the paged cache is a table of pieces (paged.py), which
-never changes and stands in device memory.  What changes from launch to launch is the kernel's one argument, a structure
-that ends with the slot and the block of each copy: the driver has copied it when the launch returns, so nothing has to
-be kept, waited for or copied beforehand.  A kernel has one size of argument, so there are two: one whose argument is
-quick to hand over, for most steps, and one for many blocks.
+A slot is a block's bytes in the value's order.  A table of pieces (paged.py) in device memory says where they lie in
+the paged cache; it never changes.  Only the kernel's one argument changes from launch to launch, a structure that ends
+with the slot and block of each copy.  The driver has copied it when the launch returns, so nothing has to be kept or
+waited for.  A kernel has one size of argument, so there are two kernels: a small argument, quick to hand over, for most
+steps, and a large one for many blocks.
 
 The work is cut into units of at most UNIT_BYTES of one segment, one unit per warp at a time, each lane with eight
 accesses of 16 bytes in flight.  Addresses or lengths that are not multiples of 16 are copied in the widest steps that
@@ -31,9 +31,9 @@ STEP_BLOCKS = 500
 WIDE_BLOCKS = 4000
 # Blocks of threads per multiprocessor: as many as are resident at a time, and some to smooth the end.
 BLOCKS_PER_PROCESSOR = 16
-# Blocks of threads, in all, that read host memory beside a forward. What is resident keeps its place until it is done,
-# and warps that wait for the bus would keep the forward's out of every multiprocessor. These have 512 KiB in flight,
-# several times what a bus delivers while one access takes its microsecond.
+# Blocks of threads, in all, that read host memory beside a forward. A resident block stays until it is done, and warps
+# that wait for the bus would keep the forward's warps out. These have 512 KiB in flight, several times the bytes that a
+# bus delivers in the microsecond of one access.
 BESIDE_BLOCKS = 16
 
 # As the source declares them. `parts`: units of a segment; `first`: units before the piece.
@@ -121,10 +121,8 @@ extern "C" __global__ void __launch_bounds__(256, 4) kvprefetch_copy(const __gri
 def source(blocks: int) -> str:
     """CUDA C++ of the kernel for up to `blocks` blocks."""
     text = _SOURCE
-    for name, value in {
-        "UNIT_BYTES": UNIT_BYTES, "STEP_BLOCKS": blocks, "PIECE_SIZE": PIECE.itemsize,
-        "STEP_SIZE": step_type(blocks).itemsize,
-    }.items():  # fmt: skip
+    sizes = {"PIECE_SIZE": PIECE.itemsize, "STEP_SIZE": step_type(blocks).itemsize}
+    for name, value in {"UNIT_BYTES": UNIT_BYTES, "STEP_BLOCKS": blocks, **sizes}.items():
         text = text.replace(name, f"{value}u")
     return text
 
@@ -137,10 +135,9 @@ def piece_table(pieces: Sequence[Piece]) -> tuple[npt.NDArray[np.void], int]:
         parts = -(-piece.length // UNIT_BYTES)
         if max(piece.length, (units + piece.segments * parts) * WIDE_BLOCKS) >= 1 << 32:
             raise ValueError(f"block is too large for the copy kernel: bytes={piece.length * piece.segments}")
-        row["address"], row["stride"], row["distance"], row["offset"] = (
-            piece.address, piece.stride, piece.distance, offset,
-        )  # fmt: skip
-        row["length"], row["segments"], row["parts"], row["first"] = piece.length, piece.segments, parts, units
+        row["address"], row["stride"], row["distance"] = piece.address, piece.stride, piece.distance
+        row["length"], row["segments"], row["parts"] = piece.length, piece.segments, parts
+        row["offset"], row["first"] = offset, units
         offset += piece.segments * piece.length
         units += piece.segments * parts
     return table, units
@@ -155,23 +152,23 @@ def grid_for(units: int, blocks: int, processors: int) -> int:
 class Launcher:
     """The kernel for up to `blocks` blocks of KV at a time, with its argument. For one thread."""
 
-    def __init__(self, device: Device, blocks: int, *, pieces: int, units: int, slot_bytes: int, stream: int) -> None:
+    def __init__(self, device: Device, blocks: int, pieces: int, units: int, slot_bytes: int, stream: int) -> None:
         """Compile it or find it compiled, and load it; `pieces`: address of the table. Raises DeviceError.
 
-        Launches it once without work: nothing of it is left to be loaded in the middle of a step, and a driver that
-        does not take an argument of this size says so now.
+        Launches it once without work: no part is left to be loaded in the middle of a step, and a driver that does not
+        take an argument of this size refuses it now.
         """
         self.blocks = blocks
         self._units, self._processors = units, device.processors
-        self._kernel = device.kernel(source(blocks), KERNEL)
+        self.kernel = device.kernel(source(blocks), KERNEL)
         self._step = np.zeros(1, step_type(blocks))
         self._fields = {name: self._step[name][0:1] for name in ("host", "device", "host_slots", "count", "gather")}
         self._slots, self._blocks = self._step["slots"][0], self._step["blocks"][0]
         self._step["pieces"], self._step["units"], self._step["slot_bytes"] = pieces, units, slot_bytes
-        self._kernel.launch(1, THREADS, self._step, stream)
+        self.kernel.launch(1, THREADS, self._step, stream)
 
-    def places(self, host: int, host_slots: int, device: int) -> None:
-        """Where slots lie from now on."""
+    def set_addresses(self, host: int, host_slots: int, device: int) -> None:
+        """Set where host and device slots lie from now on."""
         fields = self._fields
         fields["host"][0], fields["host_slots"][0], fields["device"][0] = host, host_slots, device
 
@@ -183,4 +180,4 @@ class Launcher:
         self._slots[:count], self._blocks[:count] = slots, block_ids
         self._fields["count"][0], self._fields["gather"][0] = count, gather
         grid = grid_for(self._units, count, self._processors)
-        self._kernel.launch(grid if most is None else min(grid, most), THREADS, self._step, stream)
+        self.kernel.launch(grid if most is None else min(grid, most), THREADS, self._step, stream)

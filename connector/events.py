@@ -53,14 +53,6 @@ class SavedBlocks:
         """Blocks with these events are being copied into these slots."""
         self.saving[save_id] = dict(zip(slots, events, strict=True))
 
-    def drop(self, save_id: int) -> None:
-        """The save will not be stored."""
-        self.saving.pop(save_id, None)
-
-    def clear(self) -> None:
-        """No save copied so far will be reported on."""
-        self.saving.clear()
-
     def take(self, reports: Iterable[Stored]) -> list[BlockStored]:
         """Return the events of blocks that the daemon's reports place in the store, each once."""
         events = []

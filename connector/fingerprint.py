@@ -1,13 +1,13 @@
 """Fingerprint of an engine: by name, everything that decides a block's bytes beside its tokens.
 
-Only engines with equal fingerprints may read each other's stored KV, so its digest stands in their keys.  Where the
-model has files, they are read, and not what a library's classes make of them: a release that adds a field with a
-default changes nothing.  Of vLLM's own objects the fields are named one by one for the same reason.
+Only engines with equal fingerprints may read each other's stored KV, so its digest stands in their keys.  The model's
+files are read, not a library's classes for them: a release that adds a field with a default changes nothing.  For the
+same reason the fields of vLLM's own objects are named one by one.
 
-An error means that the engine has no fingerprint.  Nothing is guessed or left out instead: two engines that differ in
-what was left out would read each other's blocks.
+After an error the engine has no fingerprint.  Nothing is guessed or left out: two engines that differ in the missing
+part would read each other's blocks.
 
-Not in it, since each block's hash has it: LoRA adapters (by name and path), images, cache salts, prompt embeddings.
+Each block's hash covers LoRA adapters (by name and path), images, cache salts and prompt embeddings; they are not here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-# Fields of a layer's KV spec that decide what its bytes mean. Not what only sizes follow from, which `layout` has.
+# Fields of a layer's KV spec that decide the meaning of its bytes. `layout` has those that only decide sizes.
 _SPEC = (
     "num_kv_heads",
     "head_size",
@@ -66,7 +66,7 @@ def of_engine(
     specs = getattr(served.kv_cache_spec, "kv_cache_specs", None) or dict.fromkeys(layers, served.kv_cache_spec)
     found = {
         "kv_dtype": ",".join(sorted({_kv_dtype(specs[layer], vllm_config.cache_config) for layer in layers})),
-        # Ranks that hold the same heads have the same bytes, however many they are.
+        # Ranks that hold the same heads have the same bytes, whatever their number.
         "tp_shards": str(parallel.tensor_parallel_size // replicas),
         "pp_size": str(parallel.pipeline_parallel_size),
         "layers": _digest([[layer, *_kind(specs[layer])] for layer in layers]),
@@ -80,10 +80,10 @@ def of_engine(
 
 
 def of_model(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return the part that the model's files and options say. Reads the files."""
+    """Return the part that the model's files and options decide. Reads the files."""
     model, load, speculative = vllm_config.model_config, vllm_config.load_config, vllm_config.speculative_config
     found = _of_model(model, load)
-    # A draft model's layers are in the block too; those of one that comes with the model are in its files.
+    # A draft model's layers are in the block, too; a draft that comes with the model is in the model's files.
     draft = None if speculative is None else speculative.draft_model_config
     if draft is not None and (draft.model, draft.revision) != (model.model, model.revision):
         found["draft"] = _digest(_of_model(draft, speculative.draft_load_config or load))
@@ -145,7 +145,7 @@ def _config(model: Any, folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def _overrides(given: Any) -> object:
-    """Return what is comparable of `hf_overrides`: a function of vLLM's own, which draft models have, by its name."""
+    """Return a comparable form of `hf_overrides`: vLLM's own function, which draft models have, by its name."""
     if not callable(given):
         return given
     if getattr(given, "__module__", "").partition(".")[0] == "vllm":
@@ -158,18 +158,18 @@ def _name(dtype: object) -> str:
 
 
 def _kv_dtype(spec: Any, cache_config: Any) -> str:
-    """Quantized KV is bytes to torch, whatever is in them."""
+    """Name the format of quantized KV, which is plain bytes to torch."""
     quantized: str = "fp8_e4m3" if cache_config.cache_dtype == "fp8" else cache_config.cache_dtype
     return quantized if _name(spec.dtype) == "uint8" else _name(spec.dtype)
 
 
 def _kind(spec: KVCacheSpec) -> tuple[str, dict[str, object]]:
-    """What is off, or not there, is left out: a field that comes later may so be named here later."""
+    """Leave out fields that are off or absent, so that a new field can be named here later."""
     return type(spec).__name__, {name: value for name in _SPEC if (value := getattr(spec, name, None))}
 
 
 def _backend(layer: Any) -> str:
-    """On a CPU, the instructions that it uses decide how it packs keys."""
+    """On a CPU the instruction set decides how the backend packs keys."""
     return ":".join(filter(None, (layer.attn_backend.get_name(), str(getattr(layer, "isa", "")))))
 
 
@@ -180,7 +180,7 @@ def _digest(value: object) -> str:
 def _plain(value: Any) -> object:
     """Return JSON for a value that `json` cannot write; of a dataclass the fields that differ from their defaults.
 
-    Raises TypeError: how another value is written may differ from process to process.
+    Raises TypeError for others: their text may differ from process to process.
     """
     if isinstance(value, (set, frozenset)):
         return sorted(value)

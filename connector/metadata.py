@@ -1,4 +1,4 @@
-"""What scheduler side and workers tell each other: once at the start, and in every step (pickled, so small)."""
+"""Messages between scheduler side and workers: once at the start, and in every step (pickled, so small)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 @dataclass(frozen=True)
 class KVPrefetchNode(KVConnectorHandshakeMetadata):
-    """The node that a process runs on. `boot_id` is one per running kernel, "" where it cannot be read."""
+    """The node of a process. `boot_id`: of the running kernel, "" where it cannot be read."""
 
     boot_id: str
     hostname: str
@@ -52,7 +52,7 @@ class KVPrefetchMetadata(KVConnectorMetadata):
 
 @dataclass
 class KVPrefetchWorkerMeta(KVConnectorWorkerMetadata):
-    """How many ranks finished each load and save, and which of them failed on some rank."""
+    """How many ranks finished each load and save; the loads and saves that failed on some rank."""
 
     loads: dict[int, int] = field(default_factory=dict)
     saves: dict[int, int] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""The engine's paged KV cache seen as blocks of bytes: copied from and to staging slots in upstream's value order.
+"""The engine's paged KV cache as blocks of bytes, copied from and to staging slots in upstream's value order.
 
-A block's value is the concatenation, over the layers in `register_kv_caches` order, of the raw bytes of that block in
-that layer, exactly as vLLM's MooncakeStoreConnector writes them.  Which memory that is follows from the strides:
+A block's value is the concatenation, over the layers in `register_kv_caches` order, of the block's raw bytes in that
+layer, exactly as vLLM's MooncakeStoreConnector writes them.  The strides say where these bytes lie:
 
     LBHNC, LBNHC   one segment per layer
     BLHNC, BLNHC   one segment: the whole block
@@ -9,10 +9,9 @@ that layer, exactly as vLLM's MooncakeStoreConnector writes them.  Which memory 
     BHLNC          refused: upstream's value overlaps other blocks there
 
 Segments at a constant distance form one piece, a 3-D view [block, segment, byte], so that a block is one strided copy.
-On the CPU that copy is NumPy's: measured on one core with blocks scattered over the cache, one assignment per block is
-41 GB/s for 8 x 8 KiB (index_copy_ of all blocks at once 9 GB/s, torch copy_ per block 19 GB/s), and as fast as any
-other for larger blocks; runs of neighbouring blocks gain little more.  A device's piece is copied by torch on the
-current stream.
+On the CPU NumPy copies: one core with scattered blocks of 8 x 8 KiB does 41 GB/s with one assignment per block
+(index_copy_ of all blocks at once 9 GB/s, torch copy_ per block 19 GB/s).  On a device torch copies, on the current
+stream.
 """
 
 from __future__ import annotations
@@ -31,24 +30,21 @@ class LayoutUnsupported(ValueError):
     """The paged cache's memory cannot be read as blocks; the text says why in one line."""
 
 
-class _Segment(NamedTuple):
-    address: int
-    length: int  # bytes of one block in this segment
-    stride: int  # bytes from one block to the next
-
-
 class Piece(NamedTuple):
-    """Segments of equal length at equal distance; in a block's value they follow each other."""
+    """Segments of equal length at equal distance; in a block's value they follow each other.
+
+    `stride` and `distance`: bytes from one block, and from one segment, to the next.
+    """
 
     address: int
     segments: int
     length: int
     stride: int
-    distance: int  # bytes from one segment to the next
+    distance: int
 
 
 class PagedCache:
-    """The paged KV cache of one rank. `kv_caches` is what vLLM hands to register_kv_caches, `layers` whose to take.
+    """The paged KV cache of one rank: `layers` of the `kv_caches` that vLLM hands to register_kv_caches.
 
     `layout` names the dimensions of a block as they lie in memory, the outermost first, each with its length.
     """
@@ -68,7 +64,7 @@ class PagedCache:
             raise LayoutUnsupported("layers lie in more than one allocation")
         segments = _segments(tensors, num_blocks)
         self.layout = ";".join(sorted({_order(tensor) for tensor in tensors}))
-        self.block_bytes = sum(segment.length for segment in segments)
+        self.block_bytes = sum(length for _, length in segments)
         raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(base)
         self._on_host = self.device.type == "cpu"
         memory = raw.numpy() if self._on_host else raw
@@ -109,7 +105,7 @@ class PagedCache:
                     staged[slot].copy_(view[block], non_blocking=True)
 
     def fence(self) -> Any:
-        """Something whose `query()` is true once the copies queued so far are done; None when they are done already."""
+        """Return a fence with a `query()` that is true once all queued copies are done; None when they are done."""
         if self._on_host:
             return None
         event = torch.Event(self.device)
@@ -138,16 +134,17 @@ def _grouped(name: str, cache: Any, num_blocks: int) -> Any:
     return cache if cache.shape[0] == num_blocks else cache.unflatten(0, (num_blocks, -1))
 
 
-def _segments(tensors: Sequence[Any], num_blocks: int) -> list[_Segment]:
-    """Upstream's segments (RankLocalStoreLayout.register_kv_caches), or LayoutUnsupported where they are no blocks."""
-    seen: set[int] = set()
-    found: list[_Segment] = []
+def _segments(tensors: Sequence[Any], num_blocks: int) -> list[tuple[int, int]]:
+    """Return upstream's segments (RankLocalStoreLayout.register_kv_caches): address, and bytes from block to block.
+
+    Raises LayoutUnsupported where they are no blocks.
+    """
+    found: dict[int, int] = {}
 
     def add(address: int, stride: int, length: int) -> None:
         # Layers that share KV address the same memory: their bytes stand once in the value.
-        if address not in seen:
-            seen.add(address)
-            found.append(_Segment(address, stride, stride))
+        if address not in found:
+            found[address] = stride
             if length > stride:
                 raise LayoutUnsupported(f"blocks overlap: block_bytes={length} stride={stride}")
 
@@ -167,17 +164,17 @@ def _segments(tensors: Sequence[Any], num_blocks: int) -> list[_Segment]:
                     f"KV-cache layout is not served: shape={tuple(tensor.shape)} strides={tuple(tensor.stride())}"
                 )
             add(part.data_ptr(), stride, stride)
-    return found
+    return list(found.items())
 
 
 def _order(tensor: Any) -> str:
-    """Dimensions of one element lie anywhere, so they are left out."""
+    """Return the dimensions in memory order, without those of one element, which lie anywhere."""
     dimensions = [each for each in range(1, tensor.dim()) if tensor.shape[each] > 1]
     return ",".join(f"{each}:{tensor.shape[each]}" for each in sorted(dimensions, key=tensor.stride, reverse=True))
 
 
 def _dense(tensor: Any) -> bool:
-    """Whether the tensor's elements fill one stretch of memory, in whatever order of its dimensions."""
+    """Whether the tensor's elements fill one stretch of memory, in any order of its dimensions."""
     expected = 1
     for stride, length in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
         if stride != expected:
@@ -186,16 +183,15 @@ def _dense(tensor: Any) -> bool:
     return True
 
 
-def _pieces(segments: Sequence[_Segment]) -> list[Piece]:
-    """Segments of equal size at equal distance, in order, as one piece each."""
+def _pieces(segments: Sequence[tuple[int, int]]) -> list[Piece]:
+    """Join neighbouring segments of equal length at equal distance to one piece."""
     pieces: list[Piece] = []
-    for segment in segments:
+    for address, length in segments:
         if pieces:
             last = pieces[-1]
-            step = segment.address - last.address - (last.segments - 1) * last.distance
-            alike = (segment.length, segment.stride) == (last.length, last.stride) and step > 0
-            if alike and (last.segments == 1 or step == last.distance):
+            step = address - last.address - (last.segments - 1) * last.distance
+            if length == last.length and step > 0 and (last.segments == 1 or step == last.distance):
                 pieces[-1] = last._replace(segments=last.segments + 1, distance=step)
                 continue
-        pieces.append(Piece(segment.address, 1, segment.length, segment.stride, segment.length))
+        pieces.append(Piece(address, 1, length, length, length))
     return pieces

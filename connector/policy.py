@@ -103,11 +103,6 @@ class Wait:
             self.visited_ns = now_ns
             self.began_ready = self.ready = ready
 
-    def refetched(self, ready: int) -> None:
-        """Blocks were taken back; clock and bounds go on."""
-        self.began_ready = self.ready = ready
-        self.first = None
-
 
 class Fetches:
     """How blocks came lately to requests that waited: the latency to the first ones, and the pace after them."""
@@ -170,11 +165,8 @@ class Fetches:
 
     def _fade(self, passed_ns: float, now_ns: int) -> None:
         keep = 0.5 ** (passed_ns / _MEMORY_NS) if self._known(now_ns) else 0.0
-        self._latency_ns *= keep
-        self._firsts *= keep
-        self._first_blocks *= keep
-        self._pace_ns *= keep
-        self._blocks *= keep
+        for name in ("_latency_ns", "_firsts", "_first_blocks", "_pace_ns", "_blocks"):
+            setattr(self, name, keep * getattr(self, name))
         self._seen_ns = now_ns
 
 
@@ -203,8 +195,8 @@ class WaitPolicy:
             wait.first_in_line(ready, now_ns)
         elif not wait.counts:
             return Verdict.WAIT
-        if ready < wait.ready:  # taken back
-            wait.refetched(ready)
+        if ready < wait.ready:  # blocks were taken back; clock and bounds go on
+            wait.began_ready, wait.ready, wait.first = ready, ready, None
         self.fetches.saw(wait, ready, now_ns)
         wait.visits, wait.visited_ns = wait.visits + 1, now_ns
         verdict = self._judge(wait, max(0, limit - ready), now_ns, load)

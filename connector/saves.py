@@ -64,14 +64,18 @@ class LocalCache:
 
 
 class Saves:
-    """Save bookkeeping of one engine. `events`: where KV events are on. `waiting`: saves that ranks still copy."""
+    """Save bookkeeping of one engine. `events`: where KV events are on.
+
+    `waiting`: saves that ranks still copy; `copied`: saves of all ranks that the daemon does not know of yet; `left`:
+    blocks of finished requests that wait for a slot.
+    """
 
     def __init__(self, geometry: Geometry, *, decode: bool, counters: Counter[str], events: SavedBlocks | None) -> None:
         self._geometry, self._decode, self._counters, self._events = geometry, decode, counters, events
         self.waiting: dict[int, Save] = {}
-        self._left: deque[_Block] = deque()
+        self.left: deque[_Block] = deque()
         self._known: OrderedDict[bytes, None] = OrderedDict()
-        self._copied: deque[tuple[int, Save]] = deque()
+        self.copied: deque[tuple[int, Save]] = deque()
         self._next_id = 1
         self._generation = 0
 
@@ -147,9 +151,9 @@ class Saves:
         if progress.tainted or progress.storable <= progress.saved:
             return
         held = max(progress.saved, min(progress.storable, len(block_ids)))
-        room = MAX_LEFT - len(self._left)
+        room = MAX_LEFT - len(self.left)
         left, end = self._wanted(state.request, range(progress.saved, held), block_ids, room)
-        self._left.extend(block for _, block in left)
+        self.left.extend(block for _, block in left)
         self._counters["save_blocks_unsaved"] += progress.storable - end
 
     def plan_left(self, session: SchedulerSession, cache: LocalCache) -> SaveOrder | None:
@@ -158,10 +162,10 @@ class Saves:
         Such a block is not pinned.  Copying it in this step is safe: no request of this step has been given it, and a
         later write comes later on the stream.
         """
-        room = session.credits.available() if self._left else 0
+        room = session.credits.available() if self.left else 0
         chosen: list[_Block] = []
-        while self._left and len(chosen) < room:
-            block = self._left.popleft()
+        while self.left and len(chosen) < room:
+            block = self.left.popleft()
             if block.digest in self._known:
                 continue
             if cache.holds(block.block_id, block.digest):
@@ -171,18 +175,13 @@ class Saves:
         if not chosen:
             return None
         order = self._order(session, chosen)
-        self._left.extendleft(reversed(chosen[len(order.slots) :]))
+        self.left.extendleft(reversed(chosen[len(order.slots) :]))
         return order
 
     def forget_left(self) -> None:
         """Give up the blocks that finished requests left."""
-        self._counters["save_blocks_unsaved"] += len(self._left)
-        self._left.clear()
-
-    @property
-    def left(self) -> int:
-        """Blocks of finished requests that wait for a slot."""
-        return len(self._left)
+        self._counters["save_blocks_unsaved"] += len(self.left)
+        self.left.clear()
 
     # --- the saved range --------------------------------------------------------------------------------------------
 
@@ -208,30 +207,30 @@ class Saves:
             save.ranks_left -= ranks
             if save.ranks_left <= 0:
                 del self.waiting[save_id]
-                self._copied.append((save_id, save))
+                self.copied.append((save_id, save))
 
     def drop(self) -> None:
         """Some KV does not match its tokens: slots that were copied and not reported go back unused."""
-        for save in (*self.waiting.values(), *(save for _, save in self._copied)):
+        for save in (*self.waiting.values(), *(save for _, save in self.copied)):
             save.dropped = True
             self.note_absent(save.digests)
         self.forget_left()
 
     def flush(self) -> None:
         """Report saves that all ranks copied; if the ring is full, the rest in the next step. Raises SegmentCorrupt."""
-        while self._copied:
-            save_id, save = self._copied[0]
+        while self.copied:
+            save_id, save = self.copied[0]
             dropped = save.dropped or save.reset_generation < self._generation
             digests = [] if dropped else save.digests
             record = encode_saved(Saved(save_id, save.reset_generation, dropped, save.slots, digests))
             if not save.session.producer.push(RecordKind.SAVED, record):
                 return
-            self._copied.popleft()
+            self.copied.popleft()
             if dropped:
                 self.note_absent(save.digests)
                 self._counters["saves_dropped"] += len(save.slots)
                 if self._events is not None:
-                    self._events.drop(save_id)
+                    self._events.saving.pop(save_id, None)
 
     def note_stored(self, digests: Sequence[bytes]) -> None:
         """These are in the store or on their way: they are not copied again."""
@@ -249,9 +248,9 @@ class Saves:
     def forget(self, session: SchedulerSession) -> None:
         """The epoch has ended: its slots mean nothing any more, and the next daemon may have another store."""
         if self._events is not None:
-            self._events.clear()
+            self._events.saving.clear()
         self.waiting = {i: save for i, save in self.waiting.items() if save.session is not session}
-        self._copied = deque(item for item in self._copied if item[1].session is not session)
+        self.copied = deque(item for item in self.copied if item[1].session is not session)
         self._known.clear()
 
     def reset(self, generation: int) -> None:
@@ -260,8 +259,4 @@ class Saves:
         self._known.clear()
         self.forget_left()
         if self._events is not None:
-            self._events.clear()
-
-    @property
-    def unpushed(self) -> int:
-        return len(self._copied)
+            self._events.saving.clear()

@@ -291,7 +291,7 @@ class SchedulerSide:
         session = self._session
         if session is None or not session.alive(self._now_ns()):
             return False
-        return self.saves.unpushed > 0 or (self.saves.left > 0 and session.credits.available() > 0)
+        return bool(self.saves.copied or (self.saves.left and session.credits.available() > 0))
 
     def take_events(self) -> Sequence[Any]:
         """vLLM KV events of blocks that are in the store by now."""

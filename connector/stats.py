@@ -1,7 +1,7 @@
 """The connector's statistics as vLLM collects them: counts since the last step, summed over ranks and over time.
 
-The scheduler side reports what it decided, each worker what it copied.  vLLM adds the two up (`aggregate`), carries
-the sum to its logger (`to_dict`, `build_kv_connector_stats`), prints it (`reduce`), exports it (KVPrefetchPromMetrics).
+The scheduler side reports its decisions, each worker its copies.  vLLM adds the reports up (`aggregate`), carries the
+sum to its logger (`to_dict`, `build_kv_connector_stats`), prints it (`reduce`), exports it (KVPrefetchPromMetrics).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Every name that may be reported, with its help text; all only grow, and none is a size of something.
+# Every name that may be reported, with its help text; all only grow.
 COUNTERS: Mapping[str, str] = {
     "hints": "Hints sent to the daemon",
     "late_hints": "Hints sent only when the scheduler asked for the request",
@@ -48,7 +48,7 @@ COUNTERS: Mapping[str, str] = {
 
 
 class KVPrefetchStats(KVConnectorStats):
-    """`data` maps names of COUNTERS to what was counted since the last report; absent means 0."""
+    """`data` maps names of COUNTERS to counts since the last report; absent means 0."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -67,14 +67,14 @@ class KVPrefetchStats(KVConnectorStats):
 
 
 class Tally:
-    """Counts that only grow, and what of them was reported already. Times are counted in ns and reported in seconds."""
+    """Growing counts, and their values in the last report. Times are counted in ns and reported in seconds."""
 
     def __init__(self, counts: Mapping[str, int]) -> None:
         self._counts = counts
         self._reported: dict[str, int] = {}
 
     def take(self) -> KVPrefetchStats | None:
-        """What was counted since the last call; None when nothing was."""
+        """Return the counts since the last call; None when there are none."""
         reported = self._reported
         fresh: dict[str, float] = {}
         for name, value in self._counts.items():
@@ -92,21 +92,20 @@ class KVPrefetchPromMetrics(KVConnectorPromMetrics):
     """One Prometheus counter `vllm:kvprefetch_<name>_total` for each name of COUNTERS and each engine."""
 
     def __init__(
-        self, vllm_config: VllmConfig, metric_types: dict[Any, Any], labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:  # fmt: skip
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self, vllm_config: VllmConfig, types: dict[Any, Any], labelnames: list[str], engines: dict[int, list[object]]
+    ) -> None:
+        super().__init__(vllm_config, types, labelnames, engines)
         families = {
             name: self._counter_cls(name=f"vllm:kvprefetch_{name}_total", documentation=text, labelnames=labelnames)
             for name, text in COUNTERS.items()
         }
         self._counters = {
             engine: {name: family.labels(*values) for name, family in families.items()}
-            for engine, values in per_engine_labelvalues.items()
+            for engine, values in engines.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one report. A name that is not known here is left out: an error would end vLLM's metrics for good."""
+        """Add one report. Skip unknown names: an error would end vLLM's metrics for good."""
         counters = self._counters[engine_idx]
         for name, value in transfer_stats_data.items():
             if name in counters:

@@ -1,8 +1,8 @@
-"""How long the engine's steps take and what a prefill token adds to one: measured from outside, step by step. Pure.
+"""Measure the engine's steps from outside: their duration, and the cost of a prefill token. Pure.
 
-A step's duration is the time from its start, or from the end of the step before if that came later, to its end; so it
-is also right when steps overlap (async scheduling, pipeline stages).  What a token adds is fitted by least squares
-through the time of a step without prefill: short prefills, whose fixed cost says little about tokens, weigh little.
+A step lasts from its start, or from the end of the step before if that came later, to its end; this also holds for
+overlapping steps (async scheduling, pipeline stages).  The cost of a token is fitted by least squares through the time
+of a step without prefill: short prefills have a fixed cost that says little about tokens, and weigh little.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ UNMEASURED_PREFILL_NS = 100_000.0
 _NEWEST = 0.1
 # The fit forgets: half of it is younger than about this many prefill tokens in one go, squared.
 _MEMORY_TOKENS2 = 8192.0**2
-# No engine has so many steps in flight: ends are not reported, and what stands here is void.
+# No engine has so many steps in flight: ends are not reported, and the steps noted here are void.
 _MAX_IN_FLIGHT = 64
 
 
@@ -38,13 +38,13 @@ class StepTimes:
         self._xy = self._xx = 0.0
 
     def began(self, now_ns: int, prefill_tokens: int, *, executed: bool, typical: bool = True) -> None:
-        """A step was scheduled. `typical` is False when it also does what must not count as prefill (a load)."""
+        """A step was scheduled. `typical`: it does nothing else that takes time, such as a load."""
         if len(self._flying) >= _MAX_IN_FLIGHT:
             self._flying.clear()
         self._flying.append(_Step(now_ns, prefill_tokens, executed, typical))
 
     def ended(self, now_ns: int) -> None:
-        """The output of the oldest step that has not ended is there."""
+        """The output of the oldest step in flight is there."""
         if not self._flying:
             return
         step = self._flying.popleft()
@@ -62,7 +62,7 @@ class StepTimes:
         self._xx = keep * self._xx + tokens * tokens
 
     def prefill_ns(self, tokens: int) -> float:
-        """What computing so many tokens more adds to the engine's time, with the batch as it has been lately."""
+        """Time that computing so many more tokens takes, with batches as they have been lately."""
         return tokens * (self._xy / self._xx if self._xx else UNMEASURED_PREFILL_NS)
 
 

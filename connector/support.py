@@ -102,12 +102,14 @@ def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
         )
 
 
-def this_node() -> tuple[str, str]:
-    """Boot id and host name of this process's node; the boot id is "" where it cannot be read."""
+def this_node() -> KVPrefetchNode:
+    """The node of this process; its boot id is "" where it cannot be read."""
+    from .metadata import KVPrefetchNode
+
     try:
-        return BOOT_ID.read_text().strip(), socket.gethostname()
+        return KVPrefetchNode(BOOT_ID.read_text().strip(), socket.gethostname())
     except OSError:
-        return "", socket.gethostname()
+        return KVPrefetchNode("", socket.gethostname())
 
 
 def check_nodes(vllm_config: VllmConfig, here: KVPrefetchNode, ranks: Mapping[tuple[int, int], KVPrefetchNode]) -> None:

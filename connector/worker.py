@@ -65,7 +65,9 @@ class WorkerSide:
         good: list[LoadOrder] = []
         for order in orders:
             try:
-                batch.copies.append(checked(self.paged, self._session(order.epoch), order.slots, order.block_ids))
+                if (session := self.link.mapped(order.epoch)) is None:
+                    raise LookupError(f"epoch is not mapped: epoch={order.epoch}")
+                batch.copies.append(checked(self.paged, session, order.slots, order.block_ids))
                 good.append(order)
             except Exception as error:
                 self._load_failed(batch, order, error)
@@ -139,12 +141,6 @@ class WorkerSide:
         self._collect()
         report, self._report = self._report, KVPrefetchWorkerMeta()
         return report if report.loads or report.saves else None
-
-    def _session(self, epoch: int) -> WorkerSession:
-        session = self.link.mapped(epoch)
-        if session is None:
-            raise LookupError(f"epoch is not mapped: epoch={epoch}")
-        return session
 
     def _collect(self) -> None:
         """Asynchronous loads run beside the rest, so batches may end in any order."""

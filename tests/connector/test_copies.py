@@ -98,7 +98,7 @@ class World:
         np.ctypeslib.as_array(flat)[:] = near.reshape(-1)
         self.all = np.concatenate([self.rows, near])
         self.session: Any = SimpleNamespace(epoch=7, rows=self.rows, device_cache=cache)
-        self.streams = FakeStreams()
+        self.streams: Any = FakeStreams()
 
     def copies(self, kind: str) -> Copies:
         if kind == "plain":
@@ -113,7 +113,7 @@ class World:
     def grids(self, copies: Copies) -> list[int]:
         """Blocks of threads of each launch, but those that only load the kernels."""
         assert isinstance(copies, CudaCopies)
-        kernels: Any = [launcher._kernel for launcher in (copies._few, *{copies._many} - {copies._few})]
+        kernels: Any = [launcher.kernel for launcher in (copies.few, *{copies.many} - {copies.few})]
         return [grid for kernel in kernels for grid in kernel.grids[1:]]
 
     def launches(self, copies: Copies) -> int:
@@ -192,7 +192,7 @@ def load_many(world: World, count: int) -> tuple[int, int]:
     slots = [n % (HOST + DEVICE) for n in range(count)]
     copies.run([checked(world.paged, world.session, slots, range(count))])
     assert all((world.value(n) == world.all[slot]).all() for n, slot in enumerate(slots))
-    few, many = (len(launcher._kernel.grids) - 1 for launcher in (copies._few, copies._many))
+    few, many = (len(launcher.kernel.grids) - 1 for launcher in (copies.few, copies.many))
     return few, many
 
 
@@ -233,7 +233,7 @@ def test_nothing_is_left_to_be_loaded_at_the_first_step() -> None:
     world = World()
     before = world.value(0)
     copies: Any = world.copies("kernel")
-    assert [launcher._kernel.grids for launcher in (copies._few, copies._many)] == [[1], [1]]
+    assert [launcher.kernel.grids for launcher in (copies.few, copies.many)] == [[1], [1]]
     assert (world.value(0) == before).all()
 
 
@@ -285,7 +285,7 @@ def test_a_failed_launch_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch)
     def fail(*values: Any) -> None:
         raise DeviceError("cuLaunchKernel: told to fail")
 
-    monkeypatch.setattr(copies._few._kernel, "launch", fail)  # type: ignore[attr-defined]
+    monkeypatch.setattr(copies.few.kernel, "launch", fail)  # type: ignore[attr-defined]
     with pytest.raises(DeviceError):
         copies.run([checked(world.paged, world.session, [1], [1])])
     assert world.streams.compute.synchronized == 1

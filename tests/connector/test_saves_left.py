@@ -153,7 +153,7 @@ def test_vllms_own_pool_says_whether_a_block_is_still_there(make: Callable[..., 
         engine.daemon.stage("short", 0, found=0)
         engine.run()
         assert engine.orders("saves") == []
-        left = engine.side.saves.left
+        left = len(engine.side.saves.left)
         assert left == 4
         if reused:
             engine.add("next", 6 * BLOCK, out=1)

@@ -186,7 +186,7 @@ def test_a_captured_graph_sees_what_was_loaded_before_its_replay(world: World) -
 def test_as_many_blocks_as_one_launch_takes_and_more(device: Device, blocks: int) -> None:
     made = World(device, {**SIZES, "B": blocks}, "LBNHC", torch.bfloat16)
     try:
-        assert made.copies._many.blocks == WIDE_BLOCKS, "the driver takes no large argument"
+        assert made.copies.many.blocks == WIDE_BLOCKS, "the driver takes no large argument"
         made.load([n % (HOST + NEAR) for n in range(blocks)], list(range(blocks)))
         made.assert_equal()
     finally:
