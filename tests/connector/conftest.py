@@ -1,7 +1,8 @@
-"""Fixtures of the tests that drive our connector by vLLM's real scheduler."""
+"""Fixtures of the tests that drive our connector by vLLM's real scheduler, and of the tests of the link."""
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from .played_daemon import Server
     from .real import RealEngine
 
 
@@ -33,3 +35,21 @@ def make(checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
 
     yield construct
     assert swallowed == []
+
+
+@pytest.fixture
+def quick_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link retries and beats at once."""
+    from kvprefetch.connector import link
+
+    for name, seconds in (("RETRY_S", 0.01), ("FINAL_RETRY_S", 0.05), ("BEAT_S", 0.02)):
+        monkeypatch.setattr(link, name, seconds)
+
+
+@pytest.fixture
+def server(tmp_path: Path, quick_link: None) -> Iterator[Server]:
+    """A control socket on which the test plays the daemon."""
+    from .played_daemon import Server
+
+    with contextlib.closing(Server(tmp_path / "d.sock")) as made:
+        yield made

@@ -14,10 +14,8 @@ from .fakes import Clock, FakeDaemon
 
 
 def hello(role: str) -> Hello:
-    fields: dict[str, object] = {
-        "protocol": records.PROTOCOL, "version": "test", "engine_id": "e", "incarnation": "0" * 32, "role": role,
-        "rank": 0, "world_size": 1, "groups": 1, "block_tokens": 16,
-    }  # fmt: skip
+    fields: dict[str, object] = {"protocol": records.PROTOCOL, "version": "test", "engine_id": "e", "role": role}
+    fields |= {"incarnation": "0" * 32, "rank": 0, "world_size": 1, "groups": 1, "block_tokens": 16}
     if role == "scheduler":
         fields["scheduler"] = SchedulerInfo(max_blocks=64, max_hint_bytes=4096, loads=True, saves=True)
     else:
@@ -35,9 +33,15 @@ class Server:
         self.sock.listen(4)
         self.sock.settimeout(30)
         self.fake = FakeDaemon(Clock())
+        self._accepted: list[socket.socket] = []
+
+    def close(self) -> None:
+        for sock in (self.sock, *self._accepted):
+            sock.close()
 
     def accept(self) -> tuple[socket.socket, Hello]:
         sock, _ = self.sock.accept()
+        self._accepted.append(sock)
         sock.settimeout(30)
         message = self.receive(sock)
         assert isinstance(message, Hello)
@@ -48,6 +52,12 @@ class Server:
         received = receive_message(sock)
         assert received is not None
         return received[0]
+
+    def attached(self, fake: FakeDaemon | None = None) -> socket.socket:
+        """Accept a scheduler and attach it."""
+        sock, _ = self.accept()
+        self.attach(sock, fake or self.fake)
+        return sock
 
     def attach(self, sock: socket.socket, fake: FakeDaemon) -> None:
         bell = Doorbell.create()

@@ -66,4 +66,4 @@ def test_an_engine_speaks_only_to_a_daemon_of_root_its_own_user_or_the_configure
                 eventually(heard)
         finally:
             link.close()
-            server.sock.close()
+            server.close()

@@ -29,20 +29,6 @@ from .fakes import Clock, FakeDaemon
 from .played_daemon import Server, hello
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "RETRY_S", 0.01)
-    monkeypatch.setattr(link_module, "FINAL_RETRY_S", 0.05)
-    monkeypatch.setattr(link_module, "BEAT_S", 0.02)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path / "d.sock")
-    with contextlib.closing(made.sock):
-        yield made
-
-
 @pytest.fixture
 def scheduler(server: Server) -> Iterator[Link[SchedulerSession]]:
     link = Link(str(server.path), lambda: hello("scheduler"), SchedulerSession.map)
@@ -51,7 +37,9 @@ def scheduler(server: Server) -> Iterator[Link[SchedulerSession]]:
     link.close()
 
 
-def test_an_absent_daemon_is_said_once_and_found_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_absent_daemon_is_said_once_and_found_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, quick_link: None
+) -> None:
     path = tmp_path / "d.sock"
     with caplog.at_level(logging.INFO, "vllm.kvprefetch.link"):
         link = Link(str(path), lambda: hello("scheduler"), SchedulerSession.map)
@@ -60,19 +48,17 @@ def test_an_absent_daemon_is_said_once_and_found_later(tmp_path: Path, caplog: p
         time.sleep(0.05)  # some attempts more
         assert link.session is None
         server = Server(path)
-        sock, said = server.accept()
+        _, said = server.accept()
         assert said == hello("scheduler")
         link.close()
-        sock.close()
-        server.sock.close()
+        server.close()
     assert [record.levelno for record in caplog.records if "no daemon" in record.message] == [logging.WARNING]
     assert not link.running
 
 
 def test_attaching_maps_beats_and_ends_with_the_connection(server: Server, scheduler: Link[SchedulerSession]) -> None:
     """The end of file is published within the shared words, the memory stays usable, and a new epoch follows."""
-    sock, _ = server.accept()
-    server.attach(sock, server.fake)
+    sock = server.attached()
     session = scheduler.session
     assert session is not None
     assert session.epoch == 1
@@ -83,11 +69,9 @@ def test_attaching_maps_beats_and_ends_with_the_connection(server: Server, sched
     eventually(lambda: scheduler.session is None)
     assert not session.alive(time.monotonic_ns())
     assert session.producer.push(1, b"still mapped")
-    sock, _ = server.accept()
-    server.attach(sock, FakeDaemon(Clock(), epoch=9))
+    server.attached(FakeDaemon(Clock(), epoch=9))
     assert scheduler.session is not None
     assert scheduler.session.epoch == 9
-    sock.close()
 
 
 def test_a_warning_says_that_the_daemon_is_gone_not_that_a_session_ended(
@@ -95,8 +79,7 @@ def test_a_warning_says_that_the_daemon_is_gone_not_that_a_session_ended(
 ) -> None:
     """A session also ends when another process of the engine does, as at every shutdown: nothing is wrong then."""
     with caplog.at_level(logging.INFO, "vllm.kvprefetch.link"):
-        sock, _ = server.accept()
-        server.attach(sock, server.fake)
+        sock = server.attached()
         sock.close()
         again, _ = server.accept()
         assert [record.levelno for record in caplog.records if "has ended" in record.message] == [logging.INFO]
@@ -128,26 +111,21 @@ def test_descriptors_go_with_the_session_however_often_a_daemon_comes_anew(
 
 
 def test_detach_drops_the_session_and_comes_back(server: Server, scheduler: Link[SchedulerSession]) -> None:
-    sock, _ = server.accept()
-    server.attach(sock, server.fake)
+    sock = server.attached()
     scheduler.detach("slot out of bounds")
     assert scheduler.session is None
     assert receive_message(sock) is None
-    again, _ = server.accept()
-    again.close()
-    sock.close()
+    server.accept()
 
 
 def test_what_the_daemon_has_to_say_to_the_operator_is_in_the_log(
     server: Server, scheduler: Link[SchedulerSession], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "vllm.kvprefetch.link"):
-        sock, _ = server.accept()
-        server.attach(sock, server.fake)
+        sock = server.attached()
         send_message(sock, Notice(text="nothing is loaded or saved"))
         eventually(lambda: "kvprefetch: nothing is loaded or saved" in caplog.messages)
     assert scheduler.session is not None
-    sock.close()
 
 
 @pytest.mark.parametrize("final", [True, False])
@@ -218,17 +196,14 @@ def test_nonsense_is_survived(server: Server, scheduler: Link[SchedulerSession],
         segment.close()
     assert receive_message(sock) is None
     sock.close()
-    sock, _ = server.accept()
-    server.attach(sock, server.fake)
-    sock.close()
+    server.attached()
 
 
 @pytest.mark.parametrize(("ok", "reply"), [(True, True), (False, True), (True, False)])
 def test_a_reset_is_confirmed_only_by_its_own_reply(
     server: Server, scheduler: Link[SchedulerSession], ok: bool, reply: bool
 ) -> None:
-    sock, _ = server.accept()
-    server.attach(sock, server.fake)
+    sock = server.attached()
     results: list[bool] = []
     thread = threading.Thread(target=lambda: results.append(scheduler.request_reset(3, 300)))
     thread.start()
@@ -241,7 +216,6 @@ def test_a_reset_is_confirmed_only_by_its_own_reply(
     thread.join()
     assert results == [ok and reply]
     assert scheduler.confirmed_reset == (3 if ok and reply else 2)
-    sock.close()
 
 
 def test_a_reset_without_a_daemon_or_cut_short_is_not_confirmed(
@@ -250,8 +224,7 @@ def test_a_reset_without_a_daemon_or_cut_short_is_not_confirmed(
     begun = time.monotonic()
     assert scheduler.request_reset(1, 10_000) is False
     assert time.monotonic() - begun < 2
-    sock, _ = server.accept()
-    server.attach(sock, server.fake)
+    sock = server.attached()
     results: list[bool] = []
     thread = threading.Thread(target=lambda: results.append(scheduler.request_reset(1, 5000)))
     thread.start()
@@ -269,8 +242,7 @@ def test_the_heart_beats_while_messages_come(server: Server, monkeypatch: pytest
     link = Link(str(server.path), lambda: hello("scheduler"), SchedulerSession.map)
     link.start()
     with contextlib.closing(link):
-        sock, _ = server.accept()
-        server.attach(sock, server.fake)
+        sock = server.attached()
         beaten = server.fake.words.load_acquire(Line.PRODUCER_BEAT)
         for save_id in range(3):
             send_message(sock, Stored(save_id=save_id))
@@ -278,16 +250,13 @@ def test_the_heart_beats_while_messages_come(server: Server, monkeypatch: pytest
             beaten = server.fake.words.load_acquire(Line.PRODUCER_BEAT)
         assert [stored.save_id for stored in link.stored] == [0, 1, 2]
     assert not link.running, "nor is an end waited for"
-    sock.close()
 
 
 def test_the_heart_beats_while_nothing_comes(server: Server, scheduler: Link[SchedulerSession]) -> None:
-    sock, _ = server.accept()
-    server.attach(sock, server.fake)
+    server.attached()
     for _ in range(3):
         beaten = server.fake.words.load_acquire(Line.PRODUCER_BEAT)
         eventually(lambda before=beaten: server.fake.words.load_acquire(Line.PRODUCER_BEAT) > before)
-    sock.close()
 
 
 def test_a_process_without_a_descriptor_left_for_what_came_says_so() -> None:

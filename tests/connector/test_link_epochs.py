@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -19,21 +18,6 @@ from kvprefetch.shmring.wire.codec import send_message
 from tests.support.waiting import eventually
 
 from .played_daemon import Server, hello
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "RETRY_S", 0.01)
-    monkeypatch.setattr(link_module, "FINAL_RETRY_S", 0.05)
-    monkeypatch.setattr(link_module, "BEAT_S", 0.02)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path / "d.sock")
-    with contextlib.closing(made.sock):
-        yield made
-
 
 SLOT_BYTES = 16
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from kvprefetch.connector.policy import WAIT_BOUND_NS
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
-from .fakes import BLOCK, MS, Clock, Engine, FakeDaemon, Request
+from .fakes import BLOCK, MS, Engine, FakeDaemon, Request
 
 NOTHING, PENDING = (0, False), (None, False)
 TOKEN_MS = 0.1
@@ -59,7 +58,7 @@ def test_a_fetch_that_does_not_come_is_given_up_and_cancelled() -> None:
 
 
 def test_only_the_first_of_those_that_wait_is_judged() -> None:
-    """Who is behind it is not late; its time begins when nobody before it waits any more, and ends as well."""
+    """A request behind it is not late; its time begins when no request before it waits any more, and ends as well."""
     engine = measured()
     first, second = (engine.add(name, 40 * BLOCK + 1) for name in ("first", "second"))
     for count in range(0, 40, 4):
@@ -270,7 +269,7 @@ def test_a_bad_wish_is_one_warning_and_the_default(
 
 
 @pytest.mark.parametrize("policy", ["wait", "timeout"])
-def test_who_waits_whatever_it_costs_makes_nobody_else_wait(policy: str) -> None:
+def test_a_request_that_waits_at_any_cost_makes_no_other_wait(policy: str) -> None:
     """Its client may say so: an adaptive request behind it is judged as if it were the first."""
     engine = measured()
     wishes = {"kvprefetch": {"wait_policy": policy, "wait_timeout_ms": 5000}}
@@ -284,95 +283,14 @@ def test_who_waits_whatever_it_costs_makes_nobody_else_wait(policy: str) -> None
     assert reply == NOTHING
 
 
-# --- a pass looks a moment longer --------------------------------------------------------------------------------
-
-
-class Turning(Clock):
-    """A clock that moves by a microsecond whenever it is read, and makes blocks arrive at a given time."""
-
-    engine: Engine
-    at_pause: Callable[[], object] = staticmethod(lambda: None)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.at_ns, self.request, self.blocks, self.pauses = 0, "", 0, 0
-
-    def arrive(self, request: str, after_us: int, blocks: int = 20) -> None:
-        self.request, self.at_ns, self.blocks = request, self.ns + after_us * 1000, blocks
-
-    def now_ns(self) -> int:
-        self.ns += 1000
-        if self.request and self.ns >= self.at_ns:
-            request, self.request = self.request, ""
-            self.engine.daemon.stage(request, self.blocks)
-        return self.ns
-
-    def pause(self) -> None:
-        self.pauses += 1
-        self.ns += 50_000
-        self.at_pause()
-
-
-def turning(**settings: Any) -> tuple[Engine, Turning]:
-    clock = Turning()
-    clock.engine = Engine(spin_us=250, idle_wait_us=1000, clock=clock, **settings)
-    return clock.engine, clock
-
-
-@pytest.mark.parametrize("policy", ["adaptive", "timeout", "wait"])
-def test_an_idle_engine_sees_what_comes_while_it_waits(policy: str) -> None:
-    engine, clock = turning(wait_policy=policy)
-    soon, late = engine.add("soon", 20 * BLOCK + 1), engine.add("late", 20 * BLOCK + 1)
-    clock.arrive("soon", 400)
-    assert engine.match(soon) == (20 * BLOCK, False)
-    began = clock.ns
-    clock.arrive("late", 2000)
-    assert engine.match(late) == PENDING
-    assert 400_000 < clock.ns - began < 700_000, "one pass waits no longer than this, however many requests it meets"
-    assert 15 <= clock.pauses <= 25, "and sleeps between two looks"
-    engine.step()
-    pauses = clock.pauses
-    assert engine.match(late) == PENDING
-    assert clock.pauses == pauses, "only the first visit waits"
-
-
-def test_a_rank_whose_steps_others_wait_for_does_not_sleep_either() -> None:
-    engine, clock = turning(wait_policy="adaptive", lockstep=True)
-    late = engine.add("late", 20 * BLOCK + 1)
-    clock.arrive("late", 500)
-    began = clock.ns
-    assert engine.match(late) == PENDING
-    assert clock.pauses == 0
-    assert clock.ns - began < 300_000
-
-
-@pytest.mark.parametrize("case", ["running", "admitted"])
-def test_a_busy_engine_spins_for_the_look_up_only(case: str) -> None:
-    """A miss keeps its seat when its answer comes in time; a hit that is still fetched is waited for without a spin."""
-    engine, clock = turning(wait_policy="adaptive")
-    occupy(engine, case)
-    prefill_costs(engine)
-    miss, hit, slow = (engine.add(name, 20 * BLOCK + 1) for name in ("miss", "hit", "slow"))
-    clock.arrive("miss", 100, blocks=0)
-    assert engine.match(miss) == NOTHING
-    engine.daemon.look_up("hit", 20)
-    began = clock.ns
-    assert engine.match(hit) == PENDING
-    assert clock.ns - began < 50_000, "found, and on its way"
-    assert engine.match(slow) == PENDING
-    assert 50_000 < clock.ns - began < 250_000, "one pass spins no longer than this, however many requests it meets"
-    engine.step([(miss, 40)])
-    began = clock.ns
-    assert engine.match(slow) == PENDING
-    assert clock.ns - began < 50_000, "only the first visit spins"
-    assert clock.pauses == 0, "a busy engine never sleeps for us"
+# --- places in the batch ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("running", "reply"), [(14, NOTHING), (15, PENDING)])
-def test_the_last_seat_is_kept_for_a_pass_for_who_is_being_looked_up(
+def test_the_last_place_is_kept_for_a_pass_for_a_request_in_look_up(
     running: int, reply: tuple[int | None, bool]
 ) -> None:
-    """Of 16 seats: one that is told to wait for its look-up would get one when the next request ends."""
+    """Of 16 places: a request that has to wait for its look-up would get one when the next request ends."""
     engine = measured()
     engine.side.running |= {f"r{number}" for number in range(running - 1)}
     first, second, fetched = (engine.add(name, 40 * BLOCK + 1) for name in ("first", "second", "fetched"))
@@ -388,68 +306,15 @@ def test_the_last_seat_is_kept_for_a_pass_for_who_is_being_looked_up(
     assert engine.match(fetched) == PENDING
     third = engine.add("third", 40 * BLOCK + 1)
     engine.daemon.stage("third", 0)
-    assert engine.match(third) == NOTHING, "a fetch may take long, and keeps no seat"
+    assert engine.match(third) == NOTHING, "a fetch may take long, and keeps no place"
 
 
-def test_one_that_is_asked_about_although_all_seats_seem_taken_is_told_as_any_other() -> None:
-    """It was preempted, or a request ended that is not known to have: who is asked about has a seat."""
+def test_a_request_that_is_asked_about_while_all_places_seem_taken_is_answered_as_any_other() -> None:
+    """It was preempted, or another one has ended: vLLM asks only for a request that it has a place for."""
     engine = measured()
     engine.side.running |= {f"r{number}" for number in range(20)}
     staged, pending = (engine.add(name, 40 * BLOCK + 1) for name in ("staged", "pending"))
     engine.daemon.stage("staged", 40)
     assert engine.match(staged)[0] == 40 * BLOCK
     assert engine.match(pending) == PENDING
-    assert engine.side.requests["pending"].wait is not None, "judged, and not told to give way"
-
-
-def test_an_idle_engine_asks_before_it_looks_a_moment_longer() -> None:
-    engine, clock = turning(wait_policy="timeout")
-    request = engine.add("r", 20 * BLOCK + 1)
-
-    asked: list[bool] = []
-    clock.at_pause = lambda: engine.daemon.drain() or asked.append(bool(engine.daemon.asks))
-    assert engine.match(request) == PENDING
-    assert asked
-    assert all(asked)
-
-
-def occupy(engine: Engine, case: str) -> None:
-    other = engine.add("other", 40)
-    engine.daemon.stage("other", 0)
-    assert engine.match(other) == NOTHING
-    engine.allocate(other, 0)
-    if case == "running":
-        engine.step([(other, 40)])
-
-
-def prefill_costs(engine: Engine) -> None:
-    """The engine measures 10 µs a prefill token, and short steps since."""
-    for tokens in (1 << 15, *[0] * 100):
-        engine.side.steps.began(engine.clock.ns, tokens, executed=True)
-        engine.clock.ns += 1000 + tokens * 10_000
-        engine.side.steps.ended(engine.clock.ns)
-
-
-def test_no_spin_where_nothing_is_to_be_gained() -> None:
-    for case in ("fetching", "short", "best_effort"):
-        engine, clock = turning(wait_policy="best_effort" if case == "best_effort" else "adaptive")
-        request = engine.add("r", (1 if case == "short" else 20) * BLOCK + 1)
-        if case == "fetching":
-            occupy(engine, "admitted")
-            engine.daemon.look_up("r", 20)
-        prefill_costs(engine)
-        began = clock.ns
-        engine.match(request)
-        assert clock.ns - began < 50_000, case
-
-
-def test_an_engine_whose_last_request_has_ended_is_idle() -> None:
-    engine, clock = turning()
-    last = engine.add("last", 40)
-    engine.match(last)
-    engine.allocate(last, 0)
-    engine.step([(last, 40)], step_ms=4)
-    engine.side.finished(last)
-    request = engine.add("r", 20 * BLOCK + 1)
-    clock.arrive("r", 100)
-    assert engine.match(request) == (20 * BLOCK, False)
+    assert engine.side.requests["pending"].wait is not None, "judged, and not made to give way"
