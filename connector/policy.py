@@ -103,6 +103,10 @@ class Wait:
             self.visited_ns = now_ns
             self.began_ready = self.ready = ready
 
+    def refetched(self, ready: int) -> None:
+        """Blocks were taken back; clock and bounds go on."""
+        self.began_ready, self.ready, self.first = ready, ready, None
+
 
 class Fetches:
     """How blocks came lately to requests that waited: the latency to the first ones, and the pace after them."""
@@ -195,8 +199,8 @@ class WaitPolicy:
             wait.first_in_line(ready, now_ns)
         elif not wait.counts:
             return Verdict.WAIT
-        if ready < wait.ready:  # blocks were taken back; clock and bounds go on
-            wait.began_ready, wait.ready, wait.first = ready, ready, None
+        if ready < wait.ready:
+            wait.refetched(ready)
         self.fetches.saw(wait, ready, now_ns)
         wait.visits, wait.visited_ns = wait.visits + 1, now_ns
         verdict = self._judge(wait, max(0, limit - ready), now_ns, load)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -217,6 +217,22 @@ class Request:
         return self.block_hashes[self._ratio - 1 :: self._ratio][start:stop]
 
 
+GEOMETRY = Geometry(
+    block_tokens=BLOCK,
+    hashes_per_block=1,
+    group=0,
+    world_size=1,
+    block_bytes=BLOCK_BYTES,
+    max_blocks=64,
+    max_running=16,
+    loads=True,
+    saves=True,
+    drop_last=False,
+    spec_kind="full_attention",
+    lockstep=False,
+)
+
+
 class FakeCache(LocalCache):
     """The engine's own prefix cache, as the test fills it."""
 
@@ -236,23 +252,23 @@ class FakeCache(LocalCache):
 
 
 class Engine:
-    """A scheduler side with a fake daemon, a fake link, and vLLM's calling order."""
+    """A scheduler side with a fake daemon, a fake link, and vLLM's calling order.
 
-    def __init__(
-        self, *, loads: bool = True, saves: bool = True, ranks: int = 1, ratio: int = 1, drop_last: bool = False,
-        flags: int = 16, slots: int = 64, ring: int = 1 << 16, publish: bool = False, lockstep: bool = False,
-        clock: Clock | None = None, **settings: Any,
-    ) -> None:  # fmt: skip
+    `options`: of FakeDaemon, of Geometry, and the connector's own settings.
+    """
+
+    def __init__(self, *, publish: bool = False, clock: Clock | None = None, **options: Any) -> None:
+        def taken(names: Iterable[str]) -> dict[str, Any]:
+            return {name: options.pop(name) for name in names if name in options}
+
         self.clock = clock or Clock()
-        self.daemon = FakeDaemon(self.clock, flags=flags, slots=slots, ring=ring)
+        self.daemon = FakeDaemon(self.clock, **taken(("flags", "slots", "ring")))
         self.link = FakeLink(self.daemon.session())
         self.cache = FakeCache()
-        self.ranks = ranks
+        geometry = replace(GEOMETRY, **taken(GEOMETRY.__dataclass_fields__))
+        self.ranks = geometry.world_size
         # A bound alone says when a wait ends, whatever the clock's steps are taken for.
-        settings = {"socket": "/nowhere", "wait_policy": "timeout", "spin_us": 0, "idle_wait_us": 0, **settings}
-        geometry = Geometry(
-            BLOCK, ratio, 0, ranks, BLOCK_BYTES, 64, 16, loads, saves, drop_last, "full_attention", lockstep
-        )
+        settings = {"socket": "/nowhere", "wait_policy": "timeout", "spin_us": 0, "idle_wait_us": 0, **options}
         config = configuration.load(settings)
         self.side = SchedulerSide(config, geometry, self.link, clock=self.clock, publish=publish)
         self.side.cache = self.cache
@@ -294,9 +310,13 @@ class Engine:
         return meta
 
     def acknowledge(
-        self, meta: KVPrefetchMetadata, *, failed: Iterable[int] = (), failed_loads: Sequence[int] = (),
+        self,
+        meta: KVPrefetchMetadata,
+        *,
+        failed: Iterable[int] = (),
+        failed_loads: Sequence[int] = (),
         ranks: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         loads, saves = [load.load_id for load in meta.loads], [save.save_id for save in meta.saves]
         for _ in range(self.ranks if ranks is None else ranks):
             self.side.outputs(

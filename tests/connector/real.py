@@ -6,12 +6,12 @@ schedules against a real daemon are in tests/scheduler.
 
 from __future__ import annotations
 
-import copy
 import functools
 import pickle
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,13 +22,12 @@ from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
-from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -41,11 +40,13 @@ from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.connector.session import WorkerSession
 from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire.attach import Attached
+from tests.lab import connectors
 from tests.lab.checkpoint import TINY, make_checkpoint
+from tests.scheduler.model import LAYERS
+from tests.scheduler.shape import base_config, cache_config, sized
 
 from .fakes import BLOCK, BLOCK_BYTES, Clock, FakeDaemon, FakeLink
 
-LAYERS = 2
 MAX_MODEL_LEN = 512
 STOP_TOKEN = 2
 
@@ -84,48 +85,52 @@ class _WorkerLink:
         return self._session if epoch == self._session.epoch else None
 
 
-@functools.cache
-def _base_config(folder: Path) -> Any:
-    init_none_hash(sha256)
-    return EngineArgs(
-        model=str(make_checkpoint(folder, TINY)), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=4, max_num_batched_tokens=MAX_MODEL_LEN, block_size=32,
-    ).create_engine_config()  # fmt: skip
+@dataclass(frozen=True)
+class Options:
+    """How a RealEngine is set up. `in_flight` steps are scheduled before the oldest one's output is processed."""
+
+    ranks: int = 1
+    in_flight: int = 1
+    blocks: int = 64
+    seqs: int = 4
+    budget: int = 256
+    multi: bool = False
+    second_runner: bool = False
+    role: str = "kv_both"
+    policy: str = "recompute"
+    events: bool = False
 
 
 class RealEngine:
-    """One engine core without a model. `in_flight` steps are scheduled before the oldest one's output is processed."""
+    """One engine core without a model. `options`: fields of Options, and the connector's own settings."""
 
-    def __init__(
-        self, folder: Path, *, ranks: int = 1, in_flight: int = 1, blocks: int = 64, seqs: int = 4, budget: int = 256,
-        multi: bool = False, second_runner: bool = False, role: str = "kv_both", policy: str = "recompute",
-        events: bool = False, **settings: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Path, **options: Any) -> None:
+        mine = {name: options.pop(name) for name in list(options) if name in Options.__dataclass_fields__}
+        self.options = given = Options(**mine)
         self.clock = Clock()
         self.daemon = FakeDaemon(self.clock)
         self.link = FakeLink(self.daemon.session())
-        self.in_flight = in_flight
+        self.in_flight = given.in_flight
         self.flight: deque[tuple[Any, list[Any], dict[str, list[int]]]] = deque()
         self.tokens: dict[str, list[int]] = {}
         self.metas: list[KVPrefetchMetadata] = []
-        config = self._config(folder, ranks, blocks, seqs, budget, multi, role, policy, settings)
-        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None
-        cache = _cache_config(blocks)
-        self.workers = [self._worker(config, cache, rank) for rank in range(ranks)]
+        config = self._config(folder, options)
+        cache = cache_config(given.blocks, BLOCK)
+        self.workers = [self._worker(config, cache, rank) for rank in range(given.ranks)]
         side = functools.partial(SchedulerSide, clock=self.clock)
         with (
             mock.patch.object(module, "Link", return_value=self.link),
             mock.patch.object(module, "SchedulerSide", side),
         ):
-            self.scheduler = (Scheduler if in_flight == 1 else AsyncScheduler)(
+            self.scheduler = (Scheduler if self.in_flight == 1 else AsyncScheduler)(
                 config, cache, StructuredOutputManager(config), block_size=BLOCK, log_stats=True
             )
-        self.scheduler.use_v2_model_runner = second_runner
+        self.scheduler.use_v2_model_runner = given.second_runner
         self.connector = self._ours(self.scheduler.connector)
         assert self.connector.scheduler_side is not None
         self.side = self.connector.scheduler_side
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self._aggregator = KVOutputAggregator(ranks)
+        self._aggregator = KVOutputAggregator(given.ranks)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
 
     # --- what a client does -------------------------------------------------------------------------------------------
@@ -139,10 +144,7 @@ class RealEngine:
         )
         params = SamplingParams(max_tokens=out, ignore_eos=True, **options.pop("sampling", {}))
         params.update_from_generation_config({}, STOP_TOKEN)
-        request = Request(
-            request_id=name, prompt_token_ids=tokens, sampling_params=params, pooling_params=None,
-            block_hasher=self._hasher, **options,
-        )  # fmt: skip
+        request = Request(name, tokens, params, None, block_hasher=self._hasher, **options)
         self.tokens.setdefault(name, [])
         self.scheduler.add_request(request)
         return request
@@ -172,11 +174,13 @@ class RealEngine:
         names = list(output.num_scheduled_tokens)
         outputs: list[ModelRunnerOutput | None] = [
             ModelRunnerOutput(
-                req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)},
-                sampled_token_ids=[list(sampled[name]) for name in names], kv_connector_output=report,
+                names,
+                {name: i for i, name in enumerate(names)},
+                [list(sampled[name]) for name in names],
+                kv_connector_output=report,
             )
             for report in reports
-        ]  # fmt: skip
+        ]
         combined = self._aggregator.aggregate(outputs)
         assert combined is not None
         for result in self.scheduler.update_from_output(output, combined).values():
@@ -243,35 +247,19 @@ class RealEngine:
 
     # --- construction -------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _config(
-        folder: Path, ranks: int, blocks: int, seqs: int, budget: int, multi: bool, role: str, policy: str,
-        settings: dict[str, Any],
-    ) -> Any:  # fmt: skip
-        config = copy.copy(_base_config(folder))
-        for part in ("scheduler_config", "cache_config", "parallel_config"):
-            setattr(config, part, copy.copy(getattr(config, part)))
-        config.scheduler_config.max_num_seqs = seqs
-        config.scheduler_config.max_num_batched_tokens = budget
-        config.cache_config.block_size = BLOCK
-        config.cache_config.num_gpu_blocks = blocks
-        config.cache_config.enable_prefix_caching = True
-        config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
-        mine: dict[str, Any] = {
-            "kv_connector": "KVPrefetchConnector", "kv_connector_module_path": "kvprefetch.connector", "kv_role": role,
-            "kv_load_failure_policy": policy,
-            # A clock that stands still must neither be spun on nor measured with.
-            "kv_connector_extra_config": {
-                "socket": "/nowhere", "wait_policy": "timeout", "spin_us": 0, "idle_wait_us": 0, **settings
-            },
-        }  # fmt: skip
-        if multi:
+    def _config(self, folder: Path, settings: dict[str, Any]) -> Any:
+        given = self.options
+        base = base_config(make_checkpoint(folder, TINY), MAX_MODEL_LEN)
+        config = sized(base, BLOCK, given.blocks, given.ranks, given.seqs, given.budget)
+        config.kv_events_config = None
+        if given.events:
+            config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        # A clock that stands still must neither be spun on nor measured with.
+        mine = connectors.ours(Path("/nowhere"), role=given.role, spin_us=0, idle_wait_us=0, **settings)
+        if given.multi:
             other = {"kv_connector": "OtherConnector", "kv_connector_module_path": __name__, "kv_role": "kv_both"}
-            mine = {
-                "kv_connector": "MultiConnector", "kv_role": role, "kv_load_failure_policy": policy,
-                "kv_connector_extra_config": {"connectors": [other, mine]},
-            }  # fmt: skip
-        config.kv_transfer_config = KVTransferConfig(**mine)
+            mine = connectors.multi(other, mine, role=given.role)
+        config.kv_transfer_config = KVTransferConfig(**{**mine, "kv_load_failure_policy": given.policy})
         return config
 
     def _worker(self, config: Any, cache: KVCacheConfig, rank: int) -> Any:
@@ -304,15 +292,3 @@ class RealEngine:
         request = self.scheduler.requests[name]
         done: bool = request.num_computed_tokens >= request.num_tokens + max(0, request.num_output_placeholders - 1)
         return done
-
-
-def _cache_config(blocks: int) -> KVCacheConfig:
-    names = [f"layer{i}" for i in range(LAYERS)]
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.uint8)
-    assert spec.page_size_bytes * LAYERS == BLOCK_BYTES
-    page = spec.page_size_bytes
-    tensor = KVCacheTensor(size=blocks * BLOCK_BYTES, layers=names, layer_stride=blocks * page, block_stride=page)
-    return KVCacheConfig(
-        num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=[KVCacheGroupSpec(names, spec)],
-        kv_cache_layout="LBNHC", hash_block_size=BLOCK,
-    )  # fmt: skip

@@ -178,8 +178,12 @@ def test_orders_of_two_epochs_are_two_launches() -> None:
     other.session.epoch = 8
     other.rows[:] = 255 - world.rows
     copies = world.copies("kernel")
-    copies.run([checked(world.paged, one.session, [3, HOST + 1], [block, block + 1]) for one, block in
-                ((world, 0), (other, 10), (world, 20), (other, 30))])  # fmt: skip
+    copies.run(
+        [
+            checked(world.paged, one.session, [3, HOST + 1], [block, block + 1])
+            for one, block in ((world, 0), (other, 10), (world, 20), (other, 30))
+        ]
+    )
     assert world.launches(copies) == 2
     for block, one in ((0, world), (10, other), (20, world), (30, other)):
         assert (world.value(block) == one.rows[3]).all()
@@ -265,8 +269,9 @@ def test_asynchronous_loads_run_beside_and_behind_the_mark() -> None:
     # Without a mark of this step: behind everything on the compute stream.
     copies.run([checked(world.paged, world.session, [1], [1])], beside=True)
     assert [(what, stream) for what, _, stream in streams.log[:2]] == [
-        ("record", streams.compute), ("wait", streams.side),
-    ]  # fmt: skip
+        ("record", streams.compute),
+        ("wait", streams.side),
+    ]
 
 
 def test_synchronous_loads_and_saves_run_on_the_compute_stream() -> None:
@@ -294,10 +299,14 @@ def test_a_failed_launch_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("slots", "blocks", "save"),
     [
-        ([HOST + DEVICE], [0], False), ([-1], [0], False), ([0], [SIZES["B"]], False), ([0], [-1], False),
-        ([0, 1], [0], False), ([HOST], [0], True),
+        ([HOST + DEVICE], [0], False),
+        ([-1], [0], False),
+        ([0], [SIZES["B"]], False),
+        ([0], [-1], False),
+        ([0, 1], [0], False),
+        ([HOST], [0], True),
     ],
-)  # fmt: skip
+)
 def test_what_lies_outside_is_refused_before_anything_is_copied(
     slots: list[int], blocks: list[int], save: bool
 ) -> None:

@@ -26,9 +26,15 @@ SHAPES = {
 
 
 def run(
-    paged: PagedCache, rows: Rows, slots: list[int], blocks: list[int], *, gather: bool, grid: int = 0,
+    paged: PagedCache,
+    rows: Rows,
+    slots: list[int],
+    blocks: list[int],
+    *,
+    gather: bool,
+    grid: int = 0,
     most: int = STEP_BLOCKS,
-) -> None:  # fmt: skip
+) -> None:
     """The copies of one launch of the kernel for `most` blocks."""
     table, units = piece_table(paged.pieces)
     step = np.zeros(1, step_type(most))
@@ -131,9 +137,10 @@ def test_the_source_compiles_for_gpus(architecture: str, most: int) -> None:
     """NVIDIA's own compiler, which needs no GPU; the pip package brings it."""
     spec = importlib.util.find_spec("nvidia")
     found = [
-        path for folder in (spec.submodule_search_locations or [] if spec else []) for path in
-        sorted(Path(folder).glob("*/lib/libnvrtc.so.*"))
-    ]  # fmt: skip
+        path
+        for folder in (spec.submodule_search_locations or [] if spec else [])
+        for path in sorted(Path(folder).glob("*/lib/libnvrtc.so.*"))
+    ]
     if not found:
         pytest.skip("nvrtc is not installed (pip install nvidia-cuda-nvrtc-cu12)")
     nvrtc = ctypes.CDLL(str(found[0]))

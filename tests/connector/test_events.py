@@ -112,10 +112,15 @@ def test_events_say_of_a_block_what_the_engine_s_own_say_of_it(
             block_hashes=[whole.block_hashes[at]],
             parent_block_hash=whole.block_hashes[at - 1] if at else whole.parent_block_hash,
             token_ids=list(whole.token_ids[at * BLOCK : (at + 1) * BLOCK]),
-            block_size=whole.block_size, lora_id=whole.lora_id, medium="cpu", lora_name=whole.lora_name,
-            extra_keys=None if whole.extra_keys is None else [whole.extra_keys[at]], group_idx=whole.group_idx,
-            kv_cache_spec_kind=whole.kv_cache_spec_kind, session_id=whole.session_id,
-        )  # fmt: skip
+            block_size=whole.block_size,
+            lora_id=whole.lora_id,
+            medium="cpu",
+            lora_name=whole.lora_name,
+            extra_keys=None if whole.extra_keys is None else [whole.extra_keys[at]],
+            group_idx=whole.group_idx,
+            kv_cache_spec_kind=whole.kv_cache_spec_kind,
+            session_id=whole.session_id,
+        )
         assert event == part
     assert [event.extra_keys for event in ours][:2] == [[(salt,)] if salt else [None], [None]]
 

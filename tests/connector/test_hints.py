@@ -27,7 +27,7 @@ def test_a_hint_names_every_full_block_but_leaves_a_token_to_compute() -> None:
 
 
 def test_the_trailing_sub_hash_stands_for_the_block() -> None:
-    engine = Engine(ratio=4)
+    engine = Engine(hashes_per_block=4)
     request = engine.add("r", 3 * BLOCK + 1, ratio=4)
     hint = engine.daemon.hint("r")
     assert [hint.digest(i) for i in range(3)] == [request.block_hashes[i] for i in (3, 7, 11)]

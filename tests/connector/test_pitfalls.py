@@ -212,7 +212,7 @@ def test_p29_where_vllm_turns_prefix_caching_off_nothing_is_served(tmp_path: Pat
     def served(model: Path, **options: Any) -> bool:
         config = EngineArgs(
             model=str(model), skip_tokenizer_init=True, max_model_len=512, **options
-        ).create_engine_config()  # fmt: skip
+        ).create_engine_config()
         try:
             support.check(vllm.__version__, config, test_connector.kv_cache_config())
         except ValueError as error:

@@ -238,9 +238,13 @@ def test_p17_a_preempted_request_starts_over(
 
     def check() -> None:
         engine = make(
-            in_flight=in_flight, second_runner=second_runner, blocks=12, seqs=2, save_decode_cache=True,
+            in_flight=in_flight,
+            second_runner=second_runner,
+            blocks=12,
+            seqs=2,
+            save_decode_cache=True,
             wait_timeout_ms=0,
-        )  # fmt: skip
+        )
         engine.daemon.credits.grant(list(range(64)))
         for name in ("a", "b"):
             engine.add(name, 3 * BLOCK + 12, out=5 * BLOCK)

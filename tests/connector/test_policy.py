@@ -106,9 +106,14 @@ busyness = st.booleans()
 def steady_worlds(draw: st.DrawFn, *, busy: bool) -> World:
     blocks = draw(st.integers(1, 512))
     return steady(
-        draw(token_prices), draw(visits) if busy else int(IDLE_VISIT_NS), blocks, draw(st.integers(0, 500 * MS)),
-        draw(st.floats(1_000, 50 * MS)), draw(st.integers(1, 128)), draw(st.integers(1, blocks)),
-    )  # fmt: skip
+        draw(token_prices),
+        draw(visits) if busy else int(IDLE_VISIT_NS),
+        blocks,
+        draw(st.integers(0, 500 * MS)),
+        draw(st.floats(1_000, 50 * MS)),
+        draw(st.integers(1, 128)),
+        draw(st.integers(1, blocks)),
+    )
 
 
 @simulated

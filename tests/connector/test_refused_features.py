@@ -24,7 +24,7 @@ def engine_config(folder: Path, **options: Any) -> Any:
 
     return EngineArgs(
         model=str(make_checkpoint(folder, TINY)), skip_tokenizer_init=True, max_model_len=512, **options
-    ).create_engine_config()  # fmt: skip
+    ).create_engine_config()
 
 
 def per_token_head() -> Any:
@@ -96,7 +96,7 @@ def test_an_engine_that_lives_on_after_a_failed_step_is_refused(tmp_path: Path) 
         ({"distributed_executor_backend": "mp", "tensor_parallel_size": 2}, None),
         ({"distributed_executor_backend": "mp", "tensor_parallel_size": 2, "nnodes": 2}, "=mp nnodes=2 world_size=2$"),
     ],
-)  # fmt: skip
+)
 def test_ranks_without_one_scheduler_and_one_daemon_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], reason: str | None
 ) -> None:

@@ -43,7 +43,7 @@ def test_a_slot_out_of_bounds_under_the_claim_detaches() -> None:
 
 def test_pending_then_ready_then_loaded() -> None:
     """None while pending with one Ask; then a claim, an answer, a load, and the flag back after every rank."""
-    engine = Engine(ranks=2)
+    engine = Engine(world_size=2)
     request = engine.add("r", 4 * BLOCK + 5, local=BLOCK)
     assert [engine.match(request) for _ in range(5)] == [PENDING] * 5
     engine.step()

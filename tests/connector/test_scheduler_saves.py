@@ -32,7 +32,7 @@ def test_a_prompt_is_saved_block_by_block_as_it_is_computed(ratio: int) -> None:
 
     A block goes by the hash of its end, however many hashes it has.
     """
-    engine = Engine(ranks=2, ratio=ratio)
+    engine = Engine(world_size=2, hashes_per_block=ratio)
     engine.daemon.credits.grant([40, 41, 42, 43])
     request = engine.add("r", 3 * BLOCK + 3, ratio=ratio)
     admit(engine, request)
@@ -176,7 +176,7 @@ def test_a_full_ring_delays_saved_records() -> None:
 
 
 def test_a_copy_that_failed_on_a_rank_gives_its_slots_back_unused_and_the_next_request_tries_again() -> None:
-    engine = Engine(ranks=2)
+    engine = Engine(world_size=2)
     engine.daemon.credits.grant([5])
     request = engine.add("r", BLOCK)
     admit(engine, request)

@@ -80,9 +80,12 @@ class Engine:
         config = vllm_config(shape, self.prefix, None if site is None else site.daemon.socket)
         cache = cache_config(shape.blocks)
         self.workers = Workers(
-            shape.ranks, shape.blocks, truth, drafts=DRAFTS if shape.drafts else 0,
+            shape.ranks,
+            shape.blocks,
+            truth,
+            drafts=DRAFTS if shape.drafts else 0,
             report_before_save=shape.report_before_save,
-        )  # fmt: skip
+        )
         self.workers.weights = weights
         if site is not None:
             logging.getLogger("vllm.kvprefetch").addHandler(self.logged)
@@ -115,17 +118,8 @@ class Engine:
         # chunk for computed (test_schedules.py).
         session = session and not self.shape.drafts
         self.requests[name] = Sent(name, [tokens], out, session, self.workers.weights, not self._stale)
-        self.scheduler.add_request(
-            make_request(
-                name,
-                tokens,
-                out,
-                session=session,
-                skip_reading=skip_reading,
-                priority=priority,
-                arrival=float(len(self.requests)),
-            )
-        )
+        options = {"resumable": session, "priority": priority, "arrival_time": float(len(self.requests))}
+        self.scheduler.add_request(make_request(name, tokens, out, skip_reading=skip_reading, **options))
         self.counts["requests"] += 1
         return name
 
@@ -138,11 +132,8 @@ class Engine:
             tokens = None  # vLLM's front end lets no request in that is longer than the model can take
         if tokens is not None:
             sent.chunks.append(tokens)
-        self.scheduler.add_request(
-            make_request(
-                name, tokens or [1], sent.out, session=tokens is not None, skip_reading=False, priority=0, arrival=0.0
-            )
-        )
+        chunk = make_request(name, tokens or [1], sent.out, resumable=tokens is not None, arrival_time=0.0)
+        self.scheduler.add_request(chunk)
         self.counts["chunks"] += 1
         sent.ended = tokens is None
 

@@ -157,9 +157,12 @@ def _do(engine: Engine, operation: Any) -> None:
     names = list(engine.requests)
     if isinstance(operation, Add):
         engine.add(
-            operation.tokens(), operation.out, session=operation.kind == "session",
-            skip_reading=operation.kind == "skip", priority=operation.priority,
-        )  # fmt: skip
+            operation.tokens(),
+            operation.out,
+            session=operation.kind == "session",
+            skip_reading=operation.kind == "skip",
+            priority=operation.priority,
+        )
     elif isinstance(operation, Run):
         engine.jitter = random.Random(operation.seed)
         engine.run(operation.steps)
@@ -202,9 +205,14 @@ def check(
 
 
 def explore(
-    site: Site, examples: int, *, seeded: bool = True, shrink: bool = False,
-    prepare: Callable[[Engine], None] | None = None, **changes: Any,
-) -> Counter[str]:  # fmt: skip
+    site: Site,
+    examples: int,
+    *,
+    seeded: bool = True,
+    shrink: bool = False,
+    prepare: Callable[[Engine], None] | None = None,
+    **changes: Any,
+) -> Counter[str]:
     """Check random schedules on shapes with `changes`, the same ones every time when `seeded`; what happened, counted.
 
     `prepare` may change each engine before it starts.
@@ -212,11 +220,15 @@ def explore(
     total: Counter[str] = Counter()
 
     @settings(
-        max_examples=examples, deadline=None, derandomize=seeded, database=None, print_blob=True,
+        max_examples=examples,
+        deadline=None,
+        derandomize=seeded,
+        database=None,
+        print_blob=True,
         report_multiple_bugs=False,
         phases=[Phase.explicit, Phase.generate] + [Phase.shrink] * shrink,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )  # fmt: skip
+    )
     @given(shape=shapes, schedule=schedules)
     def promises_hold(shape: Shape, schedule: Schedule) -> None:
         total["examples"] += 1

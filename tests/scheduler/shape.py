@@ -20,9 +20,10 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.request import Request
 
+from tests.lab.connectors import ours
 from tests.lab.control import Reader
 from tests.lab.daemon import Daemon
-from tests.scheduler.model import BLOCK, BLOCK_BYTES, LAYERS
+from tests.scheduler.model import BLOCK, BLOCK_BYTES, LAYERS, WIDTH
 from tests.support.auditor import Auditor
 
 MAX_MODEL_LEN = 64
@@ -67,56 +68,62 @@ class Shape:
 
 def vllm_config(shape: Shape, name: str, socket: Path | None) -> Any:
     """An engine's configuration; `name` tells it from all others. Without a socket it has no connector."""
-    config = copy.copy(_base_config(_models[shape.one_head], shape.drafts))
-    config.scheduler_config = copy.copy(config.scheduler_config)
+    base = base_config(_models[shape.one_head], MAX_MODEL_LEN, DRAFTS if shape.drafts else 0)
+    config = sized(base, BLOCK, shape.blocks, shape.ranks, shape.seqs, shape.budget)
     config.scheduler_config.async_scheduling = shape.queue > 1
-    config.scheduler_config.max_num_seqs = shape.seqs
-    config.scheduler_config.max_num_batched_tokens = shape.budget
     config.scheduler_config.policy = "priority" if shape.priorities else "fcfs"
-    config.cache_config = copy.copy(config.cache_config)
-    config.cache_config.block_size = BLOCK
-    config.cache_config.num_gpu_blocks = shape.blocks
-    config.cache_config.enable_prefix_caching = True
-    config.parallel_config = copy.copy(config.parallel_config)
-    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = shape.ranks
     config.instance_id = name
     config.kv_transfer_config = None
     if socket is not None:
-        config.kv_transfer_config = KVTransferConfig(
-            kv_connector="KVPrefetchConnector", kv_connector_module_path="kvprefetch.connector",
-            kv_role="kv_both", kv_load_failure_policy="recompute", engine_id=name,
-            kv_connector_extra_config={
-                "socket": str(socket), "cache_prefix": name, "key_format": "vllm", "load_mode": shape.load_mode,
-                "save_decode_cache": shape.decode, "wait_timeout_ms": shape.wait_timeout_ms,
-                "wait_policy": "timeout" if shape.patient else "adaptive",
-                "reset_timeout_ms": RESET_TIMEOUT_MS,
-                "hint_on_arrival": shape.early, "sync_load_max_bytes": SYNC_BLOCKS * BLOCK_BYTES,
-            },
-        )  # fmt: skip
+        extra = {
+            "cache_prefix": name,
+            "key_format": "vllm",
+            "load_mode": shape.load_mode,
+            "save_decode_cache": shape.decode,
+            "wait_timeout_ms": shape.wait_timeout_ms,
+            "wait_policy": "timeout" if shape.patient else "adaptive",
+            "reset_timeout_ms": RESET_TIMEOUT_MS,
+            "hint_on_arrival": shape.early,
+            "sync_load_max_bytes": SYNC_BLOCKS * BLOCK_BYTES,
+        }
+        config.kv_transfer_config = KVTransferConfig(**ours(socket, **extra), engine_id=name)
     return config
 
 
-def make_request(
-    name: str, tokens: list[int], out: int, *, session: bool, skip_reading: bool, priority: int, arrival: float
-) -> Request:
-    """vLLM's request, as the front end makes it."""
+def make_request(name: str, tokens: list[int], out: int, *, skip_reading: bool = False, **options: Any) -> Request:
+    """vLLM's request, as the front end makes it; `options`: of vLLM's Request."""
     params = SamplingParams(max_tokens=out, temperature=0.0, ignore_eos=True)
     params.skip_reading_prefix_cache = skip_reading
-    hasher = get_request_block_hasher(BLOCK, sha256)
-    return Request(
-        name, list(tokens), params, None, block_hasher=hasher, resumable=session, priority=priority,
-        arrival_time=arrival,
-    )  # fmt: skip
+    return Request(name, list(tokens), params, None, block_hasher=get_request_block_hasher(BLOCK, sha256), **options)
 
 
 @functools.lru_cache(maxsize=8)
-def _base_config(model: Path, drafts: bool) -> Any:
+def base_config(model: Path, max_model_len: int, drafts: int = 0) -> Any:
+    """vLLM's own configuration of an engine with this model; made once, copied by `sized`."""
     init_none_hash(sha256)
-    speculative = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 2} if drafts else None
+    ngram = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
+    limits = {"max_model_len": max_model_len, "max_num_seqs": 4, "max_num_batched_tokens": max_model_len}
     return EngineArgs(
-        model=str(model), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, max_num_seqs=4,
-        max_num_batched_tokens=MAX_MODEL_LEN, block_size=32, speculative_config=speculative,
-    ).create_engine_config()  # fmt: skip
+        model=str(model),
+        skip_tokenizer_init=True,
+        block_size=32,
+        speculative_config=ngram if drafts else None,
+        **limits,
+    ).create_engine_config()
+
+
+def sized(base: Any, block_tokens: int, blocks: int, ranks: int, seqs: int, budget: int) -> Any:
+    """A copy of vLLM's configuration with a small prefix-cached pool and these ranks, requests and tokens a step."""
+    config = copy.copy(base)
+    for part in ("scheduler_config", "cache_config", "parallel_config"):
+        setattr(config, part, copy.copy(getattr(config, part)))
+    config.scheduler_config.max_num_seqs = seqs
+    config.scheduler_config.max_num_batched_tokens = budget
+    config.cache_config.block_size = block_tokens
+    config.cache_config.num_gpu_blocks = blocks
+    config.cache_config.enable_prefix_caching = True
+    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
+    return config
 
 
 _models: list[Path] = []
@@ -127,17 +134,16 @@ def use_models(two_heads: Path, one_head: Path) -> None:
     _models[:] = [two_heads, one_head]
 
 
-def cache_config(blocks: int) -> KVCacheConfig:
-    """The paged cache of the ranks in workers.py: LAYERS layers, layer-outermost."""
+def cache_config(blocks: int, block_tokens: int = BLOCK) -> KVCacheConfig:
+    """A paged cache of uint8: LAYERS layers, layer-outermost, WIDTH bytes a position and layer."""
     names = [f"layer{i}" for i in range(LAYERS)]
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.uint8)
-    assert spec.page_size_bytes * LAYERS == BLOCK_BYTES, "the connector takes the block's size from the configuration"
+    spec = FullAttentionSpec(block_size=block_tokens, num_kv_heads=1, head_size=WIDTH // 2, dtype=torch.uint8)
     page = spec.page_size_bytes
-    tensor = KVCacheTensor(size=blocks * BLOCK_BYTES, layers=names, layer_stride=blocks * page, block_stride=page)
-    return KVCacheConfig(
-        num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=[KVCacheGroupSpec(names, spec)],
-        kv_cache_layout="LBNHC", hash_block_size=BLOCK,
-    )  # fmt: skip
+    assert page == block_tokens * WIDTH, "the connector takes the block's size from the configuration"
+    size = blocks * page * LAYERS
+    tensor = KVCacheTensor(size=size, layers=names, layer_stride=blocks * page, block_stride=page)
+    groups = [KVCacheGroupSpec(names, spec)]
+    return KVCacheConfig(blocks, [tensor], groups, kv_cache_layout="LBNHC", hash_block_size=block_tokens)
 
 
 @contextmanager

@@ -9,10 +9,8 @@ from tests.scheduler.schedules import TRUTHS, explore
 from tests.scheduler.shape import Shape, Site, make_request
 
 QUEUES = {"Scheduler": 1, "AsyncScheduler, one in flight": 2, "AsyncScheduler, two in flight": 3}
-COVERED = (
-    "loads", "saves", "stored", "compared", "preemptions", "aborts", "failed_ranks", "forgets",
-    "resets", "chunks", "drafts", "detaches",
-)  # fmt: skip
+COVERED = ("loads", "saves", "stored", "compared", "preemptions", "aborts", "failed_ranks", "forgets")
+COVERED += ("resets", "chunks", "drafts", "detaches")
 
 
 @pytest.mark.parametrize("queue", QUEUES.values(), ids=QUEUES)
@@ -28,7 +26,7 @@ def test_vllm_alone_fails_in_a_session_with_drafts(site: Site) -> None:
     for out in range(2, 12):
         engine = Engine(Shape(drafts=True, blocks=40), None, TRUTHS[1, False])
         engine.requests["s"] = Sent("s", [[1, 2, 3]], out, True, 0, False)
-        first = make_request("s", [1, 2, 3], out, session=True, skip_reading=False, priority=0, arrival=0.0)
+        first = make_request("s", [1, 2, 3], out, resumable=True, arrival_time=0.0)
         engine.scheduler.add_request(first)
         engine.run(40)
         engine.feed("s", [4])

@@ -104,16 +104,13 @@ class Workers:
                 if rank not in step.reports:
                     self.move(rank)
         names = list(step.output.num_scheduled_tokens)
-        outputs = []
-        for rank in range(len(self.ranks)):
-            outputs.append(
-                ModelRunnerOutput(
-                    req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)},
-                    sampled_token_ids=[list(step.sampled[name]) for name in names],
-                    kv_connector_output=step.reports[rank],
-                )
-            )  # fmt: skip
-        return step.output, outputs
+        index = {name: i for i, name in enumerate(names)}
+        return step.output, [
+            ModelRunnerOutput(
+                names, index, [list(step.sampled[name]) for name in names], kv_connector_output=step.reports[rank]
+            )
+            for rank in range(len(self.ranks))
+        ]
 
     def settle(self) -> None:
         """Everything queued is executed: what a collective call such as a weight update waits for."""
