@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from kvprefetch.connector import config as configuration
 from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
@@ -37,6 +39,13 @@ TRANSITIONS = {
     FlagState.CLAIMED: {FlagState.READY, FlagState.RELEASED},
     FlagState.EXPIRED: {FlagState.FREE},
 }
+
+
+def fails_with(check: Callable[[], object], patch: pytest.MonkeyPatch, *planted: Any, match: str | None = None) -> None:
+    """The check fails once this attribute is planted: without its guard the promise does not hold."""
+    patch.setattr(*planted)
+    with pytest.raises(AssertionError, match=match):
+        check()
 
 
 class Clock:

@@ -20,7 +20,7 @@ from kvprefetch.connector.loads import Loads
 from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.shmring.wire.records import FlagState
 
-from .fakes import BLOCK
+from .fakes import BLOCK, fails_with
 from .fakes import Engine as FakeEngine
 from .real import OtherConnector, RealEngine
 
@@ -49,9 +49,7 @@ def test_p01_a_full_prompt_hit_leaves_a_token_to_compute(make: Make, monkeypatch
         assert engine.left() == []
 
     check()
-    monkeypatch.setattr(Claims, "usable_blocks", lambda self, request: request.num_tokens // BLOCK)
-    with pytest.raises(AssertionError):
-        check()
+    fails_with(check, monkeypatch, Claims, "usable_blocks", lambda self, request: request.num_tokens // BLOCK)
 
 
 def test_p01_nothing_is_never_asynchronous(make: Make, monkeypatch: Patch) -> None:
@@ -64,9 +62,7 @@ def test_p01_nothing_is_never_asynchronous(make: Make, monkeypatch: Patch) -> No
         assert engine.tokens["r"] == [3, 3, 3]
 
     check()
-    monkeypatch.setattr(claims, "NOTHING", (0, True))
-    with pytest.raises(AssertionError):
-        check()
+    fails_with(check, monkeypatch, claims, "NOTHING", (0, True))
 
 
 def grown_local_hit(make: Make) -> RealEngine:
@@ -119,9 +115,7 @@ def test_p03_an_answer_may_be_asked_for_again_and_is_given_up_when_not_used(make
         assert engine.left() == []
 
     check()
-    monkeypatch.setattr(hints, "unclaim", lambda handle: None)
-    with pytest.raises(AssertionError, match="take it back"):
-        check()
+    fails_with(check, monkeypatch, hints, "unclaim", lambda handle: None, match="take it back")
 
 
 def test_p04_waiting_ends_without_vllms_help(make: Make) -> None:
@@ -191,9 +185,7 @@ def test_p06_only_what_was_allocated_for_us_is_loaded(make: Make, monkeypatch: P
             tokens = answer.count * BLOCK
         original(self, request, block_ids, tokens)
 
-    monkeypatch.setattr(SchedulerSide, "allocated", careless)
-    with pytest.raises(AssertionError, match="other child"):
-        check()
+    fails_with(check, monkeypatch, SchedulerSide, "allocated", careless, match="other child")
 
 
 def test_p07_loads_write_only_behind_the_local_blocks(make: Make, monkeypatch: Patch) -> None:
@@ -211,9 +203,7 @@ def test_p07_loads_write_only_behind_the_local_blocks(make: Make, monkeypatch: P
         state.answer.start = 0
         original(self, state, *rest)
 
-    monkeypatch.setattr(Loads, "dispatch", from_the_first)
-    with pytest.raises(AssertionError):
-        check()
+    fails_with(check, monkeypatch, Loads, "dispatch", from_the_first)
 
 
 def test_p11_a_request_whose_load_failed_is_not_loaded_again(make: Make, monkeypatch: Patch) -> None:
@@ -238,9 +228,7 @@ def test_p11_a_request_whose_load_failed_is_not_loaded_again(make: Make, monkeyp
         state.settled = False
 
     monkeypatch.setattr(Loads, "dispatch", forgetful)
-    monkeypatch.setattr(SchedulerSide, "_admitted_without_load", lambda self, state: None)
-    with pytest.raises(AssertionError):
-        check()
+    fails_with(check, monkeypatch, SchedulerSide, "_admitted_without_load", lambda self, state: None)
 
 
 def test_p33_a_request_whose_load_failed_stands_in_nobodys_way(make: Make, monkeypatch: Patch) -> None:
@@ -274,9 +262,7 @@ def test_p33_a_request_whose_load_failed_stands_in_nobodys_way(make: Make, monke
         original(self, state, *rest)
         state.loading = False
 
-    monkeypatch.setattr(Loads, "dispatch", as_if_it_could_not_fail)
-    with pytest.raises(AssertionError, match="3 == 6"):
-        check()
+    fails_with(check, monkeypatch, Loads, "dispatch", as_if_it_could_not_fail, match="3 == 6")
 
 
 def test_p10_a_policy_that_fails_requests_is_warned_about(make: Make, monkeypatch: Patch, caplog: Any) -> None:
@@ -291,9 +277,7 @@ def test_p10_a_policy_that_fails_requests_is_warned_about(make: Make, monkeypatc
     check()
     from kvprefetch.connector import connector
 
-    monkeypatch.setattr(connector.log, "warning", lambda *args: None)
-    with pytest.raises(AssertionError):
-        check()
+    fails_with(check, monkeypatch, connector.log, "warning", lambda *args: None)
 
 
 def test_p24_a_drafter_costs_the_last_matched_block_once(monkeypatch: Patch) -> None:
@@ -387,6 +371,4 @@ def test_p32_equal_tokens_with_another_adapter_image_or_salt_share_nothing(make:
         assert len(set(hints)) == 3 * len(others)
 
     check()
-    monkeypatch.setattr(kv_cache_utils, "generate_block_hash_extra_keys", lambda *args: (None, 0))
-    with pytest.raises(AssertionError):
-        check()
+    fails_with(check, monkeypatch, kv_cache_utils, "generate_block_hash_extra_keys", lambda *args: (None, 0))

@@ -18,7 +18,7 @@ from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.connector.worker import WorkerSide
 
-from .fakes import BLOCK
+from .fakes import BLOCK, fails_with
 from .real import RealEngine
 from .test_pitfalls_answers import staged
 
@@ -56,9 +56,7 @@ def test_p08_an_asynchronous_load_is_reported_once_also_after_an_abort(make: Mak
         assert engine.left() == []
 
     check()
-    monkeypatch.setattr(WorkerSide, "received", lambda self: set())
-    with pytest.raises(AssertionError, match="does not come to rest"):
-        check()
+    fails_with(check, monkeypatch, WorkerSide, "received", lambda self: set(), match="does not come to rest")
 
 
 def test_p08_a_synchronous_load_is_never_reported(make: Make, monkeypatch: Patch) -> None:
@@ -75,9 +73,7 @@ def test_p08_a_synchronous_load_is_never_reported(make: Make, monkeypatch: Patch
         self._received.update(order.request_id for order in meta.loads)
         original(self, meta)
 
-    monkeypatch.setattr(WorkerSide, "load", talkative)
-    with pytest.raises(AssertionError):
-        check()
+    fails_with(check, monkeypatch, WorkerSide, "load", talkative)
 
 
 def test_p09_failed_blocks_are_told_with_the_end_of_the_load(make: Make, monkeypatch: Patch) -> None:
@@ -106,9 +102,7 @@ def test_p09_failed_blocks_are_told_with_the_end_of_the_load(make: Make, monkeyp
         assert computed == 4 * BLOCK, "all of it is recomputed"
 
     check()
-    monkeypatch.setattr(WorkerSide, "failed_blocks", lambda self: set())
-    with pytest.raises(AssertionError):
-        check()
+    fails_with(check, monkeypatch, WorkerSide, "failed_blocks", lambda self: set())
 
 
 def test_p12_request_finished_never_keeps_blocks(make: Make, monkeypatch: Patch) -> None:
@@ -134,9 +128,7 @@ def test_p12_request_finished_never_keeps_blocks(make: Make, monkeypatch: Patch)
         self.scheduler_side.finished(request, block_ids[0])
         return True, None
 
-    monkeypatch.setattr(KVPrefetchConnector, "request_finished_all_groups", keeps)
-    with pytest.raises(AssertionError):
-        check()
+    fails_with(check, monkeypatch, KVPrefetchConnector, "request_finished_all_groups", keeps)
 
 
 def test_p13_request_finished_cleans_up_also_what_was_never_scheduled(make: Make, monkeypatch: Patch) -> None:
@@ -152,9 +144,7 @@ def test_p13_request_finished_cleans_up_also_what_was_never_scheduled(make: Make
         assert engine.left() == []
 
     check()
-    monkeypatch.setattr(SchedulerSide, "finished", lambda self, request, block_ids: None)
-    with pytest.raises(AssertionError):
-        check()
+    fails_with(check, monkeypatch, SchedulerSide, "finished", lambda self, request, block_ids: None)
 
 
 def test_p18_a_preempted_requests_tokens_are_not_thrown_away(make: Make, monkeypatch: Patch) -> None:
@@ -164,9 +154,7 @@ def test_p18_a_preempted_requests_tokens_are_not_thrown_away(make: Make, monkeyp
         assert engine.scheduler.requires_kv_delivery is False
 
     check()
-    monkeypatch.setattr(KVPrefetchConnector, "requires_kv_delivery", KVConnectorBase_V1.requires_kv_delivery)
-    with pytest.raises(AssertionError):
-        check()
+    fails_with(check, monkeypatch, KVPrefetchConnector, "requires_kv_delivery", KVConnectorBase_V1.requires_kv_delivery)
 
 
 def test_p20_metadata_is_small_plain_and_there_in_every_step(make: Make, monkeypatch: Patch) -> None:
@@ -195,9 +183,7 @@ def test_p20_metadata_is_small_plain_and_there_in_every_step(make: Make, monkeyp
         original(self, output, meta)
         meta.state = next(iter(output.num_scheduled_tokens), None) and self.requests["r"].request.status
 
-    monkeypatch.setattr(SchedulerSide, "plan_step", keeps)
-    with pytest.raises(AssertionError, match="a reference"):
-        check()
+    fails_with(check, monkeypatch, SchedulerSide, "plan_step", keeps, match="a reference")
 
 
 @pytest.mark.parametrize("load_mode", ["sync", "async"])
@@ -263,6 +249,4 @@ def test_p26_a_streaming_session_is_left_alone(make: Make, monkeypatch: Patch) -
         original(self, request)
         request.resumable = True
 
-    monkeypatch.setattr(SchedulerSide, "arrived", taken_for_a_request)
-    with pytest.raises(AssertionError):
-        check()
+    fails_with(check, monkeypatch, SchedulerSide, "arrived", taken_for_a_request)

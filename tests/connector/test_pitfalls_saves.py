@@ -18,7 +18,7 @@ from kvprefetch.connector.saves import Saves
 from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.connector.worker import WorkerSide
 
-from .fakes import BLOCK
+from .fakes import BLOCK, fails_with
 from .real import RealEngine
 from .test_pitfalls_answers import staged
 
@@ -53,9 +53,7 @@ def test_p14_only_known_and_computed_tokens_are_saved(make: Make, monkeypatch: P
     def longer(self: Saves, request: Any, *rest: Any) -> int:
         return min(original(self, request, *rest) + 1, len(request.block_hashes))
 
-    monkeypatch.setattr(Saves, "storable_blocks", longer)
-    with pytest.raises(AssertionError):
-        check()
+    fails_with(check, monkeypatch, Saves, "storable_blocks", longer)
 
 
 def test_p15_a_save_is_reported_only_when_its_copies_are_done(monkeypatch: Patch) -> None:
@@ -83,9 +81,7 @@ def test_p15_a_save_is_reported_only_when_its_copies_are_done(monkeypatch: Patch
             batch.fence = None
         original(self)
 
-    monkeypatch.setattr(WorkerSide, "_collect", hasty)
-    with pytest.raises(AssertionError, match="not copied yet"):
-        check()
+    fails_with(check, monkeypatch, WorkerSide, "_collect", hasty, match="not copied yet")
 
 
 def late_reports(engine: RealEngine) -> None:
@@ -144,9 +140,7 @@ def test_p16_a_save_in_flight_pins_nothing_and_keeps_the_engine_stepping(make: M
             pool.touch([pool.blocks[block_id] for block_id in order.block_ids])
         return meta
 
-    monkeypatch.setattr(KVPrefetchConnector, "build_connector_meta", pinning)
-    with pytest.raises(AssertionError, match="pinned"):
-        check()
+    fails_with(check, monkeypatch, KVPrefetchConnector, "build_connector_meta", pinning, match="pinned")
 
 
 def test_p30_a_step_whose_end_is_not_told_is_saved_before_the_next(make: Make, monkeypatch: Patch) -> None:
@@ -224,9 +218,7 @@ def test_p31_what_was_computed_on_a_failed_load_is_not_stored(
         assert engine.left() == []
 
     check()
-    monkeypatch.setattr(Saves, "drop", lambda *args: None)
-    with pytest.raises(AssertionError):
-        check()
+    fails_with(check, monkeypatch, Saves, "drop", lambda *args: None)
 
 
 @pytest.mark.parametrize("second_runner", [False, True])

@@ -70,6 +70,12 @@ def load(
     return LoadOrder(load_id, f"r{load_id}", epoch, asynchronous, list(blocks), [3, 0][: len(blocks)])
 
 
+def reported(worker: WorkerSide) -> KVPrefetchWorkerMeta:
+    report = worker.report()
+    assert report is not None
+    return report
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_load_fills_its_blocks_and_is_reported_once(asynchronous: bool) -> None:
     """A synchronous load never appears among the received requests: the scheduler asserts that."""
@@ -79,8 +85,7 @@ def test_a_load_fills_its_blocks_and_is_reported_once(asynchronous: bool) -> Non
     assert [int(cache[block].max()) for block in range(BLOCKS)] == [0, 0, 1, 0, 0, 4]
     assert worker.received() == ({"r1"} if asynchronous else set())
     assert worker.received() == set()
-    report = worker.report()
-    assert report is not None
+    report = reported(worker)
     assert (report.loads, report.saves) == ({1: 1}, {})
     assert worker.report() is None
     assert worker.failed_blocks() == set()
@@ -108,7 +113,7 @@ def test_metadata_shown_twice_is_done_once() -> None:
     worker.load(meta)
     worker.load(meta)
     assert worker.received() == {"r1"}
-    assert worker.report().loads == {1: 1}  # type: ignore[union-attr]
+    assert reported(worker).loads == {1: 1}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -120,8 +125,7 @@ def test_a_load_that_fails_is_reported_with_its_blocks(asynchronous: bool, epoch
     assert worker.received() == ({"r1"} if asynchronous else set())
     assert worker.failed_blocks() == set(blocks)
     assert worker.failed_blocks() == set()
-    report = worker.report()
-    assert report is not None
+    report = reported(worker)
     assert (report.loads, report.failed_loads) == ({1: 1}, {1})
 
 
@@ -134,8 +138,7 @@ def test_a_save_fills_its_slots_after_the_forward() -> None:
     worker.save(meta)
     assert (rows[2] == 200).all()
     assert (rows[1] == 2).all()
-    report = worker.report()
-    assert report is not None
+    report = reported(worker)
     assert (report.saves, report.failed_saves) == ({9: 1, 10: 1}, {10})
 
 
@@ -153,8 +156,7 @@ def test_a_save_that_fails_is_reported_and_the_others_are_done(caplog: pytest.Lo
     assert "block is out of bounds" in caplog.text
     assert "slot is out of bounds" in caplog.text
     assert [int(row[0]) for row in rows] == [1, 200, 3, 4]
-    report = worker.report()
-    assert report is not None
+    report = reported(worker)
     assert (report.saves, report.failed_saves) == (dict.fromkeys(range(8, 12), 1), {8, 9, 11})
 
 
@@ -164,8 +166,7 @@ def test_of_what_other_ranks_hold_too_a_rank_copies_its_share_and_reports_all() 
     cache[:] = 200
     worker.save(KVPrefetchMetadata(saves=[SaveOrder(9, EPOCH, [4, 5, 1], [2, 3, 0]), SaveOrder(10, EPOCH, [4], [0])]))
     assert [int(row[0]) for row in rows] == [1, 2, 3, 200]
-    report = worker.report()
-    assert report is not None
+    report = reported(worker)
     assert (report.saves, report.failed_saves) == ({9: 1, 10: 1}, set())
 
 
@@ -178,7 +179,7 @@ def test_nothing_is_reported_before_a_devices_copies_are_done(monkeypatch: pytes
     assert worker.report() is None
     fence.done = True
     assert worker.received() == {"r1"}
-    assert worker.report().loads == {1: 1}  # type: ignore[union-attr]
+    assert reported(worker).loads == {1: 1}
 
 
 def test_reports_of_ranks_add_up() -> None:
@@ -245,8 +246,7 @@ def test_copies_that_cannot_be_started_fail_all_their_orders(monkeypatch: pytest
     worker.load(KVPrefetchMetadata(loads=[load(1, blocks=(5,)), load(2, blocks=(BLOCKS,)), load(3, blocks=(1,))]))
     worker.save(KVPrefetchMetadata(saves=[SaveOrder(9, EPOCH, [4], [2]), SaveOrder(10, 1, [4], [1])]))
     assert worker.failed_blocks() == {5, BLOCKS, 1}
-    report = worker.report()
-    assert report is not None
+    report = reported(worker)
     assert (report.failed_loads, report.failed_saves) == ({1, 2, 3}, {9, 10})
 
 
@@ -258,8 +258,7 @@ def test_what_is_done_is_reported_though_something_longer_still_runs(monkeypatch
     worker.load(KVPrefetchMetadata(loads=[load(1, asynchronous=True)]))
     worker.save(KVPrefetchMetadata(saves=[SaveOrder(9, EPOCH, [4], [2])]))
     fences[1].done = True
-    report = worker.report()
-    assert report is not None
+    report = reported(worker)
     assert (report.loads, report.saves) == ({}, {9: 1})
     fences[0].done = True
     assert worker.received() == {"r1"}
