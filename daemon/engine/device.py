@@ -1,7 +1,7 @@
-"""Device staging: one slab of device memory per rank, cut into the same slots as its host staging, and copies into it.
+"""Device staging: one slab of device memory per rank, cut into slots like its host staging, and copies into it.
 
-Made and used on threads that may wait for the device; none of it is for the main loop but what says so.  CUDA is first
-touched when an engine with GPUs attaches.  When a slab may be freed, its lease says (shmring/gpu/lease.py).
+Threads that may wait for the device make and use it; the main loop calls only what says so.  Nothing touches CUDA
+before an engine with GPUs attaches.  A slab's lease says when it may be freed (shmring/gpu/lease.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_SLOTS = 1 << 24
 
 @dataclass(eq=False)
 class _Rank:
-    """One rank's slab. `ours` and `theirs` are the ends of its lease; `handle` is empty where the engine exports."""
+    """One rank's slab. `ours` and `theirs`: the ends of its lease.  `handle`: empty where the engine exports."""
 
     device: Device
     slot_bytes: int
@@ -46,9 +46,10 @@ class DeviceStaging:
     def __init__(
         self, block_bytes: Sequence[int], uuids: Sequence[str], *, budget_bytes: int, margin_bytes: int, allocator: str
     ) -> None:
-        """Each rank's block and GPU. `budget_bytes` on each GPU, as far as it is free beyond `margin_bytes`.
+        """Take `budget_bytes` on each GPU, as far as they are free beyond `margin_bytes`.
 
-        `allocator`: `daemon` or `engine`."""
+        `block_bytes`, `uuids`: each rank's block and GPU.  `allocator`: `daemon` or `engine`.
+        """
         self.allocator, self._block_bytes, self._uuids = allocator, list(block_bytes), sorted(set(uuids))
         self._host: HostStaging | None = None
         self._lock = threading.Lock()  # around the device's use: a stream is for one thread, and a copy may take long
@@ -87,23 +88,23 @@ class DeviceStaging:
             raise
 
     def follow(self, host: HostStaging) -> None:
-        """The slots of this host staging, of the same ranks, are those before ours, and where copies come from."""
+        """Copy from this host staging of the same ranks; device slots have the numbers behind its slots."""
         self._host = host
 
     # --- the handshake, on the main loop ----------------------------------------------------------------------------
 
     def handle(self, rank: int) -> str:
-        """What the rank opens, in hexadecimal digits; empty where it is to allocate."""
+        """Return what the rank opens, in hexadecimal digits; empty where it allocates."""
         return self._ranks[rank].handle.hex()
 
     def lease(self, rank: int) -> int:
-        """The descriptor to hand to the rank, as long as hang_up() was not called."""
+        """Return the descriptor to hand to the rank, until hang_up()."""
         theirs = self._ranks[rank].theirs
         assert theirs is not None
         return theirs.fileno()
 
     def hang_up(self) -> None:
-        """The ranks have their ends now, or never will: ours of theirs go."""
+        """Close our copies of the ranks' ends: they have them now, or never will."""
         for rank in self._ranks:
             if rank.theirs is not None:
                 rank.theirs.close()
@@ -112,7 +113,7 @@ class DeviceStaging:
     # --- copies, on threads; the next waits for the one before ------------------------------------------------------
 
     def open(self, handles: Sequence[str]) -> str:
-        """Get ready for copies, with each rank's handle where the engine exports; what went wrong, or nothing."""
+        """Get ready for copies, with each rank's handle where the engine exports. Returns an error, or ""."""
 
         def work() -> None:
             for rank, handle in zip(self._ranks, handles, strict=True):
@@ -123,7 +124,7 @@ class DeviceStaging:
         return self._use(work)
 
     def pieces(self) -> list[tuple[int, int, int]]:
-        """(rank, address, bytes) of the pieces of host staging to pin."""
+        """Return (rank, address, bytes) of the pieces of host staging to pin."""
         assert self._host is not None
         return [
             (number, base + offset, size)
@@ -132,7 +133,7 @@ class DeviceStaging:
         ]
 
     def pin(self, number: int, address: int, size_bytes: int) -> str:
-        """Pin one piece, so that copies from it need no bounce; what went wrong, or nothing."""
+        """Pin one piece, so that copies from it need no bounce. Returns an error, or ""."""
 
         def work() -> None:
             self._ranks[number].device.register(address, size_bytes)
@@ -141,7 +142,7 @@ class DeviceStaging:
         return self._use(work)
 
     def copy(self, slots: Sequence[tuple[int, int]]) -> str:
-        """Copy (host slot, device slot) on every rank, and wait until it is there; what went wrong, or nothing."""
+        """Copy (host slot, device slot) on every rank, and wait for the copies. Returns an error, or ""."""
 
         def work() -> None:
             events = [self._queue(number, rank, slots) for number, rank in enumerate(self._ranks)]
@@ -162,7 +163,7 @@ class DeviceStaging:
             return ""
 
     def _queue(self, number: int, rank: _Rank, slots: Sequence[tuple[int, int]]) -> Event:
-        """Queue a rank's copies; the event behind them."""
+        """Queue a rank's copies; return the event behind them."""
         assert rank.stream is not None
         assert rank.memory is not None
         assert self._host is not None
@@ -174,7 +175,7 @@ class DeviceStaging:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def unpin(self) -> None:
-        """Let go of the host staging, after the copy that runs now, and copy nothing any more."""
+        """Wait for the copy that runs, let go of the host staging, and copy nothing any more."""
         with self._lock, calls.to(self._uuids):
             self._ended = True
             for rank in self._ranks:
@@ -188,7 +189,7 @@ class DeviceStaging:
                 rank.pinned = []
 
     def close(self) -> None:
-        """Unmap what the engine owns; free what is ours, on a thread, as soon as nobody has it mapped."""
+        """Unmap the engine's memory; free ours on a thread, as soon as no process has it mapped."""
         self.hang_up()
         ranks, self._ranks = self._ranks, []
         if ranks:

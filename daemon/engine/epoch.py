@@ -104,7 +104,7 @@ class Epoch(EpochCalls):
         self._count_waste()
 
     def close(self) -> None:
-        """Let go of `memory`, which its owner frees then (memory.release); only when idle and ended."""
+        """Let go of `memory`, which the caller frees then (memory.release); only when idle and ended."""
         self.counters.kept_bytes = self.memory.staging.kept_bytes
         self._log.info("engine.detached", **self.numbers())
         self.channel.close()

@@ -36,6 +36,9 @@ from .warming import Warming, about
 
 PUTS_PER_CHUNK = 4  # a load that comes while a put is in flight waits for a quarter of a chunk at most
 _T = TypeVar("_T")
+Run = Callable[[], Any]
+OnResult = Callable[[Any], None]
+OnOverdue = Callable[[], None]
 
 
 class Services(NamedTuple):
@@ -72,9 +75,12 @@ class EpochCalls:
         chunk_blocks = max(1, services.chunk_bytes // memory.block_bytes)
         part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in memory.staging.block_bytes)  # as a disk tier counts
         self.planner = Planner(
-            memory.save_slots_from, self.channel.flags, chunk_blocks=chunk_blocks, lost=memory.staging.lost,
+            memory.save_slots_from,
+            self.channel.flags,
+            chunk_blocks=chunk_blocks,
+            lost=memory.staging.lost,
             disk_chunk_blocks=min(chunk_blocks, services.disk_call_bytes // part_bytes),
-        )  # fmt: skip
+        )
         self._negative = NegativeCache()
         self.look_ups = LookUps(
             self.planner.requests, self._negative, timeout_ns=self._pools.timeout_ns, lease_ns=services.lease_ns
@@ -118,10 +124,7 @@ class EpochCalls:
     def _contain(self, work: Callable[..., None], *args: Any) -> None:
         self.calls.contain(work, None, *args)
 
-    def _start(
-        self, kind: Kind, run: Callable[[], Any], on_result: Callable[[Any], None],
-        on_overdue: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+    def _start(self, kind: Kind, run: Run, on_result: OnResult, on_overdue: OnOverdue | None = None) -> None:
         self._pools.start(Call(kind, run, on_result, on_overdue, self.calls))
 
     def _steps(self, steps: Steps[_T], default: _T) -> _T:
@@ -223,9 +226,12 @@ class EpochCalls:
         now, good, lane = self._services.clock_ns(), outcome.count(ErrorClass.OK), order.lane.name.lower()
         good_bytes, duration_ns = good * self.memory.block_bytes, now - started_ns
         self._log.debug(
-            "fetch.done", blocks=len(outcome), good_blocks=good, bytes=good_bytes,
+            "fetch.done",
+            blocks=len(outcome),
+            good_blocks=good,
+            bytes=good_bytes,
             duration_ms=round(duration_ns / 1e6, 3),
-        )  # fmt: skip
+        )
         if corrupt := outcome.count(ErrorClass.CORRUPT):
             self._log.warning("store.corrupt", blocks=corrupt)
         if lost := outcome.count(ErrorClass.UNDER_WAY):
@@ -312,9 +318,13 @@ class EpochCalls:
             self.counters.lost_saves += put.failed
             if not (save := put.save).puts:
                 self._log.info(
-                    "save.done", save_id=save.save_id, stored_blocks=save.stored, present_blocks=save.present,
-                    failed_blocks=save.failed, tries=save.tries,
-                )  # fmt: skip
+                    "save.done",
+                    save_id=save.save_id,
+                    stored_blocks=save.stored,
+                    present_blocks=save.present,
+                    failed_blocks=save.failed,
+                    tries=save.tries,
+                )
             if self.engine.scheduler.events:
                 self.send(put.notice)
 

@@ -1,4 +1,4 @@
-"""The memory of one epoch: its control segment and its staging, sized from what the engine asked for."""
+"""The memory of one epoch: its control segment and its staging, sized as the engine asks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONTROL_BYTES = 64 << 20
 
 
 class EngineInfo(NamedTuple):
-    """What the processes of one engine said of it; `workers` by rank."""
+    """What the processes of one engine say of it; `workers` by rank."""
 
     engine_id: str
     block_tokens: int
@@ -40,20 +40,20 @@ class EngineInfo(NamedTuple):
 
     @property
     def block_bytes(self) -> list[int]:
-        """Of each rank's part of a block."""
+        """Return the size of each rank's part of a block."""
         return [worker.block_bytes for worker in self.workers]
 
     @property
     def namespaces(self) -> dict[str, Fingerprint]:
-        """Return the namespaces of its keys, one unless ranks differ, and what their first ranks say they stand for."""
+        """Return the namespaces of its keys, one unless ranks differ, each with the fingerprint of its first rank."""
         return {name_of(worker.key_prefix): worker.fingerprint for worker in reversed(self.workers)}
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Slots [0, save_slots_from) are fetched into, the rest are granted for saves.
+    """Slots [0, save_slots_from) are for fetches, the rest for saves.
 
-    `device`: a second place for staged blocks, or None; `device_error` says why there is none although it was wanted.
+    `device`: device staging, or None; then `device_error` says why, if it was wanted.
     """
 
     layout: Layout
@@ -66,7 +66,7 @@ class EngineMemory:
 
     @property
     def block_bytes(self) -> int:
-        """Of all ranks' parts of a block."""
+        """Return the size of a block, all ranks' parts together."""
         return sum(self.staging.block_bytes)
 
     @property
@@ -75,19 +75,21 @@ class EngineMemory:
 
     @property
     def worn_out(self) -> bool:
-        """Half of the slots to fetch into, or half of those for saves, are lost (`HostStaging.lost`)."""
-        if not self.staging.lost:
-            return False
+        """Whether half of the slots for fetches, or half of those for saves, are lost (`HostStaging.lost`)."""
         lost = list(self.staging.lost)  # in one step: threads add to it
         saves = sum(slot >= self.save_slots_from for slot in lost)
         return 2 * (len(lost) - saves) >= self.save_slots_from or 2 * saves >= self.save_slots > 0
 
     @classmethod
     def create(
-        cls, config: DaemonConfig, epoch: int, engine: EngineInfo, device: DeviceStaging | None = None,
+        cls,
+        config: DaemonConfig,
+        epoch: int,
+        engine: EngineInfo,
+        device: DeviceStaging | None = None,
         device_error: str = "",
-    ) -> EngineMemory:  # fmt: skip
-        """Reserve everything; takes as long as the kernel takes to zero it, so not on the main loop. Owns `device`.
+    ) -> EngineMemory:
+        """Reserve everything, and take over `device`. The kernel zeroes the memory, so not on the main loop.
 
         Raises StagingTooSmall, SegmentError, OSError, and ValueError for a layout out of bounds.
         """
@@ -135,7 +137,7 @@ class EngineMemory:
         return cls(layout, control, doorbell, staging, save_slots, device, device_error)
 
     def close(self) -> None:
-        """Free everything, once nothing touches it any more: 50 ms per GiB, so not on the main loop (`release`)."""
+        """Free everything, once no call touches it: 50 ms per GiB, so not on the main loop (`release`)."""
         if self.device is not None:
             self.device.close()
         self.staging.close()
@@ -144,14 +146,18 @@ class EngineMemory:
 
 
 def prepare(
-    pools: Pools, config: DaemonConfig, removal_ms: int, epoch: int, engine: EngineInfo,
+    pools: Pools,
+    config: DaemonConfig,
+    removal_ms: int,
+    epoch: int,
+    engine: EngineInfo,
     done: Callable[[EngineMemory | Exception], None],
-) -> None:  # fmt: skip
-    """Reserve the memory of an epoch, and call back with it, or with what went wrong, on the main loop.
+) -> None:
+    """Reserve the memory of an epoch on a thread; call `done` with it, or with the error, on the main loop.
 
-    An engine that asks for less time for its resets than a removal takes at least (`removal_ms`) is refused: none of
-    them would ever be confirmed, and after the first it would neither load nor save.
-    A GPU that fails, or has not answered within a call's deadline, is left out; what it still gives is given back.
+    Refuse an engine whose resets have less time than a removal takes (`removal_ms`): no reset would be confirmed, and
+    after the first one the engine would neither load nor save.  Leave out a GPU that fails, or misses a call's
+    deadline, and give back what it gives later.
     """
 
     def reserve(device: DeviceStaging | None, device_error: str) -> None:
@@ -186,9 +192,9 @@ def prepare(
 
 
 def release(pools: Pools, memory: EngineMemory) -> None:
-    """Free the memory of an epoch on a thread: the one that reserves, so that the next engine finds it free.
+    """Free the memory of an epoch on the thread that reserves, so that the next engine finds it free.
 
-    After `pools` are closed nothing is freed here: what is left goes with the process.
+    After the pools closed, the end of the process frees it.
     """
 
     def freed(error: BaseException | None) -> None:
@@ -200,15 +206,18 @@ def release(pools: Pools, memory: EngineMemory) -> None:
 
 
 def device_staging(config: DaemonConfig, engine: EngineInfo) -> DeviceStaging:
-    """Device slots for all ranks. Raises DeviceError where there can be none."""
+    """Make device slots for all ranks. Raises DeviceError where there can be none."""
     uuids = [worker.device for worker in engine.workers]
     if not all(uuids):
         raise DeviceError(f"not every worker has a GPU that staging can use: rank={uuids.index('')}")
     calls.check(uuids, config.call_timeout_ms / 1e3)
     return DeviceStaging(
-        engine.block_bytes, uuids, budget_bytes=config.device_staging, margin_bytes=config.device_margin,
+        engine.block_bytes,
+        uuids,
+        budget_bytes=config.device_staging,
+        margin_bytes=config.device_margin,
         allocator=config.device_owner,
-    )  # fmt: skip
+    )
 
 
 def _line(error: BaseException | None) -> str:

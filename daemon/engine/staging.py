@@ -20,10 +20,7 @@ class StagingTooSmall(ValueError):
 
 
 def slots_for(budget_bytes: int, block_bytes: Sequence[int]) -> int:
-    """How many slots the budget holds when each rank stages `block_bytes[rank]` per slot, MAX_SLOTS at most.
-
-    Raises StagingTooSmall for none.
-    """
+    """Return how many slots the budget holds, at most MAX_SLOTS. Raises StagingTooSmall for none."""
     per_slot = sum(block_bytes)
     if budget_bytes < per_slot:
         raise StagingTooSmall(
@@ -34,11 +31,11 @@ def slots_for(budget_bytes: int, block_bytes: Sequence[int]) -> int:
 
 
 class HostStaging:
-    """The staging segments of one engine. Addresses are this process's, for the store to read into and write from.
+    """The staging segments of one engine. The store reads and writes them at addresses of this process.
 
-    `lost`: slots that a transfer which Mooncake gave up may still read or write (store/give_up.py). Nobody uses such a
-    slot again, and as soon as there is one the memory stays registered and mapped until the process ends. Threads of
-    store calls add to it; a slot is in it before the result of its call is known.
+    `lost`: slots that a transfer may still read or write after Mooncake gave it up (store/give_up.py).  Nobody uses
+    such a slot again, and with the first one the memory stays registered and mapped until the process ends.  The
+    thread of a store call adds its slots before the call's result is known.
     """
 
     def __init__(self, slot_count: int, block_bytes: Sequence[int]) -> None:
@@ -59,13 +56,13 @@ class HostStaging:
             raise
 
     def areas(self) -> list[tuple[int, int]]:
-        """(address, bytes) of each rank's segment."""
+        """Return (address, bytes) of each rank's segment."""
         return [(base, segment.size_bytes) for base, segment in zip(self._bases, self.segments, strict=True)]
 
     def register(self, store: Store) -> None:
-        """Make it known to an open store (RDMA needs it), unless that was done: it refuses a second time.
+        """Register the memory with an open store, once (RDMA needs it).
 
-        Raises StoreError, StoreUnavailable; what was registered until then goes with `unregister`.
+        Raises StoreError, StoreUnavailable; `unregister` undoes what was registered until then.
         """
         for address, length in self.areas() if not self._registered else ():
             store.register(address, length)
@@ -73,25 +70,25 @@ class HostStaging:
 
     @property
     def kept_bytes(self) -> int:
-        """What neither `unregister` nor `close` gives back: memory that has lost slots."""
+        """Return the size of memory with lost slots, which neither `unregister` nor `close` gives back."""
         return self.slot_count * sum(self.block_bytes) if self.lost else 0
 
     def unregister(self) -> None:
-        """Undo `register`, but for memory that has lost slots; with RDMA it unlocks the pages, which takes long."""
+        """Undo `register`, unless slots are lost. With RDMA this unlocks the pages, which takes long."""
         if self.lost:
             return
         registered, self._registered = self._registered, []
         for store, address in registered:
-            # A store that forgot the memory, or is closed, must not keep it, nor end the others' epochs.
+            # A store that forgot the memory or closed must not keep it mapped, nor end other epochs.
             with contextlib.suppress(StoreError, StoreUnavailable):
                 store.unregister(address)
 
     def addresses(self, slot: int) -> list[int]:
-        """Where slot `slot` begins, per rank."""
+        """Return where the slot begins, per rank."""
         return [base + slot * size for base, size in zip(self._bases, self.block_bytes, strict=True)]
 
     def close(self) -> None:
-        """Unregister and unmap, but for memory that has lost slots; only when no store call names it any more."""
+        """Unregister and unmap, unless slots are lost; only when no store call names the memory."""
         self.unregister()
         for segment in self.segments:
             if self.lost:

@@ -1,4 +1,4 @@
-"""Which blocks an engine has stored before: one that it computes and stores again was gone from the store."""
+"""Counts blocks that an engine stores again, because the store had evicted them in between."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ from collections.abc import Iterable
 
 import numpy as np
 
-PLACES = 1 << 21  # 8 MiB, touched as they are used
+ENTRIES = 1 << 21  # 8 MiB, touched as they are used
 
 
 class StoredBefore:
-    """Remembers a digest until another one takes its place: what it counts is a lower bound, above all where more
-    blocks than PLACES are stored between."""
+    """Remembers a digest until another one takes its entry, so its counts are a lower bound."""
 
-    def __init__(self, places: int = PLACES) -> None:
-        """`places`: a power of two."""
-        self._mask = places - 1
+    def __init__(self, entries: int = ENTRIES) -> None:
+        """`entries`: a power of two."""
+        self._mask = entries - 1
         self.forget()
 
     def count(self, digests: Iterable[bytes]) -> int:
-        """Enter what was stored just now; how much of it had been entered before."""
+        """Enter digests that were stored just now; return how many had been entered before."""
         before = 0
         for digest in digests:
             number = hash(digest)
-            place, tag = number & self._mask, number >> 32 & 0xFFFFFFFF
-            before += self._tags[place] == tag
-            self._tags[place] = tag
+            entry, tag = number & self._mask, number >> 32 & 0xFFFFFFFF
+            before += self._tags[entry] == tag
+            self._tags[entry] = tag
         return before
 
     def forget(self) -> None:
-        """What was stored is removed: it says nothing of evictions."""
+        """Empty it: a removal is no eviction."""
         self._tags = np.zeros(self._mask + 1, np.uint32).data

@@ -29,9 +29,12 @@ COPY_THREADS = 8  # to device memory: an engine's wait for each other, those of 
 MAX_STUCK = 4  # calls past their deadline, of each kind; beyond, none is started for a caller that has one of them
 
 _REPORTED = {
-    "look_up": (Kind.LOOK_UP,), "fetch": FETCHES, "save": (Kind.SAVE,), "attach": (Kind.ATTACH,),
+    "look_up": (Kind.LOOK_UP,),
+    "fetch": FETCHES,
+    "save": (Kind.SAVE,),
+    "attach": (Kind.ATTACH,),
     "copy": (Kind.SLAB, Kind.COPY),
-}  # fmt: skip
+}
 _OF_THE_STORE = (Kind.LOOK_UP, *FETCHES, Kind.SAVE)
 
 

@@ -69,9 +69,13 @@ class Answering:
 
 
 def make_epoch(
-    store: Any = None, ranks: int = 1, pools: Any = None, clock_ns: Callable[[], int] = lambda: 1,
-    chunk_blocks: int = 1, events: bool = False,
-) -> Epoch:  # fmt: skip
+    store: Any = None,
+    ranks: int = 1,
+    pools: Any = None,
+    clock_ns: Callable[[], int] = lambda: 1,
+    chunk_blocks: int = 1,
+    events: bool = False,
+) -> Epoch:
     """An epoch with twelve slots to fetch into and four for saves, of 4 KiB for one rank."""
     workers = [WorkerInfo(block_bytes=4096, key_prefix=f"k{rank}@", put_factor=1, put_turn=0) for rank in range(ranks)]
     scheduler = SchedulerInfo(max_blocks=8, max_hint_bytes=512, loads=True, saves=True, events=events)

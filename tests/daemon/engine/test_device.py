@@ -27,7 +27,7 @@ from tests.daemon.engine.near import (
     slots_of,
     take,
     values_of,
-)  # fmt: skip
+)
 from tests.daemon.fake_engine import FakeEngine
 from tests.lab.daemon import Daemon
 from tests.support.auditor import Auditor, device_memories
@@ -120,8 +120,10 @@ def test_room_for_two_requests_goes_to_the_two_most_urgent(daemon: Daemon, audit
         assert engine.settled(key).count == size
 
     def placed(*expected: int) -> None:
-        eventually(lambda: [on_device(engine, key) for key in keys] == [size * (i in expected) for i in range(6)],
-                 what=f"{expected} on the device")  # fmt: skip
+        eventually(
+            lambda: [on_device(engine, key) for key in keys] == [size * (i in expected) for i in range(6)],
+            what=f"{expected} on the device",
+        )
 
     placed(0, 1)
     engine.ask(keys[5])

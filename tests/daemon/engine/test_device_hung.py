@@ -20,7 +20,7 @@ from tests.daemon.engine.near import (
     slots_of,
     take,
     values_of,
-)  # fmt: skip
+)
 from tests.daemon.fake_engine import FakeEngine
 from tests.lab.daemon import Daemon
 from tests.support.auditor import Auditor, ask_daemon, device_memories

@@ -163,9 +163,12 @@ def test_only_with_kv_events_is_the_store_asked_for_media_and_the_engine_told(ev
         return ["disk"] * len(keys)
 
     store = SimpleNamespace(
-        answering=True, removal_ms=0, exist=lambda keys: [False] * len(keys), media=media,
+        answering=True,
+        removal_ms=0,
+        exist=lambda keys: [False] * len(keys),
+        media=media,
         put_from=lambda keys, *_: [OK] * len(keys),
-    )  # fmt: skip
+    )
     setup = Setup(store, events=events)
     setup.push(RecordKind.SAVED, encode_saved(Saved(5, 0, False, [12], [digest("a")])))
     put = setup.calls[-1]

@@ -31,7 +31,7 @@ from kvprefetch.shmring.wire.records import (
     encode_done,
     encode_hint,
     encode_saved,
-)  # fmt: skip
+)
 from tests.daemon.engine.epochs import Pools, make_epoch
 
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
@@ -112,8 +112,18 @@ def records(epoch: Epoch, chance: Random) -> Iterator[tuple[int, bytes]]:
             blocks, size = chance.randint(1, 9), pick([32, 32, 32, 1, 64])
             hashes = b"".join(pick(names)[:size].ljust(size) for _ in range(blocks))
             local, priority, tokens = chance.randint(0, blocks), chance.randint(-9, 9), pick([0, U32])
-            hint = Hint(flag, generation, "r" * pick([0, 512]), blocks, local, priority, tokens, pick([0, U64]), size,
-                        memoryview(hashes))  # fmt: skip
+            hint = Hint(
+                flag,
+                generation,
+                "r" * pick([0, 512]),
+                blocks,
+                local,
+                priority,
+                tokens,
+                pick([0, U64]),
+                size,
+                memoryview(hashes),
+            )
             yield RecordKind.HINT, b"".join(encode_hint(hint))
         elif kind == 2:
             yield RecordKind.ASK, encode_ask(Ask(flag, generation, pick([0, 1, U64])))

@@ -147,9 +147,9 @@ def test_what_is_stored_a_second_time_is_counted_unless_it_was_removed() -> None
 
 
 def test_what_was_stored_before_is_never_counted_too_high() -> None:
-    before = StoredBefore(places=64)
+    before = StoredBefore(entries=64)
     digests = [bytes([i, j]) * 16 for i in range(256) for j in range(4)]
-    assert before.count(digests) == 0, "they take each other's places"
+    assert before.count(digests) == 0, "they take each other's entries"
     assert before.count(digests[-8:]) > 0
 
 

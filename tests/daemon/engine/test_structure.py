@@ -50,7 +50,7 @@ def test_no_part_of_an_epoch_keeps_something_to_call(monkeypatch: pytest.MonkeyP
     engine.want(1, 1, "c")
     epoch.warm(Warm(run="1" * 32, chains=[[digest("d").hex()]]), lambda _: None)
     epoch.reset(1, 1.0)
-    device = DeviceStaging([4096], [UUID], budget_bytes=4 << 20, margin_bytes=0, owner="daemon")
+    device = DeviceStaging([4096], [UUID], budget_bytes=4 << 20, margin_bytes=0, allocator="daemon")
     assert list(kept_callables([epoch, device], "", set())) == []
     engine.leave()
     device.close()

@@ -74,9 +74,12 @@ def test_of_many_digests_those_behind_a_miss_are_not_asked_for(ranks: int) -> No
     for _ in range(50):
         questions = [[chance.randbytes(4) for _ in range(chance.choice([0, 1, 5, 40]))] for _ in range(8)]
         there = {
-            f"r{rank}@{digest.hex()}" for digests in questions for digest in digests for rank in range(ranks)
+            f"r{rank}@{digest.hex()}"
+            for digests in questions
+            for digest in digests
+            for rank in range(ranks)
             if chance.random() < 0.9
-        }  # fmt: skip
+        }
         store: Any = Told(there)
         answers = transfers.look_up(store, shape, questions, media=False)
         whole = [[all(f"{p}{d.hex()}" in there for p in shape.key_prefixes) for d in each] for each in questions]
@@ -232,8 +235,15 @@ def test_what_became_of_each_block_of_a_save() -> None:
     """Stored, there already, to be tried again, or failed: each block is one of them, whatever its ranks' parts did."""
     staging = HostStaging(8, [64, 64])
     shape = RankLayout(("a@", "b@"), ((1, 0), (1, 0)), staging)
-    puts = {"0": ErrorClass.OK, "3": ErrorClass.NO_SPACE, "4": ErrorClass.RETRY, "5": ErrorClass.TRANSIENT,
-            "6": ErrorClass.WRITE, "7": ErrorClass.BUG, "2": ErrorClass.OK}  # fmt: skip
+    puts = {
+        "0": ErrorClass.OK,
+        "3": ErrorClass.NO_SPACE,
+        "4": ErrorClass.RETRY,
+        "5": ErrorClass.TRANSIENT,
+        "6": ErrorClass.WRITE,
+        "7": ErrorClass.BUG,
+        "2": ErrorClass.OK,
+    }
     store: Any = Answers({"a@01", "b@01", "a@02"}, puts)
     blocks = [(bytes([digit]), 7 - digit) for digit in range(8)]
     result = transfers.save(store, shape, blocks, locate=True)

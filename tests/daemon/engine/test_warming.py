@@ -102,8 +102,11 @@ class Setup:
     def last(self) -> dict[str, int]:
         answer = self.replies[-1]
         assert isinstance(answer, Warmed), answer
-        return {name: count for name in ("staged", "fetched", "absent", "no_room", "failed")
-                if (count := getattr(answer, name))}  # fmt: skip
+        return {
+            name: count
+            for name in ("staged", "fetched", "absent", "no_room", "failed")
+            if (count := getattr(answer, name))
+        }
 
     def staged(self, text: str, key: int = 99) -> bool:
         """Whether a hint now finds all of these without a fetch."""

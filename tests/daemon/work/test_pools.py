@@ -35,9 +35,14 @@ class Calls:
         self.overdue: list[str] = []
 
     def start(
-        self, name: str, kind: Kind, run: Callable[[], object] | None = None, *, hang: bool = False,
+        self,
+        name: str,
+        kind: Kind,
+        run: Callable[[], object] | None = None,
+        *,
+        hang: bool = False,
         caller: Caller = ENGINE,
-    ) -> None:  # fmt: skip
+    ) -> None:
         work = self._hang if hang else run or (lambda: True)
         overdue = partial(self.overdue.append, name)
         self.pools.start(Call(kind, work, partial(self.results.__setitem__, name), overdue, caller))
