@@ -123,7 +123,7 @@ def around_violations(root: Path, path: Path) -> Iterator[str]:
 
 def violations(root: Path) -> list[str]:
     """Return every broken rule in the tree under `root`."""
-    found = []
+    found: list[str] = []
     for path in sorted(root.glob("*.py")):
         found += file_violations(root, path)
     for folder in FOLDERS:

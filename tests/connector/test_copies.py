@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,7 +94,7 @@ class World:
         memory = self.device.allocate(cuda.GRAIN_BYTES)
         near = random.integers(0, 256, (DEVICE, self.paged.block_bytes), np.uint8)
         cache: Any = SimpleNamespace(slots=DEVICE, pinned=pinned, address=memory.address, rows=near)
-        flat = (np.ctypeslib.ctypes.c_uint8 * near.nbytes).from_address(memory.address)
+        flat = (ctypes.c_uint8 * near.nbytes).from_address(memory.address)
         np.ctypeslib.as_array(flat)[:] = near.reshape(-1)
         self.all = np.concatenate([self.rows, near])
         self.session: Any = SimpleNamespace(epoch=7, rows=self.rows, device_cache=cache)
@@ -331,7 +331,7 @@ def test_without_a_device_cache_there_are_no_device_slots() -> None:
 
 
 @pytest.fixture
-def provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevices]:
+def provider(monkeypatch: pytest.MonkeyPatch) -> HostDevices:
     devices = HostDevices(64 << 20)
     monkeypatch.setattr(cuda, "devices", devices)
     return devices

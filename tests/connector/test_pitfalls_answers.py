@@ -13,7 +13,7 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core import kv_cache_utils
 
-from kvprefetch.connector import claims, hints, scheduler
+from kvprefetch.connector import claims, hints, request_state, scheduler
 from kvprefetch.connector.claims import Claims
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.loads import Loads
@@ -151,7 +151,7 @@ def test_p05_a_request_that_skips_reading_is_left_alone(make: Make, monkeypatch:
         return engine
 
     assert check().daemon.hints == []
-    made = scheduler.RequestState
+    made = request_state.RequestState
     monkeypatch.setattr(scheduler, "RequestState", lambda request, _, preemptions: made(request, True, preemptions))
     assert len(check().daemon.hints) == 1, "without the guard a hint for nothing; still nothing leaks"
 

@@ -98,7 +98,7 @@ def test_every_name_that_is_counted_is_in_the_catalogue_and_the_other_way_round(
     for path in (ROOT / "connector").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Subscript) and "counters" in ast.unparse(node.value):
-                names = [part.value for part in ast.walk(node.slice) if isinstance(part, ast.Constant)]
+                names = [str(part.value) for part in ast.walk(node.slice) if isinstance(part, ast.Constant)]
                 if isinstance(node.slice, ast.JoinedStr):
                     suffix = names[1] if len(names) > 1 else ""
                     counted |= {f"{names[0]}{state}{suffix}" for state in ("ready", "pending")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from kvprefetch.shmring.wire.attach import SchedulerInfo, WorkerInfo
 from kvprefetch.shmring.wire.codec import receive_message, send_message
@@ -30,8 +30,8 @@ def hellos(
     """Connect an engine's processes and send their hellos; return the workers' sockets, then the scheduler's."""
     sockets = [engine.connect() for _ in range(engine.ranks + 1)]
     for rank, sock in enumerate(sockets[:-1]):
-        send_message(sock, engine.hello("worker", rank, **({"worker": worker} if worker else {})))
-    send_message(sockets[-1], engine.hello("scheduler", **({"scheduler": scheduler} if scheduler else {})))
+        send_message(sock, engine.hello("worker", rank, **cast(Any, {"worker": worker} if worker else {})))
+    send_message(sockets[-1], engine.hello("scheduler", **cast(Any, {"scheduler": scheduler} if scheduler else {})))
     return sockets
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def saved_then_loaded(site: Site, engine: Engine, **options: Any) -> list[int]:
 @pytest.mark.parametrize("case", ["windows", "fp8 beside bfloat16", "n-gram drafts", "eagle drafts"])
 def test_loaded_tokens_equal_recomputed_ones(site: Site, tmp_path: Path, case: str) -> None:
     drafts = {"num_speculative_tokens": 2}
-    changes: dict[str, Any] = {
+    made: dict[str, Callable[[], dict[str, Any]]] = {
         "windows": lambda: {"model": gemma(tmp_path), "extra": {"disable_hybrid_kv_cache_manager": True}},
         "fp8 beside bfloat16": lambda: {
             "dtype": "bfloat16", "extra": {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0", "2"]},
@@ -109,8 +110,8 @@ def test_loaded_tokens_equal_recomputed_ones(site: Site, tmp_path: Path, case: s
                 "speculative_config": {"method": "eagle", "model": str(eagle(tmp_path, site.model)), **drafts},
             },
         },
-    }[case]()  # fmt: skip
-    engine = site.engine(site.spec(extra={"cache_prefix": case.replace(" ", "-")}).but(**changes))
+    }  # fmt: skip
+    engine = site.engine(site.spec(extra={"cache_prefix": case.replace(" ", "-")}).but(**made[case]()))
     assert ("draft" in fingerprint(engine)) == (case == "eagle drafts")
     dropped = BLOCK if case == "eagle drafts" else 0  # the drafter's KV of the last block depends on the next token
     assert saved_then_loaded(site, engine) == [whole_blocks(prompt) - dropped for prompt in PROMPTS]

@@ -37,6 +37,10 @@ class HighlyAvailableStore(Store):
         self._metrics_ports: list[int] = []
         self.lead = 0
 
+    def __enter__(self) -> HighlyAvailableStore:
+        super().__enter__()
+        return self
+
     def _start(self, scratch: Path) -> None:
         ports = process.free_ports(2 + 2 * MASTERS + self.owners)
         self.etcd_port, peers, *ports = ports

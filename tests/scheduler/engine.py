@@ -103,7 +103,8 @@ class Engine:
         if site is not None:
             assert isinstance(self.scheduler.connector, KVPrefetchConnector)
             self.side: Any = self.scheduler.connector.scheduler_side
-            self.link: Any = self.scheduler.connector.link
+            link: Any = self.scheduler.connector.link
+            self.link = link
             eventually(self._attached, 20.0, "an attached engine")
             self.save_slots = self.link.session.credits.available()
             self.oracle = Oracle(self.scheduler, self.side, self.workers, truth, lambda: self.jitter.randrange(4))

@@ -74,9 +74,9 @@ class Oracle:
         everyone = {rank.number for rank in self._workers.ranks}
         for order in output.kv_connector_metadata.loads:
             request = self._scheduler.requests[order.request_id]
-            tokens = self._tokens_of(request, order.block_ids, f"load {order.load_id}")
+            held = self._tokens_of(request, order.block_ids, f"load {order.load_id}")
             handle = self._side.loads.running[order.load_id].handle
-            self._loads[order.load_id] = Load(order, handle, tokens, set(everyone))
+            self._loads[order.load_id] = Load(order, handle, held, set(everyone))
             if order.asynchronous:
                 self._receiving[order.request_id] += 1
                 if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import traceback
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis.errors import FlakyFailure
@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from kvprefetch.connector import hints, loads, request_state, saves, scheduler
 from kvprefetch.connector.keys import RankKeys
 from kvprefetch.connector.worker import WorkerSide
-from kvprefetch.shmring.wire.records import Outcome
+from kvprefetch.shmring.wire.records import Outcome, encode_saved
 from tests.scheduler.engine import Engine
 from tests.scheduler.model import BLOCK
 from tests.scheduler.schedules import explore
@@ -99,7 +99,7 @@ def test_slots_released_before_every_rank_copied_are_found(
         original(self, *args)
 
     monkeypatch.setattr(scheduler.SchedulerSide, "plan_step", early)
-    monkeypatch.setattr(scheduler.hints, "finish", _finish_once(scheduler.hints.finish))
+    monkeypatch.setattr(hints, "finish", _finish_once(hints.finish))
     finds(site, "given back before they were copied", queue=3, ranks=ranks, load_mode="async")
 
 
@@ -118,7 +118,7 @@ def test_slots_released_when_one_of_two_ranks_copied_are_found(site: Site, monke
     original = loads.Load
 
     def hasty(request_id: str, handle: Any, blocks: int, ranks_left: int) -> Any:
-        return original(request_id, handle, blocks, 1)
+        return original(request_id, handle, cast(Any, blocks), 1)
 
     monkeypatch.setattr(loads, "Load", hasty)
     finds(site, "given back before they were copied", queue=3, ranks=2, load_mode="async")
@@ -180,7 +180,7 @@ def test_old_weights_stored_after_a_reset_are_found(site: Site, monkeypatch: pyt
 
 
 def _of_generation(generation: int) -> Any:
-    original = saves.encode_saved
+    original = encode_saved
     return lambda saved: original(saved._replace(reset_generation=generation))
 
 

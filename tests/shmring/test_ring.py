@@ -7,6 +7,7 @@ import os
 import select
 import threading
 from collections import deque
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,8 @@ from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.ring import ALIGN, HEADER_BYTES, PADDING, Consumer, Producer, Record
 
 from .conftest import Control, small_layout
+
+Make = Callable[..., Control]
 
 RING = 4096
 LARGEST = RING // 2 - HEADER_BYTES
@@ -31,7 +34,7 @@ def need(length: int) -> int:
     return (HEADER_BYTES + length + ALIGN - 1) // ALIGN * ALIGN
 
 
-def sides(make, lines: int = 0) -> tuple[Control, Producer, Consumer]:
+def sides(make: Make, lines: int = 0) -> tuple[Control, Producer, Consumer]:
     """A fresh ring and its two sides, after as many empty records were pushed and taken."""
     control = make()
     producer, consumer = control.producer(), control.consumer()
@@ -93,7 +96,7 @@ def test_any_sequence_of_pushes_and_pops_does_what_a_queue_does(sequence: list[t
     assert consumer.peek() is None
 
 
-def test_a_record_of_every_size_wraps_at_every_offset(make) -> None:
+def test_a_record_of_every_size_wraps_at_every_offset(make: Make) -> None:
     for line in range(RING // ALIGN):
         for size in (0, 1, 47, 48, 49, 111, 112, 113, LARGEST // 2, LARGEST - 1, LARGEST):
             _, producer, consumer = sides(make, line)
@@ -103,13 +106,13 @@ def test_a_record_of_every_size_wraps_at_every_offset(make) -> None:
             assert taken(consumer.peek()) == (2, data)
 
 
-def test_parts_are_one_payload_in_their_order(make) -> None:
+def test_parts_are_one_payload_in_their_order(make: Make) -> None:
     control = make()
     control.producer().push(5, b"head", bytearray(b" and "), memoryview(b"tail"))
     assert taken(control.consumer().peek()) == (5, b"head and tail")
 
 
-def test_a_full_ring_is_a_return_value_and_room_comes_back_with_each_record_taken(make) -> None:
+def test_a_full_ring_is_a_return_value_and_room_comes_back_with_each_record_taken(make: Make) -> None:
     control, producer, consumer = sides(make)
     count = 0
     while producer.push(1, bytes(48)):
@@ -128,7 +131,7 @@ def test_a_full_ring_is_a_return_value_and_room_comes_back_with_each_record_take
 
 
 @pytest.mark.parametrize("length", [LARGEST + 1, RING, 10 * RING])
-def test_a_record_that_never_fits_is_misuse_and_names_value_and_bound(make, length: int) -> None:
+def test_a_record_that_never_fits_is_misuse_and_names_value_and_bound(make: Make, length: int) -> None:
     _, producer, consumer = sides(make)
     with pytest.raises(ValueError, match=f"payload_bytes={length} max={LARGEST}"):
         producer.push(1, bytes(length))
@@ -136,12 +139,12 @@ def test_a_record_that_never_fits_is_misuse_and_names_value_and_bound(make, leng
 
 
 @pytest.mark.parametrize("kind", [-1, PADDING, PADDING + 1])
-def test_the_kind_of_padding_and_kinds_out_of_bounds_are_misuse(make, kind: int) -> None:
+def test_the_kind_of_padding_and_kinds_out_of_bounds_are_misuse(make: Make, kind: int) -> None:
     with pytest.raises(ValueError, match=f"kind={kind}"):
         make().producer().push(kind, b"")
 
 
-def test_a_push_that_raises_leaves_the_ring_as_it_was(make) -> None:
+def test_a_push_that_raises_leaves_the_ring_as_it_was(make: Make) -> None:
     _, producer, consumer = sides(make)
     with pytest.raises(ValueError, match="different"):
         producer.push(1, memoryview(b"12345678").cast("Q"))
@@ -150,16 +153,17 @@ def test_a_push_that_raises_leaves_the_ring_as_it_was(make) -> None:
     assert taken(consumer.peek()) == (2, b"next")
 
 
-def test_a_payload_cannot_be_written_through(make) -> None:
+def test_a_payload_cannot_be_written_through(make: Make) -> None:
     control = make()
     control.producer().push(1, b"abc")
     record = control.consumer().peek()
+    assert record is not None
     assert record.payload.readonly
     with pytest.raises(TypeError):
         record.payload[0] = 0
 
 
-def test_peek_without_advance_sees_the_same_record_again(make) -> None:
+def test_peek_without_advance_sees_the_same_record_again(make: Make) -> None:
     _, producer, consumer = sides(make)
     producer.push(1, b"a")
     producer.push(2, b"b")
@@ -169,7 +173,7 @@ def test_peek_without_advance_sees_the_same_record_again(make) -> None:
     assert taken(consumer.peek()) == (2, b"b")
 
 
-def test_both_sides_take_up_the_ring_where_it_stands(make) -> None:
+def test_both_sides_take_up_the_ring_where_it_stands(make: Make) -> None:
     control, producer, consumer = sides(make)
     for number in range(3):
         producer.push(number, b"x")
@@ -187,7 +191,7 @@ def test_both_sides_take_up_the_ring_where_it_stands(make) -> None:
 @pytest.mark.parametrize(
     ("tail", "head"), [(3, 0), (64, 1), (0, 64), (8192, 0), (2**64 - 64, 2**64 - 64), (2**64 - 1, 0)]
 )
-def test_neither_side_takes_up_a_ring_that_cannot_stand_so(make, tail: int, head: int) -> None:
+def test_neither_side_takes_up_a_ring_that_cannot_stand_so(make: Make, tail: int, head: int) -> None:
     control = make()
     control.words.store_release(Line.TAIL, tail)
     control.words.store_release(Line.HEAD, head)
@@ -196,7 +200,7 @@ def test_neither_side_takes_up_a_ring_that_cannot_stand_so(make, tail: int, head
             side()
 
 
-def test_the_bell_rings_for_a_sleeper_and_for_nobody_else(make) -> None:
+def test_the_bell_rings_for_a_sleeper_and_for_nobody_else(make: Make) -> None:
     control, producer, consumer = sides(make)
     producer.push(1)
     assert control.bells == 0
@@ -226,7 +230,7 @@ def test_clearing_the_bell_waits_for_nobody_whatever_the_producer_does_to_it() -
     assert not waits
 
 
-def test_the_bell_is_cleared_by_a_kernel_too_that_cannot_promise_not_to_wait(monkeypatch) -> None:
+def test_the_bell_is_cleared_by_a_kernel_too_that_cannot_promise_not_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: object) -> int:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
@@ -240,7 +244,7 @@ def test_the_bell_is_cleared_by_a_kernel_too_that_cannot_promise_not_to_wait(mon
     bell.close()
 
 
-def test_a_consumer_with_records_left_does_not_go_to_sleep(make) -> None:
+def test_a_consumer_with_records_left_does_not_go_to_sleep(make: Make) -> None:
     control, producer, consumer = sides(make)
     producer.push(1)
     assert not consumer.prepare_sleep()
@@ -249,7 +253,7 @@ def test_a_consumer_with_records_left_does_not_go_to_sleep(make) -> None:
 
 
 @pytest.mark.parametrize("head", [1 << 40, 2**64 - 1, 64])
-def test_a_head_that_cannot_be_is_reported_by_the_next_push_that_needs_room(make, head: int) -> None:
+def test_a_head_that_cannot_be_is_reported_by_the_next_push_that_needs_room(make: Make, head: int) -> None:
     control = make()
     producer = control.producer()
     while producer.push(1, bytes(48)):
@@ -264,7 +268,7 @@ def test_a_head_that_cannot_be_is_reported_by_the_next_push_that_needs_room(make
 
 
 @pytest.mark.parametrize("tail", [1, 63, RING + 64, 1 << 40, 2**64 - 64])
-def test_a_tail_that_cannot_be_is_reported_and_not_followed(make, tail: int) -> None:
+def test_a_tail_that_cannot_be_is_reported_and_not_followed(make: Make, tail: int) -> None:
     control = make()
     consumer = control.consumer()
     control.words.store_release(Line.TAIL, tail)
@@ -274,7 +278,7 @@ def test_a_tail_that_cannot_be_is_reported_and_not_followed(make, tail: int) -> 
 
 
 @pytest.mark.parametrize("length", [49, LARGEST + 1, 2**32 - 1])
-def test_a_record_that_runs_past_the_end_of_the_ring_or_the_tail_is_not_handed_out(make, length: int) -> None:
+def test_a_record_that_runs_past_the_end_of_the_ring_or_the_tail_is_not_handed_out(make: Make, length: int) -> None:
     """49 bytes take two lines, and there is but one before the end of the ring, or before the tail."""
     for lines_before, records in ((RING // ALIGN - 1, 2), (0, 1)):
         control, producer, consumer = sides(make, lines_before)
@@ -286,7 +290,7 @@ def test_a_record_that_runs_past_the_end_of_the_ring_or_the_tail_is_not_handed_o
             consumer.peek()
 
 
-def test_a_record_of_another_position_is_not_handed_out(make) -> None:
+def test_a_record_of_another_position_is_not_handed_out(make: Make) -> None:
     """Such as one of an earlier turn of the ring."""
     control = make()
     consumer = control.consumer()

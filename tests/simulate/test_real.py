@@ -21,7 +21,7 @@ CALIBRATION = Calibration(
 
 def test_latency_and_rate_come_from_fetches_of_two_sizes() -> None:
     rate, latency = fit_line([(1e6, 0.013), (1e6, 0.014), (1e6, 0.9), (3e6, 0.033), (3e6, 0.034), (3e6, 0.035)])
-    assert (rate, latency) == (pytest.approx(100e6), pytest.approx(0.004))
+    assert (rate, latency) == pytest.approx((100e6, 0.004))
 
 
 @pytest.mark.parametrize("arrivals", [None, [0.1 * index for index in range(20)]])

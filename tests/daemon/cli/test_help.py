@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from kvprefetch.daemon.cli import main
+from kvprefetch.daemon.cli.client import EX_UNAVAILABLE
 from kvprefetch.daemon.config.model import DaemonConfig, load
 
 SECTIONS = ["examples:", "exit status:", "files:", "environment:"]
@@ -59,7 +60,7 @@ def test_the_help_has_what_a_man_page_has(name: str) -> None:
     statuses = [line.split()[0] for line in section(text, "exit status:") if re.match(r"  \d", line)]
     assert statuses[0] == "0"
     assert statuses == sorted(statuses, key=int)
-    assert {str(main.EX_UNAVAILABLE), str(main.EX_CONFIG)} <= set(statuses)
+    assert {str(EX_UNAVAILABLE), str(main.EX_CONFIG)} <= set(statuses)
     for action in parser._actions:
         assert action.help or isinstance(action, argparse._SubParsersAction), action.dest
 

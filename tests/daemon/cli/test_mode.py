@@ -45,7 +45,7 @@ def test_off_misses_shadow_counts_on_loads(serve: Callable[..., Daemon]) -> None
     # Slots that the engine holds already can be filled once; then it has none left, and nothing was put.
     while engine.credits.available():
         engine.save(blocks(f"dropped-{engine.credits.available()}", engine.credits.available()))
-    eventually(lambda: ask_daemon(daemon.socket).engines[0]["save_slots_busy"] > 0, what="slots held back")
+    eventually(lambda: int(ask_daemon(daemon.socket).engines[0]["save_slots_busy"]) > 0, what="slots held back")
     assert engine.credits.available() == 0
     assert sum(line["stored_blocks"] for line in daemon.records("save.done")) == 4
 

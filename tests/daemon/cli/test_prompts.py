@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def _seed_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def engine(algorithm: str = "sha256", probe: str | None = None, block_tokens: int = 32) -> Warmed:
-    known = {"hash_algorithm": algorithm, "hash_probe": hash_probe(algorithm) if probe is None else probe}
+    known: Any = {"hash_algorithm": algorithm, "hash_probe": hash_probe(algorithm) if probe is None else probe}
     return Warmed(engine="e", epoch=1, block_tokens=block_tokens, **known)
 
 

@@ -66,7 +66,7 @@ def test_bad_input_names_key_value_bound_and_place(
     tmp_path: Path, text: str, environ: dict[str, str], words: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve(sources(tmp_path, text, **environ))
+        resolve(sources(tmp_path, text, None, **environ))
     assert "\n" not in str(caught.value)
     assert "value error" not in str(caught.value)
     assert len(str(caught.value)) < 400

@@ -210,7 +210,7 @@ def test_a_link_in_the_socket_s_place_is_not_followed(tmp_path: Path, monkeypatc
             path.rename(tmp_path / "away")
             path.symlink_to(secret)
 
-    monkeypatch.setattr(listener.socket, "socket", Swapped)
+    monkeypatch.setattr(socket, "socket", Swapped)
     with pytest.raises(ConfigError, match=r"^socket: cannot be bound: another file is in its place: "):
         listen(load({"socket": str(path), "socket_mode": "0666", "socket_group": str(os.getegid())}))
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -163,7 +164,7 @@ def hoard(path: Path, ranks: int) -> list[socket.socket] | None:
     """Attach an engine, and end it with its workers' descriptors unread; return the workers, None for a refusal."""
     engine = FakeEngine(path, engine_id="hoard", ranks=ranks, attach=False)
     *workers, scheduler = hellos(engine)
-    answered = answer(scheduler, Attached | Refused)
+    answered: Any = answer(scheduler, cast(Any, Attached | Refused))
     scheduler.close()
     return workers if isinstance(answered, Attached) else None
 

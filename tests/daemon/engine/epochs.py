@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import structlog
 
@@ -82,8 +82,8 @@ def make_epoch(
     engine = EngineInfo("e", 32, scheduler, workers)
     memory = EngineMemory.create(load({"staging": "64KiB"}), 7, engine)
     services = Services(
-        store or Answering(),
-        pools or Pools(),
+        store or cast(Any, Answering()),
+        pools or cast(Any, Pools()),
         structlog.get_logger(),
         clock_ns,
         chunk_bytes=4096 * chunk_blocks,

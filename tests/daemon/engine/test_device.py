@@ -242,7 +242,7 @@ def prepared(options: dict[str, object], *devices: str) -> EngineMemory:
     ]
     wants = SchedulerInfo(max_blocks=8, max_hint_bytes=512, loads=True, saves=True)
     made: list[EngineMemory | Exception] = []
-    prepare(pools, load(options), 0.0, 7, EngineInfo("e", 32, wants, workers), made.append)
+    prepare(pools, load(options), 0, 7, EngineInfo("e", 32, wants, workers), made.append)
     eventually(lambda: pools.run_finished() and made, what="the memory")
     pools.close()
     assert isinstance(made[0], EngineMemory)

@@ -33,7 +33,7 @@ def test_a_long_queue_makes_no_hint_dearer() -> None:
 def test_a_waiting_request_takes_little_memory_beside_its_hashes() -> None:
     hashes = digests(*[f"shared-{i}" for i in range(256)])
     planner, flags = planned(256, 256)
-    flags.publish = lambda _: True  # type: ignore[method-assign]  # the model's own memory is not the planner's
+    flags.publish = lambda _: True  # type: ignore[method-assign,assignment]  # the model's own memory is not the planner's
 
     def wait(number: int) -> None:
         planner.hint((number, 1), hashes, 8, 256, 0, 0)

@@ -145,7 +145,7 @@ def test_all_users_together_have_a_bounded_number(monkeypatch: pytest.MonkeyPatc
 
 def test_the_largest_that_there_can_be_come_page_by_page() -> None:
     known = registry()
-    said = {f"{'a' * 31}{chr(ord('a') + number)}": "x" * 64 for number in range(16)}
+    said: Any = {f"{'a' * 31}{chr(ord('a') + number)}": "x" * 64 for number in range(16)}
     names = [f"{number:04}".ljust(1023, "🦙") + "@" for number in range(50)]
     for name in names:
         claim(known, ALICE, name, **said)

@@ -305,7 +305,8 @@ def test_what_was_put_counts_as_flushed_once_it_lies_on_a_disk_or_nowhere() -> N
     keys = ["disk", "gone", "not put"]
     store.put_from(keys, [0, 8, 16], [8, 8, 8])
     client.codes = [0]
-    for replicas, flushed in (([0], [0]), False), (([0, None], [0]), False), (([None], []), True):
+    cases: Any = ((([0], [0]), False), (([0, None], [0]), False), (([None], []), True))
+    for replicas, flushed in cases:
         client.replicas = dict(zip(keys, replicas, strict=False))
         assert store.flush(0.0) is flushed
 
@@ -370,7 +371,7 @@ def test_should_open_with_one_line_when_one_of_its_servers_does_not_listen(key: 
     """Mooncake waits ten seconds for a metadata server, and holds the interpreter's lock."""
     pytest.importorskip("mooncake")
     with socket.create_server(("127.0.0.1", 0)) as there:
-        servers = {"master_server_address": f"127.0.0.1:{there.getsockname()[1]}", key: "127.0.0.1:1"}
+        servers: Any = {"master_server_address": f"127.0.0.1:{there.getsockname()[1]}", key: "127.0.0.1:1"}
         store = Store(replace(SETTINGS, **servers), structlog.get_logger())
         with pytest.raises(StoreError, match=rf"127\.0\.0\.1:1: Connection refused \({key}\)") as caught:
             store.open()

@@ -19,8 +19,8 @@ def test_a_transfer_that_fails_when_it_may_have_been_given_up_is_under_way_by_ei
 ) -> None:
     """A step of CLOCK_REALTIME ends every transfer; one that began before a step back may last longer than 60 s."""
     times = [(0, 10**18), (monotonic_s * 10**9, 10**18 + realtime_s * 10**9)]
-    monkeypatch.setattr(give_up, "clocks_ns", lambda: times[client.calls % 2])
     store, client = opened()
+    monkeypatch.setattr(give_up, "clocks_ns", lambda: times[client.calls % 2])
     client.codes, client.size = [-800, 8, -704, -900], -900  # nor is the master asked about them, which is away
     keys, addresses = list("abcd"), list(range(0, 32, 8))
     under_way = [ErrorClass.UNDER_WAY, ErrorClass.OK, ErrorClass.UNDER_WAY, ErrorClass.UNDER_WAY]
@@ -47,8 +47,8 @@ def test_after_a_transfer_that_raised_the_client_is_left_as_it_is(monkeypatch: p
 
 @pytest.mark.parametrize("failed_s", [0, 1, 50])
 def test_a_transfer_that_fails_sooner_has_ended(failed_s: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(give_up, "clocks_ns", lambda: (client.calls * failed_s * 10**9,) * 2)
     store, client = opened()
+    monkeypatch.setattr(give_up, "clocks_ns", lambda: (client.calls * failed_s * 10**9,) * 2)
     client.codes, client.size = [-800], 8
     assert store.get_into(["k"], [0], [8]) == [ErrorClass.TRANSFER]
     assert store.put_from(["k"], [0], [8]) == [ErrorClass.TRANSFER]

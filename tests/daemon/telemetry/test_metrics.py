@@ -358,7 +358,7 @@ def test_a_server_without_clients_ends_at_once() -> None:
 def test_clients_that_leave_or_say_nothing_cost_no_traceback_and_no_thread(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = free.getsockname()
-    server = MetricsServer(*address, Snapshot(), EventCounts())
+    server = MetricsServer(address[0], address[1], Snapshot(), EventCounts())
     before = threading.active_count()
     try:
         for _ in range(20):
