@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.connector.request_state import Answer, RequestState
-from kvprefetch.connector.saves import Progress
+from kvprefetch.connector.request_state import Answer, Progress, RequestState
 
 CONNECTOR = Path(__file__).resolve().parents[2] / "connector"
 

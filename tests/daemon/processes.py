@@ -14,13 +14,13 @@ from tests.daemon.fake_engine import FakeEngine
 M = TypeVar("M")
 
 
-def answer(sock: socket.socket, kind: type[M]) -> M:
-    """Return the daemon's next message, which is of this kind. Descriptors that come with it are closed."""
+def answer(sock: socket.socket, *kinds: type[M]) -> M:
+    """Return the daemon's next message, which is of one of these kinds. Descriptors that come with it are closed."""
     received = receive_message(sock)
     assert received is not None
     for fd in received[1]:
         os.close(fd)
-    assert isinstance(received[0], kind), received[0]
+    assert isinstance(received[0], kinds), received[0]
     return received[0]
 
 

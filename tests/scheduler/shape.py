@@ -75,7 +75,7 @@ def vllm_config(shape: Shape, name: str, socket: Path | None) -> Any:
     config.instance_id = name
     config.kv_transfer_config = None
     if socket is not None:
-        extra = {
+        extra: dict[str, Any] = {
             "cache_prefix": name,
             "key_format": "vllm",
             "load_mode": shape.load_mode,

@@ -9,8 +9,20 @@ from tests.scheduler.schedules import TRUTHS, explore
 from tests.scheduler.shape import Shape, Site, make_request
 
 QUEUES = {"Scheduler": 1, "AsyncScheduler, one in flight": 2, "AsyncScheduler, two in flight": 3}
-COVERED = ("loads", "saves", "stored", "compared", "preemptions", "aborts", "failed_ranks", "forgets")
-COVERED += ("resets", "chunks", "drafts", "detaches")
+COVERED = (
+    "loads",
+    "saves",
+    "stored",
+    "compared",
+    "preemptions",
+    "aborts",
+    "failed_ranks",
+    "forgets",
+    "resets",
+    "chunks",
+    "drafts",
+    "detaches",
+)
 
 
 @pytest.mark.parametrize("queue", QUEUES.values(), ids=QUEUES)

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
@@ -87,7 +86,7 @@ def test_an_engine_for_which_no_descriptors_are_left_is_refused(daemon: Daemon) 
         with at_most(daemon, before + left):
             send_message(worker, engine.hello("worker"))
             send_message(scheduler, engine.hello("scheduler"))
-            refused += isinstance(answer(scheduler, Attached | Refused), Refused)
+            refused += isinstance(answer(scheduler, Attached, Refused), Refused)
         engine.close()
         eventually(lambda: descriptors(daemon) <= before + MOONCAKES, what="its descriptors")
     assert MOONCAKES < refused < 8
@@ -164,7 +163,7 @@ def hoard(path: Path, ranks: int) -> list[socket.socket] | None:
     """Attach an engine, and end it with its workers' descriptors unread; return the workers, None for a refusal."""
     engine = FakeEngine(path, engine_id="hoard", ranks=ranks, attach=False)
     *workers, scheduler = hellos(engine)
-    answered: Any = answer(scheduler, cast(Any, Attached | Refused))
+    answered = answer(scheduler, Attached, Refused)
     scheduler.close()
     return workers if isinstance(answered, Attached) else None
 
