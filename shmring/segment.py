@@ -17,7 +17,7 @@ from .errors import SegmentError
 
 POPULATE_BYTES = 128 << 20
 RELEASE_BYTES = 16 << 20  # of a large mapping at a time, about a millisecond
-_MFD_NOEXEC_SEAL = 8  # linux/memfd.h; with vm.memfd_noexec=2 nothing else is allowed
+MFD_NOEXEC_SEAL = 8  # linux/memfd.h; with vm.memfd_noexec=2 nothing else is allowed
 
 
 class Segment:
@@ -102,7 +102,7 @@ def _memfd() -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         try:
-            return os.memfd_create("kvprefetch", flags | _MFD_NOEXEC_SEAL)
+            return os.memfd_create("kvprefetch", flags | MFD_NOEXEC_SEAL)
         except OSError as error:
             if error.errno != errno.EINVAL:  # a kernel before 6.3 does not know MFD_NOEXEC_SEAL
                 raise

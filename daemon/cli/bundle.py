@@ -32,7 +32,7 @@ def without_secrets(text: str) -> str:
 
 def write(target: Path, config: DaemonConfig, texts: Mapping[str, str], log: Path | None) -> None:
     """Write these texts and the bundle's own into a tar.gz that only its user may read. Raises OSError."""
-    parts = {**texts, "status.json": _status(config.socket), "metrics.txt": _metrics(config), "log.jsonl": _log(log)}
+    parts = {**texts, "status.json": _status(config.socket), "metrics.txt": metrics(config), "log.jsonl": _log(log)}
     if config.mooncake_config is not None:
         parts["mooncake.json"] = config.mooncake_config.read_text(errors="replace")
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -51,7 +51,8 @@ def _status(path: Path) -> str:
         return str(error)
 
 
-def _metrics(config: DaemonConfig) -> str:
+def metrics(config: DaemonConfig) -> str:
+    """Return the metrics page of this configuration's daemon, or why there is none."""
     if not config.metrics_port:
         return "switched off: metrics_port=0"
     try:

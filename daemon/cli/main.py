@@ -11,7 +11,8 @@ if sys.argv[1:2] == ["serve"]:
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NoReturn
 
 from ... import __version__
@@ -45,7 +46,14 @@ PAGE = HelpPage(
 COMMANDS = (serve, check_config, status, top, stat, tail, explain, mode, install_unit, doctor, store, warm)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are ConfigErrors; `commands` has the parser of each command."""
+
+    commands: Mapping[str, argparse.ArgumentParser] = MappingProxyType({})
+
+    def options(self) -> list[str]:
+        return [option for action in self._actions for option in action.option_strings]
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"command line: {message}; see {self.prog} --help")
 
@@ -64,8 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         command = parsed.command
         if unknown:
-            known = [option for action in parsed.parser._actions for option in action.option_strings]
-            hint = nearest(unknown[0].partition("=")[0], known)
+            hint = nearest(unknown[0].partition("=")[0], parsed.parser.options())
             raise ConfigError(f"command line: unrecognized arguments: {' '.join(unknown)}{hint}")
         status = int(parsed.run(parsed))
         sys.stdout.flush()
@@ -120,12 +127,13 @@ def _fill_standard_streams() -> None:
             setattr(sys, name, os.fdopen(fd, "r" if fd == 0 else "w", closefd=False))
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser of all commands; each puts its function under `run`."""
-    parser = _Parser("kvprefetchd", description=PAGE.description, formatter_class=HelpFormatter, allow_abbrev=False)
+    parser = Parser("kvprefetchd", description=PAGE.description, formatter_class=HelpFormatter, allow_abbrev=False)
     parser.epilog = PAGE.sections()
     parser.add_argument("--version", action="version", version=f"kvprefetchd {__version__}, protocol {PROTOCOL}")
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
     for module in COMMANDS:
         module.add(commands)
+    parser.commands = commands.choices
     return parser

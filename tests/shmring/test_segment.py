@@ -168,7 +168,7 @@ def test_a_kernel_that_does_not_know_the_newest_flag_gets_the_others(monkeypatch
     make = os.memfd_create
 
     def older(name: str, flags: int) -> int:
-        if flags & module._MFD_NOEXEC_SEAL:
+        if flags & module.MFD_NOEXEC_SEAL:
             raise OSError(errno.EINVAL, "Invalid argument")
         return make(name, flags)
 

@@ -19,8 +19,7 @@ SECTIONS = ["examples:", "exit status:", "files:", "environment:"]
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     parser = main.build_parser()
-    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    return {"": parser, **commands.choices}
+    return {"": parser, **parser.commands}
 
 
 NAMES = list(parsers())
