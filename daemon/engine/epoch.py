@@ -99,7 +99,7 @@ class Epoch(EpochCalls):
             device.hang_up()
             self._start(Kind.COPY, device.unpin, lambda _: None)
         for request in list(self.planner.requests.values()):
-            self.traces.write(request, Ending.ENGINE_CORRUPT if self.corrupt is not None else ending)
+            self._write(request, Ending.ENGINE_CORRUPT if self.corrupt is not None else ending)
         self.planner.end()
         self._count_waste()
 
@@ -188,7 +188,13 @@ class Epoch(EpochCalls):
         self.promotions.dropped(key)
         self.channel.flags.free(key)
         if request is not None:
-            self.traces.write(request, ending, done)
+            self._write(request, ending, done)
+
+    def _write(self, request: Request, ending: Ending, done: records.Done | None = None) -> None:
+        """Count and log a request that ended, once."""
+        if (line := self.traces.end(request, ending, done, self._services.clock_ns())) is not None:
+            self.counters.request_done(line)
+            self._log.info("request.done", **line)
 
     # --- orders from outside ----------------------------------------------------------------------------------------
 
@@ -212,6 +218,6 @@ class Epoch(EpochCalls):
         self.warming.stop("its weights changed")
         for request in self.calls.contain(self.planner.reset, list[Request]()):
             self.promotions.dropped(request.key)
-            self.traces.write(request, Ending.RESET)
+            self._write(request, Ending.RESET)
         self.promotions.reset()
         self._carry_on()

@@ -71,7 +71,7 @@ class EpochCalls:
         self.channel = Channel(memory.control, memory.layout)
         self.channel.liveness.beat(services.clock_ns())
         self.calls = Caller(self._log)
-        self.traces = Traces(self.counters, self._log, memory.block_bytes, services.clock_ns)
+        self.traces = Traces(memory.block_bytes)
         chunk_blocks = max(1, services.chunk_bytes // memory.block_bytes)
         part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in memory.staging.block_bytes)  # as a disk tier counts
         self.planner = Planner(

@@ -1,16 +1,13 @@
-"""The traces of one engine's requests: the times of each, written as a single `request.done` log line."""
+"""The traces of one engine's requests: the times of each, for a single `request.done` log line. Pure."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from ...shmring.wire.records import Done, Hint
 from ..planning.planner import Key, Request
-from .counters import Counters
 from .events import Ending
-from .logs import Log
 
 RECENT = 256
 
@@ -87,10 +84,10 @@ class Trace:
 
 
 class Traces:
-    """One trace for each planned request; written, counted and forgotten when the request ends."""
+    """One trace for each planned request, until it ends."""
 
-    def __init__(self, totals: Counters, log: Log, block_bytes: int, clock_ns: Callable[[], int]) -> None:
-        self._totals, self._log, self._block_bytes, self._clock_ns = totals, log, block_bytes, clock_ns
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
         self._traces: dict[Key, Trace] = {}
         self.recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=RECENT)  # (when, request.done), for `top`
 
@@ -105,13 +102,11 @@ class Traces:
         trace = self._traces[key]
         trace.looked_up_ns, trace.found_blocks, trace.store_unavailable = now_ns, blocks, unavailable
 
-    def write(self, request: Request, ending: Ending, done: Done | None = None) -> None:
-        """Write the line of a request that ended, once."""
+    def end(self, request: Request, ending: Ending, done: Done | None, now_ns: int) -> dict[str, Any] | None:
+        """Return the fields of the line of a request that ended; None if it ended before."""
         trace = self._traces.pop(request.key, None)
         if trace is None:
-            return
-        now = self._clock_ns()
-        line = trace.fields(request, ending, done, self._block_bytes, now)
-        self._totals.request_done(line)
-        self.recent.append((now, line))
-        self._log.info("request.done", **line)
+            return None
+        line = trace.fields(request, ending, done, self._block_bytes, now_ns)
+        self.recent.append((now_ns, line))
+        return line

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from kvprefetch.daemon.planning.planner import Request
@@ -98,24 +95,23 @@ def test_without_the_engine_s_word_a_wait_ends_with_the_fetch(final: bool, expos
 
 def test_a_request_is_told_once_and_entered_into_the_totals() -> None:
     """One that the engine said nothing of has loaded nothing, and no time at which it did."""
-    totals, written = Counters(), []
-    log: Any = SimpleNamespace(info=lambda event, **fields: written.append((event, fields)))
-    traces = Traces(totals, log, 1000, lambda: 61 * MS)
+    traces = Traces(1000)
     request = Request((0, 1), b"", 32, 4, 1, 0, 1)
     request.last_byte_ns, request.fetched_blocks = 51 * MS, 2
     traces.begin(request.key, Hint(0, 1, "r", 4, 1, 0, 129, 1 * MS, 32, memoryview(b"")), 11 * MS)
     traces.looked_up(request.key, 3, 21 * MS, unavailable=False)
     traces.asked(request.key, 31 * MS)
     traces.asked((7, 7), 31 * MS)  # not a request of ours: nothing happens
-    for _ in range(2):
-        traces.write(request, Ending.ENGINE_GONE)
-    [(at, line)] = traces.recent
-    assert at == 61 * MS
-    assert written == [("request.done", line)]
+    line = traces.end(request, Ending.ENGINE_GONE, None, 61 * MS)
+    assert line is not None
+    assert traces.end(request, Ending.ENGINE_GONE, None, 62 * MS) is None
+    assert list(traces.recent) == [(61 * MS, line)]
     assert [line[f"{name}_ms"] for name in ("arrived", "hint_seen", "looked_up", "asked", "last_byte", "ended")] == [
         0.0, 10.0, 20.0, 30.0, 50.0, 60.0
     ]  # fmt: skip
     assert [line[name] for name in ("claimed_ms", "loaded_ms", "loaded_blocks")] == [None, None, 0]
     assert (line["exposed_ms"], line["hidden_fraction"]) == (30.0, 0.5)
+    totals = Counters()
+    totals.request_done(line)
     assert totals.endings == {"engine_gone": 1}
     assert totals.miss_blocks == 1
