@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -18,8 +18,9 @@ from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.store.namespaces import FILE
 from kvprefetch.shmring.wire import admin
 from kvprefetch.shmring.wire.attach import Refused, Reset, ResetDone
-from kvprefetch.shmring.wire.codec import Message, receive_message, send_message
+from kvprefetch.shmring.wire.codec import Message, send_message
 from tests.daemon.fake_engine import FakeEngine
+from tests.daemon.processes import answer
 from tests.daemon.stores import blocks, stored
 from tests.lab.daemon import Daemon
 from tests.support.auditor import ask_daemon
@@ -30,62 +31,45 @@ Serve = Callable[..., Daemon]
 OTHER = 4242
 OPEN = ("--socket-mode", "0666", "--allow-uids", str(OTHER))
 PREFIX = "llama@tp_rank:0@"
+M = TypeVar("M")
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
-class OtherUser:
-    """Plays engines of another user, asks a daemon, and runs commands."""
+def attach(path: Path, prefix: str, engine_id: str = "theirs", **fingerprint: str) -> FakeEngine:
+    """Attach an engine of the other user."""
+    with effective_user(OTHER):
+        return FakeEngine(path, engine_id=engine_id, prefix=prefix, fingerprint=fingerprint)
 
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-        self._engines: dict[str, FakeEngine] = {}
 
-    def attach(self, path: Path, engine_id: str, prefix: str, **fingerprint: str) -> str:
-        """Attach an engine; return "", or the daemon's refusal."""
+def refusal(path: Path, prefix: str) -> str:
+    """Return the refusal that an engine of the other user gets."""
+    with pytest.raises(AssertionError) as caught:  # it gets something else than Attached
+        attach(path, prefix)
+    [[refused, _]] = caught.value.args
+    return str(refused.error)
+
+
+def ask(path: Path, query: Message, kind: type[M]) -> M:
+    """Return the daemon's answer, of this kind, to a question or command of the other user."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(30)
         with effective_user(OTHER):
-            try:
-                engine = FakeEngine(path, engine_id=engine_id, prefix=prefix, fingerprint=fingerprint)
-            except AssertionError as error:  # it got something else than Attached
-                [[refused, _]] = error.args
-                return str(refused.error)
-        self._engines[engine_id] = engine
-        return ""
-
-    def load(self, engine_id: str, digest: bytes) -> bool:
-        """Whether the engine finds this block."""
-        return self._engines[engine_id].load([digest]) is not None
-
-    def reset(self, engine_id: str) -> bool:
-        """Whether the daemon confirmed a reset."""
-        sock = self._engines[engine_id].scheduler
-        send_message(sock, Reset(reset_generation=1, timeout_ms=5000))
-        received = receive_message(sock)
-        return received is not None and received[0] == ResetDone(reset_generation=1, ok=True)
-
-    def close(self, engine_id: str) -> None:
-        self._engines.pop(engine_id).close()
-
-    def ask(self, path: Path, query: Message) -> Message:
-        """Return the daemon's answer."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-            sock.settimeout(30)
-            with effective_user(OTHER):
-                sock.connect(str(path))
-            send_message(sock, query)
-            received = receive_message(sock)
-        assert received is not None
-        return received[0]
-
-    def command(self, *arguments: object) -> str:
-        """Return the output of a command of `kvprefetchd`."""
-        with effective_user(OTHER):
-            return command(self._capsys, *arguments)
+            sock.connect(str(path))
+        send_message(sock, query)
+        return answer(sock, kind)
 
 
 @pytest.fixture
-def other(capsys: pytest.CaptureFixture[str]) -> OtherUser:
-    return OtherUser(capsys)
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command of `kvprefetchd` as this user, and returns its output."""
+
+    def run(*arguments: object, uid: int = 0) -> str:
+        with effective_user(uid):
+            main([str(argument) for argument in arguments])
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.fixture
@@ -101,7 +85,7 @@ def both(serve: Serve) -> Callable[..., Daemon]:
 
 
 def victim_of(daemon: Daemon, **options: Any) -> tuple[FakeEngine, dict[bytes, bytes]]:
-    """An engine of root's, and two blocks that it has stored, and loaded with a request of this name."""
+    """Return an engine of root's, and two blocks that it has stored and loaded."""
     engine = FakeEngine(daemon.socket, engine_id="victim", prefix="llama", **options)
     values = blocks("secret", 2)
     engine.save(values)
@@ -110,67 +94,55 @@ def victim_of(daemon: Daemon, **options: Any) -> tuple[FakeEngine, dict[bytes, b
     return engine, values
 
 
-def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    main([str(argument) for argument in arguments])
-    return capsys.readouterr().out
-
-
-def test_an_engine_of_another_user_does_not_get_the_namespace(both: Serve, other: OtherUser) -> None:
+def test_an_engine_of_another_user_does_not_get_the_namespace(both: Serve) -> None:
     """Neither by its name, nor by one that has its keys in it, nor as one rank of two."""
     daemon = both()
     victim, values = victim_of(daemon)
-    refusal = other.attach(daemon.socket, "thief", "llama")
-    assert "namespace='llama@tp_rank:*@' uid=4242 owner_uid=0" in refusal
-    assert 'namespaces = "shared"' in refusal
+    error = refusal(daemon.socket, "llama")
+    assert "namespace='llama@tp_rank:*@' uid=4242 owner_uid=0" in error
+    assert 'namespaces = "shared"' in error
     [refused] = eventually(lambda: daemon.records("engine.refused"), what="its line in the log")
-    assert refused["error"] in refusal
-    shape = victim.hello("worker").worker
-    assert shape is not None
+    assert refused["error"] in error
+    info = victim.hello("worker").worker
+    assert info is not None
     for prefix in ("llama", PREFIX + next(iter(values)).hex()[:8], "llama@tp_rank:0"):
         hello = victim.hello("worker", engine_id="thief", incarnation=uuid.uuid4().hex).model_copy(
-            update={"worker": shape.model_copy(update={"key_prefix": prefix})}
+            update={"worker": info.model_copy(update={"key_prefix": prefix})}
         )
-        answer = other.ask(daemon.socket, hello)
-        assert isinstance(answer, Refused)
-        assert f"end with '@': hello.worker.key_prefix={prefix!r}" in answer.error
+        assert f"end with '@': hello.worker.key_prefix={prefix!r}" in ask(daemon.socket, hello, Refused).error
     assert victim.load(list(values)) == list(values.values())
-    assert other.attach(daemon.socket, "neighbour", "another") == ""
-    assert not other.load("neighbour", next(iter(values)))
-    assert other.reset("neighbour")
+    neighbour = attach(daemon.socket, "another")
+    assert neighbour.load(list(values)[:1]) is None
+    send_message(neighbour.scheduler, Reset(reset_generation=1, timeout_ms=5000))
+    assert answer(neighbour.scheduler, ResetDone) == ResetDone(reset_generation=1, ok=True)
     assert victim.load(list(values)) == list(values.values())
-    other.close("neighbour")
 
 
-def test_with_one_key_users_share_what_is_stored(both: Serve, other: OtherUser, tmp_path: Path) -> None:
+def test_with_one_key_users_share_what_is_stored(both: Serve, tmp_path: Path) -> None:
     """From the start, or from a reload on."""
     configuration = tmp_path / "kvprefetchd.toml"
     configuration.write_text("")
     daemon = both("--config", str(configuration))
     _, values = victim_of(daemon)
-    assert "owner_uid=0" in other.attach(daemon.socket, "neighbour", "llama")
+    assert "owner_uid=0" in refusal(daemon.socket, "llama")
     configuration.write_text('namespaces = "shared"')
     os.kill(daemon.pid, signal.SIGHUP)
     assert daemon.wait_record("config.changed")
-    assert other.attach(daemon.socket, "neighbour", "llama") == ""
-    assert all(other.load("neighbour", digest) for digest in values)
-    other.close("neighbour")
+    assert attach(daemon.socket, "llama").load(list(values)) == list(values.values())
 
 
-def test_a_restart_on_the_same_disk_does_not_forget_the_user(both: Serve, other: OtherUser, tmp_path: Path) -> None:
+def test_a_restart_on_the_same_disk_does_not_forget_the_user(both: Serve, tmp_path: Path) -> None:
     daemon = both(disk=str(tmp_path / "disk"))
-    assert other.attach(daemon.socket, "first", "llama", weights="a") == ""
-    other.close("first")
+    attach(daemon.socket, "llama", weights="a")
     eventually((tmp_path / "disk" / FILE).exists, what="the file")
     daemon.sigkill()
     daemon.start()
-    engine = FakeEngine(daemon.socket, engine_id="root's", prefix="llama", attach=False)
     with pytest.raises(AssertionError, match="uid=0 owner_uid=4242"):
-        engine.attach()
-    assert other.attach(daemon.socket, "again", "llama") == ""
-    other.close("again")
+        FakeEngine(daemon.socket, prefix="llama")
+    attach(daemon.socket, "llama")
 
 
-def test_a_damaged_file_of_namespaces_ends_the_start(serve: Serve, tmp_path: Path) -> None:
+def test_a_damaged_file_of_namespaces_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir(mode=0o700)
     (tmp_path / "disk" / FILE).write_text('{"version": 1, "namespaces": [{}]}')
     with closing(Daemon(memory="64MiB", staging="1MiB", disk=str(tmp_path / "disk"))) as daemon:
@@ -179,72 +151,57 @@ def test_a_damaged_file_of_namespaces_ends_the_start(serve: Serve, tmp_path: Pat
         assert "namespaces.0.name: field required: file=" in daemon.records("daemon.failed")[0]["error"]
 
 
-def test_a_purge_frees_a_namespace_that_no_engine_uses(
-    both: Serve, other: OtherUser, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_purge_frees_a_namespace_that_no_engine_uses(both: Serve, command: Callable[..., str]) -> None:
     daemon = both()
     victim, _ = victim_of(daemon)
     at = ("--yes", "--socket", daemon.socket)
-    assert "2 removed" in command(capsys, "store", "purge", "--engine", "victim", *at)
-    assert "owner_uid=0" in other.attach(daemon.socket, "thief", "llama"), "the engine stores there again"
+    assert "2 removed" in command("store", "purge", "--engine", "victim", *at)
+    assert "owner_uid=0" in refusal(daemon.socket, "llama"), "the engine stores there again"
     victim.save(blocks("again", 1))
     stored(daemon, 3)
     victim.close()
     eventually(lambda: daemon.records("engine.detached"), what="its end")
-    assert "1 removed" in command(capsys, "store", "purge", "--prefix", "llama@tp_rank:*@", *at)
-    assert other.attach(daemon.socket, "heir", "llama") == ""
-    other.close("heir")
+    assert "1 removed" in command("store", "purge", "--prefix", "llama@tp_rank:*@", *at)
+    attach(daemon.socket, "llama")
 
 
-def test_each_user_sees_and_commands_its_own_engines(
-    both: Serve, other: OtherUser, capsys: pytest.CaptureFixture[str]
-) -> None:
-    daemon = both()
-    path, digest = daemon.socket, b"\1" * 32
-    _, values = victim_of(daemon, fingerprint={"weights": "secret-weights"})
-    seen = other.ask(path, admin.StatusQuery())
-    assert isinstance(seen, admin.Status)
+def test_each_user_sees_and_commands_its_own_engines(both: Serve, command: Callable[..., str]) -> None:
+    daemon, chains = both(), [["01" * 32]]
+    path = daemon.socket
+    victim_of(daemon, fingerprint={"weights": "secret-weights"})
+    seen = ask(path, admin.StatusQuery(), admin.Status)
     assert (seen.engines, seen.engine_count, seen.slowest) == ([], 1, [])
-    segments = other.ask(path, admin.StatQuery())
-    assert isinstance(segments, admin.Segments)
-    assert segments.engines == []
+    assert ask(path, admin.StatQuery(), admin.Segments).engines == []
     for request in (
         admin.Purge(engine="victim", timeout_ms=1000),
         admin.Purge(prefixes=[PREFIX], timeout_ms=1000),
         admin.Purge(prefixes=["nobody's@"], timeout_ms=1000),
-        admin.Warm(run="0" * 32, engine="victim", chains=[[digest.hex()]]),
+        admin.Warm(run="0" * 32, engine="victim", chains=chains),
     ):
-        answer = other.ask(path, request)
-        assert isinstance(answer, admin.Report)
-        assert not answer.ok
-    switched = other.ask(path, admin.SetMode(mode="off"))
-    assert isinstance(switched, Refused)
-    everywhere = [other.command(*each, "--socket", path) for each in (("status",), ("top", "--once"), ("stat",))]
-    for text in everywhere:
-        assert "victim" not in text
-        assert "llama" not in text
-    assert "and 1 more engine, of other users" in everywhere[0]
-    assert "secret-weights" not in other.command("store", "stat", "--socket", path)
+        assert not ask(path, request, admin.Report).ok
+    ask(path, admin.SetMode(mode="off"), Refused)
 
-    assert other.attach(path, "mine", "mistral", weights="my-weights") == ""
-    shown = other.command("status", "--socket", path)
-    assert "mine stores under mistral@tp_rank:*@" in shown
-    assert "victim" not in shown
-    assert "my-weights" in other.command("store", "stat", "--socket", path)
-    warmed = other.ask(path, admin.Warm(run="0" * 32, chains=[[digest.hex()]]))
-    assert isinstance(warmed, admin.Warmed)
+    def shown(*arguments: str) -> str:
+        return command(*arguments, "--socket", path, uid=OTHER)
+
+    everywhere = [shown("status"), shown("top", "--once"), shown("stat")]
+    assert not any(secret in text for text in everywhere for secret in ("victim", "llama"))
+    assert "and 1 more engine, of other users" in everywhere[0]
+    assert "secret-weights" not in shown("store", "stat")
+
+    attach(path, "mistral", "mine", weights="my-weights")
+    assert "mine stores under mistral@tp_rank:*@" in (text := shown("status"))
+    assert "victim" not in text
+    assert "my-weights" in shown("store", "stat")
+    warmed = ask(path, admin.Warm(run="0" * 32, chains=chains), admin.Warmed)
     assert (warmed.engine, warmed.absent) == ("mine", 1)
-    purged = other.ask(path, admin.Purge(prefixes=["mistral@tp_rank:0@"], timeout_ms=5000))
-    assert isinstance(purged, admin.Report)
-    assert purged.ok
+    assert ask(path, admin.Purge(prefixes=["mistral@tp_rank:0@"], timeout_ms=5000), admin.Report).ok
 
     assert {each["engine"] for each in ask_daemon(path).engines} == {"victim", "mine"}
-    text = command(capsys, "store", "stat", "--socket", path)
+    text = command("store", "stat", "--socket", path)
     assert f"2  {PREFIX}\n            uid=0, last attached 20" in text
     assert "weights=secret-weights" in text
     assert "0  mistral@tp_rank:*@\n            uid=4242" in text
-    known = json.loads(command(capsys, "store", "stat", "--json", "--socket", path))["known"]
+    known = json.loads(command("store", "stat", "--json", "--socket", path))["known"]
     assert known["llama@tp_rank:*@"]["fingerprint"] == {"weights": "secret-weights"}
     assert known["mistral@tp_rank:*@"]["uid"] == OTHER
-    assert len(values) == 2
-    other.close("mine")
