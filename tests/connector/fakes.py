@@ -27,6 +27,7 @@ from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.attach import Attached, Stored
 from kvprefetch.shmring.wire.records import FlagState, RecordKind
+from tests.support.clock import Clock
 
 BLOCK = 16
 BLOCK_BYTES = 1024
@@ -46,23 +47,6 @@ def fails_with(check: Callable[[], object], patch: pytest.MonkeyPatch, *planted:
     patch.setattr(*planted)
     with pytest.raises(AssertionError, match=match):
         check()
-
-
-class Clock:
-    """CLOCK_MONOTONIC that only moves when told to."""
-
-    def __init__(self) -> None:
-        self.ns = 1_000 * MS
-
-    def __call__(self) -> int:
-        return self.ns
-
-    def now_ns(self) -> int:
-        return self.ns
-
-    def pause(self) -> None: ...
-    def advance_ms(self, ms: float) -> None:
-        self.ns += int(ms * MS)
 
 
 class FakeDaemon:

@@ -9,8 +9,9 @@ from kvprefetch.shmring.doorbell import Doorbell
 from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.attach import Attached, Hello, Mapped, SchedulerInfo, WorkerInfo
 from kvprefetch.shmring.wire.codec import Message, receive_message, send_message
+from tests.support.clock import Clock
 
-from .fakes import Clock, FakeDaemon
+from .fakes import FakeDaemon
 
 
 def hello(role: str) -> Hello:

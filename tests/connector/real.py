@@ -44,8 +44,9 @@ from tests.lab import connectors
 from tests.lab.checkpoint import TINY, make_checkpoint
 from tests.scheduler.model import LAYERS
 from tests.scheduler.shape import base_config, cache_config, sized
+from tests.support.clock import Clock
 
-from .fakes import BLOCK, BLOCK_BYTES, Clock, FakeDaemon, FakeLink
+from .fakes import BLOCK, BLOCK_BYTES, FakeDaemon, FakeLink
 
 MAX_MODEL_LEN = 512
 STOP_TOKEN = 2

@@ -23,9 +23,10 @@ from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire import admin
 from kvprefetch.shmring.wire.attach import Attached, Notice, Refused, Reset, ResetDone, Stored
 from kvprefetch.shmring.wire.codec import receive_message, send_message
+from tests.support.clock import Clock
 from tests.support.waiting import eventually
 
-from .fakes import Clock, FakeDaemon
+from .fakes import FakeDaemon
 from .played_daemon import Server, hello
 
 

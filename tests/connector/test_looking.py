@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from .fakes import BLOCK, Clock, Engine
+from tests.support.clock import Clock
+
+from .fakes import BLOCK, Engine
 
 NOTHING, PENDING = (0, False), (None, False)
 

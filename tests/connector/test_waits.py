@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvprefetch.shmring.wire.records import Outcome
+from tests.support.clock import Clock
 
-from .fakes import BLOCK, MS, Clock, Engine
+from .fakes import BLOCK, MS, Engine
 from .real import RealEngine
 
 PENDING = (None, False)

@@ -17,6 +17,7 @@ from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.errors import ErrorClass, StoreError, StoreUnavailable, classify
 from kvprefetch.daemon.store.settings import MooncakeSettings
 from kvprefetch.daemon.store.storage_nodes import PAUSE_S
+from tests.support.clock import Clock
 from tests.support.waiting import eventually
 
 SETTINGS = MooncakeSettings("127.0.0.1", "P2PHANDSHAKE", "127.0.0.1:1", "tcp", "", 0, "default")
@@ -81,19 +82,9 @@ class FakeClient:
         return 0
 
 
-class Clock:
-    """A clock that moves when told."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def opened(clock: Clock | None = None, settings: MooncakeSettings = SETTINGS) -> tuple[Store, FakeClient]:
     """A store that believes it is open, on a fake client."""
-    store = Store(settings, structlog.get_logger(), clock=clock or Clock())
+    store = Store(settings, structlog.get_logger(), clock=(clock or Clock()).now_s)
     client = FakeClient()
     store.adopt(client)
     return store, client
@@ -174,11 +165,11 @@ def test_should_fail_fast_for_growing_intervals_and_let_one_probe_through() -> N
         with pytest.raises(StoreUnavailable):
             store.exist(["k"])
         assert client.calls == calls + 1
-        clock.now += pause - 0.01
+        clock.advance_ms(1000 * (pause - 0.01))
         with pytest.raises(StoreUnavailable):
             store.exist(["k"])
         assert client.calls == calls + 1, "no call may pass while the breaker is open"
-        clock.now += 0.02
+        clock.advance_ms(20)
     client.codes = [1]
     assert store.exist(["k"]) == [True]
     assert store.exist(["k"]) == [True]
@@ -193,7 +184,7 @@ def test_should_not_blame_the_master_for_an_owner_or_a_disk_that_does_not_answer
     assert store.get_into(["k"], [0], [8]) == [ErrorClass.TRANSFER]
     client.codes = [1]
     assert store.exist(["k"]) == [True], "the breaker is closed"
-    clock.now += PAUSE_S[0]  # the owner is put aside as long
+    clock.advance_ms(1000 * PAUSE_S[0])  # the owner is put aside as long
     client.codes, client.size = [code], -900
     with pytest.raises(StoreUnavailable):
         store.get_into(["k"], [0], [8])
@@ -340,13 +331,13 @@ def test_a_store_that_failed_is_asked_by_a_probe_and_by_no_request() -> None:
     store.suspect("look_up")
     assert not store.answering
     assert not store.due_for_probe
-    clock.now += 0.6
+    clock.advance_ms(600)
     assert store.due_for_probe
     client.codes = [-900]
     store.probe()
     assert not store.answering
     assert not store.due_for_probe, "a longer pause"
-    clock.now += 1.1
+    clock.advance_ms(1100)
     client.codes = [0]
     store.probe()
     assert store.answering

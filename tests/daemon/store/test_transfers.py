@@ -10,7 +10,8 @@ import pytest
 from kvprefetch.daemon.store import give_up
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.store.storage_nodes import PAUSE_S
-from tests.daemon.store.test_store import SETTINGS, Clock, opened
+from tests.daemon.store.test_store import SETTINGS, opened
+from tests.support.clock import Clock
 
 
 @pytest.mark.parametrize(("monotonic_s", "realtime_s"), [(60, 60), (60, 0), (1, 61), (60, -3600)])
@@ -63,7 +64,7 @@ def test_a_value_of_an_owner_that_is_put_aside_lies_nowhere() -> None:
     assert store.get_into(["k"], [0], [8]) == [ErrorClass.TRANSFER]
     client.replicas = {"disk": [None]}
     assert store.media(["k", "disk"], 8) == [None, "disk"]
-    clock.now += PAUSE_S[0]
+    clock.advance_ms(1000 * PAUSE_S[0])
     assert store.media(["k", "disk"], 8) == ["memory", "disk"], "somebody has to try"
 
 

@@ -15,13 +15,7 @@ import structlog
 
 from kvprefetch.daemon.telemetry import logs, pretty
 from kvprefetch.daemon.telemetry.logs import FLOOD_NS, EventCounts, Floods
-
-
-class Clock:
-    now = 0
-
-    def __call__(self) -> int:
-        return self.now
+from tests.support.clock import Clock
 
 
 def say(floods: Floods, event: str = "record.bad", engine: str = "a", **fields: Any) -> bool:
@@ -39,14 +33,14 @@ def test_a_flood_is_summed_once_a_second_and_loses_no_count() -> None:
     assert say(floods), "the first one goes out at once"
     assert not any(say(floods, count=i) for i in range(100))
     assert floods.due() == [], "not before a second is over"
-    clock.now += FLOOD_NS
+    clock.ns += FLOOD_NS
     (line,) = floods.due()
     assert line["suppressed"] == 99, "99 beside the one shown"
     assert line["count"] == 99, "the last one is shown"
     assert not say(floods), "the second that began with the sum"
-    clock.now += FLOOD_NS
+    clock.ns += FLOOD_NS
     assert [each["suppressed"] for each in floods.due()] == [0]
-    clock.now += FLOOD_NS
+    clock.ns += FLOOD_NS
     assert floods.due() == []
     assert say(floods), "quiet for a second: at once again"
 
