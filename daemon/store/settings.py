@@ -13,10 +13,15 @@ from typing import Any
 
 from . import addresses
 
-_KEYS = (
-    "metadata_server", "master_server_address", "protocol", "device_name", "mode", "global_segment_size",
-    "local_buffer_size", "enable_offload", "tenant_id",
-)  # fmt: skip
+_TEXTS = {
+    "metadata_server": "",
+    "master_server_address": "",
+    "protocol": "rdma",
+    "device_name": "",
+    "mode": "embedded",
+    "tenant_id": "default",
+}
+_KEYS = (*_TEXTS, "global_segment_size", "local_buffer_size", "enable_offload")
 _NO_TRANSPORT = ("", "rpc_only")  # Mooncake ends the process with the second
 _LEGACY_TCP = "MC_TCP_PROTO"
 
@@ -68,41 +73,30 @@ class MooncakeSettings:
                 f"{_LEGACY_TCP}=1: puts over TCP would count as done before their bytes are there; unset it"
             )
         raw = _read(path)
-        text = {
-            key: _text(path, raw, key, default)
-            for key, default in (
-                ("metadata_server", ""),
-                ("master_server_address", ""),
-                ("protocol", "rdma"),
-                ("device_name", ""),
-                ("mode", "embedded"),
-                ("tenant_id", "default"),
-            )
-        }
+        text = {key: _text(path, raw, key, default) for key, default in _TEXTS.items()}
         text["metadata_server"] = text["metadata_server"] or addresses.P2P
-        for key, wrong in (
-            ("master_server_address", addresses.wrong_master),
-            ("metadata_server", addresses.wrong_metadata),
+        master, metadata, protocol = text["master_server_address"], text["metadata_server"], text["protocol"]
+        offload, segment = raw.get("enable_offload", False), _size(path, raw, "global_segment_size", 0)
+        standalone = text["mode"] == "standalone-store"
+        _size(path, raw, "local_buffer_size", 1)
+        for key, why in (
+            ("master_server_address", addresses.wrong_master(master)),
+            ("metadata_server", addresses.wrong_metadata(metadata)),
+            ("protocol", "moves no bytes: must be tcp, rdma or another" if protocol in _NO_TRANSPORT else None),
+            ("mode", None if standalone or text["mode"] == "embedded" else "must be 'embedded' or 'standalone-store'"),
+            ("enable_offload", None if isinstance(offload, bool) else "must be true or false"),
         ):
-            if (why := wrong(text[key])) is not None:
-                raise SettingsError(f"{path}: {key}={text[key]!r} {why}")
-        if text["protocol"] in _NO_TRANSPORT:
-            raise SettingsError(f"{path}: protocol={text['protocol']!r} moves no bytes: must be tcp, rdma or another")
-        if text["mode"] not in ("embedded", "standalone-store"):
-            raise SettingsError(f"{path}: mode={text['mode']!r} must be 'embedded' or 'standalone-store'")
-        if not isinstance(raw.get("enable_offload", False), bool):
-            raise SettingsError(f"{path}: enable_offload={raw['enable_offload']!r} must be true or false")
-        segment = _size(path, raw, "global_segment_size", 4 << 30, 0)
-        if (segment == 0) != (text["mode"] == "standalone-store"):
+            if why is not None:
+                raise SettingsError(f"{path}: {key}={text.get(key, offload)!r} {why}")
+        if (segment == 0) != standalone:
             raise SettingsError(
                 f"{path}: global_segment_size={segment} must be 0 in mode standalone-store, above 0 in mode embedded"
             )
-        _size(path, raw, "local_buffer_size", 4 << 30, 1)
         return cls(
-            local_hostname=addresses.own(text["master_server_address"]),
-            metadata_server=text["metadata_server"],
-            master_server_address=text["master_server_address"],
-            protocol=text["protocol"],
+            local_hostname=addresses.own(master),
+            metadata_server=metadata,
+            master_server_address=master,
+            protocol=protocol,
             device_name=text["device_name"],
             global_segment_size=0,
             tenant_id=text["tenant_id"].strip() or "default",
@@ -134,8 +128,8 @@ def _text(path: object, raw: dict[str, Any], key: str, default: str) -> str:
     return value
 
 
-def _size(path: object, raw: dict[str, Any], key: str, default: int, minimum: int) -> int:
-    value = raw.get(key, default)
+def _size(path: object, raw: dict[str, Any], key: str, minimum: int) -> int:
+    value = raw.get(key, 4 << 30)
     size = -1
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         size = int(value)

@@ -45,6 +45,8 @@ class LogWriter:
                 self._waiting += len(data)
             self._write_waiting()
 
+    debug = info = warning = error = msg = write  # structlog calls the one of the line's level
+
     def tick(self) -> None:
         """Write the waiting lines, as far as they go at once."""
         with self._lock:

@@ -90,55 +90,28 @@ class EventCounts:
 class Threshold:
     """A structlog processor: drops lines below a level, which may change while the daemon runs."""
 
-    def __init__(self) -> None:
-        self._least = logging.INFO
+    least = logging.INFO
 
     def set(self, level: str) -> None:
-        self._least = getattr(logging, level.upper())
+        self.least = getattr(logging, level.upper())
 
     def __call__(self, _logger: Any, method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        if getattr(logging, method.upper()) < self._least:
+        if getattr(logging, method.upper()) < self.least:
             raise structlog.DropEvent
         return line
-
-
-class Sink:
-    """The destination of the lines."""
-
-    def __init__(self, fd: int) -> None:
-        self.log: Log = structlog.get_logger()
-        self._writer = LogWriter(fd)
-
-    def msg(self, line: str) -> None:
-        self._writer.write(line)
-
-    debug = info = warning = error = msg  # structlog calls the one of the line's level
-
-    def tick(self, all_of_them: bool) -> int:
-        self._writer.tick()
-        for line in floods.due(all_of_them=all_of_them):
-            level, event = line.pop("level"), line.pop("event")
-            line.pop("ts", None)
-            getattr(self.log, level)(event, **line)
-        if lost := self._writer.take_lost():
-            self.log.warning("log.lost", lost_lines=lost)
-        return self._writer.lost_lines
-
-    def finish(self) -> None:
-        self._writer.drain(LAST_S)
 
 
 threshold = Threshold()
 floods = Floods()
 event_counts = EventCounts()
-_sink: Sink | None = None
+_output: tuple[LogWriter, Log] | None = None
 
 
 def configure(level: str) -> Log:
     """Return the daemon's logger, which writes to standard output."""
-    global _sink
+    global _output
     sys.stdout.flush()
-    sink = _sink = Sink(sys.stdout.fileno())
+    writer = LogWriter(sys.stdout.fileno())
     terminal = sys.stdout.isatty()
     prefix = not terminal and goes_to_journald(sys.stdout, os.environ)
     colour = terminal and "NO_COLOR" not in os.environ
@@ -162,11 +135,12 @@ def configure(level: str) -> Log:
             render,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),  # `threshold` decides
-        logger_factory=lambda: sink,
+        logger_factory=lambda: writer,
         cache_logger_on_first_use=True,
     )
-    sink.log = structlog.get_logger().bind(run_id=uuid.uuid4().hex[:12])
-    return sink.log
+    log: Log = structlog.get_logger().bind(run_id=uuid.uuid4().hex[:12])
+    _output = writer, log
+    return log
 
 
 def unblock_streams(environ: Mapping[str, str] = os.environ) -> None:
@@ -181,13 +155,23 @@ def tick(*, all_of_them: bool = False) -> int:
 
     Return how many lines were lost since the start, unreported ones included.
     """
-    return _sink.tick(all_of_them) if _sink is not None else 0
+    if _output is None:
+        return 0
+    writer, log = _output
+    writer.tick()
+    for line in floods.due(all_of_them=all_of_them):
+        level, event = line.pop("level"), line.pop("event")
+        line.pop("ts", None)
+        getattr(log, level)(event, **line)
+    if lost := writer.take_lost():
+        log.warning("log.lost", lost_lines=lost)
+    return writer.lost_lines
 
 
 def finish() -> None:
     """Write all waiting lines, if the reader takes them within two seconds. Call it last."""
-    if _sink is not None:
-        _sink.finish()
+    if _output is not None:
+        _output[0].drain(LAST_S)
 
 
 def goes_to_journald(stream: TextIO, environ: Mapping[str, str]) -> bool:
