@@ -1,4 +1,4 @@
-"""Which owner hangs, told from gets that are late and gets that deliver; what is then not asked for, and what is."""
+"""Which storage node hangs, as late gets and delivering gets show, and which values are then not asked for."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ OK, MISS, REFUSED = ErrorClass.OK, ErrorClass.MISS, ErrorClass.TRANSFER
 
 
 class Reading:
-    """Keys are owners' names and a number, such as a1; of `ab1` there is a replica with each, `.1` is on a disk."""
+    """Keys are nodes' names and a number, such as a1; `ab1` has a replica on each, `.1` is on a disk.
 
-    def __init__(self) -> None:
-        self.now = 100.0
+    The nodes that `dead` names fail.
+    """
+
+    def __init__(self, dead: str = "") -> None:
+        self.now, self.dead = 100.0, dead
         self.nodes = StorageNodes(structlog.get_logger(), lambda: self.now)
         self.calls: list[list[str]] = []
 
     def read(
-        self, *keys: str, get: Get | None = None, during: Callable[[], None] = lambda: None,
-        result: ErrorClass = OK,
-    ) -> list[ErrorClass]:  # fmt: skip
-        """What became of them; `during` each call the test may do something else."""
+        self, *keys: str, get: Get | None = None, during: Callable[[], None] = lambda: None, result: ErrorClass = OK
+    ) -> list[ErrorClass]:
+        """Read the keys; `during` each call the test may do something else."""
 
         def call(part: Sequence[int]) -> list[ErrorClass]:
             self.calls.append([keys[i] for i in part])
             during()
-            return [result] * len(part)
+            return [REFUSED if set(keys[i][:-1]) & set(self.dead) else result for i in part]
 
-        where = {key: frozenset((owner, 1) for owner in key[:-1] if owner != ".") for key in keys if key != "?0"}
+        where = {key: frozenset((node, 1) for node in key[:-1] if node != ".") for key in keys if key != "?0"}
         return self.nodes.read(keys, where, get or Get(), call)
 
     def behind(self, *hung: str, then: Callable[[], None]) -> None:
-        """Do that while a get of these is late."""
+        """Run `then` while a get of these keys is late."""
         get = Get()
 
         def during() -> None:
@@ -55,7 +57,7 @@ def test_nothing_is_refused_or_read_apart_while_no_get_is_late() -> None:
     assert reading.calls == [["a2", "b2", ".2"], ["a1", "b1", "?0"]]
 
 
-def test_the_one_owner_of_a_late_get_is_left_alone_until_it_returns() -> None:
+def test_the_one_node_of_a_late_get_is_left_alone_until_it_returns() -> None:
     reading = Reading()
     outcome: list[list[ErrorClass]] = []
     reading.behind("a1", "a2", then=lambda: outcome.append(reading.read("b1", "a3", "ab1", ".1")))
@@ -64,13 +66,13 @@ def test_the_one_owner_of_a_late_get_is_left_alone_until_it_returns() -> None:
     assert reading.read("a3") == [OK]
 
 
-def test_nothing_is_called_for_keys_of_an_owner_that_hangs_alone() -> None:
+def test_nothing_is_called_for_keys_of_a_node_that_hangs_alone() -> None:
     reading = Reading()
     reading.behind("a1", then=lambda: assert_equal(reading.read("a2", "a3"), [REFUSED] * 2))
     assert reading.calls == [["a1"]]
 
 
-def test_of_several_owners_of_a_late_get_those_that_deliver_are_told_from_the_one_that_does_not() -> None:
+def test_of_several_nodes_of_a_late_get_those_that_deliver_are_found() -> None:
     reading = Reading()
 
     def then() -> None:
@@ -81,7 +83,7 @@ def test_of_several_owners_of_a_late_get_those_that_deliver_are_told_from_the_on
     assert reading.calls == [["a0", "b0"], ["c1"], ["a1"], ["a2", "c2"]]
 
 
-def test_the_second_get_that_hangs_at_one_doubtful_owner_says_that_it_is_that_one() -> None:
+def test_the_second_get_that_hangs_at_one_doubtful_node_says_that_it_is_that_one() -> None:
     reading = Reading()
 
     def second() -> None:
@@ -91,7 +93,7 @@ def test_the_second_get_that_hangs_at_one_doubtful_owner_says_that_it_is_that_on
     assert reading.calls == [["a0", "b0"], ["b1"], ["a2"]]
 
 
-def test_a_get_that_is_given_up_between_two_owners_does_not_go_on_to_the_next() -> None:
+def test_a_get_that_is_given_up_between_two_nodes_does_not_go_on_to_the_next() -> None:
     reading, get = Reading(), Get()
 
     def then() -> None:
@@ -101,7 +103,7 @@ def test_a_get_that_is_given_up_between_two_owners_does_not_go_on_to_the_next() 
     reading.behind("a0", "b0", then=then)
 
 
-def test_an_owner_that_delivered_to_another_get_meanwhile_is_not_the_one_that_hangs() -> None:
+def test_a_node_that_delivered_to_another_get_meanwhile_is_not_the_one_that_hangs() -> None:
     reading, late = Reading(), Get()
 
     def during() -> None:
@@ -117,7 +119,7 @@ def test_an_owner_that_delivered_to_another_get_meanwhile_is_not_the_one_that_ha
 
 @pytest.mark.parametrize("also", [[], ["a0"]])
 def test_a_disk_that_hangs_is_nobody_s_memory(also: list[str]) -> None:
-    """Whose disk it is is not told. Where memory was read with it, either may hang."""
+    """Mooncake does not name the disk's node. Where memory was read with it, either may hang."""
     reading = Reading()
     reading.behind(".0", *also, then=lambda: assert_equal(reading.read("a1", ".1", "b1"), [OK] * 3))
 
@@ -138,32 +140,8 @@ def assert_equal(found: object, expected: object) -> None:
     assert found == expected
 
 
-class Failing(Reading):
-    """As Reading, and the owners that `dead` names fail."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dead = ""
-
-    def read(
-        self,
-        *keys: str,
-        get: Get | None = None,
-        during: Callable[[], None] = lambda: None,
-        result: ErrorClass = OK,
-    ) -> list[ErrorClass]:
-        def call(part: Sequence[int]) -> list[ErrorClass]:
-            self.calls.append([keys[i] for i in part])
-            during()
-            return [REFUSED if set(keys[i][:-1]) & set(self.dead) else result for i in part]
-
-        where = {key: frozenset((owner, 1) for owner in key[:-1] if owner != ".") for key in keys}
-        return self.nodes.read(keys, where, get or Get(), call)
-
-
-def test_an_owner_that_failed_is_asked_again_by_one_call_at_a_time_after_longer_and_longer_pauses() -> None:
-    reading = Failing()
-    reading.dead = "a"
+def test_a_node_that_failed_is_asked_again_by_one_call_at_a_time_after_longer_and_longer_pauses() -> None:
+    reading = Reading(dead="a")
     assert reading.read("a1", "b1") == [REFUSED, OK]
     tried = []
     for _ in range(100):
@@ -185,18 +163,16 @@ def test_an_owner_that_failed_is_asked_again_by_one_call_at_a_time_after_longer_
     assert reading.calls[-1] == ["a1", "a2", "a3"]
 
 
-def test_while_one_call_tries_an_owner_no_other_does() -> None:
-    reading = Failing()
-    reading.dead = "a"
+def test_while_one_call_tries_a_node_no_other_does() -> None:
+    reading = Reading(dead="a")
     reading.read("a1")
     reading.now += 1
     assert reading.read("a1", during=lambda: assert_equal(reading.read("a2", "b1"), [REFUSED, OK])) == [REFUSED]
     assert reading.calls == [["a1"], ["a1"], ["b1"]]
 
 
-def test_a_try_that_tells_nothing_or_raises_leaves_the_owner_to_the_next_call() -> None:
-    reading = Failing()
-    reading.dead = "a"
+def test_a_try_that_tells_nothing_or_raises_leaves_the_node_to_the_next_call() -> None:
+    reading = Reading(dead="a")
     reading.read("a1")
     reading.now += 1
     reading.dead = ""
@@ -211,9 +187,8 @@ def test_a_try_that_tells_nothing_or_raises_leaves_the_owner_to_the_next_call() 
     assert reading.nodes.aside() == frozenset()
 
 
-def test_of_a_value_that_several_owners_hold_none_is_blamed() -> None:
-    reading = Failing()
-    reading.dead = "a"
+def test_of_a_value_that_several_nodes_hold_none_is_blamed() -> None:
+    reading = Reading(dead="a")
     assert reading.read("ab1") == [REFUSED]
     assert reading.read("b1") == [OK]
     assert reading.read("a1", "ab1") == [REFUSED, REFUSED]
@@ -224,25 +199,24 @@ def test_of_a_value_that_several_owners_hold_none_is_blamed() -> None:
     assert reading.nodes.aside() == {"a"}
 
 
-def test_an_owner_that_failed_for_some_values_and_delivered_others_is_not_put_aside() -> None:
+def test_a_node_that_failed_for_some_values_and_delivered_others_is_not_put_aside() -> None:
     reading = Reading()
     where = {f"a{number}": frozenset({("a", number)}) for number in range(2)}
     reading.nodes.read(list(where), where, Get(), lambda part: [REFUSED, OK])
     assert reading.nodes.aside() == frozenset()
 
 
-def test_an_owner_that_nobody_asks_for_any_more_is_forgotten() -> None:
-    reading = Failing()
-    reading.dead = "a"
+def test_a_node_that_nobody_asks_for_any_more_is_forgotten() -> None:
+    reading = Reading(dead="a")
     reading.read("a1")
     reading.now += FORGET_S + 10
-    assert reading.read("b1") == [OK]
-    assert not reading.nodes._aside
+    reading.dead = ""
+    assert reading.read("a1", "a2", "b1") == [OK] * 3
+    assert reading.calls[-1] == ["a1", "a2", "b1"], "no longer tried with one value first"
 
 
-def test_each_owner_that_is_put_aside_and_comes_back_has_one_line_for_each() -> None:
-    reading = Failing()
-    reading.dead = "a"
+def test_each_node_that_is_put_aside_and_comes_back_has_one_line_for_each() -> None:
+    reading = Reading(dead="a")
     with structlog.testing.capture_logs() as lines:
         for pause in (1, 2, 4):
             reading.read("a1", "a2")
@@ -253,7 +227,7 @@ def test_each_owner_that_is_put_aside_and_comes_back_has_one_line_for_each() -> 
     assert lines[1]["waited_s"] == 7.0
 
 
-def test_look_ups_know_of_the_owner_that_hangs() -> None:
+def test_look_ups_know_of_the_node_that_hangs() -> None:
     reading = Reading()
     reading.behind("a1", then=lambda: assert_equal(reading.nodes.aside(), {"a"}))
     assert reading.nodes.aside() == frozenset()

@@ -13,6 +13,11 @@ from kvprefetch.shmring.wire.records import Done, Hint, Outcome
 MS = 1_000_000
 
 
+def hint(blocks: int = 4, local: int = 0) -> Hint:
+    """One that arrived at 1 ms."""
+    return Hint(0, 1, "r", blocks, local, 0, 1500, 1 * MS, 32, memoryview(b""))
+
+
 @pytest.mark.parametrize(
     ("asked", "waited", "claimed", "ended", "exposed", "hidden"),
     [
@@ -28,8 +33,7 @@ MS = 1_000_000
 def test_the_wait_and_what_was_hidden(
     asked: int, waited: int, claimed: int, ended: int, exposed: float, hidden: float
 ) -> None:
-    hint = Hint(0, 1, "r", 4, 0, 0, 129, 1 * MS, 32, memoryview(b""))
-    trace = Trace(hint, 21 * MS)
+    trace = Trace(hint(), 21 * MS)
     trace.looked_up_ns = 26 * MS
     request = Request((0, 1), b"", 32, 4, 0, 0, 1)
     request.first_byte_ns, request.last_byte_ns, request.fetched_blocks = 41 * MS, 101 * MS, 4
@@ -43,23 +47,10 @@ def test_the_wait_and_what_was_hidden(
     assert (line["bytes"], line["bytes_memory"], line["bytes_disk"]) == (4000, 3000, 1000)
 
 
-def test_a_miss_hides_nothing_and_waited_for_its_look_up_alone() -> None:
-    """64 prompts at once, seats for all, tokens for one: the last one's answer was there 67.8 s before its turn."""
-    trace = Trace(Hint(0, 1, "r", 46, 0, 0, 1500, 1 * MS, 32, memoryview(b"")), 2 * MS)
-    trace.looked_up_ns = 10 * MS
-    request = Request((0, 1), b"", 32, 46, 0, 0, 1)
-    request.final = True
-    done = Done(0, 1, Outcome.MISS, 0, 0, 3 * MS, 9 * MS, 0, 0)
-    line = trace.fields(request, Ending.MISS, done, 1000, 67_815 * MS)
-    assert (line["exposed_ms"], line["hidden_fraction"]) == (9.0, None)
-    counters = Counters()
-    counters.request_done(line)
-    assert (counters.transfer_s, counters.hidden_s) == (0.0, 0.0)
-
-
 @pytest.mark.parametrize(
     ("final", "asked", "looked_up", "waited", "unseen"),
     [
+        (True, 2, 9, 9, 2.0),  # 64 prompts at once, tokens for one: 67 s with others are no wait
         (True, 1, 6, 812, 807.0),  # told to wait, and its answer came while a step of others ran
         (True, 1, 6, 4, 0.0),  # the step went to others before the answer came
         (True, 6, 2, 10, 10.0),  # answered before it was asked about: the daemon's clock and the scheduler's look cross
@@ -70,22 +61,24 @@ def test_a_miss_hides_nothing_and_waited_for_its_look_up_alone() -> None:
 def test_what_a_request_waited_for_the_engine_s_own_step(
     final: bool, asked: int, looked_up: int, waited: int, unseen: float
 ) -> None:
-    trace = Trace(Hint(0, 1, "r", 46, 0, 0, 1500, 1 * MS, 32, memoryview(b"")), 2 * MS)
+    trace = Trace(hint(46), 2 * MS)
     trace.looked_up_ns = (looked_up + 1) * MS
     request = Request((0, 1), b"", 32, 46, 0, 0, 1)
     request.final = final
     done = Done(0, 1, Outcome.MISS, 0, 0, (asked + 1) * MS if asked else 0, waited * MS, 0, 0)
     line = trace.fields(request, Ending.MISS, done, 1000, 900 * MS)
-    assert line["unseen_ms"] == unseen
+    assert (line["unseen_ms"], line["hidden_fraction"]) == (unseen, None), "a miss hides nothing"
+    assert line["exposed_ms"] == (min(waited, 899 - asked) if asked else 0)
     counters = Counters()
     counters.request_done(line)
+    assert (counters.transfer_s, counters.hidden_s) == (0.0, 0.0)
     assert sum(counters.ready_to_seen.counts) == (unseen > 0)
     assert counters.ready_to_seen.sum_s == pytest.approx(unseen / 1e3)
 
 
 @pytest.mark.parametrize(("final", "exposed"), [(True, 20.0), (False, 60.0)])
 def test_without_the_engine_s_word_a_wait_ends_with_the_fetch(final: bool, exposed: float) -> None:
-    trace = Trace(Hint(0, 1, "r", 4, 0, 0, 129, 1 * MS, 32, memoryview(b"")), 2 * MS)
+    trace = Trace(hint(), 2 * MS)
     trace.looked_up_ns, trace.asked_ns = 10 * MS, 31 * MS
     request = Request((0, 1), b"", 32, 4, 0, 0, 1)
     request.last_byte_ns, request.fetched_blocks, request.final = 51 * MS, 2, final
@@ -98,7 +91,7 @@ def test_a_request_is_told_once_and_entered_into_the_totals() -> None:
     traces = Traces(1000)
     request = Request((0, 1), b"", 32, 4, 1, 0, 1)
     request.last_byte_ns, request.fetched_blocks = 51 * MS, 2
-    traces.begin(request.key, Hint(0, 1, "r", 4, 1, 0, 129, 1 * MS, 32, memoryview(b"")), 11 * MS)
+    traces.begin(request.key, hint(local=1), 11 * MS)
     traces.looked_up(request.key, 3, 21 * MS, unavailable=False)
     traces.asked(request.key, 31 * MS)
     traces.asked((7, 7), 31 * MS)  # not a request of ours: nothing happens
