@@ -1,4 +1,4 @@
-"""Store calls that hang: a real cluster whose owner or master is stopped with SIGSTOP, and thawed again."""
+"""Store calls that hang: a real cluster whose storage node or master SIGSTOP stops, and SIGCONT thaws."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cluster() -> Iterator[Store]:
 
 
 @pytest.fixture
-def two_owners() -> Iterator[Store]:
+def two_nodes() -> Iterator[Store]:
     with Store(memory="64 MB", owners=2) as store:
         yield store
 
@@ -39,11 +39,23 @@ def end(engine: FakeEngine, key: tuple[int, int]) -> None:
     engine.done(key, Outcome.ABORTED)
 
 
+def grouped(name: str, count: int) -> list[dict[bytes, bytes]]:
+    """Groups of two blocks."""
+    return [blocks(f"{name}-{number}", 2) for number in range(count)]
+
+
+def put(cluster: Store, *groups: list[dict[bytes, bytes]], prefixes: tuple[str, ...] = ("model", "model")) -> None:
+    """Put each list of groups on a storage node of its own."""
+    for prefix, each, segment in zip(prefixes, groups, cluster.segments, strict=True):
+        values = {f"{prefix}@tp_rank:0@{digest.hex()}": v for group in each for digest, v in group.items()}
+        control.put(cluster.config, values, segment)
+
+
 def stuck(daemon: Daemon) -> int:
     return int(ask_daemon(daemon.socket).engines[0]["slots_stuck"])
 
 
-def test_an_owner_that_is_frozen_costs_its_requests_the_deadline_and_no_one_else_anything(
+def test_a_node_that_is_frozen_costs_its_requests_the_deadline_and_no_one_else_anything(
     serve: Callable[..., Daemon], cluster: Store, auditor: Auditor
 ) -> None:
     daemon = serve(memory=None, mooncake_config=cluster.config, extra=("--call-timeout-ms", "1000"))
@@ -76,21 +88,19 @@ def test_an_owner_that_is_frozen_costs_its_requests_the_deadline_and_no_one_else
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_requests_behind_an_owner_that_is_frozen_wait_for_it_once_and_those_of_others_are_served(
-    serve: Callable[..., Daemon], two_owners: Store, apart: bool
+def test_requests_behind_a_node_that_is_frozen_wait_for_it_once_and_those_of_others_are_served(
+    serve: Callable[..., Daemon], two_nodes: Store, apart: bool
 ) -> None:
-    """Each request's values lie with one owner, or with both: then it is read apart once which of them hangs."""
-    hung, fine = ([blocks(f"{name}-{number}", 2) for number in range(8)] for name in ("hung", "fine"))
-    for groups, segment in zip((hung, fine), two_owners.segments, strict=True):
-        values = {f"model@tp_rank:0@{digest.hex()}": v for group in groups for digest, v in group.items()}
-        control.put(two_owners.config, values, segment)
+    """Each request's values lie on one node, or on both: then gets read apart to find out which one hangs."""
+    hung, fine = grouped("hung", 8), grouped("fine", 8)
+    put(two_nodes, hung, fine)
     extra = ("--call-timeout-ms", "1000", "--chunk", "8192")  # two blocks in a call
-    daemon = serve(memory=None, mooncake_config=two_owners.config, extra=extra)
+    daemon = serve(memory=None, mooncake_config=two_nodes.config, extra=extra)
     engine = FakeEngine(daemon.socket)
     wanted = [list(group) for pair in zip(hung, fine, strict=True) for group in pair]
     if not apart:
         wanted = [[good, bad] for (_, good), (bad, _) in zip(fine, hung, strict=True)]
-    with frozen(two_owners.owner_pid):
+    with frozen(two_nodes.owner_pid):
         began = time.monotonic()
         keys = [engine.hint(digests) for digests in wanted]
         counts = [engine.settled(key, ANSWER_S).count for key in keys]
@@ -105,19 +115,17 @@ def test_requests_behind_an_owner_that_is_frozen_wait_for_it_once_and_those_of_o
     engine.close()
 
 
-def test_requests_behind_an_owner_that_was_killed_wait_for_it_once_and_those_of_others_are_served(
-    serve: Callable[..., Daemon], two_owners: Store
+def test_requests_behind_a_node_that_was_killed_wait_for_it_once_and_those_of_others_are_served(
+    serve: Callable[..., Daemon], two_nodes: Store
 ) -> None:
     """Mooncake takes a second for each call to it, until the master drops its values."""
-    dead, fine = ([blocks(f"{name}-{number}", 2) for number in range(10)] for name in ("dead", "fine"))
-    for groups, segment in zip((dead, fine), two_owners.segments, strict=True):
-        values = {f"model@tp_rank:0@{digest.hex()}": v for group in groups for digest, v in group.items()}
-        control.put(two_owners.config, values, segment)
-    daemon = serve(memory=None, mooncake_config=two_owners.config, extra=("--chunk", "8192"))  # two blocks in a call
+    dead, fine = grouped("dead", 10), grouped("fine", 10)
+    put(two_nodes, dead, fine)
+    daemon = serve(memory=None, mooncake_config=two_nodes.config, extra=("--chunk", "8192"))  # two blocks in a call
     engine = FakeEngine(daemon.socket)
     assert engine.load(list(dead[0])) == list(dead[0].values()), "connected"
     assert engine.load(list(fine[0])) == list(fine[0].values())
-    os.kill(two_owners.owner_pid, signal.SIGKILL)
+    os.kill(two_nodes.owner_pid, signal.SIGKILL)
     began = time.monotonic()
     behind = [engine.hint(list(group)) for group in dead[1:]]
     others = [engine.hint(list(group)) for group in fine[1:6]]
@@ -178,23 +186,20 @@ def test_sigterm_does_not_wait_for_a_call_that_hangs(serve: Callable[..., Daemon
 
 @pytest.mark.parametrize("deadline_ms", [1000, 20_000])
 def test_one_engine_s_calls_that_hang_are_not_in_the_way_of_another_s(
-    serve: Callable[..., Daemon], two_owners: Store, deadline_ms: int
+    serve: Callable[..., Daemon], two_nodes: Store, deadline_ms: int
 ) -> None:
-    """One owner is frozen, and one engine wants nothing but its values; the other owner's go on being fetched.
+    """One node is frozen, and one engine wants its values alone; those of the other node still come.
 
     With a long deadline calls hang in the midst of their time.
     """
-    hung = [blocks(f"hung-{number}", 2) for number in range(8)]
-    fine = [blocks(f"fine-{number}", 2) for number in range(12)]
-    for prefix, groups, segment in zip(("hung", "fine"), (hung, fine), two_owners.segments, strict=True):
-        values = {f"{prefix}@tp_rank:0@{digest.hex()}": v for group in groups for digest, v in group.items()}
-        control.put(two_owners.config, values, segment)
+    hung, fine = grouped("hung", 8), grouped("fine", 12)
+    put(two_nodes, hung, fine, prefixes=("hung", "fine"))
     extra = ("--call-timeout-ms", str(deadline_ms), "--chunk", "8192")  # two blocks in a call
-    daemon = serve(memory=None, mooncake_config=two_owners.config, extra=extra)
+    daemon = serve(memory=None, mooncake_config=two_nodes.config, extra=extra)
     victim = FakeEngine(daemon.socket, engine_id="victim", prefix="hung")
     other = FakeEngine(daemon.socket, engine_id="other", prefix="fine")
     assert other.load(list(fine[0])) == list(fine[0].values())
-    with frozen(two_owners.owner_pid):
+    with frozen(two_nodes.owner_pid):
         waiting = [victim.hint(list(group)) for group in hung]
         for number, group in enumerate(fine[1:]):
             started = time.monotonic()
@@ -204,6 +209,6 @@ def test_one_engine_s_calls_that_hang_are_not_in_the_way_of_another_s(
         if deadline_ms < 5000:
             for key in waiting:
                 assert victim.settled(key, ANSWER_S).count == 0
-            assert len(daemon.records("call.overdue")) == 1, "the owner hangs: nobody asks it again"
+            assert len(daemon.records("call.overdue")) == 1, "the node hangs: nobody asks it again"
     victim.close()
     other.close()

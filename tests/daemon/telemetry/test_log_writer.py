@@ -91,17 +91,9 @@ def test_a_reader_that_left_costs_nothing(pipe: tuple[int, int]) -> None:
 
 
 def serve(tmp_path: Path, stdout: int, stderr: int | None = None) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable,
-        "-m",
-        "kvprefetch.daemon",
-        "serve",
-        "--socket",
-        str(tmp_path / "s"),
-        "--metrics-port",
-        "0",
-    ]
-    process = subprocess.Popen([*command, "--memory", "64MiB", "--staging", "1MiB"], stdout=stdout, stderr=stderr)
+    command = [sys.executable, "-m", "kvprefetch.daemon", "serve", "--socket", str(tmp_path / "s")]
+    sizes = ["--metrics-port", "0", "--memory", "64MiB", "--staging", "1MiB"]
+    process = subprocess.Popen([*command, *sizes], stdout=stdout, stderr=stderr)
     eventually(lambda: listening(tmp_path / "s"), 60, "the socket")
     return process
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon.fake_engine import FakeEngine, listening
+from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks
+from tests.daemon.telemetry.test_log_writer import serve
 from tests.support.auditor import ask_daemon
 from tests.support.waiting import eventually
 
@@ -124,11 +125,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_log_on_a_disk_that_stands_still_keeps_nobody_from_serving_and_ending(disk: Path, tmp_path: Path) -> None:
     """A write to it waits in the kernel, and neither SIGTERM nor SIGKILL ends that. 50 lines fit the pipe."""
     path, socket = disk / "log", tmp_path / "s"
-    command = [sys.executable, "-m", "kvprefetch.daemon", "serve", "--socket", str(socket), "--metrics-port", "0"]
     with path.open("ab") as log:
-        process = subprocess.Popen([*command, "--memory", "64MiB", "--staging", "1MiB"], stdout=log, stderr=log)
+        process = serve(tmp_path, log.fileno(), log.fileno())
     try:
-        eventually(lambda: listening(socket), 60, "the socket")
         engine = FakeEngine(socket)
         eventually(lambda: "engine.attached" in path.read_text(), what="the log")
         subprocess.run(["fsfreeze", "-f", str(disk)], check=True)
