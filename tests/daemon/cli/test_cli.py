@@ -109,6 +109,7 @@ def test_in_an_engine_s_environment(arguments: list[str], status: int, words: st
         (["mode"], 78, "required: {on,shadow,off}; see kvprefetchd mode --help"),
         (["store"], 78, "required: {ls,stat,purge}; see kvprefetchd store --help"),
         (["status", "--socket", "/nonexistent"], 69, "start it (kvprefetchd serve"),
+        (["stat", "--socket", "/nonexistent"], 69, "socket='/nonexistent'"),
     ],
 )
 def test_a_first_mistake_gets_advice(
