@@ -100,7 +100,7 @@ class Epoch(EpochCalls):
             self._start(Kind.COPY, device.unpin, lambda _: None)
         for request in list(self.planner.requests.values()):
             self._write(request, Ending.ENGINE_CORRUPT if self.corrupt is not None else ending)
-        self.planner.end()
+        self.planner.blocks.waste_rest()
         self._count_waste()
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ class Promoter:
         if self.ready and self._pieces and not self._pinning:
             self._pinning = True
             return DeviceJob("pin", partial(self._device.pin, *self._pieces.popleft()))
-        if self.ready and self._copying < IN_FLIGHT and self._promotions.wanted:
+        if self.ready and self._copying < IN_FLIGHT:
             order = yield from self._promotions.next_order()
             if order is not None:
                 self._copying += 1

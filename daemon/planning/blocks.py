@@ -27,7 +27,7 @@ class Blocks:
     A slot that is in `lost` when it comes back is never used again; the caller adds to that set.
     """
 
-    def __init__(self, slot_count: int, disk_slots: int, lost: Set[int] = frozenset()) -> None:
+    def __init__(self, slot_count: int, disk_slots: int, lost: Set[int]) -> None:
         self.slot_count = slot_count
         self.disk_slots = disk_slots
         self.lost = 0  # slots that are never used again
@@ -88,10 +88,8 @@ class Blocks:
 
     def take_slots(self, most: int, warming: str | None = None) -> array[int]:
         """Take free slots, then those of the least recently used blocks, up to a block that this warming listed."""
-        start = max(0, len(self._free) - most)
-        slots = self._free[start:]
-        slots.reverse()
-        del self._free[start:]
+        slots = self._free[: -most - 1 : -1]
+        del self._free[len(self._free) - len(slots) :]
         while len(slots) < most and self._idle and (run := next(iter(self._idle))).warming != warming:
             kept = max(0, len(run) - most + len(slots))  # the first blocks are of use without the others
             for digest in run.digests[kept:]:

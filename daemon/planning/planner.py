@@ -167,10 +167,6 @@ class Planner:
         self.blocks.detach_all()
         return ended
 
-    def end(self) -> None:
-        """The engine is gone: blocks that it has not loaded are waste."""
-        self.blocks.waste_rest()
-
     def give_up(self, lane: Lane) -> None:
         """This lane can fetch nothing: requests that wait for it go on with the blocks that they have."""
         while (request := self._queues.head(lane)) is not None:

@@ -211,11 +211,6 @@ class Promotions:
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
-    @property
-    def wanted(self) -> bool:
-        """Whether next_order() is worth a call."""
-        return bool(self._queue) and not self._stopped and not self._closed
-
     def next_order(self) -> Steps[CopyOrder | None]:
         """Return the most urgent blocks to copy now; None if there are none, or no room."""
         slots: list[tuple[int, int]] = []

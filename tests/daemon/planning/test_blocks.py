@@ -116,7 +116,7 @@ def test_blocks_that_a_load_left_are_waste_once_their_room_is_reused() -> None:
     assert wasted_after(planner, 3, "y", "z") == [1, 0]
     planner.finish((2, 1), loaded=range(1))
     for _ in range(2):
-        planner.end()
+        planner.blocks.waste_rest()
         assert planner.blocks.wasted == [4, 0], "x, y and z as well, once"
 
 

@@ -109,8 +109,7 @@ class PromotionMachine(RuleBasedStateMachine):
 
     @rule()
     def pump(self) -> None:
-        if self.device.promotions.wanted:
-            self.device.order()
+        self.device.order()
 
     @precondition(lambda self: self.device.orders)
     @rule(data=st.data(), ok=st.sampled_from([True, True, True, False]))
@@ -122,7 +121,7 @@ class PromotionMachine(RuleBasedStateMachine):
         """End all copies, and perhaps make all that have room."""
         while self.device.orders:
             self.device.copy()
-        if again and self.device.promotions.wanted:
+        if again:
             self.device.promote()
 
     @rule()
