@@ -117,8 +117,8 @@ class Epoch(EpochCalls):
 
     def drain(self, limit: int) -> int:
         """Handle up to `limit` records; return how many there were."""
-        count = self.calls.contain(self._drain, 0, limit)
-        self._carry_on()
+        if count := self.calls.contain(self._drain, 0, limit):
+            self._carry_on()
         return count
 
     def _drain(self, limit: int) -> int:

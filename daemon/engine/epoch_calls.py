@@ -286,6 +286,8 @@ class EpochCalls:
     def _save_next(self, now_ns: int) -> None:
         if slots := self.saver.next_grant(saving=self._saving):
             self.channel.credits.grant(slots)
+        if not self.saver.waiting:
+            return
         loading = self._pools.fetches_in_flight > 0 or self.planner.has_work
         job = self.saver.next_job(now_ns, loading=loading)
         if isinstance(job, Put):

@@ -131,6 +131,11 @@ class Saver:
         self._granted.update(slots)
         return slots
 
+    @property
+    def waiting(self) -> bool:
+        """Whether next_job() is worth a call."""
+        return not self._busy and bool(self._puts or self._reset is not None)
+
     def next_job(self, now_ns: int, *, loading: bool) -> Put | Removal | None:
         """Return the next store call, unless one runs, a full store's pause is not over, or loads go first.
 

@@ -110,7 +110,7 @@ class Engine:
         if asked:
             self.push(RecordKind.ASK, encode_ask(Ask(flag, generation, 1)))
         self.epoch.planner.looked_up((flag, generation), len(names), bytes([on_disk]) * len(names))
-        self.epoch.drain(0)
+        self.epoch.switch("on")  # it carries on
 
     def hint(self, flag: int, generation: int, *names: str, on_disk: bool = False, asked: bool = False) -> None:
         """Push a hint; its blocks are staged when this returns."""
@@ -123,7 +123,7 @@ class Engine:
         for lane in Lane:
             while (order := planner.next_order(lane)) is not None:
                 planner.fetched(order.number, [True] * len(order.slots), 1)
-                self.epoch.drain(0)
+                self.epoch.switch("on")  # it carries on
 
     def done(self, flag: int, generation: int, loaded: range) -> None:
         """Give a claimed flag back."""
