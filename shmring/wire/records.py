@@ -143,8 +143,8 @@ def encode_hint(hint: Hint) -> tuple[bytes, bytes, memoryview]:
     flag, generation, name, blocks, local, priority, tokens, arrival, hash_bytes, hashes = hint
     request_id = name.encode(errors="replace")[:MAX_REQUEST_ID_BYTES]
     priority = max(-(1 << 31), min((1 << 31) - 1, priority))
-    sizes = hash_bytes, len(request_id)
-    head = _HINT.pack(PROTOCOL, GROUPS, *sizes, flag, blocks, local, priority, tokens, generation, arrival)
+    size = len(request_id)
+    head = _HINT.pack(PROTOCOL, GROUPS, hash_bytes, size, flag, blocks, local, priority, tokens, generation, arrival)
     return head, request_id, hashes
 
 
