@@ -206,7 +206,7 @@ _COUNTERS = (
 EVENTS: dict[str, Event] = {
     "daemon.ready": Event("info", "The daemon serves: socket bound, store open or declared degraded.",
                           ("socket", "pid", "staging")),
-    "daemon.stopping": Event("info", "A signal told the daemon to stop.", ("signal",)),
+    "daemon.stopping": Event("info", "A signal asked the daemon to stop.", ("signal",)),
     "daemon.stopped": Event("info", "Everything is closed.", ()),
     "daemon.failed": Event("error", "The daemon cannot start; standard error ends with the same line.", ("error",)),
     "config.changed": Event("info", "A reload changed a key.", ("key", "before", "after", "takes_effect")),
