@@ -9,17 +9,10 @@ from hypothesis import strategies as st
 
 from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, Answer, LookUps, Question
 from kvprefetch.daemon.planning.negative import LASTING_NS, MAX_ENTRIES, MISS_NS, NegativeCache
-from kvprefetch.daemon.planning.planner import Key, Lane, Planner, Request
+from kvprefetch.daemon.planning.planner import Key, Lane, Request
+from tests.daemon.planning.support import FlagsModel, Planner, digests
 
 SECOND = 1_000_000_000
-
-
-class Flags:
-    def take_back(self, _: Key) -> bool:
-        return True
-
-    def expire(self, _: Key) -> bool:
-        return True
 
 
 class Setup:
@@ -31,7 +24,7 @@ class Setup:
         self.answers: dict[Key, tuple[int, bool]] = {}
         self.renewals: dict[Key, int] = {}
         self.stored: set[bytes] = set()
-        self.planner = Planner(1, Flags(), chunk_blocks=1)
+        self.planner = Planner(1, FlagsModel(), chunk_blocks=1)
         self.negative = NegativeCache()
         self.look_ups = LookUps(self.planner.requests, self.negative, timeout_ns=4 * SECOND, lease_ns=10 * SECOND)
 
@@ -65,13 +58,12 @@ class Setup:
             self.apply([answer])
 
     def hint(self, number: int, *names: str, priority: int = 0, now: int = 0) -> Key:
-        hashes = b"".join(name.encode().ljust(8, b".") for name in names)
-        request = self.planner.hint((number, 1), hashes, 8, len(names), 0, priority)
+        request = self.planner.hint((number, 1), digests(*names), 8, len(names), 0, priority)
         self.add(request, now)
         return request.key
 
     def store(self, *names: str) -> None:
-        self.stored.update(name.encode().ljust(8, b".") for name in names)
+        self.stored.update(map(digests, names))
 
     def answer(self, now: int = 0) -> None:
         number, questions = self.sent[-1]
@@ -180,7 +172,7 @@ def test_a_known_miss_is_not_asked_for_again_until_it_is_old_or_we_store_it() ->
     setup.ask(0)
     assert [len(question.digests) for question in setup.sent[-1][1]] == [1], "asked up to the known miss"
     setup.answer()
-    setup.negative.stored([b"b".ljust(8, b".")])
+    setup.negative.stored([digests("b")])
     setup.hint(4, "b")
     setup.ask(0)
     assert len(setup.sent) == 3
@@ -216,7 +208,7 @@ def test_hits_that_wait_longer_than_half_their_lease_are_asked_for_again() -> No
     assert len(setup.sent) == 1
     setup.tick(5 * SECOND)
     assert [(q.request.key, q.renewal) for q in setup.sent[1][1]] == [(waiting, True)]
-    setup.stored.discard(b"c".ljust(8, b"."))
+    setup.stored.discard(digests("c"))
     setup.answer(5 * SECOND)
     assert setup.renewals == {waiting: 2}
     assert setup.planner.requests[waiting].limit == 2, "shorter, not failed"
