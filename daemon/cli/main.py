@@ -6,7 +6,7 @@ import signal
 import sys
 
 if sys.argv[1:2] == ["serve"]:
-    # An early SIGHUP would end the daemon: block it until the daemon has its handler (runtime/service.py).
+    # An early SIGHUP would end the daemon: block it until the daemon has its handler (runtime/signals.py).
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
 
 import argparse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import time
 
 from ..control.epochs import Shared
 from ..control.server import Control
@@ -41,14 +42,14 @@ class Loop:
         if busy and now_ns - self._polled_ns < _POLL_NS:
             return
         self._polled_ns = now_ns
-        epochs = self._epochs.attached()
+        epochs = self._epochs.attached()  # without those that ended now
         # Every ring announces the sleep, also behind one that is not empty.
         empty = [epoch.channel.ring.prepare_sleep() for epoch in epochs] if not busy else [False]
         # The kernel goes round: a descriptor that was returned stands behind those that were not.
         events = self._epoll.poll(TICK_NS / 1e9 if all(empty) else 0.0, EVENTS_PER_TURN)
         for epoch in epochs:
             epoch.channel.ring.wake()
-        self._handle([fd for fd, _ in events], now_ns)
+        self._handle([fd for fd, _ in events], time.monotonic_ns())
 
     def _start_fetches(self) -> None:
         """Start fetches of each lane, one engine after the other, while the lane has room; then those that warm."""
