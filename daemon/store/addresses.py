@@ -19,7 +19,7 @@ _PLAIN = re.compile(rf"(?:\[(?P<literal>[^\]\s]+)\]|(?P<host>[^\s\[\],;/@]+)){_P
 _METADATA = re.compile(r"(?:https?|etcd)://[^\s/]+(?:/\S*)?")
 _HA = re.compile(r"(?P<kind>etcd|redis|k8s)://\S+")
 _ETCD = "etcd://"
-_INFINIBAND = Path("/sys/class/infiniband")
+INFINIBAND = Path("/sys/class/infiniband")
 
 
 def split(address: str) -> tuple[str, int] | None:
@@ -97,4 +97,4 @@ def own(master: str) -> str:
 
 def without_rdma(protocol: str) -> bool:
     """Whether the protocol needs an RDMA device and this machine has none: Mooncake then silently uses TCP."""
-    return protocol == "rdma" and not (_INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()))
+    return protocol == "rdma" and not (INFINIBAND.is_dir() and any(INFINIBAND.iterdir()))

@@ -129,7 +129,7 @@ class EmbeddedMaster:
         if self._disk is not None:
             self._disk.open()
             os.environ.update(self._disk.environment())
-        binary = _binary()
+        binary = master_program()
         for attempt in range(_ATTEMPTS):
             port = self._port or _free_port()
             if self._port:
@@ -228,7 +228,7 @@ class EmbeddedMaster:
         )
 
 
-def _binary() -> str:
+def master_program() -> str:
     spec = importlib.util.find_spec("mooncake")  # finds the package without importing it
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder) / "mooncake_master"

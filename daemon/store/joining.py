@@ -22,17 +22,23 @@ def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int, log: Any) -
     # GLOG_minloglevel.
     os.environ["MC_RPC_TIMEOUT_MS"] = str(rpc_timeout_ms)
     os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
-    client_class = _import_client()
+    client_class = import_client()
     if (why := settings.unreached(rpc_timeout_ms / 1e3)) is not None:
         raise StoreError(why)
     client, before = client_class(), loopback.listening()
     try:
         code = client.setup(
-            f"{settings.local_hostname}:{port}", settings.metadata_server, settings.global_segment_size,
-            LOCAL_BUFFER_BYTES, settings.protocol, settings.device_name, settings.master_server_address,
-            enable_ssd_offload=settings.enable_ssd_offload, ssd_offload_path=settings.ssd_offload_path,
+            f"{settings.local_hostname}:{port}",
+            settings.metadata_server,
+            settings.global_segment_size,
+            LOCAL_BUFFER_BYTES,
+            settings.protocol,
+            settings.device_name,
+            settings.master_server_address,
+            enable_ssd_offload=settings.enable_ssd_offload,
+            ssd_offload_path=settings.ssd_offload_path,
             tenant_id=settings.tenant_id,
-        )  # fmt: skip
+        )
         why = f"with code {code}"
     except Exception as error:  # any C++ exception
         code, why = -1, str(error) or type(error).__name__
@@ -60,7 +66,7 @@ def _masters(address: str) -> str:
     return f": perhaps no master with --cluster_id={cluster} leads yet{known}"
 
 
-def _import_client() -> Any:
+def import_client() -> Any:
     try:
         from mooncake.store import MooncakeDistributedStore
     except ModuleNotFoundError:

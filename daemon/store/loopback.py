@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # linux/filter.h, asm-generic/socket.h, linux/sockios.h, linux/if.h; interface 1 is "lo" in every network namespace.
-_SO_ATTACH_FILTER = 26
+SO_ATTACH_FILTER = 26
 _SIOCGIFFLAGS, _IFF_UP, _IFF_LOOPBACK = 0x8913, 0x1, 0x8
-_LOOPBACK = b"lo"
+LOOPBACK = b"lo"
 _PROGRAM = (
     (0x20, 0, 0, 0xFFFFF000 + 8),  # BPF_LD | BPF_W | BPF_ABS: SKF_AD_OFF + SKF_AD_IFINDEX, where the packet came in
     (0x15, 0, 1, 1),  # BPF_JMP | BPF_JEQ | BPF_K: the loopback interface
@@ -117,10 +117,10 @@ def _listens(each: socket.socket) -> bool:
 def _shut(each: socket.socket) -> None:
     """Let only packets of the loopback interface reach this socket. Raises the filter's OSError."""
     try:
-        if each.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0") != _LOOPBACK:
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, _LOOPBACK)
+        if each.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0") != LOOPBACK:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, LOOPBACK)
     except OSError:
         program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in _PROGRAM))
         each.setsockopt(
-            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(_PROGRAM), ctypes.addressof(program))
+            socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", len(_PROGRAM), ctypes.addressof(program))
         )

@@ -122,13 +122,12 @@ def filled(now: StoreFill, earlier: StoreFill | None = None) -> str:
 
 def slowest(status: Status) -> list[list[str]]:
     """Return rows of the requests that waited longest: waited, outcome, bytes, how long ago, engine, id."""
-    return [
-        [
-            f"{number(each.exposed_ms)} ms", each.outcome, size(each.fetched_bytes), f"{duration(each.ago_s)} ago",
-            printable(each.engine), printable(each.request_id),
-        ]
-        for each in map(SlowRequest.model_validate, status.slowest)
-    ]  # fmt: skip
+    rows = []
+    for each in map(SlowRequest.model_validate, status.slowest):
+        waited, ago = f"{number(each.exposed_ms)} ms", f"{duration(each.ago_s)} ago"
+        ids = printable(each.engine), printable(each.request_id)
+        rows.append([waited, each.outcome, size(each.fetched_bytes), ago, *ids])
+    return rows
 
 
 def others(status: Status) -> list[str]:

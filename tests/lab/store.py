@@ -94,6 +94,10 @@ class Store:
             self._scratch = None
 
     @property
+    def owner_pids(self) -> list[int]:
+        return [each.pid for each in self._processes[1:]]
+
+    @property
     def owner_pid(self) -> int:
         """Pid of the process that holds the data; of the first, when there are several."""
         return self._processes[1].pid

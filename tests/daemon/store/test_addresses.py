@@ -97,7 +97,7 @@ def test_our_name_is_the_address_that_the_master_sees() -> None:
 
 
 def test_rdma_without_a_device_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "_INFINIBAND", tmp_path / "infiniband")
+    monkeypatch.setattr(addresses, "INFINIBAND", tmp_path / "infiniband")
     assert addresses.without_rdma("rdma")
     assert not addresses.without_rdma("tcp")
     (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import pytest
 
 from kvprefetch.daemon.store import fill
 from kvprefetch.daemon.store.fill import FillHistory, StoreFill, parse, read
+from tests.daemon.cli.command import kvprefetchd
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import stored
 from tests.daemon.telemetry.test_metrics import scrape, value
@@ -32,9 +32,11 @@ SEVEN = StoreFill(
 )
 
 
-def kvprefetchd(*arguments: object) -> str:
-    command = [sys.executable, "-m", "kvprefetch.daemon", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+def said(daemon: Daemon, *arguments: object) -> str:
+    """Run a command of kvprefetchd for this daemon; return its output."""
+    done = kvprefetchd(*arguments, "--socket", daemon.socket)
+    assert done.returncode == 0, done
+    return done.stdout
 
 
 def save(engine: FakeEngine, daemon: Daemon, first: int, last: int) -> None:
@@ -61,9 +63,7 @@ def test_a_memory_that_is_filled_beyond_its_size_shows_it_everywhere(serve: Call
     save(engine, daemon, 0, 8)
     before = known(daemon, lambda store: store.memory_used_bytes == 8 * MIB)
     assert (before.memory_bytes, before.memory_evicted_bytes, before.disk_bytes) == (16 * MIB, 0, 0)
-    assert "store: memory 8.4 MB of 16.8 MB (50 %), nothing evicted\n" in kvprefetchd(
-        "status", "--socket", daemon.socket
-    )
+    assert "store: memory 8.4 MB of 16.8 MB (50 %), nothing evicted\n" in said(daemon, "status")
 
     save(engine, daemon, 8, 24)
     known(daemon, lambda store: store.memory_evicted_bytes >= 8 * MIB)
@@ -78,18 +78,16 @@ def test_a_memory_that_is_filled_beyond_its_size_shows_it_everywhere(serve: Call
     assert value(samples, "store_capacity_bytes", tier="memory") == 16 * MIB
     assert value(samples, "memory_evicted_bytes_total") == store.memory_evicted_bytes
     assert not [labels for name, labels in samples if ("tier", "disk") in labels and "store_used" in name]
-    line = next(line for line in kvprefetchd("top", "--once", "--socket", daemon.socket).split("\n\n")[0].splitlines()
-                if line.startswith("store: memory"))  # fmt: skip
-    assert "evicted" in line
-    stat = json.loads(kvprefetchd("store", "stat", "--json", "--socket", daemon.socket))
+    assert re.search(r"^store: memory .*evicted", said(daemon, "top", "--once").split("\n\n")[0], re.MULTILINE)
+    stat = json.loads(said(daemon, "store", "stat", "--json"))
     assert stat["store"] == store.model_dump()
     assert stat["values"] == sum(stat["namespaces"].values()) == store.memory_used_bytes // MIB
-    at = ("--master-http", status.master_http, "--socket", daemon.socket)
-    assert json.loads(kvprefetchd("store", "stat", "--json", *at)) == stat, "as a cluster's master says it"
-    assert kvprefetchd("store", "stat", *at).splitlines()[-1].startswith("memory ")
+    at = ("store", "stat", "--master-http", status.master_http)
+    assert json.loads(said(daemon, *at, "--json")) == stat, "as a cluster's master says it"
+    assert said(daemon, *at).splitlines()[-1].startswith("memory ")
 
     assert status.engines[0]["saved_again_blocks"] == 0
-    assert " stored before" not in kvprefetchd("status", "--socket", daemon.socket)
+    assert " stored before" not in said(daemon, "status")
     digests = [hashlib.sha256(bytes([i])).digest() for i in range(4)]
     engine.save({digest: digest * (MIB // 32) for digest in digests})  # of the oldest some at least were evicted
     eventually(
@@ -99,7 +97,7 @@ def test_a_memory_that_is_filled_beyond_its_size_shows_it_everywhere(serve: Call
     assert numbers["saved_again_blocks"] == int(numbers["saved_blocks"]) - 24 > 0
     assert numbers["present_blocks"] == 4 - int(numbers["saved_again_blocks"])
     again = f"of {numbers['saved_blocks']} blocks stored {numbers['saved_again_blocks']} had been stored before\n"
-    assert again in kvprefetchd("status", "--socket", daemon.socket)
+    assert again in said(daemon, "status")
     eventually(lambda: value(scrape(port), "saved_again_blocks_total") == numbers["saved_again_blocks"])
     engine.close()
 
@@ -113,7 +111,7 @@ def test_a_disk_tier_shows_what_it_holds_and_that_it_makes_room(serve: Callable[
     save(engine, daemon, 8, 24)
     last = known(daemon, lambda store: store.disk_evictions > 0)
     assert last.disk_used_bytes <= 16 * MIB
-    assert "made room " in kvprefetchd("status", "--socket", daemon.socket)
+    assert "made room " in said(daemon, "status")
     engine.close()
 
 
@@ -134,7 +132,7 @@ def test_a_master_that_hangs_is_not_known_after_a_while_and_keeps_nobody(serve: 
         assert ask_daemon(daemon.socket).store is None
         assert time.monotonic() - began < 1
         assert not [name for name, _ in scrape(port) if "store_used" in name]
-        assert "store: " not in kvprefetchd("status", "--socket", daemon.socket)
+        assert "store: " not in said(daemon, "status")
     known(daemon, lambda _: True)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.shmring.wire.records import FlagState, Outcome
+from tests.daemon.cli.command import kvprefetchd
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import absent_cluster, blocks, stored
 from tests.lab import process
@@ -35,13 +34,6 @@ def cluster() -> Iterator[HighlyAvailableStore]:
 
 def joined(serve: Serve, cluster: HighlyAvailableStore) -> Daemon:
     return serve(memory=None, mooncake_config=cluster.config, extra=("--call-timeout-ms", str(int(DEADLINE_S * 1000))))
-
-
-def kvprefetchd(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvprefetch.daemon", *map(str, arguments)],
-        capture_output=True, text=True, timeout=25, check=False,
-    )  # fmt: skip
 
 
 @needs_etcd

@@ -144,8 +144,8 @@ def test_bytes_that_come_late_never_come_into_a_slot_that_is_used_again(
     eventually(lambda: daemon.records("owner.back"), what="the line that says that the owner is asked again")
 
     with contextlib.ExitStack() as stopped:  # a put: whose memory it goes to is Mooncake's choice
-        for process in cluster._processes[1:]:
-            stopped.enter_context(frozen(process.pid))
+        for pid in cluster.owner_pids:
+            stopped.enter_context(frozen(pid))
         engine.save(blocks("saved", 2))
         eventually(lambda: running(daemon, "save"), what="the put")
         clock.step_until(lambda: numbers(daemon, engine)["save_slots_lost"] == 2, "the end of the put")

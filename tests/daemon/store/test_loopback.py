@@ -117,14 +117,15 @@ def listener() -> socket.socket:
 
 
 def test_only_what_listens_since_is_shut_off_and_what_it_accepted(far: LimitedLink) -> None:
-    told = [sys.executable, "-c", "import socket, sys\n"
-            "each = socket.create_connection((sys.argv[1], int(sys.argv[2])))\n"
-            "sys.stdin.readline()\neach.sendall(b'late')\nsys.stdin.readline()"]  # fmt: skip
+    script = (
+        "import socket, sys; each = socket.create_connection((sys.argv[1], int(sys.argv[2])));"
+        "sys.stdin.readline(); each.sendall(b'late'); sys.stdin.readline()"
+    )
     with listener() as ours:
         before = loopback.listening()
         with listener() as theirs:
             port = theirs.getsockname()[1]
-            argv = far.in_namespace([*told, far.host_ip, str(port)])
+            argv = far.in_namespace([sys.executable, "-c", script, far.host_ip, str(port)])
             with subprocess.Popen(argv, stdin=subprocess.PIPE, text=True) as early:
                 assert early.stdin is not None
                 accepted, _ = theirs.accept()
@@ -152,18 +153,15 @@ class Client:
 @pytest.fixture
 def without_means(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that neither binds sockets to the loopback interface nor filters them; none at hand is one."""
-    monkeypatch.setattr(loopback, "_LOOPBACK", b"no-such-device")
-    monkeypatch.setattr(loopback, "_SO_ATTACH_FILTER", 9999)
+    monkeypatch.setattr(loopback, "LOOPBACK", b"no-such-device")
+    monkeypatch.setattr(loopback, "SO_ATTACH_FILTER", 9999)
 
 
 def join(host: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Client, list[Any]]:
     imported: Callable[[], Any] = lambda: Client  # noqa: E731
-    monkeypatch.setattr(joining, "_import_client", imported)
+    monkeypatch.setattr(joining, "import_client", imported)
     monkeypatch.setattr(MooncakeSettings, "unreached", lambda self, timeout_s: None)
-    settings = MooncakeSettings(
-        local_hostname=host, metadata_server="P2PHANDSHAKE", master_server_address="127.0.0.1:1", protocol="tcp",
-        device_name="", global_segment_size=0, tenant_id="default", enable_ssd_offload=False, ssd_offload_path="",
-    )  # fmt: skip
+    settings = MooncakeSettings(host, "P2PHANDSHAKE", "127.0.0.1:1", "tcp", "", 0, "default")
     with capture_logs() as logs:
         client = joining.join(settings, 1, 100, structlog.get_logger())
     return client, [each["event"] for each in logs]
@@ -189,7 +187,7 @@ def test_a_kernel_that_confines_no_socket_is_said(
 
 
 def test_a_socket_that_cannot_be_bound_to_the_interface_is_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loopback, "_LOOPBACK", b"no-such-device")
+    monkeypatch.setattr(loopback, "LOOPBACK", b"no-such-device")
     if why := loopback.refusal():
         pytest.skip(f"this kernel filters no sockets of this user: {why}")
     client, events = join("127.0.0.1", monkeypatch)

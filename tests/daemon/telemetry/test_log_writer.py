@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from kvprefetch.daemon.runtime.signals import Signals
 from kvprefetch.daemon.telemetry.log_writer import LogWriter
 from kvprefetch.shmring.wire.records import RecordKind
+from tests.daemon.cli.command import COMMAND
 from tests.daemon.fake_engine import FakeEngine, listening
 from tests.daemon.stores import blocks
 from tests.support.auditor import ask_daemon
@@ -91,9 +91,8 @@ def test_a_reader_that_left_costs_nothing(pipe: tuple[int, int]) -> None:
 
 
 def serve(tmp_path: Path, stdout: int, stderr: int | None = None) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "kvprefetch.daemon", "serve", "--socket", str(tmp_path / "s")]
-    sizes = ["--metrics-port", "0", "--memory", "64MiB", "--staging", "1MiB"]
-    process = subprocess.Popen([*command, *sizes], stdout=stdout, stderr=stderr)
+    options = ["--socket", str(tmp_path / "s"), "--metrics-port", "0", "--memory", "64MiB", "--staging", "1MiB"]
+    process = subprocess.Popen([*COMMAND, "serve", *options], stdout=stdout, stderr=stderr)
     eventually(lambda: listening(tmp_path / "s"), 60, "the socket")
     return process
 
@@ -193,5 +192,5 @@ def test_a_daemon_whose_standard_error_nobody_reads_starts_serves_and_stops(
 def test_last_words_whose_reader_left_change_no_exit_status(pipe: tuple[int, int], tmp_path: Path) -> None:
     os.close(pipe[0])
     (tmp_path / "s").mkdir()
-    command = [sys.executable, "-m", "kvprefetch.daemon", "serve", "--socket", str(tmp_path / "s")]
+    command = [*COMMAND, "serve", "--socket", str(tmp_path / "s")]
     assert subprocess.run(command, stderr=pipe[1], timeout=30, check=False).returncode == 78

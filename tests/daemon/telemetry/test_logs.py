@@ -92,7 +92,7 @@ def test_journald_gets_its_priorities_when_it_reads_this_very_stream(tmp_path: P
         status = os.fstat(file.fileno())
         speak(file.fileno(), JOURNAL_STREAM=f"{status.st_dev}:{status.st_ino}")
     lines = (tmp_path / "log").read_text().splitlines()
-    assert [line[:4] for line in lines] == ['<4>{', '<6>{']  # fmt: skip
+    assert [line[:4] for line in lines] == ["<4>{", "<6>{"]
 
 
 @pytest.mark.parametrize("value", ["", "nonsense", "1:2:3", "5:"])

@@ -27,6 +27,7 @@ from kvprefetch.daemon.telemetry.metrics import CATALOGUE, SnapshotCollector
 from kvprefetch.daemon.telemetry.snapshot import Snapshot
 from kvprefetch.daemon.telemetry.web import MAX_CLIENTS, MetricsServer
 from kvprefetch.shmring.wire.records import FlagState, Outcome
+from tests.daemon.cli.command import kvprefetchd, one_line
 from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.daemon.stores import blocks
 from tests.lab.daemon import Daemon
@@ -211,12 +212,9 @@ def test_a_port_in_use_is_one_line_and_69(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        result = subprocess.run(
-            [sys.executable, "-m", "kvprefetch.daemon", "serve", "--socket", str(tmp_path / "s"), "--metrics-port",
-             str(port)], capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+        result = kvprefetchd("serve", "--socket", tmp_path / "s", "--metrics-port", port)
     assert result.returncode == 69
-    assert len(result.stderr.strip().splitlines()) == 1
+    assert one_line(result.stderr)
     assert f"metrics_address='127.0.0.1' metrics_port={port}" in result.stderr
 
 

@@ -99,9 +99,8 @@ def test_a_request_is_told_once_and_entered_into_the_totals() -> None:
     assert line is not None
     assert traces.end(request, Ending.ENGINE_GONE, None, 62 * MS) is None
     assert list(traces.recent) == [(61 * MS, line)]
-    assert [line[f"{name}_ms"] for name in ("arrived", "hint_seen", "looked_up", "asked", "last_byte", "ended")] == [
-        0.0, 10.0, 20.0, 30.0, 50.0, 60.0
-    ]  # fmt: skip
+    times = [line[f"{name}_ms"] for name in ("arrived", "hint_seen", "looked_up", "asked", "last_byte", "ended")]
+    assert times == [0.0, 10.0, 20.0, 30.0, 50.0, 60.0]
     assert [line[name] for name in ("claimed_ms", "loaded_ms", "loaded_blocks")] == [None, None, 0]
     assert (line["exposed_ms"], line["hidden_fraction"]) == (30.0, 0.5)
     totals = Counters()

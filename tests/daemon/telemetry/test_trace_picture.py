@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from kvprefetch.daemon.telemetry import trace_picture
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.shmring.wire.records import Done, FlagState, Outcome, RecordKind, encode_done
+from tests.daemon.cli.command import kvprefetchd
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks
 from tests.lab.daemon import Daemon
@@ -35,11 +35,13 @@ LINE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def explain(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvprefetch.daemon", "explain", *arguments],
-        input=given, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+MISSED = {
+    "outcome": "miss", "found_blocks": 0, "loaded_blocks": 0, "bytes": 0, "first_byte_ms": None, "last_byte_ms": None,
+    "claimed_ms": None, "loaded_ms": None, "hidden_fraction": None,
+}  # fmt: skip
+# A miss that was answered while the engine's step went on.
+STEP = {**MISSED, "asked_ms": 0.3, "looked_up_ms": 5.3, "ended_ms": 812.4, "exposed_ms": 812.0, "unseen_ms": 807.0}
+explain = partial(kvprefetchd, "explain")
 
 
 def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
@@ -76,22 +78,18 @@ def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
             "it queued in the engine.",
         ),
         (
-            {"outcome": "miss", "found_blocks": 2, "loaded_blocks": 0, "bytes": 0, "first_byte_ms": None,
-             "last_byte_ms": None, "asked_ms": None, "claimed_ms": None, "loaded_ms": None, "exposed_ms": 0.0,
-             "hidden_fraction": None},
+            {**MISSED, "found_blocks": 2, "asked_ms": None, "exposed_ms": 0.0},
             "The store had nothing beyond what the engine held itself, and it was recomputed. The scheduler did not "
             "wait for it.",
         ),
         (
-            {"outcome": "miss", "found_blocks": 2, "store_unavailable": True, "bytes": 0, "looked_up_ms": 2000.0,
-             "first_byte_ms": None, "last_byte_ms": None, "asked_ms": 1.0, "claimed_ms": None, "loaded_ms": None,
+            {**MISSED, "found_blocks": 2, "store_unavailable": True, "looked_up_ms": 2000.0, "asked_ms": 1.0,
              "ended_ms": 2001.0, "exposed_ms": 2000.0},
             "The store did not answer, and it was recomputed. The scheduler waited 2000 ms for it: 1999 ms for the "
             "look-up.",
         ),
         (
-            {"outcome": "late", "claimed_ms": None, "loaded_ms": None, "last_byte_ms": None, "first_byte_ms": None,
-             "bytes": 0, "asked_ms": 5.0, "ended_ms": 5005.0, "exposed_ms": 5000.0},
+            {**MISSED, "outcome": "late", "asked_ms": 5.0, "ended_ms": 5005.0, "exposed_ms": 5000.0},
             "The engine's patience ended before its blocks came, and it was recomputed. The scheduler waited 5000 ms "
             "for it: 5000 ms for a fetch that was not over.",
         ),
@@ -102,17 +100,13 @@ def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
             "to others.",
         ),
         (
-            {"outcome": "miss", "found_blocks": 0, "loaded_blocks": 0, "bytes": 0, "first_byte_ms": None,
-             "last_byte_ms": None, "asked_ms": 0.3, "looked_up_ms": 9.1, "claimed_ms": None, "loaded_ms": None,
-             "ended_ms": 67812.3, "exposed_ms": 9.5, "unseen_ms": 0.7, "hidden_fraction": None},
+            {**MISSED, "asked_ms": 0.3, "looked_up_ms": 9.1, "ended_ms": 67812.3, "exposed_ms": 9.5, "unseen_ms": 0.7},
             "The store had nothing beyond what the engine held itself, and it was recomputed. The scheduler waited "
             "9.50 ms for it: 8.80 ms for the look-up, 0.70 ms after it was answered, until the scheduler looked again. "
             "For 67802 ms more the engine's seats or tokens went to others.",
         ),
         (
-            {"outcome": "miss", "found_blocks": 0, "loaded_blocks": 0, "bytes": 0, "first_byte_ms": None,
-             "last_byte_ms": None, "asked_ms": 0.3, "looked_up_ms": 5.3, "claimed_ms": None, "loaded_ms": None,
-             "ended_ms": 812.4, "exposed_ms": 812.0, "unseen_ms": 807.0, "hidden_fraction": None},
+            STEP,
             "The store had nothing beyond what the engine held itself, and it was recomputed. Its answer, a miss, came "
             "5.00 ms after the scheduler had asked. The scheduler came back after 812 ms, when its step had ended: the "
             "request waited for the engine, not for the store.",
@@ -175,12 +169,9 @@ def test_what_the_scheduler_did_for_others_is_drawn_apart() -> None:
 
 
 def test_the_step_that_a_missed_request_waited_for_is_drawn() -> None:
-    changes = {"outcome": "miss", "loaded_blocks": 0, "bytes": 0, "first_byte_ms": None, "last_byte_ms": None,
-               "asked_ms": 0.3, "looked_up_ms": 5.3, "claimed_ms": None, "loaded_ms": None, "ended_ms": 812.4,
-               "exposed_ms": 812.0, "unseen_ms": 807.0}  # fmt: skip
-    (span,) = [span for span in trace_picture.spans({**LINE, **changes}) if span.name == trace_picture.UNSEEN]
+    (span,) = [span for span in trace_picture.spans({**LINE, **STEP}) if span.name == trace_picture.UNSEEN]
     assert (span.start_ms, span.end_ms) == (5.3, 812.3)
-    picture = trace_picture.picture({**LINE, **changes})
+    picture = trace_picture.picture({**LINE, **STEP})
     assert any(line.startswith(trace_picture.UNSEEN) and line.endswith("█") for line in picture)
 
 
@@ -207,16 +198,14 @@ def test_a_request_hinted_twice_is_shown_twice() -> None:
     assert re.findall(r"d11: (\w+)", shown) == ["evicted", "loaded"]
 
 
-def test_the_readme_s_example_is_what_the_commands_print(tmp_path: Path) -> None:
+def test_the_readme_s_example_is_what_the_commands_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     section = README.split("## One request explained\n")[1].split("\n## ")[0]
     commands = re.findall(r"^\$ kvprefetchd (.*)\n((?:(?!\$ |```).*\n)*)", section, re.MULTILINE)
     assert [command.split()[0] for command, _ in commands] == ["tail", "explain"]
     (tmp_path / "kvprefetchd.log").write_text(json.dumps(LINE) + "\n")
     for command, expected in commands:
-        result = subprocess.run(
-            [sys.executable, "-m", "kvprefetch.daemon", *command.split()],
-            cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True,
-        )  # fmt: skip
+        result = kvprefetchd(*command.split())
         assert result.stdout.strip() == expected.strip(), f"what `kvprefetchd {command}` prints has changed"
 
 
