@@ -49,21 +49,21 @@ class Liveness:
         self._words.store_release(self._my_beat, now_ns)
 
     def set_state(self, state: PeerState) -> None:
-        # SYNC state: what was made ready is visible with the state
+        # SYNC state: earlier stores visible with the state
         self._words.store_release(self._my_state, state)
 
     def peer_is_gone(self) -> None:
         """Record the end of the control connection, from the thread that saw it."""
-        # SYNC gone: what the watching thread saw is visible with the word
+        # SYNC gone: the watcher's earlier stores visible with the word
         self._words.store_release(self._peer_gone, 1)
 
     def peer(self, now_ns: int) -> PeerStatus:
         """Return the other side's status, by two or three acquire loads."""
         load = self._load_acquire
-        # SYNC gone: what the watching thread saw is visible with the word
+        # SYNC gone: the watcher's earlier stores visible with the word
         if load(self._peer_gone):
             return PeerStatus.GONE
-        # SYNC state: what was made ready is visible with the state
+        # SYNC state: earlier stores visible with the state
         state = load(self._peer_state)
         if state == PeerState.STARTING:
             return PeerStatus.STARTING

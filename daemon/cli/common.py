@@ -1,4 +1,4 @@
-"""What commands share: how one is declared, and the options that several of them take."""
+"""Shared by the commands: how to declare one, and the options that several of them take."""
 
 from __future__ import annotations
 

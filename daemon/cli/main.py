@@ -110,7 +110,7 @@ def _short_help() -> None:
 
 
 def _say(line: str) -> None:
-    """Print a line on standard error; the exit status tells the same."""
+    """Print a line on standard error; the exit status says the same."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:  # the reader left; Python flushes once more at its exit

@@ -1,1 +1,1 @@
-"""What engine and daemon send each other: ring records, messages of the control socket, and how both are encoded."""
+"""The protocol of engine and daemon: ring records, messages of the control socket, and their encoding."""

@@ -1,4 +1,4 @@
-"""What engine and daemon say to each other on the control socket, from the first hello to the end of an epoch."""
+"""Messages of engine and daemon on the control socket, from the first hello to the end of an epoch."""
 
 from __future__ import annotations
 

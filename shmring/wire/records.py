@@ -1,4 +1,4 @@
-"""Hint-ring records and the meaning of flag states: what engine and daemon say to each other in shared memory.
+"""Hint-ring records and flag states: the protocol of engine and daemon in shared memory.
 
 `PROTOCOL` changes with every change of a record, a state or an engine's message; two sides with different numbers
 refuse each other at the hello.

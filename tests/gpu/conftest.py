@@ -1,4 +1,4 @@
-"""What the tests on a GPU share. They need torch, cupy, numpy and pytest, but neither vLLM nor Mooncake."""
+"""Shared by the tests on a GPU. They need torch, cupy, numpy and pytest, but neither vLLM nor Mooncake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other process: exports and imports device memory as it is told, one JSON object a line. Needs cupy and numpy."""
+"""The other process: exports and imports device memory on request, one JSON object a line. Needs cupy and numpy."""
 
 from __future__ import annotations
 

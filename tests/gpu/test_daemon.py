@@ -117,7 +117,7 @@ class Rig:
             raise
 
     def _warm_up(self) -> None:
-        """Whatever the first use of a GPU keeps is there before anything is counted."""
+        """Make the GPU keep whatever its first use keeps, before the test counts."""
         memory, stream = self.gpu.allocate(cuda.GRAIN_BYTES), self.gpu.stream()
         write(stream, memory, 0)
         stream.close()

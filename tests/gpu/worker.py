@@ -36,7 +36,7 @@ def digest(value: Any) -> str:
 
 
 class Rank:
-    """What the connector's worker side has of an epoch."""
+    """The connector's worker side of an epoch."""
 
     def __init__(self, kind: str, segment: int, lease: int, slots: int, device_slots: int, handle: str) -> None:
         if kind == "cpu":

@@ -1,23 +1,21 @@
 /* One completion flag (shmring/flags.py) with its slot table, found word and slots, under a weak memory model.
  *
  * The engine takes the flag, polls it, claims, reads the slot numbers, un-claims, releases, cancels, and takes it again with a new
- * generation.  The daemon reads hints, publishes blocks, takes back what is unclaimed (to forget it, or to publish it again in other
- * slots), and frees what was given up: told so by a record, or by its own scan of the requests it knows.  Slots that are not pinned
- * any more are written over at once, as another request's data would.  Any record may find the ring full; the flag's states are
- * never lost.
+ * generation.  The daemon reads hints, publishes blocks, takes back unclaimed ones (to forget them, or to publish them again in other
+ * slots), and frees the flags that the engine gave up: a record or its own scan of known requests shows them.  It overwrites unpinned
+ * slots at once, as another request's data would.  Any record may find the ring full; the flag's states are never lost.
  *
  * Memory model.  The daemon's plain stores (slot contents, slot table, found word) go through a store buffer and reach memory
- * in any order; a release waits until they did.  The engine's plain loads return what it saw at its last acquire or fence, or what
- * is there now.  A compare-and-swap is atomic and a release, and nothing more: the model does not count on its acquire half, and
+ * in any order; a release waits until they did.  The engine's plain loads return the value at its last acquire or fence, or the
+ * present one.  A compare-and-swap is atomic and a release, and nothing more: the model does not count on its acquire half, and
  * later stores may reach memory before the exchanged word does (as after ldaxr/stlxr), while nobody else can write the word.
- * Where a mutation takes an order away, the other order is a choice.  A guess of a later load's value that turns out wrong is no
- * execution (`pruned`).
+ * Where a mutation takes an order away, the other order is a choice.  A wrong guess of a later load's value is no execution
+ * (`pruned`).
  *
- * Checked: a claimed block is the block that was hinted, in this generation, until it is given up (so: no claim of a slot that was
- * taken back, no stale slot table, also where the flag word is what it was, no slot reused under a claim); transitions out of CLAIMED
- * never fail; what `found` says belongs to
- * this use; the flag always comes back (an invalid end state otherwise).  The disk word is written and read where `found` is and
- * carries the generation in the same way: `found` stands for both.
+ * Checked: until the engine gives it up, a claimed block is the hinted block of this generation (so: no claim of a slot that was
+ * taken back, no stale slot table, even with an equal flag word, no slot reused under a claim); transitions out of CLAIMED never
+ * fail; `found` belongs to this use; the flag always comes back (an invalid end state otherwise).  The daemon writes the disk word
+ * where it writes `found`, and it carries the generation in the same way: `found` stands for both.
  * Mutations, each of which must make the check fail: the names M_* below (tests/models/test_models.py).
  */
 #ifndef GENERATIONS

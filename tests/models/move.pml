@@ -2,14 +2,14 @@
  *
  * The daemon publishes the block with its host slot, copies it to the device slot, writes that number into the slot table, writes
  * the host slot's number back when it wants the device slot for another request, and reuses the device slot once nobody can know
- * its number.  It takes the flag back and publishes it again, in the device slot if the block is still there.  The engine takes the flag, polls, claims, reads the entry, copies from the slot it names, un-claims or releases, and
- * takes the flag again.  The host slot keeps the block as long as the flag pins it (flag.pml), so only the device slot's content
+ * its number.  It takes the flag back and publishes it again, in the device slot if the block is still there.  The engine takes the
+ * flag, polls, claims, reads the entry, copies from the slot it names, un-claims or releases, and takes it again.  The host slot keeps the block as long as the flag pins it (flag.pml), so only the device slot's content
  * is modelled.  The exchange of the flag word itself is modelled as in flag.pml: atomic, and no order beyond release.
  *
  * Memory model.  The daemon's plain stores (device memory, table entry) go through a store buffer and reach memory in any order; a
- * fence and a release wait until they did.  The engine's plain loads return what was there at its last acquire or fence, or what is
- * there now.  Where a mutation takes an order away, the other order is a choice.  A guess of a later load's value that turns out
- * wrong is no execution (`pruned`).
+ * fence and a release wait until they did.  The engine's plain loads return the value at its last acquire or fence, or the present
+ * one.  Where a mutation takes an order away, the other order is a choice.  A wrong guess of a later load's value is no
+ * execution (`pruned`).
  *
  * Checked: a claimed request that finds the device slot's number finds its own block there until it gives the claim up; the flag
  * always comes back (an invalid end state otherwise).

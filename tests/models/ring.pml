@@ -1,14 +1,14 @@
 /* The hint ring (shmring/ring.py) with its sleep and wake-up, under a weak memory model.
  *
  * Memory model.  Stores go through a store buffer and reach memory in any order; a release store waits for the stores before
- * it; a fence waits until the buffer is empty.  A plain load may return what the line held at the reader's last acquire or what
- * it holds now.  A load that no acquire or release orders may also happen after a later store (release away) or before an
+ * it; a fence waits until the buffer is empty.  A plain load may return the line's value at the reader's last acquire or the
+ * present one.  A load that no acquire or release orders may also happen after a later store (release away) or before an
  * earlier load (acquire away): written out as a choice of order where a mutation takes the order away.
  *
  * A line holds (position + 1) * 4 + kind, so that a line of another lap, or of before, never looks right.
  *
  * Checked: every record is taken once, whole, in order; nobody waits for a bell that nobody rings (an invalid end state); with
- * -DCRASH the producer dies at any point and the consumer takes what was published, whole, and ends.
+ * -DCRASH the producer dies at any point and the consumer takes all published records, whole, and ends.
  * Mutations, each of which must make the check fail: the names M_* below (tests/models/test_models.py).
  */
 #define CAP 4

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     shutil.which("spin") is None or shutil.which("gcc") is None, reason="spin or gcc is not installed"
 )
 
-# What each mutation takes away, and what must then go wrong: an assertion, or somebody who waits for ever.
+# The failure that each mutation must cause: an assertion, or a process that waits for ever.
 WRONG, STUCK = "assertion violated", "invalid end state"
 MUTATIONS: dict[str, dict[str, str]] = {
     "ring": {

@@ -1,4 +1,4 @@
-"""What the shared-memory tests share: a control segment in this process, and peers in another one."""
+"""Shared by the shared-memory tests: a control segment in this process, and peers in another one."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ LOST_AFTER_S = 20.0
 
 
 def payload(sequence: int, largest: int) -> bytes:
-    """The payload of one record: its number, a checksum, and a body whose length follows from the number."""
+    """The payload of one record: its number, a checksum, and a body of a length that follows from the number."""
     body = bytes([sequence & 0xFF]) * (sequence * 2654435761 % (largest - _SEQUENCE.size + 1))
     return _SEQUENCE.pack(sequence, zlib.crc32(body, sequence & 0xFFFFFFFF)) + body
 

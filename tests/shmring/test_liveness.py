@@ -1,4 +1,4 @@
-"""Starting, alive, hung or gone, told from shared words alone."""
+"""Liveness: starting, alive, hung or gone, from shared words alone."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def start(
 
 
 def rest(process: subprocess.Popen[str]) -> str:
-    """What a peer says until its end. Not communicate(): what came together with "ready" is buffered already."""
+    """A peer's output until its end. Not communicate(): text that came with "ready" is in the buffer already."""
     assert process.stdout is not None
     with process.stdout as said:
         text = said.read()

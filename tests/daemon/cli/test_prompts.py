@@ -1,4 +1,4 @@
-"""Hashes of prompts are the engine's, or it is said why they cannot be."""
+"""Hashes of prompts are the engine's; otherwise the error says why they cannot be."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = list(range(1000, 1100))
 
 @pytest.fixture(autouse=True)
 def _seed_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What vLLM keeps of the seed is one per process."""
+    """vLLM keeps one start hash per process."""
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import init_none_hash
 

@@ -1,4 +1,4 @@
-"""What a file for `kvprefetchd warm` may list, and what is said of a line that is wrong."""
+"""The lines that a file for `kvprefetchd warm` may have, and the errors of wrong ones."""
 
 from __future__ import annotations
 

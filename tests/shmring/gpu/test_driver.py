@@ -1,6 +1,4 @@
-"""The driver's slow calls let other threads run. Shown with a library of our own in its place: it takes its time in
-every call, and checks what it is given.
-"""
+"""The driver's slow calls let other threads run: a library of ours in its place is slow and checks its arguments."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
 
 
 def beside(call: Callable[[], Any]) -> Any:
-    """What the call gives; while it runs another thread gets on."""
+    """Return the call's result; another thread makes progress meanwhile."""
     turns: list[float] = []
     done = threading.Event()
 
