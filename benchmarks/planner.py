@@ -44,13 +44,13 @@ def filled(waiting: int, blocks: int, chunk: int, *, shared: bool) -> Planner:
     """Return a planner with four staged requests, which fill its room, and `waiting` more behind them."""
     planner = Planner(4 * blocks, Flags(), chunk_blocks=chunk)
     for number in range(4):
-        planner.hint((number, 1), chain(f"staged-{number}", blocks), HASH_BYTES, blocks, 0, 0)
+        planner.hint((number, 1), chain(f"staged-{number}", blocks), HASH_BYTES, 0, 0)
         planner.looked_up((number, 1), blocks)
     drain(planner)
     common = chain("staged-0", blocks)[: int(blocks * SHARED) * HASH_BYTES] if shared else b""
     own = blocks - len(common) // HASH_BYTES
     for number in range(4, 4 + waiting):
-        planner.hint((number, 1), common + chain(f"waiting-{number}", own), HASH_BYTES, blocks, 0, 0)
+        planner.hint((number, 1), common + chain(f"waiting-{number}", own), HASH_BYTES, 0, 0)
         planner.looked_up((number, 1), blocks, b"\1" * blocks if number % 2 else b"")
         drain(planner)
     return planner
@@ -71,7 +71,7 @@ def publish(planner: Planner) -> None:
 
 
 def arrive(planner: Planner, key: Key, hashes: bytes, blocks: int, found: int) -> None:
-    planner.hint(key, hashes, HASH_BYTES, blocks, 0, 0)
+    planner.hint(key, hashes, HASH_BYTES, 0, 0)
     planner.looked_up(key, found)
     planner.next_order()
     publish(planner)
@@ -99,7 +99,7 @@ def take_back(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
 
 
 def fetch(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
-    planner.hint(key, hashes, HASH_BYTES, blocks, 0, 0)
+    planner.hint(key, hashes, HASH_BYTES, 0, 0)
     planner.looked_up(key, blocks)
     planner.ask(key)  # makes it the most urgent request, so that it takes room from others
     drain(planner)

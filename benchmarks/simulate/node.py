@@ -206,7 +206,7 @@ class Node:
         self.counters.hints += 1
         request.seen_ns = self._loop.now_ns
         self._requests[key] = request
-        self._planner.hint(key, request.hashes, HASH_BYTES, request.blocks, local_blocks, request.priority)
+        self._planner.hint(key, request.hashes, HASH_BYTES, local_blocks, request.priority)
         self._look_ups.append(key)
         self._next_look_up()
 

@@ -164,7 +164,7 @@ class Epoch(EpochCalls):
         self.counters.hints += 1
         now = self._services.clock_ns()
         hashes = bytes(hint.hashes)
-        request = self.planner.hint(key, hashes, hint.hash_bytes, hint.blocks, hint.local_blocks, hint.priority)
+        request = self.planner.hint(key, hashes, hint.hash_bytes, hint.local_blocks, hint.priority)
         self.traces.begin(key, hint, now)
         self.counters.push_to_seen.observe(max(0, now - hint.arrival_ns) / 1e9)
         # Cancelled before we looked, read after the end, keys of old weights may still be there, or switched

@@ -47,15 +47,15 @@ class Planner:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def hint(self, key: Key, hashes: bytes, hash_bytes: int, blocks: int, local: int, priority: int) -> Request:
+    def hint(self, key: Key, hashes: bytes, hash_bytes: int, local: int, priority: int) -> Request:
         """A request arrived. This pins its blocks [local, issued), which are in staging or on their way.
 
         The caller looks up the digests [issued, blocks), then calls looked_up().
         """
         self._sequence += 1
-        request = Request(key, hashes, hash_bytes, blocks, local, priority, self._sequence, ready=local, issued=local)
+        request = Request(key, hashes, hash_bytes, local, priority, self._sequence, ready=local, issued=local)
         self.requests[key] = self._numbers[request.sequence] = request
-        self._holdings.pin_known(request, blocks)
+        self._holdings.pin_known(request, request.blocks)
         return request
 
     def looked_up(self, key: Key, found: int, on_disk: bytes = b"") -> None:

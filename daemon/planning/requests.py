@@ -33,7 +33,6 @@ class Request:
     key: Key
     hashes: bytes
     hash_bytes: int
-    blocks: int
     local: int
     priority: int
     sequence: int
@@ -51,6 +50,10 @@ class Request:
     disk_blocks: int = 0
     first_byte_ns: int = 0
     last_byte_ns: int = 0
+
+    @property
+    def blocks(self) -> int:
+        return len(self.hashes) // self.hash_bytes
 
     def digest(self, block: int) -> bytes:
         start = block * self.hash_bytes

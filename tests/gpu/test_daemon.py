@@ -147,7 +147,7 @@ class Rig:
     def publish(self, number: int, slots: Sequence[int]) -> None:
         """A request's blocks are staged in these host slots."""
         hashes = b"".join(slot.to_bytes(8, "big") for slot in slots)
-        request = Request((number, 1), hashes, 8, len(slots), 0, 0, number)
+        request = Request((number, 1), hashes, 8, 0, 0, number)
         self.tables.entries[number] = self.promotions.published(request, 0, slots)
 
     def near(self, number: int) -> int:

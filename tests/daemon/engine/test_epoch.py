@@ -128,7 +128,7 @@ class Restless(FlagTable):
 def restless_epoch() -> Epoch:
     """With one hint, whose flag never stands still from now on."""
     epoch = make_epoch()
-    epoch.planner.hint((0, 1), b"x" * 32, 32, 1, 0, 0)
+    epoch.planner.hint((0, 1), b"x" * 32, 32, 0, 0)
     word = epoch.channel.table.load(0)
     assert epoch.channel.table.exchange(0, word, pack(1, FlagState.HINTED, 0))
     epoch.channel.table.__class__ = Restless

@@ -44,7 +44,7 @@ class Setup(Engine):
     def known(self, name: str) -> bool:
         """Whether an engine's look-up of this block needs no question, since it is a known miss now."""
         self.move(9, self.now, FlagState.HINTED, 0)
-        request = self.epoch.planner.hint((9, self.now), digest(name), 32, 1, 0, 0)
+        request = self.epoch.planner.hint((9, self.now), digest(name), 32, 0, 0)
         answer = self.epoch.look_ups.add(request, self.now, answering=True)
         self.epoch.planner.finish(request.key)
         return answer is not None

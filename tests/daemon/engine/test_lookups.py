@@ -58,7 +58,7 @@ class Setup:
             self.apply([answer])
 
     def hint(self, number: int, *names: str, priority: int = 0, now: int = 0) -> Key:
-        request = self.planner.hint((number, 1), digests(*names), 8, len(names), 0, priority)
+        request = self.planner.hint((number, 1), digests(*names), 8, 0, priority)
         self.add(request, now)
         return request.key
 
@@ -80,7 +80,7 @@ def test_an_answer_is_the_request_s_that_asked_also_where_another_has_its_key() 
     key = setup.hint(1, "a", "b")
     setup.ask(0)
     setup.planner.finish(key)
-    again = setup.planner.hint(key, b"c" * 24, 8, 3, 2, 0)
+    again = setup.planner.hint(key, b"c" * 24, 8, 2, 0)
     setup.add(again)
     setup.answer()
     assert setup.answers == {}

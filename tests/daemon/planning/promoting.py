@@ -14,7 +14,7 @@ LOCAL = 2  # blocks that the engine has itself, before the named ones
 
 def request_of(number: int, names: Sequence[int], priority: int = 0) -> Request:
     hashes = b"".join(name.to_bytes(8, "big") for name in (*range(1_000_000, 1_000_000 + LOCAL), *names))
-    return Request((number, 1), hashes, 8, LOCAL + len(names), LOCAL, priority, number)
+    return Request((number, 1), hashes, 8, LOCAL, priority, number)
 
 
 @dataclass

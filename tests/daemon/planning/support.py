@@ -92,7 +92,7 @@ def digests(*names: str) -> bytes:
 
 def hint(planner: Planner, number: int, *names: str, local: int = 0, priority: int = 0) -> Key:
     key = (number, 1)
-    planner.hint(key, digests(*names), 8, len(names), local, priority)
+    planner.hint(key, digests(*names), 8, local, priority)
     return key
 
 

@@ -36,7 +36,7 @@ def test_a_waiting_request_takes_little_memory_beside_its_hashes() -> None:
     flags.publish = lambda _: True  # type: ignore[method-assign,assignment]  # the model's own memory is not the planner's
 
     def wait(number: int) -> None:
-        planner.hint((number, 1), hashes, 8, 256, 0, 0)
+        planner.hint((number, 1), hashes, 8, 0, 0)
         planner.looked_up((number, 1), 256)
 
     wait(0)
