@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from tests.lab.checkpoint import TINY, make_checkpoint
 from tests.lab.connectors import ours
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
+from tests.lab.passes import Pass
 from tests.lab.template import Template
 from tests.support.auditor import Auditor
 from tests.support.waiting import eventually
@@ -43,7 +44,11 @@ class Site:
     daemon: Daemon
     model: Path
     auditor: Auditor
-    engine: Callable[..., Engine]
+    engines: Callable[..., Engine]
+
+    def engine(self, spec: EngineSpec | None = None, **changes: Any) -> Engine:
+        """Start an engine: of `spec`, or of :meth:`spec` with these changes."""
+        return self.engines(spec or self.spec(**changes))
 
     def spec(self, *, extra: dict[str, Any] | None = None, role: str = "kv_both", **changes: Any) -> EngineSpec:
         spec = EngineSpec(model=self.model, kv_transfer=ours(self.daemon.socket, role=role, **(extra or {})))
@@ -54,8 +59,11 @@ class Site:
         self.assert_idle()
         assert engine.reset_prefix_cache()
 
-    def assert_idle(self) -> None:
-        self.auditor.assert_idle(self.daemon.pid, self.daemon.socket)
+    def assert_idle(self, timeout_s: float = 10.0) -> None:
+        self.auditor.assert_idle(self.daemon.pid, self.daemon.socket, timeout_s)
+
+
+At = Callable[[Daemon], Site]
 
 
 @pytest.fixture(scope="session")
@@ -99,10 +107,16 @@ def engines(module_auditor: Auditor, template: Template) -> Iterator[Callable[..
 
 
 @pytest.fixture(scope="module")
-def site(model: Path, module_auditor: Auditor, engines: Callable[..., Engine]) -> Iterator[Site]:
+def at(model: Path, module_auditor: Auditor, engines: Callable[..., Engine]) -> At:
+    """at(daemon): the site of a test with a daemon of its own."""
+    return lambda daemon: Site(daemon, model, module_auditor, engines)
+
+
+@pytest.fixture(scope="module")
+def site(at: At) -> Iterator[Site]:
     """A daemon with an embedded store, shared by the tests of a module."""
     with Daemon(memory="512MiB", staging="128MiB", extra=PATIENT) as daemon:
-        yield Site(daemon, model, module_auditor, engines)
+        yield at(daemon)
         assert daemon.sigterm(60) == 0
 
 
@@ -117,6 +131,19 @@ def fingerprint(engine: Engine) -> dict[str, str]:
     said = re.findall(r"kvprefetch: stored KV is shared with engines that have all of this: (.*)", text)
     assert len(said) == 1, "\n".join(line for line in text.splitlines() if "kvprefetch" in line) or text
     return dict(part.split("=", 1) for part in said[0].split())
+
+
+def hits(prompts: Sequence[list[int]]) -> list[int]:
+    """The prompt tokens of each that a store can serve."""
+    return [whole_blocks(prompt) for prompt in prompts]
+
+
+def served(result: Pass, tokens: list[list[int]], hit_tokens: list[int] | None = None) -> Pass:
+    """Check a pass: each request ran to its length with these tokens, and loaded or kept so many of its prompt."""
+    assert {request.finish_reason for request in result.requests} == {"length"}
+    assert result.tokens == tokens
+    assert hit_tokens is None or result.cached_tokens == hit_tokens
+    return result
 
 
 def whole_blocks(prompt: list[int]) -> int:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import PATIENT, whole_blocks
-from tests.e2e.deep import Pair, Prompts, fill, finished, patient, wishing
+from tests.e2e.conftest import PATIENT, hits, served
+from tests.e2e.deep import Pair, fill, finished, patient, wishing
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.passes import Abort
@@ -80,10 +80,6 @@ def narrow(
         assert daemon.sigterm(60) == 0
 
 
-def hits(prompts: Prompts) -> list[int]:
-    return [whole_blocks(list(prompt)) for prompt in prompts]
-
-
 def test_staging_for_two_with_two_hundred_waiting(cluster: Store, narrow: Pair, right: Right) -> None:
     """All two hundred wait at once (the store stands still until they do); then each gets all of its blocks."""
     before = narrow.account()
@@ -91,10 +87,7 @@ def test_staging_for_two_with_two_hundred_waiting(cluster: Store, narrow: Pair, 
     with frozen(cluster.owner_pid):
         narrow.begin(QUEUE, max_tokens=8)
         narrow.wait_requests(len(QUEUE))
-    result = narrow.finish()
-    assert finished(result)
-    assert result.tokens == right.queue
-    assert result.cached_tokens == hits(QUEUE)
+    served(narrow.finish(), right.queue, hits(QUEUE))
     fetched = narrow.account()["fetched_blocks"] - before["fetched_blocks"]
     assert 9 * len(QUEUE) <= fetched <= 9 * len(QUEUE) * 5 // 4, "hardly a block is fetched twice"
 
@@ -111,9 +104,7 @@ def test_two_hundred_waiting_that_take_what_pays(cluster: Store, narrow: Pair, r
 
 def test_a_prefix_shared_by_ninety_percent_is_fetched_once(wide: Pair, right: Right) -> None:
     before = wide.account()["fetched_blocks"]
-    result = wide.run(SHARED, max_tokens=8)
-    assert result.tokens == right.shared
-    assert result.cached_tokens == hits(SHARED)
+    served(wide.run(SHARED, max_tokens=8), right.shared, hits(SHARED))
     assert wide.account()["fetched_blocks"] - before == SHARED_BLOCKS
 
 
@@ -123,10 +114,7 @@ def test_a_prefix_shared_by_ninety_percent_through_staging_for_one(cluster: Stor
     with frozen(cluster.owner_pid):
         narrow.begin(SHARED, max_tokens=8)
         narrow.wait_requests(len(SHARED))
-    result = narrow.finish()
-    assert finished(result)
-    assert result.tokens == right.shared
-    assert result.cached_tokens == hits(SHARED)
+    served(narrow.finish(), right.shared, hits(SHARED))
     assert narrow.account()["fetched_blocks"] - before <= 2 * SHARED_BLOCKS, "the shared blocks are fetched once"
 
 
@@ -145,10 +133,7 @@ def test_urgent_requests_overtake_a_full_queue(cluster: Store, narrow: Pair, rig
     with frozen(cluster.owner_pid):
         narrow.begin(QUEUE[:count], max_tokens=8, priorities=priorities, arrivals_s=arrivals)
         narrow.wait_requests(count)
-    result = narrow.finish()
-    assert finished(result)
-    assert result.tokens == right.queue[:count]
-    assert result.cached_tokens == hits(QUEUE[:count])
+    result = served(narrow.finish(), right.queue[:count], hits(QUEUE[:count]))
     last = max(result.requests[index].first_token_s or 0.0 for index in urgent)
     before = [index for index in range(50) if (result.requests[index].first_token_s or 0.0) < last]
     assert len(before) <= 8, "only what was under way when they arrived, and what runs beside them"

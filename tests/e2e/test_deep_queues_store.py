@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import BLOCK, whole_blocks
+from tests.e2e.conftest import BLOCK, hits, served
 from tests.e2e.deep import Pair, fill, finished, patient
 from tests.lab import control
 from tests.lab.checkpoint import TINY
@@ -25,7 +25,7 @@ from tests.lab.store import Store
 from tests.support.auditor import Auditor
 
 PROMPTS = make_prompts(24, 300, seed=71)
-HITS = [whole_blocks(prompt) for prompt in PROMPTS]
+HITS = hits(PROMPTS)
 FOREIGN = make_prompts(8, 300, seed=72)
 AFTERWARDS = make_prompts(8, 300, seed=74)
 WAIT_S = 1.0
@@ -80,9 +80,7 @@ def test_foreign_sized_objects_are_misses_for_one_and_nothing_for_another(
     for _ in range(2):
         other.begin(FOREIGN, max_tokens=8)
         mine = pair.run(PROMPTS, max_tokens=8)
-        theirs = other.finish()
-        assert theirs.tokens == recomputed.tokens
-        assert theirs.cached_tokens == [0] * len(FOREIGN)
+        served(other.finish(), recomputed.tokens, [0] * len(FOREIGN))
         assert mine.tokens == right
         assert mine.cached_tokens == HITS
     assert daemon.records("store.failed") == []
@@ -155,7 +153,7 @@ def test_a_master_that_comes_back_empty_is_joined_again_by_all_that_stayed(
         fill(pair, cluster, AFTERWARDS)
         result = other.run(AFTERWARDS, max_tokens=8)
         assert result.tokens == plain.run(AFTERWARDS, max_tokens=8).tokens
-        assert result.cached_tokens == [whole_blocks(prompt) for prompt in AFTERWARDS]
+        assert result.cached_tokens == hits(AFTERWARDS)
         other.engine.stop()
 
 

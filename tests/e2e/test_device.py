@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.daemon.conftest import starter
-from tests.e2e.conftest import PATIENT, wait_attached, whole_blocks
+from tests.e2e.conftest import PATIENT, hits, served, wait_attached
 from tests.lab.checkpoint import TINY_TP2, make_checkpoint
 from tests.lab.connectors import ours
 from tests.lab.daemon import Daemon
@@ -24,7 +24,7 @@ from tests.support.waiting import eventually
 
 PROMPT_BLOCKS = 16
 PROMPTS = make_prompts(40, 520, seed=71)
-HITS = [whole_blocks(prompt) for prompt in PROMPTS]
+HITS = hits(PROMPTS)
 SLOTS = 32  # of 64 KiB in the smallest slab of a rank: two of the prompts
 
 
@@ -71,9 +71,7 @@ def check_loads(daemon: Daemon, engine: Engine, auditor: Auditor, right: list[li
     idle(auditor, daemon)
     assert engine.reset_prefix_cache()
     before = loaded_from_device(engine)
-    second = engine.run(prompts, max_tokens=8)
-    assert second.tokens == right
-    assert second.cached_tokens == HITS[: len(right)]
+    served(engine.run(prompts, max_tokens=8), right, HITS[: len(right)])
     idle(auditor, daemon)
     counted = numbers(daemon)
     assert counted["device_slots"] == SLOTS
@@ -125,7 +123,7 @@ def kill_engine_under_load(
 
 def test_loads_from_device_slots_give_the_same_tokens_and_nothing_survives_a_kill(
     model: Path, right: list[list[int]], engines: Callable[..., Engine], module_auditor: Auditor,
-    daemons: Callable[..., Daemon],
+    daemons: Callable[..., Daemon]
 ) -> None:  # fmt: skip
     daemon = daemons()
     engine = engines(spec_of(daemon, model))
@@ -145,7 +143,7 @@ def test_loads_from_device_slots_give_the_same_tokens_and_nothing_survives_a_kil
 )
 def test_loads_from_device_slots_in_every_way(
     model: Path, right: list[list[int]], engines: Callable[..., Engine], module_auditor: Auditor,
-    daemons: Callable[..., Daemon], options: tuple[str, ...], extra: dict[str, Any],
+    daemons: Callable[..., Daemon], options: tuple[str, ...], extra: dict[str, Any]
 ) -> None:  # fmt: skip
     daemon = daemons(*options)
     engine = engines(spec_of(daemon, model, **extra))
@@ -169,7 +167,7 @@ def test_loads_from_device_slots_in_every_way(
 )
 def test_two_ranks_load_from_device_slots(
     engines: Callable[..., Engine], module_auditor: Auditor, daemons: Callable[..., Daemon], tmp_path: Path,
-    spread: bool, killed: int | None,
+    spread: bool, killed: int | None
 ) -> None:  # fmt: skip
     """On one GPU, which they share, or on one each; then the daemon is killed, and a worker or the scheduler."""
     model = make_checkpoint(tmp_path, TINY_TP2)

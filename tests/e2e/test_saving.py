@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import BLOCK, PATIENT, Site, wait_attached, whole_blocks
+from tests.e2e.conftest import BLOCK, PATIENT, At, Site, hits, served, wait_attached, whole_blocks
 from tests.lab.connectors import multi, ours
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.prompts import make_prompts
-from tests.support.auditor import Auditor
 from tests.support.waiting import eventually
 
 LONG = 160
@@ -26,19 +25,15 @@ def test_preempted_requests_are_saved_and_loaded_right(site: Site, plain: Engine
     continued = [prompt + tokens for prompt, tokens in zip(prompts, right, strict=True)]
     right_on = plain.run(continued, max_tokens=8).tokens
     engine = site.engine(
-        site.spec(
-            extra={"save_decode_cache": decode, "load_mode": load_mode, "cache_prefix": f"saving-{load_mode}"},
-            num_gpu_blocks=26,
-            max_model_len=512,
-        )
+        extra={"save_decode_cache": decode, "load_mode": load_mode, "cache_prefix": f"saving-{load_mode}"},
+        num_gpu_blocks=26,
+        max_model_len=512,
     )
     engine.call("tests.e2e.probes:count_preemptions")
     assert engine.run(prompts, max_tokens=LONG).tokens == right
     assert engine.call("tests.e2e.probes:preemptions") > 0
     site.fresh(engine)
-    second = engine.run(prompts, max_tokens=LONG)
-    assert second.tokens == right
-    assert second.cached_tokens == [whole_blocks(prompt) for prompt in prompts]
+    served(engine.run(prompts, max_tokens=LONG), right, hits(prompts))
     site.fresh(engine)
     third = engine.run(continued, max_tokens=8)
     assert third.tokens == right_on
@@ -52,7 +47,7 @@ def test_preempted_requests_are_saved_and_loaded_right(site: Site, plain: Engine
 
 
 def test_stored_blocks_are_announced_and_hits_told_apart_by_tier(
-    model: Path, engines: Callable[..., Engine], module_auditor: Auditor, tmp_path: Path
+    at: At, model: Path, engines: Callable[..., Engine], tmp_path: Path
 ) -> None:
     """As a child of MultiConnector: from memory while the daemon lives, from its disk after a restart."""
     prompts = make_prompts(4, 200, seed=62)
@@ -63,6 +58,7 @@ def test_stored_blocks_are_announced_and_hits_told_apart_by_tier(
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "example")},
     }
     with Daemon(memory="64MiB", staging="16MiB", disk=f"{tmp_path / 'disk'}:256MiB", extra=PATIENT) as daemon:
+        site = at(daemon)
         engine = engines(
             EngineSpec(
                 model=model,
@@ -86,8 +82,7 @@ def test_stored_blocks_are_announced_and_hits_told_apart_by_tier(
         assert {medium for medium, _ in events} == {"cpu"}
         assert len(events) == len(wanted), "each once"
 
-        module_auditor.assert_idle(daemon.pid, daemon.socket)
-        assert engine.reset_prefix_cache()
+        site.fresh(engine)
         engine.call("tests.e2e.probes:sources")
         assert sum(engine.run(prompts, max_tokens=2).cached_tokens) == hits
         assert engine.call("tests.e2e.probes:sources") == {"host": hits}
@@ -98,5 +93,5 @@ def test_stored_blocks_are_announced_and_hits_told_apart_by_tier(
         assert engine.reset_prefix_cache()
         assert sum(engine.run(prompts, max_tokens=2).cached_tokens) == hits
         assert engine.call("tests.e2e.probes:sources") == {"disk": hits}
-        module_auditor.assert_idle(daemon.pid, daemon.socket)
+        site.assert_idle()
         engine.stop()

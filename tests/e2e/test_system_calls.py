@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 import signal
 import subprocess
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import At
 from tests.e2e.probes import BEGIN, END
-from tests.lab.connectors import ours
 from tests.lab.daemon import Daemon
-from tests.lab.engine import Engine, EngineSpec
+from tests.lab.process import frozen
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
-from tests.support.auditor import Auditor
 
 POLLS = 2000
 
@@ -63,27 +60,22 @@ def between_marks(trace: Path) -> list[Counter[str]]:
     return stretches
 
 
-def test_polls_and_pushes_make_no_system_call(
-    model: Path, engines: Callable[..., Engine], module_auditor: Auditor, tmp_path: Path
-) -> None:
+def test_polls_and_pushes_make_no_system_call(at: At, tmp_path: Path) -> None:
     prompts = make_prompts(50, 300, seed=51)
     with Store(memory="256 MB") as cluster, Daemon(
         mooncake_config=cluster.config, staging="64MiB", extra=("--spin-us", "10000")
     ) as daemon:  # fmt: skip
-        engine = engines(EngineSpec(model=model, kv_transfer=ours(daemon.socket, wait_timeout_ms=60_000)))
+        site = at(daemon)
+        engine = site.engine(extra={"wait_timeout_ms": 60_000})
         engine.run(prompts[:4])
-        module_auditor.assert_idle(daemon.pid, daemon.socket)
-        assert engine.reset_prefix_cache()
+        site.fresh(engine)
         engine.call("tests.e2e.probes:trace_pushes")
         # The owner of the data stands still: the fetch stays in flight for as long as the polls take.
-        os.kill(cluster.owner_pid, signal.SIGSTOP)
-        try:
+        with frozen(cluster.owner_pid):
             with strace(engine.scheduler_pid, tmp_path / "trace"):
                 pending = engine.call("tests.e2e.probes:add_and_poll", prompts, POLLS)
             with strace(engine.scheduler_pid, tmp_path / "planted"):
                 engine.call("tests.e2e.probes:add_and_poll", prompts[:2], POLLS, plant=True)
-        finally:
-            os.kill(cluster.owner_pid, signal.SIGCONT)
         assert pending == POLLS
         *pushes, polls = between_marks(tmp_path / "trace")
         locks = polls.pop("futex", 0)  # Python's own lock changing hands with the watching thread
@@ -98,5 +90,4 @@ def test_polls_and_pushes_make_no_system_call(
         # Between two pushes the daemon may rightly have gone to sleep, on a loaded machine often; a bell that always
         # rings leaves none silent.
         assert silent >= 0.2 * len(pushes), f"only {silent} of {len(pushes)} pushes found the daemon awake"
-        time.sleep(0.1)
         engine.stop()

@@ -7,10 +7,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import BLOCK, Site, whole_blocks
+from tests.e2e.conftest import BLOCK, Site, hits, served, whole_blocks
 from tests.lab.checkpoint import TINY_TP2, make_checkpoint
 from tests.lab.connectors import multi, ours
 from tests.lab.engine import Engine, EngineSpec
@@ -38,14 +39,10 @@ def test_different_prefixes_give_different_tokens(right: list[list[int]]) -> Non
 
 @pytest.mark.parametrize("load_mode", ["sync", "async"])
 def test_loaded_tokens_equal_recomputed_ones(site: Site, right: list[list[int]], load_mode: str) -> None:
-    engine = site.engine(site.spec(extra={"load_mode": load_mode, "cache_prefix": load_mode}))
-    first = engine.run(PROMPTS)
-    assert first.tokens == right
-    assert first.cached_tokens == [0] * len(PROMPTS)
+    engine = site.engine(extra={"load_mode": load_mode, "cache_prefix": load_mode})
+    served(engine.run(PROMPTS), right, [0] * len(PROMPTS))
     site.fresh(engine)
-    second = engine.run(PROMPTS)
-    assert second.cached_tokens == [whole_blocks(prompt) for prompt in PROMPTS]
-    assert second.tokens == right
+    served(engine.run(PROMPTS), right, hits(PROMPTS))
     local = engine.run(PROMPTS)
     assert local.tokens == right
     site.assert_idle()
@@ -54,7 +51,7 @@ def test_loaded_tokens_equal_recomputed_ones(site: Site, right: list[list[int]],
 
 def test_a_warmed_prompt_is_a_hit_at_once(site: Site, right: list[list[int]], tmp_path: Path) -> None:
     """`kvprefetchd warm` with prompts: their requests fetch nothing, and give the same tokens."""
-    engine = site.engine(site.spec(extra={"cache_prefix": "warm"}))
+    engine = site.engine(extra={"cache_prefix": "warm"})
     assert engine.run(PROMPTS).tokens == right
     site.fresh(engine)
     file = tmp_path / "prompts.jsonl"
@@ -70,9 +67,7 @@ def test_a_warmed_prompt_is_a_hit_at_once(site: Site, right: list[list[int]], tm
     blocks = sum(whole_blocks(prompt) // BLOCK for prompt in PROMPTS)
     assert (counts["blocks"], counts["fetched"], counts["absent"]) == (blocks, blocks, 0)
     site.assert_idle()
-    second = engine.run(PROMPTS)
-    assert second.tokens == right
-    assert second.cached_tokens == [whole_blocks(prompt) for prompt in PROMPTS]
+    served(engine.run(PROMPTS), right, hits(PROMPTS))
     assert site.daemon.wait_record("request.done", count=before + len(PROMPTS)) is not None
     lines = site.daemon.records("request.done")[before:]
     assert {(line["outcome"], line["bytes"]) for line in lines} == {("loaded", 0)}
@@ -82,7 +77,7 @@ def test_a_warmed_prompt_is_a_hit_at_once(site: Site, right: list[list[int]], tm
 
 def test_a_block_of_another_prompt_changes_the_tokens(site: Site, right: list[list[int]]) -> None:
     """The control: were the loaded KV wrong, the comparison above would see it."""
-    engine = site.engine(site.spec(extra={"cache_prefix": "swap"}))
+    engine = site.engine(extra={"cache_prefix": "swap"})
     engine.run(PROMPTS[:4])
     site.fresh(engine)
     engine.call("tests.e2e.probes:load_a_foreign_block")
@@ -119,15 +114,11 @@ def test_on_two_ranks(site: Site, engines: Callable[..., Engine], tmp_path: Path
     plain = engines(EngineSpec(model=model, tensor_parallel_size=2))
     right = plain.run(prompts).tokens
     plain.stop()
-    engine = site.engine(
-        site.spec(model=model, tensor_parallel_size=2, extra={"cache_prefix": "tp2", "wait_timeout_ms": 60_000})
-    )
+    engine = site.engine(model=model, tensor_parallel_size=2, extra={"cache_prefix": "tp2", "wait_timeout_ms": 60_000})
     assert engine.run(prompts).tokens == right
-    for load in range(2):
+    for _ in range(2):
         site.fresh(engine)
-        second = engine.run(prompts)
-        assert second.cached_tokens == [whole_blocks(prompt) for prompt in prompts], load
-        assert second.tokens == right
+        served(engine.run(prompts), right, hits(prompts))
     site.assert_idle()
     engine.stop()
 
@@ -136,17 +127,16 @@ def test_every_prompt_length_hits_its_whole_blocks(site: Site) -> None:
     """Prompts of 1 to 100 blocks, whole or not, with chunked prefill: exactly floor((tokens - 1) / block) blocks."""
     lengths = [1, 31, 32, 33, 64, 65, 96, 97, 500, 512, 513, 1000, 1024, 1025, 2049, 3200, 3201]
     prompts = [make_prompts(1, length, seed=length)[0] for length in lengths]
-    engine = site.engine(
-        site.spec(
-            extra={"cache_prefix": "lengths"}, max_model_len=4096, max_num_batched_tokens=256, max_num_seqs=2,
-            num_gpu_blocks=260,
-        )
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 2,
+        "num_gpu_blocks": 260,
+    }
+    engine = site.engine(extra={"cache_prefix": "lengths"}, **sizes)
     first = engine.run(prompts, max_tokens=8)
     site.fresh(engine)
-    second = engine.run(prompts, max_tokens=8)
-    assert second.cached_tokens == [whole_blocks(prompt) for prompt in prompts]
-    assert second.tokens == first.tokens
+    second = served(engine.run(prompts, max_tokens=8), first.tokens, hits(prompts))
     assert max(second.cached_tokens) == 100 * BLOCK
     site.assert_idle()
     engine.stop()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Site, fingerprint, whole_blocks
+from tests.e2e.conftest import Site, fingerprint, hits, served
 from tests.lab.checkpoint import TINY, TINY_TP2, make_checkpoint
 from tests.lab.connectors import ours
 from tests.lab.daemon import Daemon
@@ -18,7 +18,7 @@ from tests.lab.prompts import make_prompts
 from tests.support.host_kernel import needs_cxx
 
 PROMPTS = make_prompts(4, 300, seed=2)
-HITS = [whole_blocks(prompt) for prompt in PROMPTS]
+HITS = hits(PROMPTS)
 
 
 def pair_of(differing: str, model: Path, folder: Path) -> tuple[EngineSpec, EngineSpec]:
@@ -52,16 +52,12 @@ def test_engines_whose_kv_differs_each_store_and_load_their_own(
     plain.stop()
     assert right != saved, "or it would not matter"
     second = site.engine(spec.but(kv_transfer=transfer))
-    got = second.run(PROMPTS)
-    assert got.tokens == right
-    assert got.cached_tokens == [0] * len(PROMPTS)
+    served(second.run(PROMPTS), right, [0] * len(PROMPTS))
     mine, theirs = fingerprint(first), fingerprint(second)
     assert mine[differing] != theirs[differing]
     for engine, tokens in ((second, right), (first, saved)):
         site.fresh(engine)
-        again = engine.run(PROMPTS)
-        assert again.tokens == tokens
-        assert again.cached_tokens == HITS
+        served(engine.run(PROMPTS), tokens, HITS)
         engine.stop()
 
 
@@ -74,9 +70,8 @@ def test_ranks_that_split_the_model_otherwise_share_nothing(site: Site, tmp_path
     site.fresh(one)
     one.stop()
     two = site.engine(EngineSpec(model=model, kv_transfer=ours(site.daemon.socket), tensor_parallel_size=2))
-    for hits in ([0] * len(PROMPTS), HITS):
-        got = two.run(PROMPTS)
-        assert (got.tokens, got.cached_tokens) == (right, hits)
+    for hit_tokens in ([0] * len(PROMPTS), HITS):
+        served(two.run(PROMPTS), right, hit_tokens)
         site.fresh(two)
     two.stop()
 
@@ -125,8 +120,6 @@ def test_an_equal_engine_of_another_folder_after_a_restart_and_of_a_later_vllm_s
         transfer = ours(daemon.socket, wait_timeout_ms=60_000)
         second = engines(EngineSpec(model=link, kv_transfer=transfer, env=env, tensor_parallel_size=2))
         assert second.call("tests.e2e.probes:kv_spec_fields").count("is_draft") == 1
-        got = second.run(PROMPTS)
-        assert got.tokens == right
-        assert got.cached_tokens == HITS
+        served(second.run(PROMPTS), right, HITS)
         second.stop()
         assert daemon.sigterm(60) == 0

@@ -16,15 +16,14 @@ import pytest
 import kvprefetch
 from kvprefetch.connector.link import FINAL_RETRY_S
 from kvprefetch.shmring.wire.records import PROTOCOL
-from tests.e2e.conftest import PATIENT, wait_attached, whole_blocks
+from tests.e2e.conftest import PATIENT, At, hits, wait_attached
 from tests.lab.connectors import ours
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.prompts import make_prompts
-from tests.support.auditor import Auditor
 
 PROMPTS = make_prompts(4, 300, seed=53)
-HITS = [whole_blocks(prompt) for prompt in PROMPTS]
+HITS = hits(PROMPTS)
 LOOKED_AT_S = 5.0
 
 
@@ -63,7 +62,7 @@ def assert_refused(engine: Engine, daemon: Daemon, line: str) -> None:
 
 
 def test_an_engine_serves_on_beside_an_older_daemon_and_attaches_to_its_successor(
-    model: Path, right: list[list[int]], engines: Callable[..., Engine], module_auditor: Auditor, tmp_path: Path
+    at: At, model: Path, right: list[list[int]], engines: Callable[..., Engine], tmp_path: Path
 ) -> None:
     old = Daemon(memory="64MiB", staging="16MiB", env=another_protocol(tmp_path, PROTOCOL - 1))
     with old:
@@ -74,18 +73,18 @@ def test_an_engine_serves_on_beside_an_older_daemon_and_attaches_to_its_successo
         assert "restart the daemon" in str(old.records("peer.refused")[0]["error"])
         assert old.sigterm() == 0
         with Daemon(memory="64MiB", staging="16MiB", socket=old.socket, extra=PATIENT) as daemon:
+            site = at(daemon)
             wait_attached(engine, FINAL_RETRY_S + 5)
             assert engine.reset_prefix_cache()
             assert engine.run(PROMPTS).tokens == right, "saving"
-            module_auditor.assert_idle(daemon.pid, daemon.socket)
-            assert engine.reset_prefix_cache()
+            site.fresh(engine)
             again = engine.run(PROMPTS)
             assert (again.tokens, again.cached_tokens) == (right, HITS)
             engine.stop()
 
 
 def test_an_older_engine_serves_on_beside_the_daemon(
-    model: Path, right: list[list[int]], engines: Callable[..., Engine], module_auditor: Auditor, tmp_path: Path
+    model: Path, right: list[list[int]], engines: Callable[..., Engine], tmp_path: Path
 ) -> None:
     with Daemon(memory="64MiB", staging="16MiB") as daemon:
         spec = EngineSpec(model=model, kv_transfer=ours(daemon.socket), env=another_protocol(tmp_path, PROTOCOL - 1))

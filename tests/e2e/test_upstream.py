@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import PATIENT, whole_blocks
+from tests.e2e.conftest import PATIENT, hits, served
 from tests.lab import control
 from tests.lab.connectors import ours, upstream
 from tests.lab.daemon import Daemon
@@ -61,9 +61,7 @@ def test_each_reads_what_the_other_wrote_with_equal_tokens(
         names = keys(model, prompts)
         before += len(names)
         assert cluster.wait_keys(before) == before
-        second = reader.run(prompts)
-        assert second.cached_tokens == [whole_blocks(prompt) for prompt in prompts]
-        assert second.tokens == right
+        served(reader.run(prompts), right, hits(prompts))
 
 
 def test_both_write_the_same_bytes_under_the_same_keys(
@@ -102,9 +100,7 @@ def test_ranks_that_hold_the_same_heads_store_one_value_for_all(
         assert cluster.wait_keys(before) == before
         assert None not in control.read_digests(cluster.config, keys(model, prompts))
         second = reader.run(prompts)
-        assert second.cached_tokens == [whole_blocks(prompt) for prompt in prompts], (
-            f"written by {writer.spec.kv_transfer}"
-        )
+        assert second.cached_tokens == hits(prompts), f"written by {writer.spec.kv_transfer}"
         assert second.tokens == right
     two.stop()
 

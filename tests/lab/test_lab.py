@@ -137,12 +137,12 @@ def test_arrivals_and_aborts_are_followed(engine: Engine) -> None:
 
 def test_functions_run_in_the_schedulers_process(engine: Engine) -> None:
     engine.reset_prefix_cache()
-    assert engine.call(f"{__name__}:cached_blocks") == 0
+    assert engine.call("tests.lab.test_lab:cached_blocks") == 0
     engine.run(make_prompts(1, PROMPT_TOKENS, seed=6), max_tokens=1)
-    assert engine.call(f"{__name__}:cached_blocks") == PROMPT_TOKENS // BLOCK
+    assert engine.call("tests.lab.test_lab:cached_blocks") == PROMPT_TOKENS // BLOCK
     assert engine.scheduler_pid != os.getpid()
     with pytest.raises(EngineError, match="AttributeError"):
-        engine.call(f"{__name__}:no_such_function")
+        engine.call("tests.lab.test_lab:no_such_function")
 
 
 def test_the_demo_says_that_an_engine_failed(
