@@ -60,9 +60,9 @@ class Pair:
 
     def wait_requests(self, count: int, timeout_s: float = 60.0) -> None:
         """Wait until the daemon knows exactly so many unfinished requests."""
-        eventually(lambda: self.account()["requests"] == count, timeout_s, f"{count} requests", pause_s=0.02)
+        eventually(lambda: self.counters()["requests"] == count, timeout_s, f"{count} requests", pause_s=0.02)
 
-    def account(self) -> dict[str, int]:
+    def counters(self) -> dict[str, int]:
         """What the daemon says of this engine, the only one attached to it."""
         [engine] = ask_daemon(self.daemon.socket).engines
         return {name: value for name, value in engine.items() if isinstance(value, int)}
@@ -95,7 +95,7 @@ def finished(result: Pass) -> bool:
     return all(request.finish_reason == "length" for request in result.requests)
 
 
-def stories(daemon: Daemon, result: Pass, indices: Sequence[int], timeout_s: float = 10.0) -> list[Record]:
+def traces(daemon: Daemon, result: Pass, indices: Sequence[int], timeout_s: float = 10.0) -> list[Record]:
     """The ``request.done`` lines of some requests of the last pass, in the order in which they were logged."""
     wanted = {result.requests[index].request_id for index in indices}
 

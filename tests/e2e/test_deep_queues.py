@@ -82,19 +82,19 @@ def narrow(
 
 def test_staging_for_two_with_two_hundred_waiting(cluster: Store, narrow: Pair, right: Right) -> None:
     """All two hundred wait at once (the store stands still until they do); then each gets all of its blocks."""
-    before = narrow.account()
+    before = narrow.counters()
     assert before["slots"] == STAGED_BLOCKS
-    with frozen(cluster.owner_pid):
+    with frozen(cluster.node_pid):
         narrow.begin(QUEUE, max_tokens=8)
         narrow.wait_requests(len(QUEUE))
     served(narrow.finish(), right.queue, hits(QUEUE))
-    fetched = narrow.account()["fetched_blocks"] - before["fetched_blocks"]
+    fetched = narrow.counters()["fetched_blocks"] - before["fetched_blocks"]
     assert 9 * len(QUEUE) <= fetched <= 9 * len(QUEUE) * 5 // 4, "hardly a block is fetched twice"
 
 
 def test_two_hundred_waiting_that_take_what_pays(cluster: Store, narrow: Pair, right: Right) -> None:
     """The same queue under the default policy: how many recompute is the machine's affair, the tokens are not."""
-    with frozen(cluster.owner_pid):
+    with frozen(cluster.node_pid):
         narrow.begin(QUEUE, max_tokens=8, sampling=wishing(wait_policy="adaptive"))
         narrow.engine.wait_event("first_token")
     result = narrow.finish()
@@ -103,19 +103,19 @@ def test_two_hundred_waiting_that_take_what_pays(cluster: Store, narrow: Pair, r
 
 
 def test_a_prefix_shared_by_ninety_percent_is_fetched_once(wide: Pair, right: Right) -> None:
-    before = wide.account()["fetched_blocks"]
+    before = wide.counters()["fetched_blocks"]
     served(wide.run(SHARED, max_tokens=8), right.shared, hits(SHARED))
-    assert wide.account()["fetched_blocks"] - before == SHARED_BLOCKS
+    assert wide.counters()["fetched_blocks"] - before == SHARED_BLOCKS
 
 
 def test_a_prefix_shared_by_ninety_percent_through_staging_for_one(cluster: Store, narrow: Pair, right: Right) -> None:
     """Room for one request of forty: the blocks they share stay, those of their own come and go."""
-    before = narrow.account()["fetched_blocks"]
-    with frozen(cluster.owner_pid):
+    before = narrow.counters()["fetched_blocks"]
+    with frozen(cluster.node_pid):
         narrow.begin(SHARED, max_tokens=8)
         narrow.wait_requests(len(SHARED))
     served(narrow.finish(), right.shared, hits(SHARED))
-    assert narrow.account()["fetched_blocks"] - before <= 2 * SHARED_BLOCKS, "the shared blocks are fetched once"
+    assert narrow.counters()["fetched_blocks"] - before <= 2 * SHARED_BLOCKS, "the shared blocks are fetched once"
 
 
 def test_a_request_larger_than_staging_gets_what_fits(narrow: Pair, right: Right) -> None:
@@ -130,7 +130,7 @@ def test_urgent_requests_overtake_a_full_queue(cluster: Store, narrow: Pair, rig
     count, urgent = 60, range(50, 60)
     priorities = [0 if index in urgent else 10 for index in range(count)]
     arrivals = [0.2 if index in urgent else 0.0 for index in range(count)]
-    with frozen(cluster.owner_pid):
+    with frozen(cluster.node_pid):
         narrow.begin(QUEUE[:count], max_tokens=8, priorities=priorities, arrivals_s=arrivals)
         narrow.wait_requests(count)
     result = served(narrow.finish(), right.queue[:count], hits(QUEUE[:count]))
@@ -161,7 +161,7 @@ def storm(cluster: Store, pair: Pair, right: list[list[int]], turn: int, *, held
     aborts = [
         Abort(index, after_steps=(index * 7 + turn) % 40) for index in range(len(QUEUE)) if index not in survivors
     ]
-    with frozen(cluster.owner_pid) if held else contextlib.nullcontext():
+    with frozen(cluster.node_pid) if held else contextlib.nullcontext():
         pair.begin(QUEUE, max_tokens=8, aborts=aborts)
         if held:
             for _ in aborts:

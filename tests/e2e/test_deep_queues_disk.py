@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import PATIENT, wait_attached, whole_blocks
-from tests.e2e.deep import Pair, finished, patient, stories, wishing
+from tests.e2e.deep import Pair, finished, patient, traces, wishing
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.prompts import make_prompts
@@ -63,7 +63,7 @@ def pair(model: Path, folder: Path, engines: Callable[..., Engine], module_audit
         daemon.start()
         wait_attached(engine)
         pair.run(IN_MEMORY, max_tokens=1)
-        assert pair.account()["saved_blocks"] == 9 * len(IN_MEMORY)
+        assert pair.counters()["saved_blocks"] == 9 * len(IN_MEMORY)
         yield pair
         engine.stop()
         assert daemon.sigterm(60) == 0
@@ -77,7 +77,7 @@ def test_memory_does_not_wait_behind_a_slow_disk(pair: Pair, folder: Path, right
     assert finished(result)
     assert result.tokens == right(SLOW)
     assert result.cached_tokens == [HIT] * len(SLOW)
-    told = stories(pair.daemon, result, range(len(SLOW)))
+    told = traces(pair.daemon, result, range(len(SLOW)))
     assert sum(line["bytes_memory"] > 0 for line in told) == len(SLOW) - len(DISK), "each lies where it should"
     assert sum(line["bytes_disk"] > 0 for line in told) == len(DISK)
     first_tokens = [request.first_token_s or 0.0 for request in result.requests]

@@ -87,11 +87,11 @@ def test_foreign_sized_objects_are_misses_for_one_and_nothing_for_another(
     other.engine.stop()
 
 
-@pytest.mark.parametrize("victim", ["owner", "master"])
+@pytest.mark.parametrize("victim", ["storage node", "master"])
 def test_a_frozen_store_holds_nobody_past_the_deadline(
     cluster: Store, pair: Pair, right: list[list[int]], victim: str
 ) -> None:
-    with frozen(cluster.owner_pid if victim == "owner" else cluster.master_pid):
+    with frozen(cluster.node_pid if victim == "storage node" else cluster.master_pid):
         pair.begin(PROMPTS, max_tokens=8)
         during = pair.collect()
     assert finished(during)
@@ -112,7 +112,7 @@ def test_a_store_that_stumbles_again_and_again(cluster: Store, pair: Pair, right
 
     def stumble() -> None:
         while not over.wait(source.uniform(0.0, 0.5)):
-            with frozen(source.choice([cluster.owner_pid, cluster.master_pid])):
+            with frozen(source.choice([cluster.node_pid, cluster.master_pid])):
                 over.wait(source.uniform(0.0, 2 * WAIT_S))
 
     stumbling = threading.Thread(target=stumble)
@@ -157,13 +157,13 @@ def test_a_master_that_comes_back_empty_is_joined_again_by_all_that_stayed(
         other.engine.stop()
 
 
-@pytest.mark.parametrize("victim", ["owner", "master"])  # this comes last: it is not brought back
+@pytest.mark.parametrize("victim", ["storage node", "master"])  # this comes last: it is not brought back
 def test_a_killed_store_holds_nobody_past_the_deadline(
     cluster: Store, pair: Pair, right: list[list[int]], victim: str
 ) -> None:
     pair.begin(PROMPTS, max_tokens=8)
     pair.engine.wait_event("first_token")
-    os.kill(cluster.owner_pid if victim == "owner" else cluster.master_pid, signal.SIGKILL)
+    os.kill(cluster.node_pid if victim == "storage node" else cluster.master_pid, signal.SIGKILL)
     during = pair.collect()
     assert finished(during)
     assert during.tokens == right

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def pair_of(differing: str, model: Path, folder: Path) -> tuple[EngineSpec, Engi
     one = EngineSpec(model=model)
     if differing == "weights":
         weights = folder / model.name
-        make_checkpoint(folder / "written", TINY, seed=1).rename(weights)
+        make_checkpoint(folder / "written", replace(TINY, seed=1)).rename(weights)
         return one, one.but(model=weights)
     if differing == "config":
         rope: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}

@@ -75,7 +75,7 @@ def test_a_store_that_stands_still_delays_nobody_for_long(at: At, cluster: Store
             params = {"extra_args": {"kv_transfer_params": {"kvprefetch": wishes}}} if wishes else {}
             return engine.run(PROMPTS, sampling=params, timeout_s=60).tokens
 
-        with frozen(cluster.owner_pid):
+        with frozen(cluster.node_pid):
             assert run() == right
             before = counters(engine)
             assert run(wait_policy="best_effort") == right

@@ -1,10 +1,9 @@
-"""Small seeded Llama checkpoints whose greedy output depends on every block of the prompt.
+"""Writes small seeded Llama checkpoints: their greedy output depends on every block of the prompt.
 
-vLLM's ``dummy`` weights give nearly the same tokens for any prefix, which makes every comparison of tokens vacuous.
+vLLM's ``dummy`` weights give nearly the same tokens for any prefix, so a comparison of tokens would prove nothing.
 Normal weights with a standard deviation of about 0.08 do not.
 
-``python -m tests.lab.checkpoint [DIR]`` writes one and prints its folder: a model to serve where none can be
-downloaded.
+``python -m tests.lab.checkpoint [DIR]`` writes one and prints its folder: a model to serve without a download.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ FORMAT = 2
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a checkpoint looks like; equal shapes give equal bytes."""
+    """The sizes of a checkpoint; equal shapes give equal bytes."""
 
     hidden: int = 128
     intermediate: int = 256
@@ -45,8 +44,8 @@ class Shape:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token, all layers."""
-        width = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
-        return 2 * self.layers * self.kv_heads * self.head_dim * width
+        value_bytes = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        return 2 * self.layers * self.kv_heads * self.head_dim * value_bytes
 
 
 # Tests: an engine with it starts quickly and a step costs little.
@@ -57,28 +56,11 @@ TINY_TP2 = Shape(hidden=256, heads=4, kv_heads=2)
 PEERS = Shape(hidden=512, intermediate=1024, layers=8, heads=8, kv_heads=1, head_dim=64, dtype="bfloat16")
 
 
-def make_checkpoint(
-    directory: Path | str,
-    shape: Shape = TINY,
-    *,
-    hidden: int | None = None,
-    intermediate: int | None = None,
-    layers: int | None = None,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    vocab: int | None = None,
-    max_position: int | None = None,
-    dtype: str | None = None,
-    std: float | None = None,
-    seed: int | None = None,
-) -> Path:
-    """Write (or find) the checkpoint of ``shape`` with the given fields replaced; returns its folder.
+def make_checkpoint(directory: Path | str, shape: Shape = TINY) -> Path:
+    """Write (or find) the checkpoint of ``shape``; return its folder.
 
-    The folder's name carries a hash of the shape, so different shapes never share keys in a store.
+    The folder's name carries a hash of the shape: different shapes never share keys in a store.
     """
-    given = {name: value for name, value in locals().items() if name in Shape.__slots__ and value is not None}
-    shape = replace(shape, **given)
     fields = json.dumps({"format": FORMAT, **asdict(shape)}, sort_keys=True)
     name = f"llama-{shape.hidden}x{shape.layers}-{shape.dtype}-{hashlib.sha256(fields.encode()).hexdigest()[:10]}"
     final = Path(directory).resolve() / name
@@ -129,7 +111,7 @@ def _write(folder: Path, shape: Shape) -> None:
     tensors["lm_head.weight"] = normal(shape.vocab, shape.hidden)
     weights = folder / "model.safetensors"
     save_file(tensors, str(weights), metadata={"format": "pt"})
-    weights.chmod(0o644)  # it is written for its owner alone, and an engine may be somebody else's
+    weights.chmod(0o644)  # save_file lets only this user read it, and an engine may run as another user
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -156,7 +138,7 @@ def _write(folder: Path, shape: Shape) -> None:
 
 
 def _write_tokenizer(folder: Path, vocab: int) -> None:
-    """One token per byte, and names for the rest of the vocabulary: any text goes in, any token comes out."""
+    """Write a tokenizer with a token per byte, and names for the rest of the vocabulary."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     special = ["<unk>", "<s>", "</s>"]

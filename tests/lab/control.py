@@ -1,7 +1,7 @@
-"""Spoils a store on purpose: two KV blocks swapped, so that a load that works must give other tokens.
+"""Reads, writes and spoils values in a store: with two KV blocks swapped, a load must give other tokens.
 
-The control of every comparison of tokens: where it does not change them, equal tokens prove nothing. Mooncake's client
-runs in a process of its own, because its calls can crash the process and its close holds the GIL.
+Every comparison of tokens needs this control: where a swap does not change them, equal tokens prove nothing. Mooncake's
+client runs in a process of its own, because its calls can crash the process and its close holds the GIL.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def remove(config: Path, keys: Sequence[str], *, host_ip: str = "127.0.0.1") -> 
 
 
 def put(config: Path, values: Mapping[str, bytes], segment: str, *, host_ip: str = "127.0.0.1") -> None:
-    """Store values in the memory of one owner (:attr:`tests.lab.store.Store.segments`)."""
+    """Store values in the memory of one storage node (:attr:`tests.lab.store.Store.segments`)."""
     _ask({"op": "put", "keys": list(values), "values": [v.hex() for v in values.values()], "segment": segment},
          config, host_ip)  # fmt: skip
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from tests.lab import process
 
+START_TIMEOUT_S = 60.0
 Record = dict[str, Any]
 
 
@@ -38,7 +39,6 @@ class Daemon:
         socket: Path | None = None,
         extra: tuple[str, ...] = (),
         env: Mapping[str, str] | None = None,
-        start_timeout_s: float = 60.0,
     ) -> None:
         # A socket's path may have 107 bytes, which a folder in the checkout does not promise.
         self._folder = Path(tempfile.mkdtemp(prefix="kvl-"))
@@ -54,7 +54,6 @@ class Daemon:
         if "--metrics-port" not in extra:
             self.argv += ["--metrics-port", "0"]  # the default port is one per machine
         self.argv += extra
-        self.start_timeout_s = start_timeout_s
         self._env = dict(env or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
@@ -77,7 +76,7 @@ class Daemon:
     def start(self) -> None:
         """Start it and wait for ``daemon.ready``; may be called again after it ended."""
         self.launch()
-        if self.wait_record("daemon.ready", timeout_s=self.start_timeout_s) is None:
+        if self.wait_record("daemon.ready", timeout_s=START_TIMEOUT_S) is None:
             raise DaemonError(f"no daemon.ready from {' '.join(self.argv)}\n" + "\n".join(self.lines[-40:]))
 
     def launch(self) -> None:

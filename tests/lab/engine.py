@@ -24,6 +24,7 @@ from tests.lab import process
 from tests.lab.passes import Abort, Pass, RequestResult
 from tests.lab.template import Forked, Template
 
+START_TIMEOUT_S = 180.0
 Event = dict[str, Any]
 KVTransfer = dict[str, Any]
 
@@ -120,16 +121,12 @@ class Engine:
     With a `template` it is forked of that, unless the spec asks for what a process takes up before or in its imports.
     """
 
-    def __init__(
-        self, spec: EngineSpec, *, log: Path | None = None, start_timeout_s: float = 180.0,
-        template: Template | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, spec: EngineSpec, *, template: Template | None = None) -> None:
         self.spec = spec
         own = spec.env or spec.threads != 1 or spec.python != Path(sys.executable)
         self._template = None if own else template
         self.scratch = process.scratch("engine")
-        self.log = log if log is not None else self.scratch / "engine.log"
-        self.start_timeout_s = start_timeout_s
+        self.log = self.scratch / "engine.log"
         self.start_s = 0.0
         """How long the engine took to start."""
         # Short and outside the checkout: it holds Unix sockets, whose paths may have 107 bytes.
@@ -166,7 +163,7 @@ class Engine:
                 )
         try:
             message = {"op": "start", "engine_args": self.spec.engine_args()}
-            self._workers = [int(pid) for pid in self.command(message, timeout_s=self.start_timeout_s)["workers"]]
+            self._workers = [int(pid) for pid in self.command(message, timeout_s=START_TIMEOUT_S)["workers"]]
         except BaseException:
             self.stop()
             raise
@@ -214,37 +211,16 @@ class Engine:
         self,
         prompts: Sequence[Sequence[int]],
         *,
-        max_tokens: int | Sequence[int] = 32,
-        concurrency: int | None = None,
-        arrivals_s: Sequence[float] | None = None,
-        priorities: Sequence[int] | None = None,
-        aborts: Sequence[Abort] = (),
-        sampling: Mapping[str, Any] | None = None,
-        request_options: Mapping[str, Any] | None = None,
         timeout_s: float = 120.0,
         on_event: Callable[[Event], None] | None = None,
+        **options: Any,
     ) -> Pass:
-        """Serve ``prompts`` greedily and wait for all of them.
+        """Serve ``prompts`` greedily and wait for all of them; ``options`` are those of :meth:`begin`.
 
-        ``concurrency`` closes the loop: so many requests are outstanding, the next is added when one ends.
-        ``arrivals_s`` are offsets from the start of the pass; ``max_tokens`` is one for all or each prompt's own.
-        ``request_options`` are more arguments of vLLM's ``add_request``; ``lora`` among them is (name, id, path).
-        ``on_event`` hears
-        ``{"event": "first_token" | "finished", "index": i}`` while the pass runs. Raises EngineError when a request has
-        not ended after ``timeout_s``.
+        ``on_event`` receives ``{"event": "first_token" | "finished", "index": i}`` while the pass runs. Raises
+        EngineError when a request has not ended after ``timeout_s``.
         """
-        self.begin(
-            prompts,
-            max_tokens=max_tokens,
-            concurrency=concurrency,
-            arrivals_s=arrivals_s,
-            priorities=priorities,
-            aborts=aborts,
-            sampling=sampling,
-            request_options=request_options,
-            timeout_s=timeout_s,
-            events=on_event is not None,
-        )
+        self.begin(prompts, timeout_s=timeout_s, events=on_event is not None, **options)
         return self.finish(timeout_s=timeout_s + 10, on_event=on_event)
 
     def begin(
@@ -261,7 +237,12 @@ class Engine:
         timeout_s: float = 120.0,
         events: bool = True,
     ) -> None:
-        """Start a pass and return at once, so that the caller can disturb it; :meth:`finish` collects it."""
+        """Start a pass and return at once, so that the caller can disturb it; :meth:`finish` collects it.
+
+        ``concurrency`` closes the loop: so many requests are outstanding, the next is added when one ends.
+        ``arrivals_s`` are offsets from the start of the pass; ``max_tokens`` is one for all or each prompt's own.
+        ``request_options`` are more arguments of vLLM's ``add_request``; ``lora`` among them is (name, id, path).
+        """
         self._write(
             self._running(),
             {

@@ -1,7 +1,7 @@
-"""LMCache's multiprocess server, its second tier a Redis here or behind a limited link; in an environment of its own.
+"""Starts LMCache's multiprocess server with a Redis behind it, here or beyond a limited link.
 
-LMCache pins other versions of libraries than ours, so that server and engines run under the interpreter they are given,
-which has ``lmcache`` and the same vLLM (docs/BENCHMARKS.md says how to make it). Redis: Debian's ``redis-server``.
+LMCache pins other versions of libraries than ours. Server and engines therefore run under an interpreter of their own,
+with ``lmcache`` and the same vLLM (docs/BENCHMARKS.md says how to make it). Redis: Debian's ``redis-server``.
 """
 
 from __future__ import annotations

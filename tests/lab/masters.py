@@ -1,4 +1,4 @@
-"""A real Mooncake cluster with high availability: an etcd, masters of which one leads, and the owners of memory."""
+"""A real Mooncake cluster with high availability: an etcd, several masters, and storage nodes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def etcd() -> str | None:
 class HighlyAvailableStore(Store):
     """As :class:`Store`, with its master found through an etcd. ``lead`` is the number of the master that leads.
 
-    A master leads six seconds after it was started: five of them pass in case another one still believes that it does.
+    A master leads six seconds after its start: for five of them it waits for a former leader to notice.
     """
 
-    def __init__(self, *, memory: str = "1 GB", owners: int = 1, options: tuple[str, ...] = ()) -> None:
-        super().__init__(memory=memory, owners=owners)
+    def __init__(self, *, memory: str = "1 GB", nodes: int = 1, options: tuple[str, ...] = ()) -> None:
+        super().__init__(memory=memory, nodes=nodes)
         self.options = options
         """Of each master, beside those that make it one of several."""
         self.masters: list[subprocess.Popen[bytes]] = []
@@ -42,9 +42,9 @@ class HighlyAvailableStore(Store):
         return self
 
     def _start(self, scratch: Path) -> None:
-        ports = process.free_ports(2 + 2 * MASTERS + self.owners)
+        ports = process.free_ports(2 + 2 * MASTERS + self.nodes)
         self.etcd_port, peers, *ports = ports
-        rpc, self._metrics_ports, owners = ports[:MASTERS], ports[MASTERS : 2 * MASTERS], ports[2 * MASTERS :]
+        rpc, self._metrics_ports, node_ports = ports[:MASTERS], ports[MASTERS : 2 * MASTERS], ports[2 * MASTERS :]
         found = etcd()
         if found is None:
             raise StoreError("etcd is not installed")
@@ -64,7 +64,7 @@ class HighlyAvailableStore(Store):
             ])  # fmt: skip
         self.start_masters()
         self.wait_leader()
-        self._start_owners(owners, [], scratch)
+        self._start_nodes(node_ports, [], scratch)
 
     def start_etcd(self) -> None:
         """Start it, with what it knew; returns when it listens."""

@@ -1,7 +1,7 @@
-"""Child processes that cannot outlive this one: in process groups, killed whole, and by the kernel if we die.
+"""Starts child processes that cannot outlive this one: a process group is killed whole, by the kernel if we die.
 
-Not in sessions of their own: with autogroups the kernel shares the cores out among sessions, and one whose threads spin
-can keep another's waiting for seconds (docs/adr/0063).
+They get no sessions of their own: with autogroups the kernel shares the cores out among sessions, and a session with
+spinning threads can keep another one waiting for seconds (docs/adr/0063).
 """
 
 from __future__ import annotations

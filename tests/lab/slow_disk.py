@@ -1,8 +1,7 @@
-"""A disk made slow: every open of a file for reading takes a while, one after the other, as on a disk with one head.
+"""Makes a disk slow: every open of a file for reading takes a while, one after the other, as on a disk with one head.
 
-The kernel does the delaying: a process of ours holds a write lease (``fcntl(2)``, F_SETLEASE) on each file, whoever
-opens one waits until the lease is given up, and it is given up after the delay. No privileges are needed beyond owning
-the files; the reader is an unmodified program that waits inside ``open``, as it does for a disk that answers late.
+A process holds a write lease (``fcntl(2)``, F_SETLEASE) on each file. A reader waits inside ``open`` until that process
+gives the lease up, which it does after the delay. The reader needs no change, and nobody needs privileges.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ _UP = "slow disk is up"
 
 
 class SlowDiskError(RuntimeError):
-    """The process that holds the leases did not start; the message ends with what it printed."""
+    """The process that holds the leases did not start; the message ends with its output."""
 
 
 class SlowDisk:
     """Slows the files under ``folder`` that match ``pattern`` while it is entered; use as a context manager.
 
-    ``delay_s`` is what one open takes; as many as wait are let through one after the other. The kernel lets nobody wait
-    longer than ``/proc/sys/fs/lease-break-time`` (45 s). Files that appear later, or are open elsewhere, stay fast.
+    One open takes ``delay_s``, and waiting readers get through one after the other. The kernel ends each wait after
+    ``/proc/sys/fs/lease-break-time`` (45 s). Files that appear later, or are open elsewhere, stay fast.
     """
 
     def __init__(self, folder: Path, delay_s: float, pattern: str = "*.bucket") -> None:

@@ -1,7 +1,7 @@
-"""A real Mooncake store for engines to share: a master here, the owner of all memory here or behind a limited link.
+"""Starts a real Mooncake store: a master here, and storage nodes here or behind a limited link.
 
-Engines and daemons join by the JSON file :attr:`Store.config`. They contribute no memory of their own
-("standalone-store"), so every value lies with the owner and every load crosses the link.
+Engines and daemons join it by the JSON file :attr:`Store.config`. They contribute no memory ("standalone-store"), so
+every value lies on a storage node and every load crosses the link.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ START_TIMEOUT_S = 30.0
 
 
 class StoreError(RuntimeError):
-    """The master or the owner did not start; the message ends with its log."""
+    """The master or a storage node did not start; the message ends with its log."""
 
 
 def program(name: str) -> str:
@@ -39,9 +39,9 @@ def program(name: str) -> str:
 
 
 class Store:
-    """Master and owner; use as a context manager. ``disk`` gives the owner a disk tier in that folder.
+    """A master and its storage nodes; use as a context manager.
 
-    With ``owners=2`` a second process holds as much memory again; :attr:`segments` names what each of them holds.
+    Each of the ``nodes`` holds ``memory``; with ``disk`` it also stores values in that folder.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class Store:
         disk: Path | None = None,
         local_buffer: str = "256MB",
         lease_ms: int = 10_000,
-        owners: int = 1,
+        nodes: int = 1,
     ) -> None:
         self.memory = memory
         self.link = link
         self.disk = disk
         self.local_buffer = local_buffer
         self.lease_ms = lease_ms
-        self.owners = owners
+        self.nodes = nodes
         self.segments: list[str] = []
-        """Mooncake's name for the memory of each owner, in the order of their start."""
+        """Mooncake's name for the memory of each storage node, in the order of their start."""
         self.host_ip = link.host_ip if link is not None else "127.0.0.1"
         """The address under which engines on this side take part (``EngineSpec.host_ip``)."""
-        self.owner_ip = link.remote_ip if link is not None else "127.0.0.1"
+        self.node_ip = link.remote_ip if link is not None else "127.0.0.1"
         self.master_address = ""
         self.config = Path()
         """Names the cluster: for ``MOONCAKE_CONFIG_PATH`` and ``kvprefetchd serve --mooncake-config``."""
@@ -86,7 +86,7 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """End owner and master and remove their files; a disk tier stays."""
+        """End all processes and remove their files; the files on disk stay."""
         while self._processes:
             process.reap(self._processes.pop())
         if self._scratch is not None:
@@ -94,12 +94,12 @@ class Store:
             self._scratch = None
 
     @property
-    def owner_pids(self) -> list[int]:
+    def node_pids(self) -> list[int]:
         return [each.pid for each in self._processes[1:]]
 
     @property
-    def owner_pid(self) -> int:
-        """Pid of the process that holds the data; of the first, when there are several."""
+    def node_pid(self) -> int:
+        """Pid of the first storage node."""
         return self._processes[1].pid
 
     @property
@@ -108,7 +108,7 @@ class Store:
         return self._processes[0].pid
 
     def _start(self, scratch: Path) -> None:
-        rpc, self._metrics_port, *owner_rpc = process.free_ports(2 + self.owners)
+        rpc, self._metrics_port, *node_rpc = process.free_ports(2 + self.nodes)
         self.master_address = f"{self.host_ip}:{rpc}"
         offload = [] if self.disk is None else ["--enable_offload=true"]
         self._master = [
@@ -118,17 +118,17 @@ class Store:
             f"--metrics_host={self.host_ip}",
             f"--metrics_port={self._metrics_port}",
             f"--default_kv_lease_ttl={self.lease_ms}",
-            # On a starved machine the owner's heartbeat can be late by more than the default; its values would be gone.
+            # On a starved machine a node's heartbeat may come so late that the default drops its values.
             "--client_ttl=120",
             *offload,
         ]
         self._processes.append(self._spawn_master(scratch))
-        self._start_owners(owner_rpc, offload, scratch)
+        self._start_nodes(node_rpc, offload, scratch)
 
-    def _start_owners(self, ports: list[int], offload: list[str], scratch: Path) -> None:
-        """An owner on each port, and then the file that names the cluster."""
+    def _start_nodes(self, ports: list[int], offload: list[str], scratch: Path) -> None:
+        """Start a storage node on each port, then write the file that names the cluster."""
         for number, port in enumerate(ports):
-            self._start_owner(port, offload, scratch / f"owner{number}.log")
+            self._start_node(port, offload, scratch / f"node{number}.log")
         settings: dict[str, Any] = {
             "metadata_server": "P2PHANDSHAKE",
             "master_server_address": self.master_address,
@@ -149,35 +149,35 @@ class Store:
         return master
 
     def kill_master(self) -> None:
-        """End it; the owner stays."""
+        """End the master; the storage nodes stay."""
         process.reap(self._processes[0])
 
     def start_master(self) -> None:
-        """A new one at the address of the one killed, that knows of nothing; returns when the owner has joined it."""
+        """Start an empty master at the same address; return when the first storage node has joined it."""
         assert self._scratch is not None
         self._processes[0] = self._spawn_master(self._scratch)
-        log = self._scratch / "owner0.log"
-        self._wait(self._processes[1], "its owner", log, lambda: bool(self._page("get_all_segments").split()))
+        log = self._scratch / "node0.log"
+        self._wait(self._processes[1], "a storage node", log, lambda: bool(self._page("get_all_segments").split()))
 
-    def _start_owner(self, port: int, offload: list[str], log: Path) -> None:
-        owner = [
+    def _start_node(self, port: int, offload: list[str], log: Path) -> None:
+        node = [
             program("mooncake_client"),
             f"--master_server_address={self.master_address}",
             "--metadata_server=P2PHANDSHAKE",
-            f"--host={self.owner_ip}",
+            f"--host={self.node_ip}",
             f"--port={port}",
             "--protocol=tcp",
             f"--global_segment_size={self.memory}",
             *offload,
         ]
-        env = {**os.environ, "MC_TCP_BIND_ADDRESS": self.owner_ip}
+        env = {**os.environ, "MC_TCP_BIND_ADDRESS": self.node_ip}
         if self.disk is not None:
             self.disk.mkdir(parents=True, exist_ok=True)
             env["MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"] = str(self.disk)
         if self.link is not None:
-            self._processes.append(self.link.run_in_ns(owner, log=log, env=env))
+            self._processes.append(self.link.run_in_ns(node, log=log, env=env))
         else:
-            self._processes.append(process.spawn(owner, log=log, env=env))
+            self._processes.append(process.spawn(node, log=log, env=env))
         self._wait(
             self._processes[-1],
             "mooncake_client",

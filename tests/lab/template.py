@@ -1,7 +1,7 @@
-"""A process that has imported vLLM, of which engines are forked: each starts without the imports' ten seconds of CPU.
+"""Forks engines from a process that has imported vLLM: each starts without the imports' ten seconds of CPU.
 
-For tests, which start dozens of engines on two cores. A forked engine is an :class:`tests.lab.engine.Engine` like
-any other, with the same processes; its workers are forked of it, as vLLM itself does where there are GPUs.
+Tests start dozens of engines on two cores. A forked engine is an :class:`tests.lab.engine.Engine` like any other, with
+the same processes; it forks its workers, as vLLM itself does where there are GPUs.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def cached_blocks(engine: Any) -> int:
 def test_a_checkpoint_is_the_same_bytes_every_time(tmp_path: Path) -> None:
     first = make_checkpoint(tmp_path / "a", TINY)
     second = make_checkpoint(tmp_path / "b", TINY)
-    other = make_checkpoint(tmp_path / "a", TINY, seed=1)
+    other = make_checkpoint(tmp_path / "a", replace(TINY, seed=1))
     weights = "model.safetensors"
     assert (first / weights).read_bytes() == (second / weights).read_bytes()
     assert (first / weights).read_bytes() != (other / weights).read_bytes()
@@ -74,7 +75,7 @@ def test_a_checkpoint_is_the_same_bytes_every_time(tmp_path: Path) -> None:
 def test_recomputed_cached_and_loaded_tokens_agree_and_swapped_blocks_change_them(
     engine: Engine, store: Store, model: Path
 ) -> None:
-    """One story, because each step needs the one before: compute, cache, load, spoil, load again."""
+    """One test, because each step needs the one before: compute, cache, load, spoil, load again."""
     prompts = make_prompts(4, PROMPT_TOKENS, seed=1)
     recomputed = engine.run(prompts)
     assert recomputed.cached_tokens == [0] * 4
@@ -157,7 +158,7 @@ def test_the_demo_says_that_an_engine_failed(
     assert capsys.readouterr().err == "demo: an engine failed: no answer in time\n"
 
 
-def test_a_killed_owner_of_a_child_takes_it_along(tmp_path: Path) -> None:
+def test_a_killed_parent_of_a_child_takes_it_along(tmp_path: Path) -> None:
     """SIGKILL of whoever started it must not leave a store behind."""
     log = tmp_path / "log"
     code = (

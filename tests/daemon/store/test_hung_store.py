@@ -30,7 +30,7 @@ def cluster() -> Iterator[Store]:
 
 @pytest.fixture
 def two_nodes() -> Iterator[Store]:
-    with Store(memory="64 MB", owners=2) as store:
+    with Store(memory="64 MB", nodes=2) as store:
         yield store
 
 
@@ -64,7 +64,7 @@ def test_a_node_that_is_frozen_costs_its_requests_the_deadline_and_no_one_else_a
     engine.save({**staged, **hung, **other})
     eventually(lambda: engine.load(list(staged)), what="a hit")
     eventually(lambda: sum(line["stored_blocks"] for line in daemon.records("save.done")) >= 12, what="the saves")
-    with frozen(cluster.owner_pid):
+    with frozen(cluster.node_pid):
         key = engine.hint([*staged, *hung])
         at_once = engine.hint(list(staged))
         assert engine.settled(at_once, ANSWER_S).count == 3, "what is staged waits for nothing"
@@ -100,7 +100,7 @@ def test_requests_behind_a_node_that_is_frozen_wait_for_it_once_and_those_of_oth
     wanted = [list(group) for pair in zip(hung, fine, strict=True) for group in pair]
     if not apart:
         wanted = [[good, bad] for (_, good), (bad, _) in zip(fine, hung, strict=True)]
-    with frozen(two_nodes.owner_pid):
+    with frozen(two_nodes.node_pid):
         began = time.monotonic()
         keys = [engine.hint(digests) for digests in wanted]
         counts = [engine.settled(key, ANSWER_S).count for key in keys]
@@ -125,7 +125,7 @@ def test_requests_behind_a_node_that_was_killed_wait_for_it_once_and_those_of_ot
     engine = FakeEngine(daemon.socket)
     assert engine.load(list(dead[0])) == list(dead[0].values()), "connected"
     assert engine.load(list(fine[0])) == list(fine[0].values())
-    os.kill(two_nodes.owner_pid, signal.SIGKILL)
+    os.kill(two_nodes.node_pid, signal.SIGKILL)
     began = time.monotonic()
     behind = [engine.hint(list(group)) for group in dead[1:]]
     others = [engine.hint(list(group)) for group in fine[1:6]]
@@ -178,7 +178,7 @@ def test_sigterm_does_not_wait_for_a_call_that_hangs(serve: Callable[..., Daemon
     values = blocks("term", 3)
     engine.save(values)
     eventually(lambda: sum(line["stored_blocks"] for line in daemon.records("save.done")) >= 3, what="the save")
-    with frozen(cluster.owner_pid):
+    with frozen(cluster.node_pid):
         assert engine.settled(engine.hint(list(values)), ANSWER_S).count == 0
         assert daemon.sigterm(25) == 0
     engine.close()
@@ -199,7 +199,7 @@ def test_one_engine_s_calls_that_hang_are_not_in_the_way_of_another_s(
     victim = FakeEngine(daemon.socket, engine_id="victim", prefix="hung")
     other = FakeEngine(daemon.socket, engine_id="other", prefix="fine")
     assert other.load(list(fine[0])) == list(fine[0].values())
-    with frozen(two_nodes.owner_pid):
+    with frozen(two_nodes.node_pid):
         waiting = [victim.hint(list(group)) for group in hung]
         for number, group in enumerate(fine[1:]):
             started = time.monotonic()

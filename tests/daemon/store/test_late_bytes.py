@@ -35,7 +35,7 @@ Key = tuple[int, int]
 
 @pytest.fixture
 def cluster() -> Iterator[Store]:
-    with Store(memory="256 MB", owners=2) as store:
+    with Store(memory="256 MB", nodes=2) as store:
         yield store
 
 
@@ -112,7 +112,7 @@ def test_bytes_that_come_late_never_come_into_a_slot_that_is_used_again(
         put(cluster, 1, fine, prefix)
     for each in (engine, worn):
         assert each.load(list(warm)) == list(warm.values()), "connected"
-    with frozen(cluster.owner_pid):
+    with frozen(cluster.node_pid):
         keys = [engine.hint(list(late)), worn.hint(list(half))]
         eventually(
             lambda: numbers(daemon, engine)["orders"] + numbers(daemon, worn)["orders"] == 2, what="both fetches"
@@ -144,7 +144,7 @@ def test_bytes_that_come_late_never_come_into_a_slot_that_is_used_again(
     eventually(lambda: daemon.records("owner.back"), what="the line that says that the owner is asked again")
 
     with contextlib.ExitStack() as stopped:  # a put: whose memory it goes to is Mooncake's choice
-        for pid in cluster.owner_pids:
+        for pid in cluster.node_pids:
             stopped.enter_context(frozen(pid))
         engine.save(blocks("saved", 2))
         eventually(lambda: running(daemon, "save"), what="the put")
@@ -161,7 +161,7 @@ def test_bytes_that_come_late_by_the_true_clock(serve: Callable[..., Daemon]) ->
     size = 64 << 20
     digests = [hashlib.sha256(b"%d" % number).digest() for number in range(4)]
     warm, late, *fine = ({digest: digest * (size // 32)} for digest in digests)
-    with Store(memory="256 MB", owners=2) as cluster:
+    with Store(memory="256 MB", nodes=2) as cluster:
         for owner, values in ((0, warm), (0, late), (1, fine[0]), (1, fine[1])):
             put(cluster, owner, values)
         daemon = serve(memory=None, mooncake_config=cluster.config, staging=str(3 * size))
@@ -176,7 +176,7 @@ def test_bytes_that_come_late_by_the_true_clock(serve: Callable[..., Daemon]) ->
             slots = [at for at in range(0, 3 * size, size) if memory[at] == first]
             return sum(memory[slots[0] + start] == first for start in starts) if slots else 0
 
-        with frozen(cluster.owner_pid):
+        with frozen(cluster.node_pid):
             key = engine.hint(list(late))
             eventually(lambda: running(daemon, "fetch"), what="the fetch")
             time.sleep(0.3)
@@ -185,9 +185,9 @@ def test_bytes_that_come_late_by_the_true_clock(serve: Callable[..., Daemon]) ->
                     time.sleep(20.5)
                 before = arrived()
                 if not last:
-                    os.kill(cluster.owner_pid, signal.SIGCONT)
+                    os.kill(cluster.node_pid, signal.SIGCONT)
                     eventually(lambda before=before: arrived() > before, what="progress")
-                    os.kill(cluster.owner_pid, signal.SIGSTOP)
+                    os.kill(cluster.node_pid, signal.SIGSTOP)
                     time.sleep(0.2)
             assert engine.settled(key, 30).count == 0
             end(engine, key)

@@ -157,7 +157,7 @@ def test_should_call_a_put_done_only_when_its_owner_has_the_bytes(
     for protocol, early in (("2", False), ("1", True)):
         monkeypatch.setenv("MC_TCP_PROTO", protocol)
         with ThreadPoolExecutor() as pool:
-            with frozen(cluster.owner_pid):
+            with frozen(cluster.node_pid):
                 put = pool.submit(store.put_from, [f"ack@0{protocol}"], [base], [PAGE])
                 done, _ = wait([put], 30 if early else 1.5)
                 assert bool(done) is early
@@ -169,7 +169,7 @@ def test_should_not_confirm_a_removal_before_a_put_that_hangs_has_returned(joine
     cluster, store, base = joined
     store.put_from(["m@00", "other@00"], [base] * 2, [PAGE] * 2)
     with ThreadPoolExecutor() as pool:
-        with frozen(cluster.owner_pid):
+        with frozen(cluster.node_pid):
             put = pool.submit(store.put_from, ["m@01"], [base], [PAGE])
             wait([put], 0.5)
             assert store.remove_matching(["other@"], 1.0), "others do not wait"
@@ -186,7 +186,7 @@ def test_should_not_count_what_it_read_while_the_value_was_removed(joined: Joine
     store.put_from(["torn@00"], [base], [PAGE])
     assert store.get_into(["torn@00"], [base], [PAGE]) == [ErrorClass.OK]
     with ThreadPoolExecutor() as pool:
-        with frozen(cluster.owner_pid):
+        with frozen(cluster.node_pid):
             get = pool.submit(store.get_into, ["torn@00"], [base], [PAGE])
             wait([get], 0.5)
             assert store.remove_matching(["torn@"], 5.0)
