@@ -263,34 +263,35 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         """Raises ValueError for a layout that cannot be served."""
         if self.keys is None:
             return
-        config, caches, group = self._vllm_config, self._kv_cache_config, self._geometry.group
-        paged = PagedCache(kv_caches, caches.kv_cache_groups[group].layer_names, caches.num_blocks)
+        caches = self._kv_cache_config
+        paged = PagedCache(kv_caches, caches.kv_cache_groups[self._geometry.group].layer_names, caches.num_blocks)
         copies, device = copying.for_cache(paged)
-        running = functools.partial(
-            fingerprint.of_engine, config, caches, group=group, replicas=self.keys.replicas, layout=paged.layout
-        )
-        hello = functools.partial(self._worker_hello, paged.block_bytes, "" if device is None else device.uuid, running)
-        link = Link(
-            self._settings.socket,
-            functools.cache(hello),
-            functools.partial(WorkerSession.map, device=device),
-            keep_ended=True,
-            daemon_user=self._settings.daemon_user,
-        )
+        hello = functools.cache(lambda: self._worker_hello(paged, "" if device is None else device.uuid))
+        map_session = functools.partial(WorkerSession.map, device=device)
+        user = self._settings.daemon_user
+        link = Link(self._settings.socket, hello, map_session, keep_ended=True, daemon_user=user)
         self.worker_side = WorkerSide(link, paged, self.keys, copies)
         self.link = link
         link.start()
 
-    def _worker_hello(self, block_bytes: int, device: str, running: Callable[[], dict[str, str]]) -> Hello:
+    def _worker_hello(self, paged: PagedCache, device: str) -> Hello:
         """Runs on the link's thread, because it reads the model's files. `device`: UUID of the rank's GPU, or ""."""
-        config, keys = self._vllm_config, self.keys
+        config, keys, group = self._vllm_config, self.keys, self._geometry.group
         assert keys is not None
         if self._settings.key_format == "vllm":
             where = namespace.vllms_own(keys)
         else:
+            running = functools.partial(
+                fingerprint.of_engine,
+                config,
+                self._kv_cache_config,
+                group=group,
+                replicas=keys.replicas,
+                layout=paged.layout,
+            )
             where = namespace.fingerprinted(config, keys, running, support.incarnation(config))
         info = WorkerInfo(
-            block_bytes=block_bytes,
+            block_bytes=paged.block_bytes,
             key_prefix=where.prefix,
             put_factor=keys.replicas,
             put_turn=keys.replica_index,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -63,15 +64,8 @@ class KVPrefetchWorkerMeta(KVConnectorWorkerMetadata):
         """The sum over two ranks; neither argument is changed."""
         assert isinstance(other, KVPrefetchWorkerMeta)
         return KVPrefetchWorkerMeta(
-            _sum(self.loads, other.loads),
-            _sum(self.saves, other.saves),
+            dict(Counter(self.loads) + Counter(other.loads)),
+            dict(Counter(self.saves) + Counter(other.saves)),
             self.failed_saves | other.failed_saves,
             self.failed_loads | other.failed_loads,
         )
-
-
-def _sum(a: dict[int, int], b: dict[int, int]) -> dict[int, int]:
-    total = dict(a)
-    for key, count in b.items():
-        total[key] = total.get(key, 0) + count
-    return total

@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 
@@ -60,15 +61,12 @@ class SchedulerSession:
         """Map what the daemon sent with Attached; owns the descriptors. Raises SegmentError, SegmentCorrupt."""
         _check_fds(fds, 2)
         doorbell = Doorbell(fds[1])
-        segment: Segment | None = None
-        try:
-            segment = Segment(fds[0], attached.segment_bytes)
-            return cls(attached, segment, doorbell)
-        except BaseException:
-            doorbell.close()
-            if segment is not None:
-                segment.close()
-            raise
+        with ExitStack() as undo:
+            undo.callback(doorbell.close)
+            undo.callback((segment := Segment(fds[0], attached.segment_bytes)).close)
+            made = cls(attached, segment, doorbell)
+            undo.pop_all()
+        return made
 
     def mapped(self) -> Mapped:
         """The answer to the daemon."""
@@ -125,16 +123,13 @@ class WorkerSession:
         """
         _check_fds(fds, 2 if attached.device_slots else 1)
         lease = socket.socket(fileno=fds[1]) if attached.device_slots else None
-        segment: Segment | None = None
-        try:
-            segment = Segment(fds[0], attached.segment_bytes)
-            return cls(attached, segment, device, lease)
-        except BaseException:
-            if segment is not None:
-                segment.close()
+        with ExitStack() as undo:
             if lease is not None:
-                lease.close()
-            raise
+                undo.callback(lease.close)
+            undo.callback((segment := Segment(fds[0], attached.segment_bytes)).close)
+            made = cls(attached, segment, device, lease)
+            undo.pop_all()
+        return made
 
     def mapped(self) -> Mapped:
         """The answer to the daemon."""
