@@ -1,4 +1,4 @@
-"""From a hint to a claimed answer, for one request: what the scheduler side does between arrival and allocation.
+"""From a hint to a claimed answer: the scheduler side's work for one request between arrival and allocation.
 
 An answer is given only for blocks that are claimed, and slot numbers are read and checked under the claim, so a
 dispatched load cannot fail.

@@ -37,7 +37,7 @@ class Copy(NamedTuple):
 
 
 class Copies(Protocol):
-    """How a step's copies are done."""
+    """Does the copies of a step."""
 
     def mark(self) -> None:
         """A step with asynchronous loads begins."""

@@ -38,7 +38,7 @@ log = logging.getLogger("vllm.kvprefetch.link")
 
 
 class Session(Protocol):
-    """What the link needs of a mapped epoch."""
+    """The link's view of a mapped epoch."""
 
     @property
     def epoch(self) -> int: ...

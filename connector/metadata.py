@@ -53,7 +53,7 @@ class KVPrefetchMetadata(KVConnectorMetadata):
 
 @dataclass
 class KVPrefetchWorkerMeta(KVConnectorWorkerMetadata):
-    """How many ranks finished each load and save; the loads and saves that failed on some rank."""
+    """The number of ranks that finished each load and save; the loads and saves that failed on some rank."""
 
     loads: dict[int, int] = field(default_factory=dict)
     saves: dict[int, int] = field(default_factory=dict)

@@ -109,7 +109,7 @@ class Wait:
 
 
 class Fetches:
-    """How blocks came lately to requests that waited: the latency to the first ones, and the pace after them."""
+    """The arrival of blocks for requests that waited lately: the latency to the first ones, and the pace after them."""
 
     def __init__(self) -> None:
         self._latency_ns = self._firsts = self._first_blocks = 0.0
@@ -230,7 +230,7 @@ class WaitPolicy:
         return Verdict.WAIT if seen <= (1.0 if wait.visits == 1 else LEAVE_FACTOR) * saved else Verdict.TAKE
 
     def _expected_ns(self, wait: Wait, missing: int, now_ns: int) -> float:
-        """How long the missing blocks still take; 0 when nothing is known."""
+        """Time that the missing blocks still take; 0 when nothing is known."""
         if wait.first is None:
             first = max(0.0, self.fetches.latency_ns(now_ns) - (now_ns - wait.progress_ns))
             return first + self.fetches.remaining_ns(missing, now_ns)

@@ -95,7 +95,7 @@ class RequestState:
         self.answer = answer
 
     def withdraw(self) -> Handle:
-        """vLLM did not use the answer. Return the handle, whose claim the caller gives back."""
+        """vLLM did not use the answer. Return the handle; the caller gives its claim back."""
         assert self.answer is not None and self.handle is not None, self  # noqa: PT018
         self.answer = None
         return self.handle

@@ -40,7 +40,7 @@ RESET_TIMEOUT_MS = 5000  # where neither the configuration nor a disk medium ask
 
 
 class SessionSource(Protocol):
-    """What the scheduler side needs of the link."""
+    """The scheduler side's view of the link."""
 
     @property
     def session(self) -> SchedulerSession | None: ...

@@ -32,7 +32,7 @@ _NAMESPACE = uuid.UUID("8f5a6b0e-6a5c-5f0e-9d9b-2f3f1d6c9a41")
 class Geometry:
     """Numbers of one engine. Sizes in tokens or bytes; `block_bytes` is one rank's share of a block.
 
-    `max_running`: requests that run at a time. `spec_kind`: what vLLM's KV events call the group's kind of cache.
+    `max_running`: requests that run at a time. `spec_kind`: the kind of cache in vLLM's KV events.
     """
 
     block_tokens: int

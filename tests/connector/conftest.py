@@ -22,7 +22,7 @@ def checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RealEngine]]:
-    """Builds engines whose daemon is played by the test; no error may stay inside the connector unseen."""
+    """Builds engines for which the test plays the daemon; no error may stay inside the connector unseen."""
     from kvprefetch.connector import connector
 
     from .real import RealEngine

@@ -179,7 +179,7 @@ class FakeLink:
 
 
 class Request:
-    """What the connector reads of vllm.v1.request.Request."""
+    """The connector's view of vllm.v1.request.Request."""
 
     def __init__(self, request_id: str, tokens: int, *, salt: str = "", ratio: int = 1) -> None:
         self.request_id = request_id
@@ -260,7 +260,7 @@ class Engine:
         self.cache = FakeCache()
         geometry = replace(GEOMETRY, **taken(GEOMETRY.__dataclass_fields__))
         self.ranks = geometry.world_size
-        # A bound alone says when a wait ends, whatever the clock's steps are taken for.
+        # With a bound alone, the clock's steps do not decide when a wait ends.
         settings = {"socket": "/nowhere", "wait_policy": "timeout", "spin_us": 0, "idle_wait_us": 0, **options}
         config = configuration.load(settings)
         self.side = SchedulerSide(config, geometry, self.link, clock=self.clock, publish=publish)

@@ -25,7 +25,7 @@ def hello(role: str) -> Hello:
 
 
 class Server:
-    """A listening control socket whose connections the test plays."""
+    """A listening control socket; the test plays its connections."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

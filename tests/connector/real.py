@@ -88,7 +88,7 @@ class _WorkerLink:
 
 @dataclass(frozen=True)
 class Options:
-    """How a RealEngine is set up. `in_flight` steps are scheduled before the oldest one's output is processed."""
+    """The set-up of a RealEngine. `in_flight` steps are scheduled before the oldest one's output is processed."""
 
     ranks: int = 1
     in_flight: int = 1
@@ -170,7 +170,7 @@ class RealEngine:
         return output
 
     def process(self) -> Any:
-        """Give the oldest step's output to the scheduler; what KVOutputAggregator made of the ranks' reports."""
+        """Give the oldest step's output to the scheduler; return KVOutputAggregator's sum of the ranks' reports."""
         output, reports, sampled = self.flight.popleft()
         names = list(output.num_scheduled_tokens)
         outputs: list[ModelRunnerOutput | None] = [
@@ -197,7 +197,7 @@ class RealEngine:
         return output
 
     def run(self, limit: int = 200) -> None:
-        """Until nothing is left to do; what takes more steps than that is an AssertionError."""
+        """Step until nothing is left to do; AssertionError after `limit` steps."""
         for _ in range(limit):
             self.daemon.drain()
             self.daemon.free()
@@ -238,7 +238,7 @@ class RealEngine:
         return found
 
     def orders(self, kind: str = "loads") -> list[Any]:
-        """All load or save orders so far; what workers took from the metadata is in their copy only."""
+        """All load or save orders so far; workers take them from their own copies of the metadata."""
         return [order for meta in self.metas for order in getattr(meta, kind)]
 
     def table(self, name: str) -> list[int]:

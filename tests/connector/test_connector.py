@@ -186,19 +186,10 @@ def test_ranks_that_step_together_are_known(tmp_path: Path) -> None:
         assert support.geometry(config, kv_cache_config()).lockstep is together
 
 
-def test_a_failure_policy_other_than_recompute_is_warned_about(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "vllm.kvprefetch"):
-        connector = KVPrefetchConnector(vllm_config(tmp_path / "s", policy="fail"), SCHEDULER, kv_cache_config())
-    connector.shutdown()
-    assert any("kv_load_failure_policy" in record.message for record in caplog.records)
-
-
 def test_saves_that_nobody_else_will_find_are_warned_about(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's fast hashes begin with a random number in each process, unless it is told another."""
+    """vLLM's fast hashes begin with a random number in each process, unless the environment sets a seed."""
 
     def warned(algorithm: str) -> bool:
         caplog.clear()

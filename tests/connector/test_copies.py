@@ -30,7 +30,7 @@ HOST, DEVICE = 20, 12
 
 
 class FakeEvent:
-    """Counts where it was recorded; done when told."""
+    """Logs the streams that recorded it; done when the test says so."""
 
     def __init__(self, log: list[Any]) -> None:
         self.log, self.done, self.waited = log, True, False

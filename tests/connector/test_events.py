@@ -1,4 +1,4 @@
-"""KV events of saved blocks: what is published, when, and what never is; and which medium hits came from."""
+"""KV events of saved blocks, published once and only when stored; and the medium that hits came from."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def connector_of(engine: Engine) -> KVPrefetchConnector:
 
 
 def saved(engine: Engine, blocks: int = 3, **fields: Any) -> int:
-    """A request whose blocks are on their way into the store; its save id."""
+    """Send a request's blocks into the store; return the save id."""
     request = engine.add("r", blocks * BLOCK, **fields)
     admit(engine, request)
     meta = engine.step([(request, blocks * BLOCK)])
@@ -58,8 +58,8 @@ def test_a_block_is_announced_when_the_store_has_it_and_once() -> None:
         ([digests[2]], digests[1], MEDIUM_STORAGE),
     ]
     assert events[1].token_ids == list(range(2 * BLOCK, 3 * BLOCK))
-    told = {(e.block_size, e.lora_id, e.lora_name, e.session_id, e.group_idx, e.kv_cache_spec_kind) for e in events}
-    assert told == {(BLOCK, 4, "adapter", "s", 0, "full_attention")}
+    common = {(e.block_size, e.lora_id, e.lora_name, e.session_id, e.group_idx, e.kv_cache_spec_kind) for e in events}
+    assert common == {(BLOCK, 4, "adapter", "s", 0, "full_attention")}
     engine.link.stored.append(Stored(save_id=save_id, memory=[7], lost=[8]))
     assert list(connector.take_events()) == []
     assert engine.side.events is not None
@@ -67,7 +67,7 @@ def test_a_block_is_announced_when_the_store_has_it_and_once() -> None:
 
 
 def test_extra_keys_are_those_of_each_block() -> None:
-    """What distinguishes equal tokens: adapter, images by their place in the block, and the first block's salt."""
+    """Equal tokens differ by adapter, by images with their place in the block, and by the first block's salt."""
     image = MultiModalFeatureSpec(None, "image", "cat", PlaceholderRange(offset=BLOCK - 4, length=8))
     later = MultiModalFeatureSpec(None, "image", "dog", PlaceholderRange(offset=2 * BLOCK + 3, length=2))
     engine = Engine(publish=True)
@@ -173,7 +173,7 @@ def test_events_and_sources_reach_vllm_through_multi_connector() -> None:
 
 
 def loaded(engine: Engine, *, disk: int | None, local: int = 0, blocks: int = 3) -> Any:
-    """A request whose load of blocks [local, blocks) was just dispatched."""
+    """A request with a just dispatched load of blocks [local, blocks)."""
     request = engine.add("hit", blocks * BLOCK + 1, local=local * BLOCK)
     hint = engine.daemon.hint("hit")
     if disk is not None:
@@ -198,7 +198,7 @@ def loaded(engine: Engine, *, disk: int | None, local: int = 0, blocks: int = 3)
 def test_hit_sources_tell_disk_from_memory_and_always_add_up(
     disk: int | None, sources: dict[CacheHitSource, int]
 ) -> None:
-    """vLLM reports a sum that differs as unspecified. What the daemon has not said is not guessed."""
+    """vLLM reports a sum that differs as unspecified. Nothing is guessed that the daemon has not reported."""
     engine = Engine()
     request = loaded(engine, disk=disk)
     assert connector_of(engine).get_external_cache_hit_sources(request, 3 * BLOCK) == sources

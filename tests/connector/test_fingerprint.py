@@ -1,4 +1,4 @@
-"""What of an engine its fingerprint has, and what it leaves out."""
+"""The parts of an engine that its fingerprint covers, and those that it leaves out."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def spec(**changes: Any) -> FullAttentionSpec:
 
 
 def running(*, layers: tuple[str, ...] = ("a", "b"), **changes: Any) -> dict[str, str]:
-    """What a rank knows of an engine that differs in this from the others."""
+    """A rank's part of the fingerprint of an engine with these differences."""
     isa, replicas = changes.pop("isa", "amx"), changes.pop("replicas", 1)
     one = changes.pop("spec", spec())
     served = changes.pop("served", one)
@@ -85,7 +85,7 @@ def model_config(folder: Path | str, **changes: Any) -> SimpleNamespace:
 
 
 def loaded(folder: Path | str, *, load_format: str = "auto", draft: Any = None, **changes: Any) -> dict[str, str]:
-    """What the files and options of an engine say that serves this model."""
+    """The part of the fingerprint that files and options decide, of an engine that serves this model."""
     config: Any = SimpleNamespace(
         model_config=model_config(folder, **changes),
         load_config=SimpleNamespace(load_format=load_format, download_dir=None),
@@ -136,7 +136,7 @@ def test_what_they_do_not_depend_on_makes_none(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", [FullAttentionSpec, MLAAttentionSpec])
 def test_a_vllm_that_adds_a_field_with_a_default_shares_what_this_one_stored(kind: type[FullAttentionSpec]) -> None:
-    """As 0.33 does to 0.32, whose blocks have the same bytes."""
+    """Blocks of 0.32 and 0.33 have the same bytes."""
     fields = [
         ("is_draft", bool, dataclasses.field(default=False)),
         ("buffer", "int | None", dataclasses.field(default=8)),

@@ -1,4 +1,4 @@
-"""The scheduler side's hints: what they name, when there is none, and when they are pushed or fetched again."""
+"""The scheduler side's hints: the blocks that they name, requests without a hint, and hints pushed again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOTHING, PENDING = (0, False), (None, False)
 
 
 def test_a_hint_names_every_full_block_but_leaves_a_token_to_compute() -> None:
-    """Blocks = floor((tokens - 1) / block), one digest each, with what is local told."""
+    """Blocks = floor((tokens - 1) / block), one digest each; the hint names the local blocks, too."""
     engine = Engine()
     for tokens, blocks in ((2 * BLOCK, 1), (2 * BLOCK + 1, 2), (BLOCK + 1, 1)):
         request = engine.add(f"r{tokens}", tokens, priority=-3)

@@ -1,4 +1,4 @@
-"""An engine whose ranks run on several nodes: refused at its start, where vLLM collects what the workers say."""
+"""An engine with ranks on several nodes is refused at its start, where vLLM collects the workers' metadata."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_node_that_cannot_be_named_is_not_refused(
 
 
 class Others(KVConnectorHandshakeMetadata):
-    """What another connector's workers say."""
+    """Handshake metadata of another connector's workers."""
 
 
 class Other:

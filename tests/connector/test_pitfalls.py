@@ -47,7 +47,7 @@ Patch = pytest.MonkeyPatch
 
 
 def test_p19_as_a_child_the_statistics_need_a_name_and_metrics(monkeypatch: Patch) -> None:
-    """MultiConnector looks the class up by its name, and asserts that whoever reports has Prometheus metrics."""
+    """MultiConnector looks the class up by its name, and asserts that its statistics have Prometheus metrics."""
 
     def check() -> None:
         assert MultiConnector.build_kv_connector_stats({"KVPrefetchConnector": {"loads": 1}}) is not None
@@ -77,7 +77,7 @@ def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_ap
     """vLLM's keys name neither ranks nor dtype nor weights: engines that differ meet the same key."""
 
     def fetched(size: int) -> list[ErrorClass]:
-        """What becomes of a block of 64 bytes whose key holds a value of `size` bytes."""
+        """The result of a get of a 64-byte block from a value of `size` bytes."""
         settings: Any = SimpleNamespace(enable_ssd_offload=False, private=True)
         store = Store(settings, structlog.get_logger())
         store.adopt(SimpleNamespace(batch_get_into=lambda *_: [size], get_size=lambda key: size))
@@ -95,7 +95,7 @@ def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_ap
         check()
 
     def prefixes(*engines: dict[str, Any]) -> int:
-        """How many of these engines' prefixes differ."""
+        """Number of different prefixes of these engines."""
         return len({test_namespace.where(model, **engine).prefix for engine in engines})
 
     model = test_fingerprint.write_model(tmp_path / "model")
@@ -111,7 +111,7 @@ def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_ap
 
 
 def test_p23_what_cannot_be_served_is_refused_at_start(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Groups, specs, context parallelism, encoder-decoders, the one layout whose values overlap, another vLLM."""
+    """Groups, specs, context parallelism, encoder-decoders, the one layout with overlapping values, another vLLM."""
 
     def check() -> None:
         for reason, changes, cache in test_connector.refusals():
@@ -165,7 +165,7 @@ def test_p28_importing_opens_nothing(monkeypatch: Patch) -> None:
 
 
 def rows(text: str) -> dict[int, tuple[str, str]]:
-    """Number -> (the pitfall, what stands against it)."""
+    """Number -> (the pitfall, its tests)."""
     found = re.findall(r"^\| (\d+) \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
     assert len({number for number, _, _ in found}) == len(found), "a number stands twice"
     return {int(number): (pitfall.strip(), answer.strip()) for number, pitfall, answer in found}
@@ -200,7 +200,7 @@ def functions(path: Path) -> set[str]:
 
 def test_p29_where_vllm_turns_prefix_caching_off_nothing_is_served(tmp_path: Path, monkeypatch: Patch) -> None:
     """Its scheduler takes a connector's hits all the same: loads end an engine that pools over all tokens, and give
-    other tokens with MLA on a CPU without AMX, whose kernels compute whole prompts only.
+    other tokens with MLA on a CPU without AMX: its kernels compute whole prompts only.
     """
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     llama = make_checkpoint(tmp_path, TINY)

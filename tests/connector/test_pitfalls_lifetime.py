@@ -1,4 +1,4 @@
-"""Pitfalls of what must end, come back, or be told once (docs/PITFALLS.md): each check fails without its guard."""
+"""Pitfalls of ends, returns and reports made once (docs/PITFALLS.md): each check fails without its guard."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Patch = pytest.MonkeyPatch
 
 
 def loading(engine: RealEngine, name: str = "r") -> Any:
-    """A request whose load is dispatched in the step that is in flight."""
+    """A request with a load dispatched in the step in flight."""
     request = engine.add(name, 4 * BLOCK)
     engine.daemon.drain()
     staged(engine, name)
@@ -42,17 +42,17 @@ def test_p08_an_asynchronous_load_is_reported_once_also_after_an_abort(make: Mak
         request = loading(engine)
         assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         engine.abort("r")
-        told: Counter[str] = Counter()
+        received: Counter[str] = Counter()
         process = engine.process
 
         def counting() -> Any:
             output = process()
-            told.update(output.finished_recving or ())
+            received.update(output.finished_recving or ())
             return output
 
         engine.process = counting  # type: ignore[method-assign]
         engine.run()
-        assert told == {"r": 1}
+        assert received == {"r": 1}
         assert engine.left() == []
 
     check()
@@ -77,7 +77,7 @@ def test_p08_a_synchronous_load_is_never_reported(make: Make, monkeypatch: Patch
 
 
 def test_p09_failed_blocks_are_told_with_the_end_of_the_load(make: Make, monkeypatch: Patch) -> None:
-    """Told later, the engine would go on with blocks that nobody filled."""
+    """Reported later, the engine would go on with blocks that nobody filled."""
 
     def check() -> None:
         engine = make(ranks=2, load_mode="async")

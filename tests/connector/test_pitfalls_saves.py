@@ -185,9 +185,9 @@ def test_p30_a_step_whose_end_is_not_told_is_saved_before_the_next(make: Make, m
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-@pytest.mark.parametrize("whose", ["ours", "another connector's"])
+@pytest.mark.parametrize("loader", ["ours", "another connector's"])
 def test_p31_what_was_computed_on_a_failed_load_is_not_stored(
-    make: Make, monkeypatch: Patch, whose: str, in_flight: int
+    make: Make, monkeypatch: Patch, loader: str, in_flight: int
 ) -> None:
     """vLLM computes those blocks again, and what any request computed on them since; our copies of it are older."""
 
@@ -201,10 +201,10 @@ def test_p31_what_was_computed_on_a_failed_load_is_not_stored(
         engine.add("first", [*prompt, 7], out=BLOCK)
         engine.add("sharing", [*prompt[: 3 * BLOCK], *range(500, 500 + BLOCK + 1)], out=BLOCK)
         engine.daemon.drain()
-        staged(engine, "first", 2 if whose == "ours" else 0)
+        staged(engine, "first", 2 if loader == "ours" else 0)
         staged(engine, "sharing", 0)
         other, ours = engine.scheduler.connector._connectors[0], engine.workers[0]._connectors[1]
-        if whose == "ours":
+        if loader == "ours":
             ours.worker_side.paged.load = fail
         else:
             other.get_num_new_matched_tokens = lambda request, local: (0 if local else 2 * BLOCK, False)

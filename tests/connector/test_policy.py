@@ -27,13 +27,13 @@ MS = 1_000_000
 SEC = 1000 * MS
 # Rounding of times to whole nanoseconds.
 EPSILON = 1000
-# Half of a busy engine's seats are taken, so recomputing counts double there.
+# A busy engine runs half of its max_num_seqs, so recomputing counts double there.
 BUSY, PRICE = 0.5, 2
 
 
 @dataclass
 class World:
-    """What is true: the price of a token, the time between visits, and when blocks come after the first visit."""
+    """The truth: the price of a token, the time between visits, and the arrivals of blocks after the first visit."""
 
     token_ns: float
     visit_ns: int
@@ -47,7 +47,7 @@ class World:
 
     @property
     def total(self) -> int:
-        """What will have come in the end."""
+        """Blocks that will have come in the end."""
         return self.arrivals[-1][1] if self.arrivals else 0
 
     def recompute(self, blocks: int) -> float:
@@ -173,7 +173,7 @@ def test_a_fetch_known_to_be_slow_costs_nothing(data: st.DataObject, busy: bool)
 
 
 def test_a_stalled_store_is_tried_again_after_a_while() -> None:
-    """What was learned from a stall is forgotten: the store may be well again."""
+    """A stall is forgotten after a while: the store may be well again."""
     stalled = World(100_000, 5 * MS, 100, [], 100)
     fast = steady(100_000, 5 * MS, 100, 0, 100_000, 10, 100)
     policy = policy_for(stalled, busy=True)
@@ -222,7 +222,7 @@ def waits(policy: WaitPolicy, begun: int, looks: list[int], came: int) -> None:
 
 
 def test_time_without_visits_is_not_taken_for_the_time_of_a_fetch() -> None:
-    """After a step of 200 ms, or seconds without a free seat: the blocks came at some time since the last visit."""
+    """After a step of 200 ms, or seconds without a free place: the blocks came at some time since the last visit."""
     policy = policy_for(World(100_000, 5 * MS, 100, []), busy=True)
     begun = 100 * SEC
     waits(policy, begun, [], 2 * SEC)

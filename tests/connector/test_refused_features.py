@@ -1,4 +1,4 @@
-"""Why some of vLLM's features are refused at start: what vLLM's own code does with them and loaded KV."""
+"""The reasons to refuse some of vLLM's features at start: vLLM's own code fails with them on loaded KV."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_per_token_head_scales_are_refused_without_the_warm_up_that_comes_to_eve
 
 
 def test_routed_experts_of_a_block_that_was_not_computed_here_end_the_engine(tmp_path: Path) -> None:
-    """vLLM's worker asks its own store for them, whoever filled the block."""
+    """vLLM's worker asks its own store for them, also where a load filled the block."""
     from vllm.distributed.aux_output_connector.connector import PackedBlockHashes
     from vllm.distributed.aux_output_connector.routed_experts import materialize_routed_experts, routed_experts_keys
     from vllm.distributed.aux_output_connector.store import BlockObjectStore, BlockObjectStoreError

@@ -81,7 +81,7 @@ def test_epochs_that_the_next_hello_does_not_name_are_never_named_again() -> Non
     assert set(engine.side.live_epochs()) == {1, 2}, "a load of the first, and what is adopted"
     engine.acknowledge(meta)
     engine.link.session = FakeDaemon(engine.clock, epoch=3).session()
-    assert engine.side.live_epochs() == (2,), "nobody has called the scheduler side since"
+    assert engine.side.live_epochs() == (2,), "the scheduler side was not called since"
     engine.step()
     assert engine.side.live_epochs() == (3,)
 

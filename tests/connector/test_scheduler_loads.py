@@ -101,7 +101,7 @@ def test_load_mode(mode: str, limit: int, expected: bool) -> None:
 
 @pytest.mark.parametrize(("admitted", "expected"), [(7, False), (9, True)])
 def test_a_busy_engine_is_not_held_up_by_a_load_that_an_empty_one_takes(admitted: int, expected: bool) -> None:
-    """Two of the four blocks that may be loaded before the forward, with 7 and 9 of 16 seats taken."""
+    """Two of the four blocks that may be loaded before the forward, with 7 and 9 of at most 16 requests running."""
     engine = Engine(sync_load_max_bytes=4 * BLOCK_BYTES)
     for number in range(admitted):
         engine.allocate(engine.add(f"other {number}", BLOCK), 0)

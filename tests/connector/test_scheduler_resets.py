@@ -1,4 +1,4 @@
-"""The scheduler side when the weights change: what is older is void, and nothing is served before it is confirmed."""
+"""The scheduler side when the weights change: older KV is void, and nothing is served before the daemon confirms."""
 
 from __future__ import annotations
 
@@ -88,9 +88,3 @@ def test_an_unconfirmed_reset_stops_everything_until_it_is_confirmed() -> None:
     engine.link.confirmed_reset = 1
     again = engine.add("again", 3 * BLOCK)
     assert engine.match(again) == (None, False)
-
-
-def test_a_reset_without_a_daemon_is_not_confirmed() -> None:
-    engine = Engine()
-    engine.link.session = None
-    assert engine.side.reset() is False

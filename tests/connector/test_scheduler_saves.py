@@ -74,7 +74,7 @@ def test_more_blocks_than_a_record_holds_are_saved_in_several_steps() -> None:
 
 
 def test_after_a_preemption_the_prefill_includes_the_outputs() -> None:
-    """Its blocks are new, so everything is looked at again; what is known to be stored is not copied again."""
+    """Its blocks are new, so everything is looked at again; blocks known to be stored are not copied again."""
     engine = Engine()
     engine.daemon.credits.grant(list(range(16)))
     request = engine.add("r", 2 * BLOCK)
@@ -188,7 +188,7 @@ def test_a_copy_that_failed_on_a_rank_gives_its_slots_back_unused_and_the_next_r
 
 
 def test_after_a_failed_load_nothing_of_the_request_is_stored() -> None:
-    """Steps in flight computed on whatever stood in its blocks."""
+    """Steps in flight computed on the old content of its blocks."""
     engine = Engine()
     engine.daemon.credits.grant(list(range(30, 40)))
     request = engine.add("r", 4 * BLOCK)

@@ -113,7 +113,7 @@ def test_the_documentation_names_every_counter() -> None:
 
 
 def test_a_child_of_multi_connector_is_found_by_its_name_when_only_its_module_was_given() -> None:
-    """MultiConnector's logger asks the registry, whoever registered it: importing the class is enough."""
+    """MultiConnector's logger asks the registry: importing the class is enough."""
     data = MultiConnector.build_kv_connector_stats({"KVPrefetchConnector": {"loads": 1}})
     assert data is not None
     assert isinstance(data.data["KVPrefetchConnector"], KVPrefetchStats)

@@ -1,4 +1,4 @@
-"""What steps cost, from their begin and end: prefill per token beside the step's own time, overlapping ones too."""
+"""The cost of steps from their begin and end: prefill per token beside a step's own time, also when they overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request at the head of the queue does while its blocks are not there, against a fake daemon."""
+"""A request at the head of the queue while its blocks are not there, against a fake daemon."""
 
 from __future__ import annotations
 
@@ -211,18 +211,6 @@ def test_what_a_prefill_token_takes_is_measured_in_the_engines_steps_drafts_and_
         engine.step([(request, 5)], step_ms=50)  # one token and four drafts
         request.num_computed_tokens = 1999
     assert recompute_ns(10) == pytest.approx(10 * BLOCK * 0.5 * MS)
-
-
-def test_a_wait_is_counted_once_however_often_its_answer_is_given() -> None:
-    engine = Engine(wait_timeout_ms=1000)
-    request = engine.add("r", 3 * BLOCK + 1)
-    assert engine.match(request) == PENDING
-    engine.step()
-    engine.daemon.stage("r", 3)
-    for _ in range(3):  # the engine has no room for it
-        assert engine.match(request) == (3 * BLOCK, False)
-        engine.step()
-    assert engine.side.counters["waits"] == 1
 
 
 # --- what a single request may ask for ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is counted as waiting for us: passes that would have admitted the request, and nothing of the engine's queue."""
+"""The time counted as waiting for us: passes that would have admitted the request, and no queueing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEP_MS = 100
 
 @pytest.fixture
 def crowded(tmp_path: Path) -> RealEngine:
-    """vLLM's scheduler with seats for everybody and the tokens of one prompt a step, which takes 100 ms."""
+    """vLLM's scheduler with a place for every request and the tokens of one prompt a step, which takes 100 ms."""
     engine = RealEngine(tmp_path, seqs=16, blocks=256, budget=4 * BLOCK)
 
     def forward(worker: Any, output: Any) -> None:

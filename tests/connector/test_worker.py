@@ -42,7 +42,7 @@ class FakeLink:
 
 
 class Fence:
-    """A device's event, done when told."""
+    """A device's event, done when the test says so."""
 
     done = False
 
@@ -161,7 +161,7 @@ def test_a_save_that_fails_is_reported_and_the_others_are_done(caplog: pytest.Lo
 
 
 def test_of_what_other_ranks_hold_too_a_rank_copies_its_share_and_reports_all() -> None:
-    """As the daemon counts on: it puts slot 3 from the rank whose turn is 1, and the rest from the other."""
+    """As the daemon counts on: it puts slot 3 from the rank with replica index 1, and the rest from the other."""
     worker, cache, rows, _ = make(RankKeys("m@tp_rank:0@", 2, 1))
     cache[:] = 200
     worker.save(KVPrefetchMetadata(saves=[SaveOrder(9, EPOCH, [4, 5, 1], [2, 3, 0]), SaveOrder(10, EPOCH, [4], [0])]))
@@ -265,7 +265,7 @@ def test_what_is_done_is_reported_though_something_longer_still_runs(monkeypatch
 
 
 def test_a_session_is_kept_until_its_copies_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory stays mapped and pinned under the kernel that reads it, whatever the link forgets."""
+    """Its memory stays mapped and pinned under the kernel that reads it, also when the link has forgotten it."""
     worker, _, _, paged = make()
     fence = Fence()
     monkeypatch.setattr(paged, "fence", lambda: fence)

@@ -1,7 +1,8 @@
 """An engine core without a model: vLLM's real schedulers, our real connector, a real daemon and store.
 
-What EngineCore does around a scheduler is done here in its order (vllm/v1/engine/core.py: step, step_with_batch_queue),
-in this process, so that a test decides when each rank gets on.  What must hold at the end is in verdict.py.
+This module does EngineCore's work around a scheduler in EngineCore's order (vllm/v1/engine/core.py: step,
+step_with_batch_queue), in this process, so that a test decides when each rank gets on.  verdict.py holds the promises
+at the end.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ class Engine:
         return ok
 
     def new_weights(self, *, running: bool) -> None:
-        """As a trainer does it: what is queued is executed, the weights change, the caches are reset."""
+        """As a trainer does it: execute all queued steps, change the weights, reset the caches."""
         self.workers.settle()
         if self.oracle is not None:
             self.oracle.land()
@@ -194,7 +195,7 @@ class Engine:
         self.workers.weights += 1
         self._stale = True
         for sent in self.requests.values():
-            # A session whose end was said may go on for a while.
+            # A session may go on for a while after its last chunk.
             sent.comparable = sent.comparable and sent.ended and sent.name not in self.scheduler.requests
         self.forget(running=running, connector=True)
         self.counts["resets"] += 1
@@ -205,7 +206,7 @@ class Engine:
             self.oracle.fail_next.add(rank % self.shape.ranks)
 
     def detach(self) -> None:
-        """The connection ends; what was dispatched goes on in the old epoch's memory, and a new epoch follows."""
+        """The connection ends; dispatched loads go on in the old epoch's memory, and a new epoch follows."""
         if self.link.session is not None:
             self.link.detach(ON_PURPOSE)
             self.counts["detaches"] += 1
@@ -317,7 +318,7 @@ class Engine:
 
 
 class _Errors(logging.Handler):
-    """What the connector logs as an error; an injected load failure is expected to be one."""
+    """Errors that the connector logs, but for injected load failures."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)

@@ -41,7 +41,7 @@ def sample(newest: Sequence[bytes]) -> int:
 
 
 class Truth:
-    """What a run without any cache computes, for `ranks` ranks; remembers what it has computed.
+    """The results of a run without any cache, for `ranks` ranks; computed once.
 
     `replicas` neighbouring ranks hold the same bytes, as ranks do that share a KV head.
     """

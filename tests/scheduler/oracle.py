@@ -1,4 +1,4 @@
-"""Watches one engine from outside and writes down whatever breaks a promise.
+"""Watch one engine from outside and note every broken promise.
 
 It follows each load and save from the step that orders it to the copies on every rank and the report to the scheduler.
 Copies are watched where the worker side starts them, which is also where load failures are planted.
@@ -28,7 +28,7 @@ ON_PURPOSE = "told to fail"  # in the text of errors that are no findings
 
 @dataclass
 class Load:
-    """A dispatched load: what its slots must hold, and which ranks have not copied it yet."""
+    """A dispatched load: the content that its slots must hold, and the ranks that have not copied it yet."""
 
     order: Any
     handle: Any
@@ -89,7 +89,7 @@ class Oracle:
             self._saves[order.save_id] = Save(order, self._tokens_to_save(order, save.digests), ranks)
 
     def _tokens_to_save(self, order: Any, digests: Sequence[bytes]) -> list[tuple[int, ...]]:
-        """What the saved blocks stand for by their hashes, which must be hashes of tokens that exist."""
+        """Tokens of the saved blocks by their hashes, which must be hashes of tokens that exist."""
         found = []
         for block_id, digest in zip(order.block_ids, digests, strict=True):
             tokens = self.tokens.get(digest, ())
@@ -99,7 +99,7 @@ class Oracle:
         return found
 
     def _tokens_of(self, request: Any, block_ids: Sequence[int], what: str) -> list[tuple[int, ...]]:
-        """What the blocks will stand for; every one of them must be full of tokens that exist now."""
+        """Tokens of the blocks; each block must be full of tokens that exist now."""
         table = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
         existing = tuple(request.all_token_ids)
         found = []
@@ -111,7 +111,7 @@ class Oracle:
         return found
 
     def reported(self, output: Any) -> None:
-        """What all ranks together report, before the scheduler sees it."""
+        """Check the report of all ranks before the scheduler sees it."""
         for request_id in output.finished_recving or ():
             self._receiving[request_id] -= 1
             if self._receiving[request_id] < 0:
@@ -125,7 +125,7 @@ class Oracle:
     # --- the ranks' side --------------------------------------------------------------------------------------------
 
     def loading(self, rank: int, slots: Sequence[int], block_ids: Sequence[int]) -> Load | None:
-        """A rank was told to copy slots into blocks."""
+        """A rank starts to copy slots into blocks."""
         found = (one for one in self._loads.values() if rank in one.ranks_left)
         load = next((one for one in found if (one.order.slots, one.order.block_ids) == (slots, block_ids)), None)
         if load is None:
@@ -178,7 +178,7 @@ class Oracle:
         self.fences.clear()
 
     def _share(self, rank: int, slots: Sequence[int]) -> list[bool]:
-        """Which of these slots are this rank's to fill, of those whose bytes other ranks hold too."""
+        """Which of these slots this rank fills, where other ranks hold the same bytes."""
         replicas = self._truth.replicas
         return [slot % replicas == rank % replicas for slot in slots]
 
@@ -196,7 +196,7 @@ class Oracle:
 
 
 class _Fence:
-    """A device's event: says "not yet" a few times; what was queued before it lands when it first says "done"."""
+    """A device's event: it is not done a few times; the copies queued before it land when it first is."""
 
     def __init__(self, waits: int, copies: list[Callable[[], None]]) -> None:
         self._waits, self._copies = waits, copies

@@ -1,4 +1,4 @@
-"""Random schedules: what clients and operators may do to an engine, as data that hypothesis can draw and shrink."""
+"""Random schedules: the acts of clients and operators, as data that hypothesis can draw and shrink."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def _do(engine: Engine, operation: Any) -> None:
 def check(
     site: Site, shape: Shape, schedule: Schedule, prepare: Callable[[Engine], None] | None = None
 ) -> Counter[str]:
-    """Play a schedule and check everything; what happened, counted."""
+    """Play a schedule and check everything. Return counts of what happened."""
     engine = Engine(shape, site, TRUTHS[shape.ranks, shape.one_head])
     try:
         if prepare is not None:
@@ -213,7 +213,7 @@ def explore(
     prepare: Callable[[Engine], None] | None = None,
     **changes: Any,
 ) -> Counter[str]:
-    """Check random schedules on shapes with `changes`, the same ones every time when `seeded`; what happened, counted.
+    """Check random schedules on shapes with `changes`, the same ones every time when `seeded`. Return counts.
 
     `prepare` may change each engine before it starts.
     """

@@ -1,4 +1,4 @@
-"""How an engine of the harness is set up: vLLM's own configuration objects, made small."""
+"""The set-up of the harness's engines: vLLM's own configuration objects, made small."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SYNC_BLOCKS = 3  # load_mode auto: larger loads are asynchronous
 
 @dataclass(frozen=True)
 class Site:
-    """What outlives an engine: a daemon on a real store, a client that reads that store."""
+    """A daemon on a real store and a client that reads that store: they outlive an engine."""
 
     daemon: Daemon
     reader: Reader
@@ -43,7 +43,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Shape:
-    """How an engine is set up. `queue` is the batch queue's size: 1 for the synchronous step, else steps in flight.
+    """The set-up of an engine. `queue` is the batch queue's size: 1 for the synchronous step, else steps in flight.
 
     `one_head`: all ranks hold the same bytes. `patient`: requests wait for late blocks even if recomputing is sooner.
     """

@@ -28,7 +28,7 @@ def finds(site: Site, finding: str, **options: Any) -> None:
     """The random schedules fail, and for the reason planted."""
     with pytest.raises((AssertionError, FlakyFailure)) as caught:
         explore(site, EXAMPLES, **options)
-    # vLLM's own assertions say something in their source line only.
+    # The text of vLLM's own assertions is in their source line only.
     assert re.search(finding, "".join(traceback.format_exception(caught.value)))
 
 

@@ -1,4 +1,4 @@
-"""vLLM's real schedulers and our connector under random schedules: nothing wrong is stored, loaded, told or kept."""
+"""vLLM's real schedulers and our connector under random schedules: nothing wrong is stored, loaded or kept."""
 
 from __future__ import annotations
 

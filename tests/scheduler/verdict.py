@@ -1,4 +1,4 @@
-"""What must hold when an engine has come to rest: nothing kept, every token and every stored byte right."""
+"""The promises at rest: an engine keeps nothing, and every token and every stored byte is right."""
 
 from __future__ import annotations
 
@@ -85,5 +85,5 @@ def _plain(truth: Truth, weights: int, chunks: tuple[tuple[int, ...], ...], out:
 
 
 def plain_tokens(truth: Truth, weights: int, chunks: list[list[int]], out: int, *, session: bool = False) -> list[int]:
-    """What vLLM's plain scheduler, alone with one request and without a connector, emits."""
+    """The tokens of vLLM's plain scheduler, alone with one request and without a connector."""
     return list(_plain(truth, weights, tuple(tuple(chunk) for chunk in chunks), out, session))

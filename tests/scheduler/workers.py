@@ -113,7 +113,7 @@ class Workers:
         ]
 
     def settle(self) -> None:
-        """Everything queued is executed: what a collective call such as a weight update waits for."""
+        """Execute all queued steps, as a collective call such as a weight update does."""
         while any(rank.queue for rank in self.ranks):
             for rank in range(len(self.ranks)):
                 self.move(rank)
@@ -170,7 +170,7 @@ class Workers:
         step.computed = True
 
     def _update(self, output: Any) -> None:
-        """What a model runner does with a scheduler output, in both runners' forms."""
+        """A model runner's work with a scheduler output, in both runners' forms."""
         for name in output.finished_req_ids:
             self.sequences.pop(name, None)
         for new in output.scheduled_new_reqs:
@@ -193,7 +193,7 @@ class Workers:
         """Compute `count` positions, the last of them drafts; the tokens sampled, none inside a prompt."""
         known = count - len(drafts or ())
         start, stop = sequence.computed, sequence.computed + known
-        assert stop <= len(sequence.tokens), "the scheduler counts on tokens that nobody has"
+        assert stop <= len(sequence.tokens), "the scheduler counts on tokens that do not exist"
         tail: list[int] = []
         if drafts:
             # Under async scheduling the scheduler has only placeholders: the drafts are here.
