@@ -81,7 +81,7 @@ def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_ap
         settings: Any = SimpleNamespace(enable_ssd_offload=False, private=True)
         store = Store(settings, structlog.get_logger())
         store.adopt(SimpleNamespace(batch_get_into=lambda *_: [size], get_size=lambda key: size))
-        staging: Any = SimpleNamespace(block_bytes=[64], addresses=lambda slot: [0])
+        staging: Any = SimpleNamespace(block_bytes=[64], addresses=lambda slot: [0], lost=set())
         return transfers.fetch(store, transfers.RankLayout(("model@",), ((1, 0),), staging), [(b"digest", 0)])
 
     def check() -> None:
