@@ -91,11 +91,11 @@ class Admin:
             if removal:
                 namespaces.free(free)
             if removal == (True, 0):
-                said = "there was no key"
+                text = "there was no key"
             else:
-                said = "every key is gone" if removal else "not confirmed: time was up, or the store did not answer"
-                said += f"; {removal.keys} removed"
-            reply(Report(ok=removal.gone, text=f"{said}: {', '.join(prefixes)}"))
+                text = "every key is gone" if removal else "not confirmed: time was up, or the store did not answer"
+                text += f"; {removal.keys} removed"
+            reply(Report(ok=removal.gone, text=f"{text}: {', '.join(prefixes)}"))
 
         if uid is not None:
             self._purging.add(uid)

@@ -43,7 +43,7 @@ class Handshake:
     def hello(self, peer: Peer, hello: Hello, now_ns: int) -> None:
         """Add a process to its engine's group. Raises ProtocolError."""
         if peer.hello is not None:
-            raise ProtocolError("hello was said before")
+            raise ProtocolError("a second hello on one connection")
         _check(hello)
         key = (hello.engine_id, hello.incarnation)
         group = self._groups.get(key)
@@ -67,7 +67,7 @@ class Handshake:
         if epoch is None or message.epoch != epoch.number or peer.group is None:
             raise ProtocolError(f"mapped an epoch that is not current: epoch={message.epoch}")
         if peer.mapped is not None:
-            raise ProtocolError(f"mapped was said before: epoch={message.epoch}")
+            raise ProtocolError(f"mapped was sent before: epoch={message.epoch}")
         peer.mapped = message
         if (workers := peer.group.mapped()) is not None:
             epoch.activate(workers)

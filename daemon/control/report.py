@@ -62,10 +62,10 @@ def segments(epochs: Sequence[Epoch], now_ns: int) -> Segments:
     shown = []
     for epoch in epochs[:MAX_ENGINES]:
         try:
-            said = view.describe(epoch.memory.control.buffer, now_ns, _FLAG_STATES)
+            content = view.describe(epoch.memory.control.buffer, now_ns, _FLAG_STATES)
         except SegmentCorrupt as error:
-            said = {"corrupt": str(error)}
-        shown.append({"engine": epoch.engine.engine_id, **said})
+            content = {"corrupt": str(error)}
+        shown.append({"engine": epoch.engine.engine_id, **content})
     return Segments(engines=shown)
 
 

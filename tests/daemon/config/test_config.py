@@ -105,10 +105,10 @@ def test_check_config_prints_what_it_reads_back_as_the_same(tmp_path: Path) -> N
     again = check_config("--config", str(tmp_path / "again.toml"))
     assert again.returncode == 0, again.stderr
 
-    def said(text: str) -> list[str]:
+    def settings(text: str) -> list[str]:
         return [line.partition(" # ")[0].rstrip() for line in text.splitlines()]
 
-    assert said(again.stdout) == said(first.stdout)
+    assert settings(again.stdout) == settings(first.stdout)
 
 
 @pytest.mark.parametrize(

@@ -140,8 +140,8 @@ def as_nobody(work: Callable[[], object], number: int = NOBODY) -> str:
         finally:
             os._exit(0)
     os.close(write)
-    with os.fdopen(read, "rb") as said:
-        text = said.read().decode()
+    with os.fdopen(read, "rb") as pipe:
+        text = pipe.read().decode()
     os.waitpid(child, 0)
     return text
 

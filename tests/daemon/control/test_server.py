@@ -84,7 +84,7 @@ def test_an_engine_whose_memory_the_store_refuses_is_refused_and_the_daemon_goes
 
 @pytest.mark.parametrize(("ranks", "missing"), [(1, "0"), (3, "0, 2"), (40, "0, 2, 3, 4, 5, 6, 7, 8, …")])
 def test_ranks_that_do_not_come_are_one_warning_in_both_logs(served: Served, ranks: int, missing: str) -> None:
-    """They run on another node, or look for another socket; the scheduler would wait for ever, and say nothing."""
+    """They run on another node, or look for another socket; without a report the scheduler would wait in silence."""
     engine = FakeEngine(served.path, attach=False, ranks=ranks)
 
     def join(role: str, rank: int) -> socket.socket:

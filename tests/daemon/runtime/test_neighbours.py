@@ -90,7 +90,7 @@ def test_a_corrupt_ring_ends_that_engine_only(shared_daemon: Daemon) -> None:
     bad = FakeEngine(shared_daemon.socket, engine_id="bad", prefix="corrupt")
     bad.words.store_release(Line.TAIL, 64 * 1024 * 1024 * 1024)
     bad.bell.ring()
-    assert bad.scheduler.recv(1) == b"", "the daemon hangs up"
+    assert bad.scheduler.recv(1) == b"", "the daemon closes the connection"
     assert bad.liveness.peer(time.monotonic_ns()) is PeerStatus.GONE
     assert good.load(list(blocks("corrupt", 2))) is None
     assert shared_daemon.wait_record("engine.corrupt")

@@ -193,7 +193,7 @@ def test_a_socket_unit_s_socket_is_served(folder: Path) -> None:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.bind(str(path))
     sock.listen()
-    # The launcher puts the socket at descriptor 3, says so with its own pid, and becomes the daemon.
+    # The launcher puts the socket at descriptor 3, announces it with its own pid, and becomes the daemon.
     code = (
         f"import os, sys; os.dup2({sock.fileno()}, 3); os.environ.update(LISTEN_FDS='1', LISTEN_PID=str(os.getpid()));"
         "os.execv(sys.argv[1], sys.argv[1:])"
