@@ -21,19 +21,33 @@ UNCLAIMED = (FlagState.HINTED, FlagState.READY)
 GIVEN_UP = (FlagState.RELEASED, FlagState.CANCELLED)
 
 
-class EpochFlags:
-    """The completion flags of one segment. Each transition is a compare-and-swap by generation."""
+class Channel:
+    """All views of one control segment; close() lets go of them, since each would keep the segment mapped.
 
-    def __init__(self, table: FlagTable) -> None:
-        self._table = table
+    A transition of a flag is a compare-and-swap by generation; it says whether it came before the engine's.
+    """
+
+    def __init__(self, segment: Segment, layout: Layout) -> None:
+        self.layout = layout
+        self.words = Words(segment.buffer)
+        self.ring = Consumer(segment.buffer, self.words, layout)
+        self.table = FlagTable(segment.buffer, self.words, layout)
+        self.credits = CreditGranter(segment.buffer, self.words, layout)
+        self.liveness = Liveness(self.words, consumer=True)
+
+    def close(self) -> None:
+        del self.ring, self.table, self.credits, self.liveness
+        self.words.release()
+
+    # --- flags and slot tables ----------------------------------------------------------------------------------------
 
     def publish(self, publication: Publication, slots: Sequence[int]) -> bool:
         """Enter these slots for its blocks, and publish it; False if the engine has the flag already."""
         request = publication.request
         flag, generation = request.key
-        self._table.write_slots(flag, publication.start, slots)
+        self.table.write_slots(flag, publication.start, slots)
         # A block that is fetched again counts once.
-        self._table.set_disk(flag, min(request.disk_blocks, request.blocks - request.local))
+        self.table.set_disk(flag, min(request.disk_blocks, request.blocks - request.local))
         state = FlagState.READY if publication.final else FlagState.HINTED
         return self._move(request.key, (FlagState.HINTED,), pack(generation, state, publication.ready))
 
@@ -53,41 +67,27 @@ class EpochFlags:
         """Write its entries over published ones; return whether the flag is unclaimed after that."""
         index, generation = move.key
         if move.entries:
-            self._table.move(index, move.entries)
-        flag = self._table.flag(index)
+            self.table.move(index, move.entries)
+        flag = self.table.flag(index)
         return flag.generation == generation and flag.state in UNCLAIMED
 
     def given_up(self, key: Key) -> bool:
         """Whether the engine is done with this use of the flag."""
-        flag = self._table.flag(key[0])
+        flag = self.table.flag(key[0])
         return flag.generation != key[1] or flag.state in (*GIVEN_UP, FlagState.FREE)
-
-    def close(self) -> None:
-        del self._table
 
     def _move(self, key: Key, states: tuple[FlagState, ...], desired: int) -> bool:
         flag, generation = key
         for _ in range(MAX_EXCHANGES):
-            word = self._table.load(flag)
+            word = self.table.load(flag)
             seen = unpack(word)
             if seen.generation != generation or seen.state not in states:
                 return False
-            if self._table.exchange(flag, word, desired):
+            if self.table.exchange(flag, word, desired):
                 return True
-        raise SegmentCorrupt(f"flag does not stand still: flag={flag} word={self._table.load(flag):#x}")
+        raise SegmentCorrupt(f"flag does not stand still: flag={flag} word={self.table.load(flag):#x}")
 
-
-class Channel:
-    """All views of one control segment; close() lets go of them, since each would keep the segment mapped."""
-
-    def __init__(self, segment: Segment, layout: Layout) -> None:
-        self.layout = layout
-        self.words = Words(segment.buffer)
-        self.ring = Consumer(segment.buffer, self.words, layout)
-        self.table = FlagTable(segment.buffer, self.words, layout)
-        self.flags = EpochFlags(self.table)
-        self.credits = CreditGranter(segment.buffer, self.words, layout)
-        self.liveness = Liveness(self.words, consumer=True)
+    # --- bounds -------------------------------------------------------------------------------------------------------
 
     def check_hint(self, hint: Hint) -> None:
         """Raise ProtocolError for a hint that names what the segment does not have."""
@@ -106,8 +106,3 @@ class Channel:
                 f"loaded blocks out of bounds: from={done.loaded_from} blocks={done.loaded_blocks} "
                 f"max={self.layout.table_entries}"
             )
-
-    def close(self) -> None:
-        self.flags.close()
-        del self.ring, self.table, self.flags, self.credits, self.liveness
-        self.words.release()

@@ -60,15 +60,15 @@ class Epoch(EpochCalls):
         if self.closing:
             if self._ended_ns and now_ns - self._ended_ns > self._pools.timeout_ns:
                 self._ended_ns = 0
-                self._log.warning("engine.held", in_flight=self.calls.running)
+                self._log.warning("engine.held", in_flight=self.running)
             return
         self.channel.liveness.beat(now_ns)
-        self._contain(self._tick, now_ns)
+        self.contain(self._tick, None, now_ns)
         self._carry_on()
 
     def _tick(self, now_ns: int) -> None:
         for key in self.orphaned.next_keys(self.planner.requests):
-            if self.orphaned.seen(key, given_up=self.channel.flags.given_up(key)):
+            if self.orphaned.seen(key, given_up=self.channel.given_up(key)):
                 self._finish(key, Ending.UNTOLD)
         self._answer(self.look_ups.tick(now_ns), now_ns)
         self.planner.tick()
@@ -76,7 +76,7 @@ class Epoch(EpochCalls):
             self._log.info("warm.done", **{f"{result}_blocks": counts[result] for result in WARM_RESULTS})
         self._steps(self.promotions.tick(), None)
         for lane in Lane:
-            if self._pools.exhausted(lane, self.calls):
+            if self._pools.exhausted(lane, self):
                 self.planner.give_up(lane)
         for end in self.saver.tick(now_ns):
             self.send(ResetDone(reset_generation=end.generation, ok=end.ok))
@@ -88,7 +88,7 @@ class Epoch(EpochCalls):
         The records that it pushed last still count, so that a request that ended before the engine did is written as
         it ended; the others end as `ending` says.
         """
-        self.calls.closing = True
+        self.closing = True
         self._ended_ns = self._services.clock_ns()
         self.warming.stop("the engine is gone")
         self._reply()
@@ -117,7 +117,7 @@ class Epoch(EpochCalls):
 
     def drain(self, limit: int) -> int:
         """Handle up to `limit` records; return how many there were."""
-        if count := self.calls.contain(self._drain, 0, limit):
+        if count := self.contain(self._drain, 0, limit):
             self._carry_on()
         return count
 
@@ -186,7 +186,7 @@ class Epoch(EpochCalls):
         request = self.planner.finish(key, loaded)
         self.counters.device_blocks += min(len(loaded), self.promotions.named(key))
         self.promotions.dropped(key)
-        self.channel.flags.free(key)
+        self.channel.free(key)
         if request is not None:
             self._write(request, ending, done)
 
@@ -216,7 +216,7 @@ class Epoch(EpochCalls):
         self._count_puts(self.saver.reset(generation, timeout_s, self._services.clock_ns()))
         self._negative.clear()
         self.warming.stop("its weights changed")
-        for request in self.calls.contain(self.planner.reset, list[Request]()):
+        for request in self.contain(self.planner.reset, list[Request]()):
             self.promotions.dropped(request.key)
             self._write(request, Ending.RESET)
         self.promotions.reset()

@@ -58,25 +58,24 @@ class Services(NamedTuple):
     media: bool
 
 
-class EpochCalls:
+class EpochCalls(Caller):
     """The parts of one epoch, and the calls that they want. `send` reaches the engine's scheduler, once it is set."""
 
     def __init__(self, services: Services, memory: EngineMemory, engine: EngineInfo) -> None:
+        super().__init__(services.log.bind(engine=engine.engine_id, epoch=memory.layout.epoch))
         self.engine, self.memory, self.number = engine, memory, memory.layout.epoch
         self.removal_ms = services.store.removal_ms
         self._services, self._store, self._pools = services, services.store, services.pools
-        self._log = services.log.bind(engine=engine.engine_id, epoch=self.number)
         self.counters = Counters()
         self.ranks = transfers.RankLayout.of(engine.workers, memory.staging)
         self.channel = Channel(memory.control, memory.layout)
         self.channel.liveness.beat(services.clock_ns())
-        self.calls = Caller(self._log)
         self.traces = Traces(memory.block_bytes)
         chunk_blocks = max(1, services.chunk_bytes // memory.block_bytes)
         part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in memory.staging.block_bytes)  # as a disk tier counts
         self.planner = Planner(
             memory.save_slots_from,
-            self.channel.flags,
+            self.channel,
             chunk_blocks=chunk_blocks,
             lost=memory.staging.lost,
             disk_chunk_blocks=min(chunk_blocks, services.disk_call_bytes // part_bytes),
@@ -101,19 +100,9 @@ class EpochCalls:
         self.send: Callable[[Message], None] = lambda _: None
 
     @property
-    def closing(self) -> bool:
-        """It takes no new work."""
-        return self.calls.closing
-
-    @property
-    def corrupt(self) -> str | None:
-        """What was found wrong with the engine's memory; the owner of the loop ends the epoch."""
-        return self.calls.corrupt
-
-    @property
     def idle(self) -> bool:
         """No call touches this epoch's memory."""
-        return self.calls.running == 0
+        return self.running == 0
 
     @property
     def _saving(self) -> bool:
@@ -121,18 +110,15 @@ class EpochCalls:
 
     # --- carrying out what the parts decided ------------------------------------------------------------------------
 
-    def _contain(self, work: Callable[..., None], *args: Any) -> None:
-        self.calls.contain(work, None, *args)
-
     def _start(self, kind: Kind, run: Run, on_result: OnResult, on_overdue: OnOverdue | None = None) -> None:
-        self._pools.start(Call(kind, run, on_result, on_overdue, self.calls))
+        self._pools.start(Call(kind, run, on_result, on_overdue, self))
 
     def _steps(self, steps: Steps[_T], default: _T) -> _T:
-        return self.calls.contain(carry_out, default, steps, self.channel.flags.move)
+        return self.contain(carry_out, default, steps, self.channel.move)
 
     def _carry_on(self) -> None:
         """Carry out what the parts want done now; the loop asks for fetches (`start_fetch`)."""
-        self._contain(self._do_all)
+        self.contain(self._do_all, None)
 
     def _do_all(self) -> None:
         if self.closing:
@@ -152,7 +138,7 @@ class EpochCalls:
                 self.promotions.dropped(change.key)
                 continue
             slots = self.promotions.published(change.request, change.start, change.slots)
-            if not self.channel.flags.publish(change, slots):
+            if not self.channel.publish(change, slots):
                 self.planner.refused(change.request)
 
     # --- look-ups ---------------------------------------------------------------------------------------------------
@@ -197,17 +183,17 @@ class EpochCalls:
 
     def start_fetch(self, lane: Lane) -> bool:
         """Start one fetch of this lane for requests; False if there is none to start, or no room for it."""
-        if self.closing or not self.planner.wants(lane) or not self._pools.fetch_room(lane, self.calls):
+        if self.closing or not self.planner.wants(lane) or not self._pools.fetch_room(lane, self):
             return False
-        order = self.calls.contain(self.planner.next_order, None, lane)
-        self._contain(self._publish)
+        order = self.contain(self.planner.next_order, None, lane)
+        self.contain(self._publish, None)
         if order is not None:
             self._fetch(order)
         return order is not None
 
     def start_warming(self, lane: Lane) -> None:
         """Start a fetch of listed blocks, where no engine has one for a request to start in this lane."""
-        if self.closing or not self._replies or not self._pools.fetch_room(lane, self.calls):
+        if self.closing or not self._replies or not self._pools.fetch_room(lane, self):
             return
         now = self._services.clock_ns()
         if (order := self.warming.next_order(lane, now)) is not None:

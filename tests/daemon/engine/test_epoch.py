@@ -39,8 +39,8 @@ def test_what_is_taken_back_is_pending_in_the_same_use_of_its_flag_and_its_devic
     assert epoch.planner.next_change() == TakenBack((0, 1))
     assert epoch.planner.next_change() is None
     engine.move(0, 1, FlagState.CLAIMED, 0)
-    assert not epoch.channel.flags.take_back((0, 1)), "never under a claim"
-    assert not epoch.channel.flags.take_back((0, 2)), "nor in another use"
+    assert not epoch.channel.take_back((0, 1)), "never under a claim"
+    assert not epoch.channel.take_back((0, 2)), "nor in another use"
     engine.leave()
 
 
