@@ -33,19 +33,25 @@ class Calls:
         self.release, self.running = threading.Event(), threading.Semaphore(0)
         self.results: dict[str, Any] = {}
         self.overdue: list[str] = []
+        self.ran: list[str] = []
 
-    def start(
-        self,
-        name: str,
-        kind: Kind,
-        run: Callable[[], object] | None = None,
-        *,
-        hang: bool = False,
-        caller: Caller = ENGINE,
-    ) -> None:
-        work = self._hang if hang else run or (lambda: True)
+    def start(self, name: str, kind: Kind, caller: Caller = ENGINE, *, hang: bool = False) -> None:
+        work = self._hang if hang else partial(self._run, name)
         overdue = partial(self.overdue.append, name)
         self.pools.start(Call(kind, work, partial(self.results.__setitem__, name), overdue, caller))
+
+    def run(self, name: str, kind: Kind, caller: Caller = ENGINE) -> Any:
+        """Start a call and wait for its result."""
+        self.start(name, kind, caller)
+        return self.result(name)
+
+    def result(self, name: str) -> Any:
+        self.until(lambda: name in self.results)
+        return self.results[name]
+
+    def _run(self, name: str) -> bool:
+        self.ran.append(name)
+        return True
 
     def _hang(self) -> bool:
         self.running.release()
@@ -78,16 +84,14 @@ def test_a_call_that_hangs_is_given_up_once_and_the_next_one_runs_meanwhile(call
         calls.release.clear()
         calls.overdue.clear()
         calls.start(f"hung-{number}", Kind.SAVE, hang=True)
-        calls.start(f"next-{number}", Kind.SAVE)
-        calls.until(lambda number=number: f"next-{number}" in calls.results)  # type: ignore[misc]
+        assert calls.run(f"next-{number}", Kind.SAVE) is True
         assert calls.overdue == [f"hung-{number}"]
         assert calls.pools.stuck == 1
         calls.release.set()
-        calls.until(lambda number=number: f"hung-{number}" in calls.results)  # type: ignore[misc]
+        calls.result(f"hung-{number}")
         assert calls.pools.stuck == 0
         assert calls.overdue == [f"hung-{number}"]
-        calls.start(f"after-{number}", Kind.SAVE)
-        calls.until(lambda number=number: f"after-{number}" in calls.results)  # type: ignore[misc]
+        assert calls.run(f"after-{number}", Kind.SAVE) is True
     calls.until(lambda: sum(thread.name.startswith("save-") for thread in threading.enumerate()) <= 1)
 
 
@@ -96,55 +100,45 @@ def test_results_are_announced_at_the_descriptor_until_they_are_fetched(calls: C
     calls.start("one", Kind.LOOK_UP)
     assert select.select([calls.pools.fd], [], [], 30)[0]
     calls.pools.clear_bell()
-    calls.until(lambda: "one" in calls.results)
+    calls.result("one")
     assert not select.select([calls.pools.fd], [], [], 0)[0]
     calls.pools.clear_bell()  # nothing is there, and that is no error
 
 
 def test_what_waits_for_a_thread_is_given_up_when_as_many_hang_as_may(calls: Calls) -> None:
     """Without having run: what it would write to may be gone by the time there is a thread again."""
-    ran: list[str] = []
     for number in range(MAX_STUCK):
         calls.start(f"hung-{number}", Kind.SAVE, hang=True)
-    calls.start("late", Kind.SAVE, lambda: ran.append("late"))
-    calls.until(lambda: "late" in calls.results)
-    assert isinstance(calls.results["late"], TimeoutError)
+    assert isinstance(calls.run("late", Kind.SAVE), TimeoutError)
     assert calls.pools.stuck == MAX_STUCK
     calls.release.set()
     calls.until(lambda: calls.pools.stuck == 0)
-    calls.start("after", Kind.SAVE)
-    calls.until(lambda: "after" in calls.results)
-    assert ran == []
+    assert calls.run("after", Kind.SAVE) is True
+    assert "late" not in calls.ran
 
 
 def test_a_lane_that_hangs_leaves_the_other_alone_and_has_room_again_when_its_calls_return(calls: Calls) -> None:
     hang_all(calls, Lane.DISK)
     assert not calls.pools.fetch_room(Lane.DISK, ENGINE)
     assert calls.pools.fetch_room(Lane.MEMORY, ENGINE)
-    calls.start("fast", Kind.FETCH_MEMORY)
-    calls.until(lambda: "fast" in calls.results)
-    calls.start("no-thread", Kind.FETCH_DISK)
-    calls.until(lambda: "no-thread" in calls.results)
-    assert isinstance(calls.results["no-thread"], TimeoutError)
+    assert calls.run("fast", Kind.FETCH_MEMORY) is True
+    assert isinstance(calls.run("no-thread", Kind.FETCH_DISK), TimeoutError)
     calls.release.set()
     calls.until(lambda: calls.pools.fetch_room(Lane.DISK, ENGINE))
-    calls.start("again", Kind.FETCH_DISK)
-    calls.until(lambda: calls.results.get("again") is True)
+    assert calls.run("again", Kind.FETCH_DISK) is True
 
 
 def test_calls_of_one_engine_that_hang_leave_room_for_the_others_until_one_of_theirs_does(calls: Calls) -> None:
     hang_all(calls, Lane.MEMORY)
     for number in range(3):
         assert calls.pools.fetch_room(Lane.MEMORY, OTHER)
-        calls.start(f"other-{number}", Kind.FETCH_MEMORY, caller=OTHER)
-        calls.until(lambda number=number: calls.results.get(f"other-{number}") is True)  # type: ignore[misc]
-    calls.start("other-hung", Kind.FETCH_MEMORY, hang=True, caller=OTHER)
+        assert calls.run(f"other-{number}", Kind.FETCH_MEMORY, OTHER) is True
+    calls.start("other-hung", Kind.FETCH_MEMORY, OTHER, hang=True)
     calls.until(lambda: "other-hung" in calls.overdue)
     assert calls.pools.exhausted(Lane.MEMORY, OTHER)
     assert calls.pools.stuck == MAX_STUCK + 1
     assert not calls.pools.exhausted(Lane.MEMORY, THIRD)
-    calls.start("third", Kind.FETCH_MEMORY, caller=THIRD)
-    calls.until(lambda: calls.results.get("third") is True)
+    assert calls.run("third", Kind.FETCH_MEMORY, THIRD) is True
 
 
 @pytest.mark.parametrize("kind", [Kind.FETCH_MEMORY, Kind.SAVE])
@@ -156,11 +150,10 @@ def test_a_call_that_takes_long_keeps_no_place_from_another_engine_s(kind: Kind)
     if kind is Kind.FETCH_MEMORY:
         calls.until(lambda: pools.fetch_room(Lane.MEMORY, OTHER))
         assert not pools.fetch_room(Lane.MEMORY, ENGINE)
-    calls.start("other", kind, caller=OTHER)
-    calls.until(lambda: "other" in calls.results)
+    assert calls.run("other", kind, OTHER) is True
     assert calls.overdue == []
     calls.release.set()
-    calls.until(lambda: "hung" in calls.results)
+    calls.result("hung")
     assert pools.close()
 
 
@@ -170,11 +163,10 @@ def test_a_look_up_that_does_not_return_yet_is_not_in_the_way_of_another_engine_
     pools = Pools(1, clock_ns=lambda: began)
     calls = Calls(pools)
     calls.start("hung", Kind.LOOK_UP, hang=True)
-    calls.start("other", Kind.LOOK_UP, caller=OTHER)
-    calls.until(lambda: "other" in calls.results)
+    assert calls.run("other", Kind.LOOK_UP, OTHER) is True
     assert "hung" not in calls.results
     calls.release.set()
-    calls.until(lambda: "hung" in calls.results)
+    calls.result("hung")
     assert pools.close()
 
 
@@ -205,7 +197,7 @@ def test_what_other_engines_fetch_counts_until_it_is_slow_and_the_oldest_call_is
     assert pools.running() == {}
     for number, lane in enumerate(Lane):
         now[0] = 10 * (number + 1)
-        calls.start(lane.name, FETCHES[lane], hang=True, caller=OTHER)
+        calls.start(lane.name, FETCHES[lane], OTHER, hang=True)
         assert calls.running.acquire(timeout=30)
     assert not pools.fetch_room(Lane.MEMORY, ENGINE), "a lane's limit is for all engines together"
     now[0] += SLOW_NS
