@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.shmring import _atomics
-from kvprefetch.shmring._atomics import Words, fence
+from kvprefetch.shmring._atomics import Words
 
 TOP = (1 << 64) - 1
 
@@ -26,12 +26,9 @@ def test_a_word_holds_what_was_stored_up_to_all_its_bits() -> None:
         view.store_release(2, value)
         assert view.load_acquire(2) == value
     assert view.load_acquire(1) == view.load_acquire(3) == 0
-
-
-def test_words_are_little_endian_words_of_the_buffer() -> None:
     memory = mmap.mmap(-1, 64)
     Words(memory).store_release(1, 0x0102)
-    assert memory[8:16] == b"\2\1" + bytes(6)
+    assert memory[8:16] == b"\2\1" + bytes(6), "little-endian words of the buffer"
 
 
 def test_an_exchange_happens_only_from_the_expected_value_and_says_what_it_found() -> None:
@@ -106,13 +103,10 @@ def test_a_read_only_view_loads_and_refuses_to_store() -> None:
             use()
 
 
-def test_a_buffer_that_cannot_be_written_needs_a_read_only_view() -> None:
+def test_a_buffer_that_cannot_be_written_or_is_off_its_alignment_is_refused() -> None:
+    assert words().writable
     with pytest.raises(BufferError):
         Words(bytes(16))
-    assert words().writable
-
-
-def test_a_buffer_off_its_alignment_is_refused() -> None:
     with pytest.raises(ValueError, match="8-byte"):
         Words(memoryview(mmap.mmap(-1, 64))[4:])
 
@@ -123,9 +117,9 @@ def test_the_length_counts_whole_words() -> None:
     assert len(Words(memoryview(mmap.mmap(-1, 64))[:0])) == 0
 
 
-def test_the_buffer_stays_while_it_is_viewed_and_goes_after_the_release() -> None:
-    memory = mmap.mmap(-1, 64)
-    view = Words(memory)
+def test_the_buffer_stays_while_it_is_viewed_and_goes_with_the_release_or_the_view() -> None:
+    memory, other = mmap.mmap(-1, 64), mmap.mmap(-1, 64)
+    view, dropped = Words(memory), Words(other)
     with pytest.raises(BufferError):
         memory.close()
     view.release()
@@ -133,18 +127,9 @@ def test_the_buffer_stays_while_it_is_viewed_and_goes_after_the_release() -> Non
     memory.close()
     with pytest.raises(IndexError):
         view.load_acquire(0)
-
-
-def test_a_view_dropped_lets_go_of_its_buffer() -> None:
-    memory = mmap.mmap(-1, 64)
-    view = Words(memory)
-    del view
+    del dropped
     gc.collect()
-    memory.close()
-
-
-def test_a_fence_can_be_called() -> None:
-    assert fence() is None
+    other.close()
 
 
 def test_where_the_extension_is_missing_the_import_says_what_to_do() -> None:

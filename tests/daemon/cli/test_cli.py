@@ -15,10 +15,8 @@ import pytest
 from kvprefetch.daemon.cli import stat
 from kvprefetch.daemon.cli.client import Unavailable, ask
 from kvprefetch.daemon.cli.main import main
-from kvprefetch.daemon.config.model import ConfigError, load
 from kvprefetch.daemon.config.sizes import parse_size
 from kvprefetch.shmring.wire.admin import Status, StatusQuery
-from kvprefetch.shmring.wire.control_socket import default_socket
 from tests.daemon.cli.command import COMMAND, kvprefetchd, one_line, run
 
 
@@ -152,17 +150,6 @@ def test_sizes_are_read_with_their_units() -> None:
     assert [parse_size(text) for text in ("64KiB", "1.5G", "4GB", 7, "12")] == [65536, 1_500_000_000, 4 * 10**9, 7, 12]
     with pytest.raises(ValueError, match="such as"):
         parse_size("12 parsecs")
-
-
-def test_an_unknown_key_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="stagingg"):
-        load({"stagingg": 5})
-
-
-def test_the_default_socket_follows_systemd_then_the_session_then_run() -> None:
-    assert default_socket({"RUNTIME_DIRECTORY": "/run/a:/run/b"}) == "/run/a/kvprefetchd.sock"
-    assert default_socket({"XDG_RUNTIME_DIR": "/run/user/7"}) == "/run/user/7/kvprefetch/kvprefetchd.sock"
-    assert default_socket({}) == "/run/kvprefetch/kvprefetchd.sock"
 
 
 @pytest.mark.parametrize("command", ["check-config", "--help", "install-unit --dry-run"])

@@ -17,6 +17,7 @@ from kvprefetch.daemon.cli.client import EX_UNAVAILABLE
 from kvprefetch.daemon.cli.main import EX_CONFIG, main
 from tests.daemon.cli.command import kvprefetchd, run
 
+UNITS = ("kvprefetchd.service", "kvprefetchd-user.service")
 needs_analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 
 
@@ -98,25 +99,18 @@ def test_a_program_s_path_survives_the_unit_file() -> None:
     assert "ProtectHome=read-only" in files[Path("/etc/systemd/system/kvprefetchd.service")]
 
 
-def test_the_stop_waits_longer_than_the_drain() -> None:
-    """60 s for store calls in flight, FLUSH_S for the disk, and some for closing."""
+@pytest.mark.parametrize("name", UNITS)
+def test_failures_are_tried_again_however_often_and_nothing_dumps_core(name: str) -> None:
+    """Five crashes are not the end for good; a stop waits 60 s for store calls, FLUSH_S for the disk, and some more."""
     from kvprefetch.daemon.runtime.backend import FLUSH_S
 
-    for name in ("kvprefetchd.service", "kvprefetchd-user.service"):
-        text = install_unit.template(name)
-        assert int(re.search(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)[1]) > 60 + FLUSH_S + 10  # type: ignore[index]
-        assert "RestartPreventExitStatus=78" in text
-        assert "KillMode=mixed" in text, "a signal to the master as well would end the writing to disk"
-
-
-@pytest.mark.parametrize("name", ["kvprefetchd.service", "kvprefetchd-user.service"])
-def test_failures_are_tried_again_however_often_and_nothing_dumps_core(name: str) -> None:
-    """Five crashes are not the end for good."""
     values = dict(re.findall(r"^(\w+)=(.*)$", install_unit.template(name), re.MULTILINE))
     assert values["Restart"] == "on-failure"
     assert (int(values["RestartSec"]), values["StartLimitIntervalSec"]) == (5, "0")
     assert values["RestartPreventExitStatus"] == str(EX_CONFIG) != str(EX_UNAVAILABLE)
     assert values["LimitCORE"] == "0"
+    assert int(values["TimeoutStopSec"]) > 60 + FLUSH_S + 10
+    assert values["KillMode"] == "mixed", "a signal to the master as well would end the writing to disk"
 
 
 def test_connections_do_not_start_a_bad_configuration_again_and_again() -> None:
@@ -129,7 +123,7 @@ def test_connections_do_not_start_a_bad_configuration_again_and_again() -> None:
         assert time.monotonic() - began >= least_s
 
 
-@pytest.mark.parametrize("name", ["kvprefetchd.service", "kvprefetchd-user.service"])
+@pytest.mark.parametrize("name", UNITS)
 def test_a_reload_needs_no_program_but_the_shell(name: str) -> None:
     """Debian's /bin/kill is in procps, which a small machine does not have."""
     reload = re.search(r"^ExecReload=(.*)$", install_unit.template(name), re.MULTILINE)
