@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,14 +56,15 @@ def resolve(sources: Sources) -> Effective:
     layers: list[tuple[str, dict[str, Any]]] = []
     if sources.file is not None:
         layers.append((str(sources.file), _read(sources.file)))
-    names = {name: name.removeprefix(PREFIX).lower() for name in sources.environ if name != FILE_VARIABLE}
-    for variable, name in names.items():
-        _known(name, variable, "environment", f"{PREFIX}{{}}", upper=True)
-        layers.append((f"${variable}", {name: sources.environ[variable]}))
+    variables = {PREFIX + key.upper(): key for key in DaemonConfig.model_fields}
+    for variable, value in sources.environ.items():
+        if variable != FILE_VARIABLE:
+            _check(variable.upper(), "environment", variables)
+            layers.append((f"${variable}", {variables[variable.upper()]: value}))
     layers += [(f"--{name.replace('_', '-')}", {name: value}) for name, value in sources.flags.items()]
     for place, layer in layers:
         for name, value in layer.items():
-            _known(name, name, place, "{}")
+            _check(name, place, DaemonConfig.model_fields)
             values[name], origin[name] = value, place
     try:
         return Effective(DaemonConfig.model_validate(values), origin)
@@ -73,11 +74,9 @@ def resolve(sources: Sources) -> Effective:
         raise ConfigError(first_error(error) + ("" if place.startswith("--") else f" (from {place})")) from None
 
 
-def _known(name: str, shown: str, place: str, form: str, *, upper: bool = False) -> None:
-    if name in DaemonConfig.model_fields:
-        return
-    known = {form.format(field.upper() if upper else field) for field in DaemonConfig.model_fields}
-    raise ConfigError(f"{place}: unknown key {shown}{nearest(shown, known)}")
+def _check(name: str, place: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise ConfigError(f"{place}: unknown key {name}{nearest(name, known)}")
 
 
 def _read(path: Path) -> dict[str, Any]:

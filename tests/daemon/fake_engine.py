@@ -52,7 +52,7 @@ class FakeEngine:
         self.path, self.ranks, self.block_bytes = path, ranks, block_bytes
         self.engine_id, self.incarnation = engine_id, incarnation or uuid.uuid4().hex
         self.prefix, self.max_blocks, self.events = prefix, max_blocks, events
-        self.told_disk: int | None = None  # of the last load: blocks that came from disk
+        self.disk_blocks: int | None = None  # of the last load: blocks that came from disk
         self.fingerprint, self.saves = fingerprint or {}, saves
         FakeEngine.made.append(self)
         self.sockets: list[socket.socket] = []
@@ -174,7 +174,7 @@ class FakeEngine:
         key = self.hint(digests, local=local, name=name)
         flag = self.settled(key)
         assert flag.state == FlagState.READY
-        self.told_disk = self.table.disk(key[0])
+        self.disk_blocks = self.table.disk(key[0])
         if flag.count <= local:
             assert self.move(key, FlagState.CANCELLED)
             self.done(key, Outcome.MISS)

@@ -108,9 +108,9 @@ def test_with_a_disk_the_data_is_there_after_a_restart(serve: Serve, tmp_path: P
     engine = FakeEngine(again.socket)
     found = eventually(lambda: engine.load(list(values)), 30, "a hit after the restart")
     assert found == list(values.values())
-    assert engine.told_disk == 40
+    assert engine.disk_blocks == 40
     assert engine.load(list(values)) == list(values.values())
-    assert engine.told_disk == 0, "now they came from staging"
+    assert engine.disk_blocks == 0, "now they came from staging"
     line = eventually(lambda: [e for e in again.records("request.done") if e["outcome"] == "loaded"])[0]
     assert line["bytes_disk"] == 40 * BLOCK_BYTES
 

@@ -39,7 +39,7 @@ def test_what_was_saved_is_loaded_with_the_same_bytes(shared_daemon: Daemon, aud
     engine.save(values)
     stored(shared_daemon, before + 20)
     assert engine.load(list(values)) == list(values.values())
-    assert engine.told_disk == 0, "there is no disk"
+    assert engine.disk_blocks == 0, "there is no disk"
     assert engine.load(list(values), local=7) == list(values.values())[7:]
     longer = list(values) + list(blocks("absent", 3))
     assert engine.load(longer) == list(values.values()), "the prefix that is there"
