@@ -13,7 +13,7 @@ from ...shmring.liveness import Liveness
 from ...shmring.ring import Consumer
 from ...shmring.segment import Segment
 from ...shmring.wire.records import Done, FlagState, Hint, ProtocolError
-from ..planning.promotion import Move
+from ..planning.copies import Move
 from ..planning.requests import Key, Publication
 
 MAX_EXCHANGES = 16  # an honest engine makes two transitions of one use of a flag at most

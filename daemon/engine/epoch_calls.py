@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, TypeVar
 from ...shmring.wire.attach import ResetDone
 from ...shmring.wire.codec import Message
 from ..config.model import Mode
+from ..planning.copies import Steps, carry_out
 from ..planning.negative import NegativeCache
 from ..planning.planner import Lane, Order, Planner
-from ..planning.promotion import Promotions, Steps, carry_out
+from ..planning.promotion import Promotions
 from ..planning.requests import TakenBack
 from ..store.client import Store
 from ..store.errors import ErrorClass

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ..planning.promotion import CopyOrder, Promotions, Steps
+from ..planning.copies import CopyOrder, Steps
+from ..planning.promotion import Promotions
 from .device import DeviceStaging
 
 if TYPE_CHECKING:  # what tests on a GPU do without (docs/PERFORMANCE.md)

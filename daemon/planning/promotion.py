@@ -14,88 +14,13 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
 
+from .copies import Copy, CopyOrder, Holder, Move, Steps
 from .queues import negated, push
 from .requests import Key, Request, Urgency
 
 MAX_TRIES = 16  # requests looked at for one slot
-
-
-class Move(NamedTuple):
-    """Write (block, slot) `entries` over published ones. Answer: whether the request is unclaimed after that.
-
-    A move without entries only asks.
-    """
-
-    key: Key
-    entries: Sequence[tuple[int, int]] = ()
-
-
-_T = TypeVar("_T")
-Steps = Generator[Move, bool, _T]  # moves to make, one after the other; each takes its answer
-
-
-def carry_out(steps: Steps[_T], move: Callable[[Move], bool]) -> _T:
-    """Make every move of `steps`, hand its answer in, and return the result of the steps."""
-    try:
-        step = next(steps)
-        while True:
-            step = steps.send(move(step))
-    except StopIteration as end:
-        result: _T = end.value
-        return result
-
-
-@dataclass(slots=True, eq=False)
-class _Copy:
-    """One device slot in use. `holders`: the block as which each request names the copy or waits for it."""
-
-    digest: bytes
-    slot: int
-    there: bool = False
-    holders: dict[_Holder, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class _Holder:
-    """A published request.
-
-    `next`: the first block to look at.  `settled`: it was claimed at the last look, and gets no copies until a look
-    finds it unclaimed.  `void`: it was published before a reset, and gets no more copies.
-    `queued`, `listed`: its entries in the queue and among the victims.
-    """
-
-    request: Request
-    start: int
-    host: list[int] = field(default_factory=list)
-    copies: dict[int, _Copy] = field(default_factory=dict)
-    next: int = 0
-    settled: bool = False
-    void: bool = False
-    queued: Urgency | None = None
-    listed: Urgency | None = None
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.host)
-
-    def to_host(self, blocks: Iterable[int]) -> Move:
-        """Return the move of these blocks back to their host slots."""
-        return Move(self.request.key, [(block, self.host[block - self.start]) for block in blocks])
-
-    def there(self) -> list[int]:
-        """Return the blocks with a complete copy."""
-        return [block for block, copy in self.copies.items() if copy.there]
-
-
-class CopyOrder(NamedTuple):
-    """Blocks to copy in one job, as (host slot, device slot)."""
-
-    number: int
-    slots: list[tuple[int, int]]
 
 
 class Promotions:
@@ -108,15 +33,15 @@ class Promotions:
         self._chunk_blocks = max(1, chunk_blocks)
         self._slots = range(first, first + count)
         self._free = list(reversed(self._slots))
-        self._index: dict[bytes, _Copy] = {}
-        self._idle: OrderedDict[_Copy, None] = OrderedDict()  # held by no request: least recently used first
-        self._holders: dict[Key, _Holder] = {}
-        self._numbers: dict[int, _Holder] = {}
+        self._index: dict[bytes, Copy] = {}
+        self._idle: OrderedDict[Copy, None] = OrderedDict()  # held by no request: least recently used first
+        self._holders: dict[Key, Holder] = {}
+        self._numbers: dict[int, Holder] = {}
         self._queue: list[Urgency] = []  # requests with blocks to promote
         self._victims: list[Urgency] = []  # requests that hold copies, negated: least urgent first
-        self._orders: dict[int, list[_Copy]] = {}
+        self._orders: dict[int, list[Copy]] = {}
         self._number = 0
-        self._settled: list[_Holder] = []
+        self._settled: list[Holder] = []
         self._stopped = False  # the most urgent request found no room, and nothing changed since
         self._closed = count == 0
 
@@ -129,7 +54,7 @@ class Promotions:
             return entries
         holder = self._holders.get(request.key)
         if holder is None:
-            holder = self._holders[request.key] = self._numbers[request.sequence] = _Holder(request, start, next=start)
+            holder = self._holders[request.key] = self._numbers[request.sequence] = Holder(request, start, next=start)
         holder.host.extend(entries)
         for at, block in enumerate(range(start, start + len(entries))):
             copy = self._index.get(request.digest(block))
@@ -162,7 +87,7 @@ class Promotions:
     def copied(self, number: int, *, ok: bool) -> Steps[None]:
         """An order came back; it succeeds or fails as a whole."""
         ok = ok and not self._closed
-        moves: dict[_Holder, list[tuple[int, int]]] = {}
+        moves: dict[Holder, list[tuple[int, int]]] = {}
         for copy in self._orders.pop(number):
             copy.there = True
             if not ok:
@@ -214,7 +139,7 @@ class Promotions:
     def next_order(self) -> Steps[CopyOrder | None]:
         """Return the most urgent blocks to copy now; None if there are none, or no room."""
         slots: list[tuple[int, int]] = []
-        copies: list[_Copy] = []
+        copies: list[Copy] = []
         while not self._stopped and len(slots) < self._chunk_blocks and (holder := self._head()) is not None:
             if (yield from self._may_enter(holder)):
                 yield from self._promote(holder, slots, copies)
@@ -224,7 +149,7 @@ class Promotions:
         self._orders[self._number] = copies
         return CopyOrder(self._number, slots)
 
-    def _promote(self, holder: _Holder, slots: list[tuple[int, int]], copies: list[_Copy]) -> Steps[None]:
+    def _promote(self, holder: Holder, slots: list[tuple[int, int]], copies: list[Copy]) -> Steps[None]:
         moves: list[tuple[int, int]] = []
         while holder.next < holder.stop and len(slots) < self._chunk_blocks:
             block = holder.next
@@ -236,7 +161,7 @@ class Promotions:
                     if slot is None:
                         self._stopped = True
                         break
-                    copy = self._index[digest] = _Copy(digest, slot)
+                    copy = self._index[digest] = Copy(digest, slot)
                     slots.append((holder.host[block - holder.start], slot))
                     copies.append(copy)
                 if self._hold(copy, holder, block) and copy.there:
@@ -246,7 +171,7 @@ class Promotions:
         if moves:
             yield Move(holder.request.key, moves)
 
-    def _head(self) -> _Holder | None:
+    def _head(self) -> Holder | None:
         """Return the most urgent request with blocks to promote."""
         while self._queue:
             entry = self._queue[0]
@@ -269,7 +194,7 @@ class Promotions:
 
     def _demote(self, urgency: Urgency) -> Steps[None]:
         """Take the copies that a less urgent request holds alone, from the least urgent one that can give some."""
-        aside: list[_Holder] = []
+        aside: list[Holder] = []
         while self._victims and not self._free and len(aside) < MAX_TRIES:
             entry = self._victims[0]
             holder = self._numbers.get(-entry[2])
@@ -284,7 +209,7 @@ class Promotions:
         for holder in aside:
             self._enter(holder)
 
-    def _take_back(self, holder: _Holder) -> Steps[bool]:
+    def _take_back(self, holder: Holder) -> Steps[bool]:
         """Move a request's last blocks back to the host; False if that frees no slot."""
         alone = sorted(block for block in holder.there() if len(holder.copies[block].holders) == 1)
         alone = alone[-self._chunk_blocks :]
@@ -304,17 +229,17 @@ class Promotions:
 
     # --- state ------------------------------------------------------------------------------------------------------
 
-    def _may_enter(self, holder: _Holder) -> Steps[bool]:
+    def _may_enter(self, holder: Holder) -> Steps[bool]:
         """Whether the engine can still read new entries of this request; a claimed one has read its table."""
         if not holder.settled and not (yield Move(holder.request.key)):
             self._settle_claimed(holder)
         return not holder.settled
 
-    def _settle_claimed(self, holder: _Holder) -> None:
+    def _settle_claimed(self, holder: Holder) -> None:
         holder.settled = True
         self._settled.append(holder)
 
-    def _enter(self, holder: _Holder) -> None:
+    def _enter(self, holder: Holder) -> None:
         """Enter it in the queue if it has blocks to promote, and among the victims if it has copies."""
         if holder.settled:
             return
@@ -328,7 +253,7 @@ class Promotions:
             holder.listed = negated(entry)
             push(self._victims, holder.listed, self._numbers)
 
-    def _hold(self, copy: _Copy, holder: _Holder, block: int) -> bool:
+    def _hold(self, copy: Copy, holder: Holder, block: int) -> bool:
         """Note that this block's entry names the copy, now or later; False if the request holds it as another block."""
         if holder in copy.holders:
             return False
@@ -338,13 +263,13 @@ class Promotions:
         holder.copies[block] = copy
         return True
 
-    def _forget(self, copy: _Copy) -> None:
+    def _forget(self, copy: Copy) -> None:
         """Take it out of the index; its slot comes back with its last holder."""
         if self._index.get(copy.digest) is copy:
             del self._index[copy.digest]
             self._idle.pop(copy, None)
 
-    def _settle(self, copy: _Copy) -> None:
+    def _settle(self, copy: Copy) -> None:
         """Without holders a copy is void while it is under way, else idle if it is in the index, else free."""
         if copy.holders:
             return

@@ -22,7 +22,8 @@ pytest.importorskip("torch")
 
 from kvprefetch.daemon.engine.device import DeviceStaging
 from kvprefetch.daemon.engine.promoter import COPY_BYTES, DeviceJob, Promoter
-from kvprefetch.daemon.planning.promotion import Move, Promotions, Steps, carry_out
+from kvprefetch.daemon.planning.copies import Move, Steps, carry_out
+from kvprefetch.daemon.planning.promotion import Promotions
 from kvprefetch.daemon.planning.requests import Request
 from kvprefetch.daemon.work.calls import Call, Caller, Kind
 from kvprefetch.daemon.work.pools import Pools

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvprefetch.daemon.planning.promotion import CopyOrder, Move, Promotions, carry_out
+from kvprefetch.daemon.planning.copies import CopyOrder, Move, carry_out
+from kvprefetch.daemon.planning.promotion import Promotions
 from kvprefetch.daemon.planning.requests import Key, Request
 
 HOST = 100  # host slots come first
