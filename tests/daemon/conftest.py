@@ -31,20 +31,20 @@ def _engines_are_closed() -> Iterator[None]:
 
 @pytest.fixture
 def auditor() -> Iterator[Auditor]:
-    """Whatever a test starts must be gone at its end."""
+    """What a test starts must be gone at its end."""
     auditor = Auditor()
     yield auditor
     auditor.assert_nothing_left()
 
 
 def keeps_to_the_catalogue(daemon: Daemon) -> None:
-    """Every line that a daemon wrote is one that docs/EVENTS.md describes."""
+    """Check that docs/EVENTS.md describes every line that a daemon wrote."""
     found = {problem for record in daemon.records() for problem in problems(record)}
     assert not found, "\n".join(sorted(found))
 
 
 def starter(make: Callable[..., Daemon]) -> Iterator[Callable[..., Daemon]]:
-    """For a fixture: starts what `make` makes, and stops it at the end."""
+    """Yield, for a fixture, a function that starts what `make` makes; stop all of it at the end."""
     started: list[Daemon] = []
 
     def start(*args: Any, **options: Any) -> Daemon:

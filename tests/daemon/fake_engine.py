@@ -1,4 +1,4 @@
-"""An engine without vLLM: speaks the control protocol and plays scheduler and workers over real shared memory.
+"""Stands in for an engine without vLLM: it speaks the control protocol over real shared memory.
 
 Used where a real engine cannot be driven into a state; the same paths run against real vLLM under tests/e2e.
 """
@@ -33,7 +33,7 @@ BLOCK_BYTES = 4096
 
 
 def listening(path: Path) -> bool:
-    """Whether connections are taken there: a bound socket's file is there before (`__SO_ACCEPTCON`, proc(5))."""
+    """Tell whether a socket listens there; its file exists as soon as it is bound (`__SO_ACCEPTCON`, proc(5))."""
     sockets = (line.split() for line in Path("/proc/net/unix").read_text().splitlines())
     return any(fields[3] == "00010000" and fields[-1] == str(path) for fields in sockets)
 
@@ -116,7 +116,7 @@ class FakeEngine:
         eventually(lambda: self.liveness.peer(time.monotonic_ns()) is PeerStatus.ALIVE, what="ACTIVE")
 
     def mapped(self, attached: Attached, leases: list[int]) -> Mapped:
-        """What a worker answers, once it has its device slots."""
+        """Return a worker's answer, once it has its device slots."""
         self.leases += leases
         if self.devices is None or not attached.device_slots:
             return Mapped(epoch=attached.epoch)
@@ -146,7 +146,7 @@ class FakeEngine:
         return taken
 
     def ask(self, key: tuple[int, int]) -> None:
-        """The scheduler reached it and found it pending."""
+        """Send that the scheduler reached the request and found it pending."""
         ask = records.Ask(key[0], key[1], time.monotonic_ns())
         assert self.producer.push(RecordKind.ASK, records.encode_ask(ask))
 
@@ -154,7 +154,7 @@ class FakeEngine:
         return self.table.flag(key[0])
 
     def settled(self, key: tuple[int, int], timeout_s: float = 10.0) -> Flag:
-        """The flag once it is no longer HINTED."""
+        """Wait for an answer and return the flag."""
         eventually(lambda: self.flag(key).state != FlagState.HINTED, timeout_s, "an answer")
         return self.flag(key)
 
@@ -170,7 +170,7 @@ class FakeEngine:
         self.flags.give_back(key[0])
 
     def load(self, digests: list[bytes], *, local: int = 0, name: str = "request") -> list[bytes] | None:
-        """Hint, wait, claim, read rank 0's slots, release; the bytes of each block, or None for a miss."""
+        """Hint, wait, claim, read rank 0's slots and release; return the bytes of each block, None for a miss."""
         key = self.hint(digests, local=local, name=name)
         flag = self.settled(key)
         assert flag.state == FlagState.READY
@@ -195,7 +195,7 @@ class FakeEngine:
         return bytes(self.staging[rank].buffer[start : start + self.block_bytes])
 
     def save(self, blocks: dict[bytes, bytes], *, reset_generation: int = 0, save_id: int = 1) -> None:
-        """Copy values (the same on every rank) into granted slots and say so."""
+        """Copy values (the same on every rank) into granted slots and send the save."""
         eventually(lambda: self.credits.available() >= len(blocks), what="credits")
         slots = self.credits.take(len(blocks))
         for slot, value in zip(slots, blocks.values(), strict=True):

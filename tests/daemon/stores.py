@@ -1,4 +1,4 @@
-"""What tests put into a store, and a cluster that is not there."""
+"""Makes blocks for a store, and the configuration of an absent cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.waiting import eventually
 
 
 def blocks(name: str, count: int) -> dict[bytes, bytes]:
-    """`count` digests with a value each that no other block has."""
+    """Return `count` digests, each with a value that no other block has."""
     digests = [hashlib.sha256(f"{name}-{i}".encode()).digest() for i in range(count)]
     return {digest: (digest * (BLOCK_BYTES // 32)) for digest in digests}
 
@@ -24,7 +24,7 @@ def stored(daemon: Daemon, count: int) -> None:
 
 
 def absent_cluster(folder: Path, *, metadata_server: str = "P2PHANDSHAKE", master: str = "") -> Path:
-    """The JSON file of a cluster whose `master` is not there; without one, of a master that does not listen."""
+    """Return the JSON file of a cluster with an absent `master`: by default a local port without a listener."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]

@@ -1,1 +1,1 @@
-"""What tests share: the auditor, daemons, engines."""
+"""Parts that tests of several rooms share."""

@@ -1,7 +1,7 @@
-"""The auditor: looks from outside whether anything leaked — processes, shared memory, flags, slots, pins, credits.
+"""Finds leaks from outside: processes, shared memory, flags, slots, pins, credits.
 
-It reads /proc, /dev/shm and the daemon's live segments through /proc/PID/fd (mapped read-only), and asks the daemon
-itself last; a gauge that disagrees with the shared words is a finding of its own.
+The auditor reads /proc, /dev/shm and the daemon's live segments through /proc/PID/fd (mapped read-only), and asks the
+daemon last. A gauge that disagrees with the shared words is a finding, too.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvprefetch.shmring.wire.codec import receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState
 from tests.support.waiting import poll
 
-# In the environment of this process, and so of everything it starts: how a leaked process is told from a stranger.
-# Several test processes run at once (pytest-xdist), each started by one that has a mark already: theirs is their own.
+# This process and everything it starts have the mark in their environment; a stranger has not.
+# Several test processes run at once (pytest-xdist), so each sets a mark of its own.
 os.environ["KVPREFETCH_TEST_RUN"] = uuid.uuid4().hex
 MARK = f"KVPREFETCH_TEST_RUN={os.environ['KVPREFETCH_TEST_RUN']}".encode()
 
 
 def our_processes() -> dict[int, str]:
-    """Processes that this test run started, however deep below it: pid -> command line."""
+    """Return the processes that this test run started, however deep below it: pid -> command line."""
     found: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -44,14 +44,14 @@ def our_processes() -> dict[int, str]:
 
 
 def our_shared_memory() -> set[str]:
-    """Names of ours under /dev/shm; there should never be one longer than an instant."""
+    """Return our names under /dev/shm; none should stay there."""
     return {name for name in os.listdir("/dev/shm") if "kvprefetch" in name}
 
 
 def control_segments(pid: int) -> list[dict[str, Any]]:
-    """What the control segments that a daemon holds open say, read without touching them (shmring/view.py)."""
+    """Describe the control segments that a daemon holds open, read-only (shmring/view.py)."""
     names = {state.value: state.name for state in FlagState}
-    views: dict[int, dict[str, Any]] = {}  # Python's mmap keeps a descriptor of its own: each segment is open twice
+    views: dict[int, dict[str, Any]] = {}  # Python's mmap keeps a second descriptor
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
             if "kvprefetch" not in (name := os.readlink(link)) or not name.startswith(("/memfd:", "/dev/shm/")):
@@ -73,8 +73,8 @@ def control_segments(pid: int) -> list[dict[str, Any]]:
 
 
 def device_memories(pid: int) -> int:
-    """How many pieces of the memory of tests' GPU (host_device.py) a process allocated, or mapped."""
-    found: set[int] = set()  # Python's mmap keeps a descriptor of its own
+    """Count the pieces of a test GPU's memory (host_device.py) that a process allocated or mapped."""
+    found: set[int] = set()  # Python's mmap keeps a second descriptor
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
             if os.readlink(link).startswith("/memfd:kvprefetch-device"):
@@ -85,9 +85,9 @@ def device_memories(pid: int) -> int:
 
 
 def ask_daemon(path: str | Path) -> admin.Status:
-    """The daemon's own account."""
+    """Ask the daemon for its status."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.connect(str(path))  # before the timeout: with one it would fail at once where many wait to be accepted
+        sock.connect(str(path))  # without a timeout: with one, connect() fails at once when the backlog is full
         sock.settimeout(10)
         send_message(sock, admin.StatusQuery())
         received = receive_message(sock)
@@ -97,27 +97,27 @@ def ask_daemon(path: str | Path) -> admin.Status:
 
 
 class Auditor:
-    """Remembers what was there before a test and says what is still there after it."""
+    """Compares what is there after a test with what was there before it."""
 
     def __init__(self) -> None:
         self._processes = set(our_processes())
         self._shared_memory = our_shared_memory()
 
     def leftovers(self) -> list[str]:
-        """Processes and shared memory that were not there at the start."""
+        """Return the processes and the shared memory that were not there at the start."""
         processes = [f"process {pid}: {name}" for pid, name in our_processes().items() if pid not in self._processes]
         return processes + [f"/dev/shm/{name}" for name in sorted(our_shared_memory() - self._shared_memory)]
 
     def assert_nothing_left(self, timeout_s: float = 10.0) -> None:
-        """After everything was stopped or killed."""
+        """Check that all is gone, after everything was stopped or killed."""
         _assert_none(self.leftovers, timeout_s)
 
     def assert_idle(self, pid: int, path: str | Path, timeout_s: float = 10.0) -> None:
-        """With the daemon alive and no request in any engine: every flag free, nothing pinned, all credits back."""
+        """Check a live daemon without requests: every flag is free, nothing is pinned, all credits are back."""
         _assert_none(lambda: self.pinned(pid, path), timeout_s)
 
     def pinned(self, pid: int, path: str | Path) -> list[str]:
-        """What is still held inside a live daemon."""
+        """Return what a live daemon still holds."""
         findings: list[str] = []
         views = {seen["epoch"]: seen for seen in control_segments(pid)}
         status = ask_daemon(path)

@@ -1,7 +1,7 @@
-"""kvprefetchd with GPUs of host memory: `python -m tests.support.device_daemon TOTAL_BYTES FAIL GATE HANG serve …`.
+"""Runs kvprefetchd on GPUs of host memory: `python -m tests.support.device_daemon TOTAL_BYTES FAIL GATE HANG serve`.
 
-FAIL names the methods of the first one that fail, with commas in between, or is `-`.  As long as the file GATE exists
-those that HANG names do not return.
+FAIL: the methods of the first GPU that fail, separated by commas, or `-`.  HANG: the methods that do not return while
+the file GATE exists.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support import host_device
 def with_device(
     daemon: Daemon, total_bytes: int = 64 << 20, fail: str = "-", gate: str | Path = "-", hang: str = "copy"
 ) -> Daemon:
-    """Let this daemon, which is not started yet, find such GPUs."""
+    """Let a daemon that has not started yet find such GPUs."""
     at = daemon.argv.index("kvprefetch.daemon")
     daemon.argv[at : at + 1] = ["tests.support.device_daemon", str(total_bytes), fail, str(gate), hang]
     return daemon

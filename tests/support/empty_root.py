@@ -1,8 +1,7 @@
-"""An empty Debian root to try an installation in, made by mmdebstrap and entered as a chroot.
+"""Makes an empty Debian root with mmdebstrap and runs scripts in it, to try an installation.
 
-Whatever runs in it has mount and process namespaces of its own: in the machine's nothing is ever mounted, and with the
-command that entered all that it started is gone. apt and pip are told what this machine's are told (sources, keys,
-proxies, indexes), so that they reach their registries the same way.
+A script runs in mount and process namespaces of its own: it mounts nothing on this machine, and all its processes end
+with it. apt and pip get this machine's settings (sources, keys, proxies, indexes), to reach their registries.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tests.lab import process
 
 APT_FOLDERS = ("etc/apt/keyrings", "etc/apt/trusted.gpg.d", "etc/apt/auth.conf.d", "usr/local/share/ca-certificates")
 FILES = ("etc/apt/auth.conf", "etc/resolv.conf", "etc/hosts")
-# Of apt's configuration, what says how to reach a source.
+# The part of apt's configuration that says how to reach a source.
 APT_OPTION = re.compile(r"^Acquire::(https?::|Check-|Retries|ForceIPv).* \"[^\"]+\";$")
 PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 # $1: the root; $2: the script in it; then the folders to show in it, read-only.
@@ -50,7 +49,7 @@ exec chroot "$root" bash -e "$script"
 
 
 def missing() -> str:
-    """Why this machine cannot make a root; empty when it can."""
+    """Return why this machine cannot make a root; empty when it can."""
     if os.geteuid() != 0:
         return "needs root"
     absent = [name for name in ("mmdebstrap", "apt-config", "unshare", "git") if shutil.which(name) is None]
@@ -58,7 +57,7 @@ def missing() -> str:
 
 
 class EmptyRoot:
-    """Debian's essential packages and apt, of this machine's release, in `path`; remove it with `remove`."""
+    """Debian's essential packages and apt, of this machine's release, in `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -98,13 +97,13 @@ class EmptyRoot:
             for scheme, place in re.findall(r"(file://)?(/\S+)", text):
                 if Path(place).is_dir():  # the pages of an index link to files beside it
                     self._indexes.append(str(Path(place).parent) if scheme else place)
-                elif Path(place).is_file() and not place.startswith("/etc/ssl/"):  # those are apt's to install
+                elif Path(place).is_file() and not place.startswith("/etc/ssl/"):  # apt installs those
                     self._copy(Path(place))
         lines = [f"{name} = {value}" for name, value in settings.items()]
         (self.path / "etc/pip.conf").write_text("\n".join(["[global]", *lines, ""]))
 
     def put_checkout(self, checkout: Path, folder: str) -> None:
-        """What git would give a new user, changes that are not committed included."""
+        """Copy what a clone would have, with the changes that are not committed."""
         listed = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             cwd=checkout, capture_output=True, text=True, check=True,
@@ -116,12 +115,12 @@ class EmptyRoot:
                 shutil.copy(checkout / name, target)
 
     def run(self, script: str, *, timeout_s: float) -> str:
-        """Run bash with this script as root; what it printed. AssertionError with it when it fails or takes longer."""
+        """Run a bash script as root and return its output; raise AssertionError when it fails or takes longer."""
         (self.path / "script").write_text(script)
         log = self.path.with_suffix(".log")
         log.write_bytes(b"")
         inside = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8", "DO_NOT_TRACK": "1"}
-        # bound_to_parent, which spawn uses, needs the environment of these sources; what is inside gets its own.
+        # `spawn` needs the environment of these sources; the script gets one of its own.
         command = ["env", "-i", *(f"{name}={value}" for name, value in inside.items())]
         command += [f"{name}={os.environ[name]}" for name in PROXIES if name in os.environ]
         command += ["nice", "unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-ec", ENTER, "enter"]
@@ -137,7 +136,7 @@ class EmptyRoot:
         return said
 
     def remove(self) -> None:
-        """Remove it all; refuses while anything is mounted below."""
+        """Remove the root; fail while anything is mounted below."""
         mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
         below = [place for place in mounted if Path(place).is_relative_to(self.path)]
         assert not below, f"still mounted: {below}"

@@ -1,11 +1,10 @@
-"""GPUs of host memory, for tests without one: put in the place of `shmring.cuda.devices`, they let the whole path run.
+"""Stands in for GPUs with host memory, in the place of `shmring.gpu.cuda.devices`, so that the whole path runs.
 
-Their memory is a memfd.  The handle names process, descriptor and file, so that another process opens it through
-/proc, a handle whose exporter is dead cannot be opened, and what is mapped stays when its exporter dies.  What CUDA
-would not forgive is an AssertionError: registering a page twice, or not whole pages; unregistering what is not
-registered; a copy that touches no device memory mapped here.
+Device memory is a memfd.  A handle names process, descriptor and file: another process opens it through /proc as long
+as the exporter lives, and a mapping outlives the exporter.  Misuse is an AssertionError, where CUDA would fail: to
+register a page twice or a part of one, to unregister other pages, to copy between two places of host memory.
 
-It may also hang, as a driver does whose device is lost: calls that do not return as long as a file exists.
+A device can hang as a lost one does: its calls do not return as long as a file exists.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _MAGIC = b"hostdev1"
 
 
 def install(total_bytes: int = 64 << 20) -> HostDevices:
-    """Put devices of `total_bytes` each in the place of CUDA's for this process; torch's "cpu" lies on the first."""
+    """Replace CUDA's devices in this process; torch's "cpu" lies on the first."""
     devices = HostDevices(total_bytes)
     cuda.devices = devices
     return devices
@@ -57,10 +56,10 @@ class HostDevices:
 
 
 class HostDevice:
-    """What it did is counted in `live`: allocations, mappings of others' memory, registrations and streams.
+    """One GPU; `live` counts its allocations, mappings of others' memory, registrations and streams.
 
-    `fail` names methods that raise DeviceError.  With `hold`, copies are done at `run` only.  As long as the file
-    `gate` exists the methods named in `hang` do not return; `copy` stands for waiting until one is done.
+    `fail` names methods that raise DeviceError.  With `hold`, copies wait for `run`.  While the file `gate` exists, the
+    methods named in `hang` do not return; `copy` stands for the wait until a copy is done.
     """
 
     processors = 2
@@ -89,18 +88,18 @@ class HostDevice:
         return name in self.hang and self.gate is not None and self.gate.exists()
 
     def wait(self, name: str) -> None:
-        """Until `name` does not hang."""
+        """Wait until `name` hangs no longer."""
         while self.stalled(name):
             time.sleep(0.005)
 
     def check(self, name: str) -> None:
-        if name != "copy":  # that is queued; who waits for it is held up
+        if name != "copy":  # a copy is queued; only a wait for it hangs
             self.wait(name)
         if name in self.fail:
-            raise DeviceError(f"{name}: told to fail")
+            raise DeviceError(f"{name}: made to fail")
 
     def free_bytes(self) -> int:
-        """Only what this process allocated counts as used."""
+        """Return the bytes that this process has not allocated."""
         self.check("free_bytes")
         return self.total_bytes - sum(memory.size_bytes for memory in self.allocated)
 
@@ -153,7 +152,7 @@ class HostDevice:
         return HostKernel(source)
 
     def run(self) -> None:
-        """Do the copies that were held back."""
+        """Do the copies that `hold` kept back."""
         for stream in list(self.streams):
             stream.run()
 
@@ -190,12 +189,12 @@ class HostMemory:
         os.close(fd)
         try:
             self._map.close()
-        except BufferError:  # someone's array still lies on it; it goes with that
+        except BufferError:  # an array still lies on it, and frees it later
             del self._map
 
 
 class HostStream:
-    """Copies at once, or when told."""
+    """Copies at once, or at `run` with `hold`."""
 
     pointer = 1
 
@@ -217,7 +216,7 @@ class HostStream:
 
     def record(self) -> HostEvent:
         self._device.check("record")
-        event = HostEvent(self)
+        event = HostEvent(self._device, self)
         self._queue.append(event.happen)
         self._go_on()
         return event
@@ -238,17 +237,17 @@ class HostStream:
 
 
 class HostEvent:
-    """Done when its stream came to it."""
+    """Done when its stream has reached it."""
 
-    def __init__(self, stream: HostStream) -> None:
-        self._stream = stream
+    def __init__(self, device: HostDevice, stream: HostStream) -> None:
+        self._device, self._stream = device, stream
         self._done = threading.Event()
 
     def happen(self) -> None:
         self._done.set()
 
     def wait(self) -> None:
-        self._stream._device.check("wait")
-        if not self._stream._device.hold:
+        self._device.check("wait")
+        if not self._device.hold:
             self._stream.run()
         assert self._done.wait(30), "nobody runs the copies that are held back"

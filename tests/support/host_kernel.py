@@ -16,7 +16,7 @@ from kvprefetch.shmring.gpu.cuda import Argument, DeviceError
 # PyTorch, too, compiles C++ for engines of several ranks.
 needs_cxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
-# What nvcc has built in, as far as a kernel without cooperation between its threads needs it.
+# The built-ins of nvcc that a kernel without cooperation between its threads needs.
 BEFORE = """
 #define __global__
 #define __device__
@@ -37,7 +37,7 @@ extern "C" void run(unsigned grid, unsigned threads, const Step* step) {
 
 
 class HostKernel:
-    """Like shmring.cuda.Kernel; `grids` are those of its launches."""
+    """Stands in for shmring.gpu.cuda.Kernel; `grids` are the grids of its launches."""
 
     def __init__(self, source: str) -> None:
         self._library = _compiled(source)
@@ -54,7 +54,7 @@ def _compiled(source: str) -> ctypes.CDLL:
         file, library = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
         file.write_text(BEFORE + source + AFTER)
         command = ["g++", "-std=c++17", "-O2", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-fno-strict-aliasing"]
-        # An access of another alignment than its type's is an error on a GPU: here it ends the process.
+        # A misaligned access is an error on a GPU: here it ends the process.
         command += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
         done = subprocess.run(
             [*command, "-shared", "-fPIC", "-o", library, file], capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""Paged caches in every layout vLLM knows: layer views [B, H, N, C] of one random allocation."""
+"""Makes paged caches in every layout of vLLM: layer views [B, H, N, C] of one random allocation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def caches(
     sizes: Mapping[str, int] = SIZES,
     device: str = "cpu",
 ) -> dict[str, torch.Tensor]:
-    """One tensor per layer; the allocation's dimensions stand in the order of `layout`, `sizes` says how large."""
+    """Return one tensor per layer, with the allocation's dimensions in the order of `layout`."""
     total = dtype.itemsize
     for size in sizes.values():
         total *= size

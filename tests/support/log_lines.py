@@ -1,4 +1,4 @@
-"""Holds a line of the daemon's log against the catalogue of events."""
+"""Checks a line of the daemon's log against the catalogue of events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DIGEST = re.compile(r"[0-9a-fA-F]{40}")
 
 
 def problems(record: Mapping[str, Any]) -> list[str]:
-    """What a log line, parsed, says against the catalogue; empty when it keeps to it."""
+    """Return where a parsed log line differs from the catalogue; empty when it does not."""
     name = record.get("event")
     event = EVENTS.get(str(name))
     if event is None:

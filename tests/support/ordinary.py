@@ -1,4 +1,4 @@
-"""Act as an ordinary user where the tests run as root: a command as nobody, a connection as any user."""
+"""Acts as an ordinary user where the tests run as root: a command as nobody, a connection as any user."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 NOBODY = 65534
-_READS = "-all,+dac_read_search"  # the checkout may lie in a folder that only root may enter; it gives nothing else
+_READS = "-all,+dac_read_search"  # the checkout may lie in a folder that only root may enter
 
 # Put before an argv. Empty where the tests run as an ordinary user already.
 AS_NOBODY = (
@@ -20,8 +20,8 @@ AS_NOBODY = (
 
 @contextlib.contextmanager
 def effective_user(uid: int) -> Iterator[None]:
-    """Connect as this user; only root can. The kernel notes the effective user of connect()."""
-    "".encode("idna")  # imported at the first look-up of a host, which this user may not read where Python lies
+    """Connect as this user, which only root can: the kernel notes the effective user of connect()."""
+    "".encode("idna")  # Python imports this codec at the first look-up of a host; the user may not be able to
     os.seteuid(uid)
     try:
         yield
