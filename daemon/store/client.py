@@ -1,6 +1,6 @@
 """The calls into Mooncake that the daemon makes: look up, get, put, flush and remove, each key's code as an ErrorClass.
 
-Codes are per key, and `errors.classify` maps them in one place.  connection.py guards the calls, give_up.py tells
+Codes are per key, and `errors.classify` maps them in one place.  connection.py guards the calls, give_up.py finds
 transfers that may still be under way, storage_nodes.py keeps gets from waiting for a node that hangs, replicas.py and
 zeros.py find bytes that are not the value's, and removal.py removes what a disk would bring back.
 """

@@ -1,4 +1,4 @@
-"""The embedded store's disk: its place and size, its locked folder, and what Mooncake has to know of it."""
+"""The embedded store's disk: its folder and size, the lock on the folder, and Mooncake's settings for it."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class EmbeddedMaster:
         self._reader: threading.Thread | None = None
         self._fill: FillWatch | None = None
         self.http = ""  # host:port of its HTTP interface, once it was started
-        self._said = self._wrong = ""  # its last line, and the first that tells of something wrong
+        self._said = self._wrong = ""  # its last line, and its first error
 
     @property
     def pid(self) -> int | None:

@@ -69,7 +69,7 @@ def classify_get(client: Any, keys: Sequence[str], sizes: Sequence[int], codes: 
     """Return the classes of a get's codes; a code of 0 or more is the number of bytes that arrived.
 
     Mooncake answers a wrong size with -600 or -800, and a disk that hangs with -901, all of which also mean other
-    things; one `get_size` tells them apart.
+    things; one `get_size` decides.
     """
     results = []
     ask = True

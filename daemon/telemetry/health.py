@@ -19,7 +19,7 @@ CALL_READY_S, CALL_HEALTHY_S = 10.0, 90.0
 
 @dataclass(frozen=True)
 class Health:
-    """Ages in seconds; each line of `problems` names what is too old, with its bound, or what fails."""
+    """Ages in seconds; each line of `problems` names an age above its bound, or a fault."""
 
     phase: str
     ready: bool

@@ -191,7 +191,7 @@ def _counted(value: float | Counter[str], labels: Sequence[str], name: str) -> l
 
 
 def _fill(fill: StoreFill | None) -> dict[str, list[Sample]]:
-    """No series of what is not known, nor of a disk that is not there."""
+    """Return the embedded store's samples; none while unknown, and none of a disk without one."""
     names = ("store_used_bytes", "store_capacity_bytes", "memory_evicted_bytes", "disk_evictions")
     samples: dict[str, list[Sample]] = {name: [] for name in names}
     if fill is not None:

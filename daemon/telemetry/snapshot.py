@@ -1,6 +1,6 @@
 """The main loop's view for other threads: gauges once a second, the heartbeat, and the totals of engines gone.
 
-The loop writes, the threads of the metrics server read.  What was published never changes, so nobody waits for anybody;
+The loop writes, the threads of the metrics server read.  Published data never changes, so no thread waits;
 when the loop hangs, the last view stays and `beat_ns` says how old it is.
 """
 

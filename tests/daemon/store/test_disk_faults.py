@@ -1,4 +1,4 @@
-"""A disk tier whose folder goes, whose file system fills up, fails, or loses what it was given."""
+"""A disk whose folder goes, fills up or fails, or that loses data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.auditor import ask_daemon
 from tests.support.waiting import eventually
 
 
-def test_a_disk_that_loses_pages_or_its_folder_costs_its_own_blocks_and_is_told(
+def test_a_disk_that_loses_pages_or_its_folder_costs_its_own_blocks_and_is_logged(
     serve: Callable[..., Daemon], tmp_path: Path
 ) -> None:
     folder = tmp_path / "disk"
@@ -49,7 +49,7 @@ def test_a_disk_that_loses_pages_or_its_folder_costs_its_own_blocks_and_is_told(
     assert not engine.load(list(others)), "gone"
     engine.save(blocks("new", 3))
     assert eventually(lambda: engine.load(list(blocks("new", 3))), what="a hit in memory")
-    assert not daemon.records("store.failed"), "one owner's disk is not the store"
+    assert not daemon.records("store.failed"), "one node's disk is not the store"
     line = daemon.wait_record("disk.failing", timeout_s=15)
     assert line is not None
     assert line["error"] == f"nothing can be kept on disk: the folder is gone: disk='{folder}': restart the daemon"
@@ -106,8 +106,8 @@ def test_what_is_wrong_with_the_folder_is_named(tmpfs: Path) -> None:
     os.close(fd)
 
 
-def test_a_file_system_with_less_room_than_the_tier_s_size_is_told(serve: Callable[..., Daemon], tmpfs: Path) -> None:
-    (tmpfs / "1.bucket").write_bytes(bytes(16 << 20))  # the tier's own counts as room
+def test_a_file_system_with_less_room_than_the_tier_s_size_is_logged(serve: Callable[..., Daemon], tmpfs: Path) -> None:
+    (tmpfs / "1.bucket").write_bytes(bytes(16 << 20))  # the store's own values count as room
     daemon = serve(disk=f"{tmpfs}:256MiB")
     line = daemon.wait_record("disk.small")
     assert line is not None
@@ -129,7 +129,7 @@ def test_a_folder_that_another_took_the_place_of_is_not_ours(tmp_path: Path) -> 
     os.close(fd)
 
 
-def test_a_disk_that_keeps_its_callers_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_keeps_its_callers_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = threading.Event()
     looking = threading.Event()
     now = [0.0]

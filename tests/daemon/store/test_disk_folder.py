@@ -1,4 +1,4 @@
-"""The disk tier's folder is the daemon's alone, whatever it was before: real files, written by a real Mooncake."""
+"""The disk's folder is the daemon's alone, in any state before: real files, written by a real Mooncake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The private master and its disk tier, with a real mooncake_master and real files."""
+"""The private master and its disk, with a real mooncake_master and real files."""
 
 from __future__ import annotations
 
@@ -107,14 +107,14 @@ def test_should_refuse_a_wrong_disk_in_one_line(text: str) -> None:
 
 
 def test_should_leave_alone_a_disk_that_another_daemon_owns(tmp_path: Path) -> None:
-    """Mooncake's tier does not look: the second owner would write over the files of the first."""
-    owner = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(owner, fcntl.LOCK_EX)
+    """Mooncake does not look: a second daemon would write over the files of the first."""
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
     master = EmbeddedMaster(1, DiskSpec(tmp_path, None), structlog.get_logger())
     with pytest.raises(EmbeddedError, match=f"^disk: another daemon uses it: disk='{tmp_path}'$"):
         master.start()
     assert master.pid is None
-    os.close(owner)
+    os.close(other)
 
 
 @pytest.mark.parametrize("killed", [False, True])

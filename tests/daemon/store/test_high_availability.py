@@ -38,7 +38,7 @@ def joined(serve: Serve, cluster: HighlyAvailableStore) -> Daemon:
 
 @needs_etcd
 def test_a_daemon_joins_and_leaves_at_once(serve: Serve, cluster: HighlyAvailableStore, auditor: Auditor) -> None:
-    """Mooncake's goodbye there takes up to 31 s, and holds the interpreter's lock: nobody is told anything by it."""
+    """Mooncake's goodbye there takes up to 31 s, and holds the GIL, for nobody's use."""
     daemon = joined(serve, cluster)
     engine = FakeEngine(daemon.socket)
     values = blocks("there", 4)

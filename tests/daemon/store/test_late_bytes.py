@@ -1,7 +1,7 @@
-"""Transfers that Mooncake gives up and that go on: their bytes arrive late, and never in memory that is used again.
+"""Transfers that Mooncake gives up and that go on: their bytes arrive late, and never in memory in use again.
 
-A real cluster of two owners, of which SIGSTOP holds one up. Mooncake gives up after 60 s of CLOCK_REALTIME; the tests
-of the default run step that clock of the daemon's process (tests/support/clock_shift.c), the stress test waits.
+A real cluster of two storage nodes; SIGSTOP holds one up. Mooncake gives up after 60 s of CLOCK_REALTIME: the tests of
+the default run step that clock of the daemon's process (tests/support/clock_shift.c), the stress test waits.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Clock:
             time.sleep(0.5)
 
 
-def put(cluster: Store, owner: int, values: dict[bytes, bytes], prefix: str = "model") -> None:
+def put(cluster: Store, node: int, values: dict[bytes, bytes], prefix: str = "model") -> None:
     named = {f"{prefix}@tp_rank:0@{digest.hex()}": value for digest, value in values.items()}
-    control.put(cluster.config, named, cluster.segments[owner])
+    control.put(cluster.config, named, cluster.segments[node])
 
 
 def numbers(daemon: Daemon, engine: FakeEngine) -> dict[str, int]:
@@ -118,7 +118,7 @@ def test_bytes_that_come_late_never_come_into_a_slot_that_is_used_again(
             lambda: numbers(daemon, engine)["orders"] + numbers(daemon, worn)["orders"] == 2, what="both fetches"
         )
         # The second begins a second after the first, and has to be in its transfer when the clock steps: were it not,
-        # it would find the owner put aside, and lose nothing.
+        # it would find the node put aside, and lose nothing.
         eventually(lambda: ask_daemon(daemon.socket).calls.get("fetch", 0.0) > 2.0, what="both transfers")
         clock.step_until(lambda: engine.flag(keys[0]).state != FlagState.HINTED, "the end of the fetch")
         assert engine.settled(keys[0]).count == 0
@@ -141,9 +141,9 @@ def test_bytes_that_come_late_never_come_into_a_slot_that_is_used_again(
     assert anew.move(key, FlagState.RELEASED)
     anew.done(key, loaded=len(whole))
     eventually(lambda: anew.load(list(half)) == list(half.values()), 30, "a hit")
-    eventually(lambda: daemon.records("owner.back"), what="the line that says that the owner is asked again")
+    eventually(lambda: daemon.records("owner.back"), what="the line that the node is back")
 
-    with contextlib.ExitStack() as stopped:  # a put: whose memory it goes to is Mooncake's choice
+    with contextlib.ExitStack() as stopped:  # a put: Mooncake chooses its node
         for pid in cluster.node_pids:
             stopped.enter_context(frozen(pid))
         engine.save(blocks("saved", 2))
@@ -162,8 +162,8 @@ def test_bytes_that_come_late_by_the_true_clock(serve: Callable[..., Daemon]) ->
     digests = [hashlib.sha256(b"%d" % number).digest() for number in range(4)]
     warm, late, *fine = ({digest: digest * (size // 32)} for digest in digests)
     with Store(memory="256 MB", nodes=2) as cluster:
-        for owner, values in ((0, warm), (0, late), (1, fine[0]), (1, fine[1])):
-            put(cluster, owner, values)
+        for node, values in ((0, warm), (0, late), (1, fine[0]), (1, fine[1])):
+            put(cluster, node, values)
         daemon = serve(memory=None, mooncake_config=cluster.config, staging=str(3 * size))
         engine = FakeEngine(daemon.socket, block_bytes=size, saves=False)
         assert engine.load(list(warm)) == list(warm.values())

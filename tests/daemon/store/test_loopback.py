@@ -198,17 +198,17 @@ def test_a_socket_that_cannot_be_bound_to_the_interface_is_filtered(monkeypatch:
 
 
 @pytest.mark.store
-def test_an_embedded_store_that_others_could_reach_is_not_started_unless_told(
+def test_an_embedded_store_that_others_could_reach_is_not_started_unless_configured(
     monkeypatch: pytest.MonkeyPatch, without_means: None
 ) -> None:
     monkeypatch.setattr(loopback, "interfaces", lambda: ["eth7"])
     with pytest.raises(SettingsError, match=r"^store_reach: .*store_reach='local' interfaces=eth7: use ") as caught:
         EmbeddedMaster(1, None, structlog.get_logger()).start()
     assert "\n" not in str(caught.value)
-    told = EmbeddedMaster(1, None, structlog.get_logger())
-    told.anywhere = True
-    assert told.start().private
-    told.stop()
+    anywhere = EmbeddedMaster(1, None, structlog.get_logger())
+    anywhere.anywhere = True
+    assert anywhere.start().private
+    anywhere.stop()
     monkeypatch.setattr(loopback, "interfaces", list)
     alone = EmbeddedMaster(1, None, structlog.get_logger())
     assert alone.start().private

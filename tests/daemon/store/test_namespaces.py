@@ -1,4 +1,4 @@
-"""To whom namespaces belong: which prefixes meet, who may have them, and the file that remembers it."""
+"""The users of namespaces: which prefixes meet, which user may have them, and the file of them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def claim(
     known.claim(uid, dict.fromkeys(names, said), shared=shared, in_use=in_use)
 
 
-def owners(known: Namespaces) -> dict[str, int]:
+def users_of(known: Namespaces) -> dict[str, int]:
     return {each.name: each.uid for each in known.page(None, "").namespaces}
 
 
@@ -102,7 +102,7 @@ def test_a_namespace_belongs_to_the_first_user() -> None:
     assert (mine.fingerprint, mine.last_attached_s - mine.first_attached_s) == ({"weights": "a"}, 1)
     assert known.page(BOB, "").namespaces == []
     claim(known, BOB, NAME, shared=True, weights="b")
-    assert owners(known) == {NAME: ALICE}, "it is still the first one's when it is not shared any more"
+    assert users_of(known) == {NAME: ALICE}, "it is still the first one's when it is not shared any more"
 
 
 def test_a_namespace_is_free_once_it_is_empty_unless_it_was_used_meanwhile() -> None:
@@ -112,9 +112,9 @@ def test_a_namespace_is_free_once_it_is_empty_unless_it_was_used_meanwhile() -> 
     assert [each.name for each in purged] == [NAME, "other@"]
     claim(known, ALICE, NAME)
     known.free(purged)
-    assert owners(known) == {NAME: ALICE}
+    assert users_of(known) == {NAME: ALICE}
     claim(known, BOB, "other@")
-    assert owners(known) == {NAME: ALICE, "other@": BOB}
+    assert users_of(known) == {NAME: ALICE, "other@": BOB}
 
 
 def test_one_user_has_a_bounded_number_and_loses_the_oldest_of_its_own() -> None:
@@ -123,13 +123,13 @@ def test_one_user_has_a_bounded_number_and_loses_the_oldest_of_its_own() -> None
     claim(known, ALICE, "attached@")
     for number in range(MAX_OF_ONE_UID):
         claim(known, ALICE, f"{number}@", in_use=("attached@",))
-    assert {"bob@", "attached@", "1@"} <= owners(known).keys()
-    assert "0@" not in owners(known)
-    assert len(owners(known)) == MAX_OF_ONE_UID + 1
+    assert {"bob@", "attached@", "1@"} <= users_of(known).keys()
+    assert "0@" not in users_of(known)
+    assert len(users_of(known)) == MAX_OF_ONE_UID + 1
     with pytest.raises(NamespaceTaken, match=rf"too many namespaces: uid={ALICE} has=.* max={MAX_OF_ONE_UID}"):
         claim(known, ALICE, *(f"many-{number}@" for number in range(MAX_OF_ONE_UID + 1)))
     with pytest.raises(NamespaceTaken, match="too many namespaces"):
-        claim(known, ALICE, "one-more@", in_use=tuple(owners(known)))
+        claim(known, ALICE, "one-more@", in_use=tuple(users_of(known)))
 
 
 def test_all_users_together_have_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_all_users_together_have_a_bounded_number(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(NamespaceTaken, match="too many namespaces"):
         claim(known, BOB, "bob@")
     claim(known, ALICE, "3@")
-    assert owners(known).keys() == {"1@", "2@", "3@"}
+    assert users_of(known).keys() == {"1@", "2@", "3@"}
 
 
 def test_the_largest_that_there_can_be_come_page_by_page() -> None:
@@ -172,7 +172,7 @@ def test_the_next_start_knows_it(tmp_path: Path) -> None:
         claim(again, BOB, NAME)
     again.free(again.known([NAME]))
     again.close()
-    assert owners(registry(tmp_path)) == {"bob@": BOB}
+    assert users_of(registry(tmp_path)) == {"bob@": BOB}
 
 
 GOOD = {"name": "a@", "uid": 1, "fingerprint": {}, "first_attached_s": 1.0, "last_attached_s": 1.0}
@@ -233,11 +233,11 @@ def test_a_disk_that_stands_still_keeps_nobody_waiting(tmp_path: Path, monkeypat
     assert not (tmp_path / FILE).exists()
     moves.set()
     known.close()
-    eventually(lambda: owners(registry(tmp_path)) == {NAME: ALICE, "bob@": BOB}, what="the file")
+    eventually(lambda: users_of(registry(tmp_path)) == {NAME: ALICE, "bob@": BOB}, what="the file")
 
 
 def test_what_could_not_be_written_is_said_and_tried_again(tmp_path: Path) -> None:
-    folder = tmp_path / "tier"
+    folder = tmp_path / "disk"
     folder.mkdir()
     lines: list[dict[str, Any]] = []
     log: Any = SimpleNamespace(warning=lambda event, **said: lines.append({"event": event, **said}))
@@ -249,4 +249,4 @@ def test_what_could_not_be_written_is_said_and_tried_again(tmp_path: Path) -> No
     assert "No such file or directory: file=" in lines[0]["error"]
     folder.mkdir()
     known.close()
-    assert owners(registry(folder)) == {NAME: ALICE}
+    assert users_of(registry(folder)) == {NAME: ALICE}

@@ -37,7 +37,7 @@ class Replica:
 
 
 class FakeClient:
-    """Answers what it is told to, counts calls, and can hold one in flight."""
+    """Gives planned answers, counts calls, and can hold one in flight."""
 
     def __init__(self) -> None:
         self.codes: list[int] = []
@@ -184,7 +184,7 @@ def test_should_not_blame_the_master_for_an_owner_or_a_disk_that_does_not_answer
     assert store.get_into(["k"], [0], [8]) == [ErrorClass.TRANSFER]
     client.codes = [1]
     assert store.exist(["k"]) == [True], "the breaker is closed"
-    clock.advance_ms(1000 * PAUSE_S[0])  # the owner is put aside as long
+    clock.advance_ms(1000 * PAUSE_S[0])  # the node is put aside as long
     client.codes, client.size = [code], -900
     with pytest.raises(StoreUnavailable):
         store.get_into(["k"], [0], [8])
@@ -231,7 +231,7 @@ def test_should_not_open_the_breaker_for_a_foreign_or_partly_failed_batch() -> N
     client.codes = [4]
     assert store.get_into(["k"], [0], [8]) == [ErrorClass.FOREIGN]
     client.codes, client.size = [-800], 8
-    assert store.get_into(["k"], [0], [8]) == [ErrorClass.TRANSFER], "one owner that does not deliver is not the store"
+    assert store.get_into(["k"], [0], [8]) == [ErrorClass.TRANSFER], "one node that does not deliver is not the store"
     assert store.answering
 
 

@@ -23,36 +23,36 @@ from tests.support.waiting import eventually
 Serve = Callable[..., Daemon]
 
 
-def told(daemon: Daemon, *names: str) -> dict[str, list[str]]:
-    """The outcomes of each request's lines, once each has one."""
+def outcomes_of(daemon: Daemon, *names: str) -> dict[str, list[str]]:
+    """Return the outcomes of each request's lines, once each has one."""
 
-    def outcomes() -> dict[str, list[str]]:
+    def so_far() -> dict[str, list[str]]:
         lines: dict[str, list[str]] = {name: [] for name in names}
         for line in daemon.records("request.done"):
             if line["request_id"] in lines:
                 lines[line["request_id"]].append(line["outcome"])
         return lines
 
-    eventually(lambda: all(outcomes().values()), what=f"a line of each of {names}")
-    return outcomes()
+    eventually(lambda: all(so_far().values()), what=f"a line of each of {names}")
+    return so_far()
 
 
 def test_each_end_that_the_engine_reports_and_one_that_it_does_not(shared_daemon: Daemon) -> None:
-    engine = FakeEngine(shared_daemon.socket, prefix="told")
+    engine = FakeEngine(shared_daemon.socket, prefix="reported")
     outcomes = (Outcome.MISS, Outcome.LATE, Outcome.ABORTED, Outcome.UNUSED, Outcome.EVICTED)
     names = [*(outcome.name.lower() for outcome in outcomes), "untold"]
     for name, outcome in zip(names, (*outcomes, None), strict=True):
-        key = engine.hint(list(blocks("told", 3)), name=name)
+        key = engine.hint(list(blocks("reported", 3)), name=name)
         engine.settled(key)
         assert engine.move(key, FlagState.CANCELLED)
         if outcome is not None:  # else its record was lost
             engine.done(key, outcome)
-    assert told(shared_daemon, *names) == {name: [name] for name in names}
+    assert outcomes_of(shared_daemon, *names) == {name: [name] for name in names}
     engine.close()
 
 
 def test_a_record_that_comes_a_moment_after_its_release_is_believed(shared_daemon: Daemon) -> None:
-    """The engine moves the flag and then pushes the record: a scan in between must not tell the end without it."""
+    """The engine moves the flag and then pushes the record: a scan in between must not end it without the record."""
     engine = FakeEngine(shared_daemon.socket, prefix="moment")
     names = [f"moment-{i}" for i in range(40)]
     for name in names:
@@ -61,17 +61,17 @@ def test_a_record_that_comes_a_moment_after_its_release_is_believed(shared_daemo
         assert engine.move(key, FlagState.CANCELLED)
         time.sleep(0.01)  # forty of these meet several of the daemon's ten scans a second
         engine.done(key, Outcome.ABORTED)
-    assert told(shared_daemon, *names) == {name: ["aborted"] for name in names}
+    assert outcomes_of(shared_daemon, *names) == {name: ["aborted"] for name in names}
     engine.close()
 
 
-def test_a_request_cancelled_before_its_hint_was_read_is_told(shared_daemon: Daemon) -> None:
+def test_a_request_cancelled_before_its_hint_was_read_is_logged(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, prefix="unread")
     with frozen(shared_daemon.pid):
         key = engine.hint(list(blocks("unread", 3)), name="unread")
         assert engine.move(key, FlagState.CANCELLED)
         engine.done(key, Outcome.ABORTED)
-    assert told(shared_daemon, "unread") == {"unread": ["aborted"]}
+    assert outcomes_of(shared_daemon, "unread") == {"unread": ["aborted"]}
     engine.close()
 
 
@@ -90,7 +90,7 @@ def test_the_end_of_an_engine_ends_its_requests_and_what_it_said_last_counts(sha
             sock.close()
     finally:
         os.kill(shared_daemon.pid, signal.SIGCONT)
-    assert told(shared_daemon, "pending-at-the-end", "ended-in-time", "never-read") == {
+    assert outcomes_of(shared_daemon, "pending-at-the-end", "ended-in-time", "never-read") == {
         "pending-at-the-end": ["engine_gone"],
         "ended-in-time": ["miss"],
         "never-read": ["engine_gone"],
@@ -98,16 +98,16 @@ def test_the_end_of_an_engine_ends_its_requests_and_what_it_said_last_counts(sha
     engine.close()
 
 
-def test_a_corrupt_engine_s_requests_are_told(shared_daemon: Daemon) -> None:
+def test_a_corrupt_engine_s_requests_are_logged(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, prefix="corrupted")
     engine.settled(engine.hint(list(blocks("corrupted", 3)), name="corrupted"))
     engine.words.store_release(Line.TAIL, 64 * 1024 * 1024 * 1024)
     engine.bell.ring()
-    assert told(shared_daemon, "corrupted") == {"corrupted": ["engine_corrupt"]}
+    assert outcomes_of(shared_daemon, "corrupted") == {"corrupted": ["engine_corrupt"]}
     engine.close()
 
 
-def test_a_reset_and_a_taking_back_are_told(shared_daemon: Daemon) -> None:
+def test_a_reset_and_a_taking_back_are_logged(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, prefix="taken")
     groups = [blocks(f"taken-{i}", 150) for i in range(2)]  # 192 slots are there for fetches
     for values in groups:
@@ -126,9 +126,9 @@ def test_a_reset_and_a_taking_back_are_told(shared_daemon: Daemon) -> None:
     assert engine.move(near, FlagState.CANCELLED)
     engine.done(near, Outcome.ABORTED)
     assert engine.settled(far).count == 150, "fetched again, without another hint"
-    assert told(shared_daemon, "near") == {"near": ["aborted"]}
+    assert outcomes_of(shared_daemon, "near") == {"near": ["aborted"]}
     send_message(engine.scheduler, Reset(reset_generation=1, timeout_ms=5000))
-    assert told(shared_daemon, "far") == {"far": ["reset"]}
+    assert outcomes_of(shared_daemon, "far") == {"far": ["reset"]}
     [line] = [line for line in shared_daemon.records("request.done") if line["request_id"] == "far"]
     assert line["taken_back"] == 1
     assert line["bytes"] > 150 * engine.block_bytes, "what was fetched again counts again"
@@ -164,8 +164,8 @@ def test_many_requests_of_many_ends_get_one_line_each(shared_daemon: Daemon) -> 
             assert engine.move(key, FlagState.CANCELLED)
         if i % 3 == 0:
             engine.done(key, Outcome.MISS)
-    told(shared_daemon, *(f"many-{i}" for i, _ in keys if i % 3 < 2))
+    outcomes_of(shared_daemon, *(f"many-{i}" for i, _ in keys if i % 3 < 2))
     engine.close()
-    outcomes: dict[str, Any] = told(shared_daemon, *(f"many-{i}" for i, _ in keys))
+    outcomes: dict[str, Any] = outcomes_of(shared_daemon, *(f"many-{i}" for i, _ in keys))
     assert Counter(len(lines) for lines in outcomes.values()) == {1: 300}
     assert Counter(lines[0] for lines in outcomes.values()) == {"miss": 100, "untold": 100, "engine_gone": 100}

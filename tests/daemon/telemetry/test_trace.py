@@ -1,4 +1,4 @@
-"""What a request.done line counts as waited for and as hidden."""
+"""The waits and the hidden fraction of a request.done line."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_wait_and_what_was_hidden(
     ("final", "asked", "looked_up", "waited", "unseen"),
     [
         (True, 2, 9, 9, 2.0),  # 64 prompts at once, tokens for one: 67 s with others are no wait
-        (True, 1, 6, 812, 807.0),  # told to wait, and its answer came while a step of others ran
+        (True, 1, 6, 812, 807.0),  # it had to wait, and its answer came during a step of others
         (True, 1, 6, 4, 0.0),  # the step went to others before the answer came
         (True, 6, 2, 10, 10.0),  # answered before it was asked about: the daemon's clock and the scheduler's look cross
         (True, 0, 6, 0, 0.0),  # never asked
@@ -86,7 +86,7 @@ def test_without_the_engine_s_word_a_wait_ends_with_the_fetch(final: bool, expos
     assert line["exposed_ms"] == exposed
 
 
-def test_a_request_is_told_once_and_entered_into_the_totals() -> None:
+def test_a_request_is_logged_once_and_entered_into_the_totals() -> None:
     """One that the engine said nothing of has loaded nothing, and no time at which it did."""
     traces = Traces(1000)
     request = Request((0, 1), bytes(4 * 32), 32, 1, 0, 1)
