@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,12 +50,21 @@ def refusal(path: Path, prefix: str) -> str:
     return str(refused.error)
 
 
-def ask(path: Path, query: Message, kind: type[M]) -> M:
-    """Return the daemon's answer, of this kind, to a question or command of the other user."""
+def ask(
+    path: Path, query: Message, kind: type[M], *, uid: int = OTHER, gid: int = OTHER, groups: Sequence[int] = ()
+) -> M:
+    """Return the daemon's answer, of this kind, to a question or command of the other user, or of this one."""
+    ours = os.getgroups()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(30)
-        with effective_user(OTHER):
-            sock.connect(str(path))
+        try:
+            os.setgroups(groups)
+            os.setegid(gid)
+            with effective_user(uid):
+                sock.connect(str(path))
+        finally:
+            os.setegid(0)
+            os.setgroups(ours)
         send_message(sock, query)
         return answer(sock, kind)
 
@@ -205,3 +214,18 @@ def test_each_user_sees_and_commands_its_own_engines(both: Serve, command: Calla
     known = json.loads(command("store", "stat", "--json", "--socket", path))["known"]
     assert known["llama@tp_rank:*@"]["fingerprint"] == {"weights": "secret-weights"}
     assert known["mistral@tp_rank:*@"]["uid"] == OTHER
+
+
+def test_only_root_and_the_daemon_s_user_may_switch_the_mode(serve: Serve) -> None:
+    """A user whom the socket's group or allow_uids lets in may attach and ask, but not switch it for everybody."""
+    group, stranger = 54321, 40002
+    daemon = serve(extra=("--socket-group", str(group), *OPEN))
+    daemon.socket.parent.chmod(0o755)
+    assert daemon.socket.stat().st_gid == group
+    look, switch = admin.StatusQuery(), admin.SetMode(mode="off")
+    ask(daemon.socket, look, Refused, uid=stranger, gid=stranger)
+    ask(daemon.socket, look, admin.Status, uid=stranger, gid=stranger, groups=[group])
+    ask(daemon.socket, look, admin.Status, uid=stranger, gid=group)
+    ask(daemon.socket, look, admin.Status)
+    ask(daemon.socket, switch, Refused, uid=stranger, gid=group)
+    ask(daemon.socket, switch, admin.Report, uid=0, gid=0)
