@@ -150,7 +150,7 @@ def digest(name: str) -> bytes:
 
 
 def give_back(epoch: Epoch) -> None:
-    """What its owner does at its end: the memory is freed apart from it, and nothing of it stands on the memory."""
+    """Close the epoch, then free its memory, as the daemon does; no view keeps any of it mapped."""
     maps = Path("/proc/self/maps")
     before = maps.read_text().count("kvprefetch")
     epoch.close()

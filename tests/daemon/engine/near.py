@@ -1,4 +1,4 @@
-"""What tests of a daemon's device tier share: a daemon with a GPU of host memory, and engines with blocks on it."""
+"""What tests of a daemon's device cache share: a daemon with a GPU of host memory, and engines with blocks on it."""
 
 from __future__ import annotations
 

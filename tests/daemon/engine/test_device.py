@@ -1,4 +1,4 @@
-"""The device tier of a real daemon with a GPU of host memory: near blocks are on it, and nobody depends on it."""
+"""The device cache of a real daemon with a GPU of host memory: urgent blocks are on it, and no request needs it."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_where_there_can_be_no_device_slots_there_are_host_slots_and_a_reason(
 
 
 def prepared(options: dict[str, object], *devices: str) -> EngineMemory:
-    """The memory of an epoch whose ranks are on these devices."""
+    """Return the memory of an epoch with its ranks on these devices."""
     pools = Pools(1)
     workers = [
         WorkerInfo(block_bytes=BLOCK, key_prefix="k@", put_factor=1, put_turn=0, device=device) for device in devices

@@ -1,4 +1,4 @@
-"""A GPU that does not answer, for a real daemon: its engines are served from host memory, and nobody waits for it."""
+"""A GPU that does not answer: a real daemon serves its engines from host memory, and no request waits for it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HUNG = ("--call-timeout-ms", "1000")
 
 
 def hang(daemon: Daemon, engine: FakeEngine, *each: dict[bytes, bytes]) -> list[Key]:
-    """Requests that nobody claimed, each with a copy of its own; the first one's is past its deadline now."""
+    """Return unclaimed requests, each with a copy of its own; the first copy is past its deadline."""
     for values in each:
         save(daemon, engine, values)
     keys: list[Key] = []
@@ -62,7 +62,7 @@ def hang(daemon: Daemon, engine: FakeEngine, *each: dict[bytes, bytes]) -> list[
 def test_a_copy_that_hangs_holds_nobody_up_and_takes_nothing_but_its_slots(
     start: Start, auditor: Auditor, gate: Path
 ) -> None:
-    """Nobody is told its slots, also once it is over; by then other blocks lie in the host slots that it reads."""
+    """No table names its slots, even once it is over; by then other blocks lie in the host slots that it reads."""
     daemon = start(*HUNG, gate=gate)
     engine = engine_at(daemon, engine_id="hung")
     held, values = values_of("held", 2), values_of("hung", 4)
@@ -144,7 +144,7 @@ def off(daemon: Daemon, *, count: int = 1) -> str:
     return str(line["error"])
 
 
-def test_an_engine_whose_gpu_gives_no_memory_in_time_attaches_without(
+def test_an_engine_attaches_without_a_gpu_that_gives_no_memory_in_time(
     start: Start, auditor: Auditor, gate: Path
 ) -> None:
     """Nobody else waits; for the next on this GPU it is not asked; afterwards all is as if nothing had been."""
@@ -179,7 +179,7 @@ def test_an_engine_whose_gpu_gives_no_memory_in_time_attaches_without(
 
 
 @pytest.mark.parametrize("hang", ["stream", "register"])
-def test_an_engine_whose_gpu_stops_answering_once_it_is_attached_is_served_without(
+def test_an_engine_is_served_without_a_gpu_that_stops_answering_once_it_is_attached(
     start: Start, auditor: Auditor, gate: Path, hang: str
 ) -> None:
     """What comes of it too late is given back when the engine has left, and not before."""

@@ -126,7 +126,7 @@ class Restless(FlagTable):
 
 
 def restless_epoch() -> Epoch:
-    """With one hint, whose flag never stands still from now on."""
+    """An epoch with one hint; another writer changes its flag all the time from now on."""
     epoch = make_epoch()
     epoch.planner.hint((0, 1), b"x" * 32, 32, 0, 0)
     word = epoch.channel.table.load(0)
@@ -150,7 +150,7 @@ def test_a_flag_that_does_not_stand_still_ends_the_epoch_and_raises_nothing() ->
 
 
 def test_a_reset_that_meets_such_a_flag_raises_nothing() -> None:
-    """It comes over the control socket, whose owner knows nothing of flags."""
+    """It comes over the control socket, which knows nothing of flags."""
     epoch = restless_epoch()
     epoch.reset(1, 1.0)
     assert epoch.corrupt is not None
@@ -184,7 +184,7 @@ def test_memory_that_the_store_refuses_is_let_go() -> None:
 
 def test_a_store_that_does_not_let_go_of_the_memory_keeps_no_epoch_open() -> None:
     """The engine may leave while the store is away: that must not end the loop, nor keep the memory. And a store that
-    opens may be told of the memory twice, which Mooncake refuses.
+    opens may be given the memory twice, which Mooncake refuses.
     """
     registered: list[int] = []
 

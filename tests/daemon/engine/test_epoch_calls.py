@@ -135,7 +135,7 @@ def test_what_an_operator_warms_needs_room_too() -> None:
     setup.leave()
 
 
-def test_whoever_loses_its_room_to_a_fetch_fetches_again_behind_it() -> None:
+def test_a_request_that_loses_its_room_to_a_fetch_fetches_again_behind_it() -> None:
     setup = Setup()
     setup.want(0, 1, *"abcdefgh")
     setup.want(1, 1, *"ijkl")

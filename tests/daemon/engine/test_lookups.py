@@ -1,4 +1,4 @@
-"""Look-ups: batches, what needs no question, deadlines, the negative cache and leases, with a clock that is told."""
+"""Look-ups: batches, what needs no question, deadlines, the negative cache and leases, on a clock of the test."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_store_that_stops_answering_makes_all_who_wait_misses_at_once() -> Non
     assert len(setup.sent) == 1
     late = setup.hint(2000, "c")
     assert setup.answers[late] == (0, True)
-    setup.answer()  # the call returns at last: nobody listens
+    setup.answer()  # the call returns at last, too late
     setup.up = True
     setup.hint(2001, "d")
     setup.ask(5 * SECOND)
@@ -216,7 +216,7 @@ def test_hits_that_wait_longer_than_half_their_lease_are_asked_for_again() -> No
     assert len(setup.sent) == 3, "and again half a lease later"
 
 
-def test_the_lease_of_what_is_taken_back_is_renewed_and_its_tier_kept() -> None:
+def test_the_lease_of_blocks_that_are_taken_back_is_renewed_and_their_medium_kept() -> None:
     """Also when it was staged for a long time before, or never looked up; the last block lies only on disk."""
     setup = Setup()
     setup.store("x", "y")

@@ -1,4 +1,4 @@
-"""The saver: jobs of bounded size, loads first, pauses while the store is full, and what it tells the engine."""
+"""The saver: puts of bounded size, loads first, pauses while the store is full, and notices for the engine."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from kvprefetch.shmring.wire.records import ProtocolError, Saved
 
 
 class Setup:
-    """A saver of eight slots whose store jobs end when the test says so; it is driven as an epoch drives it."""
+    """A saver of eight slots. The test ends its store calls, and drives it as an epoch does."""
 
     def __init__(self, *, put_blocks: int = 3, slots: int = 8) -> None:
         self.now = 1
         self.loading, self.saving = False, True
         self.jobs: list[Put | Removal] = []
-        self.told: list[Stored] = []
+        self.notices: list[Stored] = []
         self.replies: list[tuple[int, bool]] = []
         self.saves: list[Save] = []
         self.counts: Counter[str] = Counter()
@@ -43,7 +43,7 @@ class Setup:
 
     def carry_on(self, ended: Sequence[Put] = ()) -> None:
         for put in ended:
-            self.told.append(put.notice)
+            self.notices.append(put.notice)
             self.counts.update(saved=put.stored, again=put.stored_before, present=put.present, lost=put.failed)
             self.saves += [] if put.save.puts else [put.save]
         self.granted += self.saver.next_grant(saving=self.saving)
@@ -88,13 +88,13 @@ class Setup:
         return slots
 
 
-def test_a_long_save_that_is_not_stored_is_told_in_messages_that_fit() -> None:
+def test_a_long_save_that_is_not_stored_makes_notices_that_fit_a_message() -> None:
     """A message that is cut off would end the engine's connection."""
     setup = Setup(slots=20_000)
     setup.switch(False)
     setup.save(20_000)
-    assert [slot for told in setup.told for slot in told.lost] == list(range(20_000))
-    assert max(len(encode_message(told)) for told in setup.told) <= MAX_MESSAGE_BYTES
+    assert [slot for notice in setup.notices for slot in notice.lost] == list(range(20_000))
+    assert max(len(encode_message(notice)) for notice in setup.notices) <= MAX_MESSAGE_BYTES
     assert setup.counts["lost"] == 20_000
 
 
@@ -119,7 +119,7 @@ def test_a_long_save_is_put_in_parts_and_each_part_gives_its_slots_back() -> Non
     assert setup.end(disk=True) == [3, 4, 5]
     assert setup.end() == [6, 7]
     assert setup.granted == list(range(8))
-    assert [(told.memory, told.disk, told.lost) for told in setup.told] == [
+    assert [(notice.memory, notice.disk, notice.lost) for notice in setup.notices] == [
         ([0, 1, 2], [], []),
         ([], [3, 4, 5], []),
         ([6, 7], [], []),
@@ -208,7 +208,7 @@ def test_a_full_store_is_asked_less_and_less_often_until_it_takes_something() ->
         pauses.append(setup.now - begun)
     assert pauses[:6] == [100_000_000, 200_000_000, 400_000_000, 800_000_000, 1_600_000_000, 2_000_000_000]
     assert setup.granted == [0, 1, 2], "the slots come back in the end"
-    assert setup.told[-1].lost == [0, 1, 2]
+    assert setup.notices[-1].lost == [0, 1, 2]
     setup.save(3, save_id=2)
     assert setup.jobs == [], "and the next save waits as well"
     setup.now += PAUSE_NS[1]
@@ -229,22 +229,22 @@ def test_what_waited_behind_a_save_that_got_nothing_in_is_given_up_with_it() -> 
     assert setup.jobs == []
     assert sorted(setup.granted) == list(range(8))
     assert setup.counts["lost"] == 8
-    assert [told.lost for told in setup.told] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert [notice.lost for notice in setup.notices] == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
-def test_a_save_of_old_weights_is_told_as_lost() -> None:
+def test_a_save_of_old_weights_is_lost() -> None:
     setup = Setup(put_blocks=2)
     setup.save(4)
     setup.reset(1)
-    assert [told.lost for told in setup.told] == [[2, 3]], "the part in flight ends first"
+    assert [notice.lost for notice in setup.notices] == [[2, 3]], "the part in flight ends first"
     setup.end()
-    setup.told.clear()
+    setup.notices.clear()
     setup.save(2, save_id=2)  # copied before the engine heard of the reset
-    assert [(told.save_id, told.lost) for told in setup.told] == [(2, [0, 1])]
+    assert [(notice.save_id, notice.lost) for notice in setup.notices] == [(2, [0, 1])]
     assert (setup.counts["saved"], setup.counts["lost"]) == (2, 4)
 
 
-def test_a_reset_removes_once_the_put_in_flight_has_returned_and_tells_what_came_of_it() -> None:
+def test_a_reset_removes_once_the_put_in_flight_has_returned_and_is_answered() -> None:
     """Saves go on behind it, and a removal that runs does not answer for a later reset."""
     setup = Setup()
     setup.save(3)
@@ -293,7 +293,7 @@ def test_a_reset_while_nothing_is_saved_removes_at_once() -> None:
     assert setup.replies == [(1, True)]
 
 
-def test_a_reset_whose_time_is_up_is_not_confirmed_whatever_comes_of_it() -> None:
+def test_a_reset_past_its_time_is_not_confirmed_even_if_the_removal_succeeds() -> None:
     setup = Setup()
     setup.save(1)
     setup.reset(1)
@@ -316,7 +316,7 @@ def test_nothing_of_a_full_store_is_tried_again_after_a_reset() -> None:
     setup.reset(1)
     setup.end(again=True)
     assert setup.granted == [0, 1]
-    assert setup.told[-1].lost == [0, 1]
+    assert setup.notices[-1].lost == [0, 1]
     setup.removed(True)
     setup.now += 10 * PAUSE_NS[1]
     setup.tick()
@@ -331,7 +331,7 @@ def test_slots_that_come_back_while_saving_is_off_are_granted_when_it_is_on_agai
     setup.saved(Saved(2, 0, False, [2], [b"\2" * 32]))
     assert setup.granted == []
     assert setup.jobs == []
-    assert setup.told[-1].lost == [2]
+    assert setup.notices[-1].lost == [2]
     assert setup.saver.gauges()["save_slots_busy"] == 3
     setup.switch(True)
     assert setup.granted == [0, 1, 2]
@@ -348,7 +348,7 @@ def test_what_found_no_space_is_not_tried_again_once_saving_is_off() -> None:
     setup.now += PAUSE_NS[1]
     setup.tick()
     assert setup.jobs == []
-    assert setup.told[-1].lost == [0, 1]
+    assert setup.notices[-1].lost == [0, 1]
 
 
 @pytest.mark.parametrize("slots", [[0, 0], [0, 8], [3]])

@@ -164,7 +164,7 @@ def test_a_second_try_that_fails_as_a_whole_takes_nothing_from_the_first(layout:
     assert outcome == [ErrorClass.OK, ErrorClass.RETRY, ErrorClass.OK]
 
 
-def test_of_ranks_that_share_a_key_the_one_whose_turn_the_slot_is_is_put(layout: Make) -> None:
+def test_of_ranks_that_share_a_key_the_one_that_filled_the_slot_is_put(layout: Make) -> None:
     """The others did not copy their part: it stands in no store and is asked for once."""
     ranked = layout("a@", "a@", "b@")
     store: Any = FakeStore()
@@ -180,7 +180,7 @@ def test_of_ranks_that_share_a_key_the_one_whose_turn_the_slot_is_is_put(layout:
 @pytest.mark.parametrize(
     "turns", [[(1, 0), (1, 0)], [(2, 0), (2, 0)], [(2, 0)], [(2, 1), (2, 2)], [(3, 0), (3, 1)], [(1, 1)]]
 )
-def test_ranks_that_would_leave_a_slot_to_nobody_or_to_two_are_refused(turns: list[tuple[int, int]]) -> None:
+def test_replicas_that_would_leave_a_slot_unfilled_or_fill_it_twice_are_refused(turns: list[tuple[int, int]]) -> None:
     workers = [WorkerInfo(block_bytes=64, key_prefix="a@", put_factor=factor, put_turn=turn) for factor, turn in turns]
     with pytest.raises(ValueError, match=r"must take turns: key_prefix='a@' .*expected="):
         transfers.check_replicas(workers)

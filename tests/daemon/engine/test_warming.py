@@ -1,4 +1,4 @@
-"""Staging ahead, without a daemon: whose room it takes, whom it waits for, and what it says became of the blocks."""
+"""Warming, without a daemon: the room that it takes, the requests that it waits for, and its answers."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Setup:
         return request.issued == len(text)
 
 
-def test_what_was_staged_is_found_by_the_next_hint_and_belongs_to_nobody() -> None:
+def test_the_next_hint_finds_warmed_blocks_that_no_request_holds() -> None:
     setup = Setup(held="abc")
     setup.order("abcd")
     setup.answer()
@@ -156,7 +156,7 @@ def test_a_block_that_two_chains_share_is_fetched_once() -> None:
     assert setup.last() == {"fetched": 4, "staged": 2}
 
 
-def test_it_takes_only_room_that_nobody_holds() -> None:
+def test_it_takes_only_room_that_no_request_holds() -> None:
     setup = Setup(slots=4, held="wxyz")
     key = hint(setup.planner, 1, "a", "b", "c", priority=100)
     setup.planner.looked_up(key, 3)
@@ -194,7 +194,7 @@ def test_a_request_goes_first_and_finds_room_at_once() -> None:
     setup.fetched(first, 1)
     assert setup.next_order(Lane.MEMORY) is None, "a request wants its blocks"
     assert setup.replies == []
-    assert run(setup.planner) == [["a", "b", "c", "d"]], "what was staged ahead gives its slot"
+    assert run(setup.planner) == [["a", "b", "c", "d"]], "the warmed block gives its slot"
     assert setup.fetch() == []
     assert setup.last() == {"fetched": 1, "no_room": 3}
 
@@ -315,7 +315,7 @@ def test_a_reset_or_the_end_answers_all_orders(moment: str) -> None:
     assert setup.planner.gauges()["slots_free"] == 8, "void blocks are not kept"
 
 
-def test_what_was_done_is_told_once_when_no_order_comes_any_more() -> None:
+def test_what_was_done_is_summed_up_once_when_no_order_comes_any_more() -> None:
     setup = Setup(held="ab")
     setup.order("a")
     setup.answer()
@@ -327,7 +327,7 @@ def test_what_was_done_is_told_once_when_no_order_comes_any_more() -> None:
     setup.fetch()
     assert setup.tick() is None
     setup.now += QUIET_NS
-    told = setup.tick()
-    assert told is not None
-    assert +told == {"fetched": 2, "absent": 1}
+    done = setup.tick()
+    assert done is not None
+    assert +done == {"fetched": 2, "absent": 1}
     assert setup.tick() is None

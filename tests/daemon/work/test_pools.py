@@ -221,7 +221,7 @@ def test_the_oldest_call_that_runs_is_known_though_others_wait_or_have_ended() -
     assert pools.close()
 
 
-def test_what_a_thread_announces_after_the_end_rings_nobody_else_s_bell() -> None:
+def test_a_thread_that_announces_after_the_end_rings_no_other_bell() -> None:
     """Its result may have been taken before it rings; the descriptor's number is another file's by then."""
     pools = Pools(1)
     number = pools.fd
