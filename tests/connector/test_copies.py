@@ -221,7 +221,7 @@ def test_a_driver_that_takes_no_large_argument_gets_several_small_ones(
         if f"{cuda_copy.WIDE_BLOCKS}u" in source:
 
             def launch(*values: Any) -> None:
-                raise DeviceError("cuLaunchKernel: told to fail")
+                raise DeviceError("cuLaunchKernel: made to fail")
 
             monkeypatch.setattr(made, "launch", launch)
         return made
@@ -288,7 +288,7 @@ def test_a_failed_launch_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch)
     copies = world.copies("kernel")
 
     def fail(*values: Any) -> None:
-        raise DeviceError("cuLaunchKernel: told to fail")
+        raise DeviceError("cuLaunchKernel: made to fail")
 
     monkeypatch.setattr(copies.few.kernel, "launch", fail)  # type: ignore[attr-defined]
     with pytest.raises(DeviceError):
@@ -356,7 +356,7 @@ def test_a_device_that_cannot_be_used_is_done_without(
     provider.device.fail.add(fail)
     copies, device = copying.for_cache(World().paged)
     assert (type(copies), device) == (PlainCopies, None)
-    assert "told to fail" in caplog.text
+    assert "made to fail" in caplog.text
 
 
 def test_the_tests_on_a_gpu_need_no_more_than_they_say() -> None:

@@ -240,7 +240,7 @@ def test_copies_that_cannot_be_started_fail_all_their_orders(monkeypatch: pytest
     worker, _, _, _ = make()
 
     def fail(*values: Any, **options: Any) -> None:
-        raise RuntimeError("told to fail")
+        raise RuntimeError("made to fail")
 
     monkeypatch.setattr(PlainCopies, "run", fail)
     worker.load(KVPrefetchMetadata(loads=[load(1, blocks=(5,)), load(2, blocks=(BLOCKS,)), load(3, blocks=(1,))]))

@@ -23,7 +23,7 @@ from kvprefetch.shmring.wire.records import FlagState
 from tests.scheduler.model import BLOCK, Truth
 from tests.scheduler.workers import Workers
 
-ON_PURPOSE = "told to fail"  # in the text of errors that are no findings
+ON_PURPOSE = "made to fail"  # in the text of errors that are no findings
 
 
 @dataclass

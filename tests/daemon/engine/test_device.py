@@ -171,7 +171,7 @@ def test_a_device_that_fails_while_it_copies_is_left_alone(start: Start, auditor
     save(daemon, engine, values)
     key = engine.hint(list(values))
     engine.settled(key)
-    assert [line["error"] for line in eventually(lambda: daemon.records("device.off"))] == ["copy: told to fail"]
+    assert [line["error"] for line in eventually(lambda: daemon.records("device.off"))] == ["copy: made to fail"]
     assert take(engine, key, values) == 0
     assert engine.load(list(values)) == list(values.values())
     auditor.assert_idle(daemon.pid, daemon.socket)
@@ -204,17 +204,17 @@ def test_a_device_is_opened_for_an_engine_that_has_one_and_no_other(start: Start
     assert daemon.records("device.off") == []
     engine = engine_at(daemon)
     assert engine.load(list(values)) == list(values.values())
-    assert [line["error"] for line in daemon.records("device.off")] == ["open_device: told to fail"]
+    assert [line["error"] for line in daemon.records("device.off")] == ["open_device: made to fail"]
     assert numbers(daemon)["device_slots"] == 0
 
 
 @pytest.mark.parametrize(
     ("fail", "options", "words"),
     [
-        ("open_device", {}, "open_device: told to fail"),
-        ("free_bytes", {}, "free_bytes: told to fail"),
-        ("allocate", {}, "allocate: told to fail"),
-        ("handle", {}, "handle: told to fail"),
+        ("open_device", {}, "open_device: made to fail"),
+        ("free_bytes", {}, "free_bytes: made to fail"),
+        ("allocate", {}, "allocate: made to fail"),
+        ("handle", {}, "handle: made to fail"),
         ("", {"device_staging": "1MiB"}, "room=0 block=256KiB device_staging=1MiB device_margin=0"),
         ("", {"device_margin": "63MiB"}, "room=0 block=256KiB device_staging=4MiB device_margin=63MiB"),
         ("", {"device_staging": 0}, ""),
