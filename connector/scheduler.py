@@ -67,7 +67,7 @@ def _detaching(default: Any) -> Callable[[_F], _F]:
             except SegmentCorrupt as error:
                 self.counters["detached"] += 1
                 self.link.detach(str(error))
-                self._adopt(None)
+                self.adopt(None)
                 return default
 
         return guarded  # type: ignore[return-value]
@@ -347,7 +347,7 @@ class SchedulerSide:
     def _usable_session(self) -> SchedulerSession | None:
         """The link's session, unless a reset is owed to it."""
         while (session := self.link.session) is not self._session:
-            self._adopt(session)
+            self.adopt(session)
         if self.link.confirmed_reset >= self.generation:
             return session
         if session is not None and (now := self._now_ns()) - self._reset_asked_ns > RESET_RETRY_NS:
@@ -355,7 +355,7 @@ class SchedulerSide:
             self.link.send_reset(self.generation, self._reset_timeout_ms())
         return None
 
-    def _adopt(self, session: SchedulerSession | None) -> None:
+    def adopt(self, session: SchedulerSession | None) -> None:
         """Another epoch: handles, undispatched claims and saves of the old one are void."""
         old, self._session = self._session, session
         for state in self.requests.values():

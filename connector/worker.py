@@ -36,7 +36,7 @@ class WorkerSide:
     """One rank. vLLM calls it on the worker's main thread only."""
 
     def __init__(self, link: Link[WorkerSession], paged: PagedCache, keys: RankKeys, copies: Copies) -> None:
-        self.link, self.paged, self._keys, self.copies = link, paged, keys, copies
+        self.link, self.paged, self.keys, self.copies = link, paged, keys, copies
         self._running: list[_Batch] = []
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -107,7 +107,7 @@ class WorkerSide:
                 if session is None:
                     batch.failed_saves.append(order.save_id)
                     continue
-                mine = [i for i, slot in enumerate(order.slots) if self._keys.saves(slot)]
+                mine = [i for i, slot in enumerate(order.slots) if self.keys.saves(slot)]
                 slots, block_ids = [order.slots[i] for i in mine], [order.block_ids[i] for i in mine]
                 copy = checked(self.paged, session, slots, block_ids, save=True)
                 if mine:

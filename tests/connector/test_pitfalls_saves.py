@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -157,7 +158,9 @@ def test_p30_a_step_whose_end_is_not_told_is_saved_before_the_next(make: Make, m
                     output, worker._vllm_config
                 ).kv_connector_output
             with mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(output, defer_finalize=True) as report:
-                worker.worker_side.paged._pieces[0][0][:] = 7
+                paged = worker.worker_side.paged
+                sevens = np.full((1, paged.block_bytes), 7, np.uint8)
+                paged.load(sevens, [0] * paged.num_blocks, range(paged.num_blocks))
             return report
 
     def check() -> None:
@@ -175,7 +178,7 @@ def test_p30_a_step_whose_end_is_not_told_is_saved_before_the_next(make: Make, m
         assert len(saved.hashes) == 3
         side = engine.workers[0].worker_side
         rows = side.link.mapped(engine.daemon.layout.epoch).rows
-        assert {int(rows[slot].min()) for slot in saved.slots if side._keys.saves(slot)} == {7}
+        assert {int(rows[slot].min()) for slot in saved.slots if side.keys.saves(slot)} == {7}
         assert engine.left() == []
 
     check()

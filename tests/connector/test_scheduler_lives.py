@@ -90,14 +90,14 @@ def test_an_epoch_that_ends_while_it_is_adopted_is_not_used() -> None:
     """Between the look at the link and the adoption its thread may drop the session and say hello without it."""
     engine = Engine()
     ending = FakeDaemon(engine.clock, epoch=2).session()
-    adopt = engine.side._adopt
+    adopt = engine.side.adopt
 
     def ends_meanwhile(session: SchedulerSession | None) -> None:
         if session is ending:
             engine.link.session = None
         adopt(session)
 
-    engine.side._adopt = ends_meanwhile  # type: ignore[method-assign]
+    engine.side.adopt = ends_meanwhile  # type: ignore[method-assign]
     engine.link.session = ending
     engine.add("r", 3 * BLOCK)
     assert engine.side.live_epochs() == ()
