@@ -92,14 +92,12 @@ class SchedulerSide:
         self.counters: Counter[str] = Counter()
         self.tally = Tally(self.counters)
         self.requests: dict[str, RequestState] = {}
-        # Requests that the step before scheduled and that have not finished since; reset generation asked for last.
-        self.running: set[str] = set()
-        self.generation = 0
+        self.running: set[str] = set()  # scheduled by the step before, and not finished since
+        self.generation = 0  # of the last reset
         self._config, self._geometry, self.link, self._now_ns = config, geometry, link, clock.now_ns
         self._session: SchedulerSession | None = None
         self._answered: set[str] = set()
-        # Admitted requests that may still have blocks to save; None: this engine does not save.
-        self._unsaved: dict[str, RequestState] = {}
+        self._unsaved: dict[str, RequestState] = {}  # admitted, and may still have blocks to save
         self._saving = geometry.saves and config.mode == "on"
         self.events = SavedBlocks(geometry) if publish and self._saving else None
         self.steps = StepTimes()
