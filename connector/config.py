@@ -50,10 +50,7 @@ class ConnectorConfig(BaseModel):
         default=5000, ge=0, le=3_600_000, description="longest wait of a request with timeout and adaptive"
     )
     spin_us: int = Field(
-        default=250,
-        ge=0,
-        le=10_000,
-        description="longest look of a pass at look-ups about to end; 0: none",
+        default=250, ge=0, le=10_000, description="longest look of a pass at look-ups about to end; 0: none"
     )
     idle_wait_us: int = Field(
         default=2000,

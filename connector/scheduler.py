@@ -13,17 +13,17 @@ Rules that keep the engine's contract:
 from __future__ import annotations
 
 import functools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ..shmring.errors import SegmentCorrupt
-from ..shmring.wire.attach import Stored
 from ..shmring.wire.records import Outcome
 from . import hints
 from .claims import NOTHING, PENDING, Claims, Clock, Reply, SystemClock
 from .config import ConnectorConfig
 from .events import SavedBlocks
+from .link import Link
 from .loads import Loads
 from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, SaveOrder
 from .policy import WaitPolicy
@@ -37,21 +37,6 @@ from .waits import Waits
 
 RESET_RETRY_NS = 5_000_000_000
 RESET_TIMEOUT_MS = 5000  # where neither the configuration nor a disk medium asks for another
-
-
-class SessionSource(Protocol):
-    """The scheduler side's view of the link."""
-
-    @property
-    def session(self) -> SchedulerSession | None: ...
-    @property
-    def confirmed_reset(self) -> int: ...
-    def detach(self, reason: str) -> None: ...
-    @property
-    def stored(self) -> deque[Stored]: ...
-    def send_reset(self, generation: int, timeout_ms: int) -> bool: ...
-    def request_reset(self, generation: int, timeout_ms: int) -> bool: ...
-
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -82,7 +67,7 @@ class SchedulerSide:
         self,
         config: ConnectorConfig,
         geometry: Geometry,
-        link: SessionSource,
+        link: Link[SchedulerSession],
         *,
         clock: Clock | None = None,
         publish: bool = False,

@@ -263,7 +263,8 @@ class Engine:
         # With a bound alone, the clock's steps do not decide when a wait ends.
         settings = {"socket": "/nowhere", "wait_policy": "timeout", "spin_us": 0, "idle_wait_us": 0, **options}
         config = configuration.load(settings)
-        self.side = SchedulerSide(config, geometry, self.link, clock=self.clock, publish=publish)
+        link: Any = self.link
+        self.side = SchedulerSide(config, geometry, link, clock=self.clock, publish=publish)
         self.side.cache = self.cache
 
     def add(self, request_id: str, tokens: int, *, local: int = 0, **fields: Any) -> Request:

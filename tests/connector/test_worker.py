@@ -50,9 +50,7 @@ class Fence:
         return self.done
 
 
-def make(
-    keys: RankKeys = ALONE,
-) -> tuple[WorkerSide, torch.Tensor, np.ndarray[Any, Any], PagedCache]:
+def make(keys: RankKeys = ALONE) -> tuple[WorkerSide, torch.Tensor, np.ndarray[Any, Any], PagedCache]:
     cache = torch.zeros(BLOCKS, 1, 2, 8, dtype=torch.uint8)
     paged = PagedCache({"layer": cache}, ["layer"], BLOCKS)
     segment = Segment.create(SLOTS * 16)
