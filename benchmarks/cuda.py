@@ -38,7 +38,9 @@ from kvprefetch.connector.device_cache import DeviceCache
 from kvprefetch.connector.paged import PagedCache
 from kvprefetch.daemon.engine.device import DeviceStaging
 from kvprefetch.daemon.engine.promoter import COPY_BYTES
+from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
+from kvprefetch.shmring.gpu.device import exported_bytes
 
 # Layers, KV heads of a rank, K and V of a head; blocks of 16 tokens in bfloat16, in the layout LBNHC.
 SHAPES = {"llama-8b": (32, 8, 256), "llama-70b-tp8": (80, 1, 256)}
@@ -259,7 +261,7 @@ def bounce(bench: Bench, rounds: int = 7) -> dict[str, float]:
     """
     host: Any = HostSlots(bench.blocks, bench.block_bytes)
     source = host.rows.copy()
-    size = cuda.exported_bytes(host.rows.nbytes)
+    size = exported_bytes(host.rows.nbytes)
     staging = DeviceStaging(
         host.block_bytes, [bench.device.uuid], budget_bytes=size, margin_bytes=0, allocator="daemon"
     )  # fmt: skip
@@ -352,7 +354,7 @@ def device_there() -> bool:
     """Whether there is a CUDA device; says why not."""
     try:
         cuda.uuid_of("cuda", 0)
-    except cuda.DeviceError as error:
+    except DeviceError as error:
         print(f"no CUDA device: {error}", file=sys.stderr)
         return False
     return True

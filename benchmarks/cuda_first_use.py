@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 
+from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
 
 
@@ -41,7 +42,7 @@ def main() -> int:
     begun = time.perf_counter()
     try:
         cuda.open_device(cuda.uuid_of("cuda", 0)).free_bytes()
-    except cuda.DeviceError as error:
+    except DeviceError as error:
         print(f"no CUDA device: {error}", file=sys.stderr)
         return 1
     whole = time.perf_counter() - begun

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..shmring.errors import DeviceError
 from ..shmring.gpu import cuda
-from ..shmring.gpu.cuda import Device, DeviceError
+from ..shmring.gpu.device import Device
 from . import cuda_copy
 from .cuda_copy import Launcher
 from .paged import PagedCache

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..shmring.gpu.cuda import Device
+from ..shmring.gpu.device import Device
 from .paged import Piece
 
 KERNEL = "kvprefetch_copy"

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..shmring.gpu import cuda
+from ..shmring.errors import DeviceError
 from ..shmring.gpu.calls import calls
-from ..shmring.gpu.cuda import Device, DeviceError, Memory
+from ..shmring.gpu.device import Device, Memory, exported_bytes, pieces
 from ..shmring.gpu.lease import wait_for_end
 from .paged import Rows
 
@@ -138,7 +138,7 @@ class DeviceCache:
         with calls.to((self._device.uuid,)):
             if attached.device_handle:
                 return self._device.open(bytes.fromhex(attached.device_handle), size), b""
-            memory = self._device.allocate(cuda.exported_bytes(size))
+            memory = self._device.allocate(exported_bytes(size))
             try:
                 return memory, memory.handle()
             except DeviceError:
@@ -148,7 +148,7 @@ class DeviceCache:
     def _pin(self, registered: list[int]) -> None:
         base = self._rows.ctypes.data
         calls.check((self._device.uuid,), TIMEOUT_S)
-        for offset, size in cuda.pieces(self._rows.nbytes, self._slot_bytes):
+        for offset, size in pieces(self._rows.nbytes, self._slot_bytes):
             if self._ending.wait(PAUSE_S):
                 break
             with calls.to((self._device.uuid,)):

@@ -19,7 +19,7 @@ from ..shmring.credits import CreditTaker
 from ..shmring.doorbell import Doorbell
 from ..shmring.errors import SegmentCorrupt, SegmentError
 from ..shmring.flags import FlagAllocator, FlagTable
-from ..shmring.gpu.cuda import Device
+from ..shmring.gpu.device import Device
 from ..shmring.layout import Layout
 from ..shmring.liveness import Liveness, PeerState, PeerStatus
 from ..shmring.ring import Producer

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
 
 # How long an example takes says nothing on a busy machine.  Machines with a GPU may lack hypothesis.
@@ -25,6 +26,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     try:
         cuda.uuid_of("cuda", 0)
-    except cuda.DeviceError as error:
+    except DeviceError as error:
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason=f"no CUDA device: {error}"))

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ...shmring.errors import DeviceError
 from ...shmring.gpu import cuda
 from ...shmring.gpu.calls import calls
-from ...shmring.gpu.cuda import GRAIN_BYTES, Device, DeviceError, Event, Memory, Stream
+from ...shmring.gpu.device import GRAIN_BYTES, Device, Event, Memory, Stream, exported_bytes, pieces
 from ...shmring.gpu.lease import wait_for_end
 from ..config.sizes import size_text, whole_mib
 
@@ -80,7 +81,7 @@ class DeviceStaging:
                 rank = _Rank(devices[uuid], size, ours, theirs)
                 self._ranks.append(rank)
                 if self.allocator == "daemon":
-                    rank.memory = rank.device.allocate(cuda.exported_bytes(self.slots * size))
+                    rank.memory = rank.device.allocate(exported_bytes(self.slots * size))
                     rank.handle = rank.memory.handle()
         except BaseException:
             self.hang_up()
@@ -129,7 +130,7 @@ class DeviceStaging:
         return [
             (number, base + offset, size)
             for number, (base, whole) in enumerate(self._host.areas())
-            for offset, size in cuda.pieces(whole, self._block_bytes[number])
+            for offset, size in pieces(whole, self._block_bytes[number])
         ]
 
     def pin(self, number: int, address: int, size_bytes: int) -> str:

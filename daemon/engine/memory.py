@@ -9,9 +9,8 @@ from functools import partial
 from typing import NamedTuple
 
 from ...shmring.doorbell import Doorbell
-from ...shmring.errors import SegmentError
+from ...shmring.errors import DeviceError, SegmentError
 from ...shmring.gpu.calls import calls
-from ...shmring.gpu.cuda import DeviceError
 from ...shmring.layout import Layout, power_of_two_at_least
 from ...shmring.segment import Segment
 from ...shmring.wire.attach import SchedulerInfo, WorkerInfo

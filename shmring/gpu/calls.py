@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from .cuda import DeviceError
+from ..errors import DeviceError
 
 
 class DeviceCalls:

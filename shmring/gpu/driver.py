@@ -12,8 +12,8 @@ import ctypes
 from typing import Any
 
 from ..errors import DeviceError
+from .device import HANDLE_BYTES
 
-HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 

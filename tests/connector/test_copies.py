@@ -18,8 +18,9 @@ from kvprefetch.connector import copies as copying
 from kvprefetch.connector import cuda_copy
 from kvprefetch.connector.copies import Copies, CudaCopies, PlainCopies, checked
 from kvprefetch.connector.paged import PagedCache
+from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
-from kvprefetch.shmring.gpu.cuda import DeviceError
+from kvprefetch.shmring.gpu.device import GRAIN_BYTES
 from tests.support.host_device import UUID, HostDevice, HostDevices
 from tests.support.layouts import caches
 
@@ -91,7 +92,7 @@ class World:
         self.device = HostDevice(64 << 20, UUID)
         random = np.random.default_rng(0)
         self.rows = random.integers(0, 256, (HOST, self.paged.block_bytes), np.uint8)
-        memory = self.device.allocate(cuda.GRAIN_BYTES)
+        memory = self.device.allocate(GRAIN_BYTES)
         near = random.integers(0, 256, (DEVICE, self.paged.block_bytes), np.uint8)
         cache: Any = SimpleNamespace(slots=DEVICE, pinned=pinned, address=memory.address, rows=near)
         flat = (ctypes.c_uint8 * near.nbytes).from_address(memory.address)

@@ -21,7 +21,8 @@ from kvprefetch.connector import device_cache as module
 from kvprefetch.connector.device_cache import DeviceCache
 from kvprefetch.connector.session import WorkerSession
 from kvprefetch.shmring.errors import SegmentError
-from kvprefetch.shmring.gpu import cuda
+from kvprefetch.shmring.gpu import device as gpu
+from kvprefetch.shmring.gpu.device import HANDLE_BYTES
 from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire.attach import Attached, Mapped
 from tests.support.host_device import UUID, HostDevice
@@ -32,9 +33,10 @@ SLOTS, SLOT_BYTES, DEVICE_SLOTS = 5, 6000, 3
 EXPORTER = f"""
 import ctypes, sys
 from kvprefetch.shmring.gpu import cuda
+from kvprefetch.shmring.gpu.device import GRAIN_BYTES
 from tests.support import host_device
 host_device.install()
-memory = cuda.open_device(host_device.UUID).allocate(cuda.GRAIN_BYTES)
+memory = cuda.open_device(host_device.UUID).allocate(GRAIN_BYTES)
 ctypes.memset(memory.address, 42, {DEVICE_SLOTS * SLOT_BYTES})
 print(memory.handle().hex(), flush=True)
 sys.stdin.read()
@@ -106,7 +108,7 @@ def test_host_slots_are_pinned_without_a_slab(device: HostDevice) -> None:
 
 def test_slots_are_pinned_piece_by_piece(device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only whole pieces that are registered count, and an end in the middle gives back what was pinned until then."""
-    monkeypatch.setattr(cuda, "PIECE_BYTES", 1)
+    monkeypatch.setattr(gpu, "PIECE_BYTES", 1)
     rows = np.frombuffer(memoryview(Segment.create(64 * 2048).buffer), np.uint8).reshape(64, 2048)
     seen: list[int] = []
     register = device.register
@@ -192,7 +194,7 @@ def test_a_slab_of_the_engine_is_freed_only_when_the_daemon_let_go(device: HostD
     made, lease = session(device, attached(device_slots=DEVICE_SLOTS))
     answer = made.mapped()
     assert answer.device
-    assert len(answer.device_handle) == 2 * cuda.HANDLE_BYTES
+    assert len(answer.device_handle) == 2 * HANDLE_BYTES
     cache = made.device_cache
     assert cache is not None
     del made

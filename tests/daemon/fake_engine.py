@@ -17,7 +17,7 @@ from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.credits import CreditTaker
 from kvprefetch.shmring.doorbell import Doorbell
 from kvprefetch.shmring.flags import Flag, FlagAllocator, FlagTable, pack, unpack
-from kvprefetch.shmring.gpu.cuda import exported_bytes
+from kvprefetch.shmring.gpu.device import exported_bytes
 from kvprefetch.shmring.layout import Layout
 from kvprefetch.shmring.liveness import Liveness, PeerStatus
 from kvprefetch.shmring.ring import Producer

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvprefetch.shmring.gpu import cuda
-from kvprefetch.shmring.gpu.cuda import Device
+from kvprefetch.shmring.gpu.device import Device
 from tests.gpu.peer import Peer
 
 

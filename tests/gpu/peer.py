@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
-from kvprefetch.shmring.gpu.cuda import Device, DeviceError, Memory, Stream
+from kvprefetch.shmring.gpu.device import Device, Memory, Stream
 
 
 def pattern(seed: int, size_bytes: int) -> Any:

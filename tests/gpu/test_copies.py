@@ -17,8 +17,8 @@ from kvprefetch.connector.copies import CudaCopies, TorchStreams, checked  # noq
 from kvprefetch.connector.cuda_copy import STEP_BLOCKS, WIDE_BLOCKS  # noqa: E402
 from kvprefetch.connector.device_cache import DeviceCache  # noqa: E402
 from kvprefetch.connector.paged import PagedCache  # noqa: E402
-from kvprefetch.shmring.gpu import cuda  # noqa: E402
-from kvprefetch.shmring.gpu.cuda import Device  # noqa: E402
+from kvprefetch.shmring.gpu import device as gpu  # noqa: E402
+from kvprefetch.shmring.gpu.device import Device, exported_bytes  # noqa: E402
 from tests.gpu.peer import pattern  # noqa: E402
 from tests.support.layouts import SERVED, SIZES, caches  # noqa: E402
 from tests.support.waiting import eventually  # noqa: E402
@@ -114,7 +114,7 @@ def test_loads_and_saves_are_what_numpy_copies(device: Device, layout: str, shap
 
 
 def test_slots_load_while_they_are_being_pinned(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "PIECE_BYTES", 1)
+    monkeypatch.setattr(gpu, "PIECE_BYTES", 1)
     made = World(device, SHAPES["llama-8b"], "LBNHC", torch.bfloat16, pinned=False)
     try:
         rounds = 0
@@ -128,7 +128,7 @@ def test_slots_load_while_they_are_being_pinned(device: Device, monkeypatch: pyt
 
 def test_another_processs_slab_is_loaded_from(world: World, device: Device, peer: Any) -> None:
     exporter = peer()
-    size = cuda.exported_bytes(NEAR * world.paged.block_bytes)
+    size = exported_bytes(NEAR * world.paged.block_bytes)
     handle = exporter.ask("allocate", bytes=size, seed=9)
     lease, theirs = socket.socketpair()
     lease.settimeout(30)

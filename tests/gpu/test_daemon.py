@@ -28,12 +28,13 @@ from kvprefetch.daemon.planning.requests import Request
 from kvprefetch.daemon.work.calls import Call, Caller, Kind
 from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.gpu import cuda
+from kvprefetch.shmring.gpu.device import GRAIN_BYTES, exported_bytes
 from tests.gpu.peer import pattern, write
 from tests.gpu.worker import SLOT_BYTES, Worker, digest
 from tests.support.host_device import HostDevices
 
 SLOTS, NEAR = 40, 32
-SLAB_BYTES = cuda.exported_bytes(NEAR * SLOT_BYTES)
+SLAB_BYTES = exported_bytes(NEAR * SLOT_BYTES)
 TIMEOUT_S = 60.0
 
 
@@ -119,7 +120,7 @@ class Rig:
 
     def _warm_up(self) -> None:
         """Make the GPU keep whatever its first use keeps, before the test counts."""
-        memory, stream = self.gpu.allocate(cuda.GRAIN_BYTES), self.gpu.stream()
+        memory, stream = self.gpu.allocate(GRAIN_BYTES), self.gpu.stream()
         write(stream, memory, 0)
         stream.close()
         memory.close()

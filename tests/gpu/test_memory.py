@@ -15,8 +15,9 @@ import pytest
 pytest.importorskip("torch")
 
 from kvprefetch.connector.device_cache import DeviceCache
+from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
-from kvprefetch.shmring.gpu.cuda import GRAIN_BYTES, Device, DeviceError
+from kvprefetch.shmring.gpu.device import GRAIN_BYTES, Device, pieces
 from tests.gpu.peer import Peer, holds, write
 from tests.support.waiting import eventually
 
@@ -190,12 +191,12 @@ def test_registered_memory_is_copied_across_pieces_slot_by_slot(device: Device) 
     host = np.frombuffer(mmap.mmap(fd, size), np.uint8)
     os.close(fd)
     host[:] = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    pieces = cuda.pieces(slots * slot_bytes, slot_bytes)
-    assert len(pieces) > 1
-    for offset, length in pieces:
+    parts = pieces(slots * slot_bytes, slot_bytes)
+    assert len(parts) > 1
+    for offset, length in parts:
         device.register(host.ctypes.data + offset, length)
     with pytest.raises(DeviceError, match="hostRegister"):
-        device.register(host.ctypes.data, pieces[0][1])
+        device.register(host.ctypes.data, parts[0][1])
     memory, stream = device.allocate(slots * slot_bytes), device.stream()
     back = np.zeros(slots * slot_bytes, np.uint8)
     for slot in range(slots):
@@ -205,7 +206,7 @@ def test_registered_memory_is_copied_across_pieces_slot_by_slot(device: Device) 
     assert (back == host[: len(back)]).all()
     stream.close()
     memory.close()
-    for offset, _ in pieces:
+    for offset, _ in parts:
         device.unregister(host.ctypes.data + offset)
 
 

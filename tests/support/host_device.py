@@ -19,8 +19,9 @@ import uuid as uuids
 from collections.abc import Callable
 from pathlib import Path
 
+from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
-from kvprefetch.shmring.gpu.cuda import GRAIN_BYTES, HANDLE_BYTES, PAGE_BYTES, DeviceError
+from kvprefetch.shmring.gpu.device import GRAIN_BYTES, HANDLE_BYTES, PAGE_BYTES
 from tests.support.host_kernel import HostKernel
 
 UUIDS = tuple(str(uuids.UUID(int=0x6B76_7072_6566_6574_6368 + n)) for n in range(2))

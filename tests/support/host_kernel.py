@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvprefetch.shmring.gpu.cuda import Argument, DeviceError
+from kvprefetch.shmring.errors import DeviceError
+from kvprefetch.shmring.gpu.device import Argument
 
 # PyTorch, too, compiles C++ for engines of several ranks.
 needs_cxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")

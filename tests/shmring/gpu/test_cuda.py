@@ -14,23 +14,26 @@ from typing import Any
 
 import pytest
 
+from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
-from kvprefetch.shmring.gpu.cuda import GRAIN_BYTES, CudaDevices, CudaMemory, DeviceError
+from kvprefetch.shmring.gpu.cuda import CudaDevices, CudaMemory
+from kvprefetch.shmring.gpu.device import GRAIN_BYTES, PAGE_BYTES, PIECE_BYTES, exported_bytes, pieces
 from tests.support import host_device
 
 ROOT = Path(__file__).resolve().parents[3]
 PEER = """
 import ctypes, sys
 from kvprefetch.shmring.gpu import cuda
+from kvprefetch.shmring.gpu.device import GRAIN_BYTES
 from tests.support import host_device
 host_device.install()
 device = cuda.open_device(host_device.UUID)
 if sys.argv[1] == "export":
-    memory = device.allocate(cuda.GRAIN_BYTES)
+    memory = device.allocate(GRAIN_BYTES)
     ctypes.memmove(memory.address, b"exported", 8)
     print(memory.handle().hex(), flush=True)
 else:
-    memory = device.open(bytes.fromhex(sys.argv[2]), cuda.GRAIN_BYTES)
+    memory = device.open(bytes.fromhex(sys.argv[2]), GRAIN_BYTES)
     ctypes.memmove(memory.address + 8, b"imported", 8)
     print(ctypes.string_at(memory.address, 8).decode(), flush=True)
 sys.stdin.read()
@@ -128,7 +131,7 @@ def test_pages_are_registered_once(device: host_device.HostDevice) -> None:
 
 
 def test_exported_sizes_are_whole_grains() -> None:
-    sizes = [cuda.exported_bytes(n) for n in (1, GRAIN_BYTES, GRAIN_BYTES + 1)]
+    sizes = [exported_bytes(n) for n in (1, GRAIN_BYTES, GRAIN_BYTES + 1)]
     assert sizes == [GRAIN_BYTES, GRAIN_BYTES, 2 * GRAIN_BYTES]
 
 
@@ -138,15 +141,15 @@ def test_exported_sizes_are_whole_grains() -> None:
 @pytest.mark.parametrize("slots", [1, 7, 1000])
 def test_pieces_are_whole_pages_and_whole_slots(slot_bytes: int, slots: int) -> None:
     size = slots * slot_bytes
-    found = cuda.pieces(size, slot_bytes)
+    found = pieces(size, slot_bytes)
     end = 0
     for offset, length in found:
         assert offset == end
         assert offset % slot_bytes == 0
-        assert offset % cuda.PAGE_BYTES == length % cuda.PAGE_BYTES == 0
+        assert offset % PAGE_BYTES == length % PAGE_BYTES == 0
         end = offset + length
-    assert size <= end < size + cuda.PAGE_BYTES
-    assert all(length <= max(cuda.PIECE_BYTES, slot_bytes * cuda.PAGE_BYTES) for _, length in found)
+    assert size <= end < size + PAGE_BYTES
+    assert all(length <= max(PIECE_BYTES, slot_bytes * PAGE_BYTES) for _, length in found)
 
 
 class Runtime:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from kvprefetch.shmring.errors import DeviceError
-from kvprefetch.shmring.gpu.driver import HANDLE_BYTES, Driver
+from kvprefetch.shmring.gpu.device import HANDLE_BYTES
+from kvprefetch.shmring.gpu.driver import Driver
 
 SLOW_S = 0.3
 LIBRARY = """
