@@ -64,3 +64,14 @@ def test_the_index_has_each_decision_record_once() -> None:
     rows = re.findall(r"^\* \[(\d{4})\]\((.*?)\) (.*)$", (ROOT / "docs/adr/README.md").read_text(), re.MULTILINE)
     titles = [(path.name[:4], path.name, path.read_text().splitlines()[0][8:]) for path in RECORDS]
     assert sorted(rows) == titles
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_the_files_that_a_document_names_exist(document: Path) -> None:
+    """Each path of ours in backticks, and each test file, is one of the checkout; `*` stands for several."""
+    text = document.read_text()
+    paths = re.findall(
+        r"`((?:daemon|shmring|connector|tests|benchmarks|docs|systemd)/[\w/.*-]*[\w*])(?:/|::\w+)?`", text
+    )
+    names = [f"tests/**/{name}" for name in re.findall(r"`(test_[\w*]+\.py)`", text)]
+    assert [path for path in paths + names if not any(ROOT.glob(path))] == []
