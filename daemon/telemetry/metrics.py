@@ -114,13 +114,7 @@ CATALOGUE: dict[str, Described] = {
 # Every value of a label that can come is there from the start: a rate over the first one needs the zero before it.
 _VALUES = {"outcome": tuple(ending.value for ending in Ending), "tier": MEDIA, "result": WARM_RESULTS}
 _USES = {  # the number of an engine for each `use`
-    "staging_slots": {
-        "free": "slots_free",
-        "idle": "slots_idle",
-        "pinned": "blocks_pinned",
-        "stuck": "slots_stuck",
-        "lost": "slots_lost",
-    },
+    "staging_slots": {"pinned": "blocks_pinned", **{use: f"slots_{use}" for use in ("free", "idle", "stuck", "lost")}},
     "device_slots": {"all": "device_slots", "free": "device_slots_free", "idle": "device_slots_idle"},
 }
 

@@ -1,4 +1,4 @@
-"""How to join a Mooncake cluster: the file that vLLM reads, and what is wrong with one."""
+"""The settings file of a Mooncake cluster that vLLM reads, and the errors in one."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ import pytest
 from kvprefetch.daemon.store.settings import MooncakeSettings, SettingsError
 
 
-def test_should_read_the_file_that_vllm_reads(tmp_path: Path) -> None:
-    path = tmp_path / "mooncake.json"
-    path.write_text(
-        json.dumps(
-            {
-                "metadata_server": "P2PHANDSHAKE",
-                "master_server_address": "127.0.0.1:50051",
-                "protocol": "tcp",
-                "global_segment_size": "4GB",
-                "local_buffer_size": "8 MB",
-                "tenant_id": None,
-            }
-        )
-    )
-    assert MooncakeSettings.from_file(path) == MooncakeSettings(
-        "127.0.0.1", "P2PHANDSHAKE", "127.0.0.1:50051", "tcp", "", 0, "default"
-    )
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "mooncake.json"
+
+
+def read(path: Path, **settings: Any) -> MooncakeSettings:
+    path.write_text(json.dumps({"master_server_address": "127.0.0.1:50051", **settings}))
+    return MooncakeSettings.from_file(path)
+
+
+def test_should_read_the_file_that_vllm_reads(path: Path) -> None:
+    sizes = {"global_segment_size": "4GB", "local_buffer_size": "8 MB"}
+    found = read(path, metadata_server="P2PHANDSHAKE", protocol="tcp", tenant_id=None, **sizes)
+    assert found == MooncakeSettings("127.0.0.1", "P2PHANDSHAKE", "127.0.0.1:50051", "tcp", "", 0, "default")
 
 
 @pytest.mark.parametrize(
@@ -44,35 +41,27 @@ def test_should_read_the_file_that_vllm_reads(tmp_path: Path) -> None:
         ({"enable_offload": "yes"}, "enable_offload='yes'"),
         ({"master_server_address": ""}, "master_server_address=''"),
         ({"master_server_address": "somewhere"}, "master_server_address='somewhere' must be host:port"),
-        (
-            {"master_server_address": "h:99999"},
-            "master_server_address='h:99999' must be host:port, with a port of 1 to",
-        ),
+        ({"master_server_address": "h:99999"}, "='h:99999' must be host:port, with a port of 1 to"),
         ({"global_segment_size": float("inf")}, "global_segment_size=inf"),
         ({"local_buffer_size": float("nan")}, "local_buffer_size=nan"),
     ],
 )
-def test_should_refuse_a_wrong_setting_by_name(tmp_path: Path, change: dict[str, Any], names: str) -> None:
-    path = tmp_path / "mooncake.json"
-    path.write_text(json.dumps({"master_server_address": "127.0.0.1:1", **change}))
+def test_should_refuse_a_wrong_setting_by_name(path: Path, change: dict[str, Any], names: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        MooncakeSettings.from_file(path)
+        read(path, **change)
     assert names in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]"])
-def test_should_refuse_a_file_that_is_missing_or_no_object(tmp_path: Path, text: str | None) -> None:
-    path = tmp_path / "mooncake.json"
+def test_should_refuse_a_file_that_is_missing_or_no_object(path: Path, text: str | None) -> None:
     if text is not None:
         path.write_text(text)
     with pytest.raises(SettingsError):
         MooncakeSettings.from_file(path)
 
 
-def test_should_refuse_puts_that_nobody_acknowledges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "mooncake.json"
-    path.write_text(json.dumps({"master_server_address": "127.0.0.1:1"}))
+def test_should_refuse_puts_that_nobody_acknowledges(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_TCP_PROTO", "1")
     with pytest.raises(SettingsError, match=r"^MC_TCP_PROTO=1: .*; unset it$"):
-        MooncakeSettings.from_file(path)
+        read(path)

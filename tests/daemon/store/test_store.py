@@ -90,6 +90,14 @@ def opened(clock: Clock | None = None, settings: MooncakeSettings = SETTINGS) ->
     return store, client
 
 
+def unavailable(store: Store) -> bool:
+    try:
+        store.exist(["k"])
+    except StoreUnavailable:
+        return True
+    return False
+
+
 @pytest.mark.parametrize(
     ("code", "kind"),
     [
@@ -147,8 +155,7 @@ def test_should_close_once_and_only_after_calls_in_flight() -> None:
     closer.start()
     eventually(lambda: not store.answering, what="the refusal")
     assert client.closed == 0
-    with pytest.raises(StoreUnavailable):
-        store.exist(["k"])
+    assert unavailable(store)
     client.hold.set()
     closer.join(5)
     caller.join(5)
@@ -162,12 +169,10 @@ def test_should_fail_fast_for_growing_intervals_and_let_one_probe_through() -> N
     client.codes = [-900]
     for pause in (0.5, 1, 2, 4, 8, 10, 10):
         calls = client.calls
-        with pytest.raises(StoreUnavailable):
-            store.exist(["k"])
+        assert unavailable(store)
         assert client.calls == calls + 1
         clock.advance_ms(1000 * (pause - 0.01))
-        with pytest.raises(StoreUnavailable):
-            store.exist(["k"])
+        assert unavailable(store)
         assert client.calls == calls + 1, "no call may pass while the breaker is open"
         clock.advance_ms(20)
     client.codes = [1]
@@ -204,8 +209,7 @@ def test_should_not_open_the_breaker_for_a_call_that_began_before_one_that_worke
         with pytest.raises(StoreUnavailable):
             hung.result(5)
     assert store.answering
-    with pytest.raises(StoreUnavailable):
-        store.exist(["k"])
+    assert unavailable(store)
     assert not store.answering, "none worked since this one began"
 
 
@@ -213,13 +217,11 @@ def test_should_register_memory_while_the_breaker_is_open() -> None:
     """Engines come and go while the store is away."""
     store, client = opened()
     client.codes = [-900]
-    with pytest.raises(StoreUnavailable):
-        store.exist(["k"])
+    assert unavailable(store)
     store.register(4096, 1)
     store.unregister(4096)
     assert client.registered == []
-    with pytest.raises(StoreUnavailable):
-        store.exist(["k"])
+    assert unavailable(store)
 
 
 def test_should_not_open_the_breaker_for_a_foreign_or_partly_failed_batch() -> None:
