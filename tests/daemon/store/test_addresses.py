@@ -11,42 +11,27 @@ from kvprefetch.daemon.store import addresses
 
 
 @pytest.mark.parametrize(
-    ("address", "place"),
+    ("address", "found", "through"),
     [
-        ("127.0.0.1:50051", ("127.0.0.1", 50051)),
-        ("master.example:1", ("master.example", 1)),
-        ("[fd00::1]:65535", ("fd00::1", 65535)),
-        ("::1:50051", ("::1", 50051)),  # Mooncake takes it as well
-        ("127.0.0.1", None),
-        (":50051", None),
-        ("[]:50051", None),
-        ("h:0", None),
-        ("h:65536", None),
-        (" h:1", None),
-        ("h:1,h:2", None),
-        ("tcp://h:1", None),
+        ("127.0.0.1:50051", ("127.0.0.1", 50051), None),
+        ("master.example:1", ("master.example", 1), None),
+        ("[fd00::1]:65535", ("fd00::1", 65535), None),
+        ("::1:50051", ("::1", 50051), None),  # Mooncake takes it as well
+        *((wrong, None, None) for wrong in ("127.0.0.1", ":50051", "[]:50051", "h:0", "h:65536", " h:1", "h:1,h:2")),
+        *((wrong, None, None) for wrong in ("tcp://h:1", "etcd://a:1;b", "etcd://", "consul://h:1")),
+        ("etcd://a:1,b:2", None, "etcd"),
+        ("etcd://a:1;[fd00::1]:2;http://c:3", None, "etcd"),
+        ("redis://h:1", None, "redis"),
+        ("k8s://space/lease", None, "k8s"),
     ],
 )
-def test_a_plain_address_is_a_host_and_a_port(address: str, place: tuple[str, int] | None) -> None:
-    assert addresses.split(address) == place
-    assert (addresses.wrong_master(address) is None) is (place is not None)
-
-
-@pytest.mark.parametrize(
-    ("address", "through"),
-    [
-        ("etcd://a:1,b:2", "etcd"),
-        ("etcd://a:1;[fd00::1]:2;http://c:3", "etcd"),
-        ("etcd://a:1;b", None),
-        ("etcd://", None),
-        ("redis://h:1", "redis"),
-        ("k8s://space/lease", "k8s"),
-        ("consul://h:1", None),
-    ],
-)
-def test_masters_with_high_availability_are_found_through_another_service(address: str, through: str | None) -> None:
-    assert (addresses.wrong_master(address) is None) is (through is not None)
-    assert through is None or addresses.elected(address) == through
+def test_a_master_is_a_host_and_a_port_or_found_through_another_service(
+    address: str, found: tuple[str, int] | None, through: str | None
+) -> None:
+    assert addresses.split(address) == found
+    right = found is not None or through is not None
+    assert (addresses.wrong_master(address) is None) is right
+    assert not right or addresses.elected(address) == through
 
 
 def test_of_an_etcd_s_endpoints_one_is_enough() -> None:
@@ -88,12 +73,11 @@ def test_who_listens_on_ipv6_is_reached_and_who_does_not_is_named(form: str) -> 
 
 def test_our_name_is_the_address_that_the_master_sees() -> None:
     assert addresses.own("127.0.0.1:50051") == "127.0.0.1"
+    assert addresses.own("no.such.host.invalid:1") == "127.0.0.1"
     assert addresses.own("etcd://no.such.host.invalid:1;127.0.0.2:1") == "127.0.0.1"
     if socket.has_ipv6 and Path("/proc/net/if_inet6").exists():
-        assert addresses.own("etcd://no.such.host.invalid:1,[::1]:1") == "[::1]", "the first that has an address"
-    assert addresses.own("no.such.host.invalid:1") == "127.0.0.1"
-    if socket.has_ipv6 and Path("/proc/net/if_inet6").exists():
         assert addresses.own("[::1]:50051") == "[::1]"
+        assert addresses.own("etcd://no.such.host.invalid:1,[::1]:1") == "[::1]", "the first that has an address"
 
 
 def test_rdma_without_a_device_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
