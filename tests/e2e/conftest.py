@@ -20,7 +20,7 @@ from tests.support.auditor import Auditor
 from tests.support.waiting import eventually
 
 BLOCK = 32
-# For daemons of tests that count hits: how long a fetch takes on a machine with no core to spare must not matter.
+# Tests that count hits: a fetch may take long on a machine with no core to spare.
 PATIENT = ("--call-timeout-ms", "60000")
 
 
@@ -68,21 +68,21 @@ At = Callable[[Daemon], Site]
 
 @pytest.fixture(scope="session")
 def template(model: Path) -> Iterator[Template]:
-    """What engines are forked of: importing vLLM, in the scheduler's process and in the worker's, takes 20 s of CPU."""
+    """Forks engines: to import vLLM, in the scheduler's process and the worker's, takes 20 s of CPU."""
     with Template(EngineSpec(model=model).environment()) as template:
         yield template
 
 
 @pytest.fixture(scope="session")
 def plain(model: Path, template: Template) -> Iterator[Engine]:
-    """The engine that knows nothing of us: what it computes is right."""
+    """The engine without a connector: its tokens are right."""
     with Engine(EngineSpec(model=model, max_model_len=4096), template=template) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def module_auditor(plain: Engine) -> Iterator[Auditor]:
-    """What a module starts must be gone at its end; the plain engine stands before and after."""
+    """All that a module starts must be gone at its end; the plain engine stays."""
     auditor = Auditor()
     yield auditor
     auditor.assert_nothing_left(timeout_s=30)
@@ -121,12 +121,12 @@ def site(at: At) -> Iterator[Site]:
 
 
 def wait_attached(engine: Engine, timeout_s: float = 5.0) -> None:
-    """The promise: a daemon that is there is picked up within five seconds."""
+    """Check the promise: an engine attaches to a running daemon within five seconds."""
     eventually(lambda: engine.call("tests.e2e.probes:attached"), timeout_s, "an attached engine", pause_s=0.05)
 
 
 def fingerprint(engine: Engine) -> dict[str, str]:
-    """What the engine's log says that engines must have to share its stored KV."""
+    """Return the properties that engines must have to share stored KV, from the engine's log."""
     text = engine.log.read_text()
     said = re.findall(r"kvprefetch: stored KV is shared with engines that have all of this: (.*)", text)
     assert len(said) == 1, "\n".join(line for line in text.splitlines() if "kvprefetch" in line) or text
@@ -147,5 +147,5 @@ def served(result: Pass, tokens: list[list[int]], hit_tokens: list[int] | None =
 
 
 def whole_blocks(prompt: list[int]) -> int:
-    """Prompt tokens that a store can serve: full blocks, and at least one token stays to be computed."""
+    """Return the prompt tokens that a store can serve: full blocks, without the last token."""
     return (len(prompt) - 1) // BLOCK * BLOCK

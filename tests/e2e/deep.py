@@ -1,4 +1,4 @@
-"""What the tests of deep queues share: an engine beside its daemon, watched from outside, and a store filled for it."""
+"""Shared by the tests of deep queues: an engine beside its daemon, and a store filled for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.waiting import eventually, poll
 
 Prompts = Sequence[Sequence[int]]
 
-# A "not yet" later than the deadline is a fault on any machine; the slack is for a thread that lost its core.
+# No request may wait past its deadline; the slack is for a thread that lost its core.
 SLACK_S = 3.0
 
 
@@ -31,25 +31,25 @@ class Pair:
     wait_s: float
 
     def run(self, prompts: Prompts, *, idle_timeout_s: float = 20.0, **options: Any) -> Pass:
-        """One pass with an empty prefix cache: nobody waits past the deadline, and afterwards nothing is held."""
+        """Run a pass with an empty prefix cache: no request waits past the deadline, and afterwards nothing is held."""
         self.begin(prompts, **options)
         return self.finish(idle_timeout_s=idle_timeout_s)
 
     def begin(self, prompts: Prompts, **options: Any) -> None:
-        """As :meth:`run`, for a caller who disturbs the pass."""
+        """Begin a pass as :meth:`run` does, so that the caller can disturb it."""
         self.assert_idle()
         assert self.engine.reset_prefix_cache()
         self.engine.call("tests.e2e.probes:watch_waits")
         self.engine.begin(prompts, **options)
 
     def finish(self, *, idle_timeout_s: float = 20.0) -> Pass:
-        """The pass that :meth:`begin` started, with the same demands as :meth:`run`."""
+        """Return the pass that :meth:`begin` started, with the same checks as :meth:`run`."""
         result = self.collect()
         self.assert_idle(idle_timeout_s)
         return result
 
     def collect(self) -> Pass:
-        """As :meth:`finish`, while something still holds the daemon's calls."""
+        """Do as :meth:`finish` does while something still holds the daemon's calls."""
         result = self.engine.finish()
         longest = self.engine.call("tests.e2e.probes:longest_wait_s")
         assert longest <= self.wait_s + SLACK_S, f"a request waited {longest:.1f} s of {self.wait_s} s"
@@ -63,13 +63,13 @@ class Pair:
         eventually(lambda: self.counters()["requests"] == count, timeout_s, f"{count} requests", pause_s=0.02)
 
     def counters(self) -> dict[str, int]:
-        """What the daemon says of this engine, the only one attached to it."""
+        """Return the daemon's numbers of this engine, the only one attached."""
         [engine] = ask_daemon(self.daemon.socket).engines
         return {name: value for name, value in engine.items() if isinstance(value, int)}
 
 
 def fill(pair: Pair, cluster: Store, *sets: Prompts) -> None:
-    """Let the engine compute and save all blocks of these prompts; returns when the store holds each of them."""
+    """Let the engine save all blocks of these prompts; return when the store holds each of them."""
     prompts = [prompt for each in sets for prompt in each]
     names = {key for prompt in prompts for key in control.block_keys(pair.engine.spec.model, list(prompt))}
     wanted = cluster.keys + len(names)
@@ -81,7 +81,7 @@ def fill(pair: Pair, cluster: Store, *sets: Prompts) -> None:
 
 
 def patient(daemon: Daemon, wait_s: float, **extra: Any) -> dict[str, Any]:
-    """A connector whose requests wait up to `wait_s` for their blocks, however soon they could be recomputed."""
+    """Return a connector that lets requests wait up to `wait_s`, even if recomputing takes less."""
     return ours(daemon.socket, wait_timeout_ms=int(wait_s * 1000), **extra)
 
 

@@ -1,6 +1,6 @@
-"""KVPrefetchConnector on GPUs of host memory: vLLM imports it from here, and torch's "cpu" then lies on one of them.
+"""Loads KVPrefetchConnector with GPUs of host memory; torch's "cpu" then lies on one of them.
 
-All ranks share the first, unless the environment asks for one each (SPREAD).
+All ranks share the first GPU, unless the environment asks for one each (SPREAD).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ cuda.devices = _devices
 
 
 def mapped(engine: Any) -> list[int]:
-    """How many slabs of others each rank has mapped."""
+    """Count the daemon's slabs that each rank has mapped."""
     return _on_ranks(engine, _mapped)
 
 
 def worker_counters(engine: Any) -> list[dict[str, int]]:
-    """What each rank's worker side counted."""
+    """Return the counters of each rank's worker side."""
     return _on_ranks(engine, _worker_counters)
 
 

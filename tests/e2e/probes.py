@@ -1,4 +1,4 @@
-"""Functions that tests run inside an engine's scheduler process (Engine.call), to look or to do damage on purpose."""
+"""Functions for Engine.call: they run in the scheduler's process, to look or to do damage on purpose."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def _side(engine: Any) -> Any:
 
 
 def counters(engine: Any) -> dict[str, int]:
-    """What our scheduler side counted."""
+    """Return the counters of our scheduler side."""
     return dict(_side(engine).scheduler_side.counters)
 
 
 def attached(engine: Any) -> bool:
-    """Whether the scheduler side serves hints now."""
+    """Tell whether the scheduler side is attached to a live daemon."""
     session = _side(engine).scheduler_side.link.session
     return session is not None and bool(session.alive(time.monotonic_ns()))
 
 
 def kv_spec_fields(engine: Any) -> list[str]:
-    """Names of the fields of the specification that the workers gave of their KV."""
+    """Return the field names of the workers' KV specification."""
     return list(vars(_scheduler(engine).kv_cache_config.kv_cache_groups[0].kv_cache_spec))
 
 
 def load_a_foreign_block(engine: Any) -> None:
-    """From now on every load but the first gets the second block of the first load's prompt for its own."""
+    """From now on, give every load but the first the second block of the first load's prompt."""
     side = _side(engine)
     build = side.build_connector_meta
     foreign: list[int] = []
@@ -55,7 +55,7 @@ def load_a_foreign_block(engine: Any) -> None:
 
 
 def fail_next_allocation(engine: Any) -> None:
-    """The next allocation for a waiting request with an external hit fails once, as when the KV pool is full."""
+    """Let the next allocation for a request with an external hit fail once, as with a full KV pool."""
     manager = _scheduler(engine).kv_cache_manager
     allocate = manager.allocate_slots
 
@@ -69,7 +69,7 @@ def fail_next_allocation(engine: Any) -> None:
 
 
 def evict_on_arrival(engine: Any) -> None:
-    """From now on the engine's own prefix cache is emptied right after each request has arrived (and was hinted)."""
+    """From now on, empty the engine's own prefix cache right after each request has arrived (and was hinted)."""
     scheduler = _scheduler(engine)
     connector = scheduler.connector
     arrived = connector.on_new_request
@@ -85,7 +85,7 @@ _PREEMPTED: list[str] = []
 
 
 def count_preemptions(engine: Any) -> None:
-    """Count from now on; preemptions() tells."""
+    """Count preemptions from now on."""
     scheduler = _scheduler(engine)
     preempt = scheduler._preempt_request
 
@@ -105,7 +105,7 @@ _LONGEST = [0.0]
 
 
 def watch_waits(engine: Any) -> None:
-    """From now on note how long requests are held at the queue head; longest_wait_s() tells. Starts anew each time."""
+    """From now on, measure how long requests are held at the head of the queue; start anew at each call."""
     _WAITING.clear()
     _LONGEST[0] = 0.0
     connector = _scheduler(engine).connector
@@ -127,7 +127,7 @@ def watch_waits(engine: Any) -> None:
 
 
 def longest_wait_s(_engine: Any) -> float:
-    """The longest time from a request's first "not yet" to its last one, over all admissions since watch_waits()."""
+    """Return the longest time from a request's first "not yet" to its last one since watch_waits()."""
     return _LONGEST[0]
 
 
@@ -135,12 +135,12 @@ BEGIN, END = "/kvprefetch-trace-begin", "/kvprefetch-trace-end"
 
 
 def _mark(path: str) -> None:
-    """A system call that a trace shows and nothing else makes."""
+    """Make a system call that nothing else makes."""
     os.path.exists(path)
 
 
 def trace_pushes(engine: Any) -> None:
-    """From now on every on_new_request stands between two marks in a trace."""
+    """From now on, put every on_new_request between two marks of a trace."""
     connector = _scheduler(engine).connector
     arrived = connector.on_new_request
 
@@ -153,9 +153,9 @@ def trace_pushes(engine: Any) -> None:
 
 
 def add_and_poll(engine: Any, prompts: list[list[int]], polls: int, *, plant: bool = False) -> int:
-    """Add requests, ask for the first one `polls` times between two marks, and abort them; how often it was pending.
+    """Add requests, poll the first one `polls` times between two marks, and abort them; return the pending answers.
 
-    With `plant` each poll also makes a system call of its own, which the trace must show.
+    With `plant` each poll also makes a system call of its own, and the trace must show it.
     """
     from vllm import SamplingParams
 
@@ -167,7 +167,7 @@ def add_and_poll(engine: Any, prompts: list[list[int]], polls: int, *, plant: bo
     request = scheduler.requests[names[0]]
     ask = scheduler.connector.get_num_new_matched_tokens
     pending = 0
-    ask(request, 0)  # the first visit tells the daemon that the request was asked for, which may ring the bell
+    ask(request, 0)  # the first visit sends an ask, which may ring the bell
     _mark(BEGIN)
     for _ in range(polls):
         pending += ask(request, 0) == (None, False)
@@ -183,7 +183,7 @@ _SOURCES: dict[str, int] = {}
 
 
 def record_events_and_sources(engine: Any) -> None:
-    """From now on keep the KV events that are published and the tiers that hits are attributed to."""
+    """From now on, keep the published KV events and the media that hits are attributed to."""
     scheduler = _scheduler(engine)
     publish = scheduler.kv_event_publisher.publish
     sources = scheduler.connector.get_external_cache_hit_sources
@@ -203,13 +203,13 @@ def record_events_and_sources(engine: Any) -> None:
 
 
 def stored_events(_engine: Any) -> list[tuple[str, list[int]]]:
-    """(medium, token ids) of each BlockStored so far that is not of the engine's own cache."""
+    """Return (medium, token ids) of each BlockStored so far, without those of the engine's own cache."""
     events = [event for event in _EVENTS if type(event).__name__ == "BlockStored" and event.medium != "GPU"]
     return [(event.medium, list(event.token_ids)) for event in events]
 
 
 def sources(_engine: Any) -> dict[str, int]:
-    """Tokens by tier since the last call."""
+    """Return the hit tokens by medium since the last call."""
     found = dict(_SOURCES)
     _SOURCES.clear()
     return found

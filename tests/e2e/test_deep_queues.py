@@ -24,14 +24,14 @@ LARGE = make_prompts(3, 1000, seed=62)  # 31 blocks each
 [PREFIX] = make_prompts(1, 540, seed=63)
 SHARED = [PREFIX + own for own in make_prompts(40, 60, seed=64)]  # 90 % in common: 16 of 18 blocks
 SHARED_BLOCKS = 16 + 40 * 2
-STAGED_BLOCKS = 18  # what the narrow daemon can fetch into: two prompts of the queue, or one with the shared prefix
+STAGED_BLOCKS = 18  # slots of the narrow daemon: two prompts of the queue, or one with the shared prefix
 WAIT_S = 30.0
 STORMS = 40  # of 175 aborts each
 
 
 @dataclass(frozen=True)
 class Right:
-    """What the plain engine says."""
+    """The tokens of the plain engine."""
 
     queue: list[list[int]]
     large: list[list[int]]
@@ -93,7 +93,7 @@ def test_staging_for_two_with_two_hundred_waiting(cluster: Store, narrow: Pair, 
 
 
 def test_two_hundred_waiting_that_take_what_pays(cluster: Store, narrow: Pair, right: Right) -> None:
-    """The same queue under the default policy: how many recompute is the machine's affair, the tokens are not."""
+    """The same queue under the default policy: the machine decides how many recompute, but not the tokens."""
     with frozen(cluster.node_pid):
         narrow.begin(QUEUE, max_tokens=8, sampling=wishing(wait_policy="adaptive"))
         narrow.engine.wait_event("first_token")
@@ -136,7 +136,7 @@ def test_urgent_requests_overtake_a_full_queue(cluster: Store, narrow: Pair, rig
     result = served(narrow.finish(), right.queue[:count], hits(QUEUE[:count]))
     last = max(result.requests[index].first_token_s or 0.0 for index in urgent)
     before = [index for index in range(50) if (result.requests[index].first_token_s or 0.0) < last]
-    assert len(before) <= 8, "only what was under way when they arrived, and what runs beside them"
+    assert len(before) <= 8, "only requests that were under way when they arrived, or ran beside them"
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["served", "held"])

@@ -1,9 +1,8 @@
-"""A slow disk beside fast memory: who has its blocks in memory does not wait behind those whose blocks are on disk.
+"""A slow disk beside fast memory: requests with blocks in memory do not wait behind those with blocks on disk.
 
-The disk is slow for real. The daemon's embedded store keeps one file per block, and each open of such a file takes a
-while (tests/lab/slow_disk.py), so that a read waits inside the kernel as it does for a disk that answers late.
-Which blocks lie where is decided by a restart: what was stored before it is on disk only, what is stored after it is in
-memory too.
+The disk is really slow: the embedded store keeps one file per block, and each open of a file takes a while
+(tests/lab/slow_disk.py). A restart decides where blocks lie: those stored before it are on disk only, those stored
+after it are in memory, too.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from tests.support.auditor import Auditor
 ON_DISK = make_prompts(32, 300, seed=81)  # 9 blocks each
 IN_MEMORY = make_prompts(24, 300, seed=82)
 HIT = whole_blocks(ON_DISK[0])
-# What each test reads: the first 16 on disk, the others in memory. Never the same: what was read lies in staging.
+# A test reads 16 prompts on disk and the others in memory; each has its own, because blocks stay in staging.
 SLOW = ON_DISK[:16] + IN_MEMORY[:8]
 HUNG = ON_DISK[16:] + IN_MEMORY[8:]
 DISK = range(16)
 OPEN_S = 0.06  # 144 blocks: more than eight seconds for all
 WAIT_S = 60.0
-# Four blocks per call: far below the two seconds after which Mooncake gives up one reading of its disk tier.
+# Four blocks per call: far below the two seconds after which Mooncake gives up a read from disk.
 EXTRA = ("--save-share", "0.5", "--chunk", "256KiB", *PATIENT)
 
 
@@ -41,7 +40,7 @@ Right = Callable[[list[list[int]]], list[list[int]]]
 
 @pytest.fixture(scope="module")
 def right(plain: Engine) -> Right:
-    """What the plain engine says to prompts."""
+    """right(prompts): the tokens of the plain engine."""
     return lambda prompts: plain.run(prompts, max_tokens=8).tokens
 
 
@@ -70,16 +69,16 @@ def pair(model: Path, folder: Path, engines: Callable[..., Engine], module_audit
 
 
 def test_memory_does_not_wait_behind_a_slow_disk(pair: Pair, folder: Path, right: Right) -> None:
-    """Those on disk arrive first; those in memory have their first token before the disk has done half of its work."""
+    """The prompts on disk arrive first; those in memory have a first token before the disk has done half of its work."""
     with SlowDisk(folder, OPEN_S) as disk:
         result = pair.run(SLOW, max_tokens=8)
         assert disk.opens > 8 * len(DISK), "the disk was slow for nearly all"
     assert finished(result)
     assert result.tokens == right(SLOW)
     assert result.cached_tokens == [HIT] * len(SLOW)
-    told = traces(pair.daemon, result, range(len(SLOW)))
-    assert sum(line["bytes_memory"] > 0 for line in told) == len(SLOW) - len(DISK), "each lies where it should"
-    assert sum(line["bytes_disk"] > 0 for line in told) == len(DISK)
+    lines = traces(pair.daemon, result, range(len(SLOW)))
+    assert sum(line["bytes_memory"] > 0 for line in lines) == len(SLOW) - len(DISK), "each lies where it should"
+    assert sum(line["bytes_disk"] > 0 for line in lines) == len(DISK)
     first_tokens = [request.first_token_s or 0.0 for request in result.requests]
     half = sorted(first_tokens[index] for index in DISK)[len(DISK) // 2]
     assert max(first_tokens[index] for index in range(len(DISK), len(SLOW))) < half
@@ -87,9 +86,9 @@ def test_memory_does_not_wait_behind_a_slow_disk(pair: Pair, folder: Path, right
 
 @pytest.mark.stress
 def test_a_disk_that_hangs_takes_nobody_along(pair: Pair, folder: Path, right: Right) -> None:
-    """The first read from disk does not come back: who waits for it recomputes in time, all others are served in full.
+    """A read from disk hangs: the requests that wait for it recompute in time, all others load all their blocks.
 
-    Those in memory arrive before and after the daemon's call for the blocks on disk has failed.
+    Requests for blocks in memory arrive before and after the daemon's call for the disk has failed.
     """
     brief = dataclasses.replace(pair, wait_s=1.0)
     arrivals = [0.0] * len(DISK) + [0.2 * turn for turn in range(len(HUNG) - len(DISK))]

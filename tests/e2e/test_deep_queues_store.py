@@ -1,4 +1,4 @@
-"""Queues before a store that stands still, comes back, holds somebody else's objects, or dies."""
+"""Queues before a store that stands still, comes back, holds objects of another size, or dies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cluster(module_auditor: Auditor) -> Iterator[Store]:
 
 @pytest.fixture(scope="module")
 def daemon(cluster: Store) -> Iterator[Daemon]:
-    # 128 slots to fetch into, 216 blocks in the prompts: what was staged before does not serve the next pass.
+    # 128 slots to fetch into, 216 blocks in the prompts: blocks staged for one pass do not serve the next.
     with Daemon(mooncake_config=cluster.config, staging="16MiB", extra=("--save-share", "0.5")) as daemon:
         yield daemon
         assert daemon.sigterm(DEAD_PEER_S) == 0
@@ -56,7 +56,7 @@ def daemon(cluster: Store) -> Iterator[Daemon]:
 def pair(
     model: Path, cluster: Store, daemon: Daemon, engines: Callable[..., Engine], module_auditor: Auditor
 ) -> Iterator[Pair]:
-    """An engine whose prompts are in the store and whose requests wait for a second at most."""
+    """An engine with its prompts in the store; its requests wait for a second at most."""
     engine = engines(EngineSpec(model=model, kv_transfer=patient(daemon, WAIT_S)))
     pair = Pair(engine, daemon, module_auditor, WAIT_S)
     fill(pair, cluster, PROMPTS)
@@ -67,7 +67,7 @@ def pair(
 def test_foreign_sized_objects_are_misses_for_one_and_nothing_for_another(
     cluster: Store, pair: Pair, right: list[list[int]], engines: Callable[..., Engine]
 ) -> None:
-    """Under the keys of one engine somebody stored values of half and of twice the size."""
+    """Values of half and of twice the size lie under the keys of one engine."""
     daemon, size = pair.daemon, BLOCK * TINY.kv_bytes_per_token
     spec = pair.engine.spec.but(kv_transfer=patient(daemon, WAIT_S, cache_prefix="foreign", key_format="vllm"))
     values = {}
@@ -106,7 +106,7 @@ def test_a_frozen_store_holds_nobody_past_the_deadline(
 
 @pytest.mark.stress
 def test_a_store_that_stumbles_again_and_again(cluster: Store, pair: Pair, right: list[list[int]]) -> None:
-    """Owner and master stand still at random, up to twice as long as a request may wait, while requests come and go."""
+    """Storage node and master stand still at random, up to twice as long as a request may wait."""
     source = random.Random(73)
     over = threading.Event()
 
@@ -137,10 +137,10 @@ def test_a_store_that_stumbles_again_and_again(cluster: Store, pair: Pair, right
 def test_a_master_that_comes_back_empty_is_joined_again_by_all_that_stayed(
     cluster: Store, pair: Pair, plain: Engine, right: list[list[int]], engines: Callable[..., Engine]
 ) -> None:
-    """By its owner, and by the daemons of two nodes: then one engine loads what the other saves."""
+    """The storage node and two daemons join it again; then one engine loads what the other saves."""
     with Daemon(mooncake_config=cluster.config, staging="16MiB", extra=("--save-share", "0.5")) as there:
         other = Pair(engines(pair.engine.spec.but(kv_transfer=patient(there, WAIT_S))), there, pair.auditor, WAIT_S)
-        assert sum(other.run(PROMPTS, max_tokens=8).cached_tokens) > 0, "what the first one saved"
+        assert sum(other.run(PROMPTS, max_tokens=8).cached_tokens) > 0, "the first engine saved them"
         before = [len(each.records("store.recovered")) for each in (pair.daemon, there)]
         cluster.kill_master()
         for each in (pair, other):

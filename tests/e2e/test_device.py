@@ -1,5 +1,4 @@
-"""Real engines that load from device slots, with a GPU of host memory: tokens never change, whoever dies, and all is
-given back."""
+"""Real engines load from device slots of a host-memory GPU: no death changes tokens, and all memory is given back."""
 
 from __future__ import annotations
 
@@ -61,10 +60,10 @@ def idle(auditor: Auditor, daemon: Daemon) -> None:
 
 
 def check_loads(daemon: Daemon, engine: Engine, auditor: Auditor, right: list[list[int]], least: int) -> None:
-    """All prompts wait at once for slabs that hold two of them; some blocks are taken from there, and all are right.
+    """All prompts wait at once for slabs that hold two of them; some blocks come from there, and all tokens are right.
 
-    `right`: the tokens of each prompt, of so many as there are.  `least`: how many blocks at least are copied to the
-    slab of each rank, and from it.
+    `right`: the tokens of the prompts that take part.  `least`: at least so many blocks reach each rank's slab and
+    leave it.
     """
     prompts = PROMPTS[: len(right)]
     assert engine.run(prompts, max_tokens=8).tokens == right, "saving"
@@ -90,7 +89,7 @@ def loaded_from_device(engine: Engine) -> list[int]:
 
 
 def kill_daemon_under_load(daemon: Daemon, engine: Engine, auditor: Auditor, right: list[list[int]]) -> None:
-    """What was claimed is loaded from memory that stays mapped, the rest is recomputed; then all is as before."""
+    """Claimed blocks load from memory that stays mapped, others are recomputed; a new daemon serves as before."""
     prompts = PROMPTS[: len(right)]
     assert engine.reset_prefix_cache()
     engine.begin(prompts, max_tokens=8)
@@ -153,7 +152,7 @@ def test_loads_from_device_slots_in_every_way(
             idle(module_auditor, daemon)
             assert engine.reset_prefix_cache()
     else:
-        # Asynchronous loads wait for no seat: they are claimed as soon as they are staged, most before their turn here.
+        # Asynchronous loads are claimed as soon as they are staged, most of them before they reach a device slot.
         check_loads(daemon, engine, module_auditor, right, least=1 if "load_mode" in extra else 3 * SLOTS)
     engine.stop()
     eventually(lambda: device_memories(daemon.pid) == 0, 20.0, "the device memory given back")

@@ -1,4 +1,4 @@
-"""Engines and daemons that come, go, stop and are killed: the engine serves every request, and nothing stays behind."""
+"""Engines and daemons come, go, stop and are killed: the engine serves every request, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_daemon_may_come_late_stop_and_come_back(at: At, right: list[list[in
 
 
 def staging_mapped(engine: Engine) -> int:
-    """How many daemons' staging the engine's processes have mapped."""
+    """Count the staging areas that the engine's processes have mapped."""
     files = set()
     for pid in {engine.scheduler_pid, *engine.worker_pids}:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():

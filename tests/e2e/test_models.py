@@ -1,4 +1,4 @@
-"""Tokens never change with models and features whose KV looks otherwise: tiny random models, saved and loaded."""
+"""Tokens never change with models and features of unusual KV: tiny random models, saved and loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS = make_prompts(4, 300, seed=71)
 
 
 def gemma(folder: Path) -> Path:
-    """Sliding windows beside full attention, whose heads are twice as wide."""
+    """Sliding windows beside full attention with heads twice as wide."""
     import torch
     import transformers
 
@@ -81,7 +81,7 @@ def adapter(folder: Path, seed: int) -> str:
 
 
 def saved_then_loaded(site: Site, engine: Engine, **options: Any) -> list[int]:
-    """Prompt tokens that were loaded, when tokens are the same; then the control: with another's block they are not."""
+    """Return the loaded prompt tokens; loaded KV gives the same tokens, another prompt's block gives others."""
     first = engine.run(PROMPTS, max_tokens=48, **options)
     assert first.cached_tokens == [0] * len(PROMPTS)
     site.fresh(engine)

@@ -1,4 +1,4 @@
-"""What is saved by a real engine: right under preemption, announced when it is stored, and attributed to its tier."""
+"""A real engine saves right blocks under preemption, announces them once stored, and attributes hits to a medium."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = 160
 
 @pytest.mark.parametrize(("decode", "load_mode"), [(False, "sync"), (True, "async")])
 def test_preempted_requests_are_saved_and_loaded_right(site: Site, plain: Engine, decode: bool, load_mode: str) -> None:
-    """A KV pool for one and a half of four long outputs; then everything that was saved is loaded and continued."""
+    """The KV pool holds one and a half of four long outputs; then all saved blocks are loaded and continued."""
     prompts = make_prompts(5, 200, seed=61)
     right = plain.run(prompts, max_tokens=LONG).tokens
     continued = [prompt + tokens for prompt, tokens in zip(prompts, right, strict=True)]
@@ -38,15 +38,15 @@ def test_preempted_requests_are_saved_and_loaded_right(site: Site, plain: Engine
     third = engine.run(continued, max_tokens=8)
     assert third.tokens == right_on
     for prompt, whole, hit in zip(prompts, continued, third.cached_tokens, strict=True):
-        if decode:  # all but the last token's KV was computed
+        if decode:  # the KV of all tokens but the last was computed
             assert hit == whole_blocks(whole)
-        else:  # what a preempted request had generated is prompt to its second prefill
+        else:  # the second prefill of a preempted request takes its output for prompt
             assert whole_blocks(prompt) <= hit <= whole_blocks(whole)
     site.assert_idle()
     engine.stop()
 
 
-def test_stored_blocks_are_announced_and_hits_told_apart_by_tier(
+def test_stored_blocks_are_announced_and_hits_attributed_to_memory_or_disk(
     at: At, model: Path, engines: Callable[..., Engine], tmp_path: Path
 ) -> None:
     """As a child of MultiConnector: from memory while the daemon lives, from its disk after a restart."""

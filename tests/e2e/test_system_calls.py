@@ -70,7 +70,7 @@ def test_polls_and_pushes_make_no_system_call(at: At, tmp_path: Path) -> None:
         engine.run(prompts[:4])
         site.fresh(engine)
         engine.call("tests.e2e.probes:trace_pushes")
-        # The owner of the data stands still: the fetch stays in flight for as long as the polls take.
+        # The storage node stands still: the fetch stays in flight as long as the polls take.
         with frozen(cluster.node_pid):
             with strace(engine.scheduler_pid, tmp_path / "trace"):
                 pending = engine.call("tests.e2e.probes:add_and_poll", prompts, POLLS)

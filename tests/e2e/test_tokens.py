@@ -23,7 +23,7 @@ PROMPTS = make_prompts(12, 300, seed=1)
 
 @pytest.fixture(scope="module")
 def right(plain: Engine) -> list[list[int]]:
-    """What the plain engine says."""
+    """The tokens of the plain engine."""
     return plain.run(PROMPTS).tokens
 
 

@@ -1,4 +1,4 @@
-"""Engines whose KV differs, on one store and with one `cache_prefix`: each loads only what is its own."""
+"""Engines with different KV, on one store and with one `cache_prefix`: each loads only its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HITS = hits(PROMPTS)
 
 
 def pair_of(differing: str, model: Path, folder: Path) -> tuple[EngineSpec, EngineSpec]:
-    """Engines whose blocks have one size and, in vLLM's format, the same keys."""
+    """Return two engines with blocks of one size and, in vLLM's format, the same keys."""
     one = EngineSpec(model=model)
     if differing == "weights":
         weights = folder / model.name
@@ -105,7 +105,7 @@ sys.meta_path.insert(0, Finder())
 def test_an_equal_engine_of_another_folder_after_a_restart_and_of_a_later_vllm_shares_what_is_stored(
     site: Site, engines: Callable[..., Engine], tmp_path: Path
 ) -> None:
-    """No difference: where the weights lie, the daemon's life, into how many ranks with the same heads it is split."""
+    """Another folder, a restart, a later vLLM and a split into ranks with the same heads make no difference."""
     link = tmp_path / site.model.name
     link.symlink_to(site.model)
     (tmp_path / "later").mkdir()

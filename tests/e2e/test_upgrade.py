@@ -1,4 +1,4 @@
-"""Engines and daemons of different protocols: refused in one line on both sides; the engine serves on without us."""
+"""Engine and daemon of different protocols: both sides log one line, and the engine serves without the connector."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def right(plain: Engine) -> list[list[int]]:
 
 
 def another_protocol(folder: Path, number: int) -> dict[str, str]:
-    """A copy of the package that speaks this protocol, as the environment of a process that is to use it."""
+    """Copy the package with this protocol number; return the environment of a process that uses the copy."""
     sources, copy = Path(kvprefetch.__file__).parent, folder / "kvprefetch"
     for part in ("shmring", "connector", "daemon"):
         shutil.copytree(sources / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
@@ -46,7 +46,7 @@ def another_protocol(folder: Path, number: int) -> dict[str, str]:
 
 
 def assert_refused(engine: Engine, daemon: Daemon, line: str) -> None:
-    """No process of the engine asks twice within five seconds; each wrote one line, as the daemon does each time."""
+    """No process asks twice within five seconds; each logs one line, and the daemon logs one each time."""
     assert FINAL_RETRY_S > LOOKED_AT_S
     assert daemon.wait_record("peer.refused", count=2) is not None
     time.sleep(LOOKED_AT_S)
@@ -56,9 +56,9 @@ def assert_refused(engine: Engine, daemon: Daemon, line: str) -> None:
         assert all((later - sooner).total_seconds() > LOOKED_AT_S for sooner, later in pairwise(times))
     assert {str(record["error"]) for record in refused} == {refused[0]["error"]}
     assert line in str(refused[0]["error"])
-    told = [each for each in engine.log.read_text().splitlines() if "protocol differs" in each]
-    assert len(told) == 2, "one of the scheduler, one of the worker"
-    assert all(f"kvprefetch: the daemon refused: {refused[0]['error']}" in each for each in told)
+    logged = [each for each in engine.log.read_text().splitlines() if "protocol differs" in each]
+    assert len(logged) == 2, "one of the scheduler, one of the worker"
+    assert all(f"kvprefetch: the daemon refused: {refused[0]['error']}" in each for each in logged)
 
 
 def test_an_engine_serves_on_beside_an_older_daemon_and_attaches_to_its_successor(

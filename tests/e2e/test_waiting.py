@@ -1,4 +1,4 @@
-"""Requests whose blocks are late, on a real engine: hints sent again to a new daemon, a store that stands still."""
+"""Late blocks on a real engine: hints go again to a new daemon, and a store may stand still."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def counters(engine: Engine) -> dict[str, int]:
 
 
 def fill(engine: Engine, site: Site, cluster: Store) -> None:
-    """All prompts are in the store and no longer in the engine."""
+    """Save all prompts, and empty the engine's own cache."""
     engine.run(PROMPTS)
     assert cluster.wait_keys(sum(HITS) // 32) == sum(HITS) // 32
     site.fresh(engine)
@@ -64,7 +64,7 @@ def test_a_daemon_that_restarts_under_a_queue_is_hinted_again(at: At, cluster: S
 
 
 def test_a_store_that_stands_still_delays_nobody_for_long(at: At, cluster: Store, right: list[list[int]]) -> None:
-    """Adaptive: no request waits for the bound, which is ten minutes away, and each may choose for itself."""
+    """With `adaptive` no request waits for the bound of ten minutes, and each may choose its own policy."""
     with Daemon(mooncake_config=cluster.config, staging="64MiB") as daemon:
         site = at(daemon)
         engine = site.engine(extra={"wait_policy": "adaptive", "wait_timeout_ms": 600_000})
