@@ -185,9 +185,11 @@ def host_rates(bench: Bench) -> dict[str, float]:
     pinned.random_(0, 256)
     target = torch.empty(bench.bytes, dtype=torch.uint8, device="cuda:0")
     times = gpu_seconds(
-        lambda: target.copy_(pinned, non_blocking=True), bench.copy(0),
-        lambda: pinned.copy_(target, non_blocking=True), bench.copy(0, save=True),
-    )  # fmt: skip
+        lambda: target.copy_(pinned, non_blocking=True),
+        bench.copy(0),
+        lambda: pinned.copy_(target, non_blocking=True),
+        bench.copy(0, save=True),
+    )
     with torch.cuda.stream(bench.streams.side):
         times += gpu_seconds(bench.copy(0, beside=True))
     names = ("own_to_device", "load", "own_to_host", "save", "beside")
@@ -264,7 +266,7 @@ def bounce(bench: Bench, rounds: int = 7) -> dict[str, float]:
     size = exported_bytes(host.rows.nbytes)
     staging = DeviceStaging(
         host.block_bytes, [bench.device.uuid], budget_bytes=size, margin_bytes=0, allocator="daemon"
-    )  # fmt: skip
+    )
     staging.follow(host)
     said = [staging.open([""]), *(staging.pin(*piece) for piece in staging.pieces())]
     assert not any(said), said
@@ -311,10 +313,16 @@ def measure(shape: str, blocks: int) -> dict[str, Any]:
     bench = Bench(shape, blocks)
     try:
         return {
-            "shape": shape, "blocks": blocks, "block_bytes": bench.block_bytes, "pin_gbps": bench.pin_gbps,
-            "device_gbps": device_rates(bench), "host_gbps": host_rates(bench), "launch_us": launch_us(bench),
-            "forward_ms": forward_ms(bench), "bounce_s": bounce(bench),
-        }  # fmt: skip
+            "shape": shape,
+            "blocks": blocks,
+            "block_bytes": bench.block_bytes,
+            "pin_gbps": bench.pin_gbps,
+            "device_gbps": device_rates(bench),
+            "host_gbps": host_rates(bench),
+            "launch_us": launch_us(bench),
+            "forward_ms": forward_ms(bench),
+            "bounce_s": bounce(bench),
+        }
     finally:
         bench.close()
 
@@ -370,9 +378,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     head = {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "device": torch.cuda.get_device_name(0), "torch": torch.__version__, "command": " ".join(sys.argv),
+        "device": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "command": " ".join(sys.argv),
         "first_use": first_use(),
-    }  # fmt: skip
+    }
     print(" ".join(f"{key}={value}" for key, value in head.items()))
     results = []
     for shape in options.shape or list(SHAPES):

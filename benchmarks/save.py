@@ -146,9 +146,12 @@ class Measured:
         full = [ns / 1e6 for tokens, ns in steps if tokens == setting.max_num_batched_tokens]
         decode = [ns / 1e6 for tokens, ns in steps if 0 < tokens <= setting.max_num_seqs]
         return cls(
-            percentile(full, 0.5), percentile(full, 0.1), percentile(decode, 0.5), total_s,
+            percentile(full, 0.5),
+            percentile(full, 0.1),
+            percentile(decode, 0.5),
+            total_s,
             taken["own_ns"] / sum(ns for _, ns in steps),
-        )  # fmt: skip
+        )
 
 
 class Bench:
@@ -170,10 +173,14 @@ class Bench:
                 self.say(f"starting the engine with saving {name}")
                 spec = EngineSpec(
                     own_worker=False,
-                    model=model, dtype=PEERS.dtype, block_size=setting.block_size, max_num_seqs=setting.max_num_seqs,
-                    max_num_batched_tokens=setting.max_num_batched_tokens, num_gpu_blocks=setting.pool_blocks,
+                    model=model,
+                    dtype=PEERS.dtype,
+                    block_size=setting.block_size,
+                    max_num_seqs=setting.max_num_seqs,
+                    max_num_batched_tokens=setting.max_num_batched_tokens,
+                    num_gpu_blocks=setting.pool_blocks,
                     kv_transfer=transfer,
-                )  # fmt: skip
+                )
                 self.engines[name] = stack.enter_context(Engine(spec))
                 self.engines[name].call("benchmarks.save:watch_steps")
             for number in range(rounds + 1):
@@ -275,9 +282,11 @@ def main(argv: list[str] | None = None) -> int:
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         report = {
-            "machine": ran_on, "setting": asdict(setting), "rounds": options.rounds,
+            "machine": ran_on,
+            "setting": asdict(setting),
+            "rounds": options.rounds,
             "cases": {case: asdict(each) for case, each in bench.figures.items()},
-        }  # fmt: skip
+        }
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 

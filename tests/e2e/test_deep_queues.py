@@ -70,10 +70,13 @@ def narrow(
     with Daemon(mooncake_config=cluster.config, staging=f"{slots * 64}KiB", extra=PATIENT) as daemon:
         engine = engines(
             EngineSpec(
-                model=model, kv_transfer=patient(daemon, WAIT_S),
-                scheduling_policy="priority", max_model_len=1100, num_gpu_blocks=64,
+                model=model,
+                kv_transfer=patient(daemon, WAIT_S),
+                scheduling_policy="priority",
+                max_model_len=1100,
+                num_gpu_blocks=64,
             )
-        )  # fmt: skip
+        )
         pair = Pair(engine, daemon, module_auditor, WAIT_S)
         yield pair
         engine.stop()

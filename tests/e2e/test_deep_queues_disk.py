@@ -69,7 +69,7 @@ def pair(model: Path, folder: Path, engines: Callable[..., Engine], module_audit
 
 
 def test_memory_does_not_wait_behind_a_slow_disk(pair: Pair, folder: Path, right: Right) -> None:
-    """The prompts on disk arrive first; those in memory have a first token before the disk has done half of its work."""
+    """The prompts on disk arrive first; those in memory have a first token before the disk has done half its work."""
     with SlowDisk(folder, OPEN_S) as disk:
         result = pair.run(SLOW, max_tokens=8)
         assert disk.opens > 8 * len(DISK), "the disk was slow for nearly all"

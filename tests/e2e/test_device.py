@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.daemon.conftest import starter
-from tests.e2e.conftest import PATIENT, hits, served, wait_attached
+from tests.e2e.conftest import PATIENT, At, Site, hits, served, wait_attached
 from tests.lab.checkpoint import TINY_TP2, make_checkpoint
 from tests.lab.connectors import ours
 from tests.lab.daemon import Daemon
@@ -24,6 +24,7 @@ from tests.support.waiting import eventually
 PROMPT_BLOCKS = 16
 PROMPTS = make_prompts(40, 520, seed=71)
 HITS = hits(PROMPTS)
+SCHEDULER = -1  # in place of a worker's rank
 SLOTS = 32  # of 64 KiB in the smallest slab of a rank: two of the prompts
 
 
@@ -43,23 +44,18 @@ def daemons(module_auditor: Auditor) -> Iterator[Callable[..., Daemon]]:
     yield from starter(make)
 
 
-def spec_of(daemon: Daemon, model: Path, **extra: Any) -> EngineSpec:
+def spec_of(site: Site, **extra: Any) -> EngineSpec:
     """Worker and scheduler in one process."""
-    kv_transfer = ours(daemon.socket, wait_timeout_ms=30_000, **extra) | {
-        "kv_connector_module_path": "tests.e2e.device_connector"
-    }
-    return EngineSpec(model=model, kv_transfer=kv_transfer, own_worker=False)
+    kv_transfer = ours(site.daemon.socket, wait_timeout_ms=30_000, **extra)
+    kv_transfer |= {"kv_connector_module_path": "tests.e2e.device_connector"}
+    return EngineSpec(model=site.model, kv_transfer=kv_transfer, own_worker=False)
 
 
 def numbers(daemon: Daemon) -> dict[str, int | str]:
     return ask_daemon(daemon.socket).engines[0]
 
 
-def idle(auditor: Auditor, daemon: Daemon) -> None:
-    auditor.assert_idle(daemon.pid, daemon.socket, timeout_s=20)
-
-
-def check_loads(daemon: Daemon, engine: Engine, auditor: Auditor, right: list[list[int]], least: int) -> None:
+def check_loads(site: Site, engine: Engine, right: list[list[int]], least: int) -> None:
     """All prompts wait at once for slabs that hold two of them; some blocks come from there, and all tokens are right.
 
     `right`: the tokens of the prompts that take part.  `least`: at least so many blocks reach each rank's slab and
@@ -67,12 +63,12 @@ def check_loads(daemon: Daemon, engine: Engine, auditor: Auditor, right: list[li
     """
     prompts = PROMPTS[: len(right)]
     assert engine.run(prompts, max_tokens=8).tokens == right, "saving"
-    idle(auditor, daemon)
+    site.assert_idle(20)
     assert engine.reset_prefix_cache()
     before = loaded_from_device(engine)
     served(engine.run(prompts, max_tokens=8), right, HITS[: len(right)])
-    idle(auditor, daemon)
-    counted = numbers(daemon)
+    site.assert_idle(20)
+    counted = numbers(site.daemon)
     assert counted["device_slots"] == SLOTS
     assert int(counted["promoted_blocks"]) >= least, "slots were used again and again"
     for was, now in zip(before, loaded_from_device(engine), strict=True):
@@ -88,47 +84,47 @@ def loaded_from_device(engine: Engine) -> list[int]:
     return [counters.get("load_device_bytes", 0) // (64 << 10) for counters in ranks]
 
 
-def kill_daemon_under_load(daemon: Daemon, engine: Engine, auditor: Auditor, right: list[list[int]]) -> None:
+def kill_daemon_under_load(site: Site, engine: Engine, right: list[list[int]]) -> None:
     """Claimed blocks load from memory that stays mapped, others are recomputed; a new daemon serves as before."""
     prompts = PROMPTS[: len(right)]
     assert engine.reset_prefix_cache()
     engine.begin(prompts, max_tokens=8)
     engine.wait_event("first_token")
-    daemon.sigkill()
+    site.daemon.sigkill()
     assert engine.finish().tokens == right
-    daemon.start()
+    site.daemon.start()
     wait_attached(engine)
     assert engine.reset_prefix_cache()
     assert engine.run(prompts, max_tokens=8).tokens == right, "saving again"
-    idle(auditor, daemon)
+    site.assert_idle(20)
     eventually(
         lambda: set(engine.call("tests.e2e.device_connector:mapped")) == {1}, 20.0, "the dead daemon's memory unmapped"
     )
 
 
 def kill_engine_under_load(
-    daemon: Daemon, engine: Engine, auditor: Auditor, prompts: list[list[int]], worker_rank: int | None = None
+    site: Site, engine: Engine, prompts: list[list[int]], worker_rank: int | None = None
 ) -> None:
     """Its mappings go with it, and the daemon frees what it had mapped."""
     assert engine.reset_prefix_cache()
     engine.begin(prompts, max_tokens=8)
     engine.wait_event("first_token")
-    assert device_memories(daemon.pid) == engine.spec.tensor_parallel_size
+    assert device_memories(site.daemon.pid) == engine.spec.tensor_parallel_size
     engine.kill(worker_rank=worker_rank)
-    eventually(lambda: device_memories(daemon.pid) == 0, 30.0, "the device memory given back")
-    idle(auditor, daemon)
+    eventually(lambda: device_memories(site.daemon.pid) == 0, 30.0, "the device memory given back")
+    site.assert_idle(20)
     engine.stop()
 
 
 def test_loads_from_device_slots_give_the_same_tokens_and_nothing_survives_a_kill(
-    model: Path, right: list[list[int]], engines: Callable[..., Engine], module_auditor: Auditor,
-    daemons: Callable[..., Daemon]
-) -> None:  # fmt: skip
+    at: At, right: list[list[int]], daemons: Callable[..., Daemon]
+) -> None:
     daemon = daemons()
-    engine = engines(spec_of(daemon, model))
-    check_loads(daemon, engine, module_auditor, right, least=3 * SLOTS)
-    kill_daemon_under_load(daemon, engine, module_auditor, right)
-    kill_engine_under_load(daemon, engine, module_auditor, PROMPTS)
+    site = at(daemon)
+    engine = site.engine(spec_of(site))
+    check_loads(site, engine, right, least=3 * SLOTS)
+    kill_daemon_under_load(site, engine, right)
+    kill_engine_under_load(site, engine, PROMPTS)
     assert daemon.sigterm(60) == 0
 
 
@@ -141,19 +137,18 @@ def test_loads_from_device_slots_give_the_same_tokens_and_nothing_survives_a_kil
     ],
 )
 def test_loads_from_device_slots_in_every_way(
-    model: Path, right: list[list[int]], engines: Callable[..., Engine], module_auditor: Auditor,
-    daemons: Callable[..., Daemon], options: tuple[str, ...], extra: dict[str, Any]
-) -> None:  # fmt: skip
+    at: At, right: list[list[int]], daemons: Callable[..., Daemon], options: tuple[str, ...], extra: dict[str, Any]
+) -> None:
     daemon = daemons(*options)
-    engine = engines(spec_of(daemon, model, **extra))
+    site = at(daemon)
+    engine = site.engine(spec_of(site, **extra))
     if extra.get("wait_policy") == "adaptive":
         for _ in range(3):
             assert engine.run(PROMPTS, max_tokens=8).tokens == right
-            idle(module_auditor, daemon)
-            assert engine.reset_prefix_cache()
+            site.fresh(engine)
     else:
         # Asynchronous loads are claimed as soon as they are staged, most of them before they reach a device slot.
-        check_loads(daemon, engine, module_auditor, right, least=1 if "load_mode" in extra else 3 * SLOTS)
+        check_loads(site, engine, right, least=1 if "load_mode" in extra else 3 * SLOTS)
     engine.stop()
     eventually(lambda: device_memories(daemon.pid) == 0, 20.0, "the device memory given back")
     assert daemon.sigterm(60) == 0
@@ -162,21 +157,21 @@ def test_loads_from_device_slots_in_every_way(
 @needs_cxx
 @pytest.mark.parametrize(
     ("spread", "killed"),
-    [pytest.param(False, 1, id="one GPU"), pytest.param(True, None, id="a GPU each", marks=pytest.mark.stress)],
+    [pytest.param(False, 1, id="one GPU"), pytest.param(True, SCHEDULER, id="a GPU each", marks=pytest.mark.stress)],
 )
 def test_two_ranks_load_from_device_slots(
-    engines: Callable[..., Engine], module_auditor: Auditor, daemons: Callable[..., Daemon], tmp_path: Path,
-    spread: bool, killed: int | None
-) -> None:  # fmt: skip
+    at: At, engines: Callable[..., Engine], daemons: Callable[..., Daemon], tmp_path: Path, spread: bool, killed: int
+) -> None:
     """On one GPU, which they share, or on one each; then the daemon is killed, and a worker or the scheduler."""
     model = make_checkpoint(tmp_path, TINY_TP2)
     plain = engines(EngineSpec(model=model, tensor_parallel_size=2))
     right = plain.run(PROMPTS[:16], max_tokens=8).tokens
     plain.stop()
     daemon = daemons("--device-staging", "2MiB" if spread else "4MiB")
+    site = at(daemon)
     env = {SPREAD: "1"} if spread else {}
-    engine = engines(spec_of(daemon, model).but(tensor_parallel_size=2, own_worker=True, env=env))
-    check_loads(daemon, engine, module_auditor, right, least=2 * SLOTS)
-    kill_daemon_under_load(daemon, engine, module_auditor, right)
-    kill_engine_under_load(daemon, engine, module_auditor, PROMPTS[:16], killed)
+    engine = engines(spec_of(site).but(model=model, tensor_parallel_size=2, own_worker=True, env=env))
+    check_loads(site, engine, right, least=2 * SLOTS)
+    kill_daemon_under_load(site, engine, right)
+    kill_engine_under_load(site, engine, PROMPTS[:16], None if killed == SCHEDULER else killed)
     assert daemon.sigterm(60) == 0

@@ -62,9 +62,10 @@ def between_marks(trace: Path) -> list[Counter[str]]:
 
 def test_polls_and_pushes_make_no_system_call(at: At, tmp_path: Path) -> None:
     prompts = make_prompts(50, 300, seed=51)
-    with Store(memory="256 MB") as cluster, Daemon(
-        mooncake_config=cluster.config, staging="64MiB", extra=("--spin-us", "10000")
-    ) as daemon:  # fmt: skip
+    with (
+        Store(memory="256 MB") as cluster,
+        Daemon(mooncake_config=cluster.config, staging="64MiB", extra=("--spin-us", "10000")) as daemon,
+    ):
         site = at(daemon)
         engine = site.engine(extra={"wait_timeout_ms": 60_000})
         engine.run(prompts[:4])

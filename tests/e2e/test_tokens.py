@@ -59,9 +59,23 @@ def test_a_warmed_prompt_is_a_hit_at_once(site: Site, right: list[list[int]], tm
     before = len(site.daemon.records("request.done"))
     engine_id = str(site.daemon.records("engine.attached")[-1]["engine"])
     result = subprocess.run(
-        [sys.executable, "-m", "kvprefetch.daemon", "warm", str(file), "--engine", engine_id, "--json",
-         "--socket", str(site.daemon.socket)], capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "kvprefetch.daemon",
+            "warm",
+            str(file),
+            "--engine",
+            engine_id,
+            "--json",
+            "--socket",
+            str(site.daemon.socket),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr
     counts = json.loads(result.stdout)
     blocks = sum(whole_blocks(prompt) // BLOCK for prompt in PROMPTS)

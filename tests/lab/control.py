@@ -75,8 +75,11 @@ def remove(config: Path, keys: Sequence[str], *, host_ip: str = "127.0.0.1") -> 
 
 def put(config: Path, values: Mapping[str, bytes], segment: str, *, host_ip: str = "127.0.0.1") -> None:
     """Store values in the memory of one storage node (:attr:`tests.lab.store.Store.segments`)."""
-    _ask({"op": "put", "keys": list(values), "values": [v.hex() for v in values.values()], "segment": segment},
-         config, host_ip)  # fmt: skip
+    _ask(
+        {"op": "put", "keys": list(values), "values": [v.hex() for v in values.values()], "segment": segment},
+        config,
+        host_ip,
+    )
 
 
 class Reader:

@@ -50,18 +50,29 @@ class HighlyAvailableStore(Store):
             raise StoreError("etcd is not installed")
         url, peer = f"http://{self.host_ip}:{self.etcd_port}", f"http://{self.host_ip}:{peers}"
         self._etcd = [
-            found, f"--data-dir={scratch / 'etcd'}", f"--listen-client-urls={url}", f"--advertise-client-urls={url}",
-            f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}",
+            found,
+            f"--data-dir={scratch / 'etcd'}",
+            f"--listen-client-urls={url}",
+            f"--advertise-client-urls={url}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster=default={peer}",
-        ]  # fmt: skip
+        ]
         self.master_address = f"etcd://{self.host_ip}:{self.etcd_port}"
         self.start_etcd()
         for port, metrics in zip(rpc, self._metrics_ports, strict=True):
-            self._masters.append([
-                program("mooncake_master"), "--enable_ha=true", f"--etcd_endpoints={self.host_ip}:{self.etcd_port}",
-                f"--rpc_address={self.host_ip}", f"--rpc_port={port}",
-                f"--metrics_host={self.host_ip}", f"--metrics_port={metrics}", *self.options,
-            ])  # fmt: skip
+            self._masters.append(
+                [
+                    program("mooncake_master"),
+                    "--enable_ha=true",
+                    f"--etcd_endpoints={self.host_ip}:{self.etcd_port}",
+                    f"--rpc_address={self.host_ip}",
+                    f"--rpc_port={port}",
+                    f"--metrics_host={self.host_ip}",
+                    f"--metrics_port={metrics}",
+                    *self.options,
+                ]
+            )
         self.start_masters()
         self.wait_leader()
         self._start_nodes(node_ports, [], scratch)

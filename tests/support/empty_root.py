@@ -63,14 +63,18 @@ class EmptyRoot:
         self.path = path
         self._indexes: list[str] = []  # folders that pip's configuration names
         release = platform.freedesktop_os_release()["VERSION_CODENAME"]
-        sources = [each for each in (Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").iterdir()))
-                   if each.suffix in (".list", ".sources") and each.is_file()]  # fmt: skip
+        sources = [
+            each
+            for each in (Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").iterdir()))
+            if each.suffix in (".list", ".sources") and each.is_file()
+        ]
         dump = subprocess.run(["apt-config", "dump"], capture_output=True, text=True, check=True).stdout
         options = [f"--aptopt={line}" for line in dump.splitlines() if APT_OPTION.match(line)]
         subprocess.run(
             ["nice", "mmdebstrap", "--quiet", "--mode=root", "--variant=minbase", *options, release, path, *sources],
-            check=True, timeout=600,
-        )  # fmt: skip
+            check=True,
+            timeout=600,
+        )
         keys = {key for each in sources for key in re.findall(r"signed-by\W+(/[^\s\]]+)", each.read_text(), re.I)}
         for name in (*FILES, *(key.lstrip("/") for key in keys)):
             if Path("/", name).is_file():
@@ -106,8 +110,11 @@ class EmptyRoot:
         """Copy what a clone would have, with the changes that are not committed."""
         listed = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=checkout, capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
+            cwd=checkout,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         for name in filter(None, listed.split("\0")):
             if (checkout / name).exists():  # else it is deleted, and not committed yet
                 target = self.path / folder.lstrip("/") / name

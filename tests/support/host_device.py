@@ -81,9 +81,11 @@ class HostDevice:
     @property
     def live(self) -> dict[str, int]:
         return {
-            "allocated": len(self.allocated), "opened": len(self.opened),
-            "registered": len(self.registered), "streams": len(self.streams),
-        }  # fmt: skip
+            "allocated": len(self.allocated),
+            "opened": len(self.opened),
+            "registered": len(self.registered),
+            "streams": len(self.streams),
+        }
 
     def stalled(self, name: str) -> bool:
         return name in self.hang and self.gate is not None and self.gate.exists()
