@@ -30,24 +30,23 @@ DOCS = {name: (ROOT / "docs" / name).read_text() for name in ("OPERATIONS.md", "
 
 
 def commands(mark: str) -> list[str]:
-    """Lines of all fenced blocks whose opening has exactly this mark."""
+    """Return the lines of all fenced blocks that open with exactly this mark."""
     blocks = [block for text in DOCS.values() for block in re.findall(rf"```{mark}\n(.*?)```", text, re.DOTALL)]
     return [line for block in blocks for line in block.splitlines() if line]
 
 
 def run(command: str, folder: Path, **environ: str) -> None:
-    """With the `kvprefetchd` of these sources first on the path."""
+    """Run a command with the `kvprefetchd` of these sources first on the path."""
     program = folder / "kvprefetchd"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvprefetch.daemon "$@"\n')
     program.chmod(0o755)
-    result = subprocess.run(
-        ["sh", "-ec", command], cwd=folder, capture_output=True, text=True, timeout=150, check=False,
-        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **environ},
-    )  # fmt: skip
+    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **environ}
+    result = subprocess.run(["sh", "-ec", command], cwd=folder, env=env, capture_output=True, text=True, timeout=150)
     assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
 
 
 def test_the_documents_have_commands_to_run() -> None:
+    """Each mark is in use, so the tests below run something."""
     assert len(commands("sh test")) >= 4
     assert len(commands("sh test serving")) >= 6
     assert len(commands("sh test attached")) >= 2
@@ -56,11 +55,13 @@ def test_the_documents_have_commands_to_run() -> None:
 @pytest.mark.store
 @pytest.mark.parametrize("command", commands("sh test"))
 def test_a_command_runs(command: str, tmp_path: Path) -> None:
+    """A command marked `sh test` succeeds in an empty folder, without a daemon."""
     run(command, tmp_path)
 
 
 @pytest.mark.store
 def test_the_commands_for_a_running_daemon_run(tmp_path: Path) -> None:
+    """Commands marked `sh test serving` succeed beside a daemon, in their order."""
     with Daemon(memory="64MiB", staging="1MiB") as daemon:
         for command in commands("sh test serving"):
             run(command, tmp_path, KVPREFETCHD_SOCKET=str(daemon.socket))
@@ -68,6 +69,7 @@ def test_the_commands_for_a_running_daemon_run(tmp_path: Path) -> None:
 
 @pytest.mark.store
 def test_the_commands_for_an_attached_engine_run(tmp_path: Path) -> None:
+    """Commands marked `sh test attached` succeed beside a daemon with an engine."""
     with Daemon(memory="64MiB", staging="1MiB") as daemon:
         engine = FakeEngine(daemon.socket)
         for command in commands("sh test attached"):
@@ -76,11 +78,13 @@ def test_the_commands_for_an_attached_engine_run(tmp_path: Path) -> None:
 
 
 def test_the_configuration_shown_is_valid() -> None:
+    """Each TOML block loads."""
     for block in re.findall(r"```toml\n(.*?)```", DOCS["OPERATIONS.md"], re.DOTALL):
         load(tomllib.loads(block))
 
 
 def test_the_daemon_set_and_the_image_start_what_serve_accepts(capsys: pytest.CaptureFixture[str]) -> None:
+    """containers.md: arguments, socket folder, port, probes and grace period fit the daemon."""
     (text,) = re.findall(r"```yaml\n(.*?)```", DOCS["containers.md"], re.DOTALL)
     pod = yaml.safe_load(text)["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -97,6 +101,7 @@ def test_the_daemon_set_and_the_image_start_what_serve_accepts(capsys: pytest.Ca
 
 
 def test_what_a_reload_takes_over_is_said() -> None:
+    """OPERATIONS.md names the keys that SIGHUP changes, at once and for later engines."""
     said = DOCS["OPERATIONS.md"].split("`systemctl reload kvprefetchd`")[1].split("The log has")[0]
     assert set(re.findall(r"`(\w+)`", said)) == RELOADABLE
     assert set(re.findall(r"`(\w+)`", said.split("at once,")[1])) == NEXT_ATTACH
