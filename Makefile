@@ -1,17 +1,17 @@
-# Everything runs in $(VENV), which `make setup` builds; the targets that need it call it themselves.
+# Targets run in $(VENV), except `check`.  `make setup` builds it, and each target that needs it calls `setup` first.
 VENV   ?= .venv
 PYTHON ?=
 export VENV PYTHON
-# What tests use beyond the rest; `make demo` and the benchmarks do without.
+# Programs that only tests use; `make demo` and the benchmarks do without them.
 test stress: export WITH_TESTS := 1
 
 BIN    := $(VENV)/bin
 LINTED := .
-# Test processes at a time; a test keeps about one core and 3 GB busy.
+# Test processes at a time; each keeps about one core and 3 GB busy.
 JOBS   ?= 2
 LINKED := __init__.py py.typed daemon shmring connector
 GPU_TESTS ?= tests/gpu/test_*.py
-# Without setup: what a machine with a GPU has.  Plugins of its pytest are none of ours.
+# A machine with a GPU brings its own Python: no setup, and no plugins of its pytest.
 ON_GPU  = PYTHONPATH=build/links PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONUNBUFFERED=1 $(or $(PYTHON),$(BIN)/python)
 
 # The quick tier: an environment of its own without vLLM, torch and Mooncake, and the tests that can do without.
@@ -40,17 +40,17 @@ check: $(CHECK_VENV)/.done ## lint, types and the tests without vLLM, torch and 
 	@$(CHECK_VENV)/bin/python -m pytest -n $(JOBS) -m "not store and not vllm and not stress" \
 		--cov --cov-fail-under=$(CHECK_COVERAGE) --cov-report= $(CHECK_TESTS)
 
-# Files in their order: else those with few tests, which take longest, come last, when one process runs them alone.
+# Files start in their order.  Otherwise the slowest ones, with few tests, start last, and one process is left alone.
 test: setup lint ## set up, check, and run the default tests, those against real vLLM and Mooncake included
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-lint: setup links ## ruff (rules and format), mypy and codespell
+lint: setup links ## ruff (rules and format), mypy (package, benchmarks and tests) and codespell
 	@$(BIN)/python -m ruff check --quiet $(LINTED)
 	@$(BIN)/python -m ruff format --quiet --check $(LINTED) || { $(BIN)/python -m ruff format --diff $(LINTED); exit 1; }
 	@$(BIN)/python -m mypy --no-error-summary
 	@[ ! -x $(BIN)/codespell ] || $(BIN)/codespell
 
-links: # the package's parts under a folder with its import name, for type checkers
+links: # link the package's parts under a folder with its import name, for type checkers
 	@mkdir -p build/links/kvprefetch
 	@for part in $(LINKED); do ln -sfn ../../../$$part build/links/kvprefetch/$$part; done
 
@@ -61,8 +61,8 @@ format: setup ## rewrite the sources in ruff's format, imports sorted
 stress: setup ## the long tests: load and randomised faults
 	@$(BIN)/python -m pytest -m stress --timeout=3600
 
-# One process for each file: a CUDA context that is lost takes the rest of its process with it.
-gpu: links ## the tests that need a CUDA device (PYTHON: one with torch, cupy, numpy and pytest; no vLLM needed)
+# Each file gets a process of its own: a lost CUDA context ends the rest of its process.
+gpu: links ## the tests that need a CUDA device (PYTHON: with torch, cupy, numpy and pytest; vLLM is not needed)
 	@why=$$($(ON_GPU) -c "from kvprefetch.shmring.gpu import cuda; cuda.uuid_of('cuda', 0)" 2>&1) || \
 		{ echo "make gpu: no CUDA device here: $$(echo "$$why" | tail -n 1)" >&2; exit 1; }
 	@failed=; for file in $(GPU_TESTS); do \
@@ -70,7 +70,7 @@ gpu: links ## the tests that need a CUDA device (PYTHON: one with torch, cupy, n
 		-o faulthandler_timeout=120 -m gpu -ra -s --durations=5 $$file || failed="$$failed $$file"; \
 	done; [ -z "$$failed" ] || { echo "make gpu: failed:$$failed" >&2; exit 1; }
 
-demo: setup ## a daemon with a disk tier and a real engine: recomputed, on demand, prefetched, all local
+demo: setup ## a daemon with memory and disk, and a real engine: recomputed, on demand, prefetched, all local
 	@$(BIN)/python -m benchmarks.demo $(ARGS)
 
 bench-ttft: setup ## time to first token against vLLM's own Mooncake connector
@@ -79,7 +79,7 @@ bench-ttft: setup ## time to first token against vLLM's own Mooncake connector
 bench-save: setup ## time of a step with saving on against off
 	@$(BIN)/python -m benchmarks.save $(ARGS)
 
-bench-miss: setup ## what a miss costs: under load and on an idle engine, with and without the connector
+bench-miss: setup ## cost of a miss, under load and on an idle engine
 	@$(BIN)/python -m benchmarks.miss $(ARGS)
 
 bench-ring: setup ## cost of one push, one poll and one wake-up
@@ -97,6 +97,6 @@ simulate: setup ## planner and wait policies on 10^5 simulated requests per scen
 simulate-compare: setup ## the simulation's prediction against a real engine, daemon and store under the same load
 	@$(BIN)/python -m benchmarks.simulate.real $(ARGS)
 
-clean: ## remove what was built, the virtual environment excepted
-	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis shmring/*.so $(VENV)/.kvprefetch-setup
+clean: ## remove what was built, but not the virtual environments
+	@rm -rf build dist *.egg-info .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis shmring/*.so $(VENV)/.kvprefetch-setup $(CHECK_VENV)/.done
 	@find daemon shmring connector tests benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

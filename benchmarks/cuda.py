@@ -1,4 +1,4 @@
-"""What the copies of the device cache cost on this GPU, beside the device's own copies measured in the same run.
+"""Measures the copies of the device cache on this GPU, beside the device's own copies in the same run.
 
 Everything runs on the real parts: connector/copies.py on a paged cache of a model's shape, host slots pinned and device
 slots allocated by connector/device_cache.py, promotion's copies by daemon/engine/device.py.  It needs torch, cupy and
@@ -6,9 +6,9 @@ numpy, but no vLLM or store.
 
     python -m benchmarks.cuda [--shape llama-8b] [--blocks 64] [--json PATH]
 
-GB/s are bytes copied per second (1 GB = 10^9 bytes): a copy within the device reads and writes as many.  Medians.
-Copies within the device go from one set of blocks to the next, so that none finds the one before in the L2 cache; what
-they are compared with does the same, and records an event behind each copy as they do.
+GB/s are medians of bytes copied per second (1 GB = 10^9 bytes); a copy within the device reads and writes as many.
+Each copy within the device takes another set of blocks, so that none is in the L2 cache; the device's own copies do the
+same, and record an event behind each copy, too.
 """
 
 from __future__ import annotations

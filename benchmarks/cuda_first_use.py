@@ -1,8 +1,8 @@
-"""How long a process's first use of the GPU takes, and how long none of its other threads runs meanwhile.
+"""Measures a process's first use of the GPU, and how long its other threads stand still meanwhile.
 
     python -m benchmarks.cuda_first_use
 
-The longest gap is how long a daemon's main loop stands still when the first engine on a GPU attaches.  Milliseconds, as
+A daemon's main loop stands still for the longest gap when the first engine on a GPU attaches.  Prints milliseconds, as
 one JSON object: the gap should be far below the whole, since `shmring/gpu/driver.py` lets other threads run.
 """
 

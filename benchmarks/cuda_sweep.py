@@ -1,4 +1,4 @@
-"""What the copy kernel's sizes are worth on this GPU: each varied by itself, beside the device's own copies.
+"""Varies each size of the copy kernel on this GPU, beside the device's own copies.
 
     python -m benchmarks.cuda_sweep [--shape llama-8b] [--blocks 64]
 

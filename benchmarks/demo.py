@@ -1,4 +1,4 @@
-"""The whole path in one command: a daemon with a disk tier, real engines behind a full queue, four ways to get the KV.
+"""Shows the whole path in one command: a daemon with memory and disk, real engines, four ways to get the KV.
 
 The same prompts are recomputed, loaded only when the scheduler asks, prefetched from arrival on, and taken from the
 engine's own cache (the ideal). The store's memory is smaller than the data, so that loads come from disk.
@@ -12,7 +12,6 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from tests.lab import connectors, process
 from tests.lab.checkpoint import Shape, make_checkpoint
@@ -30,7 +29,7 @@ OUTPUT_TOKENS = 16
 OUTSTANDING = 12
 MEMORY_MIB = 32
 STAGING_MIB = 64
-# So many prompts are stored at a time, with a pause in which the disk tier takes them out of memory.
+# So many prompts are stored at a time, with a pause in which the store moves them to disk.
 FILL_AT_ONCE = 3
 FILL_PAUSE_S = 3.0
 
@@ -54,19 +53,19 @@ WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One way to get the KV, and what it gave."""
+    """One way to get the KV, and its result."""
 
     name: str
     result: Pass
     records: list[Record]
 
-    def bytes_from(self, tier: str) -> int:
+    def bytes_from(self, medium: str) -> int:
         """Bytes read from "disk" or "memory" for this pass, as the daemon logged them."""
-        return sum(int(each.get(f"bytes_{tier}") or 0) for each in self.records)
+        return sum(int(each.get(f"bytes_{medium}") or 0) for each in self.records)
 
 
 class Demo:
-    """Says what it does, with the time since it began."""
+    """Runs the four modes and prints each step with the time since the start."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
@@ -76,14 +75,14 @@ class Demo:
         print(f"[{time.monotonic() - self._begun:5.1f} s] {line}", flush=True)
 
     def run(self) -> list[Mode]:
-        """The four modes, measured."""
+        """Measure the four modes."""
         model = make_checkpoint(process.REPO / "build" / "checkpoints", MODEL)
         plain = EngineSpec(model=model, num_gpu_blocks=2 * PROMPTS * PROMPT_TOKENS // BLOCK)
         with contextlib.ExitStack() as stack:
             work = process.scratch("demo")
             stack.callback(shutil.rmtree, work, ignore_errors=True)
             (work / "disk").mkdir()
-            self.say(f"starting the daemon: {MEMORY_MIB} MiB of memory and a disk tier for {DATA_MIB:.0f} MiB of KV")
+            self.say(f"starting the daemon: {MEMORY_MIB} MiB of memory, and disk for {DATA_MIB:.0f} MiB of KV")
             daemon = stack.enter_context(
                 Daemon(memory=f"{MEMORY_MIB}MiB", staging=f"{STAGING_MIB}MiB", disk=str(work / "disk"))
             )
@@ -133,7 +132,7 @@ class Demo:
 
 
 def table(modes: list[Mode]) -> list[str]:
-    """Lines: one per mode; tokens are compared with the recomputed ones."""
+    """Return a line for each mode, and compare its tokens with the recomputed ones."""
     reference = modes[0].result.tokens
     lines = [
         f"{'':12}{'TTFT p50':>10}{'TTFT p99':>10}{'total':>9}{'hit tokens':>12}{'equal tokens':>14}"
@@ -148,21 +147,19 @@ def table(modes: list[Mode]) -> list[str]:
         line += f"{'yes' if result.tokens == reference else 'NO':>14}"
         if mode.records:
             line += "".join(
-                f"{mode.bytes_from(tier) / 2**20:>{width}.1f} MiB" for tier, width in (("disk", 8), ("memory", 9))
+                f"{mode.bytes_from(medium) / 2**20:>{width}.1f} MiB" for medium, width in (("disk", 8), ("memory", 9))
             )
         lines.append(line)
     return lines
 
 
 def timeline(record: Record) -> list[str]:
-    """Lines: one request's story from the daemon's ``request.done`` line, in the order in which it happened."""
+    """Return one request's trace as lines, from the daemon's ``request.done`` line, in the order of time."""
     happened = [(float(at), name) for name in TIMES if (at := record.get(f"{name}_ms")) is not None]
     lines = ["     0.0 ms  it arrived in the engine, which pushed the hint"]
     lines += [f"{at:8.1f} ms  {WORDS[name]}" for at, name in sorted(happened)]
-    for name, words in (("hidden_fraction", "of look-up and transfer was hidden by the queue"),):
-        value: Any = record.get(name)
-        if value is not None:
-            lines.append(f"{100 * float(value):8.1f} %   {words}")
+    if (hidden := record.get("hidden_fraction")) is not None:
+        lines.append(f"{100 * float(hidden):8.1f} %   of look-up and transfer was hidden by the queue")
     return lines
 
 
@@ -177,9 +174,9 @@ def main(argv: list[str] | None = None) -> int:
     print()
     print("\n".join(table(modes)))
     prefetched = next(mode for mode in modes if mode.name == "prefetched")
-    told = sorted((each for each in prefetched.records if each.get("loaded_ms")), key=lambda each: each["loaded_ms"])
-    if told:
-        middle = told[len(told) // 2]
+    loaded = sorted((each for each in prefetched.records if each.get("loaded_ms")), key=lambda each: each["loaded_ms"])
+    if loaded:
+        middle = loaded[len(loaded) // 2]
         print(f"\nOne prefetched request ({middle.get('request_id')}):")
         print("\n".join(timeline(middle)))
     print()

@@ -1,9 +1,9 @@
-"""What a miss costs: prompts that no store holds, with and without the connector, alternating on one machine.
+"""Measures a miss: prompts that no store holds, with and without the connector, alternating on one machine.
 
 Under load (a full queue) it compares time to first token and total time, round by round; on an idle engine it takes
 single requests one after the other. Every prompt is new to every engine, and the store is emptied after each round.
-Beside that it measures inside the scheduler how long the connector held each request: from the first time it was asked
-for it until it answered. That is what a miss adds, and it can still be read where the times scatter too much.
+Inside the scheduler it also measures how long the connector held each request, from the first question to the answer.
+A miss adds this time, and it stays readable where the other times scatter too much.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one push, one poll and one wake-up of the shared memory cost, beside other ways to reach a process.
+"""Measures one push, one poll and one wake-up of the shared memory, beside other ways to reach a process.
 
 Each number is the median of many short rounds that alternate between the peers, with the 10th and 90th percentile
 beside it; the floors (a copy of the payload into memory of the ring's size, one aligned load) are measured in the same
@@ -31,7 +31,7 @@ BATCH = 8  # fits the default limits of datagram sockets and message queues
 PAUSE_NS = 50_000
 ITSELF = "kvprefetch push itself"
 STAMP = struct.Struct("<Q")
-MODE, COUNT, LATENCY = 0, 8, 16  # words of the board, each on a line of its own
+MODE, COUNT, LATENCY = 0, 8, 16  # words of the shared counters, each on a cache line of its own
 SLEEP, SPIN, END = 1, 2, 3
 
 CORES = os.sched_getaffinity(0)
@@ -44,13 +44,13 @@ def pin(number: int) -> None:
 
 
 class Link:
-    """One peer with its receiving process. The board holds the receiver's mode, count and last latency."""
+    """One peer with its receiving process. Shared counters hold the receiver's mode, count and last latency."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.name = peer.name
-        self._board = Words(mmap.mmap(-1, 4096))
-        self._board.store_release(MODE, SLEEP)
+        self._counters = Words(mmap.mmap(-1, 4096))
+        self._counters.store_release(MODE, SLEEP)
         context = multiprocessing.get_context("fork")
         self._process = context.Process(target=self._receive, daemon=True)
         self._process.start()
@@ -62,14 +62,14 @@ class Link:
         self.settle()
 
     def _receive(self) -> None:
-        peer, board = self.peer, self._board
+        peer, counters = self.peer, self._counters
         pin(1)
         peer.open_receiver()
         count = 0
         while True:
             data = peer.receive()
             if data is None:
-                mode = board.load_acquire(MODE)
+                mode = counters.load_acquire(MODE)
                 if mode == END:
                     os._exit(0)
                 if mode == SLEEP:
@@ -77,13 +77,13 @@ class Link:
                 continue
             seen = now_ns()
             if len(data) >= STAMP.size:
-                board.store_release(LATENCY, max(0, seen - STAMP.unpack_from(data)[0]))
+                counters.store_release(LATENCY, max(0, seen - STAMP.unpack_from(data)[0]))
             peer.done()
             count += 1
-            board.store_release(COUNT, count)
+            counters.store_release(COUNT, count)
 
     def mode(self, mode: int) -> None:
-        self._board.store_release(MODE, mode)
+        self._counters.store_release(MODE, mode)
 
     def send(self, data: bytes) -> None:
         self.peer.send(data)
@@ -92,13 +92,13 @@ class Link:
     def settle(self) -> None:
         """Wait until everything sent was seen."""
         deadline = time.monotonic() + 20
-        while self._board.load_acquire(COUNT) < self.sent:
+        while self._counters.load_acquire(COUNT) < self.sent:
             if time.monotonic() > deadline:
-                raise SystemExit(f"{self.name}: {self.sent} sent, {self._board.load_acquire(COUNT)} received")
+                raise SystemExit(f"{self.name}: {self.sent} sent, {self._counters.load_acquire(COUNT)} received")
             time.sleep(0)
 
     def latency_us(self) -> float:
-        return self._board.load_acquire(LATENCY) / 1000
+        return self._counters.load_acquire(LATENCY) / 1000
 
     def close(self) -> None:
         self.mode(END)

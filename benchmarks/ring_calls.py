@@ -1,4 +1,4 @@
-"""What calls of ours cost that need no other process: a poll, a hint; beside them upstream's look-up of a prompt."""
+"""Measures our calls that need no other process (a poll, a hint), beside upstream's look-up of a prompt."""
 
 from __future__ import annotations
 

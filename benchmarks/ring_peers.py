@@ -1,4 +1,4 @@
-"""The ways to hand bytes to another process that `benchmarks.ring` compares, each with the same four calls."""
+"""Hands bytes to another process in the ways that `benchmarks.ring` compares, each with the same four calls."""
 
 from __future__ import annotations
 

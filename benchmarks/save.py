@@ -1,11 +1,11 @@
-"""What saving costs an engine: time of the steps that compute prompts, with saving on against off.
+"""Measures the cost of saving: time of the steps that compute prompts, with saving on against off.
 
 Two engines alike, both alive, one connected as a producer (it saves and never loads), one with the connector off; their
 passes alternate, and every second round begins with the other one. Each round has prompts of its own, computed twice:
 the first pass stores every block (full rate), the second finds them stored already.
 
 On a machine with other load the ratio of times says little; the lowest tenth of the steps says more, and so does the
-time that our own calls took inside the steps ("own").  What the daemon takes of the machine is in the ratios only.
+time that our own calls took inside the steps ("own").  Only the ratios contain the daemon's share of the machine.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _OWN_NS = [0]
 
 
 def watch_steps(engine: Any) -> None:
-    """From now on note every step's scheduled tokens and its time in ns, and the time our own calls take in it."""
+    """From now on, note each step's scheduled tokens and time in ns, and the time of our own calls in it."""
     core = engine.engine_core.engine_core
     scheduler, connector = core.scheduler, core.scheduler.connector
     step, schedule, update = core.step_fn, scheduler.schedule, scheduler.update_from_output
@@ -104,7 +104,7 @@ def watch_steps(engine: Any) -> None:
         _STEPS.append((tokens[0], time.perf_counter_ns() - begun))
         return result
 
-    def accounted(call: Callable[..., Any]) -> Callable[..., Any]:
+    def timed_call(call: Callable[..., Any]) -> Callable[..., Any]:
         def inner(*args: Any) -> Any:
             begun = time.perf_counter_ns()
             try:
@@ -115,12 +115,12 @@ def watch_steps(engine: Any) -> None:
         return inner
 
     for name in ("build_connector_meta", "update_connector_output", "get_num_new_matched_tokens", "on_new_request"):
-        setattr(connector, name, accounted(getattr(connector, name)))
+        setattr(connector, name, timed_call(getattr(connector, name)))
     scheduler.schedule, scheduler.update_from_output, core.step_fn = counting, updating, timed
 
 
 def take_steps(_engine: Any) -> dict[str, Any]:
-    """Since the last call: (scheduled tokens, ns) of each step, and the ns our own calls took."""
+    """Return (scheduled tokens, ns) of each step since the last call, and the ns of our own calls."""
     taken = {"steps": list(_STEPS), "own_ns": _OWN_NS[0]}
     _STEPS.clear()
     _OWN_NS[0] = 0

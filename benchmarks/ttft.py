@@ -89,7 +89,7 @@ class Figures:
     p99: list[float] = field(default_factory=list)
     total: list[float] = field(default_factory=list)
     wrong_hits: int = 0
-    """Requests whose number of cached tokens was not what the variant stands for."""
+    """Requests with another number of cached tokens than the variant should have."""
     hit_tokens: set[int] = field(default_factory=set)
     others_cores: list[float] = field(default_factory=list)
     """Cores that other programs kept busy."""
@@ -97,7 +97,7 @@ class Figures:
     """Megabytes that came over the link; empty without one."""
     steps: list[int] = field(default_factory=list)
     engine_cpu_s: list[float] = field(default_factory=list)
-    """CPU of the engine, whose scheduler and worker share a process."""
+    """CPU of the engine; scheduler and worker share a process."""
     other_cpu_s: list[float] = field(default_factory=list)
     """CPU of everything else that the benchmark runs: daemon, servers, stores."""
 
