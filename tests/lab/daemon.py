@@ -90,7 +90,7 @@ class Daemon:
             stderr=subprocess.STDOUT,
             env={**os.environ, **self._env, process.PARENT_VARIABLE: str(os.getpid())},
             cwd=process.REPO,
-            process_group=0,
+            **process.OWN_GROUP,
         )
         self._reader = threading.Thread(target=self._read, args=(self._process,), name="daemon-log", daemon=True)
         self._reader.start()

@@ -159,7 +159,7 @@ class Engine:
                     stderr=log,
                     env=env,
                     cwd=process.REPO,
-                    process_group=0,
+                    **process.OWN_GROUP,
                 )
         try:
             message = {"op": "start", "engine_args": self.spec.engine_args()}

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tests.support.waiting import poll
 
@@ -24,6 +24,8 @@ REPO = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG = 1
 # Carries the starter's pid to the child.
 PARENT_VARIABLE = "KVPREFETCH_LAB_PARENT"
+# For Popen.  Python 3.10 lacks it: the lab needs 3.11, as vLLM's CPU build does.
+OWN_GROUP: Any = {"process_group": 0}
 
 
 def scratch(name: str) -> Path:
@@ -74,7 +76,7 @@ def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = Non
             stderr=subprocess.STDOUT,
             env={**(os.environ if env is None else env), PARENT_VARIABLE: str(os.getpid())},
             cwd=REPO,
-            process_group=0,
+            **OWN_GROUP,
         )
 
 

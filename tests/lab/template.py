@@ -82,7 +82,7 @@ class Template:
                 stderr=log,
                 env={**os.environ, **self._environ, process.PARENT_VARIABLE: str(os.getpid())},
                 cwd=process.REPO,
-                process_group=0,
+                **process.OWN_GROUP,
             )
         return self
 
