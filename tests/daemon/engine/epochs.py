@@ -18,18 +18,9 @@ from kvprefetch.daemon.work.calls import Call, Caller
 from kvprefetch.daemon.work.concurrency import ConcurrencyLimit
 from kvprefetch.shmring.flags import pack
 from kvprefetch.shmring.ring import Producer
+from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.attach import SchedulerInfo, WorkerInfo
-from kvprefetch.shmring.wire.records import (
-    Ask,
-    Done,
-    FlagState,
-    Hint,
-    Outcome,
-    RecordKind,
-    encode_ask,
-    encode_done,
-    encode_hint,
-)
+from kvprefetch.shmring.wire.records import FlagState, RecordKind
 
 SECOND_NS = 1_000_000_000
 
@@ -105,10 +96,10 @@ class Engine:
         """Push a hint; the store has all its blocks."""
         hashes = memoryview(b"".join(digest(name) for name in names))
         self.move(flag, generation, FlagState.HINTED, 0)
-        hint = Hint(flag, generation, "r", len(names), 0, 0, 1, 0, 32, hashes)
-        self.push(RecordKind.HINT, *encode_hint(hint))
+        hint = records.Hint(flag, generation, "r", len(names), 0, 0, 1, 0, 32, hashes)
+        self.push(RecordKind.HINT, *records.encode_hint(hint))
         if asked:
-            self.push(RecordKind.ASK, encode_ask(Ask(flag, generation, 1)))
+            self.ask(flag, generation)
         self.epoch.planner.looked_up((flag, generation), len(names), bytes([on_disk]) * len(names))
         self.epoch.switch("on")  # it carries on
 
@@ -125,11 +116,14 @@ class Engine:
                 planner.fetched(order.number, [True] * len(order.slots), 1)
                 self.epoch.switch("on")  # it carries on
 
+    def ask(self, flag: int, generation: int) -> None:
+        self.push(RecordKind.ASK, records.encode_ask(records.Ask(flag, generation, 1)))
+
     def done(self, flag: int, generation: int, loaded: range) -> None:
         """Give a claimed flag back."""
         self.move(flag, generation, FlagState.RELEASED, 3)
-        done = Done(flag, generation, Outcome.LOADED, loaded.start, len(loaded), 0, 0, 0, 0)
-        self.push(RecordKind.DONE, encode_done(done))
+        done = records.Done(flag, generation, records.Outcome.LOADED, loaded.start, len(loaded), 0, 0, 0, 0)
+        self.push(RecordKind.DONE, records.encode_done(done))
 
     def move(self, flag: int, generation: int, state: FlagState, count: int) -> None:
         table = self.epoch.channel.table

@@ -12,17 +12,8 @@ from kvprefetch.daemon.planning.requests import TakenBack
 from kvprefetch.daemon.store.errors import StoreError
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.shmring.flags import FlagTable, pack
-from kvprefetch.shmring.wire.records import (
-    Ask,
-    Done,
-    FlagState,
-    Hint,
-    Outcome,
-    RecordKind,
-    encode_ask,
-    encode_done,
-    encode_hint,
-)
+from kvprefetch.shmring.wire import records
+from kvprefetch.shmring.wire.records import FlagState, RecordKind
 from tests.daemon.engine.epochs import Engine, give_back, make_epoch
 
 
@@ -33,7 +24,7 @@ def test_what_is_taken_back_is_pending_in_the_same_use_of_its_flag_and_its_devic
     engine.hint(1, 1, *"stuvwxyz")
     assert epoch.channel.table.flag(0) == (1, FlagState.READY, 8)
     assert epoch.channel.table.flag(1) == (1, FlagState.HINTED, 4), "there are twelve slots"
-    engine.push(RecordKind.ASK, encode_ask(Ask(1, 1, 1)))
+    engine.ask(1, 1)
     assert epoch.planner.next_order() is not None
     assert epoch.channel.table.flag(0) == (1, FlagState.HINTED, 0)
     assert epoch.planner.next_change() == TakenBack((0, 1))
@@ -55,7 +46,9 @@ def test_a_block_from_disk_that_is_fetched_again_and_again_counts_once_for_the_e
         engine.hint(1, others, *"stuvwxyz", asked=True)
         assert epoch.channel.table.flag(0).state == FlagState.HINTED
         engine.move(1, others, FlagState.RELEASED, 8)
-        engine.push(RecordKind.DONE, encode_done(Done(1, others, Outcome.LOADED, 0, 8, 0, 0, 0, 0)))
+        engine.push(
+            RecordKind.DONE, records.encode_done(records.Done(1, others, records.Outcome.LOADED, 0, 8, 0, 0, 0, 0))
+        )
         engine.fetch()
     assert epoch.channel.table.flag(0) == (1, FlagState.READY, 8)
     assert epoch.planner.requests[0, 1].disk_blocks > 8, "for the trace every byte counts"
@@ -71,9 +64,9 @@ def test_asking_again_and_again_for_a_request_is_heard_once() -> None:
     engine.move(1, 1, FlagState.HINTED, 0)
     for flag in range(2):  # the first one's question is under way, the second waits
         hashes = memoryview(bytes([flag]) * 32)
-        engine.push(RecordKind.HINT, *encode_hint(Hint(flag, 1, "r", 1, 0, 0, 1, 0, 32, hashes)))
+        engine.push(RecordKind.HINT, *records.encode_hint(records.Hint(flag, 1, "r", 1, 0, 0, 1, 0, 32, hashes)))
     for _ in range(100):
-        engine.push(RecordKind.ASK, encode_ask(Ask(1, 1, 1)))
+        engine.ask(1, 1)
     assert len(epoch.look_ups) == 2
     assert epoch.look_ups.queued == 2
     engine.leave()
@@ -98,7 +91,7 @@ def test_a_flag_given_up_before_its_record_came_is_remembered_no_longer_than_its
     engine.hint(0, 1, "a")
     engine.move(0, 1, FlagState.RELEASED, 1)
     epoch.tick(1)
-    engine.push(RecordKind.DONE, encode_done(Done(0, 1, Outcome.LOADED, 0, 1, 0, 0, 0, 0)))
+    engine.push(RecordKind.DONE, records.encode_done(records.Done(0, 1, records.Outcome.LOADED, 0, 1, 0, 0, 0, 0)))
     epoch.tick(1)
     assert len(epoch.orphaned) == 0
     engine.leave()
@@ -111,8 +104,8 @@ def test_an_engine_has_no_more_requests_than_flags() -> None:
     flags = epoch.memory.layout.flag_count
     for generation in range(1, flags + 10):
         engine.move(0, generation, FlagState.HINTED, 0)
-        hint = Hint(0, generation, "r", 1, 0, 0, 1, 0, 32, memoryview(bytes(32)))
-        engine.push(RecordKind.HINT, *encode_hint(hint))
+        hint = records.Hint(0, generation, "r", 1, 0, 0, 1, 0, 32, memoryview(bytes(32)))
+        engine.push(RecordKind.HINT, *records.encode_hint(hint))
     assert len(epoch.planner.requests) == flags
     assert epoch.counters.bad_records == 9
     engine.leave()
