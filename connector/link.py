@@ -254,6 +254,9 @@ class Link(Generic[S]):
 
     def _lost(self) -> None:
         """The connection is over: nothing new may start on its epoch."""
+        with self._lock:
+            for epoch in self._mapped:
+                self._ended.setdefault(epoch, 0)
         session, self.session = self.session, None
         self._replied.set()
         if session is not None:
@@ -262,9 +265,6 @@ class Link(Generic[S]):
             if not self._stop.is_set():
                 # The daemon ended, or another process of this engine did, as at every shutdown.
                 log.info("kvprefetch: the session has ended: epoch=%d; requests are recomputed", session.epoch)
-        with self._lock:
-            for epoch in self._mapped:
-                self._ended.setdefault(epoch, 0)
 
     def _unmap(self) -> None:
         """Unmap memory without a session, on this thread: in the engine's step it would cost 50 ms per GiB."""
