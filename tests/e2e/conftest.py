@@ -15,6 +15,7 @@ from tests.lab.connectors import ours
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.passes import Pass
+from tests.lab.store import Store
 from tests.lab.template import Template
 from tests.support.auditor import Auditor
 from tests.support.waiting import eventually
@@ -104,6 +105,13 @@ def engines(module_auditor: Auditor, template: Template) -> Iterator[Callable[..
     yield start
     for engine in reversed(started):
         engine.stop()
+
+
+@pytest.fixture(scope="module")
+def cluster(module_auditor: Auditor) -> Iterator[Store]:
+    """A Mooncake store that the daemons of a module join."""
+    with Store(memory="512 MB") as store:
+        yield store
 
 
 @pytest.fixture(scope="module")

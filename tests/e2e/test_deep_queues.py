@@ -44,12 +44,6 @@ def right(plain: Engine) -> Right:
 
 
 @pytest.fixture(scope="module")
-def cluster(module_auditor: Auditor) -> Iterator[Store]:
-    with Store(memory="512 MB") as store:
-        yield store
-
-
-@pytest.fixture(scope="module")
 def wide(model: Path, cluster: Store, engines: Callable[..., Engine], module_auditor: Auditor) -> Iterator[Pair]:
     """Staging for everything at once, and everything in the store."""
     with Daemon(mooncake_config=cluster.config, staging="256MiB", extra=("--save-share", "0.75", *PATIENT)) as daemon:

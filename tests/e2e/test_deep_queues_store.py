@@ -39,12 +39,6 @@ def right(plain: Engine) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def cluster(module_auditor: Auditor) -> Iterator[Store]:
-    with Store(memory="256 MB") as store:
-        yield store
-
-
-@pytest.fixture(scope="module")
 def daemon(cluster: Store) -> Iterator[Daemon]:
     # 128 slots to fetch into, 216 blocks in the prompts: blocks staged for one pass do not serve the next.
     with Daemon(mooncake_config=cluster.config, staging="16MiB", extra=("--save-share", "0.5")) as daemon:

@@ -25,12 +25,6 @@ UPSTREAM_FIRST = make_prompts(4, 300, seed=22)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Store]:
-    with Store(memory="256 MB") as store:
-        yield store
-
-
-@pytest.fixture(scope="module")
 def daemon(cluster: Store, module_auditor: Auditor) -> Iterator[Daemon]:
     with Daemon(mooncake_config=cluster.config, staging="64MiB", extra=PATIENT) as daemon:
         yield daemon

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,12 +22,6 @@ HITS = hits(PROMPTS)
 @pytest.fixture(scope="module")
 def right(plain: Engine) -> list[list[int]]:
     return plain.run(PROMPTS).tokens
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Store]:
-    with Store(memory="256 MB") as store:
-        yield store
 
 
 def counters(engine: Engine) -> dict[str, int]:
