@@ -151,6 +151,7 @@ def test_a_restart_on_the_same_disk_does_not_forget_the_user(both: Serve, tmp_pa
     attach(daemon.socket, "llama")
 
 
+@pytest.mark.store
 def test_a_damaged_file_of_namespaces_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir(mode=0o700)
     (tmp_path / "disk" / FILE).write_text('{"version": 1, "namespaces": [{}]}')

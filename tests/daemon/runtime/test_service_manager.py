@@ -136,6 +136,7 @@ def test_a_reload_that_comes_while_the_daemon_starts_is_done_when_it_runs(manage
         assert daemon.sigterm() == 0
 
 
+@pytest.mark.store
 def test_a_loop_that_hangs_falls_silent(manager: Manager) -> None:
     """The watchdog is fed by the loop itself: threads that still run do not speak for it."""
     with closing(Daemon(memory="64MiB", staging="1MiB", env=manager.env)) as daemon:
