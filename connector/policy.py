@@ -117,7 +117,7 @@ class Fetches:
         self._seen_ns = -_FORGET_NS
 
     def saw(self, wait: Wait, ready: int, now_ns: int) -> None:
-        """A waiting request has so many blocks now. While it is behind others, time says nothing of the fetch."""
+        """Record progress. Ignored while others wait before it: the elapsed time then measures their fetches."""
         if not wait.counts:
             return
         passed, blocks = now_ns - wait.progress_ns, ready - wait.ready

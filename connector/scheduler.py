@@ -128,8 +128,8 @@ class SchedulerSide:
         if start and self._stale_local:
             state.taint()
         if state.loading:
-            # The request holds nothing any more, yet stands before requests that hold blocks, and one of them may hold
-            # the blocks that it lacks.  This answer sends it back among those that wait for room.
+            # Its load failed and it holds no blocks, but vLLM keeps it before requests that do.  PENDING lets those run
+            # and free blocks.
             state.fail_load()
             return PENDING
         if state.settled or not state.loadable:

@@ -51,7 +51,7 @@ class Line(enum.IntEnum):
     PRODUCER_GONE = TAIL + 64  # daemon's watching loop -> daemon, stat: 1 after the engine's end of file
     CREDITS_GRANTED = TAIL + 72  # daemon -> engine: slots ever granted for saves
     CREDITS_TAKEN = TAIL + 80  # engine -> stat: slots ever taken
-    HINTS_DROPPED = TAIL + 88  # engine -> stat: hints not pushed (ring or flags full)
+    HINTS_DROPPED = TAIL + 88  # engine -> daemon, stat: hints not pushed (ring or flags full)
 
 
 @dataclass(frozen=True)

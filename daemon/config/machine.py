@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MIN_CORES = 2
-MIN_THREADS = 64  # the daemon and the master it starts have 59 on two cores, with a disk tier 63
+MIN_THREADS = 64  # the daemon and the master it starts have 59 on two cores, with a disk 63
 DESCRIPTORS = 65536  # as LimitNOFILE= of our unit
 # Memory that the kernel takes back from a control group at its limit, above all its share of the page cache.
 _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")

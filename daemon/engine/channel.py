@@ -16,7 +16,7 @@ from ...shmring.wire.records import Done, FlagState, Hint, ProtocolError
 from ..planning.copies import Move
 from ..planning.requests import Key, Publication
 
-MAX_EXCHANGES = 16  # an honest engine makes two transitions of one use of a flag at most
+MAX_EXCHANGES = 16  # tries; an honest engine rarely changes the flag between the daemon's load and its exchange
 UNCLAIMED = (FlagState.HINTED, FlagState.READY)
 GIVEN_UP = (FlagState.RELEASED, FlagState.CANCELLED)
 

@@ -73,7 +73,7 @@ class EpochCalls(Caller):
         self.channel.liveness.beat(services.clock_ns())
         self.traces = Traces(memory.block_bytes)
         chunk_blocks = max(1, services.chunk_bytes // memory.block_bytes)
-        part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in memory.staging.block_bytes)  # as a disk tier counts
+        part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in memory.staging.block_bytes)  # as a disk counts
         self.planner = Planner(
             memory.save_slots_from,
             self.channel,
@@ -286,7 +286,7 @@ class EpochCalls(Caller):
             self._start(Kind.SAVE, remove, self._removed)
 
     def _put_overdue(self, put: Put) -> None:
-        """Its slots stay out until the put returns; nothing is put before, so that no old value follows a reset."""
+        """Log an overdue put. No other put starts until it returns, so no old value reaches the store after a reset."""
         self._log.warning("call.overdue", call="save", blocks=len(put.blocks))
 
     def _stored(self, put: Put, result: transfers.SaveResult | BaseException) -> None:

@@ -160,7 +160,10 @@ class LookUps:
         return answers
 
     def _renew_later(self, request: Request, limit: int, now_ns: int) -> None:
-        """Do so until it ends: another request may take its staged blocks, and then it fetches them again."""
+        """Schedule another renewal, until the request ends.
+
+        If its staged blocks are taken back, it fetches them again and needs the lease.
+        """
         if request.local < limit:
             self._renewals.append((now_ns + self._renew_ns, request.key, request.sequence))
 

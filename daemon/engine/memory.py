@@ -118,7 +118,7 @@ class EngineMemory:
                 device_slots=device.slots if device is not None else 0,
             )
             if (available := available_bytes()) <= slots * sum(block_bytes) + layout.total_bytes:
-                # The kernel would hand it out all the same, and then kill somebody.
+                # Linux overcommits: the reservation would succeed, and the OOM killer would end a process later.
                 raise SegmentError(
                     f"staging: not enough memory for another engine: staging={size_text(config.staging)} "
                     f"control={whole_mib(layout.total_bytes)} engine={engine.engine_id!r} "
@@ -165,7 +165,7 @@ def prepare(
 
     reset_ms = engine.scheduler.reset_timeout_ms
     if reset_ms is not None and reset_ms < removal_ms:
-        error = "reset_timeout_ms is too short for this store's disk tier, so that no reset would be confirmed"
+        error = "reset_timeout_ms is too short for this store's disk, so that no reset would be confirmed"
         done(ValueError(f"{error}: reset_timeout_ms={reset_ms} min={removal_ms}: raise it or leave it out"))
         return
     uuids = [worker.device for worker in engine.workers]

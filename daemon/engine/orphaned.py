@@ -11,7 +11,10 @@ LOOKS_PER_TICK = 256
 
 
 class Orphaned:
-    """Says which flags to look at, and which requests two looks found given up: by then a record would have come."""
+    """Chooses the flags to check.
+
+    A request is orphaned when two checks in a row find its flag given up: its record would have arrived in between.
+    """
 
     def __init__(self) -> None:
         self._to_look_at: deque[Key] = deque()

@@ -82,7 +82,7 @@ class Warming:
         if not warm.chains:
             self._answers.append(Answer(number, self._about, Counter()))
         elif len(self._batches) > MAX_WAITING:
-            self._refuse(number, f"too many stage ahead for this engine: waiting={MAX_WAITING}")
+            self._refuse(number, f"too many warm requests wait for this engine: waiting={MAX_WAITING}")
         else:
             chains = [[bytes.fromhex(digest) for digest in chain] for chain in warm.chains]
             self._batches.append(_Batch(number, warm.run, chains))

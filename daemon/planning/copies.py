@@ -36,7 +36,7 @@ def carry_out(steps: Steps[_T], move: Callable[[Move], bool]) -> _T:
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """One device slot in use. `holders`: the block as which each request names the copy or waits for it."""
+    """One device slot in use. `holders`: for each request, the block's number in its prompt."""
 
     digest: bytes
     slot: int

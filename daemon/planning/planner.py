@@ -282,10 +282,10 @@ class Planner:
         return True
 
     def _serve_in_part(self, request: Request, lane: Lane) -> bool:
-        """Where no slot will come back, end a request's prefix at the blocks that it has; False if it rather waits.
+        """If no slot will be freed, end a request's prefix at the blocks it has; False if waiting can still help.
 
-        That is the request without room, if it holds every slot that it may.  Otherwise it waits for orders and for
-        served requests.  If there are neither, all requests with slots wait for each other: the most urgent goes on.
+        It ends this request's prefix if the request holds every slot that it may.  Otherwise, if all requests with
+        slots wait for each other, it ends the most urgent one's.
         """
         if self._orders:
             return False

@@ -74,7 +74,7 @@ class Backend:
         if self.master is not None:
             self.master.tick()
             if not self.master.alive():
-                # Values that were only in memory are lost. A new start finds the disk tier again; engines attach to it.
+                # Values that were only in memory are lost. A new start finds the disk again; engines attach to it.
                 self._log.error("master.died", pid=self.master.pid)
                 self.master_died = True
 
