@@ -22,7 +22,7 @@ README = (ROOT / "README.md").read_text()
 def test_the_configuration_s_tables_are_those_of_the_models(table: Callable[[], str]) -> None:
     """docs/reference/configuration.md has each table as the code prints it."""
     text = (ROOT / "docs/reference/configuration.md").read_text()
-    assert table() in text, f"run: python -m tests.support.documents {table.__name__}"
+    assert table() in text, documents.command(table.__name__)
 
 
 def test_a_table_has_a_row_for_each_key_in_the_model_s_order() -> None:

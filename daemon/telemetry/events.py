@@ -1,7 +1,7 @@
 """The log's catalogue: every event, its level, its fields and their meaning; docs/EVENTS.md is made from it.
 
-`python -m tests.support.documents events` prints the tables of docs/EVENTS.md.  A test compares every log call of the
-daemon with the catalogue, and tests with a real daemon compare every line that it writes.
+CONTRIBUTING.md has the steps to add an event.  A test compares every log call of the daemon with the catalogue, and
+tests with a real daemon compare every line that it writes.
 A field means the same in every event; its name ends with its unit (`_ms`, `_s`, `_bytes`, `_blocks`).
 """
 

@@ -1,7 +1,7 @@
 """The Prometheus metrics: their catalogue, and how a scrape renders the main loop's last snapshot.
 
 There is no second bookkeeping.  docs/METRICS.md, the dashboard and the alert rules are tested against the catalogue;
-`python -m tests.support.documents metrics` prints its table.
+CONTRIBUTING.md has the steps to add one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prints the tables of the documents from the catalogues and configuration models in the code.
 
-`python -m tests.support.documents` with `events` (docs/EVENTS.md), `metrics` (docs/METRICS.md), or `connector` or
-`daemon` (docs/reference/configuration.md).
+`.venv-check/bin/python -m tests.support.documents TABLE`, with `events` (docs/EVENTS.md), `metrics` (docs/METRICS.md),
+or `connector` or `daemon` (docs/reference/configuration.md). `.venv/bin/python` does it, too.
 """
 
 from __future__ import annotations
@@ -77,6 +77,11 @@ def _choices(kind: str) -> str:
     if kind.startswith("{"):
         return ", ".join(f"`{choice}`" for choice in kind[1:-1].split(","))
     return {"N": "number", "X": "number", "PATH": "path"}.get(kind, "")
+
+
+def command(table: str) -> str:
+    """Return the failure text for a document that lacks this table: the command that prints it."""
+    return f"the table differs from the code; print it: {sys.executable} -m tests.support.documents {table}"
 
 
 TABLES = {"events": events, "metrics": metrics, "connector": connector, "daemon": daemon}

@@ -91,7 +91,7 @@ def test_every_event_is_logged_somewhere() -> None:
 def test_the_document_is_the_catalogue() -> None:
     text = (ROOT / "docs/EVENTS.md").read_text()
     tables = text[text.index("## Fields of every line") :]
-    assert tables == documents.events(), "run: python -m tests.support.documents events"
+    assert tables == documents.events(), documents.command("events")
 
 
 def test_the_catalogue_is_consistent() -> None:

@@ -332,7 +332,7 @@ def test_every_metric_of_the_catalogue_is_exported_and_nothing_else() -> None:
 
 def test_the_document_is_the_catalogue() -> None:
     text = (ROOT / "docs/METRICS.md").read_text()
-    assert documents.metrics() in text, "run: python -m tests.support.documents metrics"
+    assert documents.metrics() in text, documents.command("metrics")
 
 
 def test_a_server_without_clients_ends_at_once() -> None:
