@@ -6,8 +6,9 @@ engine's (SchedulerInfo.hash_probe).
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...shmring.wire.admin import Warmed
@@ -50,13 +51,12 @@ def _hasher(engine: Warmed) -> Callable[[Prompt], list[bytes]]:
             f"prompts cannot be hashed as in engine {engine.engine}: its {algorithm} begins with a number that is "
             "random in each process; set PYTHONHASHSEED for the engine, or list hashes"
         )
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        from vllm.sampling_params import SamplingParams
-        from vllm.utils.hashing import get_hash_fn_by_name
-        from vllm.v1.core import kv_cache_utils
-        from vllm.v1.request import Request
+        with _errors_only():
+            from vllm.sampling_params import SamplingParams
+            from vllm.utils.hashing import get_hash_fn_by_name
+            from vllm.v1.core import kv_cache_utils
+            from vllm.v1.request import Request
 
         function = get_hash_fn_by_name(algorithm)
         kv_cache_utils.init_none_hash(function)
@@ -86,3 +86,16 @@ def _hasher(engine: Warmed) -> Callable[[Prompt], list[bytes]]:
         return list(request.block_hashes)
 
     return hashed
+
+
+@contextlib.contextmanager
+def _errors_only() -> Iterator[None]:
+    """vLLM reads these when it is imported; processes that this one starts later must not inherit them."""
+    before = dict(os.environ)
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        yield
+    finally:
+        for name in {"VLLM_LOGGING_STREAM", "VLLM_LOGGING_LEVEL"} - before.keys():
+            del os.environ[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -55,6 +56,12 @@ def test_a_block_is_left_out_that_would_leave_nothing_to_compute() -> None:
     hashed = PromptHasher(engine())
     counts = {n: len(hashed(Prompt(prompt_token_ids=TOKENS[:n]))) for n in (1, 31, 32, 33, 64, 65, 97)}
     assert counts == {1: 0, 31: 0, 32: 0, 33: 1, 64: 1, 65: 2, 97: 3}
+
+
+def test_processes_started_later_inherit_no_log_level() -> None:
+    before = dict(os.environ)
+    PromptHasher(engine())(Prompt(prompt_token_ids=TOKENS))
+    assert dict(os.environ) == before
 
 
 def test_a_salt_changes_every_hash() -> None:
