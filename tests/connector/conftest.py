@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,12 @@ import pytest
 if TYPE_CHECKING:
     from .played_daemon import Server
     from .real import RealEngine
+
+
+@pytest.fixture(autouse=True)
+def _logs_reach_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that builds vLLM's configuration also sets up its logging, which keeps lines from the root logger."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -103,13 +104,15 @@ def base_config(model: Path, max_model_len: int, drafts: int = 0) -> Any:
     init_none_hash(sha256)
     ngram = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
     limits = {"max_model_len": max_model_len, "max_num_seqs": 4, "max_num_batched_tokens": max_model_len}
-    return EngineArgs(
+    config = EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
         block_size=32,
         speculative_config=ngram if drafts else None,
         **limits,
     ).create_engine_config()
+    logging.getLogger("vllm").propagate = True  # it set up vLLM's logging, which keeps lines from the root logger
+    return config
 
 
 def sized(base: Any, block_tokens: int, blocks: int, ranks: int, seqs: int, budget: int) -> Any:
