@@ -156,7 +156,12 @@ def test_a_real_daemon_s_status_and_top(shared_daemon: Daemon) -> None:
         assert attached.producer.push(records.RecordKind.DONE, records.encode_done(asked))
         attached.flags.give_back(late[0])
     eventually(lambda: ask_daemon(shared_daemon.socket).slowest, what="the slow request")
-    waited = {line["request_id"]: line["exposed_ms"] for line in shared_daemon.records("request.done")}
+
+    def waits() -> dict[Any, Any]:
+        return {line["request_id"]: line["exposed_ms"] for line in shared_daemon.records("request.done")}
+
+    eventually(lambda: {"given-up", "slow-one"} <= waits().keys(), what="the lines of both")
+    waited = waits()
     assert waited["given-up"] >= 80, "its client left, which says nothing of us"
 
     def output(*arguments: str) -> str:
