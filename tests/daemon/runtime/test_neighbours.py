@@ -256,7 +256,7 @@ def test_workers_hear_which_epochs_the_scheduler_may_still_name(shared_daemon: D
 def test_an_engine_whose_resets_could_never_be_confirmed_is_refused_with_the_bound(
     serve: Callable[..., Daemon], tmp_path: Path
 ) -> None:
-    """A removal looks on for two heartbeats of the disk tier and half a second before it is confirmed."""
+    """A removal looks on for two heartbeats of the disk and half a second before it is confirmed."""
     daemon = serve(disk=f"{tmp_path / 'kv'}:256MiB")
 
     def attach(timeout_ms: int | None, kind: type[T]) -> T:

@@ -102,7 +102,7 @@ def test_a_memory_that_is_filled_beyond_its_size_shows_it_everywhere(serve: Call
     engine.close()
 
 
-def test_a_disk_tier_shows_what_it_holds_and_that_it_makes_room(serve: Callable[..., Daemon], tmp_path: Path) -> None:
+def test_a_disk_shows_what_it_holds_and_that_it_makes_room(serve: Callable[..., Daemon], tmp_path: Path) -> None:
     daemon = serve(memory="16MiB", staging="16MiB", disk=f"{tmp_path / 'disk'}:16MiB")
     engine = FakeEngine(daemon.socket, block_bytes=MIB, max_blocks=64)
     save(engine, daemon, 0, 8)

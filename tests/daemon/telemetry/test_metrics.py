@@ -273,7 +273,7 @@ def test_a_store_that_is_closed_or_silent_is_not_ready_but_healthy(is_open: bool
     assert problem in health.problems[0]
 
 
-def test_a_disk_tier_that_keeps_nothing_is_a_problem_and_no_reason_not_to_be_ready() -> None:
+def test_a_disk_that_keeps_nothing_is_a_problem_and_no_reason_not_to_be_ready() -> None:
     snapshot = snapshot_at(1, beat_s=1)
     snapshot.disk_fault = lambda: "nothing can be kept on disk"
     health = judge(snapshot)
