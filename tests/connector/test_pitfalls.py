@@ -36,6 +36,7 @@ from kvprefetch.daemon.store import client
 from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.errors import ErrorClass, classify
 from tests.lab.checkpoint import TINY, make_checkpoint
+from tests.support.descriptors import targets
 
 from . import test_connector, test_fingerprint, test_namespace
 from .fakes import fails_with
@@ -139,9 +140,7 @@ def refused_layouts() -> list[tuple[str, Any]]:
 
 def held() -> tuple[list[str], list[str]]:
     """Descriptors and threads of this process."""
-    paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    names = [os.readlink(path) for path in paths if os.path.exists(path)]
-    return sorted(names), sorted(thread.name for thread in threading.enumerate())
+    return sorted(targets("self")), sorted(thread.name for thread in threading.enumerate())
 
 
 def test_p28_importing_opens_nothing(monkeypatch: Patch) -> None:

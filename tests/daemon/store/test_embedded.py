@@ -22,6 +22,7 @@ from kvprefetch.daemon.store.disk import DiskSpec
 from kvprefetch.daemon.store.embedded import EmbeddedMaster
 from kvprefetch.daemon.store.errors import EmbeddedError
 from kvprefetch.daemon.store.settings import SettingsError
+from tests.support.descriptors import targets
 from tests.support.waiting import eventually
 
 pytest.importorskip("mooncake")
@@ -152,7 +153,7 @@ def test_should_start_answer_and_stop() -> None:
 
 
 def _listening(pid: int) -> set[tuple[str, int]]:
-    inodes = {os.readlink(f"/proc/{pid}/fd/{fd}")[8:-1] for fd in os.listdir(f"/proc/{pid}/fd")}
+    inodes = {target[8:-1] for target in targets(pid)}
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {(a, int(p, 16)) for r in rows if r[3] == "0A" and r[9] in inodes for a, p in [r[1].split(":")]}
 

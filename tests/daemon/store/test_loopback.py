@@ -23,6 +23,7 @@ from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.lab import process
 from tests.lab.daemon import Daemon
 from tests.lab.link import LimitedLink, available
+from tests.support.descriptors import targets
 from tests.support.ordinary import AS_NOBODY, NOBODY
 from tests.support.waiting import eventually
 
@@ -65,10 +66,7 @@ def answering(address: str, ports: list[int], link: LimitedLink | None = None) -
 
 def open_to_all(pid: int) -> list[int]:
     """Ports on which the process listens on every address."""
-    inodes = set()
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(fd)):
-            inodes.add(match[1])
+    inodes = {match[1] for target in targets(pid) if (match := re.fullmatch(r"socket:\[(\d+)\]", target))}
     ports = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
