@@ -17,8 +17,8 @@ import yaml
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.config.model import NEXT_ATTACH, RELOADABLE, DaemonConfig, load
 from kvprefetch.daemon.runtime.backend import FLUSH_S
-from tests.daemon.fake_engine import FakeEngine
 from tests.lab.daemon import Daemon
+from tests.support.fake_engine import FakeEngine
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -6,22 +6,14 @@ import socket
 from pathlib import Path
 
 from kvprefetch.shmring.doorbell import Doorbell
-from kvprefetch.shmring.wire import records
-from kvprefetch.shmring.wire.attach import Attached, Hello, Mapped, SchedulerInfo, WorkerInfo
+from kvprefetch.shmring.wire.attach import Attached, Hello, Mapped
 from kvprefetch.shmring.wire.codec import Message, receive_message, send_message
 from tests.support.clock import Clock
+from tests.support.engine_side import EngineSpec
 
 from .fakes import FakeDaemon
 
-
-def hello(role: str) -> Hello:
-    fields: dict[str, object] = {"protocol": records.PROTOCOL, "version": "test", "engine_id": "e", "role": role}
-    fields |= {"incarnation": "0" * 32, "rank": 0, "world_size": 1, "groups": 1, "block_tokens": 16}
-    if role == "scheduler":
-        fields["scheduler"] = SchedulerInfo(max_blocks=64, max_hint_bytes=4096, loads=True, saves=True)
-    else:
-        fields["worker"] = WorkerInfo(block_bytes=16, key_prefix="m@", put_factor=1, put_turn=0)
-    return Hello.model_validate(fields)
+hello = EngineSpec(max_blocks=64, block_bytes=16).hello
 
 
 class Server:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.daemon.fake_engine import FakeEngine
 from tests.lab.daemon import Daemon
 from tests.support.auditor import Auditor
+from tests.support.fake_engine import FakeEngine
 from tests.support.log_lines import problems
 
 # Tests with these start a daemon with a store.

@@ -7,8 +7,8 @@ import json
 import socket
 from pathlib import Path
 
-from tests.daemon.fake_engine import BLOCK_BYTES
 from tests.lab.daemon import Daemon
+from tests.support.fake_engine import BLOCK_BYTES
 from tests.support.waiting import eventually
 
 

@@ -17,7 +17,7 @@ from kvprefetch.daemon.cli.client import Unavailable, ask
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.config.sizes import parse_size
 from kvprefetch.shmring.wire.admin import Status, StatusQuery
-from tests.daemon.cli.command import COMMAND, kvprefetchd, one_line, run
+from tests.support.command import COMMAND, kvprefetchd, one_line, run
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ from kvprefetch.daemon.cli.client import Unavailable
 from kvprefetch.daemon.cli.store import namespace, stored_keys
 from kvprefetch.daemon.config.machine import machine_bytes
 from kvprefetch.daemon.config.model import load
-from tests.daemon.cli.command import kvprefetchd
-from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import absent_cluster, blocks, stored
 from tests.lab.daemon import Daemon
 from tests.lab.process import free_ports
+from tests.support.command import kvprefetchd
+from tests.support.fake_engine import FakeEngine
 
 
 def test_doctor_sees_a_daemon_a_store_round_trip_and_bundles_it(

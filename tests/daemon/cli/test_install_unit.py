@@ -15,7 +15,7 @@ import pytest
 from kvprefetch.daemon.cli import install_unit
 from kvprefetch.daemon.cli.client import EX_UNAVAILABLE
 from kvprefetch.daemon.cli.main import EX_CONFIG, main
-from tests.daemon.cli.command import kvprefetchd, run
+from tests.support.command import kvprefetchd, run
 
 UNITS = ("kvprefetchd.service", "kvprefetchd-user.service")
 needs_analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")

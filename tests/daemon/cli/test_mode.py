@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvprefetch.shmring.wire.records import FlagState, Outcome
-from tests.daemon.cli.command import kvprefetchd
-from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks, stored
 from tests.lab.daemon import Daemon
 from tests.support.auditor import ask_daemon
+from tests.support.command import kvprefetchd
+from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.telemetry import reader
-from tests.daemon.cli.command import COMMAND, kvprefetchd, one_line
+from tests.support.command import COMMAND, kvprefetchd, one_line
 from tests.support.waiting import eventually
 
 TAIL = [*COMMAND, "tail"]

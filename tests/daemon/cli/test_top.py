@@ -24,11 +24,11 @@ from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.admin import Status
 from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, decode_message, encode_message
 from kvprefetch.shmring.wire.records import Outcome
-from tests.daemon.cli.command import COMMAND, kvprefetchd, one_line
-from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks
 from tests.lab.daemon import Daemon
 from tests.support.auditor import ask_daemon
+from tests.support.command import COMMAND, kvprefetchd, one_line
+from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 
 
@@ -153,7 +153,7 @@ def test_a_real_daemon_s_status_and_top(shared_daemon: Daemon) -> None:
         assert attached.move(late, records.FlagState.CANCELLED)
         began = time.monotonic_ns() - 80_000_000
         asked = records.Done(late[0], late[1], outcome, 0, 0, began, 80_000_000, 0, 0)
-        assert attached.producer.push(records.RecordKind.DONE, records.encode_done(asked))
+        attached.push(records.RecordKind.DONE, records.encode_done(asked))
         attached.flags.give_back(late[0])
     eventually(lambda: ask_daemon(shared_daemon.socket).slowest, what="the slow request")
 

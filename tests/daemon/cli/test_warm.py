@@ -20,13 +20,13 @@ from kvprefetch.shmring.wire.admin import Warm, Warmed
 from kvprefetch.shmring.wire.attach import Refused
 from kvprefetch.shmring.wire.codec import Message, receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState, Outcome
-from tests.daemon.cli.command import kvprefetchd, run
 from tests.daemon.cli.test_mode import switch
-from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks, stored
 from tests.lab.daemon import Daemon
 from tests.lab.process import frozen
 from tests.support.auditor import Auditor, ask_daemon
+from tests.support.command import kvprefetchd, run
+from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 
 Serve = Callable[..., Daemon]

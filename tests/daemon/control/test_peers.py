@@ -21,12 +21,12 @@ from kvprefetch.shmring.wire.admin import StatQuery, StatusQuery
 from kvprefetch.shmring.wire.attach import Attached, Refused
 from kvprefetch.shmring.wire.codec import Message, encode_message, send_message
 from tests.daemon.conftest import keeps_to_the_catalogue
-from tests.daemon.fake_engine import FakeEngine
-from tests.daemon.processes import answer, cpu_s, hellos
 from tests.daemon.stores import blocks
 from tests.lab import process
 from tests.lab.daemon import Daemon
 from tests.support.auditor import Auditor, ask_daemon
+from tests.support.command import cpu_s
+from tests.support.fake_engine import FakeEngine, answer
 from tests.support.ordinary import effective_user
 from tests.support.waiting import eventually
 
@@ -84,8 +84,8 @@ def test_an_engine_for_which_no_descriptors_are_left_is_refused(daemon: Daemon) 
         worker, scheduler = engine.connect(), engine.connect()
         ask_daemon(daemon.socket)  # by then both are accepted
         with at_most(daemon, before + left):
-            send_message(worker, engine.hello("worker"))
-            send_message(scheduler, engine.hello("scheduler"))
+            send_message(worker, engine.spec.hello("worker"))
+            send_message(scheduler, engine.spec.hello("scheduler"))
             refused += isinstance(answer(scheduler, Attached, Refused), Refused)
         engine.close()
         eventually(lambda: descriptors(daemon) <= before + MOONCAKES, what="its descriptors")
@@ -117,10 +117,7 @@ def test_silent_connections_make_room_for_others(daemon: Daemon) -> None:
 
 def half(path: Path, number: int) -> socket.socket:
     """Connect one of an engine's two processes; the other one never says hello."""
-    engine = FakeEngine(path, engine_id=f"half-{number}", attach=False)
-    sock = engine.connect()
-    send_message(sock, engine.hello("scheduler"))
-    return sock
+    return FakeEngine(path, engine_id=f"half-{number}", attach=False).greet("scheduler")
 
 
 def test_engines_that_never_become_complete_take_nobodys_place(daemon: Daemon) -> None:
@@ -138,11 +135,11 @@ def test_engines_that_never_become_complete_take_nobodys_place(daemon: Daemon) -
 def test_a_crowd_of_one_user_hangs_up_on_nobody_elses_connection(daemon: Daemon) -> None:
     engine = FakeEngine(daemon.socket, attach=False)
     worker, scheduler = engine.connect(), engine.connect()
-    send_message(worker, engine.hello("worker"))
+    send_message(worker, engine.spec.hello("worker"))
     with effective_user(OTHER_UID):
         crowd = [half(daemon.socket, number) for number in range(MAX_WAITING + 20)]
     assert "the oldest of uid=54321" in answer(crowd[0], Refused).error
-    send_message(scheduler, engine.hello("scheduler"))
+    send_message(scheduler, engine.spec.hello("scheduler"))
     assert engine.receive(worker)[0].slot_count > 0
 
 
@@ -152,7 +149,7 @@ def test_one_user_cannot_take_the_places_of_another(serve: Callable[..., Daemon]
     path.parent.chmod(0o711)
     with effective_user(OTHER_UID):
         FakeEngine(path, engine_id="first")
-        peers = hellos(FakeEngine(path, engine_id="second", attach=False))
+        peers = FakeEngine(path, engine_id="second", attach=False).greet_all()
     error = f"too many engines of one user: uid={OTHER_UID} max_engines_per_uid=1"
     for peer in peers:
         assert answer(peer, Refused) == Refused(error=error, final=False)
@@ -162,7 +159,7 @@ def test_one_user_cannot_take_the_places_of_another(serve: Callable[..., Daemon]
 def hoard(path: Path, ranks: int) -> list[socket.socket] | None:
     """Attach an engine, and end it with its workers' descriptors unread; return the workers, None for a refusal."""
     engine = FakeEngine(path, engine_id="hoard", ranks=ranks, attach=False)
-    *workers, scheduler = hellos(engine)
+    *workers, scheduler = engine.greet_all()
     answered = answer(scheduler, Attached, Refused)
     scheduler.close()
     return workers if isinstance(answered, Attached) else None
@@ -211,7 +208,7 @@ def test_an_engine_is_handed_its_memory_once_the_kernel_takes_descriptors_again(
     for near, _ in ends:
         socket.send_fds(near, [b"x"], [near.fileno()] * 100)
     engine = FakeEngine(daemon.socket, engine_id="patient", attach=False)
-    peers = hellos(engine)
+    peers = engine.greet_all()
     waiting = daemon.wait_record("engine.waiting")
     assert waiting is not None
     assert waiting["engine"] == "patient"

@@ -20,9 +20,8 @@ from kvprefetch.daemon.control.server import Control
 from kvprefetch.daemon.store.errors import StoreError
 from kvprefetch.daemon.store.namespaces import Namespaces
 from kvprefetch.shmring.wire.attach import Notice, Refused
-from kvprefetch.shmring.wire.codec import receive_message, send_message
-from tests.daemon.fake_engine import FakeEngine
-from tests.daemon.processes import answer, hellos
+from kvprefetch.shmring.wire.codec import receive_message
+from tests.support.fake_engine import FakeEngine, answer
 
 
 class RefusedEpochs:
@@ -72,7 +71,7 @@ def test_an_engine_whose_memory_the_store_refuses_is_refused_and_the_daemon_goes
     """RDMA registers staging, and may not be allowed to lock so much."""
     for number in (1, 2):  # the place of the first is free again
         engine = FakeEngine(served.path, attach=False)
-        peers = hellos(engine)
+        peers = engine.greet_all()
         served.turn()
         for sock in peers:
             assert "registering 4096 bytes failed" in answer(sock, Refused).error
@@ -88,8 +87,7 @@ def test_ranks_that_do_not_come_are_one_warning_in_both_logs(served: Served, ran
     engine = FakeEngine(served.path, attach=False, ranks=ranks)
 
     def join(role: str, rank: int) -> socket.socket:
-        sock = engine.connect()
-        send_message(sock, engine.hello(role, rank))
+        sock = engine.greet(role, rank)
         served.turn()
         sock.settimeout(0.1)
         return sock

@@ -19,11 +19,10 @@ from kvprefetch.daemon.store.namespaces import FILE
 from kvprefetch.shmring.wire import admin
 from kvprefetch.shmring.wire.attach import Refused, Reset, ResetDone
 from kvprefetch.shmring.wire.codec import Message, send_message
-from tests.daemon.fake_engine import FakeEngine
-from tests.daemon.processes import answer
 from tests.daemon.stores import blocks, stored
 from tests.lab.daemon import Daemon
 from tests.support.auditor import ask_daemon
+from tests.support.fake_engine import FakeEngine, answer
 from tests.support.ordinary import effective_user
 from tests.support.waiting import eventually
 
@@ -112,11 +111,9 @@ def test_an_engine_of_another_user_does_not_get_the_namespace(both: Serve) -> No
     assert 'namespaces = "shared"' in error
     [refused] = eventually(lambda: daemon.records("engine.refused"), what="its line in the log")
     assert refused["error"] in error
-    info = victim.hello("worker").worker
-    assert info is not None
     for prefix in ("llama", PREFIX + next(iter(values)).hex()[:8], "llama@tp_rank:0"):
-        hello = victim.hello("worker", engine_id="thief", incarnation=uuid.uuid4().hex).model_copy(
-            update={"worker": info.model_copy(update={"key_prefix": prefix})}
+        hello = victim.spec.hello("worker", engine_id="thief", incarnation=uuid.uuid4().hex).model_copy(
+            update={"worker": victim.spec.worker().model_copy(update={"key_prefix": prefix})}
         )
         assert f"end with '@': hello.worker.key_prefix={prefix!r}" in ask(daemon.socket, hello, Refused).error
     assert victim.load(list(values)) == list(values.values())

@@ -16,11 +16,8 @@ from kvprefetch.daemon.planning.planner import Lane
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.work.calls import Call, Caller
 from kvprefetch.daemon.work.concurrency import ConcurrencyLimit
-from kvprefetch.shmring.flags import pack
-from kvprefetch.shmring.ring import Producer
-from kvprefetch.shmring.wire import records
-from kvprefetch.shmring.wire.attach import SchedulerInfo, WorkerInfo
-from kvprefetch.shmring.wire.records import FlagState, RecordKind
+from kvprefetch.shmring.wire.records import FlagState
+from tests.support.engine_side import BLOCK_TOKENS, EngineSide, EngineSpec, Key
 
 SECOND_NS = 1_000_000_000
 
@@ -68,9 +65,8 @@ def make_epoch(
     events: bool = False,
 ) -> Epoch:
     """An epoch with twelve slots to fetch into and four for saves, of 4 KiB for one rank."""
-    workers = [WorkerInfo(block_bytes=4096, key_prefix=f"k{rank}@", put_factor=1, put_turn=0) for rank in range(ranks)]
-    scheduler = SchedulerInfo(max_blocks=8, max_hint_bytes=512, loads=True, saves=True, events=events)
-    engine = EngineInfo("e", 32, scheduler, workers)
+    spec = EngineSpec(ranks=ranks, max_blocks=8, events=events)
+    engine = EngineInfo("e", BLOCK_TOKENS, spec.scheduler(), [spec.worker(rank) for rank in range(ranks)])
     memory = EngineMemory.create(load({"staging": "64KiB"}), 7, engine)
     services = Services(
         store or cast(Any, Answering()),
@@ -85,27 +81,24 @@ def make_epoch(
     return Epoch(services, memory, engine)
 
 
-class Engine:
-    """The engine's side of an epoch's control segment: one block of 4 KiB per digest, all in the store."""
+class Engine(EngineSide):
+    """The engine of an epoch in this process: one block of 4 KiB per digest, all in the store."""
 
     def __init__(self, epoch: Epoch) -> None:
         self.epoch = epoch
-        self.producer = Producer(epoch.memory.control.buffer, epoch.channel.words, epoch.memory.layout, lambda: None)
+        self.open(epoch.memory.control.buffer)
 
-    def want(self, flag: int, generation: int, *names: str, on_disk: bool = False, asked: bool = False) -> None:
+    def want(self, key: Key, *names: str, on_disk: bool = False, asked: bool = False) -> None:
         """Push a hint; the store has all its blocks."""
-        hashes = memoryview(b"".join(digest(name) for name in names))
-        self.move(flag, generation, FlagState.HINTED, 0)
-        hint = records.Hint(flag, generation, "r", len(names), 0, 0, 1, 0, 32, hashes)
-        self.push(RecordKind.HINT, *records.encode_hint(hint))
+        self.hint([digest(name) for name in names], key=key)
         if asked:
-            self.ask(flag, generation)
-        self.epoch.planner.looked_up((flag, generation), len(names), bytes([on_disk]) * len(names))
+            self.ask(key)
+        self.epoch.planner.looked_up(key, len(names), bytes([on_disk]) * len(names))
         self.epoch.switch("on")  # it carries on
 
-    def hint(self, flag: int, generation: int, *names: str, on_disk: bool = False, asked: bool = False) -> None:
+    def stage(self, key: Key, *names: str, on_disk: bool = False, asked: bool = False) -> None:
         """Push a hint; its blocks are staged when this returns."""
-        self.want(flag, generation, *names, on_disk=on_disk, asked=asked)
+        self.want(key, *names, on_disk=on_disk, asked=asked)
         self.fetch()
 
     def fetch(self) -> None:
@@ -116,25 +109,18 @@ class Engine:
                 planner.fetched(order.number, [True] * len(order.slots), 1)
                 self.epoch.switch("on")  # it carries on
 
-    def ask(self, flag: int, generation: int) -> None:
-        self.push(RecordKind.ASK, records.encode_ask(records.Ask(flag, generation, 1)))
-
-    def done(self, flag: int, generation: int, loaded: range) -> None:
+    def loaded(self, key: Key, blocks: range) -> None:
         """Give a claimed flag back."""
-        self.move(flag, generation, FlagState.RELEASED, 3)
-        done = records.Done(flag, generation, records.Outcome.LOADED, loaded.start, len(loaded), 0, 0, 0, 0)
-        self.push(RecordKind.DONE, records.encode_done(done))
+        self.put(key, FlagState.RELEASED, blocks.stop)
+        self.done(key, loaded=len(blocks), start=blocks.start)
 
-    def move(self, flag: int, generation: int, state: FlagState, count: int) -> None:
-        table = self.epoch.channel.table
-        assert table.exchange(flag, table.load(flag), pack(generation, state, count))
-
-    def push(self, kind: RecordKind, *parts: bytes | memoryview) -> None:
-        assert self.producer.push(kind, *parts)
+    def push(self, kind: int, *parts: bytes | memoryview) -> None:
+        """Push a record, which the epoch takes at once."""
+        super().push(kind, *parts)
         assert self.epoch.drain(10) == 1
 
     def leave(self) -> None:
-        del self.producer
+        self.release()
         self.epoch.end(Ending.ENGINE_GONE)
         give_back(self.epoch)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from kvprefetch.shmring.wire.records import FlagState
-from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import stored
 from tests.lab.daemon import Daemon
 from tests.support.auditor import ask_daemon
 from tests.support.device_daemon import with_device
+from tests.support.fake_engine import FakeEngine
 from tests.support.host_device import UUID, HostDevices
 
 BLOCK = 256 << 10
@@ -44,7 +44,7 @@ def save(daemon: Daemon, engine: FakeEngine, values: dict[bytes, bytes]) -> None
 
 
 def slots_of(engine: FakeEngine, key: Key) -> list[int]:
-    return engine.table.read_slots(key[0], 0, engine.flag(key).count)
+    return engine.slots(key)
 
 
 def on_device(engine: FakeEngine, key: Key) -> int:
@@ -55,7 +55,7 @@ def take(engine: FakeEngine, key: Key, values: dict[bytes, bytes]) -> int:
     """Claim, read from where the table says, release; how many blocks came from the device."""
     assert engine.move(key, FlagState.CLAIMED)
     slots = slots_of(engine, key)
-    for rank in range(engine.ranks):
+    for rank in range(engine.spec.ranks):
         assert [engine.read(slot, rank) for slot in slots] == list(values.values())
     assert engine.move(key, FlagState.RELEASED)
     engine.done(key, loaded=len(slots))

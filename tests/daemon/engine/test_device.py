@@ -11,7 +11,7 @@ from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory, prepare
 from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.gpu import cuda
-from kvprefetch.shmring.wire.attach import Attached, Mapped, Reset, ResetDone, SchedulerInfo, WorkerInfo
+from kvprefetch.shmring.wire.attach import Attached, Mapped, Reset, ResetDone
 from kvprefetch.shmring.wire.codec import receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.conftest import keeps_to_the_catalogue
@@ -28,9 +28,10 @@ from tests.daemon.engine.near import (
     take,
     values_of,
 )
-from tests.daemon.fake_engine import FakeEngine
 from tests.lab.daemon import Daemon
 from tests.support.auditor import Auditor, device_memories
+from tests.support.engine_side import BLOCK_TOKENS, EngineSpec
+from tests.support.fake_engine import FakeEngine
 from tests.support.host_device import UUID, HostDevices
 from tests.support.waiting import eventually
 
@@ -237,12 +238,10 @@ def test_where_there_can_be_no_device_slots_there_are_host_slots_and_a_reason(
 def prepared(options: dict[str, object], *devices: str) -> EngineMemory:
     """Return the memory of an epoch with its ranks on these devices."""
     pools = Pools(1)
-    workers = [
-        WorkerInfo(block_bytes=BLOCK, key_prefix="k@", put_factor=1, put_turn=0, device=device) for device in devices
-    ]
-    wants = SchedulerInfo(max_blocks=8, max_hint_bytes=512, loads=True, saves=True)
+    spec = EngineSpec(max_blocks=8, block_bytes=BLOCK, ranks=len(devices))
+    workers = [spec.worker(rank).model_copy(update={"device": device}) for rank, device in enumerate(devices)]
     made: list[EngineMemory | Exception] = []
-    prepare(pools, load(options), 0, 7, EngineInfo("e", 32, wants, workers), made.append)
+    prepare(pools, load(options), 0, 7, EngineInfo("e", BLOCK_TOKENS, spec.scheduler(), workers), made.append)
     eventually(lambda: pools.run_finished() and made, what="the memory")
     pools.close()
     assert isinstance(made[0], EngineMemory)

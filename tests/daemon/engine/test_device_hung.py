@@ -21,9 +21,9 @@ from tests.daemon.engine.near import (
     take,
     values_of,
 )
-from tests.daemon.fake_engine import FakeEngine
 from tests.lab.daemon import Daemon
 from tests.support.auditor import Auditor, ask_daemon, device_memories
+from tests.support.fake_engine import FakeEngine
 from tests.support.host_device import UUID, UUIDS
 from tests.support.waiting import eventually
 

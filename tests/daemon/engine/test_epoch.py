@@ -12,24 +12,23 @@ from kvprefetch.daemon.planning.requests import TakenBack
 from kvprefetch.daemon.store.errors import StoreError
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.shmring.flags import FlagTable, pack
-from kvprefetch.shmring.wire import records
-from kvprefetch.shmring.wire.records import FlagState, RecordKind
+from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.engine.epochs import Engine, give_back, make_epoch
 
 
 def test_what_is_taken_back_is_pending_in_the_same_use_of_its_flag_and_its_device_cache_hears_of_it() -> None:
     epoch = make_epoch()
     engine = Engine(epoch)
-    engine.hint(0, 1, *"abcdefgh")
-    engine.hint(1, 1, *"stuvwxyz")
+    engine.stage((0, 1), *"abcdefgh")
+    engine.stage((1, 1), *"stuvwxyz")
     assert epoch.channel.table.flag(0) == (1, FlagState.READY, 8)
     assert epoch.channel.table.flag(1) == (1, FlagState.HINTED, 4), "there are twelve slots"
-    engine.ask(1, 1)
+    engine.ask((1, 1))
     assert epoch.planner.next_order() is not None
     assert epoch.channel.table.flag(0) == (1, FlagState.HINTED, 0)
     assert epoch.planner.next_change() == TakenBack((0, 1))
     assert epoch.planner.next_change() is None
-    engine.move(0, 1, FlagState.CLAIMED, 0)
+    engine.put((0, 1), FlagState.CLAIMED)
     assert not epoch.channel.take_back((0, 1)), "never under a claim"
     assert not epoch.channel.take_back((0, 2)), "nor in another use"
     engine.leave()
@@ -41,14 +40,11 @@ def test_a_block_from_disk_that_is_fetched_again_and_again_counts_once_for_the_e
     engine = Engine(epoch)
     for others in range(1, 4):  # each is more urgent than the first, takes its room, and ends
         if others == 1:
-            engine.hint(0, 1, *"abcdefgh", on_disk=True)
+            engine.stage((0, 1), *"abcdefgh", on_disk=True)
         assert epoch.channel.table.disk(0) == 8
-        engine.hint(1, others, *"stuvwxyz", asked=True)
+        engine.stage((1, others), *"stuvwxyz", asked=True)
         assert epoch.channel.table.flag(0).state == FlagState.HINTED
-        engine.move(1, others, FlagState.RELEASED, 8)
-        engine.push(
-            RecordKind.DONE, records.encode_done(records.Done(1, others, records.Outcome.LOADED, 0, 8, 0, 0, 0, 0))
-        )
+        engine.loaded((1, others), range(8))
         engine.fetch()
     assert epoch.channel.table.flag(0) == (1, FlagState.READY, 8)
     assert epoch.planner.requests[0, 1].disk_blocks > 8, "for the trace every byte counts"
@@ -60,13 +56,10 @@ def test_asking_again_and_again_for_a_request_is_heard_once() -> None:
     """The queue of look-ups has an entry for each time: an engine that does wrong would fill the daemon's memory."""
     epoch = make_epoch()
     engine = Engine(epoch)
-    engine.move(0, 1, FlagState.HINTED, 0)
-    engine.move(1, 1, FlagState.HINTED, 0)
     for flag in range(2):  # the first one's question is under way, the second waits
-        hashes = memoryview(bytes([flag]) * 32)
-        engine.push(RecordKind.HINT, *records.encode_hint(records.Hint(flag, 1, "r", 1, 0, 0, 1, 0, 32, hashes)))
+        engine.hint([bytes([flag]) * 32], key=(flag, 1))
     for _ in range(100):
-        engine.ask(1, 1)
+        engine.ask((1, 1))
     assert len(epoch.look_ups) == 2
     assert epoch.look_ups.queued == 2
     engine.leave()
@@ -76,10 +69,10 @@ def test_only_what_was_loaded_counts_as_loaded_where_a_claim_covers_more() -> No
     """A drafter's engine claims the block that it drops."""
     epoch = make_epoch()
     engine = Engine(epoch)
-    engine.hint(0, 1, "a", "b", "c")
-    engine.done(0, 1, range(2))
-    engine.hint(1, 1, "a", "b", "c")
-    engine.done(1, 1, range(2, 3))
+    engine.stage((0, 1), "a", "b", "c")
+    engine.loaded((0, 1), range(2))
+    engine.stage((1, 1), "a", "b", "c")
+    engine.loaded((1, 1), range(2, 3))
     assert epoch.planner.gauges()["requests"] == 0
     engine.leave()
     assert epoch.counters.wasted_bytes["memory"] == 0
@@ -88,10 +81,10 @@ def test_only_what_was_loaded_counts_as_loaded_where_a_claim_covers_more() -> No
 def test_a_flag_given_up_before_its_record_came_is_remembered_no_longer_than_its_request() -> None:
     epoch = make_epoch()
     engine = Engine(epoch)
-    engine.hint(0, 1, "a")
-    engine.move(0, 1, FlagState.RELEASED, 1)
+    engine.stage((0, 1), "a")
+    engine.put((0, 1), FlagState.RELEASED, 1)
     epoch.tick(1)
-    engine.push(RecordKind.DONE, records.encode_done(records.Done(0, 1, records.Outcome.LOADED, 0, 1, 0, 0, 0, 0)))
+    engine.done((0, 1), loaded=1)
     epoch.tick(1)
     assert len(epoch.orphaned) == 0
     engine.leave()
@@ -103,9 +96,7 @@ def test_an_engine_has_no_more_requests_than_flags() -> None:
     engine = Engine(epoch)
     flags = epoch.memory.layout.flag_count
     for generation in range(1, flags + 10):
-        engine.move(0, generation, FlagState.HINTED, 0)
-        hint = records.Hint(0, generation, "r", 1, 0, 0, 1, 0, 32, memoryview(bytes(32)))
-        engine.push(RecordKind.HINT, *records.encode_hint(hint))
+        engine.hint([bytes(32)], key=(0, generation))
     assert len(epoch.planner.requests) == flags
     assert epoch.counters.bad_records == 9
     engine.leave()

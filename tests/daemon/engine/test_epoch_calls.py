@@ -43,7 +43,7 @@ class Setup(Engine):
 
     def known(self, name: str) -> bool:
         """Whether an engine's look-up of this block needs no question, since it is a known miss now."""
-        self.move(9, self.now, FlagState.HINTED, 0)
+        self.put((9, self.now), FlagState.HINTED)
         request = self.epoch.planner.hint((9, self.now), digest(name), 32, 0, 0)
         answer = self.epoch.look_ups.add(request, self.now, answering=True)
         self.epoch.planner.finish(request.key)
@@ -55,8 +55,8 @@ OK, MISS = ErrorClass.OK, ErrorClass.MISS
 
 def test_what_a_fetch_brought_and_missed_is_counted_by_its_lane() -> None:
     setup = Setup()
-    setup.want(0, 1, "a", "b", "c")
-    setup.want(1, 1, "x", "y", on_disk=True)
+    setup.want((0, 1), "a", "b", "c")
+    setup.want((1, 1), "x", "y", on_disk=True)
     requests = list(setup.epoch.planner.requests.values())
     for lane, outcome in ((Lane.MEMORY, [OK, OK, MISS]), (Lane.DISK, [OK, MISS])):
         setup.start(lane)
@@ -75,7 +75,7 @@ def test_what_a_fetch_brought_and_missed_is_counted_by_its_lane() -> None:
 def test_what_cannot_be_had_is_left_alone_for_as_long_as_its_kind_lasts() -> None:
     """Docs: a known miss 1 s, a foreign, corrupt or hanging object 30 s; a store that fails says nothing of a block."""
     setup = Setup()
-    setup.want(0, 1, *"mfct")
+    setup.want((0, 1), *"mfct")
     setup.fetched(MISS, ErrorClass.FOREIGN, ErrorClass.CORRUPT, ErrorClass.TRANSIENT)
     assert [setup.known(name) for name in "mfct"] == [True, True, True, False]
     setup.now += MISS_NS
@@ -87,7 +87,7 @@ def test_what_cannot_be_had_is_left_alone_for_as_long_as_its_kind_lasts() -> Non
 
 def test_a_fetch_past_its_deadline_is_a_lasting_miss_until_it_arrives_after_all() -> None:
     setup = Setup()
-    setup.want(0, 1, "a", "b")
+    setup.want((0, 1), "a", "b")
     setup.start().give_up()
     assert setup.epoch.gauges()["slots_stuck"] == 2
     setup.now += MISS_NS
@@ -102,12 +102,12 @@ def test_a_fetch_past_its_deadline_is_a_lasting_miss_until_it_arrives_after_all(
 
 def test_a_fetch_that_raises_fails_its_own_blocks_only() -> None:
     setup = Setup()
-    setup.want(0, 1, "a", "b")
+    setup.want((0, 1), "a", "b")
     setup.start()
     setup.pools.end(RuntimeError("planted"))
     assert setup.epoch.counters.failed_blocks == {"memory": 2}
     assert setup.epoch.gauges()["orders"] == 0
-    setup.want(1, 1, "c")
+    setup.want((1, 1), "c")
     setup.start()
     setup.leave()
 
@@ -120,7 +120,7 @@ def test_what_an_operator_warms_needs_room_too() -> None:
     setup.pools.end([(1, b"")])
     setup.pools.room = False
     setup.epoch.start_warming(Lane.MEMORY)
-    setup.want(0, 1, "b")
+    setup.want((0, 1), "b")
     assert not setup.epoch.start_fetch(Lane.MEMORY)
     looking_up = len(setup.calls)
     setup.pools.room = True
@@ -137,12 +137,12 @@ def test_what_an_operator_warms_needs_room_too() -> None:
 
 def test_a_request_that_loses_its_room_to_a_fetch_fetches_again_behind_it() -> None:
     setup = Setup()
-    setup.want(0, 1, *"abcdefgh")
-    setup.want(1, 1, *"ijkl")
+    setup.want((0, 1), *"abcdefgh")
+    setup.want((1, 1), *"ijkl")
     loser = setup.epoch.planner.requests[1, 1]
     setup.fetched(*[OK] * 8)
     setup.fetched(*[OK] * 4)
-    setup.want(2, 1, "x", asked=True)
+    setup.want((2, 1), "x", asked=True)
     setup.start()
     assert loser.taken_back == 1
     assert setup.epoch.channel.table.flag(1) == (1, FlagState.HINTED, 3), "the others are staged still"
@@ -194,7 +194,7 @@ def test_a_reset_is_answered_with_what_the_removal_confirmed(result: bool | Exce
 def test_a_look_up_past_its_deadline_makes_a_miss_and_the_store_suspect() -> None:
     suspected: list[str] = []
     setup = Setup(SimpleNamespace(answering=True, removal_ms=0, suspect=suspected.append))
-    setup.want(0, 1, "a")
+    setup.want((0, 1), "a")
     [call] = setup.calls
     call.give_up()
     assert suspected == ["look_up"]

@@ -19,7 +19,6 @@ from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.snapshot import Snapshot
 from kvprefetch.daemon.work.calls import Caller
 from kvprefetch.shmring.flags import MAX_COUNT, MAX_GENERATION, pack
-from kvprefetch.shmring.ring import Producer
 from kvprefetch.shmring.wire.records import (
     Ask,
     Done,
@@ -33,6 +32,7 @@ from kvprefetch.shmring.wire.records import (
     encode_saved,
 )
 from tests.daemon.engine.epochs import Pools, make_epoch
+from tests.support.engine_side import EngineSide
 
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 
@@ -147,13 +147,14 @@ def test_nothing_that_an_engine_pushes_raises(seed: int) -> None:
         clock, store, pools = [1], Store(chance), RandomPools(chance)
         epoch = make_epoch(store, pools=pools, clock_ns=lambda clock=clock: clock[0])  # type: ignore[misc]
         shared: Any = SimpleNamespace(mode="on", store=store, snapshot=Snapshot(), master_http="")
-        producer = Producer(epoch.memory.control.buffer, epoch.channel.words, epoch.memory.layout, lambda: None)
+        engine = EngineSide()
+        engine.open(epoch.memory.control.buffer)
         pushed = records(epoch, chance)
         for _ in range(300):
             clock[0] += chance.choice([1, 100, 1_000_000, 100_000_000])
             what = chance.random()
             if what < 0.6:
-                producer.push(*next(pushed))
+                engine.producer.push(*next(pushed))
             elif what < 0.66:
                 epoch.tick(clock[0])
             elif what < 0.68:
@@ -172,7 +173,7 @@ def test_nothing_that_an_engine_pushes_raises(seed: int) -> None:
                 epoch.start_warming(lane)
         assert epoch.corrupt is None
         assert epoch.counters.loaded_blocks < 300 * epoch.memory.layout.table_entries
-        del producer
+        engine.release()
         epoch.end(Ending.ENGINE_GONE)
         while pools.calls:
             pools.step()

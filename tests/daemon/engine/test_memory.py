@@ -9,13 +9,13 @@ from kvprefetch.daemon.engine import memory
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
 from kvprefetch.daemon.engine.staging import MAX_SLOTS, slots_for
 from kvprefetch.shmring.errors import SegmentError
-from kvprefetch.shmring.wire.attach import SchedulerInfo, WorkerInfo
+from tests.support.engine_side import BLOCK_TOKENS, EngineSpec
 
 
 def test_staging_that_the_machine_has_not_left_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel would hand it out and then kill somebody, the engine perhaps."""
-    worker = WorkerInfo(block_bytes=4096, key_prefix="k@", put_factor=1, put_turn=0)
-    engine = EngineInfo("e", 32, SchedulerInfo(max_blocks=8, max_hint_bytes=512, loads=True, saves=True), [worker])
+    spec = EngineSpec(max_blocks=8)
+    engine = EngineInfo("e", BLOCK_TOKENS, spec.scheduler(), [spec.worker()])
     config = load({"staging": "64MiB", "hint_ring": "1MiB"})
     monkeypatch.setattr(memory, "available_bytes", lambda: 64 << 20, raising=False)
     with pytest.raises(SegmentError, match=r"^staging: not enough memory .*: staging=64MiB .* available=64MiB$"):

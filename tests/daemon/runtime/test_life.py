@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.shmring.liveness import PeerStatus
-from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine
-from tests.daemon.processes import cpu_s
 from tests.daemon.stores import absent_cluster, blocks, stored
 from tests.lab.daemon import Daemon
 from tests.lab.process import frozen
 from tests.support.auditor import Auditor, ask_daemon, control_segments
+from tests.support.command import cpu_s
+from tests.support.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.support.waiting import eventually
 
 Serve = Callable[..., Daemon]

@@ -19,12 +19,11 @@ from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.attach import Attached, Refused, Reset, ResetDone, SchedulerInfo, WorkerInfo
 from kvprefetch.shmring.wire.codec import send_message
 from kvprefetch.shmring.wire.records import FlagState, RecordKind
-from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine
-from tests.daemon.processes import answer, hellos
 from tests.daemon.stores import blocks, stored
 from tests.lab.daemon import Daemon
 from tests.lab.store import Store
 from tests.support.auditor import Auditor, ask_daemon
+from tests.support.fake_engine import BLOCK_BYTES, FakeEngine, answer
 from tests.support.waiting import eventually
 
 T = TypeVar("T")
@@ -99,11 +98,11 @@ def test_a_corrupt_ring_ends_that_engine_only(shared_daemon: Daemon) -> None:
 
 def test_bad_records_are_counted_and_skipped(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, prefix="records")
-    assert engine.producer.push(77, b"what is this")
-    assert engine.producer.push(RecordKind.HINT, b"short")
+    engine.push(77, b"what is this")
+    engine.push(RecordKind.HINT, b"short")
     word = engine.table.load(0)
     assert engine.table.exchange(0, word, pack(9, FlagState.HINTED, 0))
-    assert engine.producer.push(RecordKind.SAVED, records.encode_saved(records.Saved(1, 0, True, [3], [])))
+    engine.push(RecordKind.SAVED, records.encode_saved(records.Saved(1, 0, True, [3], [])))
     assert engine.load(list(blocks("records", 2))) is None
     status = ask_daemon(shared_daemon.socket).engines[0]
     assert status["bad_records"] == 3
@@ -122,7 +121,7 @@ def test_bad_records_are_counted_and_skipped(shared_daemon: Daemon) -> None:
 )
 def test_a_wrong_hello_is_refused_in_one_line(shared_daemon: Daemon, changes: dict[str, Any], message: str) -> None:
     engine = FakeEngine(shared_daemon.socket, attach=False)
-    send_message(sock := engine.connect(), engine.hello("worker", **changes))
+    sock = engine.greet("worker", **changes)
     assert answer(sock, Refused) == Refused(error=message, final=True)
     assert sock.recv(1) == b""
 
@@ -130,7 +129,7 @@ def test_a_wrong_hello_is_refused_in_one_line(shared_daemon: Daemon, changes: di
 @pytest.mark.parametrize(("theirs", "older"), [(99, "daemon"), (1, "engine"), (0, "engine"), (-(10**30), "engine")])
 def test_another_protocol_is_refused_naming_both_and_what_to_do(shared_daemon: Daemon, theirs: int, older: str) -> None:
     engine = FakeEngine(shared_daemon.socket, attach=False)
-    send_message(sock := engine.connect(), engine.hello("worker", protocol=theirs))
+    sock = engine.greet("worker", protocol=theirs)
     refused = answer(sock, Refused)
     assert refused.final
     both = f"protocol differs: engine={str(theirs)[:20]} ('test') daemon={records.PROTOCOL} ('"
@@ -142,8 +141,8 @@ def test_another_protocol_is_refused_naming_both_and_what_to_do(shared_daemon: D
 
 def test_a_second_process_of_the_same_rank_is_turned_away_for_now(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket)
-    twin = FakeEngine(shared_daemon.socket, incarnation=engine.incarnation, attach=False)
-    send_message(sock := twin.connect(), twin.hello("worker"))
+    twin = FakeEngine(shared_daemon.socket, incarnation=engine.spec.incarnation, attach=False)
+    sock = twin.greet("worker")
     assert answer(sock, Refused) == Refused(error="already attached: role=worker rank=0", final=False)
     twin.close()
     assert engine.load(list(blocks("twin", 1))) is None
@@ -175,7 +174,7 @@ def test_an_engine_that_cannot_be_served_is_refused_naming_the_bound(
 ) -> None:
     """Each of its processes gets the refusal."""
     engine = FakeEngine(shared_daemon.socket, attach=False, **options)
-    for sock in hellos(engine, **infos):
+    for sock in engine.greet_all(**infos):
         error = answer(sock, Refused).error
         assert all(word in error for word in words), error
 
@@ -247,9 +246,8 @@ def test_a_hint_that_names_a_block_twice_is_served_and_ends_nothing(shared_daemo
 
 def test_workers_hear_which_epochs_the_scheduler_may_still_name(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, engine_id="epochs", attach=False)
-    info = engine.hello("scheduler").scheduler
-    assert info is not None
-    [worker, _] = hellos(engine, scheduler=info.model_copy(update={"live_epochs": [3, 5]}))
+    info = engine.spec.scheduler().model_copy(update={"live_epochs": [3, 5]})
+    [worker, _] = engine.greet_all(scheduler=info)
     assert answer(worker, Attached).live_epochs == [3, 5]
 
 
@@ -261,9 +259,8 @@ def test_an_engine_whose_resets_could_never_be_confirmed_is_refused_with_the_bou
 
     def attach(timeout_ms: int | None, kind: type[T]) -> T:
         engine = FakeEngine(daemon.socket, engine_id=f"reset-{timeout_ms}", attach=False)
-        info = engine.hello("scheduler").scheduler
-        assert info is not None
-        return answer(hellos(engine, scheduler=info.model_copy(update={"reset_timeout_ms": timeout_ms}))[-1], kind)
+        info = engine.spec.scheduler().model_copy(update={"reset_timeout_ms": timeout_ms})
+        return answer(engine.greet_all(scheduler=info)[-1], kind)
 
     refused = attach(2999, Refused)
     assert refused.final

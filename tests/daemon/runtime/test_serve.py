@@ -19,13 +19,12 @@ from kvprefetch.shmring.wire import admin
 from kvprefetch.shmring.wire.attach import Reset, ResetDone, Stored
 from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, send_message
 from kvprefetch.shmring.wire.records import FlagState, Outcome
-from tests.daemon.fake_engine import FakeEngine
-from tests.daemon.processes import answer
 from tests.daemon.stores import blocks, stored
 from tests.lab import process
 from tests.lab.daemon import Daemon
 from tests.lab.process import frozen
 from tests.support.auditor import Auditor, ask_daemon
+from tests.support.fake_engine import FakeEngine, answer
 from tests.support.ordinary import AS_NOBODY, NOBODY
 from tests.support.waiting import eventually
 
@@ -216,7 +215,7 @@ def test_an_engine_s_container_needs_the_socket_s_folder_read_only(
     there = Path(tempfile.mkdtemp(prefix="kvm-"))
     there.chmod(0o755)
     engine = (
-        "import sys, os; from tests.daemon.fake_engine import FakeEngine, Path\n"
+        "import sys, os; from tests.support.fake_engine import FakeEngine, Path\n"
         "from tests.support.waiting import eventually\n"
         "path = Path(sys.argv[1])\n"
         "try: path.unlink(); print('removed')\n"

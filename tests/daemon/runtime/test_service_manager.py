@@ -20,8 +20,9 @@ import pytest
 
 from kvprefetch.daemon.control.listener import inherited_socket
 from kvprefetch.daemon.runtime.notify import Notifier
-from tests.daemon.fake_engine import FakeEngine, listening
 from tests.lab.daemon import Daemon
+from tests.support.command import listening
+from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 
 WATCHDOG_US = 900_000

@@ -14,12 +14,12 @@ import pytest
 from kvprefetch.daemon.cli import findings
 from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.store.disk_watch import HUNG_S, DiskWatch
-from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.daemon.stores import blocks, stored
 from tests.lab import control
 from tests.lab.daemon import Daemon
 from tests.lab.store import Store
 from tests.support.auditor import ask_daemon
+from tests.support.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.support.waiting import eventually
 
 

@@ -14,8 +14,8 @@ from structlog.testing import capture_logs
 
 from kvprefetch.daemon.store.disk_folder import open_folder
 from kvprefetch.daemon.store.settings import SettingsError
-from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.lab.daemon import Daemon
+from tests.support.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.support.ordinary import NOBODY
 from tests.support.waiting import eventually
 

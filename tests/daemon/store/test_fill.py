@@ -16,13 +16,13 @@ import pytest
 
 from kvprefetch.daemon.store import fill
 from kvprefetch.daemon.store.fill import FillHistory, StoreFill, parse, read
-from tests.daemon.cli.command import kvprefetchd
-from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import stored
 from tests.daemon.telemetry.test_metrics import scrape, value
 from tests.lab.daemon import Daemon
 from tests.lab.process import free_ports, frozen
 from tests.support.auditor import ask_daemon
+from tests.support.command import kvprefetchd
+from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 
 MIB = 1 << 20

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.shmring.wire.records import FlagState, Outcome
-from tests.daemon.cli.command import kvprefetchd
-from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import absent_cluster, blocks, stored
 from tests.lab import process
 from tests.lab.daemon import Daemon
 from tests.lab.masters import HighlyAvailableStore, etcd
 from tests.support.auditor import Auditor
+from tests.support.command import kvprefetchd
+from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 
 Serve = Callable[..., Daemon]
@@ -114,7 +114,7 @@ class Traffic:
             engine.done(key, Outcome.MISS)
             return False
         assert engine.move(key, FlagState.CLAIMED)
-        came = [engine.read(slot) for slot in engine.table.read_slots(key[0], 0, flag.count)]
+        came = [engine.read(slot) for slot in engine.slots(key)]
         assert came == list(values.values())[: flag.count]
         assert engine.move(key, FlagState.RELEASED)
         engine.done(key, loaded=flag.count)

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvprefetch.shmring.wire.records import FlagState, Outcome
-from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks
 from tests.lab import control
 from tests.lab.daemon import Daemon
 from tests.lab.process import frozen
 from tests.lab.store import Store
 from tests.support.auditor import Auditor, ask_daemon
+from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 
 ANSWER_S = 15.0  # the calls' deadline is one second; the rest is for a busy machine, and far below Mooncake's 60 s

@@ -19,13 +19,13 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.shmring.wire.records import FlagState, Outcome
-from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.daemon.stores import blocks
 from tests.lab import control
 from tests.lab.daemon import Daemon
 from tests.lab.process import frozen
 from tests.lab.store import Store
 from tests.support.auditor import ask_daemon
+from tests.support.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.support.waiting import eventually
 
 SLOTS = 32
@@ -68,7 +68,7 @@ def put(cluster: Store, node: int, values: dict[bytes, bytes], prefix: str = "mo
 
 
 def numbers(daemon: Daemon, engine: FakeEngine) -> dict[str, int]:
-    [found] = [each for each in ask_daemon(daemon.socket).engines if each["engine"] == engine.engine_id]
+    [found] = [each for each in ask_daemon(daemon.socket).engines if each["engine"] == engine.spec.engine_id]
     return {name: value for name, value in found.items() if isinstance(value, int)}
 
 
@@ -92,7 +92,7 @@ def claim(engine: FakeEngine, digests: Sequence[bytes]) -> tuple[Key, list[int]]
 def holds(engine: FakeEngine, values: dict[bytes, bytes]) -> bool:
     """Whether each of these values lies in some slot."""
     memory = engine.staging[0].buffer
-    there = {bytes(memory[at : at + engine.block_bytes]) for at in range(0, len(memory), engine.block_bytes)}
+    there = {bytes(memory[at : at + engine.spec.block_bytes]) for at in range(0, len(memory), engine.spec.block_bytes)}
     return set(values.values()) <= there
 
 

@@ -19,11 +19,11 @@ from structlog.testing import capture_logs
 from kvprefetch.daemon.store import joining, loopback
 from kvprefetch.daemon.store.embedded import EmbeddedMaster
 from kvprefetch.daemon.store.settings import MooncakeSettings, SettingsError
-from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.lab import process
 from tests.lab.daemon import Daemon
 from tests.lab.link import LimitedLink, available
 from tests.support.descriptors import targets
+from tests.support.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.support.ordinary import AS_NOBODY, NOBODY
 from tests.support.waiting import eventually
 

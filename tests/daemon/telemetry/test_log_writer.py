@@ -17,10 +17,10 @@ import pytest
 from kvprefetch.daemon.runtime.signals import Signals
 from kvprefetch.daemon.telemetry.log_writer import LogWriter
 from kvprefetch.shmring.wire.records import RecordKind
-from tests.daemon.cli.command import COMMAND
-from tests.daemon.fake_engine import FakeEngine, listening
 from tests.daemon.stores import blocks
 from tests.support.auditor import ask_daemon
+from tests.support.command import COMMAND, listening
+from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 
 
@@ -105,7 +105,7 @@ def test_a_daemon_whose_log_nobody_reads_serves_on_and_tells_it_all_later(tmp_pa
         engine = FakeEngine(tmp_path / "s")
         for i in range(300):  # about 700 bytes each, 64 KiB fit the pipe
             assert engine.load(list(blocks("stalled", 1)), name=f"r{i}") is None
-        assert engine.producer.push(RecordKind.HINT, b"short")
+        engine.push(RecordKind.HINT, b"short")
         assert ask_daemon(tmp_path / "s").engines
         engine.close()
         process.terminate()

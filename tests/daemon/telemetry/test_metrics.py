@@ -27,12 +27,12 @@ from kvprefetch.daemon.telemetry.metrics import CATALOGUE, SnapshotCollector
 from kvprefetch.daemon.telemetry.snapshot import Snapshot
 from kvprefetch.daemon.telemetry.web import MAX_CLIENTS, MetricsServer
 from kvprefetch.shmring.wire.records import FlagState, Outcome
-from tests.daemon.cli.command import kvprefetchd, one_line
-from tests.daemon.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.daemon.stores import blocks
 from tests.lab.daemon import Daemon
 from tests.lab.process import free_ports, frozen
 from tests.support import documents
+from tests.support.command import kvprefetchd, one_line
+from tests.support.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -134,7 +134,7 @@ def test_a_flood_is_counted_in_full_and_health_is_good_until_the_end(serve: Serv
     daemon = serve(extra=("--metrics-port", str(port)))
     engine = FakeEngine(daemon.socket)
     for _ in range(500):
-        assert engine.producer.push(77, b"what is this")
+        engine.push(77, b"what is this")
     eventually(lambda: value(scrape(port), "bad_records_total") == 500, what="the flood")
     assert value(scrape(port), "events_total", event="record.bad") == 500
     eventually(

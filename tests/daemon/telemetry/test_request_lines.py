@@ -14,10 +14,10 @@ from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.attach import Reset
 from kvprefetch.shmring.wire.codec import receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState, Outcome, RecordKind
-from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks
 from tests.lab.daemon import Daemon
 from tests.lab.process import frozen
+from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 
 Serve = Callable[..., Daemon]
@@ -118,7 +118,7 @@ def test_a_reset_and_a_taking_back_are_logged(shared_daemon: Daemon) -> None:
     assert engine.settled(far).count == 150
     near = engine.hint(list(groups[1]), name="near")
     taken = records.encode_ask(records.Ask(near[0], near[1], time.monotonic_ns()))
-    assert engine.producer.push(RecordKind.ASK, taken)
+    engine.push(RecordKind.ASK, taken)
     assert engine.settled(near).count == 150
     flag = engine.flag(far)
     assert (flag.generation, flag.state) == (far[1], FlagState.HINTED)
@@ -131,7 +131,7 @@ def test_a_reset_and_a_taking_back_are_logged(shared_daemon: Daemon) -> None:
     assert outcomes_of(shared_daemon, "far") == {"far": ["reset"]}
     [line] = [line for line in shared_daemon.records("request.done") if line["request_id"] == "far"]
     assert line["taken_back"] == 1
-    assert line["bytes"] > 150 * engine.block_bytes, "what was fetched again counts again"
+    assert line["bytes"] > 150 * engine.spec.block_bytes, "what was fetched again counts again"
     assert receive_message(engine.scheduler)
     engine.close()
 

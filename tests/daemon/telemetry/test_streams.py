@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks
 from tests.daemon.telemetry.test_log_writer import serve
 from tests.support.auditor import ask_daemon
+from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 
 

@@ -14,10 +14,10 @@ import pytest
 from kvprefetch.daemon.telemetry import trace_picture
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.shmring.wire.records import Done, FlagState, Outcome, RecordKind, encode_done
-from tests.daemon.cli.command import kvprefetchd
-from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.stores import blocks
 from tests.lab.daemon import Daemon
+from tests.support.command import kvprefetchd
+from tests.support.fake_engine import FakeEngine
 from tests.support.log_lines import problems
 from tests.support.waiting import eventually
 
@@ -233,7 +233,7 @@ def test_a_miss_that_was_answered_while_the_engine_s_step_went_on_is_told_as_suc
     assert engine.move(key, FlagState.CANCELLED)
     waited_ns = time.monotonic_ns() - asked_ns
     done = Done(key[0], key[1], Outcome.MISS, 0, 0, asked_ns, waited_ns, 0, 0)
-    assert engine.producer.push(RecordKind.DONE, encode_done(done))
+    engine.push(RecordKind.DONE, encode_done(done))
     engine.flags.give_back(key[0])
     (line,) = eventually(
         lambda: [e for e in shared_daemon.records("request.done") if e["request_id"] == "unseen-answer"]

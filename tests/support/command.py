@@ -1,10 +1,11 @@
-"""Runs `kvprefetchd` as a process of its own, for the tests of the command line."""
+"""Runs `kvprefetchd` as a process of its own to its end, and looks at one that runs."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 from subprocess import CompletedProcess
 
 COMMAND = [sys.executable, "-m", "kvprefetch.daemon"]
@@ -25,3 +26,15 @@ def kvprefetchd(*arguments: object, given: str | bytes = b"", **environ: str) ->
 
 def one_line(error: str) -> bool:
     return len(error.strip().splitlines()) == 1
+
+
+def listening(path: Path) -> bool:
+    """Tell whether a socket listens there; its file exists as soon as it is bound (`__SO_ACCEPTCON`, proc(5))."""
+    sockets = (line.split() for line in Path("/proc/net/unix").read_text().splitlines())
+    return any(fields[3] == "00010000" and fields[-1] == str(path) for fields in sockets)
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

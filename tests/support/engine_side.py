@@ -1,0 +1,133 @@
+"""The engine's side of one control segment, without vLLM, and what such an engine says of itself in its hellos.
+
+Used where a real engine cannot be driven into a state; the same paths run against real vLLM under tests/e2e.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvprefetch.shmring._atomics import Words
+from kvprefetch.shmring.credits import CreditTaker
+from kvprefetch.shmring.flags import Flag, FlagAllocator, FlagTable, pack, unpack
+from kvprefetch.shmring.layout import Layout
+from kvprefetch.shmring.liveness import Liveness
+from kvprefetch.shmring.ring import Producer
+from kvprefetch.shmring.wire import records
+from kvprefetch.shmring.wire.attach import Hello, SchedulerInfo, WorkerInfo
+from kvprefetch.shmring.wire.records import FlagState, Outcome, RecordKind
+from tests.support.waiting import eventually
+
+BLOCK_BYTES = 4096
+BLOCK_TOKENS = 32
+Key = tuple[int, int]  # a use of a flag: its index and generation
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """An engine as the daemon sees it. `device`: the UUID of the GPU that all of its ranks have, if any."""
+
+    engine_id: str = "engine"
+    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
+    prefix: str = "model"
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    device: str = ""
+    ranks: int = 1
+    block_bytes: int = BLOCK_BYTES
+    max_blocks: int = 512
+    events: bool = False
+    saves: bool = True
+
+    def worker(self, rank: int = 0) -> WorkerInfo:
+        return WorkerInfo(
+            block_bytes=self.block_bytes,
+            key_prefix=f"{self.prefix}@tp_rank:{rank}@",
+            put_factor=1,
+            put_turn=0,
+            device=self.device,
+            fingerprint=dict(self.fingerprint),
+        )
+
+    def scheduler(self) -> SchedulerInfo:
+        size = 64 * self.max_blocks
+        return SchedulerInfo(
+            max_blocks=self.max_blocks, max_hint_bytes=size, loads=True, saves=self.saves, events=self.events
+        )
+
+    def hello(self, role: str, rank: int = 0, **changes: object) -> Hello:
+        fields: dict[str, object] = {"protocol": records.PROTOCOL, "version": "test", "role": role, "rank": rank}
+        fields |= {"engine_id": self.engine_id, "incarnation": self.incarnation}
+        fields |= {"world_size": self.ranks, "groups": 1, "block_tokens": BLOCK_TOKENS}
+        fields |= {"worker": self.worker(rank)} if role == "worker" else {"scheduler": self.scheduler()}
+        return Hello.model_validate({**fields, **changes})
+
+
+class EngineSide:
+    """A scheduler's end of a control segment: it pushes records, moves flags and takes credits as a test says."""
+
+    def open(self, buffer: memoryview, ring_bell: Callable[[], None] = lambda: None) -> None:
+        """View the segment; `release` lets go of it."""
+        self.layout = Layout.read(buffer)
+        self.words = Words(buffer)
+        self.producer = Producer(buffer, self.words, self.layout, ring_bell)
+        self.table = FlagTable(buffer, self.words, self.layout)
+        self.flags = FlagAllocator(self.table)
+        self.credits = CreditTaker(buffer, self.words, self.layout)
+        self.liveness = Liveness(self.words, consumer=False)
+
+    def release(self) -> None:
+        del self.producer, self.table, self.flags, self.credits, self.liveness
+        self.words.release()
+
+    # --- records ------------------------------------------------------------------------------------------------------
+
+    def push(self, kind: int, *parts: bytes | memoryview) -> None:
+        assert self.producer.push(kind, *parts)
+
+    def hint(self, digests: Sequence[bytes], *, local: int = 0, name: str = "request", key: Key | None = None) -> Key:
+        """Push a hint in a free flag, or in the flag and generation of `key`."""
+        if key is None:
+            key = self.flags.take(FlagState.HINTED)
+            assert key is not None
+        else:
+            self.put(key, FlagState.HINTED)
+        size, tokens = len(digests[0]), BLOCK_TOKENS * len(digests) + 1
+        now, hashes = time.monotonic_ns(), memoryview(b"".join(digests))
+        hint = records.Hint(*key, name, len(digests), local, 0, tokens, now, size, hashes)
+        self.push(RecordKind.HINT, *records.encode_hint(hint))
+        return key
+
+    def ask(self, key: Key) -> None:
+        """Send that the scheduler reached the request and found it pending."""
+        self.push(RecordKind.ASK, records.encode_ask(records.Ask(*key, time.monotonic_ns())))
+
+    def done(self, key: Key, outcome: Outcome = Outcome.LOADED, loaded: int = 0, start: int = 0) -> None:
+        self.push(RecordKind.DONE, records.encode_done(records.Done(*key, outcome, start, loaded, 0, 0, 0, 0)))
+        self.flags.give_back(key[0])
+
+    # --- flags --------------------------------------------------------------------------------------------------------
+
+    def flag(self, key: Key) -> Flag:
+        return self.table.flag(key[0])
+
+    def settled(self, key: Key, timeout_s: float = 10.0) -> Flag:
+        """Wait for an answer and return the flag."""
+        eventually(lambda: self.flag(key).state != FlagState.HINTED, timeout_s, "an answer")
+        return self.flag(key)
+
+    def slots(self, key: Key, start: int = 0, stop: int | None = None) -> list[int]:
+        """Return the slots of blocks [start, stop); by default of all that are published."""
+        return self.table.read_slots(key[0], start, self.flag(key).count if stop is None else stop)
+
+    def move(self, key: Key, state: FlagState, count: int | None = None) -> bool:
+        word = self.table.load(key[0])
+        flag = unpack(word)
+        assert flag.generation == key[1]
+        return self.table.exchange(key[0], word, pack(key[1], state, flag.count if count is None else count))
+
+    def put(self, key: Key, state: FlagState, count: int = 0) -> None:
+        """Set the flag, in whatever use it is."""
+        assert self.table.exchange(key[0], self.table.load(key[0]), pack(key[1], state, count))
