@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,7 +81,7 @@ class Store(Connection):
             codes: list[int] = client.batch_is_exist(list(keys))
             self._verdict(attempt, all(code < 0 for code in codes), "exist", codes[0] if codes else -1)
         found = [code == 1 for code in codes]
-        self._removals.seen.add(key for key, here in zip(keys, found, strict=True) if here)
+        self._removals.seen.add(compress(keys, found))
         return found
 
     def get_into(
@@ -116,9 +117,9 @@ class Store(Connection):
             if ErrorClass.OK in results:
                 void_what_moved(results, keys, before, self._replicas.read(client, keys))
             if self.disk or not self._settings.private:
-                for i, result in enumerate(results):
-                    if result is ErrorClass.OK and holed(addresses[i], sizes[i]):
-                        results[i] = ErrorClass.CORRUPT
+                good = [i for i, result in enumerate(results) if result is ErrorClass.OK]
+                for i in holed([addresses[i] for i in good], [sizes[i] for i in good]):
+                    results[good[i]] = ErrorClass.CORRUPT
         self._removals.seen.add(_with_ok(keys, results))
         return results
 
@@ -215,4 +216,4 @@ class Store(Connection):
 
 
 def _with_ok(keys: Sequence[str], results: Sequence[ErrorClass]) -> list[str]:
-    return [key for key, result in zip(keys, results, strict=True) if result is ErrorClass.OK]
+    return list(compress(keys, [result is ErrorClass.OK for result in results]))

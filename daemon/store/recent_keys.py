@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable
 
 MAX_KEYS = 65_536
 
 
 class RecentKeys:
-    """The last MAX_KEYS keys that were added. Any thread may call."""
+    """The last MAX_KEYS keys that were added, and at most about as many from before. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._keys: OrderedDict[str, None] = OrderedDict()
+        self._new: dict[str, None] = {}
+        self._old: dict[str, None] = {}
 
     def add(self, keys: Iterable[str]) -> None:
         with self._lock:
-            for key in keys:
-                self._keys[key] = None
-                self._keys.move_to_end(key)
-            while len(self._keys) > MAX_KEYS:
-                self._keys.popitem(last=False)
+            if len(self._new) >= MAX_KEYS:
+                self._new, self._old = {}, self._new
+            self._new.update(dict.fromkeys(keys))
 
     def discard(self, keys: Iterable[str]) -> None:
         with self._lock:
             for key in keys:
-                self._keys.pop(key, None)
+                self._new.pop(key, None)
+                self._old.pop(key, None)
 
     def all(self) -> list[str]:
         with self._lock:
-            return list(self._keys)
+            return list(self._old | self._new)
