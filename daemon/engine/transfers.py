@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
-from typing import NamedTuple
+from itertools import chain, compress, islice, repeat
+from typing import Any, NamedTuple
 
 from ...shmring.wire.attach import WorkerInfo
 from ..store.client import Medium, Store
@@ -26,13 +26,17 @@ RETRY_S = 0.02  # a replica being written or busy is usually there by then
 _AGAIN = (ErrorClass.NO_SPACE, ErrorClass.RETRY, ErrorClass.TRANSIENT, ErrorClass.TRANSFER)
 
 
-class _Part(NamedTuple):
-    """One value, and where it lies in staging."""
+class _Values(NamedTuple):
+    """Values to read or write: for each its key, and where it lies in staging."""
 
-    key: str
-    slot: int
-    address: int
-    size_bytes: int
+    keys: list[str]
+    slots: list[int]
+    addresses: list[int]
+    sizes: list[int]
+
+    def at(self, indices: Sequence[int]) -> _Values:
+        columns: Iterable[Any] = self
+        return _Values(*([column[i] for i in indices] for column in columns))
 
 
 @dataclass(frozen=True)
@@ -61,14 +65,39 @@ class RankLayout:
         replicas = tuple((worker.put_factor, worker.put_turn) for worker in workers)
         return cls(tuple(worker.key_prefix for worker in workers), replicas, staging)
 
-    def parts(self, digest: bytes, slot: int, *, saving: bool = False) -> list[_Part]:
-        """Return a block's parts, one for each key: in the first replica's slot, or in the one that filled the slot."""
-        addresses, parts = self.staging.addresses(slot), []
-        for prefix, ranks in self.shards:
-            filled = (rank for rank in ranks if slot % self.replicas[rank][0] == self.replicas[rank][1])
-            rank = next(filled) if saving else ranks[0]
-            parts.append(_Part(prefix + digest.hex(), slot, addresses[rank], self.staging.block_bytes[rank]))
-        return parts
+    @cached_property
+    def _firsts(self) -> list[tuple[int, int]]:
+        """Return (address of slot 0, bytes of a slot) of the first rank of each key prefix."""
+        addresses = self.staging.addresses(0)
+        return [(addresses[ranks[0]], self.staging.block_bytes[ranks[0]]) for _, ranks in self.shards]
+
+    def _filled(self, slot: int) -> list[tuple[int, int]]:
+        """Return the same of the ranks that filled this slot."""
+        addresses, sizes = self.staging.addresses(0), self.staging.block_bytes
+        turns = [
+            next(rank for rank in ranks if slot % self.replicas[rank][0] == self.replicas[rank][1])
+            for _, ranks in self.shards
+        ]
+        return [(addresses[rank], sizes[rank]) for rank in turns]
+
+    def keys(self, digests: Iterable[bytes]) -> list[str]:
+        """Return the keys of these blocks, block by block: one for each key prefix."""
+        prefixes = [prefix for prefix, _ in self.shards]
+        return [prefix + name for name in map(bytes.hex, digests) for prefix in prefixes]
+
+    def values(self, blocks: Sequence[tuple[bytes, int]], *, saving: bool = False) -> _Values:
+        """Return the values of (digest, slot) blocks, in the order of `keys`.
+
+        They lie with the first rank that has the prefix, or with the one that filled the slot.
+        """
+        slots = [slot for _, slot in blocks]
+        ranks = map(self._filled, slots) if saving else repeat(self._firsts)
+        return _Values(
+            self.keys(digest for digest, _ in blocks),
+            [slot for slot in slots for _ in self._firsts],
+            [base + slot * size for slot, theirs in zip(slots, ranks, strict=False) for base, size in theirs],
+            [size for _, size in self._firsts] * len(slots),
+        )
 
 
 def check_replicas(workers: Sequence[WorkerInfo]) -> None:
@@ -144,8 +173,7 @@ def look_up(
 def _runs(store: Store, layout: RankLayout, questions: Sequence[Sequence[bytes]]) -> list[int]:
     """Count the leading digests of each question that the store holds for every rank. Raises StoreUnavailable."""
     parts = len(layout.shards)
-    keys = [prefix + digest.hex() for digests in questions for digest in digests for prefix, _ in layout.shards]
-    present = iter(store.exist(keys))
+    present = iter(store.exist(layout.keys(chain.from_iterable(questions))))
     here = [list(islice(present, parts * len(digests))) for digests in questions]
     return [(each.index(False) if False in each else len(each)) // parts for each in here]
 
@@ -163,19 +191,19 @@ def fetch(
     A part that several ranks hold is read once and copied to the others.  A part that may be there soon is tried once
     more.  The caller sets `get.late` when it gives this fetch up.
     """
-    parts = [part for block in blocks for part in layout.parts(*block)]
+    values = layout.values(blocks)
 
-    def read(parts: Sequence[_Part]) -> list[ErrorClass]:
-        return _move(layout, parts, lambda keys, addresses, sizes: store.get_into(keys, addresses, sizes, get))
+    def read(values: _Values) -> list[ErrorClass]:
+        return _move(layout, values, lambda keys, addresses, sizes: store.get_into(keys, addresses, sizes, get))
 
     try:
-        results = read(parts)
+        results = read(values)
     except StoreUnavailable:
         return [ErrorClass.TRANSIENT] * len(blocks)
     if again := [i for i, each in enumerate(results) if each in (ErrorClass.RETRY, ErrorClass.LOOKUP_AGAIN)]:
         time.sleep(RETRY_S)
         with contextlib.suppress(StoreUnavailable):  # then they stay as they are, and the others are there
-            for i, each in zip(again, read([parts[i] for i in again]), strict=True):
+            for i, each in zip(again, read(values.at(again)), strict=True):
                 results[i] = each
     per_block, block_bytes = len(layout.shards), layout.staging.block_bytes
     for _, slot in blocks if per_block < len(block_bytes) else ():
@@ -183,23 +211,25 @@ def fetch(
         for _, (first, *others) in layout.shards:
             for other in others:
                 ctypes.memmove(addresses[other], addresses[first], block_bytes[first])  # without the GIL
+    if results.count(ErrorClass.OK) == len(results):
+        return results[: len(blocks)]
     return [
         next((each for each in results[i : i + per_block] if each is not ErrorClass.OK), ErrorClass.OK)
         for i in range(0, len(results), per_block)
     ]
 
 
-def _move(layout: RankLayout, parts: Sequence[_Part], call: Callable[..., list[ErrorClass]]) -> list[ErrorClass]:
-    """Get or put these parts; slots that Mooncake may go on using are lost. Raises what the call raises."""
+def _move(layout: RankLayout, values: _Values, call: Callable[..., list[ErrorClass]]) -> list[ErrorClass]:
+    """Get or put these values; slots that Mooncake may go on using are lost. Raises what the call raises."""
     try:
-        results = call(*([part[i] for part in parts] for i in (0, 2, 3)))
+        results = call(values.keys, values.addresses, values.sizes)
     except StoreUnavailable:
         raise  # no transfer is under way
     except BaseException:
-        layout.staging.lost.update(part.slot for part in parts)  # nothing is known of the transfers
+        layout.staging.lost.update(values.slots)  # nothing is known of the transfers
         raise
-    lost = [part.slot for part, each in zip(parts, results, strict=True) if each is ErrorClass.UNDER_WAY]
-    layout.staging.lost.update(lost)
+    if ErrorClass.UNDER_WAY in results:
+        layout.staging.lost.update(compress(values.slots, [each is ErrorClass.UNDER_WAY for each in results]))
     return results
 
 
@@ -208,23 +238,24 @@ def save(store: Store, layout: RankLayout, blocks: Sequence[tuple[bytes, int]], 
 
     With `locate`, also ask in which medium they are now.
     """
-    parts = [layout.parts(*block, saving=True) for block in blocks]
-    named = {part.key: part for each in parts for part in each}
+    values = layout.values(blocks, saving=True)
     try:
-        there = store.exist(list(named))
-        missing = [part for part, present in zip(named.values(), there, strict=True) if not present]
-        outcome = _move(layout, missing, store.put_from)
+        there = store.exist(values.keys)
+        missing = {key: i for i, (key, present) in enumerate(zip(values.keys, there, strict=True)) if not present}
+        outcome = _move(layout, values.at(list(missing.values())), store.put_from)
     except StoreUnavailable:
         return SaveResult(0, 0, 0, list(blocks))
-    written = {part.key: each for part, each in zip(missing, outcome, strict=True)}
+    written = dict(zip(missing, outcome, strict=True))
     stored: list[bytes] = []
     again: list[tuple[bytes, int]] = []
-    kept: list[_Part] = []
+    kept: list[tuple[str, int]] = []
     present = failed = 0
-    for block, (first, *others) in zip(blocks, parts, strict=True):
-        results = {written.get(part.key) for part in (first, *others)}  # None: it was there already
+    per_block = len(layout.shards)
+    for i, block in enumerate(blocks):
+        keys = values.keys[i * per_block : (i + 1) * per_block]
+        results = {written.get(key) for key in keys}  # None: it was there already
         if results <= {None, ErrorClass.OK}:
-            kept.append(first)
+            kept.append((keys[0], block[1]))
             if results == {None}:
                 present += 1
             else:
@@ -236,8 +267,8 @@ def save(store: Store, layout: RankLayout, blocks: Sequence[tuple[bytes, int]], 
     lost = outcome.count(ErrorClass.UNDER_WAY)
     result = SaveResult(len(stored), present, failed, again, digests=stored, lost=lost)
     if locate:
-        for part, medium in zip(kept, _media(store, [part.key for part in kept]), strict=True):
-            (result.disk if medium == "disk" else result.memory).append(part.slot)
+        for (_, slot), medium in zip(kept, _media(store, [key for key, _ in kept]), strict=True):
+            (result.disk if medium == "disk" else result.memory).append(slot)
     return result
 
 
