@@ -15,7 +15,7 @@ import platform
 import random
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,7 @@ class Bench:
         self.tokens: dict[str, list[list[int]]] = {}
         self.lmcache_python = lmcache_python
         self.link: LimitedLink | None = None
+        self.daemon: Daemon | None = None
 
     def spec(self, variant: str, store: Store, transfer: KVTransfer | None) -> EngineSpec:
         """The engine of a variant: all alike but for the connector, and the ideal's roomy pool."""
@@ -143,9 +144,9 @@ class Bench:
         )
         return spec if variant not in LMCACHE or self.lmcache_python is None else spec.but(python=self.lmcache_python)
 
-    def run(self, variants: list[str], rounds: int) -> dict[str, Figures]:
-        """Start everything, fill the store, and measure ``rounds`` rounds after one that warms up."""
-        figures = {variant: Figures() for variant in variants}
+    @contextlib.contextmanager
+    def started(self, variants: list[str]) -> Iterator[None]:
+        """Start everything, and fill the store."""
         with contextlib.ExitStack() as stack:
             self.link = self._limited_link(stack)
             store = stack.enter_context(Store(link=self.link))
@@ -154,7 +155,8 @@ class Bench:
                 "upstream-async": connectors.upstream(lookup_async=True),
             }
             if "ours" in variants:
-                daemon = stack.enter_context(Daemon(mooncake_config=store.config, staging=self.setting.staging))
+                daemon = Daemon(mooncake_config=store.config, staging=self.setting.staging)
+                self.daemon = stack.enter_context(daemon)
                 transfers["ours"] = connectors.ours(daemon.socket, wait_policy="adaptive", key_format="vllm")
             server = None
             if self.lmcache_python is not None and not set(LMCACHE).isdisjoint(variants):
@@ -170,10 +172,16 @@ class Bench:
                 filler = next(each for each in variants if each in LMCACHE)
                 self._fill(filler, server.wait_objects, self.setting.hit_tokens // lmcache.CHUNK_TOKENS)
                 server.empty_memory()
+            yield
+
+    def run(self, variants: list[str], rounds: int) -> dict[str, Figures]:
+        """Measure ``rounds`` rounds after one that warms up."""
+        figures = {variant: Figures() for variant in variants}
+        with self.started(variants):
             for number in range(rounds + 1):
                 for variant in variants:
                     others, before = Interference(), self._used(variant)
-                    result = self._pass(variant)
+                    result = self.serve(variant)
                     others_cores = others.cores()
                     engine_s, all_s, link_mb = (a - b for a, b in zip(self._used(variant), before, strict=True))
                     self.tokens[variant] = result.tokens
@@ -212,7 +220,8 @@ class Bench:
         if stored != expected:
             self.say(f"WARNING: the store holds {stored} values instead of {expected}")
 
-    def _pass(self, variant: str) -> Pass:
+    def serve(self, variant: str) -> Pass:
+        """One pass of all prompts, from an empty prefix cache but for the ideal."""
         engine = self.engines[variant]
         if variant != IDEAL and not engine.reset_prefix_cache():
             self.say(f"WARNING: the prefix cache of {variant} could not be emptied")

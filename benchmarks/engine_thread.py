@@ -1,0 +1,221 @@
+"""Measures the time that a connector takes of vLLM's own thread: each hook of the scheduler's side, in a real engine.
+
+The load is that of ``benchmarks.ttft``: a closed loop behind a full queue, every prompt in a store behind a limited
+link. Passes alternate between the connectors. The hooks are timed from outside, where the scheduler calls them. Pushes
+and bells are counted in passes of their own, so that counting costs the timed hooks nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import json
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ttft import Bench, Setting, machine
+from tests.lab import lmcache
+from tests.lab.checkpoint import PEERS, make_checkpoint
+from tests.lab.interference import Interference, cpu_s
+from tests.lab.passes import percentile
+from tests.lab.process import REPO, exit_on_sigterm
+
+VARIANTS = ("ours", "upstream-async")
+LMCACHE = ("lmcache", "lmcache-eager")
+ASK = "get_num_new_matched_tokens"
+IDLE_S = 5.0
+
+# --- in the engine's process ------------------------------------------------------------------------------------------
+
+_spent: dict[str, list[int]] = {}
+_counts: Counter[str] = Counter()
+
+
+def watch(engine: Any) -> None:
+    """Time every hook of the scheduler's connector from now on."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    connector = engine.engine_core.engine_core.scheduler.connector
+    for name, _ in inspect.getmembers(KVConnectorBase_V1, inspect.isfunction):
+        if not name.startswith("_"):
+            setattr(connector, name, _timed(getattr(connector, name), name))
+
+
+def _timed(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
+    spent, polls = _spent.setdefault(name, []), _spent.setdefault(f"{name}: not yet", [])
+    clock = time.perf_counter_ns
+
+    def timed(*args: Any, **options: Any) -> Any:
+        began = clock()
+        answer = hook(*args, **options)
+        took = clock() - began
+        (polls if name == ASK and answer[0] is None else spent).append(took)
+        return answer
+
+    return timed
+
+
+def take_spent(_engine: Any) -> dict[str, list[int]]:
+    """Nanoseconds of each call since the last time, by hook."""
+    taken = {name: list(calls) for name, calls in _spent.items() if calls}
+    for calls in _spent.values():
+        calls.clear()
+    return taken
+
+
+def count(_engine: Any) -> None:
+    """Count kvprefetch's pushes and bells from now on."""
+    from kvprefetch.shmring.ring import Producer
+
+    for owner, name in ((Producer, "push"), (os, "eventfd_write")):
+        setattr(owner, name, _counted(getattr(owner, name), name))
+
+
+def _counted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def counted(*args: Any) -> Any:
+        _counts[name] += 1
+        return function(*args)
+
+    return counted
+
+
+def take_counts(_engine: Any) -> tuple[int, int]:
+    """Pushes and bells since the last time."""
+    taken = _counts["push"], _counts["eventfd_write"]
+    _counts.clear()
+    return taken
+
+
+# --- here -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Figures:
+    """What the passes of one variant gave."""
+
+    requests: int = 0
+    steps: list[int] = field(default_factory=list)
+    spent: dict[str, list[int]] = field(default_factory=dict)
+    """Nanoseconds of each call, by hook."""
+    per_request_us: list[float] = field(default_factory=list)
+    """Per pass: all hooks together."""
+    pushes: int = 0
+    bells: int = 0
+    others_cores: list[float] = field(default_factory=list)
+
+    def add(self, spent: Mapping[str, list[int]], requests: int) -> None:
+        for name, calls in spent.items():
+            self.spent.setdefault(name, []).extend(calls)
+        self.requests += requests
+        self.per_request_us.append(sum(map(sum, spent.values())) / requests / 1e3)
+
+
+def measure(bench: Bench, variants: list[str], rounds: int, say: Callable[[str], None]) -> dict[str, Figures]:
+    """Run timed rounds after one that warms up, and one round that counts bells; then look at the idle daemon."""
+    figures = {variant: Figures() for variant in variants}
+    for number in range(rounds + 1):
+        for variant in variants:
+            engine, each = bench.engines[variant], figures[variant]
+            if number == 0:
+                bench.serve(variant)
+                engine.call("benchmarks.engine_thread:watch")
+                continue
+            others, before = Interference(), _daemon_s(bench)
+            result = bench.serve(variant)
+            each.add(engine.call("benchmarks.engine_thread:take_spent"), len(result.requests))
+            each.steps.append(result.steps)
+            each.others_cores.append(others.cores())
+            say(
+                f"round {number} of {rounds}: {variant:15} {each.per_request_us[-1]:7.0f} us a request, "
+                f"{result.steps} steps in {result.total_s:.2f} s, CPU of the daemon {_daemon_s(bench) - before:.2f} s, "
+                f"others {each.others_cores[-1]:.2f} cores"
+            )
+    if "ours" in variants:
+        engine, ours = bench.engines["ours"], figures["ours"]
+        engine.call("benchmarks.engine_thread:count")
+        bench.serve("ours")
+        ours.pushes, ours.bells = engine.call("benchmarks.engine_thread:take_counts")
+    return figures
+
+
+def _daemon_s(bench: Bench) -> float:
+    return 0.0 if bench.daemon is None else cpu_s([bench.daemon.pid])
+
+
+def table(variant: str, figures: Figures) -> list[str]:
+    """Lines: per hook how often a request calls it, a call's time, and its share of a request."""
+    lines = [f"| {variant} | calls a request | median, us | p99, us | us a request |", "| --- | --- | --- | --- | --- |"]
+    for name, calls in sorted(figures.spent.items(), key=lambda each: -sum(each[1])):
+        micros = [ns / 1e3 for ns in calls]
+        lines.append(
+            f"| {name} | {len(calls) / figures.requests:.2f} | {statistics.median(micros):.1f} "
+            f"| {percentile(micros, 0.99):.1f} | {sum(micros) / figures.requests:.1f} |"
+        )
+    passes = figures.per_request_us
+    lines.append(
+        f"| all hooks, median of passes (min-max) | | | | {statistics.median(passes):.1f} "
+        f"({min(passes):.1f}-{max(passes):.1f}) |"
+    )
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine_thread", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=4, help="timed rounds after the warm-up (default %(default)s)")
+    parser.add_argument("--variants", help=f"of {','.join(VARIANTS + LMCACHE)} (default all that can run)")
+    parser.add_argument(
+        "--lmcache-python",
+        type=lambda path: Path(path).absolute(),
+        metavar="PYTHON",
+        help="an interpreter with LMCache and vLLM (docs/BENCHMARKS.md)",
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write settings and all figures to this file")
+    parser.add_argument("--work", type=Path, default=REPO / "build", help="where the checkpoint is kept")
+    options = parser.parse_args(argv)
+    exit_on_sigterm()
+    possible = VARIANTS if options.lmcache_python is None else VARIANTS + LMCACHE
+    variants = list(possible) if options.variants is None else options.variants.split(",")
+    if unknown := [each for each in variants if each not in possible]:
+        parser.error(f"unknown variants {unknown}: choose from {','.join(possible)}")
+    if options.lmcache_python is not None and (why_not := lmcache.missing(options.lmcache_python)):
+        parser.error(f"--lmcache-python: {why_not}")
+    if options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, not {options.rounds}")
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    setting, ran_on = Setting(), machine()
+    say(f"machine: {json.dumps(ran_on)}")
+    say(f"setting: {json.dumps(asdict(setting))}")
+    if options.lmcache_python is None:
+        say("LMCache is not installed: give --lmcache-python to have it beside (docs/BENCHMARKS.md)")
+    bench = Bench(setting, make_checkpoint(options.work / "checkpoints", PEERS), say, options.lmcache_python)
+    with bench.started(variants):
+        figures = measure(bench, variants, options.rounds, say)
+    for variant, each in figures.items():
+        say("")
+        for line in table(variant, each):
+            say(line)
+        say(f"{statistics.median(each.steps) / setting.prompts:.1f} steps a request")
+        if each.pushes:
+            say(f"{each.bells} bells in {each.pushes} pushes: one in {each.pushes / max(1, each.bells):.0f}")
+    if options.json is not None:
+        report = {"machine": ran_on, "setting": asdict(setting), "limited_link": bench.link is not None}
+        report["variants"] = {name: asdict(each) for name, each in figures.items()}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
