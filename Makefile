@@ -22,10 +22,10 @@ CHECK_TESTS ?= tests/shmring tests/daemon tests/models tests/simulate/test_real.
 CHECK_COVERAGE ?= 78
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save bench-cuda bench-cuda-sweep simulate simulate-compare clean
+.PHONY: help setup check test lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save bench-engine-thread bench-cuda bench-cuda-sweep simulate simulate-compare clean
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## build the virtual environment (VENV=.venv; PYTHON=python3.12 to choose the interpreter)
 	@.ci/setup
@@ -78,6 +78,9 @@ bench-ttft: setup ## time to first token against vLLM's own Mooncake connector
 
 bench-save: setup ## time of a step with saving on against off
 	@$(BIN)/python -m benchmarks.save $(ARGS)
+
+bench-engine-thread: setup ## time of vLLM's own thread in each hook of a connector, and bells
+	@$(BIN)/python -m benchmarks.engine_thread $(ARGS)
 
 bench-miss: setup ## cost of a miss, under load and on an idle engine
 	@$(BIN)/python -m benchmarks.miss $(ARGS)

@@ -137,6 +137,12 @@ class Consumer:
         # SYNC dropped: read as it is, orders nothing
         return self._load_acquire(Line.HINTS_DROPPED)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether `peek` has something to look at. Without prepare_sleep, look again after some time: no bell comes."""
+        # Orders nothing (SYNC tail is peek's, which loads the tail again).
+        return self._load_acquire(_TAIL) != self._head
+
     def peek(self) -> Record | None:
         """Return the oldest record, or None. Raises SegmentCorrupt where no record can stand.
 

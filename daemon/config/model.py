@@ -119,7 +119,6 @@ class DaemonConfig(BaseModel):
         le=64,
         description="concurrent fetches; each one in flight keeps a core busy",
     )
-    spin_us: Number = Field(default=50, ge=0, le=10_000, description="how long the idle loop spins before it sleeps")
     hint_ring: Annotated[Size, _within(1 << 16, 1 << 30)] = Field(
         default=4 << 20, description="bytes of each engine's hint ring"
     )
@@ -157,7 +156,7 @@ NEXT_ATTACH = frozenset(
     {"staging", "device_staging", "device_margin", "device_owner", "save_share", "hint_ring", "chunk"}
 )
 RELOADABLE = NEXT_ATTACH | frozenset(
-    {"allow_uids", "log_level", "max_engines", "max_engines_per_uid", "mode", "namespaces", "spin_us"}
+    {"allow_uids", "log_level", "max_engines", "max_engines_per_uid", "mode", "namespaces"}
 )
 
 # Keys whose values are sizes.

@@ -1,4 +1,8 @@
-"""The main loop: reads rings, hands results in, starts fetches, and sleeps until a descriptor is readable."""
+"""The main loop: reads rings, hands results in, starts fetches, and sleeps until there is something to do.
+
+While engines have requests in the queue, or had a moment ago, it looks at their rings by itself, and no push needs a
+bell.  How often follows from the CPU time that a look takes here.  When all is quiet it sleeps on the doorbells.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,10 @@ from .signals import Signals
 DRAIN_LIMIT = 256  # records of one ring in a turn
 EVENTS_PER_TURN = 16  # readable descriptors that are handled before the rings are read again
 TICK_NS = 100_000_000
-_POLL_NS = 1_000_000  # how often a busy loop asks for readable descriptors
+QUIET_NS = 20_000_000  # after the last record of engines without a request
+LOOKS_SHARE = 0.02  # of a core, for all looks
+LOOK_NS = range(150_000, 2_000_000)  # between two of them
+_NEWEST = 0.1  # weight of the newest look in the average
 
 
 class Loop:
@@ -23,33 +30,43 @@ class Loop:
     def __init__(self, shared: Shared, control: Control, epoll: select.epoll, signals: Signals) -> None:
         self._shared, self._control, self._epochs = shared, control, control.epochs
         self._epoll, self._signals = epoll, signals
-        self._worked_ns = self._polled_ns = 0
+        self._heard_ns = 0  # when the last record came
+        self._look_ns = 0.0  # CPU time of one look
         self._next = 0  # the engine whose turn it is to start a fetch
         epoll.register(shared.pools.fd, select.EPOLLIN)
 
     def turn(self, now_ns: int) -> None:
-        """Do the work that is there. Sleep when there is none, and was none for `spin_us`."""
-        epochs = self._epochs.attached()
-        work = self._shared.pools.run_finished()
-        for epoch in epochs:
-            work += epoch.drain(DRAIN_LIMIT)
+        """Do the work that is there, and wait for more."""
+        self._shared.pools.run_finished()
+        for epoch in self._epochs.attached():
+            if epoch.drain(DRAIN_LIMIT):
+                self._heard_ns = now_ns
         self._start_fetches()
         for epoch in self._epochs.corrupt():
             self._control.end(epoch, Ending.ENGINE_CORRUPT)
-        if work:
-            self._worked_ns = now_ns
-        busy = now_ns - self._worked_ns < self._shared.config.spin_us * 1000
-        if busy and now_ns - self._polled_ns < _POLL_NS:
-            return
-        self._polled_ns = now_ns
         epochs = self._epochs.attached()  # without those that ended now
-        # Every ring announces the sleep, also behind one that is not empty.
-        empty = [epoch.channel.ring.prepare_sleep() for epoch in epochs] if not busy else [False]
+        if now_ns - self._heard_ns < QUIET_NS or any(epoch.planner.requests for epoch in epochs):
+            self._look(now_ns + TICK_NS)
+            events = self._epoll.poll(0.0, EVENTS_PER_TURN)
+        else:
+            # Every ring announces the sleep, also behind one that is not empty.
+            empty = [epoch.channel.ring.prepare_sleep() for epoch in epochs]
+            events = self._epoll.poll(TICK_NS / 1e9 if all(empty) else 0.0, EVENTS_PER_TURN)
+            for epoch in epochs:
+                epoch.channel.ring.wake()
         # The kernel goes round: a descriptor that was returned stands behind those that were not.
-        events = self._epoll.poll(TICK_NS / 1e9 if all(empty) else 0.0, EVENTS_PER_TURN)
-        for epoch in epochs:
-            epoch.channel.ring.wake()
         self._handle([fd for fd, _ in events], time.monotonic_ns())
+
+    def _look(self, until_ns: int) -> None:
+        """Look at the rings now and then, until one has a record, a descriptor is readable, or the time is over."""
+        rings = [epoch.channel.ring for epoch in self._epochs.attached()]
+        used_ns, readable = time.thread_time_ns(), False
+        while not readable and not any(ring.waiting for ring in rings) and time.monotonic_ns() < until_ns:
+            wait_ns = min(max(LOOK_NS.start, self._look_ns / LOOKS_SHARE), LOOK_NS.stop)
+            # epoll itself rounds its timeout up to a millisecond.
+            readable = bool(select.select([self._epoll], [], [], wait_ns / 1e9)[0])
+            before_ns, used_ns = used_ns, time.thread_time_ns()
+            self._look_ns += _NEWEST * (used_ns - before_ns - self._look_ns)
 
     def _start_fetches(self) -> None:
         """Start fetches of each lane, one engine after the other, while the lane has room; then those that warm."""

@@ -64,7 +64,7 @@ def test_polls_and_pushes_make_no_system_call(at: At, tmp_path: Path) -> None:
     prompts = make_prompts(50, 300, seed=51)
     with (
         Store(memory="256 MB") as cluster,
-        Daemon(mooncake_config=cluster.config, staging="64MiB", extra=("--spin-us", "10000")) as daemon,
+        Daemon(mooncake_config=cluster.config, staging="64MiB") as daemon,
     ):
         site = at(daemon)
         engine = site.engine(extra={"wait_timeout_ms": 60_000})

@@ -80,9 +80,9 @@ def test_what_is_written_starts_this_environment(tmp_path: Path) -> None:
 def test_a_configuration_that_is_there_is_kept(tmp_path: Path) -> None:
     install(tmp_path)
     config = tmp_path / "etc/kvprefetch/kvprefetchd.toml"
-    config.write_text("spin_us = 3\n")
+    config.write_text("max_engines = 3\n")
     assert "kept" in install(tmp_path)
-    assert config.read_text() == "spin_us = 3\n"
+    assert config.read_text() == "max_engines = 3\n"
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ def test_flags_win_over_environment_over_file_over_default(tmp_path: Path) -> No
     text = 'staging = "1GiB"\nchunk = "1MiB"\nmax_engines = 3\nallow_uids = [7, 8]\n'
     effective = resolve(sources(tmp_path, text, {"staging": "3GiB"}, STAGING="2GiB", CHUNK="2MiB"))
     config, origin = effective.config, effective.origin
-    assert (config.staging, config.chunk, config.max_engines, config.spin_us) == (3 << 30, 2 << 20, 3, 50)
+    assert (config.staging, config.chunk, config.max_engines, config.max_engines_per_uid) == (3 << 30, 2 << 20, 3, 8)
     assert config.allow_uids == (7, 8)
     file = str(tmp_path / "kvprefetchd.toml")
-    assert [origin[key] for key in ("staging", "chunk", "max_engines", "spin_us")] == [
+    assert [origin[key] for key in ("staging", "chunk", "max_engines", "max_engines_per_uid")] == [
         *("--staging", "$KVPREFETCHD_CHUNK", file, "default")
     ]
 
@@ -84,8 +84,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
-    (tmp_path / "a.toml").write_text("spin_us = 7")
-    assert resolve(Sources.of({}, None, {"KVPREFETCHD_CONFIG": str(tmp_path / "a.toml")})).config.spin_us == 7
+    (tmp_path / "a.toml").write_text("max_engines = 7")
+    assert resolve(Sources.of({}, None, {"KVPREFETCHD_CONFIG": str(tmp_path / "a.toml")})).config.max_engines == 7
 
 
 def check_config(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:

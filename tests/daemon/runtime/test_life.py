@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import PeerStatus
+from kvprefetch.shmring.wire.records import FlagState, Outcome
 from tests.daemon.stores import absent_cluster, blocks, stored
 from tests.lab.daemon import Daemon
 from tests.lab.process import frozen
@@ -140,6 +142,25 @@ def test_an_idle_daemon_uses_next_to_nothing(shared_daemon: Daemon) -> None:
     before = cpu_s(shared_daemon.pid)
     time.sleep(4)
     assert (cpu_s(shared_daemon.pid) - before) / 4 < 0.01
+
+
+def test_while_a_request_waits_the_daemon_hears_pushes_without_a_bell_and_then_sleeps(shared_daemon: Daemon) -> None:
+    """2 % of a core is the aim for its looks; the bound leaves room for a noisy machine."""
+    engine = FakeEngine(shared_daemon.socket, prefix="looks")
+    eventually(lambda: engine.words.load_acquire(Line.SLEEPING) == 1, what="asleep without requests")
+    key = engine.hint(list(blocks("looks", 2)))
+    engine.settled(key)
+    before, asleep = cpu_s(shared_daemon.pid), 0
+    for _ in range(400):
+        asleep += engine.words.load_acquire(Line.SLEEPING)
+        time.sleep(0.005)
+    assert asleep == 0, "a bell would have been needed"
+    assert (cpu_s(shared_daemon.pid) - before) / 2 < 0.05
+    engine.ask(key)
+    eventually(lambda: engine.words.load_acquire(Line.HEAD) == engine.words.load_acquire(Line.TAIL), what="heard")
+    assert engine.move(key, FlagState.CANCELLED)
+    engine.done(key, Outcome.ABORTED)
+    eventually(lambda: engine.words.load_acquire(Line.SLEEPING) == 1, what="asleep again")
 
 
 def test_a_cluster_that_is_not_there_yet_makes_misses_and_no_failure(serve: Serve, tmp_path: Path) -> None:
