@@ -31,7 +31,6 @@ from tests.lab.process import REPO, exit_on_sigterm
 VARIANTS = ("ours", "upstream-async")
 LMCACHE = ("lmcache", "lmcache-eager")
 ASK = "get_num_new_matched_tokens"
-IDLE_S = 5.0
 
 # --- in the engine's process ------------------------------------------------------------------------------------------
 
@@ -153,7 +152,10 @@ def _daemon_s(bench: Bench) -> float:
 
 def table(variant: str, figures: Figures) -> list[str]:
     """Lines: per hook how often a request calls it, a call's time, and its share of a request."""
-    lines = [f"| {variant} | calls a request | median, us | p99, us | us a request |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        f"| {variant} | calls a request | median, us | p99, us | us a request |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for name, calls in sorted(figures.spent.items(), key=lambda each: -sum(each[1])):
         micros = [ns / 1e3 for ns in calls]
         lines.append(
