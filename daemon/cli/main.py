@@ -19,7 +19,7 @@ from ... import __version__
 from ...shmring.wire.checks import nearest
 from ...shmring.wire.records import PROTOCOL
 from ..config.model import ConfigError, Taken
-from . import check_config, doctor, explain, install_unit, mode, serve, stat, status, store, tail, top, warm
+from . import check_config, doctor, explain, install_unit, serve, status, store, tail, top, warm
 from .client import EX_UNAVAILABLE, Unavailable
 from .common import CONFIGURATION_ENVIRONMENT, CONFIGURATION_FILE, SOCKET_FILE
 from .help_page import HelpFormatter, HelpPage
@@ -43,7 +43,7 @@ PAGE = HelpPage(
     environment=CONFIGURATION_ENVIRONMENT,
     also="README.md, docs/OPERATIONS.md, docs/TUNING.md",
 )
-COMMANDS = (serve, check_config, status, top, stat, tail, explain, mode, install_unit, doctor, store, warm)
+COMMANDS = (serve, check_config, status, top, tail, explain, install_unit, doctor, store, warm)
 
 
 class Parser(argparse.ArgumentParser):
@@ -128,7 +128,7 @@ def _fill_standard_streams() -> None:
 
 
 def build_parser() -> Parser:
-    """Return the parser of all commands; each puts its function under `run`."""
+    """Return the parser of all commands; each command puts its function under `run`."""
     parser = Parser("kvprefetchd", description=PAGE.description, formatter_class=HelpFormatter, allow_abbrev=False)
     parser.epilog = PAGE.sections()
     parser.add_argument("--version", action="version", version=f"kvprefetchd {__version__}, protocol {PROTOCOL}")

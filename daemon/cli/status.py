@@ -1,15 +1,18 @@
-"""`kvprefetchd status`: the daemon's mode, store and engines, for people or as JSON."""
+"""`kvprefetchd status`, `stat` and `mode`: look at a running daemon, or switch it."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from typing import get_args
 
-from ...shmring.wire.admin import Status, StatusQuery
+from ...shmring.wire.admin import Segments, SetMode, StatQuery, Status, StatusQuery
+from ..config.model import Mode
 from ..telemetry.overview import describe
 from .client import ask
-from .common import Commands, SocketPage, add_socket, declare
+from .common import Commands, SocketPage, add_socket, command_daemon, declare
 
-PAGE = SocketPage(
+STATUS = SocketPage(
     "print the daemon's mode, store and engines",
     details="Any user who may attach an engine may ask over the control socket, and sees the engines of this user; "
     "root and the daemon's own user see all. /healthz and /readyz of the metrics port say whether the daemon is well.",
@@ -22,14 +25,51 @@ PAGE = SocketPage(
     also="kvprefetchd top, doctor",
 )
 
+STAT = SocketPage(
+    "print the numbers in the attached engines' shared memory as JSON",
+    details="The daemon reads ring positions, flags by state, credits and heartbeats, and changes none of them. It "
+    "shows the engines that status names. For a daemon that may be stuck, status and /healthz say more.",
+    examples=(("kvprefetchd stat", "every engine's ring, flags, credits and heartbeats"),),
+    exits={69: "no daemon answers, or it refused"},
+    also="kvprefetchd status; docs/SHMRING.md has the layout",
+)
+
+MODE = SocketPage(
+    "switch a running daemon on, to shadow or off",
+    details="shadow: the daemon looks requests up and counts them in the log, but loads and saves nothing. off: it "
+    "answers every request with a miss and asks no store. The mode holds until the next switch or restart; a start "
+    "takes it from the key `mode` of the configuration. Requests in flight end as they began. Only root and the "
+    "daemon's own user may switch.",
+    examples=(
+        ("kvprefetchd mode off", "take it out of the way without a restart"),
+        ("kvprefetchd mode shadow", "see in the log what it would find"),
+        ("kvprefetchd mode on", "back to work"),
+    ),
+    exits={0: "switched", 1: "the daemon could not", 69: "no daemon answers, or it refused"},
+    also="kvprefetchd status",
+)
+
 
 def add(commands: Commands) -> None:
-    parser = declare(commands, "status", run, PAGE)
-    parser.add_argument("--json", action="store_true", help="all of it, as JSON")
-    add_socket(parser)
+    status = declare(commands, "status", run_status, STATUS)
+    status.add_argument("--json", action="store_true", help="all of it, as JSON")
+    stat = declare(commands, "stat", run_stat, STAT)
+    mode = declare(commands, "mode", run_mode, MODE)
+    mode.add_argument("mode", metavar="{on,shadow,off}", choices=get_args(Mode), help="the mode from now on")
+    for parser in (status, stat, mode):
+        add_socket(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_status(arguments: argparse.Namespace) -> int:
     status = ask(arguments.socket, StatusQuery(), Status)
     print(status.model_dump_json(indent=2) if arguments.json else "\n".join(describe(status)))
     return 0
+
+
+def run_stat(arguments: argparse.Namespace) -> int:
+    print(json.dumps(ask(arguments.socket, StatQuery(), Segments).engines, indent=2))
+    return 0
+
+
+def run_mode(arguments: argparse.Namespace) -> int:
+    return command_daemon(SetMode(mode=arguments.mode), arguments.socket)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvprefetch.daemon.cli import stat
+from kvprefetch.daemon.cli import status
 from kvprefetch.daemon.cli.client import Unavailable, ask
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.config.sizes import parse_size
@@ -141,7 +141,7 @@ def test_an_extension_that_is_not_built_is_one_line(
     def missing(_: object) -> int:
         raise ImportError("the C extension is not built here", name="kvprefetch.shmring._atomics")
 
-    monkeypatch.setattr(stat, "run", missing)
+    monkeypatch.setattr(status, "run_stat", missing)
     assert main(["stat"]) == 69
     assert capsys.readouterr().err == "kvprefetchd: the C extension is not built here\n"
 

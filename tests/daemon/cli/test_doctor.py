@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.daemon.cli import bundle, findings
+from kvprefetch.daemon.cli import doctor, findings
 from kvprefetch.daemon.cli.client import Unavailable
 from kvprefetch.daemon.cli.store import namespace, stored_keys
 from kvprefetch.daemon.config.machine import machine_bytes
@@ -99,7 +99,7 @@ def test_without_mooncake_only_that_is_bad(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_secrets_are_removed() -> None:
     text = 'x = "redis://me:pass@host:1"\n"api_key": "abc def",\nAUTH_TOKEN=xyz chunk = 5'
-    assert bundle.without_secrets(text) == (
+    assert doctor.without_secrets(text) == (
         'x = "redis://[removed]@host:1"\n"api_key": [removed],\nAUTH_TOKEN=[removed] chunk = 5'
     )
 
@@ -120,7 +120,7 @@ def test_what_answers_and_is_no_http_is_one_line_and_leaves_the_bundle_whole() -
         thread.start()
         with pytest.raises(Unavailable, match=r"^the master does not answer: http://127[^\n\x00]*garbage$"):
             list(stored_keys(f"127.0.0.1:{port}", ""))
-        assert "not answered: " in bundle.metrics(load({"metrics_port": port}))
+        assert "not answered: " in doctor.metrics(load({"metrics_port": port}))
         thread.join(10)
     with pytest.raises(Unavailable, match="nonnumeric port"):
         list(stored_keys("localhost:abc", ""))
