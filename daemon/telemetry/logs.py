@@ -19,8 +19,7 @@ import structlog
 
 from . import pretty
 from .events import COMMON, EVENTS
-from .log_writer import LogWriter
-from .streams import never_wait
+from .streams import LogWriter, never_wait
 
 Log = Any  # a structlog bound logger; its class is made at run time
 

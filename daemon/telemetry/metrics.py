@@ -18,9 +18,8 @@ from ... import __version__
 from ..store.fill import StoreFill
 from .counters import WARM_RESULTS, Counters, Histogram
 from .events import Ending
-from .health import judge
 from .logs import EventCounts
-from .snapshot import Snapshot
+from .snapshot import Snapshot, judge
 
 PREFIX = "kvprefetchd_"
 MEDIA = ("memory", "disk")

@@ -15,10 +15,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, ProcessCollector, exposition
 
 from ..config.model import ConfigError, Taken
-from .health import judge
 from .logs import EventCounts
 from .metrics import SnapshotCollector
-from .snapshot import Snapshot
+from .snapshot import Snapshot, judge
 
 MAX_CLIENTS = 64  # at a time; each has a thread
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.daemon.runtime.signals import Signals
-from kvprefetch.daemon.telemetry.log_writer import LogWriter
+from kvprefetch.daemon.telemetry.streams import LogWriter
 from kvprefetch.shmring.wire.records import RecordKind
 from tests.daemon.stores import blocks
 from tests.support.auditor import ask_daemon

@@ -21,10 +21,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvprefetch.daemon.telemetry import metrics
 from kvprefetch.daemon.telemetry.counters import Counters, Histogram
 from kvprefetch.daemon.telemetry.events import Ending
-from kvprefetch.daemon.telemetry.health import CALL_HEALTHY_S, LOOP_HEALTHY_S, judge
 from kvprefetch.daemon.telemetry.logs import EventCounts
 from kvprefetch.daemon.telemetry.metrics import CATALOGUE, SnapshotCollector
-from kvprefetch.daemon.telemetry.snapshot import Snapshot
+from kvprefetch.daemon.telemetry.snapshot import CALL_HEALTHY_S, LOOP_HEALTHY_S, Snapshot, judge
 from kvprefetch.daemon.telemetry.web import MAX_CLIENTS, MetricsServer
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 from tests.daemon.stores import blocks

@@ -44,7 +44,7 @@ def test_a_full_disk_loses_lines_joins_none_and_counts_them_when_there_is_room(t
     path = tmp_path / "log"
     script = """
         import resource
-        from kvprefetch.daemon.telemetry.log_writer import LogWriter
+        from kvprefetch.daemon.telemetry.streams import LogWriter
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
         never_wait(1)
         writer = LogWriter(1, limit_bytes=100_000)
