@@ -12,7 +12,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from kvprefetch.daemon.store.disk_folder import open_folder
+from kvprefetch.daemon.store.disk import open_folder
 from kvprefetch.daemon.store.settings import SettingsError
 from tests.lab.daemon import Daemon
 from tests.support.fake_engine import BLOCK_BYTES, FakeEngine
