@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..shmring.wire.attach import HASH_PROBE_TOKENS, Hello, SchedulerInfo, WorkerInfo
 from ..shmring.wire.records import GROUPS, MAX_REQUEST_ID_BYTES, PROTOCOL
-from .keys import RankKeys, rank_keys
+from .namespace import RankKeys, rank_keys
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .copies import Copies, Copy, checked
-from .keys import RankKeys
 from .link import Link
 from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder
+from .namespace import RankKeys
 from .paged import PagedCache
 from .session import WorkerSession
 from .stats import Tally

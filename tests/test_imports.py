@@ -163,7 +163,7 @@ DOC = '"""Says what it is for."""\n'
         ("connector/worker.py", "import structlog", "connector may not import structlog"),
         ("connector/scheduler.py", "import cupy", "may not import cupy"),
         ("shmring/ring.py", "import cupy", "only shmring/gpu/cuda.py may import cupy"),
-        ("daemon/planning/planner.py", "from ...connector.keys import key", "daemon may not import connector"),
+        ("daemon/planning/planner.py", "from ...connector.namespace import key", "daemon may not import connector"),
         ("daemon/planning/blocks.py", "import mooncake.store", "only daemon/store/joining.py may import mooncake"),
         ("daemon/work/pools.py", "import importlib\nimportlib.import_module('mooncake.store')", "may import mooncake"),
         ("daemon/planning/planner.py", "import vllm.config", "only daemon/cli/prompts.py"),

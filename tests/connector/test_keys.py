@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvprefetch.connector.keys import RankKeys, rank_keys
+from kvprefetch.connector.namespace import RankKeys, rank_keys
 from kvprefetch.daemon.store import removal
 
 data = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data")

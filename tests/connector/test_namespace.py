@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.connector import checkpoint, namespace
-from kvprefetch.connector.keys import rank_keys
-from kvprefetch.connector.namespace import Namespace, fingerprinted
+from kvprefetch.connector.namespace import Namespace, fingerprinted, rank_keys
 from kvprefetch.shmring.wire.attach import WorkerInfo
 from tests.connector.test_fingerprint import model_config, running, write_model
 

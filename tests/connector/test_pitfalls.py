@@ -29,7 +29,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from kvprefetch.connector import support
 from kvprefetch.connector.connector import KVPrefetchConnector
-from kvprefetch.connector.keys import RankKeys
+from kvprefetch.connector.namespace import RankKeys
 from kvprefetch.connector.paged import PagedCache
 from kvprefetch.daemon.engine import transfers
 from kvprefetch.daemon.store import client

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kvprefetch.connector.copies import PlainCopies
-from kvprefetch.connector.keys import RankKeys
 from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder, SaveOrder
+from kvprefetch.connector.namespace import RankKeys
 from kvprefetch.connector.paged import PagedCache
 from kvprefetch.connector.session import WorkerSession
 from kvprefetch.connector.stats import KVPrefetchStats

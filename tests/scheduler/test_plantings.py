@@ -13,7 +13,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
 from kvprefetch.connector import hints, loads, request_state, saves, scheduler
-from kvprefetch.connector.keys import RankKeys
+from kvprefetch.connector.namespace import RankKeys
 from kvprefetch.connector.worker import WorkerSide
 from kvprefetch.shmring.wire.records import Outcome, encode_saved
 from tests.scheduler.engine import Engine
