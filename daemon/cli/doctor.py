@@ -18,7 +18,6 @@ from pathlib import Path
 
 from ...shmring.wire.admin import Status, StatusQuery
 from ..config.model import DaemonConfig
-from .check_config import as_toml
 from .client import Unavailable, ask
 from .common import (
     CONFIGURATION_FILE,
@@ -32,6 +31,7 @@ from .common import (
     find_socket,
 )
 from .findings import Finding, examine, versions
+from .serve import as_toml
 
 PAGE = ConfigurationPage(
     "check libraries, limits, permissions and the store",

@@ -1,19 +1,90 @@
-"""Hashes a prompt's blocks as one engine does, by vLLM's own functions. The only importer of vllm here.
+"""The list of `kvprefetchd warm`: chains of block hashes, or prompts, which it hashes as the engine's vLLM does.
 
-Another hash would name nothing in the store.  So the hasher first compares its hash of a block of known tokens with the
-engine's (SchedulerInfo.hash_probe).
+The only importer of vllm in the daemon.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, Annotated, Any, NamedTuple
 
-from ...shmring.wire.admin import Warmed
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...shmring.wire.admin import Digest, Warmed
 from ...shmring.wire.attach import HASH_PROBE_TOKENS
-from .warm_file import Prompt
+from ...shmring.wire.checks import first_error
+
+MAX_LINE_BYTES = 32 << 20
+MAX_BLOCKS = 1 << 20  # of one line, as of one hint
+MAX_TOKENS = 1 << 24
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Hashes(_Entry):
+    """The hashes of a prefix's blocks in hex, in order."""
+
+    hashes: list[Digest] = Field(min_length=1, max_length=MAX_BLOCKS)
+
+
+class Prompt(_Entry):
+    """A prompt, and its request's salt if it has one."""
+
+    prompt_token_ids: list[Annotated[int, Field(ge=0, lt=1 << 63)]] = Field(min_length=1, max_length=MAX_TOKENS)
+    cache_salt: str | None = Field(default=None, min_length=1)
+
+
+class WarmLine(NamedTuple):
+    """One line: its digests (none for a prompt without a whole block), or its error."""
+
+    number: int
+    digests: list[bytes]
+    error: str = ""
+
+
+def read(file: IO[bytes], hashed: Callable[[Prompt], list[bytes]]) -> Iterator[WarmLine]:
+    """Yield every line that is not empty; `hashed` returns a prompt's digests or raises ValueError with one line."""
+    for number, line in enumerate(_lines(file), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = parse(line)
+            digests = hashed(entry) if isinstance(entry, Prompt) else [bytes.fromhex(text) for text in entry.hashes]
+            yield WarmLine(number, digests)
+        except ValueError as error:
+            yield WarmLine(number, [], str(error))
+
+
+def parse(line: bytes) -> Hashes | Prompt:
+    """Parse one line. Raises ValueError in one line, with field, value and bound."""
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"too long: max_bytes={MAX_LINE_BYTES}")
+    try:
+        raw: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if isinstance(raw, list):  # short for the object with one field
+        raw = {"hashes" if any(isinstance(each, str) for each in raw) else "prompt_token_ids": raw}
+    if not isinstance(raw, dict) or ("hashes" in raw) == ("prompt_token_ids" in raw):
+        raise ValueError("one of hashes and prompt_token_ids is wanted, or a list of one of them")
+    try:
+        return Hashes.model_validate(raw) if "hashes" in raw else Prompt.model_validate(raw)
+    except ValidationError as error:
+        raise ValueError(first_error(error)) from None
+
+
+def _lines(file: IO[bytes]) -> Iterable[bytes]:
+    """Yield the lines; of one that is too long only the beginning, which is too long as well."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        rest = line
+        while not rest.endswith(b"\n") and (rest := file.readline(1 << 20)):
+            pass
+        yield line
 
 
 class CannotHash(ValueError):
@@ -21,7 +92,11 @@ class CannotHash(ValueError):
 
 
 class PromptHasher:
-    """Hashes prompts for one engine; the first prompt loads vLLM."""
+    """Hashes prompts for one engine; the first prompt loads vLLM.
+
+    Another hash would name nothing in the store.  So it first compares its hash of a block of known tokens with the
+    engine's (SchedulerInfo.hash_probe).
+    """
 
     def __init__(self, engine: Warmed) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""`kvprefetchd tail`: the log for human eyes, filtered, from a file, a stream or the journal."""
+"""`kvprefetchd tail` and `explain`: the log, and one request of it, for human eyes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Generator, Iterable, Iterator
 from fnmatch import fnmatchcase
-from typing import Any
+from pathlib import Path
 
 from ...shmring.wire.checks import nearest
-from ..telemetry import pretty
+from ..config.model import ConfigError
+from ..telemetry import pretty, reader
 from ..telemetry.events import EVENTS, LEVELS
-from ..telemetry.reader import Record, parse
+from ..telemetry.reader import Record
+from ..telemetry.trace_picture import explain
+from .client import Unavailable
 from .common import Commands, declare
 from .help_page import HelpPage
-from .log_source import LOG_FILE, add_log_source, lines
 
-PAGE = HelpPage(
+POLL_S = 0.2
+UNIT = "kvprefetchd.service"
+NAMED = 5  # ids in the error, when a part of one fits several
+LOG_FILE = {"FILE": "the standard output of serve; lines of other programs in it do no harm"}
+TAIL = HelpPage(
     "print the log as readable lines",
     details="Times are UTC. Lines of other programs are printed unchanged, unless you give a filter or --json. After "
     "the first Ctrl-C, which its writer gets too, a pipe is still read to its end.",
@@ -37,12 +44,25 @@ PAGE = HelpPage(
     environment={"NO_COLOR": "no colours on a terminal"},
     also="kvprefetchd explain; docs/EVENTS.md has every event and field",
 )
+EXPLAIN = HelpPage(
+    "draw one request's timeline from the log, and say where its time went",
+    details="The log has one request.done line for each hinted request, written at its end. A request that was hinted "
+    "twice is shown twice. vLLM adds to the id that its client knows: a part of it is enough.",
+    examples=(
+        ("kvprefetchd explain cmpl-7 kvprefetchd.log", "from a file"),
+        ("kvprefetchd explain cmpl-7 --journal", "from the service's journal"),
+        ("kvprefetchd tail --slow 20 kvprefetchd.log", "which requests are worth it"),
+    ),
+    exits={0: "found", 69: "no such request, several of them, or no log"},
+    files=LOG_FILE,
+    also="kvprefetchd tail; docs/EVENTS.md has the fields of the line",
+)
 
 
 def add(commands: Commands) -> None:
-    parser = declare(commands, "tail", run, PAGE)
-    add_log_source(parser)
-    option = parser.add_argument
+    tail = declare(commands, "tail", run_tail, TAIL)
+    add_log_source(tail)
+    option = tail.add_argument
     option("-f", "--follow", action="store_true", help="go on with what comes, across rotation")
     option(
         "-n", "--lines", metavar="COUNT", type=_count, help="begin with the last COUNT lines (default: all; 10 with -f)"
@@ -53,10 +73,75 @@ def add(commands: Commands) -> None:
     option("--level", choices=LEVELS, help="only this level and above")
     option("--slow", metavar="MS", type=_ms, help="only requests that made the scheduler wait at least MS milliseconds")
     option("--json", action="store_true", help="print the lines as JSON, as they were written")
+    request = declare(commands, "explain", run_explain, EXPLAIN)
+    request.add_argument("request", metavar="REQUEST_ID", help="its id, or a part of it that no other request has")
+    add_log_source(request)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    wanted = predicate(arguments)
+def add_log_source(parser: argparse.ArgumentParser) -> None:
+    """Add FILE and `--journal [UNIT]`."""
+    parser.add_argument("file", metavar="FILE", nargs="?", help="the log; - or nothing: standard input")
+    text = f"read the journal of this unit (default: {UNIT})"
+    parser.add_argument("--journal", metavar="UNIT", nargs="?", const=UNIT, help=text)
+
+
+def log_source_name(arguments: argparse.Namespace) -> str:
+    """Return the log that `lines` reads, in words."""
+    if arguments.journal is not None:
+        return f"the journal of {arguments.journal}"
+    return "standard input" if arguments.file in (None, "-") else str(arguments.file)
+
+
+def _not_empty(source: Generator[bytes, None, None], where: str) -> Generator[bytes, None, None]:
+    """Yield the lines. Raises Unavailable at the end of a source without any."""
+    empty = True
+    with contextlib.closing(source):
+        for line in source:
+            empty = False
+            yield line
+    if empty:
+        raise Unavailable(f"{where} has no entries: it may be of another name, or not for this user to read")
+
+
+@contextlib.contextmanager
+def lines(
+    arguments: argparse.Namespace, *, following: bool = False, last: int | None = None
+) -> Iterator[Generator[bytes, None, None]]:
+    """Open the chosen log and yield its lines, from the `last` ones on; with `following` they do not end.
+
+    Raises ConfigError when the user named no log, and Unavailable when nobody can read it.
+    """
+    name = str(arguments.file or "-")
+    if arguments.journal is not None and arguments.file is not None:
+        raise ConfigError(f"command line: FILE and --journal exclude each other: FILE={name!r}")
+    try:
+        with contextlib.ExitStack() as opened:
+            if arguments.journal is not None:
+                source = reader.journal(arguments.journal, following=following, last=last)
+                if last != 0:
+                    source = _not_empty(source, log_source_name(arguments))
+            elif name == "-":
+                if sys.stdin.isatty():
+                    raise ConfigError("command line: nothing to read: name a FILE, pipe a log in, or give --journal")
+                source = reader.stream(sys.stdin.buffer)
+            elif following:
+                source = reader.follow(Path(name), 10 if last is None else last, lambda: time.sleep(POLL_S))
+            else:
+                file = opened.enter_context(Path(name).open("rb"))
+                source = reader.stream(file) if last is None else reader.last_lines(file, last)
+            yield opened.enter_context(contextlib.closing(source))
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise Unavailable(f"the log cannot be read: {error.strerror or error}: {error.filename or name!r}") from None
+
+
+def run_tail(arguments: argparse.Namespace) -> int:
+    filters = (arguments.event, arguments.request, arguments.engine, arguments.level, arguments.slow)
+    everything = all(each is None for each in filters)
+    for name in arguments.event or ():
+        if not any(fnmatchcase(event, name) for event in EVENTS):
+            print(f"kvprefetchd: note: no event has the name {name!r}{nearest(name, EVENTS)}", file=sys.stderr)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     with (
         contextlib.suppress(KeyboardInterrupt),
@@ -64,12 +149,12 @@ def run(arguments: argparse.Namespace) -> int:
         lines(arguments, following=arguments.follow, last=arguments.lines) as log,
     ):
         for line in log:
-            record = parse(line)
+            record = reader.parse(line)
             if record is None:
-                if wanted is None and not arguments.json:
+                if everything and not arguments.json:
                     text = line.decode(errors="replace").rstrip("\r\n").expandtabs()
                     print(pretty.printable(text), flush=arguments.follow)
-            elif wanted is None or wanted(record):
+            elif wanted(record, arguments):
                 text = json.dumps(record) if arguments.json else pretty.line(record, colour=colour)
                 print(text, flush=arguments.follow)
         sys.stdout.flush()
@@ -90,28 +175,17 @@ def to_the_end(arguments: argparse.Namespace) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def predicate(arguments: argparse.Namespace) -> Callable[[Record], bool] | None:
-    """Return a test for wanted records; None when every line is wanted."""
-    tests: list[Callable[[Record], Any]] = []
-    if events := arguments.event:
-        for name in events:
-            if not any(fnmatchcase(event, name) for event in EVENTS):
-                print(f"kvprefetchd: note: no event has the name {name!r}{nearest(name, EVENTS)}", file=sys.stderr)
-        tests.append(lambda record: any(fnmatchcase(record["event"], name) for name in events))
-    if (request := arguments.request) is not None:
-        tests.append(lambda record: request in str(record.get("request_id", "")))
-    if (engine := arguments.engine) is not None:
-        tests.append(lambda record: str(record.get("engine", "")).startswith(engine))
-    if arguments.level is not None:
-        levels = LEVELS[LEVELS.index(arguments.level) :]
-        tests.append(lambda record: record.get("level") in levels)
-    if (least_ms := arguments.slow) is not None:
-        tests.append(
-            lambda record: (
-                record["event"] == "request.done" and (pretty.figure(record, "exposed_ms") or 0.0) >= least_ms
-            )
-        )
-    return (lambda record: all(test(record) for test in tests)) if tests else None
+def wanted(record: Record, arguments: argparse.Namespace) -> bool:
+    """Whether all filters that were given let the record through."""
+    event, level = record["event"], arguments.level
+    waited_ms = pretty.figure(record, "exposed_ms") or 0.0
+    return (
+        (arguments.event is None or any(fnmatchcase(event, name) for name in arguments.event))
+        and (arguments.request is None or arguments.request in str(record.get("request_id", "")))
+        and (arguments.engine is None or str(record.get("engine", "")).startswith(arguments.engine))
+        and (level is None or record.get("level") in LEVELS[LEVELS.index(level) :])
+        and (arguments.slow is None or (event == "request.done" and waited_ms >= arguments.slow))
+    )
 
 
 def _count(text: str) -> int:
@@ -125,3 +199,37 @@ def _ms(text: str) -> float:
         if 0 <= (value := float(text)) < float("inf"):
             return value
     raise argparse.ArgumentTypeError(f"should be milliseconds, 0 or more: {text!r}")
+
+
+def run_explain(arguments: argparse.Namespace) -> int:
+    with contextlib.suppress(KeyboardInterrupt), lines(arguments) as log:
+        spelt = json.dumps(arguments.request)[1:-1].encode()  # a line without it needs no parsing
+        found = reader.records(line for line in log if spelt in line)
+        for record in find(found, arguments.request, log_source_name(arguments)):
+            print(explain(record), end="\n\n")
+    return 0
+
+
+def find(log: Iterable[Record], wanted: str, where: str) -> list[Record]:
+    """Return the request.done lines of one request, oldest first. Raises Unavailable, with the log's name `where`, when
+    no request or more than one has `wanted` in its id."""
+    found: dict[str, list[Record]] = {}
+    for record in log:
+        name = str(record.get("request_id", ""))
+        if record["event"] != "request.done" or wanted not in name:
+            continue
+        if name in found or name == wanted or len(found) <= NAMED:  # a large log may have any number of them
+            found.setdefault(name, []).append(record)
+    if wanted in found:
+        return found[wanted]
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if found:
+        some = pretty.printable(", ".join(list(found)[:NAMED]))
+        if len(found) > NAMED:
+            raise Unavailable(f"more than {NAMED} requests have {wanted!r} in their id: {some}, …")
+        raise Unavailable(f"{len(found)} requests have {wanted!r} in their id: {some}")
+    raise Unavailable(
+        f"no request.done line in {where} has {wanted!r} in its id: it has not ended, was not hinted, or is older than "
+        "this log"
+    )

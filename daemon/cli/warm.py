@@ -17,8 +17,7 @@ from typing import IO
 from ...shmring.wire.admin import MAX_WARM_DIGESTS, Warm, Warmed
 from .client import Conversation, Unavailable
 from .common import Commands, SocketPage, add_socket, declare
-from .prompts import PromptHasher
-from .warm_file import read
+from .prompts import PromptHasher, read
 
 PAGE = SocketPage(
     "stage the blocks that a file lists before anybody asks for them",

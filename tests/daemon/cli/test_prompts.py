@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.connector.support import hash_probe
-from kvprefetch.daemon.cli.prompts import CannotHash, PromptHasher
-from kvprefetch.daemon.cli.warm_file import Prompt
+from kvprefetch.daemon.cli.prompts import CannotHash, Prompt, PromptHasher
 from kvprefetch.shmring.wire.admin import Warmed
 
 pytestmark = pytest.mark.vllm

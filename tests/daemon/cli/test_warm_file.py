@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from kvprefetch.daemon.cli import warm_file
-from kvprefetch.daemon.cli.warm_file import Hashes, Prompt, WarmLine, parse, read
+from kvprefetch.daemon.cli import prompts
+from kvprefetch.daemon.cli.prompts import Hashes, Prompt, WarmLine, parse, read
 
 AB, CD = "ab" * 32, "cd" * 32
 
@@ -70,7 +70,7 @@ def test_what_is_wrong_with_prompts_is_said_for_their_lines() -> None:
 
 
 def test_a_line_that_is_too_long_is_one_bad_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_file, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(prompts, "MAX_LINE_BYTES", 100)
     file = io.BytesIO(b"[" + b"1, " * 1_000_000 + b'1]\n["ab"]\n')
     found = list(read(file, never))
     assert [(line.number, line.error) for line in found] == [(1, "too long: max_bytes=100"), (2, "")]
