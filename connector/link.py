@@ -14,14 +14,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.segment import Segment
-from ..shmring.wire.attach import Attached, Hello, Mapped, Notice, Refused, Reset, ResetDone, Stored
+from ..shmring.wire.attach import Attached, Hello, Notice, Refused, Reset, ResetDone, Stored
 from ..shmring.wire.codec import receive_message, send_message
 from ..shmring.wire.control_socket import peer_of
 from ..shmring.wire.records import ProtocolError
+from .session import SchedulerSession, WorkerSession
 
 RETRY_S = 0.5
 FINAL_RETRY_S = 10.0
@@ -37,19 +38,7 @@ MAX_STORED = 4096
 log = logging.getLogger("vllm.kvprefetch.link")
 
 
-class Session(Protocol):
-    """The link's view of a mapped epoch."""
-
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def segment(self) -> Segment: ...
-    def mapped(self) -> Mapped: ...
-    def tick(self, now_ns: int) -> None: ...
-    def ended(self) -> None: ...
-
-
-S = TypeVar("S", bound=Session)
+S = TypeVar("S", bound=SchedulerSession | WorkerSession)
 
 
 class Link(Generic[S]):
