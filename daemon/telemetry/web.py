@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 import time
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any
@@ -20,6 +21,7 @@ from .metrics import SnapshotCollector
 from .snapshot import Snapshot, judge
 
 MAX_CLIENTS = 64  # at a time; each has a thread
+STOP_S = 0.1  # how often the server looks for its end
 
 
 class MetricsServer:
@@ -35,12 +37,11 @@ class MetricsServer:
                 f"metrics_port: cannot be bound: {getattr(error, 'strerror', None) or error}: "
                 f"metrics_address={address!r} metrics_port={port}; another one, or 0 for no metrics"
             ) from None
-        self._thread = threading.Thread(target=self._server.run, name="metrics", daemon=True)
-        self._thread.start()
+        serve = partial(self._server.serve_forever, STOP_S)
+        threading.Thread(target=serve, name="metrics", daemon=True).start()
 
     def close(self) -> None:
-        self._server.stop()
-        self._thread.join(5.0)
+        self._server.shutdown()
         self._server.server_close()
 
 
@@ -57,17 +58,7 @@ class _Server(ThreadingHTTPServer):
         self._snapshot, self._registry = snapshot, CollectorRegistry()
         self._registry.register(SnapshotCollector(snapshot, events))
         ProcessCollector(registry=self._registry)
-        self._stopping = False
         super().__init__((address, port), _Handler)
-
-    def run(self) -> None:
-        """Serve until stop(). Python's own loop looks only twice a second for its end."""
-        while not self._stopping:
-            self.handle_request()
-
-    def stop(self) -> None:
-        self._stopping = True
-        self.socket.shutdown(socket.SHUT_RDWR)  # wakes run()
 
     def page(self, path: str, accept: str) -> tuple[int, str, bytes]:
         """Return (status, content type, body) of a path."""
@@ -89,8 +80,7 @@ class _Server(ThreadingHTTPServer):
         try:
             return super().get_request()
         except OSError:
-            if not self._stopping:  # no descriptor is left: do not spin
-                time.sleep(0.1)
+            time.sleep(STOP_S)  # no descriptor is left: do not spin
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
