@@ -19,7 +19,9 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 
-from kvprefetch.daemon.planning.planner import Key, Lane, Planner
+from kvprefetch.daemon.planning.planner import Planner
+from kvprefetch.daemon.planning.requests import Key
+from kvprefetch.daemon.planning.runs import Lane
 
 HASH_BYTES = 32
 SHARED = 0.9

@@ -13,8 +13,9 @@ from functools import partial
 from benchmarks.simulate.events import Event, Loop, ns
 from benchmarks.simulate.link import Link, MediumModel
 from benchmarks.simulate.workload import HASH_BYTES, SimRequest, StoreContents
-from kvprefetch.daemon.planning.planner import Key, Lane, Order, Planner
-from kvprefetch.daemon.planning.requests import Publication
+from kvprefetch.daemon.planning.planner import Planner
+from kvprefetch.daemon.planning.requests import Key, Order, Publication
+from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.shmring.wire.records import FlagState
 
 MAX_STUCK = 4  # calls past their deadline; with so many no other starts

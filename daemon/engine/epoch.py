@@ -16,7 +16,8 @@ from ...shmring.wire.attach import Mapped, ResetDone
 from ...shmring.wire.codec import Message
 from ...shmring.wire.records import FlagState, ProtocolError, RecordKind
 from ..config.model import Mode
-from ..planning.planner import Key, Lane, Request
+from ..planning.requests import Key, Request
+from ..planning.runs import Lane
 from ..telemetry.counters import WARM_RESULTS
 from ..telemetry.events import Ending
 from ..work.calls import Kind

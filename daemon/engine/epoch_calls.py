@@ -15,9 +15,10 @@ from ...shmring.wire.codec import Message
 from ..config.model import Mode
 from ..planning.copies import Steps, carry_out
 from ..planning.negative import NegativeCache
-from ..planning.planner import Lane, Order, Planner
+from ..planning.planner import Planner
 from ..planning.promotion import Promotions
-from ..planning.requests import TakenBack
+from ..planning.requests import Order, TakenBack
+from ..planning.runs import Lane
 from ..store.client import Store
 from ..store.errors import ErrorClass
 from ..store.storage_nodes import Get

@@ -20,8 +20,6 @@ from .queues import Queues, Stop, Victims
 from .requests import FlagPort, Key, Order, Publication, Request, TakenBack, Urgency
 from .runs import BlockState, Lane, Run
 
-__all__ = ["FlagPort", "Key", "Lane", "Order", "Planner", "Request"]
-
 DISK_SHARE = 0.75  # of the slots, at most, for blocks from disk that are pinned or being fetched
 NONE = frozenset[int]()
 WARM_SHARE = 4  # a warming takes a quarter of a call and of the slots at a time
@@ -225,8 +223,8 @@ class Planner:
         return order
 
     @property
-    def wanted(self) -> bool:
-        """Whether a request wants a block that no order fetches yet."""
+    def fetch_waits(self) -> bool:
+        """Whether a request waits for a block that no order fetches yet."""
         return any(self._queues.head(lane) is not None for lane in Lane)
 
     def wants(self, lane: Lane) -> bool:

@@ -11,7 +11,7 @@ import time
 
 from ..control.epochs import Shared
 from ..control.server import Control
-from ..planning.planner import Lane
+from ..planning.runs import Lane
 from ..telemetry.events import Ending
 from .signals import Signals
 

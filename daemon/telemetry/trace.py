@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 from ...shmring.wire.records import Done, Hint
-from ..planning.planner import Key, Request
+from ..planning.requests import Key, Request
 from .events import Ending
 
 RECENT = 256

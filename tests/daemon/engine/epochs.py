@@ -12,7 +12,7 @@ from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.engine.epoch_calls import Services
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
-from kvprefetch.daemon.planning.planner import Lane
+from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.work.calls import Call, Caller
 from kvprefetch.daemon.work.concurrency import ConcurrencyLimit

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvprefetch.daemon.engine.epoch import Epoch
-from kvprefetch.daemon.planning.planner import Lane
 from kvprefetch.daemon.planning.requests import TakenBack
+from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import StoreError
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.shmring.flags import FlagTable, pack

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.daemon.planning.negative import LASTING_NS, MISS_NS
-from kvprefetch.daemon.planning.planner import Lane
+from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.work.calls import FETCHES, Call, Kind
 from kvprefetch.shmring.wire.admin import Warm, Warmed

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, Answer, LookUps, Question
 from kvprefetch.daemon.planning.negative import LASTING_NS, MAX_ENTRIES, MISS_NS, NegativeCache
-from kvprefetch.daemon.planning.planner import Key, Lane, Request
+from kvprefetch.daemon.planning.requests import Key, Request
+from kvprefetch.daemon.planning.runs import Lane
 from tests.daemon.planning.support import FlagsModel, Planner, digests
 
 SECOND = 1_000_000_000

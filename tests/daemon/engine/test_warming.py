@@ -11,7 +11,8 @@ import pytest
 from kvprefetch.daemon.engine.transfers import Found
 from kvprefetch.daemon.engine.warming import MAX_WAITING, PATIENCE_NS, QUIET_NS, Warming
 from kvprefetch.daemon.planning.negative import NegativeCache
-from kvprefetch.daemon.planning.planner import Lane, Order
+from kvprefetch.daemon.planning.requests import Order
+from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.shmring.wire.admin import Report, Warm, Warmed
 from kvprefetch.shmring.wire.codec import Message
 from tests.daemon.planning.support import FlagsModel, Planner, digests, hint, run

@@ -6,8 +6,8 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from kvprefetch.daemon.planning import planner as module
-from kvprefetch.daemon.planning.planner import Key, Lane, Order
-from kvprefetch.daemon.planning.requests import Publication
+from kvprefetch.daemon.planning.requests import Key, Order, Publication
+from kvprefetch.daemon.planning.runs import Lane
 
 
 class FlagsModel:

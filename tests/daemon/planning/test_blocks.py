@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvprefetch.daemon.planning.planner import Key, Lane
+from kvprefetch.daemon.planning.requests import Key
+from kvprefetch.daemon.planning.runs import Lane
 from tests.daemon.planning.support import Planner, hint, hit, ordered, planned, returned, run
 
 

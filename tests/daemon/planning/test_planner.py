@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvprefetch.daemon.planning.planner import Lane
+from kvprefetch.daemon.planning.runs import Lane
 from tests.daemon.planning.support import hint, hit, ordered, planned, returned, run
 
 

@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from kvprefetch.daemon.planning.planner import Key, Lane, Order
+from kvprefetch.daemon.planning.requests import Key, Order
+from kvprefetch.daemon.planning.runs import Lane
 from tests.daemon.planning.support import digests, hint, planned, returned
 
 HISTORIES = 500

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvprefetch.daemon.planning.planner import Request
+from kvprefetch.daemon.planning.requests import Request
 from kvprefetch.daemon.telemetry.counters import Counters
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.trace import Trace, Traces

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import structlog
 
-from kvprefetch.daemon.planning.planner import Lane
+from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.work.calls import FETCHES, Call, Caller, Kind
 from kvprefetch.daemon.work.pools import MAX_STUCK, SLOW_NS, Pools
 from tests.support.ordinary import AS_NOBODY
