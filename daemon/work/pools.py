@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -39,16 +38,18 @@ _OF_THE_STORE = (Kind.LOOK_UP, *FETCHES, Kind.SAVE)
 
 
 class _Job:
-    """A call that a pool took. The lock of its future decides whether it starts or is cancelled."""
+    """A call that a pool took. `take` is true once: for the thread that runs it, or for its refusal."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
+        self.take = partial(threading.Lock().acquire, blocking=False)
         self.started_ns = 0
         self.stuck = False
-        self.future: Future[Any] = Future()
+        self.done = False
+        self.result: Any = None  # what the call returned, or the exception that it raised
 
     def runs_longer(self, than_ns: int, now_ns: int) -> bool:
-        return self.started_ns > 0 and now_ns - self.started_ns >= than_ns and not self.future.done()
+        return self.started_ns > 0 and now_ns - self.started_ns >= than_ns and not self.done
 
 
 class Pool:
@@ -86,7 +87,7 @@ class Pool:
 
     def oldest_ns(self) -> int | None:
         """Return when the oldest call that runs now began; None when none does. Any thread may call."""
-        running = [job.started_ns for job in list(self._jobs) if job.started_ns and not job.future.done()]
+        running = [job.started_ns for job in list(self._jobs) if job.started_ns and not job.done]
         return min(running, default=None)
 
     def submit(self, call: Call) -> None:
@@ -108,7 +109,7 @@ class Pool:
                 self.stuck += 1
                 job.call.give_up()
         for job in timed:
-            if self.exhausted(job.call.caller) and job.future.cancel():  # not started
+            if self.exhausted(job.call.caller) and job.take():  # not started
                 self._refuse(job)
         self._start_threads()
 
@@ -144,13 +145,14 @@ class Pool:
             with contextlib.suppress(OSError):  # an ordinary user cannot come back from a higher niceness
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), FETCH_NICE)
         while (job := self._queue.get()) is not None:
-            if not job.future.set_running_or_notify_cancel():
+            if not job.take():
                 continue
             job.started_ns = self._clock_ns()
             try:
-                job.future.set_result(job.call.run())
+                job.result = job.call.run()
             except BaseException as error:  # handed to the main loop, whatever it is
-                job.future.set_exception(error)
+                job.result = error
+            job.done = True
             self._announce(partial(self._returned, job))
             del job
 
@@ -161,7 +163,7 @@ class Pool:
         if self._threads - self._slow() > self._size:
             self._threads -= 1
             self._queue.put(None)  # one thread too many: any of them may go
-        job.call.finish(job.future.exception() or job.future.result())
+        job.call.finish(job.result)
 
 
 class Pools:
@@ -177,6 +179,7 @@ class Pools:
         self.timeout_ns, self._clock_ns = timeout_ns, clock_ns
         self._finished: deque[Callable[[], None]] = deque()
         self.closed = False
+        self._rung = False
         self._bell = threading.Lock()  # a thread that rings must not find the number closed, and another file's by then
         sizes = {**dict.fromkeys(FETCHES, fetch_threads), Kind.LOOK_UP: LOOK_UPS, Kind.COPY: COPY_THREADS}
         self._pools = {kind: Pool(kind, sizes.get(kind, 1), self._announce, clock_ns) for kind in Kind}
@@ -226,8 +229,10 @@ class Pools:
             pool.tick(now_ns, self.timeout_ns)
 
     def clear_bell(self) -> None:
+        """On the main loop, before the next `run_finished`."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
+        self._rung = False  # not sooner: the read would clear the bell of a result that came in between
 
     def close(self) -> bool:
         """Wait for the calls in flight, as long as a call may take; False when some of the store's still hang."""
@@ -246,6 +251,9 @@ class Pools:
 
     def _announce(self, callback: Callable[[], None]) -> None:
         self._finished.append(callback)
+        if self._rung:  # the loop takes all that is there, after it cleared the bell
+            return
         with self._bell:
             if self.fd >= 0:
+                self._rung = True
                 os.eventfd_write(self.fd, 1)

@@ -105,6 +105,28 @@ def test_results_are_announced_at_the_descriptor_until_they_are_fetched(calls: C
     calls.pools.clear_bell()  # nothing is there, and that is no error
 
 
+def test_a_result_that_comes_while_the_bell_is_cleared_silences_no_later_one(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread leaves a bell alone that rings already, and the loop clears it meanwhile."""
+    read = os.eventfd_read
+
+    def come_in_between(fd: int) -> int:
+        calls.start("between", Kind.SAVE)
+        eventually(lambda: "between" in calls.ran, what="the call")
+        time.sleep(0.05)  # until it is announced
+        return read(fd)
+
+    calls.start("first", Kind.LOOK_UP)
+    assert select.select([calls.pools.fd], [], [], 30)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "eventfd_read", come_in_between)
+        calls.pools.clear_bell()
+    calls.result("between")
+    calls.start("later", Kind.LOOK_UP)
+    assert select.select([calls.pools.fd], [], [], 30)[0]
+
+
 def test_what_waits_for_a_thread_is_given_up_when_as_many_hang_as_may(calls: Calls) -> None:
     """Without having run: what it would write to may be gone by the time there is a thread again."""
     for number in range(MAX_STUCK):
