@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple, TypeVar
 
 from ...shmring.wire.attach import ResetDone
@@ -23,7 +24,7 @@ from ..store.client import Store
 from ..store.errors import ErrorClass
 from ..store.storage_nodes import Get
 from ..telemetry.counters import Counters
-from ..telemetry.logs import Log
+from ..telemetry.logs import Log, threshold
 from ..telemetry.trace import Traces
 from ..work.calls import FETCHES, Call, Caller, Kind
 from ..work.pools import Pools
@@ -37,6 +38,7 @@ from .saver import Put, Saver
 from .warming import Warming, about
 
 PUTS_PER_CHUNK = 4  # a load that comes while a put is in flight waits for a quarter of a chunk at most
+_LANES = tuple(lane.name.lower() for lane in Lane)
 _T = TypeVar("_T")
 Run = Callable[[], Any]
 OnResult = Callable[[Any], None]
@@ -211,33 +213,39 @@ class EpochCalls(Caller):
 
     def _fetched(self, order: Order, started_ns: int, result: list[ErrorClass] | BaseException) -> None:
         outcome = [ErrorClass.BUG] * len(order.slots) if isinstance(result, BaseException) else result
-        now, good, lane = self._services.clock_ns(), outcome.count(ErrorClass.OK), order.lane.name.lower()
+        arrived = [each is ErrorClass.OK for each in outcome]
+        now, good, lane = self._services.clock_ns(), sum(arrived), _LANES[order.lane]
         good_bytes, duration_ns = good * self.memory.block_bytes, now - started_ns
-        self._log.debug(
-            "fetch.done",
-            blocks=len(outcome),
-            good_blocks=good,
-            bytes=good_bytes,
-            duration_ms=round(duration_ns / 1e6, 3),
-        )
-        if corrupt := outcome.count(ErrorClass.CORRUPT):
-            self._log.warning("store.corrupt", blocks=corrupt)
-        if lost := outcome.count(ErrorClass.UNDER_WAY):
-            self._log.warning("slots.lost", call="fetch", blocks=lost)
+        if threshold.debug:  # a line that is dropped would cost as much as the planner
+            self._log.debug(
+                "fetch.done",
+                blocks=len(outcome),
+                good_blocks=good,
+                bytes=good_bytes,
+                duration_ms=round(duration_ns / 1e6, 3),
+            )
         fetches = self.counters.fetch_disk if order.lane is Lane.DISK else self.counters.fetch_memory
         fetches.observe(duration_ns / 1e9)
         self.counters.fetched_blocks += good
         self.counters.fetched_bytes[lane] += good_bytes
-        self.counters.failed_blocks[lane] += len(outcome) - good
-        for digest, each in zip(order.digests, outcome, strict=True):
-            if each is ErrorClass.OK:
-                self._negative.forget(digest)
-            elif each is not ErrorClass.TRANSIENT:
-                self._negative.add(digest, now, lasting=each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT))
-        self.planner.fetched(order.number, [each is ErrorClass.OK for each in outcome], now)
+        self._negative.forget(list(compress(order.digests, arrived)))
+        if good < len(outcome):
+            self._failed(order, outcome, now)
+        self.planner.fetched(order.number, arrived, now)
         self.warming.fetched(order, good, now)
         self._pools.limits[order.lane].completed(good_bytes, now, waiting=self.planner.wants(order.lane))
         self._carry_on()
+
+    def _failed(self, order: Order, outcome: Sequence[ErrorClass], now_ns: int) -> None:
+        """Count, log and remember the blocks that did not arrive."""
+        if corrupt := outcome.count(ErrorClass.CORRUPT):
+            self._log.warning("store.corrupt", blocks=corrupt)
+        if lost := outcome.count(ErrorClass.UNDER_WAY):
+            self._log.warning("slots.lost", call="fetch", blocks=lost)
+        for digest, each in zip(order.digests, outcome, strict=True):
+            if each not in (ErrorClass.OK, ErrorClass.TRANSIENT):
+                self._negative.add(digest, now_ns, lasting=each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT))
+        self.counters.failed_blocks[_LANES[order.lane]] += len(outcome) - outcome.count(ErrorClass.OK)
 
     def _fetch_overdue(self, order: Order, get: Get) -> None:
         now = self._services.clock_ns()

@@ -40,9 +40,11 @@ class NegativeCache:
             if not self._until.get(digest, (0, True))[1]:
                 del self._until[digest]
 
-    def forget(self, digest: bytes) -> None:
-        """Forget a block that arrived after all."""
-        self._until.pop(digest, None)
+    def forget(self, digests: Sequence[bytes]) -> None:
+        """Forget blocks that arrived after all."""
+        if self._until and not self._until.keys().isdisjoint(digests):
+            for digest in digests:
+                self._until.pop(digest, None)
 
     def clear(self) -> None:
         self._until.clear()

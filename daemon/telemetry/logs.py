@@ -94,6 +94,11 @@ class Threshold:
     def set(self, level: str) -> None:
         self.least = getattr(logging, level.upper())
 
+    @property
+    def debug(self) -> bool:
+        """Whether lines of level debug are written."""
+        return self.least <= logging.DEBUG
+
     def __call__(self, _logger: Any, method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         if getattr(logging, method.upper()) < self.least:
             raise structlog.DropEvent
