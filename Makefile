@@ -22,7 +22,7 @@ CHECK_TESTS ?= tests/shmring tests/daemon tests/models tests/simulate/test_real.
 CHECK_COVERAGE ?= 78
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save bench-engine-thread bench-cuda bench-cuda-sweep simulate simulate-compare clean
+.PHONY: help setup check test lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save bench-engine-thread bench-daemon bench-cuda bench-cuda-sweep simulate simulate-compare clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +87,9 @@ bench-miss: setup ## cost of a miss, under load and on an idle engine
 
 bench-ring: setup ## cost of one push, one poll and one wake-up
 	@$(BIN)/python -m benchmarks.ring $(ARGS)
+
+bench-daemon: setup ## keys and bytes a second of one daemon, and what is used up first (under four minutes)
+	@$(BIN)/python -m benchmarks.daemon $(ARGS)
 
 bench-cuda: links ## copies between staging and KV cache on a GPU (PYTHON as for gpu)
 	@$(ON_GPU) -m benchmarks.cuda $(ARGS)
