@@ -43,7 +43,8 @@ TRANSITIONS = {
 
 
 def fails_with(check: Callable[[], object], patch: pytest.MonkeyPatch, *planted: Any, match: str | None = None) -> None:
-    """The check fails once this attribute is planted: without its guard the promise does not hold."""
+    """The check holds, and fails once this attribute is planted: without its guard the promise does not hold."""
+    check()
     patch.setattr(*planted)
     with pytest.raises(AssertionError, match=match):
         check()
@@ -247,15 +248,18 @@ class FakeCache(LocalCache):
 class Engine:
     """A scheduler side with a fake daemon, a fake link, and vLLM's calling order.
 
-    `options`: of FakeDaemon, of Geometry, and the connector's own settings.
+    `options`: of FakeDaemon, of Geometry, and the connector's own settings; `credits`: save slots that are granted.
     """
 
-    def __init__(self, *, publish: bool = False, clock: Clock | None = None, **options: Any) -> None:
+    def __init__(
+        self, *, publish: bool = False, clock: Clock | None = None, credits: Sequence[int] = (), **options: Any
+    ) -> None:
         def taken(names: Iterable[str]) -> dict[str, Any]:
             return {name: options.pop(name) for name in names if name in options}
 
         self.clock = clock or Clock()
         self.daemon = FakeDaemon(self.clock, **taken(("flags", "slots", "ring")))
+        self.daemon.credits.grant(list(credits))
         self.link = FakeLink(self.daemon.session())
         self.cache = FakeCache()
         geometry = replace(GEOMETRY, **taken(GEOMETRY.__dataclass_fields__))
@@ -267,13 +271,33 @@ class Engine:
         self.side = SchedulerSide(config, geometry, link, clock=self.clock, publish=publish)
         self.side.cache = self.cache
 
-    def add(self, request_id: str, tokens: int, *, local: int = 0, **fields: Any) -> Request:
+    def add(self, request_id: str, tokens: int, *, local: int = 0, staged: int | None = None, **fields: Any) -> Request:
+        """A request arrives; the blocks up to `staged` of its hint are there."""
         request = Request(request_id, tokens, **{k: fields.pop(k) for k in ("salt", "ratio") if k in fields})
         for name, value in fields.items():
             setattr(request, name, value)
         self.cache.hits[request_id] = local
         self.side.arrived(request)
+        if staged is not None:
+            self.daemon.stage(request_id, staged)
         return request
+
+    def admitted(self, request_id: str, tokens: int, **fields: Any) -> Request:
+        """A request arrives, and is admitted without a load."""
+        request = self.add(request_id, tokens, **fields)
+        self.admit(request)
+        return request
+
+    def admit(self, request: Request) -> None:
+        """The request reaches the head of the queue and is admitted without a load."""
+        while self.match(request)[0] is None:
+            self.daemon.stage(request.request_id, 0, found=0)
+        self.allocate(request, 0)
+
+    def take(self, request: Request, tokens: int) -> list[int]:
+        """So many tokens are loaded before the forward, into blocks that are allocated now."""
+        assert self.match(request) == (tokens, False)
+        return self.allocate(request, tokens)
 
     def match(self, request: Request, local: int | None = None) -> tuple[int | None, bool]:
         return self.side.match(request, self.cache.hits[request.request_id] if local is None else local)

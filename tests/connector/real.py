@@ -100,6 +100,7 @@ class Options:
     role: str = "kv_both"
     policy: str = "recompute"
     events: bool = False
+    credits: Sequence[int] = ()
 
 
 class RealEngine:
@@ -110,6 +111,7 @@ class RealEngine:
         self.options = given = Options(**mine)
         self.clock = Clock()
         self.daemon = FakeDaemon(self.clock)
+        self.daemon.credits.grant(list(given.credits))
         self.link = FakeLink(self.daemon.session())
         self.in_flight = given.in_flight
         self.flight: deque[tuple[Any, list[Any], dict[str, list[int]]]] = deque()
@@ -148,6 +150,17 @@ class RealEngine:
         request = Request(name, tokens, params, None, block_hasher=self._hasher, **options)
         self.tokens.setdefault(name, [])
         self.scheduler.add_request(request)
+        return request
+
+    def stage(self, name: str, blocks: int | None = None) -> None:
+        """Everything of the request's hint, or its first blocks, is there."""
+        self.daemon.stage(name, self.daemon.hint(name).blocks if blocks is None else blocks)
+
+    def hinted(self, name: str, prompt: int, staged: int | None = None, **options: Any) -> Request:
+        """A new request whose blocks come once the scheduler has asked for them."""
+        request = self.add(name, prompt, **options)
+        self.step()
+        self.stage(name, staged)
         return request
 
     def abort(self, name: str) -> None:
@@ -208,6 +221,11 @@ class RealEngine:
             else:
                 self.step()
         raise AssertionError(f"the engine does not come to rest: requests={list(self.scheduler.requests)}")
+
+    def finish(self) -> None:
+        """Run to the end; nothing is held then."""
+        self.run()
+        assert self.left() == []
 
     def run_rank(self, worker: Any, output: Any) -> Any:
         """One step on one rank, in the order of vLLM's model runner."""

@@ -240,7 +240,7 @@ print("exit", flush=True)
 
 
 def test_a_process_that_ends_begins_no_calls_into_the_driver() -> None:
-    done = subprocess.run([sys.executable, "-c", AT_EXIT], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert (done.returncode, done.stdout, done.stderr) == (0, "exit\n", "")
 
 

@@ -23,8 +23,6 @@ from kvprefetch.shmring.wire.records import FlagState
 
 from .fakes import BLOCK, Engine
 from .real import RealEngine
-from .test_pitfalls_answers import staged
-from .test_scheduler_saves import admit
 
 
 def connector_of(engine: Engine) -> KVPrefetchConnector:
@@ -35,8 +33,7 @@ def connector_of(engine: Engine) -> KVPrefetchConnector:
 
 def saved(engine: Engine, blocks: int = 3, **fields: Any) -> int:
     """Send a request's blocks into the store; return the save id."""
-    request = engine.add("r", blocks * BLOCK, **fields)
-    admit(engine, request)
+    request = engine.admitted("r", blocks * BLOCK, **fields)
     meta = engine.step([(request, blocks * BLOCK)])
     engine.acknowledge(meta)
     return meta.saves[0].save_id
@@ -70,8 +67,7 @@ def test_extra_keys_are_those_of_each_block() -> None:
     """Equal tokens differ by adapter, by images with their place in the block, and by the first block's salt."""
     image = MultiModalFeatureSpec(None, "image", "cat", PlaceholderRange(offset=BLOCK - 4, length=8))
     later = MultiModalFeatureSpec(None, "image", "dog", PlaceholderRange(offset=2 * BLOCK + 3, length=2))
-    engine = Engine(publish=True)
-    engine.daemon.credits.grant([7, 8, 9, 10])
+    engine = Engine(publish=True, credits=[7, 8, 9, 10])
     lora = LoRARequest("adapter", 4, "/adapter")
     save_id = saved(engine, 4, cache_salt="s", mm_features=[image, later], lora_request=lora)
     engine.link.stored.append(Stored(save_id=save_id, memory=[7, 8, 9, 10]))
@@ -95,7 +91,7 @@ def test_events_say_of_a_block_what_the_engine_s_own_say_of_it(
     )
     engine.daemon.credits.grant(list(range(8)))
     engine.add("r", 4 * BLOCK + 3, cache_salt=salt)
-    staged(engine, "r", 0)
+    engine.stage("r", 0)
     while not engine.daemon.saved:
         engine.step()
         engine.daemon.drain()
@@ -127,10 +123,8 @@ def test_events_say_of_a_block_what_the_engine_s_own_say_of_it(
 
 @pytest.mark.parametrize("how", ["reset", "epoch", "failed copy"])
 def test_a_save_that_was_dropped_is_never_announced(how: str) -> None:
-    engine = Engine(publish=True)
-    engine.daemon.credits.grant([7])
-    request = engine.add("r", BLOCK)
-    admit(engine, request)
+    engine = Engine(publish=True, credits=[7])
+    request = engine.admitted("r", BLOCK)
     meta = engine.step([(request, BLOCK)])
     save_id = meta.saves[0].save_id
     if how == "reset":
@@ -144,16 +138,14 @@ def test_a_save_that_was_dropped_is_never_announced(how: str) -> None:
 
 
 def test_without_kv_events_nothing_is_prepared() -> None:
-    engine = Engine()
-    engine.daemon.credits.grant([7])
+    engine = Engine(credits=[7])
     save_id = saved(engine, 1)
     engine.link.stored.append(Stored(save_id=save_id, memory=[7]))
     assert list(connector_of(engine).take_events()) == []
 
 
 def test_events_and_sources_reach_vllm_through_multi_connector() -> None:
-    engine = Engine(publish=True)
-    engine.daemon.credits.grant([7])
+    engine = Engine(publish=True, credits=[7])
     child = connector_of(engine)
     other = SimpleNamespace(take_events=lambda: ["other"])
     parent = object.__new__(MultiConnector)

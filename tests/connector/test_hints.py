@@ -71,8 +71,7 @@ def test_no_hint_at_arrival_when_not_wanted(settings: dict[str, bool]) -> None:
 def test_an_evicted_local_prefix_is_fetched_again() -> None:
     """Not answered with zero: a new hint with the new local count, and its own deadline; a few times at most."""
     engine = Engine(wait_timeout_ms=100)
-    request = engine.add("r", 4 * BLOCK, local=2 * BLOCK)
-    engine.daemon.stage("r", 3)
+    request = engine.add("r", 4 * BLOCK, local=2 * BLOCK, staged=3)
     assert engine.match(request, 0) == PENDING
     engine.daemon.drain()
     assert [done.outcome for done in engine.daemon.dones] == [Outcome.EVICTED]
@@ -107,8 +106,7 @@ def test_what_is_taken_back_is_pending_again_under_the_same_hint() -> None:
         engine.daemon.stage("r", 3, slots=slots)
         assert engine.match(request) == (3 * BLOCK, False)
         engine.step()
-    assert engine.match(request) == (3 * BLOCK, False)
-    engine.allocate(request, 3 * BLOCK)
+    engine.take(request, 3 * BLOCK)
     assert engine.step([(request, 4 * BLOCK)]).loads[0].slots == [1, 2, 3]
     engine.daemon.drain()
     assert (len(engine.daemon.hints), len(engine.daemon.asks)) == (1, 1)
@@ -155,24 +153,6 @@ def test_without_flags_a_request_waits_no_longer_than_its_deadline() -> None:
     assert engine.match(second) == PENDING
     engine.clock.advance_ms(101)
     assert engine.match(second) == NOTHING
-
-
-def test_a_hint_lost_to_a_full_ring_is_sent_again_at_the_first_visit() -> None:
-    engine = Engine(ring=4096)
-    fill = [engine.add(f"fill{i}", 40 * BLOCK) for i in range(3)]
-    lost = engine.add("lost", 40 * BLOCK)
-    assert engine.side.counters["hints_dropped"] == 1
-    engine.daemon.drain()  # the daemon caught up before the scheduler got there
-    assert "lost" not in [hint.request_id for hint in engine.daemon.hints]
-    assert engine.match(lost) == PENDING
-    hint = engine.daemon.hint("lost")
-    assert hint.blocks == 39
-    assert hint.flag in [ask.flag for ask in engine.daemon.asks], "its turn has come"
-    assert engine.side.counters["late_hints"] == 1
-    engine.daemon.stage("lost", 39)
-    assert engine.match(lost) == (39 * BLOCK, False)
-    for request in (*fill, lost):
-        engine.side.finished(request)
 
 
 def test_a_preempted_request_waits_anew_and_once() -> None:

@@ -107,8 +107,7 @@ def test_an_idle_engine_asks_before_it_looks_a_moment_longer() -> None:
 
 
 def occupy(engine: Engine, case: str) -> None:
-    other = engine.add("other", 40)
-    engine.daemon.stage("other", 0)
+    other = engine.add("other", 40, staged=0)
     assert engine.match(other) == NOTHING
     engine.allocate(other, 0)
     if case == "running":

@@ -18,7 +18,7 @@ from kvprefetch.connector.claims import Claims
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.loads import Loads
 from kvprefetch.connector.scheduler import SchedulerSide
-from kvprefetch.shmring.wire.records import FlagState
+from kvprefetch.shmring.wire.records import FlagState, Outcome
 
 from .fakes import BLOCK, fails_with
 from .fakes import Engine as FakeEngine
@@ -26,11 +26,6 @@ from .real import OtherConnector, RealEngine
 
 Make = Callable[..., RealEngine]
 Patch = pytest.MonkeyPatch
-
-
-def staged(engine: RealEngine, name: str, blocks: int | None = None) -> None:
-    """Everything of the request's hint, or its first blocks, is there."""
-    engine.daemon.stage(name, engine.daemon.hint(name).blocks if blocks is None else blocks)
 
 
 def fail(*_: Any) -> None:
@@ -41,27 +36,21 @@ def fail(*_: Any) -> None:
 def test_p01_a_full_prompt_hit_leaves_a_token_to_compute(make: Make, monkeypatch: Patch) -> None:
     def check() -> None:
         engine = make(load_mode="sync")
-        engine.add("r", 4 * BLOCK)
-        engine.step()
-        staged(engine, "r")
+        engine.hinted("r", 4 * BLOCK)
         engine.run()
         assert [len(order.slots) for order in engine.orders()] == [3]
         assert engine.left() == []
 
-    check()
     fails_with(check, monkeypatch, Claims, "usable_blocks", lambda self, request: request.num_tokens // BLOCK)
 
 
 def test_p01_nothing_is_never_asynchronous(make: Make, monkeypatch: Patch) -> None:
     def check() -> None:
         engine = make(load_mode="async")
-        engine.add("r", 4 * BLOCK)
-        engine.step()
-        staged(engine, "r", 0)
+        engine.hinted("r", 4 * BLOCK, staged=0)
         engine.run()
         assert engine.tokens["r"] == [3, 3, 3]
 
-    check()
     fails_with(check, monkeypatch, claims, "NOTHING", (0, True))
 
 
@@ -71,8 +60,8 @@ def grown_local_hit(make: Make) -> RealEngine:
     prompt = list(range(100, 100 + 6 * BLOCK + 5))
     engine.add("a", prompt[: 2 * BLOCK + 1], out=1)
     engine.add("b", prompt)
-    staged(engine, "a", 0)
-    staged(engine, "b")
+    engine.stage("a", 0)
+    engine.stage("b")
     while not engine.orders():
         engine.step()
     return engine
@@ -82,8 +71,7 @@ def test_p02_the_answer_is_relative_to_what_is_local_now(make: Make, monkeypatch
     def check() -> None:
         engine = grown_local_hit(make)
         assert [order.slots for order in engine.orders()] == [[2, 3, 4, 5]]
-        engine.run()
-        assert engine.left() == []
+        engine.finish()
 
     check()
     original = Claims.match
@@ -99,9 +87,7 @@ def test_p03_an_answer_may_be_asked_for_again_and_is_given_up_when_not_used(make
 
     def check() -> None:
         engine = make(load_mode="sync")
-        request = engine.add("r", 4 * BLOCK)
-        engine.step()
-        staged(engine, "r")
+        request = engine.hinted("r", 4 * BLOCK)
         manager = engine.scheduler.kv_cache_manager
         allocate = manager.allocate_slots
         manager.allocate_slots = lambda *args, **kwargs: None
@@ -114,7 +100,6 @@ def test_p03_an_answer_may_be_asked_for_again_and_is_given_up_when_not_used(make
         assert len(engine.orders()) == 1
         assert engine.left() == []
 
-    check()
     fails_with(check, monkeypatch, hints, "unclaim", lambda handle: None, match="take it back")
 
 
@@ -144,9 +129,8 @@ def test_p05_a_request_that_skips_reading_is_left_alone(make: Make, monkeypatch:
         engine.add("r", 4 * BLOCK, sampling={"prompt_logprobs": 1})
         engine.daemon.drain()
         if engine.daemon.hints:
-            staged(engine, "r")
-        engine.run()
-        assert engine.left() == []
+            engine.stage("r")
+        engine.finish()
         assert engine.orders() == []
         return engine
 
@@ -161,23 +145,19 @@ def test_p06_only_what_was_allocated_for_us_is_loaded(make: Make, monkeypatch: P
 
     def check() -> None:
         engine = make(load_mode="async")
-        engine.add("r", 4 * BLOCK)
-        engine.step()
-        staged(engine, "r")
+        engine.hinted("r", 4 * BLOCK)
         engine.run()
         assert len(engine.orders()) == 1
         engine = make(multi=True, load_mode="sync")
-        engine.add("r", 4 * BLOCK)
-        engine.step()
-        staged(engine, "r")
+        engine.hinted("r", 4 * BLOCK)
         monkeypatch.setattr(OtherConnector, "tokens", 2 * BLOCK)
         engine.step()
         assert engine.orders() == [], "the other child loads this request"
+        engine.daemon.drain()
+        assert [done.outcome for done in engine.daemon.dones] == [Outcome.UNUSED]
         monkeypatch.setattr(OtherConnector, "tokens", 0)
-        engine.run()
-        assert engine.left() == []
+        engine.finish()
 
-    check()
     original = SchedulerSide.allocated
 
     def careless(self: SchedulerSide, request: Any, block_ids: Any, tokens: int) -> None:
@@ -196,7 +176,6 @@ def test_p07_loads_write_only_behind_the_local_blocks(make: Make, monkeypatch: P
         (order,) = engine.orders()
         assert order.block_ids == engine.table("b")[2:6]
 
-    check()
     original = Loads.dispatch
 
     def from_the_first(self: Loads, state: Any, *rest: Any) -> None:
@@ -211,15 +190,14 @@ def test_p11_a_request_whose_load_failed_is_not_loaded_again(make: Make, monkeyp
 
     def check() -> None:
         engine = make(load_mode="async")
-        engine.add("r", 4 * BLOCK)
-        engine.step()
-        staged(engine, "r")
+        engine.hinted("r", 4 * BLOCK)
         engine.workers[0].worker_side.paged.load = fail
         engine.step()
         engine.run()
         assert engine.tokens["r"] == [3, 3, 3]
         assert engine.side.counters["hints"] == engine.side.counters["failed_loads"] == 1
 
+    check()
     check()
     original = Loads.dispatch
 
@@ -228,7 +206,9 @@ def test_p11_a_request_whose_load_failed_is_not_loaded_again(make: Make, monkeyp
         state.settled = False
 
     monkeypatch.setattr(Loads, "dispatch", forgetful)
-    fails_with(check, monkeypatch, SchedulerSide, "_admitted_without_load", lambda self, state: None)
+    monkeypatch.setattr(SchedulerSide, "_admitted_without_load", lambda self, state: None)
+    with pytest.raises(AssertionError):
+        check()
 
 
 def test_p33_a_request_whose_load_failed_stands_in_nobodys_way(make: Make, monkeypatch: Patch) -> None:
@@ -240,7 +220,7 @@ def test_p33_a_request_whose_load_failed_stands_in_nobodys_way(make: Make, monke
         engine.add("session", 4 * BLOCK - 1, resumable=True)
         engine.step()
         engine.add("r", 4 * BLOCK + 5)
-        staged(engine, "r")
+        engine.stage("r")
         engine.step()
         assert [order.request_id for order in engine.orders()] == ["r"]
         for _ in range(3):  # the session takes the fifth block that "r" would need, and ends its turn
@@ -255,7 +235,6 @@ def test_p33_a_request_whose_load_failed_stands_in_nobodys_way(make: Make, monke
         assert engine.tokens["r"] == [3, 3, 3]
         assert engine.left() == []
 
-    check()
     original = Loads.dispatch
 
     def as_if_it_could_not_fail(self: Loads, state: Any, *rest: Any) -> None:
@@ -274,7 +253,6 @@ def test_p10_a_policy_that_fails_requests_is_warned_about(make: Make, monkeypatc
         make(policy="recompute")
         assert "kv_load_failure_policy" not in caplog.text
 
-    check()
     from kvprefetch.connector import connector
 
     fails_with(check, monkeypatch, connector.log, "warning", lambda *args: None)
@@ -284,13 +262,14 @@ def test_p24_a_drafter_costs_the_last_matched_block_once(monkeypatch: Patch) -> 
     """Its draft KV depends on the token after it, which no hash covers; and a saved block's may not be written yet."""
 
     def check(drop_last: bool) -> None:
-        engine = FakeEngine(drop_last=drop_last, save_decode_cache=True)
-        engine.daemon.credits.grant(list(range(40, 60)))
-        request = engine.add("r", 5 * BLOCK)
-        engine.daemon.stage("r", 4)
-        assert engine.match(request) == (3 * BLOCK, False)
-        engine.allocate(request, 3 * BLOCK)
-        engine.step([(request, 2 * BLOCK)])
+        engine = FakeEngine(drop_last=drop_last, save_decode_cache=True, credits=range(40, 60))
+        request, short = engine.add("r", 5 * BLOCK, staged=4), engine.add("short", 5 * BLOCK, staged=1)
+        assert engine.match(short) == (0, False)
+        engine.take(request, 3 * BLOCK)
+        engine.acknowledge(engine.step([(request, 2 * BLOCK)]))
+        engine.daemon.drain()
+        done = engine.daemon.dones[-1]
+        assert (done.loaded_from, done.loaded_blocks) == (0, 3), "not the one dropped, although it was claimed"
         request.num_tokens += BLOCK
         assert engine.step([(request, BLOCK)]).saves == []
 
@@ -303,13 +282,21 @@ def test_p27_a_full_ring_drops_the_hint_and_never_blocks(monkeypatch: Patch) -> 
     """on_new_request runs on the engine's main thread; the late hint makes up for a dropped one."""
 
     def check() -> None:
-        engine = FakeEngine(ring=4096, flags=64)
-        requests = [engine.add(f"r{i}", 20 * BLOCK) for i in range(20)]
-        assert engine.side.counters["hints_dropped"] > 0
-        engine.daemon.drain()
-        engine.daemon.free()
-        assert engine.match(requests[-1]) == (None, False)
-        assert engine.daemon.hint("r19").blocks == 19
+        engine = FakeEngine(ring=4096)
+        fill = [engine.add(f"fill{i}", 40 * BLOCK) for i in range(3)]
+        lost = engine.add("lost", 40 * BLOCK)
+        assert engine.side.counters["hints_dropped"] == 1
+        engine.daemon.drain()  # the daemon caught up before the scheduler got there
+        assert "lost" not in [hint.request_id for hint in engine.daemon.hints]
+        assert engine.match(lost) == (None, False)
+        hint = engine.daemon.hint("lost")
+        assert hint.blocks == 39
+        assert hint.flag in [ask.flag for ask in engine.daemon.asks], "its turn has come"
+        assert engine.side.counters["late_hints"] == 1
+        engine.daemon.stage("lost", 39)
+        assert engine.match(lost) == (39 * BLOCK, False)
+        for request in (*fill, lost):
+            engine.side.finished(request)
 
     check()
 
@@ -331,11 +318,8 @@ def test_p25_both_roles_answer_what_vllm_asks_of_both(make: Make, monkeypatch: P
     """Statistics are asked of both in every step (the real scheduler does), shutdown and reset_cache as well."""
 
     def check() -> None:
-        engine = make(ranks=2)
-        engine.daemon.credits.grant([40, 41])
-        engine.add("r", 3 * BLOCK)
-        engine.step()
-        staged(engine, "r", 1)
+        engine = make(ranks=2, credits=[40, 41])
+        engine.hinted("r", 3 * BLOCK, staged=1)
         engine.run()
         for connector, result in ((engine.connector, True), *((worker, None) for worker in engine.workers)):
             assert connector.reset_cache() is result
@@ -370,5 +354,4 @@ def test_p32_equal_tokens_with_another_adapter_image_or_salt_share_nothing(make:
             hints += [hint.digest(block) for block in range(3)]
         assert len(set(hints)) == 3 * len(others)
 
-    check()
     fails_with(check, monkeypatch, kv_cache_utils, "generate_block_hash_extra_keys", lambda *args: (None, 0))

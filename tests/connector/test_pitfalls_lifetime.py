@@ -20,7 +20,6 @@ from kvprefetch.connector.worker import WorkerSide
 
 from .fakes import BLOCK, fails_with
 from .real import RealEngine
-from .test_pitfalls_answers import staged
 
 Make = Callable[..., RealEngine]
 Patch = pytest.MonkeyPatch
@@ -30,7 +29,7 @@ def loading(engine: RealEngine, name: str = "r") -> Any:
     """A request with a load dispatched in the step in flight."""
     request = engine.add(name, 4 * BLOCK)
     engine.daemon.drain()
-    staged(engine, name)
+    engine.stage(name)
     engine.schedule()
     assert len(engine.orders()) == 1
     return request
@@ -55,7 +54,6 @@ def test_p08_an_asynchronous_load_is_reported_once_also_after_an_abort(make: Mak
         assert received == {"r": 1}
         assert engine.left() == []
 
-    check()
     fails_with(check, monkeypatch, WorkerSide, "received", lambda self: set(), match="does not come to rest")
 
 
@@ -63,10 +61,8 @@ def test_p08_a_synchronous_load_is_never_reported(make: Make, monkeypatch: Patch
     def check() -> None:
         engine = make(load_mode="sync")
         loading(engine)
-        engine.run()
-        assert engine.left() == []
+        engine.finish()
 
-    check()
     original = WorkerSide.load
 
     def talkative(self: WorkerSide, meta: Any) -> None:
@@ -81,9 +77,7 @@ def test_p09_failed_blocks_are_told_with_the_end_of_the_load(make: Make, monkeyp
 
     def check() -> None:
         engine = make(ranks=2, load_mode="async")
-        engine.add("r", 4 * BLOCK, out=1)
-        engine.step()
-        staged(engine, "r")
+        engine.hinted("r", 4 * BLOCK, out=1)
         load = engine.workers[1].worker_side.paged.load
 
         def fail(*_: Any) -> None:
@@ -101,7 +95,6 @@ def test_p09_failed_blocks_are_told_with_the_end_of_the_load(make: Make, monkeyp
             computed += engine.step().num_scheduled_tokens.get("r", 0)
         assert computed == 4 * BLOCK, "all of it is recomputed"
 
-    check()
     fails_with(check, monkeypatch, WorkerSide, "failed_blocks", lambda self: set())
 
 
@@ -109,19 +102,15 @@ def test_p12_request_finished_never_keeps_blocks(make: Make, monkeypatch: Patch)
     """Least of all for a request that still receives: freed for both reasons, it would end the engine."""
 
     def check() -> None:
-        engine = make(in_flight=2, load_mode="async", seqs=2)
-        engine.daemon.credits.grant(list(range(40, 50)))
+        engine = make(in_flight=2, load_mode="async", seqs=2, credits=range(40, 50))
         loading(engine)
         engine.abort("r")
         engine.add("runs", 3 * BLOCK)
         engine.add("never scheduled", 3 * BLOCK)
         engine.abort("never scheduled")
         engine.daemon.drain()
-        staged(engine, "runs", 0)
-        engine.run()
-        assert engine.left() == []
-
-    check()
+        engine.stage("runs", 0)
+        engine.finish()
 
     def keeps(self: KVPrefetchConnector, request: Any, block_ids: Any) -> tuple[bool, None]:
         assert self.scheduler_side is not None
@@ -135,15 +124,13 @@ def test_p13_request_finished_cleans_up_also_what_was_never_scheduled(make: Make
     def check() -> None:
         engine = make(seqs=1)
         engine.add("runs", 3 * BLOCK)
-        staged(engine, "runs", 0)
+        engine.stage("runs", 0)
         engine.step()
         engine.add("waits", 3 * BLOCK)
-        staged(engine, "waits")
+        engine.stage("waits")
         engine.abort("waits")
-        engine.run()
-        assert engine.left() == []
+        engine.finish()
 
-    check()
     fails_with(check, monkeypatch, SchedulerSide, "finished", lambda self, request, block_ids: None)
 
 
@@ -153,7 +140,6 @@ def test_p18_a_preempted_requests_tokens_are_not_thrown_away(make: Make, monkeyp
         assert engine.connector.requires_kv_delivery is False
         assert engine.scheduler.requires_kv_delivery is False
 
-    check()
     fails_with(check, monkeypatch, KVPrefetchConnector, "requires_kv_delivery", KVConnectorBase_V1.requires_kv_delivery)
 
 
@@ -161,11 +147,8 @@ def test_p20_metadata_is_small_plain_and_there_in_every_step(make: Make, monkeyp
     """It is pickled to every worker, and the scheduler's block state must not outlive the call that shows it."""
 
     def check() -> None:
-        engine = make(load_mode="async")
-        engine.daemon.credits.grant(list(range(32, 64)))
-        engine.add("r", 9 * BLOCK)
-        engine.step()
-        staged(engine, "r", 4)
+        engine = make(load_mode="async", credits=range(32, 64))
+        engine.hinted("r", 9 * BLOCK, staged=4)
         while engine.scheduler.has_requests():
             output = engine.step()
             assert output.kv_connector_block_state is None
@@ -176,7 +159,6 @@ def test_p20_metadata_is_small_plain_and_there_in_every_step(make: Make, monkeyp
             assert len(data) < 2000
             assert pickle.loads(data) == meta
 
-    check()
     original = SchedulerSide.plan_step
 
     def keeps(self: SchedulerSide, output: Any, meta: Any) -> None:
@@ -192,9 +174,7 @@ def test_p21_loads_are_done_where_vllm_starts_them(make: Make, monkeypatch: Patc
 
     def check() -> None:
         engine = make(load_mode=load_mode)
-        engine.add("r", 4 * BLOCK)
-        engine.step()
-        staged(engine, "r")
+        engine.hinted("r", 4 * BLOCK)
         done_at_forward = []
 
         def forward(worker: Any, output: Any) -> None:
@@ -225,8 +205,7 @@ def test_p26_a_streaming_session_is_left_alone(make: Make, monkeypatch: Patch) -
     """Its later chunks reuse the id, are never matched, and may cut tokens back that were counted as saved."""
 
     def check() -> None:
-        engine = make()
-        engine.daemon.credits.grant(list(range(32, 64)))
+        engine = make(credits=range(32, 64))
         engine.add("s", 3 * BLOCK, out=2, resumable=True)
         for chunk in range(2):
             for _ in range(6):
@@ -238,10 +217,8 @@ def test_p26_a_streaming_session_is_left_alone(make: Make, monkeypatch: Patch) -
         assert engine.daemon.hints == []
         assert engine.orders("saves") == []
         engine.abort("s")
-        engine.run()
-        assert engine.left() == []
+        engine.finish()
 
-    check()
     original = SchedulerSide.arrived
 
     def taken_for_a_request(self: SchedulerSide, request: Any) -> None:

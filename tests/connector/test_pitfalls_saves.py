@@ -21,7 +21,6 @@ from kvprefetch.connector.worker import WorkerSide
 
 from .fakes import BLOCK, fails_with
 from .real import RealEngine
-from .test_pitfalls_answers import staged
 
 Make = Callable[..., RealEngine]
 Patch = pytest.MonkeyPatch
@@ -32,10 +31,9 @@ def test_p14_only_known_and_computed_tokens_are_saved(make: Make, monkeypatch: P
     """Chunked prefill and decoding, also with placeholders for tokens in flight. Random schedules: tests/scheduler."""
 
     def check() -> None:
-        engine = make(in_flight=in_flight, budget=BLOCK + 7, save_decode_cache=True)
-        engine.daemon.credits.grant(list(range(32, 64)))
+        engine = make(in_flight=in_flight, budget=BLOCK + 7, save_decode_cache=True, credits=range(32, 64))
         request = engine.add("r", 3 * BLOCK + 5, out=3 * BLOCK)
-        staged(engine, "r", 0)
+        engine.stage("r", 0)
         saved = 0
         while not request.is_finished():
             engine.schedule()
@@ -45,10 +43,8 @@ def test_p14_only_known_and_computed_tokens_are_saved(make: Make, monkeypatch: P
             while len(engine.flight) >= engine.in_flight:
                 engine.process()
         assert saved == request.num_tokens // BLOCK * BLOCK, "the last token's KV is never computed"
-        engine.run()
-        assert engine.left() == []
+        engine.finish()
 
-    check()
     original = Saves.storable_blocks
 
     def longer(self: Saves, request: Any, *rest: Any) -> int:
@@ -74,7 +70,6 @@ def test_p15_a_save_is_reported_only_when_its_copies_are_done(monkeypatch: Patch
         assert report is not None
         assert report.saves == {1: 1}
 
-    check()
     original = WorkerSide._collect
 
     def hasty(self: WorkerSide) -> None:
@@ -102,7 +97,7 @@ def saving_after_the_last_request(make: Make) -> RealEngine:
     late_reports(engine)
     engine.daemon.credits.grant(list(range(32, 64)))
     engine.add("r", 3 * BLOCK, out=1)
-    staged(engine, "r", 0)
+    engine.stage("r", 0)
     engine.step()
     while engine.scheduler.requests:
         engine.step()
@@ -122,7 +117,6 @@ def test_p16_a_save_in_flight_pins_nothing_and_keeps_the_engine_stepping(make: M
         assert len(engine.daemon.saved) == 1
         assert engine.left() == []
 
-    check()
     with monkeypatch.context() as patch:
         patch.setattr(SchedulerSide, "has_pending_work", lambda self: False)
         with pytest.raises(AssertionError, match="acknowledgement"):
@@ -171,7 +165,7 @@ def test_p30_a_step_whose_end_is_not_told_is_saved_before_the_next(make: Make, m
         )
         engine.daemon.credits.grant(list(range(32, 64)))
         engine.add("r", 3 * BLOCK, out=2)
-        staged(engine, "r", 0)
+        engine.stage("r", 0)
         engine.run()
         engine.daemon.drain()
         (saved,) = engine.daemon.saved
@@ -181,10 +175,9 @@ def test_p30_a_step_whose_end_is_not_told_is_saved_before_the_next(make: Make, m
         assert {int(rows[slot].min()) for slot in saved.slots if side.keys.saves(slot)} == {7}
         assert engine.left() == []
 
-    check()
-    monkeypatch.setattr(KVPrefetchConnector, "handle_preemptions", lambda *args: None)
-    with pytest.raises(AssertionError, match="does not come to rest"):
-        check()
+    fails_with(
+        check, monkeypatch, KVPrefetchConnector, "handle_preemptions", lambda *args: None, match="does not come to rest"
+    )
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -198,14 +191,13 @@ def test_p31_what_was_computed_on_a_failed_load_is_not_stored(
         raise OSError("planted")
 
     def check() -> None:
-        engine = make(multi=True, load_mode="sync", in_flight=in_flight, save_decode_cache=True)
-        engine.daemon.credits.grant(list(range(32, 64)))
+        engine = make(multi=True, load_mode="sync", in_flight=in_flight, save_decode_cache=True, credits=range(32, 64))
         prompt = list(range(100, 100 + 4 * BLOCK))
         engine.add("first", [*prompt, 7], out=BLOCK)
         engine.add("sharing", [*prompt[: 3 * BLOCK], *range(500, 500 + BLOCK + 1)], out=BLOCK)
         engine.daemon.drain()
-        staged(engine, "first", 2 if loader == "ours" else 0)
-        staged(engine, "sharing", 0)
+        engine.stage("first", 2 if loader == "ours" else 0)
+        engine.stage("sharing", 0)
         other, ours = engine.scheduler.connector._connectors[0], engine.workers[0]._connectors[1]
         if loader == "ours":
             ours.worker_side.paged.load = fail
@@ -220,7 +212,6 @@ def test_p31_what_was_computed_on_a_failed_load_is_not_stored(
         assert {name: len(tokens) for name, tokens in engine.tokens.items()} == {"first": BLOCK, "sharing": BLOCK}
         assert engine.left() == []
 
-    check()
     fails_with(check, monkeypatch, Saves, "drop", lambda *args: None)
 
 
@@ -239,8 +230,8 @@ def test_p17_a_preempted_request_starts_over(
             seqs=2,
             save_decode_cache=True,
             wait_timeout_ms=0,
+            credits=range(64),
         )
-        engine.daemon.credits.grant(list(range(64)))
         for name in ("a", "b"):
             engine.add(name, 3 * BLOCK + 12, out=5 * BLOCK)
         preempted = 0

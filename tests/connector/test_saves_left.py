@@ -12,7 +12,7 @@ from kvprefetch.connector import saves
 
 from .fakes import BLOCK, Engine, Request
 from .real import RealEngine
-from .test_scheduler_saves import admit, saved_digests
+from .test_scheduler_saves import saved_digests
 
 
 def finish(engine: Engine, request: Request, blocks: int, *, cached: bool = True) -> None:
@@ -24,16 +24,14 @@ def finish(engine: Engine, request: Request, blocks: int, *, cached: bool = True
 
 
 def run_short(engine: Engine, name: str, blocks: int) -> Request:
-    request = engine.add(name, blocks * BLOCK)
-    admit(engine, request)
+    request = engine.admitted(name, blocks * BLOCK)
     engine.acknowledge(engine.step([(request, blocks * BLOCK)]))
     return request
 
 
 @pytest.mark.parametrize("how", ["hangs", "is gone"])
 def test_an_idle_engine_does_not_step_for_a_daemon_that_does_not_take_its_saves(how: str) -> None:
-    engine = Engine()
-    engine.daemon.credits.grant([40, 41])
+    engine = Engine(credits=[40, 41])
     request = run_short(engine, "r", 5)
     finish(engine, request, 5)
     engine.daemon.credits.grant([40, 41])
@@ -47,8 +45,7 @@ def test_an_idle_engine_does_not_step_for_a_daemon_that_does_not_take_its_saves(
 
 
 def test_a_finished_request_is_saved_on_when_slots_come_back() -> None:
-    engine = Engine()
-    engine.daemon.credits.grant([40, 41])
+    engine = Engine(credits=[40, 41])
     request = run_short(engine, "r", 5)
     finish(engine, request, 5)
     assert not engine.side.has_pending_work(), "without a slot there is nothing an idle engine could do"
@@ -136,8 +133,7 @@ def test_a_block_stored_by_another_request_meanwhile_is_not_saved_again() -> Non
     finish(engine, request, 3)
     other = engine.add("b", 3 * BLOCK + 1, salt="a")
     engine.daemon.stage("b", 3, found=3)
-    engine.match(other)
-    engine.allocate(other, 3 * BLOCK)
+    engine.take(other, 3 * BLOCK)
     engine.daemon.credits.grant(list(range(30, 40)))
     meta = engine.step([(other, 1)])
     assert meta.saves == []

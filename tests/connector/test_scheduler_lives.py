@@ -70,10 +70,8 @@ def test_an_answer_is_honoured_when_the_daemon_dies_before_the_allocation() -> N
 def test_epochs_that_the_next_hello_does_not_name_are_never_named_again() -> None:
     """The link's thread asks after it dropped its session; idle, the scheduler side still stands on the one before."""
     engine = Engine()
-    request = engine.add("r", 3 * BLOCK)
-    engine.daemon.stage("r", 2)
-    engine.match(request)
-    engine.allocate(request, 2 * BLOCK)
+    request = engine.add("r", 3 * BLOCK, staged=2)
+    engine.take(request, 2 * BLOCK)
     meta = engine.step([(request, BLOCK)])
     engine.link.session = FakeDaemon(engine.clock, epoch=2).session()
     engine.step()
@@ -113,8 +111,7 @@ def test_a_new_daemon_gets_late_hints() -> None:
     assert engine.match(request) == PENDING
     assert newer.hint("r").blocks == 2
     newer.stage("r", 2)
-    assert engine.match(request) == (2 * BLOCK, False)
-    engine.allocate(request, 2 * BLOCK)
+    engine.take(request, 2 * BLOCK)
     meta = engine.step([(request, BLOCK)])
     assert (meta.loads[0].epoch, meta.live_epochs) == (2, (2,))
 
@@ -148,8 +145,7 @@ def test_the_end_of_a_load_of_a_corrupt_epoch_leaves_the_next_one_alone() -> Non
     engine = Engine()
     request, other = engine.add("r", 3 * BLOCK), engine.add("other", 3 * BLOCK)
     engine.daemon.stage("r", 2)
-    engine.match(request)
-    engine.allocate(request, 2 * BLOCK)
+    engine.take(request, 2 * BLOCK)
     meta = engine.step([(request, BLOCK)])
     for name in ("r", "other"):
         engine.daemon.words.store_release(engine.daemon.layout.flags_offset // 8 + engine.daemon.hint(name).flag * 8, 7)

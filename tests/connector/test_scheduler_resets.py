@@ -7,15 +7,13 @@ import pytest
 from kvprefetch.shmring.wire.records import FlagState
 
 from .fakes import BLOCK, Engine
-from .test_scheduler_saves import admit
 
 
 def test_a_reset_voids_everything_older() -> None:
     """Handles are given up, copies under way go back unused, requests with old KV are never saved."""
-    engine = Engine()
-    engine.daemon.credits.grant(list(range(8)))
+    engine = Engine(credits=range(8))
     running, waiting = engine.add("running", 3 * BLOCK), engine.add("waiting", 2 * BLOCK)
-    admit(engine, running)
+    engine.admit(running)
     meta = engine.step([(running, 2 * BLOCK)])
     assert engine.side.reset() is True
     assert engine.link.resets == [1]
@@ -24,10 +22,10 @@ def test_a_reset_voids_everything_older() -> None:
     engine.daemon.drain()
     assert [saved.dropped for saved in engine.daemon.saved] == [True]
     assert engine.step([(running, BLOCK)]).saves == []
-    admit(engine, waiting)
+    engine.admit(waiting)
     assert len(engine.step([(waiting, 2 * BLOCK)]).saves) == 1, "it is computed with the new weights"
     engine.preempt(running)
-    admit(engine, running)
+    engine.admit(running)
     assert len(engine.step([(running, 3 * BLOCK)]).saves) == 1
 
 
@@ -55,26 +53,21 @@ def test_a_reset_waits_long_enough_for_the_store_unless_configured_otherwise(
 @pytest.mark.parametrize("how", ["cached", "running"])
 def test_a_local_prefix_that_outlived_the_reset_is_never_saved_on(how: str) -> None:
     """vLLM could not empty its own prefix cache, or a running request goes on filling it."""
-    engine = Engine()
-    engine.daemon.credits.grant(list(range(8)))
+    engine = Engine(credits=range(8))
     if how == "cached":
         engine.cache.count = 1
     else:
-        running = engine.add("running", 2 * BLOCK)
-        admit(engine, running)
+        running = engine.admitted("running", 2 * BLOCK)
         engine.step([(running, 3)])
     engine.side.reset()
-    request = engine.add("r", 3 * BLOCK, local=BLOCK)
-    admit(engine, request, local=BLOCK)
+    request = engine.admitted("r", 3 * BLOCK, local=BLOCK)
     assert engine.step([(request, 2 * BLOCK)]).saves == []
-    clean = engine.add("clean", 3 * BLOCK)
-    admit(engine, clean)
+    clean = engine.admitted("clean", 3 * BLOCK)
     assert len(engine.step([(clean, 3 * BLOCK)]).saves) == 1
 
 
 def test_an_unconfirmed_reset_stops_everything_until_it_is_confirmed() -> None:
-    engine = Engine()
-    engine.daemon.credits.grant(list(range(8)))
+    engine = Engine(credits=range(8))
     engine.link.confirms = False
     assert engine.side.reset() is False
     request = engine.add("r", 3 * BLOCK)

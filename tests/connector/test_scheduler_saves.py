@@ -9,13 +9,6 @@ from kvprefetch.connector import saves
 from .fakes import BLOCK, Engine, FakeDaemon, Request
 
 
-def admit(engine: Engine, request: Request, local: int = 0) -> None:
-    """The request reaches the head of the queue and is admitted without a load."""
-    while engine.match(request, local)[0] is None:
-        engine.daemon.stage(request.request_id, 0, found=0)
-    engine.allocate(request, 0, local=local)
-
-
 def saved_digests(engine: Engine) -> list[bytes]:
     engine.daemon.drain()
     return [digest for saved in engine.daemon.saved for digest in saved.hashes]
@@ -27,10 +20,8 @@ def test_a_prompt_is_saved_block_by_block_as_it_is_computed(ratio: int) -> None:
 
     A block goes by the hash of its end, however many hashes it has.
     """
-    engine = Engine(world_size=2, hashes_per_block=ratio)
-    engine.daemon.credits.grant([40, 41, 42, 43])
-    request = engine.add("r", 3 * BLOCK + 3, ratio=ratio)
-    admit(engine, request)
+    engine = Engine(world_size=2, hashes_per_block=ratio, credits=[40, 41, 42, 43])
+    request = engine.admitted("r", 3 * BLOCK + 3, ratio=ratio)
     metas = [engine.step([(request, n)]) for n in (BLOCK - 1, 1, 2 * BLOCK, 3, 1)]
     assert [[save.block_ids for save in meta.saves] for meta in metas] == [[], [[100]], [[101, 102]], [], []]
     assert [save.slots for meta in metas for save in meta.saves] == [[40], [41, 42]]
@@ -47,10 +38,8 @@ def test_a_prompt_is_saved_block_by_block_as_it_is_computed(ratio: int) -> None:
 
 @pytest.mark.parametrize(("decode", "expected"), [(False, 2), (True, 4)])
 def test_decode_blocks_only_when_asked(decode: bool, expected: bool) -> None:
-    engine = Engine(save_decode_cache=decode)
-    engine.daemon.credits.grant(list(range(16)))
-    request = engine.add("r", 2 * BLOCK + 5)
-    admit(engine, request)
+    engine = Engine(save_decode_cache=decode, credits=range(16))
+    request = engine.admitted("r", 2 * BLOCK + 5)
     engine.acknowledge(engine.step([(request, 2 * BLOCK + 5)]))
     for _ in range(2 * BLOCK):
         request.num_tokens += 1
@@ -62,10 +51,8 @@ def test_decode_blocks_only_when_asked(decode: bool, expected: bool) -> None:
 
 
 def test_more_blocks_than_a_record_holds_are_saved_in_several_steps() -> None:
-    engine = Engine(ring=4096, slots=256)
-    engine.daemon.credits.grant(list(range(64)))
-    request = engine.add("r", 60 * BLOCK)
-    admit(engine, request)
+    engine = Engine(ring=4096, slots=256, credits=range(64))
+    request = engine.admitted("r", 60 * BLOCK)
     saves = [engine.step([(request, tokens)]).saves for tokens in (60 * BLOCK, 1, 1)]
     most = (4096 // 2 - 16 - 64) // (32 + 4)
     assert [[len(save.slots) for save in step] for step in saves] == [[most], [60 - most], []]
@@ -75,14 +62,12 @@ def test_more_blocks_than_a_record_holds_are_saved_in_several_steps() -> None:
 
 def test_after_a_preemption_the_prefill_includes_the_outputs() -> None:
     """Its blocks are new, so everything is looked at again; blocks known to be stored are not copied again."""
-    engine = Engine()
-    engine.daemon.credits.grant(list(range(16)))
-    request = engine.add("r", 2 * BLOCK)
-    admit(engine, request)
+    engine = Engine(credits=range(16))
+    request = engine.admitted("r", 2 * BLOCK)
     engine.acknowledge(engine.step([(request, 2 * BLOCK)]))
     request.num_tokens += BLOCK + 2
     engine.preempt(request)
-    admit(engine, request)
+    engine.admit(request)
     meta = engine.step([(request, request.num_tokens)])
     # The lookup of the resumed request found nothing: its usable blocks are saved again, and the new one.
     assert meta.saves[0].block_ids == [100, 101, 102]
@@ -90,36 +75,29 @@ def test_after_a_preemption_the_prefill_includes_the_outputs() -> None:
 
 def test_blocks_in_the_store_are_not_copied() -> None:
     """Neither those loaded, nor those the lookup found, nor those saved before by another request."""
-    engine = Engine()
-    engine.daemon.credits.grant(list(range(30, 46)))
+    engine = Engine(credits=range(30, 46))
     request = engine.add("a", 5 * BLOCK + 1, salt="same")
     engine.daemon.stage("a", 2, found=4)
-    assert engine.match(request) == (2 * BLOCK, False)
-    engine.allocate(request, 2 * BLOCK)
+    engine.take(request, 2 * BLOCK)
     (save,) = engine.step([(request, 3 * BLOCK + 1)]).saves
     assert save.block_ids == [104]
-    other = engine.add("b", 6 * BLOCK, salt="same", local=5 * BLOCK)
-    admit(engine, other, local=5 * BLOCK)
+    other = engine.admitted("b", 6 * BLOCK, salt="same", local=5 * BLOCK)
     (save,) = engine.step([(other, BLOCK)]).saves
     assert save.block_ids == [105]
 
 
 def test_what_was_loaded_is_not_saved_though_its_look_up_goes_on() -> None:
-    engine = Engine(wait_policy="best_effort")
-    engine.daemon.credits.grant(list(range(30, 40)))
+    engine = Engine(wait_policy="best_effort", credits=range(30, 40))
     request = engine.add("r", 4 * BLOCK)
     engine.daemon.stage("r", 2, ready=False)
-    assert engine.match(request) == (2 * BLOCK, False)
-    engine.allocate(request, 2 * BLOCK)
+    engine.take(request, 2 * BLOCK)
     (save,) = engine.step([(request, 2 * BLOCK)]).saves
     assert save.block_ids == [102, 103]
 
 
 def test_without_credit_a_save_waits_and_is_counted_when_it_never_comes() -> None:
-    engine = Engine()
-    engine.daemon.credits.grant([1])
-    request = engine.add("r", 3 * BLOCK)
-    admit(engine, request)
+    engine = Engine(credits=[1])
+    request = engine.admitted("r", 3 * BLOCK)
     assert engine.step([(request, 3 * BLOCK)]).saves[0].block_ids == [100]
     request.num_tokens += 1
     assert engine.step([(request, 1)]).saves == []
@@ -132,8 +110,7 @@ def test_without_credit_a_save_waits_and_is_counted_when_it_never_comes() -> Non
 @pytest.mark.parametrize("decode", [False, True])
 def test_what_waited_for_a_credit_brings_no_decoded_block_along(decode: bool) -> None:
     engine = Engine(save_decode_cache=decode)
-    request = engine.add("r", 2 * BLOCK + 1)
-    admit(engine, request)
+    request = engine.admitted("r", 2 * BLOCK + 1)
     engine.step([(request, 2 * BLOCK + 1)])
     for _ in range(BLOCK):
         request.num_tokens += 1
@@ -145,8 +122,7 @@ def test_what_waited_for_a_credit_brings_no_decoded_block_along(decode: bool) ->
 
 def test_what_is_remembered_as_stored_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saves, "KNOWN_DIGESTS", 4)
-    engine = Engine()
-    engine.daemon.credits.grant(list(range(20)))
+    engine = Engine(credits=range(20))
     for name, salt, expected in (("a", "a", 3), ("b", "b", 3), ("again", "b", 0), ("first", "a", 2)):
         request = engine.add(name, 3 * BLOCK, salt=salt)
         engine.match(request)
@@ -154,15 +130,18 @@ def test_what_is_remembered_as_stored_is_bounded(monkeypatch: pytest.MonkeyPatch
         assert sum(len(save.slots) for save in engine.step([(request, 3 * BLOCK)]).saves) == expected
 
 
-def test_a_full_ring_delays_saved_records() -> None:
-    engine = Engine(ring=4096, flags=64)
-    engine.daemon.credits.grant([1])
-    request = engine.add("r", 2 * BLOCK)
-    admit(engine, request)
+def saved_into_a_full_ring() -> tuple[Engine, Request]:
+    engine = Engine(ring=4096, flags=64, credits=[1])
+    request = engine.admitted("r", 2 * BLOCK)
     meta = engine.step([(request, BLOCK)])
     for i in range(40):
         engine.add(f"fill{i}", (20 if i < 20 else 2) * BLOCK)
     engine.acknowledge(meta)
+    return engine, request
+
+
+def test_a_full_ring_delays_saved_records() -> None:
+    engine, request = saved_into_a_full_ring()
     assert engine.side.has_pending_work()
     assert saved_digests(engine) == []
     engine.step()
@@ -171,10 +150,8 @@ def test_a_full_ring_delays_saved_records() -> None:
 
 
 def test_a_copy_that_failed_on_a_rank_gives_its_slots_back_unused_and_the_next_request_tries_again() -> None:
-    engine = Engine(world_size=2)
-    engine.daemon.credits.grant([5])
-    request = engine.add("r", BLOCK)
-    admit(engine, request)
+    engine = Engine(world_size=2, credits=[5])
+    request = engine.admitted("r", BLOCK)
     meta = engine.step([(request, BLOCK)])
     engine.acknowledge(meta, ranks=1, failed=[meta.saves[0].save_id])
     engine.acknowledge(meta, ranks=1)
@@ -182,42 +159,20 @@ def test_a_copy_that_failed_on_a_rank_gives_its_slots_back_unused_and_the_next_r
     (saved,) = engine.daemon.saved
     assert (saved.dropped, saved.slots, saved.hashes) == (True, [5], [])
     engine.daemon.credits.grant([6])
-    again = engine.add("again", BLOCK, salt="r")
-    admit(engine, again)
+    again = engine.admitted("again", BLOCK, salt="r")
     assert [save.slots for save in engine.step([(again, BLOCK)]).saves] == [[6]]
-
-
-def test_after_a_failed_load_nothing_of_the_request_is_stored() -> None:
-    """Steps in flight computed on the old content of its blocks."""
-    engine = Engine()
-    engine.daemon.credits.grant(list(range(30, 40)))
-    request = engine.add("r", 4 * BLOCK)
-    engine.daemon.stage("r", 2)
-    engine.match(request)
-    engine.allocate(request, 2 * BLOCK)
-    first = engine.step([(request, BLOCK)])
-    second = engine.step([(request, BLOCK)])
-    assert [len(meta.saves) for meta in (first, second)] == [1, 1]
-    engine.acknowledge(first, failed_loads=[first.loads[0].load_id])
-    engine.acknowledge(second)
-    engine.daemon.drain()
-    assert [saved.dropped for saved in engine.daemon.saved] == [True, True]
-    request.num_computed_tokens = 0
-    assert engine.step([(request, 4 * BLOCK)]).saves == []
-    assert engine.daemon.unreturned() == []
 
 
 def test_after_another_connectors_failed_load_nothing_of_the_request_is_stored() -> None:
     """It was admitted with that connector's blocks, or with local ones, and neither loaded nor missed ours."""
-    engine = Engine()
-    engine.daemon.credits.grant(list(range(30, 40)))
+    engine = Engine(credits=range(30, 40))
     request, waiting = engine.add("r", 4 * BLOCK), engine.add("waiting", 2 * BLOCK)
     engine.daemon.stage("r", 2)
     engine.match(request)
     engine.allocate(request, 0)
     engine.side.outputs(None, failed_blocks=True)
     assert engine.step([(request, 4 * BLOCK)]).saves == []
-    admit(engine, waiting)
+    engine.admit(waiting)
     assert len(engine.step([(waiting, 2 * BLOCK)]).saves) == 1, "it had no blocks yet"
 
 
@@ -225,16 +180,13 @@ def test_after_another_connectors_failed_load_nothing_of_the_request_is_stored()
 def test_no_saves_when_not_a_producer(fields: dict[str, bool]) -> None:
     engine = Engine(**fields)  # type: ignore[arg-type]
     engine.daemon.credits.grant([1, 2])
-    request = engine.add("r", 2 * BLOCK)
-    admit(engine, request)
+    request = engine.admitted("r", 2 * BLOCK)
     assert engine.step([(request, 2 * BLOCK)]).saves == []
 
 
 def test_saves_of_an_ended_epoch_are_forgotten() -> None:
-    engine = Engine()
-    engine.daemon.credits.grant([1])
-    request = engine.add("r", BLOCK)
-    admit(engine, request)
+    engine = Engine(credits=[1])
+    request = engine.admitted("r", BLOCK)
     meta = engine.step([(request, BLOCK)])
     engine.link.session = FakeDaemon(engine.clock, epoch=2).session()
     engine.step()
@@ -245,20 +197,12 @@ def test_saves_of_an_ended_epoch_are_forgotten() -> None:
 
 def test_a_full_ring_of_an_ended_epoch_holds_up_nothing() -> None:
     """Nobody empties it any more."""
-    engine = Engine(ring=4096, flags=64)
-    engine.daemon.credits.grant([1])
-    old = engine.add("old", 2 * BLOCK)
-    admit(engine, old)
-    meta = engine.step([(old, BLOCK)])
-    for i in range(40):
-        engine.add(f"fill{i}", (20 if i < 20 else 2) * BLOCK)
-    engine.acknowledge(meta)
+    engine, old = saved_into_a_full_ring()
     engine.side.finished(old)
     engine.daemon = FakeDaemon(engine.clock, epoch=2)
     engine.link.session = engine.daemon.session()
     engine.daemon.credits.grant([1])
-    request = engine.add("r", 2 * BLOCK)
-    admit(engine, request)
+    request = engine.admitted("new", 2 * BLOCK)
     engine.acknowledge(engine.step([(request, BLOCK)]))
     assert saved_digests(engine) == request.digests(0, 1)
     assert not engine.side.has_pending_work()
@@ -271,8 +215,7 @@ def test_the_next_daemons_store_may_lack_what_the_last_ones_had() -> None:
             engine.daemon = FakeDaemon(engine.clock, epoch=epoch)
             engine.link.session = engine.daemon.session()
         engine.daemon.credits.grant([1, 2])
-        request = engine.add(f"{epoch} {blocks}", 2 * BLOCK, salt="same")
-        admit(engine, request)
+        request = engine.admitted(f"{epoch} {blocks}", 2 * BLOCK, salt="same")
         meta = engine.step([(request, 2 * BLOCK)])
         assert sum(len(save.slots) for save in meta.saves) == blocks
         engine.acknowledge(meta)

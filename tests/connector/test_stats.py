@@ -17,7 +17,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvprefetch.connector.connector import KVPrefetchConnector
@@ -110,13 +109,6 @@ def test_every_name_that_is_counted_is_in_the_catalogue_and_the_other_way_round(
 def test_the_documentation_names_every_counter() -> None:
     text = (ROOT / "docs" / "STATISTICS.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(COUNTERS)
-
-
-def test_a_child_of_multi_connector_is_found_by_its_name_when_only_its_module_was_given() -> None:
-    """MultiConnector's logger asks the registry: importing the class is enough."""
-    data = MultiConnector.build_kv_connector_stats({"KVPrefetchConnector": {"loads": 1}})
-    assert data is not None
-    assert isinstance(data.data["KVPrefetchConnector"], KVPrefetchStats)
 
 
 def test_waiting_is_counted_from_the_first_question_to_the_answer() -> None:

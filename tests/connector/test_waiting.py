@@ -126,8 +126,7 @@ def test_a_fetch_that_came_at_once_tells_how_long_the_next_one_takes() -> None:
         assert engine.match(first) == PENDING
         step(engine)
     engine.daemon.stage("first", 40)
-    assert engine.match(first) == (40 * BLOCK, False)
-    engine.allocate(first, 40 * BLOCK)
+    engine.take(first, 40 * BLOCK)
     assert engine.match(engine.add("next", 20 * BLOCK + 1)) == NOTHING
 
 
@@ -292,8 +291,7 @@ def test_the_last_place_is_kept_for_a_pass_for_a_request_in_look_up(
     engine.side.claims.new_pass()
     engine.daemon.look_up("fetched", 40)
     assert engine.match(fetched) == PENDING
-    third = engine.add("third", 40 * BLOCK + 1)
-    engine.daemon.stage("third", 0)
+    third = engine.add("third", 40 * BLOCK + 1, staged=0)
     assert engine.match(third) == NOTHING, "a fetch may take long, and keeps no place"
 
 
