@@ -12,22 +12,17 @@ import shutil
 import socket
 import subprocess
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.lab import process
 from tests.lab.link import LimitedLink
+from tests.lab.programs import Programs
 from tests.support.waiting import poll
 
-START_TIMEOUT_S = 60.0
 # Tokens of one object: with 64, as with vLLM's blocks of 32, 1,472 of 1,500 tokens can be loaded; with LMCache's own
 # default of 256 it would be 1,280.
 CHUNK_TOKENS = 64
-
-
-class LMCacheError(RuntimeError):
-    """A program is missing or did not start; the message ends with its log."""
 
 
 def missing(python: Path) -> str | None:
@@ -42,39 +37,24 @@ def missing(python: Path) -> str | None:
     return None if found.stdout.strip() == "[]" else f"{python} lacks {found.stdout.strip()}"
 
 
-class LMCache:
-    """Server and Redis; use as a context manager. One for all engines here, as one daemon is."""
+class LMCache(Programs):
+    """Server and Redis. One for all engines here, as one daemon is."""
+
+    name, start_timeout_s, term_s = "lmcache", 60.0, 5.0
 
     def __init__(self, python: Path, *, link: LimitedLink | None = None, memory_gib: float = 1.0) -> None:
+        super().__init__()
         self._python = python
         self._link = link
         self._memory_gib = memory_gib
         self._shared_memory = f"kvl-lmcache-{os.getpid()}"
         self._redis_address = ("127.0.0.1" if link is None else link.remote_ip, 0)
         self._port = self._http_port = 0
-        self._scratch: Path | None = None
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    def __enter__(self) -> LMCache:
-        self._scratch = process.scratch("lmcache")
-        try:
-            self._start(self._scratch)
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End server and Redis and remove their files."""
-        while self._processes:
-            process.reap(self._processes.pop(), term_s=5.0)
+        super().close()
         Path("/dev/shm", self._shared_memory).unlink(missing_ok=True)
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-            self._scratch = None
 
     def connector(self, *, eager: bool) -> dict[str, Any]:
         """vLLM's ``kv_transfer_config`` for an engine of this server; ``eager`` looks up and prefetches at arrival."""
@@ -116,7 +96,7 @@ class LMCache:
         self._processes.append(
             process.spawn(redis, log=log) if self._link is None else self._link.run_in_ns(redis, log=log)
         )
-        self._wait("redis-server", log, lambda: self._objects() == 0)
+        self._wait(self._processes[-1], "redis-server", log, lambda: self._objects() == 0)
         server = [str(self._python), "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1"]
         server += ["--port", str(self._port), "--http-port", str(self._http_port)]
         server += ["--prometheus-port", str(prometheus), "--chunk-size", str(CHUNK_TOKENS)]
@@ -126,12 +106,8 @@ class LMCache:
         server += ["--l2-adapter", json.dumps({"type": "resp", "host": host, "port": port})]
         log = scratch / "server.log"
         self._processes.append(process.spawn(server, log=log, env={**os.environ, "DO_NOT_TRACK": "1"}))
-        self._wait("lmcache server", log, self._healthy)
+        self._wait(self._processes[-1], "lmcache server", log, self._healthy)
 
     def _healthy(self) -> bool:
         with urllib.request.urlopen(f"http://127.0.0.1:{self._http_port}/healthcheck", timeout=5) as answer:
             return bool(answer.status == 200)
-
-    def _wait(self, name: str, log: Path, ready: Callable[[], bool]) -> None:
-        if not process.comes_up(self._processes[-1], ready, START_TIMEOUT_S):
-            raise LMCacheError(f"{name} did not start\n{process.tail(log)}")

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from tests.lab import process
-from tests.lab.store import Store, StoreError, program
+from tests.lab.programs import StartError
+from tests.lab.store import Store, program
 from tests.support.waiting import poll
 
 MASTERS = 2
@@ -37,17 +38,13 @@ class HighlyAvailableStore(Store):
         self._metrics_ports: list[int] = []
         self.lead = 0
 
-    def __enter__(self) -> HighlyAvailableStore:
-        super().__enter__()
-        return self
-
     def _start(self, scratch: Path) -> None:
         ports = process.free_ports(2 + 2 * MASTERS + self.nodes)
         self.etcd_port, peers, *ports = ports
         rpc, self._metrics_ports, node_ports = ports[:MASTERS], ports[MASTERS : 2 * MASTERS], ports[2 * MASTERS :]
         found = etcd()
         if found is None:
-            raise StoreError("etcd is not installed")
+            raise StartError("etcd is not installed")
         url, peer = f"http://{self.host_ip}:{self.etcd_port}", f"http://{self.host_ip}:{peers}"
         self._etcd = [
             found,
@@ -114,7 +111,7 @@ class HighlyAvailableStore(Store):
         """Wait until one leads and serves; returns its number."""
         if not poll(self._leads, timeout_s):
             logs = (process.tail(self._log(each)) for each in range(MASTERS))
-            raise StoreError("\n".join(["no master leads", *logs]))
+            raise StartError("\n".join(["no master leads", *logs]))
         return self.lead
 
     def _leads(self) -> bool:

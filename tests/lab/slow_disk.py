@@ -9,52 +9,34 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from tests.lab import process
+from tests.lab.programs import Programs
 
 _POLL_S = 0.005
 _UP = "slow disk is up"
 
 
-class SlowDiskError(RuntimeError):
-    """The process that holds the leases did not start; the message ends with its output."""
-
-
-class SlowDisk:
-    """Slows the files under ``folder`` that match ``pattern`` while it is entered; use as a context manager.
+class SlowDisk(Programs):
+    """Slows the files under ``folder`` that match ``pattern`` while it is entered.
 
     One open takes ``delay_s``, and waiting readers get through one after the other. The kernel ends each wait after
     ``/proc/sys/fs/lease-break-time`` (45 s). Files that appear later, or are open elsewhere, stay fast.
     """
 
+    name, start_timeout_s = "slow-disk", 20.0
+
     def __init__(self, folder: Path, delay_s: float, pattern: str = "*.bucket") -> None:
+        super().__init__()
         self.folder, self.delay_s, self.pattern = folder, delay_s, pattern
-        self._scratch: Path | None = None
-        self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> SlowDisk:
-        self._scratch = process.scratch("slow-disk")
+    def _start(self, scratch: Path) -> None:
         argv = [sys.executable, "-m", "tests.lab.slow_disk", str(self.folder), self.pattern, str(self.delay_s)]
-        self._process = process.spawn(argv, log=self._log)
-        if not process.comes_up(self._process, lambda: _UP in process.tail(self._log), 20):
-            text = process.tail(self._log)
-            self.__exit__()
-            raise SlowDiskError(f"no leases on {self.folder}\n{text}")
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._process is not None:
-            process.reap(self._process)
-            self._process = None
-        if self._scratch is not None:
-            for each in self._scratch.iterdir():
-                each.unlink()
-            self._scratch.rmdir()
-            self._scratch = None
+        self._processes.append(process.spawn(argv, log=self._log))
+        self._wait(self._processes[0], "slow disk", self._log, lambda: _UP in process.tail(self._log))
 
     @property
     def opens(self) -> int:

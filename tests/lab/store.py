@@ -9,40 +9,35 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.lab import process
 from tests.lab.link import LimitedLink
+from tests.lab.programs import Programs, StartError
 from tests.support.waiting import poll
-
-START_TIMEOUT_S = 30.0
-
-
-class StoreError(RuntimeError):
-    """The master or a storage node did not start; the message ends with its log."""
 
 
 def program(name: str) -> str:
     """Path of a native Mooncake program inside its package."""
     package = importlib.util.find_spec("mooncake")
     if package is None or not package.submodule_search_locations:
-        raise StoreError("Mooncake is not installed")
+        raise StartError("Mooncake is not installed")
     path = Path(package.submodule_search_locations[0]) / name
     if not os.access(path, os.X_OK):
         path.chmod(path.stat().st_mode | 0o111)
     return str(path)
 
 
-class Store:
-    """A master and its storage nodes; use as a context manager.
+class Store(Programs):
+    """A master and its storage nodes. Each of the ``nodes`` holds ``memory``.
 
-    Each of the ``nodes`` holds ``memory``; with ``disk`` it also stores values in that folder.
+    With ``disk`` a node also stores values in that folder, which stays.
     """
+
+    name = "store"
 
     def __init__(
         self,
@@ -54,6 +49,7 @@ class Store:
         lease_ms: int = 10_000,
         nodes: int = 1,
     ) -> None:
+        super().__init__()
         self.memory = memory
         self.link = link
         self.disk = disk
@@ -70,28 +66,6 @@ class Store:
         """Names the cluster: for ``MOONCAKE_CONFIG_PATH`` and ``kvprefetchd serve --mooncake-config``."""
         self._metrics_port = 0
         self._master: list[str] = []
-        self._scratch: Path | None = None
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    def __enter__(self) -> Store:
-        self._scratch = process.scratch("store")
-        try:
-            self._start(self._scratch)
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all processes and remove their files; the files on disk stay."""
-        while self._processes:
-            process.reap(self._processes.pop())
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-            self._scratch = None
 
     @property
     def node_pids(self) -> list[int]:
@@ -214,7 +188,3 @@ class Store:
     def _master_answers(self) -> bool:
         host, _, port = self.master_address.rpartition(":")
         return process.listens(host, int(port))
-
-    def _wait(self, child: subprocess.Popen[bytes], name: str, log: Path, ready: Callable[[], bool]) -> None:
-        if not process.comes_up(child, ready, START_TIMEOUT_S):
-            raise StoreError(f"{name} did not start\n{process.tail(log)}")

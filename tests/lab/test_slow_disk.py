@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.slow_disk import SlowDisk, SlowDiskError, available
+from tests.lab.programs import StartError
+from tests.lab.slow_disk import SlowDisk, available
 from tests.support.waiting import eventually
 
 
@@ -44,5 +45,5 @@ def test_opens_are_delayed_one_after_the_other_and_only_while_it_is_entered(tmp_
 
 
 def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SlowDiskError, match=r"no \*\.bucket under"):
+    with pytest.raises(StartError, match=r"no \*\.bucket under"):
         SlowDisk(tmp_path, 0.1).__enter__()
