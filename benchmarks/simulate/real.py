@@ -306,7 +306,7 @@ def main(argv: list[str] | None = None) -> int:
             max_num_seqs=SLOTS,
             max_num_batched_tokens=BATCHED_TOKENS,
             num_gpu_blocks=POOL_BLOCKS,
-            kv_transfer=connectors.ours(daemon.socket),
+            kv_transfer=connectors.ours(daemon.socket, wait_timeout_ms=5000),
             host_ip=store.host_ip,
         )
         engine = stack.enter_context(Engine(spec))

@@ -128,7 +128,7 @@ def test_on_two_ranks(site: Site, engines: Callable[..., Engine], tmp_path: Path
     plain = engines(EngineSpec(model=model, tensor_parallel_size=2))
     right = plain.run(prompts).tokens
     plain.stop()
-    engine = site.engine(model=model, tensor_parallel_size=2, extra={"cache_prefix": "tp2", "wait_timeout_ms": 60_000})
+    engine = site.engine(model=model, tensor_parallel_size=2, extra={"cache_prefix": "tp2"})
     assert engine.run(prompts).tokens == right
     for _ in range(2):
         site.fresh(engine)

@@ -118,7 +118,7 @@ def test_an_equal_engine_of_another_folder_after_a_restart_and_of_a_later_vllm_s
         first.stop()
         assert daemon.sigterm(60) == 0
         daemon.start()
-        transfer = ours(daemon.socket, wait_timeout_ms=60_000)
+        transfer = ours(daemon.socket)
         second = engines(EngineSpec(model=link, kv_transfer=transfer, env=env, tensor_parallel_size=2))
         assert second.call("tests.e2e.probes:kv_spec_fields").count("is_draft") == 1
         served(second.run(PROMPTS), right, HITS)

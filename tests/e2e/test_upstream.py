@@ -83,7 +83,7 @@ def test_ranks_that_hold_the_same_heads_store_one_value_for_all(
 
     Upstream's own engine of two ranks would bind each rank, and with it Mooncake's threads, to a core.
     """
-    transfer = ours(daemon.socket, key_format="vllm", wait_timeout_ms=60_000)
+    transfer = ours(daemon.socket, key_format="vllm")
     two = engines(EngineSpec(model=model, kv_transfer=transfer, tensor_parallel_size=2))
     before = cluster.keys
     for seed, writer, reader in ((25, two, theirs), (26, theirs, two)):

@@ -19,15 +19,17 @@ def upstream(*, lookup_async: bool = False, role: str = "kv_both", **extra: Any)
 def ours(socket: Path, *, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
     """kvprefetch's connector, talking to the daemon at ``socket``.
 
-    It waits for every block that the store holds, so that hits can be counted, not for as long as that is sooner than
-    recomputing: the connector's default is ``wait_policy="adaptive"``.
+    It waits for every block that the store holds, a minute at most, so that hits can be counted on a machine with no
+    core to spare. The connector's default, ``wait_policy="adaptive"``, waits for as long as that beats recomputing.
     """
+    if "wait_policy" not in extra:
+        extra = {"wait_policy": "timeout", "wait_timeout_ms": 60_000, **extra}
     return {
         "kv_connector": "KVPrefetchConnector",
         "kv_connector_module_path": "kvprefetch.connector",
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"socket": str(socket), "wait_policy": "timeout", **extra},
+        "kv_connector_extra_config": {"socket": str(socket), **extra},
     }
 
 
