@@ -108,6 +108,11 @@ class EngineSide:
         self.push(RecordKind.DONE, records.encode_done(records.Done(*key, outcome, start, loaded, 0, 0, 0, 0)))
         self.flags.give_back(key[0])
 
+    def cancel(self, key: Key, outcome: Outcome = Outcome.ABORTED) -> None:
+        """Give a published flag up without a claim."""
+        assert self.move(key, FlagState.CANCELLED)
+        self.done(key, outcome)
+
     # --- flags --------------------------------------------------------------------------------------------------------
 
     def flag(self, key: Key) -> Flag:

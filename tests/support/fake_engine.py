@@ -112,8 +112,7 @@ class FakeEngine(EngineSide):
         assert flag.state == FlagState.READY
         self.disk_blocks = self.table.disk(key[0])
         if flag.count <= local:
-            assert self.move(key, FlagState.CANCELLED)
-            self.done(key, Outcome.MISS)
+            self.cancel(key, Outcome.MISS)
             return None
         assert self.move(key, FlagState.CLAIMED)
         values = [self.read(slot) for slot in self.slots(key, local)]

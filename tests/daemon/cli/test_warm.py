@@ -19,7 +19,7 @@ from kvprefetch.shmring.wire import admin
 from kvprefetch.shmring.wire.admin import Warm, Warmed
 from kvprefetch.shmring.wire.attach import Refused
 from kvprefetch.shmring.wire.codec import Message, receive_message, send_message
-from kvprefetch.shmring.wire.records import FlagState, Outcome
+from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.cli.test_mode import switch
 from tests.daemon.stores import blocks, stored
 from tests.lab.daemon import Daemon
@@ -102,8 +102,7 @@ def test_a_file_larger_than_staging_fills_it_and_takes_nothing_from_requests(ser
     first = chain[: slots - 20]
     assert engine.load(first, name="first") == [values[digest] for digest in first]
     assert last_line(daemon, "first")["bytes"] == 0, "the file's beginning is what was kept"
-    assert engine.move(held, FlagState.CANCELLED)
-    engine.done(held, Outcome.ABORTED)
+    engine.cancel(held)
     assert counted(daemon.socket, listing(chain[580:])) == {"staged": 20}
     assert counted(daemon.socket, listing(chain[300:400])) == {"fetched": 100}, "another run replaces what is old"
     assert not [line for line in daemon.records("request.done") if line["taken_back"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,9 +17,17 @@ from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.engine.epochs import Engine, give_back, make_epoch
 
 
-def test_what_is_taken_back_is_pending_in_the_same_use_of_its_flag_and_its_device_cache_hears_of_it() -> None:
-    epoch = make_epoch()
-    engine = Engine(epoch)
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine(make_epoch())
+    yield engine
+    engine.leave()
+
+
+def test_what_is_taken_back_is_pending_in_the_same_use_of_its_flag_and_its_device_cache_hears_of_it(
+    engine: Engine,
+) -> None:
+    epoch = engine.epoch
     engine.stage((0, 1), *"abcdefgh")
     engine.stage((1, 1), *"stuvwxyz")
     assert epoch.channel.table.flag(0) == (1, FlagState.READY, 8)
@@ -31,13 +40,11 @@ def test_what_is_taken_back_is_pending_in_the_same_use_of_its_flag_and_its_devic
     engine.put((0, 1), FlagState.CLAIMED)
     assert not epoch.channel.take_back((0, 1)), "never under a claim"
     assert not epoch.channel.take_back((0, 2)), "nor in another use"
-    engine.leave()
 
 
-def test_a_block_from_disk_that_is_fetched_again_and_again_counts_once_for_the_engine() -> None:
+def test_a_block_from_disk_that_is_fetched_again_and_again_counts_once_for_the_engine(engine: Engine) -> None:
     """A long prompt that is taken back often would come to more than the word holds, and end the daemon."""
-    epoch = make_epoch()
-    engine = Engine(epoch)
+    epoch = engine.epoch
     for others in range(1, 4):  # each is more urgent than the first, takes its room, and ends
         if others == 1:
             engine.stage((0, 1), *"abcdefgh", on_disk=True)
@@ -49,20 +56,17 @@ def test_a_block_from_disk_that_is_fetched_again_and_again_counts_once_for_the_e
     assert epoch.channel.table.flag(0) == (1, FlagState.READY, 8)
     assert epoch.planner.requests[0, 1].disk_blocks > 8, "for the trace every byte counts"
     assert epoch.channel.table.disk(0) == 8
-    engine.leave()
 
 
-def test_asking_again_and_again_for_a_request_is_heard_once() -> None:
+def test_asking_again_and_again_for_a_request_is_heard_once(engine: Engine) -> None:
     """The queue of look-ups has an entry for each time: an engine that does wrong would fill the daemon's memory."""
-    epoch = make_epoch()
-    engine = Engine(epoch)
+    epoch = engine.epoch
     for flag in range(2):  # the first one's question is under way, the second waits
         engine.hint([bytes([flag]) * 32], key=(flag, 1))
     for _ in range(100):
         engine.ask((1, 1))
     assert len(epoch.look_ups) == 2
     assert epoch.look_ups.queued == 2
-    engine.leave()
 
 
 def test_only_what_was_loaded_counts_as_loaded_where_a_claim_covers_more() -> None:
@@ -78,28 +82,24 @@ def test_only_what_was_loaded_counts_as_loaded_where_a_claim_covers_more() -> No
     assert epoch.counters.wasted_bytes["memory"] == 0
 
 
-def test_a_flag_given_up_before_its_record_came_is_remembered_no_longer_than_its_request() -> None:
-    epoch = make_epoch()
-    engine = Engine(epoch)
+def test_a_flag_given_up_before_its_record_came_is_remembered_no_longer_than_its_request(engine: Engine) -> None:
+    epoch = engine.epoch
     engine.stage((0, 1), "a")
     engine.put((0, 1), FlagState.RELEASED, 1)
     epoch.tick(1)
     engine.done((0, 1), loaded=1)
     epoch.tick(1)
     assert len(epoch.orphaned) == 0
-    engine.leave()
 
 
-def test_an_engine_has_no_more_requests_than_flags() -> None:
+def test_an_engine_has_no_more_requests_than_flags(engine: Engine) -> None:
     """One that uses a flag again before it was given back would fill the daemon's memory."""
-    epoch = make_epoch()
-    engine = Engine(epoch)
+    epoch = engine.epoch
     flags = epoch.memory.layout.flag_count
     for generation in range(1, flags + 10):
         engine.hint([bytes(32)], key=(0, generation))
     assert len(epoch.planner.requests) == flags
     assert epoch.counters.bad_records == 9
-    engine.leave()
 
 
 class Restless(FlagTable):

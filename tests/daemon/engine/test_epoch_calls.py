@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,11 +51,17 @@ class Setup(Engine):
         return answer is not None
 
 
+@pytest.fixture
+def setup() -> Iterator[Setup]:
+    setup = Setup()
+    yield setup
+    setup.leave()
+
+
 OK, MISS = ErrorClass.OK, ErrorClass.MISS
 
 
-def test_what_a_fetch_brought_and_missed_is_counted_by_its_lane() -> None:
-    setup = Setup()
+def test_what_a_fetch_brought_and_missed_is_counted_by_its_lane(setup: Setup) -> None:
     setup.want((0, 1), "a", "b", "c")
     setup.want((1, 1), "x", "y", on_disk=True)
     requests = list(setup.epoch.planner.requests.values())
@@ -69,12 +76,10 @@ def test_what_a_fetch_brought_and_missed_is_counted_by_its_lane() -> None:
     assert counters.failed_blocks == {"memory": 1, "disk": 1}
     assert (counters.fetch_memory.sum_s, counters.fetch_disk.sum_s) == (0.02, 0.02)
     assert [request.fetched_blocks for request in requests] == [2, 1]
-    setup.leave()
 
 
-def test_what_cannot_be_had_is_left_alone_for_as_long_as_its_kind_lasts() -> None:
+def test_what_cannot_be_had_is_left_alone_for_as_long_as_its_kind_lasts(setup: Setup) -> None:
     """Docs: a known miss 1 s, a foreign, corrupt or hanging object 30 s; a store that fails says nothing of a block."""
-    setup = Setup()
     setup.want((0, 1), *"mfct")
     setup.fetched(MISS, ErrorClass.FOREIGN, ErrorClass.CORRUPT, ErrorClass.TRANSIENT)
     assert [setup.known(name) for name in "mfct"] == [True, True, True, False]
@@ -82,11 +87,9 @@ def test_what_cannot_be_had_is_left_alone_for_as_long_as_its_kind_lasts() -> Non
     assert [setup.known(name) for name in "mfct"] == [False, True, True, False]
     setup.now += LASTING_NS - MISS_NS
     assert not any(setup.known(name) for name in "mfct")
-    setup.leave()
 
 
-def test_a_fetch_past_its_deadline_is_a_lasting_miss_until_it_arrives_after_all() -> None:
-    setup = Setup()
+def test_a_fetch_past_its_deadline_is_a_lasting_miss_until_it_arrives_after_all(setup: Setup) -> None:
     setup.want((0, 1), "a", "b")
     setup.start().give_up()
     assert setup.epoch.gauges()["slots_stuck"] == 2
@@ -97,11 +100,9 @@ def test_a_fetch_past_its_deadline_is_a_lasting_miss_until_it_arrives_after_all(
     assert not setup.known("a")
     assert setup.known("b")
     assert setup.epoch.gauges()["slots_stuck"] == 0
-    setup.leave()
 
 
-def test_a_fetch_that_raises_fails_its_own_blocks_only() -> None:
-    setup = Setup()
+def test_a_fetch_that_raises_fails_its_own_blocks_only(setup: Setup) -> None:
     setup.want((0, 1), "a", "b")
     setup.start()
     setup.pools.end(RuntimeError("planted"))
@@ -109,11 +110,9 @@ def test_a_fetch_that_raises_fails_its_own_blocks_only() -> None:
     assert setup.epoch.gauges()["orders"] == 0
     setup.want((1, 1), "c")
     setup.start()
-    setup.leave()
 
 
-def test_what_an_operator_warms_needs_room_too() -> None:
-    setup = Setup()
+def test_what_an_operator_warms_needs_room_too(setup: Setup) -> None:
     replies: list[Message] = []
     setup.epoch.warm(Warm(run="1" * 32, chains=[[digest("a").hex()]]), replies.append)
     assert setup.calls[-1].kind is Kind.LOOK_UP
@@ -132,11 +131,9 @@ def test_what_an_operator_warms_needs_room_too() -> None:
     assert isinstance(reply, Warmed)
     assert reply.fetched == 1
     assert setup.epoch.counters.warmed_blocks["fetched"] == 1
-    setup.leave()
 
 
-def test_a_request_that_loses_its_room_to_a_fetch_fetches_again_behind_it() -> None:
-    setup = Setup()
+def test_a_request_that_loses_its_room_to_a_fetch_fetches_again_behind_it(setup: Setup) -> None:
     setup.want((0, 1), *"abcdefgh")
     setup.want((1, 1), *"ijkl")
     loser = setup.epoch.planner.requests[1, 1]
@@ -151,7 +148,6 @@ def test_a_request_that_loses_its_room_to_a_fetch_fetches_again_behind_it() -> N
     setup.fetched(OK)
     assert (loser.ready, loser.final, loser.fetched_blocks) == (4, True, 5)
     assert setup.epoch.channel.table.flag(1) == (1, FlagState.READY, 4)
-    setup.leave()
 
 
 @pytest.mark.parametrize("events", [False, True])

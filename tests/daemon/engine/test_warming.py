@@ -89,6 +89,16 @@ class Setup:
             answers.append(Found(run, bytes(digest in self.on_disk for digest in chain[:run])))
         self.answered(answers)
 
+    def found(self, *chains: str, run: str = ONE) -> None:
+        """An order whose look-up has ended."""
+        self.order(*chains, run=run)
+        self.answer()
+
+    def warm(self, *chains: str, run: str = ONE) -> list[str]:
+        """An order that is carried out; the blocks of each fetch."""
+        self.found(*chains, run=run)
+        return self.fetch()
+
     def fetch(self, *, fail: str = "") -> list[str]:
         """Carry out every fetch; the blocks of each."""
         done = []
@@ -119,9 +129,7 @@ class Setup:
 
 def test_the_next_hint_finds_warmed_blocks_that_no_request_holds() -> None:
     setup = Setup(held="abc")
-    setup.order("abcd")
-    setup.answer()
-    assert setup.fetch() == ["ab", "c"], "a quarter of a call, and of the slots, at a time"
+    assert setup.warm("abcd") == ["ab", "c"], "a quarter of a call, and of the slots, at a time"
     assert setup.last() == {"fetched": 3, "absent": 1}
     assert isinstance(setup.replies[0], Warmed)
     assert setup.replies[0].found == [3]
@@ -135,9 +143,7 @@ def test_the_next_hint_finds_warmed_blocks_that_no_request_holds() -> None:
 
 def test_what_is_staged_already_is_not_asked_for() -> None:
     setup = Setup(held="abc")
-    setup.order("ab")
-    setup.answer()
-    setup.fetch()
+    setup.warm("ab")
     setup.order("ab")
     assert setup.last() == {"staged": 2}
     assert len(setup.questions) == 1
@@ -151,9 +157,7 @@ def test_what_is_staged_already_is_not_asked_for() -> None:
 
 def test_a_block_that_two_chains_share_is_fetched_once() -> None:
     setup = Setup(held="abxy")
-    setup.order("ax", "ay", "ab")
-    setup.answer()
-    assert "".join(setup.fetch()) == "axyb"
+    assert "".join(setup.warm("ax", "ay", "ab")) == "axyb"
     assert setup.last() == {"fetched": 4, "staged": 2}
 
 
@@ -162,9 +166,7 @@ def test_it_takes_only_room_that_no_request_holds() -> None:
     key = hint(setup.planner, 1, "a", "b", "c", priority=100)
     setup.planner.looked_up(key, 3)
     run(setup.planner)
-    setup.order("wxyz")
-    setup.answer()
-    assert setup.fetch() == ["w"]
+    assert setup.warm("wxyz") == ["w"]
     assert setup.last() == {"fetched": 1, "no_room": 3}
     assert not setup.flags.expired
     assert setup.flags.count[key] == 3
@@ -172,12 +174,9 @@ def test_it_takes_only_room_that_no_request_holds() -> None:
 
 def test_it_replaces_what_was_used_longest_ago_but_nothing_of_its_own_run() -> None:
     setup = Setup(slots=4, held="stuvwxyz")
-    setup.order("stuv", run=ONE)
-    setup.answer()
-    setup.fetch()
+    setup.warm("stuv", run=ONE)
     assert setup.last() == {"fetched": 4}
-    setup.order("swxyz", run=OTHER)  # `s` is staged and listed: used now
-    setup.answer()
+    setup.found("swxyz", run=OTHER)  # `s` is staged and listed: used now
     assert setup.fetch() == ["w", "x", "y"]
     assert setup.last() == {"staged": 1, "fetched": 3, "no_room": 1}
     assert setup.staged("swxy")
@@ -185,8 +184,7 @@ def test_it_replaces_what_was_used_longest_ago_but_nothing_of_its_own_run() -> N
 
 def test_a_request_goes_first_and_finds_room_at_once() -> None:
     setup = Setup(slots=4, held="wxyzab", chunk=4)
-    setup.order("wxyz")
-    setup.answer()
+    setup.found("wxyz")
     first = setup.next_order(Lane.MEMORY)
     assert first is not None
     key = hint(setup.planner, 1, "a", "b", "c", "d")
@@ -202,8 +200,7 @@ def test_a_request_goes_first_and_finds_room_at_once() -> None:
 
 def test_a_block_that_a_request_fetched_meanwhile_counts_as_staged() -> None:
     setup = Setup(held="ab")
-    setup.order("ab")
-    setup.answer()
+    setup.found("ab")
     key = hint(setup.planner, 1, "a", "b")
     setup.planner.looked_up(key, 2)
     run(setup.planner)
@@ -213,8 +210,7 @@ def test_a_block_that_a_request_fetched_meanwhile_counts_as_staged() -> None:
 
 def test_blocks_on_disk_go_in_their_lane_and_within_its_share() -> None:
     setup = Setup(slots=8, held="a", on_disk="xyz", chunk=32)
-    setup.order("axyz")
-    setup.answer()
+    setup.found("axyz")
     order = setup.next_order(Lane.DISK)
     assert order is not None
     assert (order.lane, len(order.slots)) == (Lane.DISK, 2)
@@ -223,8 +219,7 @@ def test_blocks_on_disk_go_in_their_lane_and_within_its_share() -> None:
 
 def test_a_block_that_does_not_arrive_leaves_its_slot() -> None:
     setup = Setup(held="ab")
-    setup.order("ab")
-    setup.answer()
+    setup.found("ab")
     setup.fetch(fail="b")
     assert setup.last() == {"fetched": 1, "failed": 1}
     assert setup.planner.gauges()["slots_free"] == 7
@@ -232,8 +227,7 @@ def test_a_block_that_does_not_arrive_leaves_its_slot() -> None:
 
 def test_a_fetch_that_hangs_fails_its_blocks_and_is_forgotten() -> None:
     setup = Setup(held="ab")
-    setup.order("ab")
-    setup.answer()
+    setup.found("ab")
     order = setup.next_order(Lane.MEMORY)
     assert order is not None
     setup.planner.overdue(order.number, 1)
@@ -248,9 +242,7 @@ def test_a_fetch_that_hangs_fails_its_blocks_and_is_forgotten() -> None:
 def test_known_misses_and_a_silent_store() -> None:
     setup = Setup(held="abc")
     setup.negative.add(digests("b"), 0)
-    setup.order("abc")
-    setup.answer()
-    setup.fetch()
+    setup.warm("abc")
     assert setup.last() == {"fetched": 1, "absent": 2}
     setup.order("xyz")
     setup.order("c", run=OTHER)
@@ -282,9 +274,7 @@ def test_an_order_without_a_turn_is_answered_in_time() -> None:
     setup = Setup(slots=2, held="ab")
     key = hint(setup.planner, 1, "x")
     setup.planner.looked_up(key, 1)
-    setup.order("ab")
-    setup.answer()
-    assert setup.fetch() == []
+    assert setup.warm("ab") == []
     setup.now = PATIENCE_NS - 1
     setup.tick()
     assert setup.replies == []
@@ -318,9 +308,7 @@ def test_a_reset_or_the_end_answers_all_orders(moment: str) -> None:
 
 def test_what_was_done_is_summed_up_once_when_no_order_comes_any_more() -> None:
     setup = Setup(held="ab")
-    setup.order("a")
-    setup.answer()
-    setup.fetch()
+    setup.warm("a")
     assert setup.tick() is None
     setup.order("bc")
     setup.now = 10 * QUIET_NS

@@ -18,7 +18,7 @@ from kvprefetch.daemon.cli.main import main
 from kvprefetch.shmring.wire import admin
 from kvprefetch.shmring.wire.attach import Reset, ResetDone, Stored
 from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, send_message
-from kvprefetch.shmring.wire.records import FlagState, Outcome
+from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.stores import blocks, stored
 from tests.lab import process
 from tests.lab.daemon import Daemon
@@ -129,8 +129,7 @@ def test_a_hint_cancelled_before_it_is_read_is_forgotten(shared_daemon: Daemon, 
     with frozen(shared_daemon.pid):
         keys = [engine.hint(list(blocks("early", 3))) for _ in range(5)]
         for key in keys:
-            assert engine.move(key, FlagState.CANCELLED)
-            engine.done(key, Outcome.ABORTED)
+            engine.cancel(key)
     auditor.assert_idle(shared_daemon.pid, shared_daemon.socket)
 
 

@@ -110,8 +110,7 @@ class Traffic:
         self.requests += 1
         assert flag.state == FlagState.READY
         if not flag.count:
-            assert engine.move(key, FlagState.CANCELLED)
-            engine.done(key, Outcome.MISS)
+            engine.cancel(key, Outcome.MISS)
             return False
         assert engine.move(key, FlagState.CLAIMED)
         came = [engine.read(slot) for slot in engine.slots(key)]

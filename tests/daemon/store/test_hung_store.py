@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvprefetch.shmring.wire.records import FlagState, Outcome
+from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.stores import blocks
 from tests.lab import control
 from tests.lab.daemon import Daemon
@@ -32,11 +32,6 @@ def cluster() -> Iterator[Store]:
 def two_nodes() -> Iterator[Store]:
     with Store(memory="64 MB", nodes=2) as store:
         yield store
-
-
-def end(engine: FakeEngine, key: tuple[int, int]) -> None:
-    assert engine.move(key, FlagState.CANCELLED)
-    engine.done(key, Outcome.ABORTED)
 
 
 def grouped(name: str, count: int) -> list[dict[bytes, bytes]]:
@@ -82,7 +77,7 @@ def test_a_node_that_is_frozen_costs_its_requests_the_deadline_and_no_one_else_a
     for index in range(engine.layout.flag_count):
         flag = engine.flag((index, 0))
         if flag.state == FlagState.READY:
-            end(engine, (index, flag.generation))
+            engine.cancel((index, flag.generation))
     auditor.assert_idle(daemon.pid, daemon.socket)
     engine.close()
 
@@ -139,7 +134,7 @@ def test_requests_behind_a_node_that_was_killed_wait_for_it_once_and_those_of_ot
         again = [engine.hint(list(group)) for group in (*dead[1:], fine[6])]
         assert [engine.settled(key, ANSWER_S).count for key in again] == [0] * 9 + [2]
         for key in again:
-            end(engine, key)
+            engine.cancel(key)
         time.sleep(0.05)
     assert len(daemon.records("owner.aside")) == 1
     engine.close()
@@ -160,10 +155,10 @@ def test_a_master_that_is_frozen_makes_hundreds_of_hints_misses_together_and_is_
             assert engine.settled(key, ANSWER_S).count == 0
         assert time.monotonic() - started < ANSWER_S, "one question's deadline for all, not one for each"
         for key in keys:
-            end(engine, key)
+            engine.cancel(key)
         late = engine.hint(list(blocks("late", 2)))
         assert engine.settled(late, ANSWER_S).count == 0
-        end(engine, late)
+        engine.cancel(late)
     eventually(lambda: daemon.records("store.recovered"), 30, "the probe's answer")
     other = blocks("after", 2)
     engine.save(other)

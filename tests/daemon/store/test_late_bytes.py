@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from kvprefetch.shmring.wire.records import FlagState, Outcome
+from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.stores import blocks
 from tests.lab import control
 from tests.lab.daemon import Daemon
@@ -76,11 +76,6 @@ def running(daemon: Daemon, kind: str) -> bool:
     return kind in ask_daemon(daemon.socket).calls
 
 
-def end(engine: FakeEngine, key: Key) -> None:
-    assert engine.move(key, FlagState.CANCELLED)
-    engine.done(key, Outcome.ABORTED)
-
-
 def claim(engine: FakeEngine, digests: Sequence[bytes]) -> tuple[Key, list[int]]:
     """Have these blocks staged, claim them, and return their slots."""
     key = engine.hint(list(digests))
@@ -122,7 +117,7 @@ def test_bytes_that_come_late_never_come_into_a_slot_that_is_used_again(
         eventually(lambda: ask_daemon(daemon.socket).calls.get("fetch", 0.0) > 2.0, what="both transfers")
         clock.step_until(lambda: engine.flag(keys[0]).state != FlagState.HINTED, "the end of the fetch")
         assert engine.settled(keys[0]).count == 0
-        end(engine, keys[0])
+        engine.cancel(keys[0])
         eventually(lambda: numbers(daemon, engine)["slots_lost"] == 4, what="the gauge")
         lost = eventually(lambda: daemon.records("slots.lost"), what="the log's line")
         assert {line["call"] for line in lost} == {"fetch"}
@@ -190,7 +185,7 @@ def test_bytes_that_come_late_by_the_true_clock(serve: Callable[..., Daemon]) ->
                     os.kill(cluster.node_pid, signal.SIGSTOP)
                     time.sleep(0.2)
             assert engine.settled(key, 30).count == 0
-            end(engine, key)
+            engine.cancel(key)
             eventually(lambda: numbers(daemon, engine)["slots_lost"] == 1, 30, "the end of the call")
             assert 0 < arrived() < len(starts), "stopped within the value"
             _, slots = claim(engine, [digest for values in fine for digest in values])

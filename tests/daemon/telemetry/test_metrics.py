@@ -25,7 +25,7 @@ from kvprefetch.daemon.telemetry.logs import EventCounts
 from kvprefetch.daemon.telemetry.metrics import CATALOGUE, SnapshotCollector
 from kvprefetch.daemon.telemetry.snapshot import CALL_HEALTHY_S, LOOP_HEALTHY_S, Snapshot, judge
 from kvprefetch.daemon.telemetry.web import MAX_CLIENTS, MetricsServer
-from kvprefetch.shmring.wire.records import FlagState, Outcome
+from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.stores import blocks
 from tests.lab.daemon import Daemon
 from tests.lab.process import free_ports, frozen
@@ -74,8 +74,7 @@ def test_totals_follow_the_requests_and_never_fall_when_engines_leave(serve: Ser
     assert engine.load(list(values), local=2) == list(values.values())[2:]
     aborted = engine.hint(list(values), name="aborted")
     engine.settled(aborted)
-    assert engine.move(aborted, FlagState.CANCELLED)
-    engine.done(aborted, Outcome.ABORTED)
+    engine.cancel(aborted)
     held = engine.hint(list(values), name="held")
     engine.settled(held)
 

@@ -69,8 +69,7 @@ def test_a_request_cancelled_before_its_hint_was_read_is_logged(shared_daemon: D
     engine = FakeEngine(shared_daemon.socket, prefix="unread")
     with frozen(shared_daemon.pid):
         key = engine.hint(list(blocks("unread", 3)), name="unread")
-        assert engine.move(key, FlagState.CANCELLED)
-        engine.done(key, Outcome.ABORTED)
+        engine.cancel(key)
     assert outcomes_of(shared_daemon, "unread") == {"unread": ["aborted"]}
     engine.close()
 
@@ -83,8 +82,7 @@ def test_the_end_of_an_engine_ends_its_requests_and_what_it_said_last_counts(sha
     engine.settled(ended)
     os.kill(shared_daemon.pid, signal.SIGSTOP)
     try:  # the daemon sees the end of file together with the last records
-        assert engine.move(ended, FlagState.CANCELLED)
-        engine.done(ended, Outcome.MISS)
+        engine.cancel(ended, Outcome.MISS)
         engine.hint(list(blocks("gone", 3)), name="never-read")
         for sock in engine.sockets:
             sock.close()
@@ -123,8 +121,7 @@ def test_a_reset_and_a_taking_back_are_logged(shared_daemon: Daemon) -> None:
     flag = engine.flag(far)
     assert (flag.generation, flag.state) == (far[1], FlagState.HINTED)
     assert flag.count <= 192 - 150
-    assert engine.move(near, FlagState.CANCELLED)
-    engine.done(near, Outcome.ABORTED)
+    engine.cancel(near)
     assert engine.settled(far).count == 150, "fetched again, without another hint"
     assert outcomes_of(shared_daemon, "near") == {"near": ["aborted"]}
     send_message(engine.scheduler, Reset(reset_generation=1, timeout_ms=5000))
