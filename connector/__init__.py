@@ -1,4 +1,4 @@
-"""The vLLM plugin: hints at arrival, claims and loads what the daemon staged, saves through staging.
+"""The vLLM plugin: hints at arrival, claims and loads staged blocks, saves through staging.
 
 Importing it opens nothing and imports neither vLLM nor torch: vLLM resolves the class in processes that never use it.
 """

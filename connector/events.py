@@ -22,7 +22,7 @@ MEDIUM_MEMORY = "cpu"
 class SavedBlocks:
     """Events of the blocks on their way into the store; but for its medium, each equals the engine's own event.
 
-    `saving`: save id -> slot -> event whose medium is not known yet.
+    `saving`: save id -> slot -> event without its medium.
     """
 
     def __init__(self, geometry: Geometry) -> None:

@@ -58,7 +58,7 @@ class SchedulerSession:
 
     @classmethod
     def map(cls, attached: Attached, fds: Sequence[int]) -> SchedulerSession:
-        """Map what the daemon sent with Attached; owns the descriptors. Raises SegmentError, SegmentCorrupt."""
+        """Map the memory that came with Attached; owns the descriptors. Raises SegmentError, SegmentCorrupt."""
         _check_fds(fds, 2)
         doorbell = Doorbell(fds[1])
         with ExitStack() as undo:
@@ -117,7 +117,7 @@ class WorkerSession:
 
     @classmethod
     def map(cls, attached: Attached, fds: Sequence[int], device: Device | None = None) -> WorkerSession:
-        """Map what the daemon sent with Attached; owns the descriptors. Raises SegmentError, SegmentCorrupt.
+        """Map the memory that came with Attached; owns the descriptors. Raises SegmentError, SegmentCorrupt.
 
         Without device slots, where they cannot be mapped; `mapped` reports it.
         """

@@ -127,7 +127,7 @@ class WorkerSide:
         self._running.append(batch)
 
     def received(self) -> set[str]:
-        """Requests whose asynchronous load ended since the last call, each exactly once."""
+        """Requests with an asynchronous load that ended since the last call, each exactly once."""
         self._collect()
         received, self._received = self._received, set()
         return received

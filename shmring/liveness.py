@@ -15,7 +15,7 @@ HUNG_AFTER_NS = 5_000_000_000
 
 
 class PeerState(enum.IntEnum):
-    """What a side writes into its own `*_STATE` word."""
+    """A side's own state, in its `*_STATE` word."""
 
     STARTING = 0
     ACTIVE = 1
@@ -23,7 +23,7 @@ class PeerState(enum.IntEnum):
 
 
 class PeerStatus(enum.Enum):
-    """What the other side concludes."""
+    """The other side's conclusion."""
 
     STARTING = "starting"
     ALIVE = "alive"

@@ -47,7 +47,7 @@ COMMANDS = (serve, status, top, tail, install_unit, doctor, store, warm)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are ConfigErrors; `commands` has the parser of each command."""
+    """A parser that raises ConfigError; `commands` has the parser of each command."""
 
     commands: Mapping[str, argparse.ArgumentParser] = MappingProxyType({})
 

@@ -159,7 +159,7 @@ RELOADABLE = NEXT_ATTACH | frozenset(
     {"allow_uids", "log_level", "max_engines", "max_engines_per_uid", "mode", "namespaces"}
 )
 
-# Keys whose values are sizes.
+# Keys with a size as their value.
 SIZES = frozenset(
     name
     for name, field in DaemonConfig.model_fields.items()

@@ -25,7 +25,7 @@ class Admin:
 
     def __init__(self, shared: Shared, epochs: Epochs) -> None:
         self._shared, self._epochs = shared, epochs
-        # Users whose purge is running. Each may have one, since saves of all users wait behind it.
+        # Users with a running purge. Each may have one, since saves of all users wait behind it.
         self._purging: set[int | None] = set()
 
     def answer(self, query: Query, uid: int | None, now_ns: int) -> Message:
@@ -104,7 +104,7 @@ class Admin:
 
 
 def _named(epochs: Sequence[Epoch], engine: str) -> list[Epoch]:
-    """Return the epochs with this engine id, else those whose id begins with it, as `top` may show it; all for ""."""
+    """Return the epochs with this engine id, else those with an id that begins so, as `top` may show it; all for ""."""
     return [each for each in epochs if each.engine.engine_id == engine] or [
         each for each in epochs if each.engine.engine_id.startswith(engine)
     ]

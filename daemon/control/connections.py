@@ -105,7 +105,7 @@ class Connections:
             peer.sock.close()
 
     def tick(self) -> None:
-        """Listen again after a pause, and close the sockets whose descriptors were read meanwhile."""
+        """Listen again after a pause, and close the sockets of descriptors that were read meanwhile."""
         self._listen()
         for peer in [peer for peer in self._unread if not _unread_bytes(peer.sock)]:
             self._unread.remove(peer)

@@ -103,7 +103,7 @@ class Epochs:
             epoch.switch(mode)
 
     def corrupt(self) -> list[Epoch]:
-        """Log and return the attached epochs whose engine corrupted its memory; the caller ends them."""
+        """Log and return the attached epochs with memory that their engine corrupted; the caller ends them."""
         found = [epoch for epoch in self._attached if epoch.corrupt is not None]
         for epoch in found:
             self._shared.log.error(

@@ -1,1 +1,1 @@
-"""What serves one attached engine: its memory, its epoch, and the store work done for it."""
+"""Serves one attached engine: its memory, its epoch, and the store work for it."""

@@ -1,1 +1,1 @@
-"""What to fetch next, into which slots, for whom: pure decisions, tested without a store, a clock or memory."""
+"""Decides which blocks to fetch next, into which slots, for which request. Pure: no store, no clock, no memory."""

@@ -79,7 +79,7 @@ class Backend:
                 self.master_died = True
 
     def close(self, *, quiet: bool) -> None:
-        """Write what is not on disk yet, leave the store and stop its master. `quiet`: no store call is in flight."""
+        """Flush values to the disk, leave the store and stop its master. `quiet`: no store call is in flight."""
         if self.store is not None:
             began, flushed = time.monotonic(), not self.store.is_open
             failing = self.master is not None and self.master.disk_fault()

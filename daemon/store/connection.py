@@ -20,7 +20,7 @@ from .errors import StoreError, StoreUnavailable
 from .joining import join
 from .settings import MooncakeSettings
 
-_CLOSE_WAIT_S = 65.0  # a transfer whose peer died waits 60 s inside Mooncake, and nothing shortens it
+_CLOSE_WAIT_S = 65.0  # after its peer's death a transfer waits 60 s inside Mooncake, and nothing shortens it
 _abandoned: list[Any] = []  # clients that were never closed: their destructors would close them, and wait for it
 
 

@@ -1,4 +1,4 @@
-"""Watches whether the disk's folder can still be written to: Mooncake silently drops what it cannot write."""
+"""Watches whether the disk's folder can still be written to: Mooncake silently drops values that it cannot write."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DiskWatch:
 
     @property
     def fault(self) -> str:
-        """What is wrong and what to do, in one line; empty while all is well. Any thread may ask."""
+        """The fault and its cure, in one line; empty while all is well. Any thread may ask."""
         began = self._began
         if began is not None and self._clock() - began > HUNG_S:
             return self._line(f"no answer for {HUNG_S:.0f} s", "look at the kernel's log")

@@ -240,7 +240,7 @@ def master_program() -> str:
 
 
 def _check_confined() -> None:
-    """Raise SettingsError where other machines could reach what the store listens on."""
+    """Raise SettingsError where other machines could reach the store's sockets."""
     if (why := loopback.refusal()) and (others := loopback.interfaces()):
         raise SettingsError(
             "store_reach: other machines could reach the embedded store's memory, and this kernel lets its sockets "

@@ -1,4 +1,4 @@
-"""The store's errors: the exceptions, and the one table of what a Mooncake result code means for a key."""
+"""The store's errors: the exceptions, and the one table of the meaning of Mooncake's result codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EmbeddedError(Exception):
 
 
 class ErrorClass(enum.Enum):
-    """What the caller should make of one key's result."""
+    """The meaning of one key's result for the caller."""
 
     OK = "ok"
     MISS = "miss"

@@ -27,7 +27,7 @@ NAMES = {
 
 
 class StoreFill(BaseModel):
-    """How full the store is, in bytes, and what left it since its master started.
+    """How full the store is, in bytes, and how much it evicted since its master started.
 
     A block that memory evicted may still be on the disk.  `disk_evictions` counts how often the disk made room; each
     time it removes one value or more, and Mooncake does not say how many.  Without a disk `disk_bytes` is 0.

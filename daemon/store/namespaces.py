@@ -97,7 +97,7 @@ class Namespaces:
         return [self._known[name] for name in names if name in self._known]
 
     def free(self, gone: Iterable[Namespace]) -> None:
-        """Forget these, whose values are gone, unless an engine attached with one since."""
+        """Forget these namespaces, which have no values left, unless an engine attached with one since."""
         names = {each.name for each in gone if self._known.get(each.name) is each}
         if names:
             self._keep({name: each for name, each in self._known.items() if name not in names})
@@ -158,8 +158,8 @@ class _File:
         except (OSError, ValueError) as error:
             why = first_error(error) if isinstance(error, ValidationError) else getattr(error, "strerror", "") or error
         raise SettingsError(
-            f"disk: what says which user a namespace belongs to cannot be read: {why}: file={str(self._path)!r}; mend "
-            f"it, or remove it: then a namespace belongs to whoever attaches with it first"
+            f"disk: the file of namespaces and their users cannot be read: {why}: file={str(self._path)!r}; mend "
+            f"it, or remove it: then a namespace belongs to the first user who attaches with it"
         )
 
     def write(self, namespaces: list[Namespace]) -> None:

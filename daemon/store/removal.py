@@ -1,4 +1,4 @@
-"""Removes all keys of some prefixes, and their files on disk, which outlive what the master knows.
+"""Removes all keys of some prefixes, and their files on disk, which the master does not know.
 
 The master forgets an object at once, but no file of a disk goes with it, and the next start would find the object
 again.  So a removal deletes the matching bucket files of this process's own disk too, and repeats the sweep until two
@@ -43,7 +43,7 @@ class Calls(Protocol):
 
 
 class Removals:
-    """The removals of one store, and what they have to know of it: keys seen, and puts in flight. Any thread may call.
+    """The removals of one store, which need to know its recent keys and the puts in flight. Any thread may call.
 
     A put returns with its keys in the store, so a removal waits for the puts of its keys.
     """

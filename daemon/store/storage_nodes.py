@@ -19,7 +19,7 @@ from .errors import ErrorClass
 from .replicas import Replicas
 
 PAUSE_S = (1.0, 10.0)  # the first, and the longest
-FORGET_S = 300.0  # after its pause, for a node whose values nobody asks for
+FORGET_S = 300.0  # after its pause, while nobody asks for the node's values
 _ANY_DISK = ""  # stands for the node of a value on disk alone, which Mooncake does not name
 _FAILED = (ErrorClass.TRANSFER, ErrorClass.UNDER_WAY)
 

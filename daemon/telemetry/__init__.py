@@ -1,1 +1,1 @@
-"""What the daemon says about itself: log, metrics, health, and the pictures drawn from them."""
+"""The daemon's log, metrics and health, and the pictures drawn from them."""

@@ -1,4 +1,4 @@
-"""What one epoch of an engine did, in numbers that only grow: for the status, the metrics and the log.
+"""Counters of one epoch of an engine, which only grow: for the status, the metrics and the log.
 
 The main loop alone writes them.  When an engine goes, its counters are added to those of earlier engines, so that no
 total ever falls.

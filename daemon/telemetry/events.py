@@ -105,7 +105,7 @@ FIELDS: dict[str, Field] = {
     "present_blocks": Field("integer", "blocks that were in the store already"),
     "failed_blocks": Field("integer", "blocks that could not be fetched, or not be stored"),
     "tries": Field("integer", "store calls that it took"),
-    # what an engine's epoch did in all, and what it holds
+    # counters and gauges of an engine's epoch
     "hints": Field("integer", "hints read"),
     "bad_records": Field("integer", "hint-ring records that were skipped"),
     "dropped_hints": Field("integer", "hints that the engine could not push: its ring or its flags were full"),
@@ -163,7 +163,7 @@ FIELDS: dict[str, Field] = {
     "confirmed": Field("boolean", "every key is gone, from memory and disk"),
     "durable": Field("boolean", "no value lay on a disk that cannot be cleaned from here"),
     "reset_generation": Field("integer", "the engine's count of resets"),
-    "prefixes": Field("integer", "key prefixes whose keys were removed"),
+    "prefixes": Field("integer", "key prefixes; the keys that began with them were removed"),
     # processes
     "pid": Field("integer?", "process id"),
     "uid": Field("integer", "user id, as the kernel reports it"),

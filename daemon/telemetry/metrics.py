@@ -121,7 +121,7 @@ Sample = tuple[tuple[str, ...], float]
 
 
 class SnapshotCollector(Collector):
-    """Renders what was published last; reads nothing that the loop still changes."""
+    """Renders the last published numbers; reads nothing that the loop still changes."""
 
     def __init__(self, snapshot: Snapshot, events: EventCounts) -> None:
         self._snapshot, self._events = snapshot, events

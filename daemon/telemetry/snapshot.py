@@ -63,7 +63,7 @@ class Snapshot:
         store_open: bool,
         store_answering: bool = True,
     ) -> None:
-        """Show what `engines` hold; `counters` are those of every epoch that was not retired, ended ones included."""
+        """Publish the gauges of `engines`, and the `counters` of each epoch that is not retired, ended or not."""
         self._published_ns = now_ns
         totals = Counters()
         for each in (self._retired, *counters):

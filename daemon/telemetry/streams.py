@@ -1,4 +1,4 @@
-"""Makes writes to standard output and standard error never wait, whatever these lead to.
+"""Keeps writes to standard output and standard error from waiting: for a pipe, a terminal, a socket or a file.
 
 A pipe or a terminal is opened again without blocking.  For a file that does not help: a write waits while the disk
 stands still, and a thread in such a wait keeps the process from ending, even after SIGKILL.  So a process of its own

@@ -1,4 +1,4 @@
-"""One blocking call as a record, and the caller in whose name it runs.
+"""One blocking call as a record, and the caller that it runs for.
 
 Everything here runs on the main loop, but `Call.run`.
 """
