@@ -22,7 +22,7 @@ CHECK_TESTS ?= tests/shmring tests/daemon tests/models tests/simulate/test_real.
 CHECK_COVERAGE ?= 78
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save bench-engine-thread bench-daemon bench-cuda bench-cuda-sweep simulate simulate-compare clean
+.PHONY: help setup check test lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save bench-beside bench-engine-thread bench-daemon bench-cuda bench-cuda-sweep simulate simulate-compare clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +81,9 @@ bench-save: setup ## time of a step with saving on against off
 
 bench-engine-thread: setup ## time of vLLM's own thread in each hook of a connector, and bells
 	@$(BIN)/python -m benchmarks.engine_thread $(ARGS)
+
+bench-beside: setup ## loads beside saves over a limited link (root)
+	@$(BIN)/python -m benchmarks.beside $(ARGS)
 
 bench-miss: setup ## cost of a miss, under load and on an idle engine
 	@$(BIN)/python -m benchmarks.miss $(ARGS)

@@ -37,7 +37,8 @@ from .promoter import COPY_BYTES, DeviceJob, Promoter
 from .saver import Put, Saver
 from .warming import Warming, about
 
-PUTS_PER_CHUNK = 4  # a load that comes while a put is in flight waits for a quarter of a chunk at most
+PUTS_PER_CHUNK = 4  # a put may have a quarter of a chunk on the slowest link
+SAVING_AT_ONCE = 4  # a put takes at most one of so many parts of the save slots, so that slots come back early
 _LANES = tuple(lane.name.lower() for lane in Lane)
 _T = TypeVar("_T")
 Run = Callable[[], Any]
@@ -89,7 +90,8 @@ class EpochCalls(Caller):
             self.planner.requests, self._negative, timeout_ns=self._pools.timeout_ns, lease_ns=services.lease_ns
         )
         save_slots = range(memory.save_slots_from, memory.layout.slot_count)
-        self.saver = Saver(save_slots, memory.staging.lost, put_blocks=chunk_blocks // PUTS_PER_CHUNK)
+        self.saver = Saver(save_slots, memory.staging.lost)
+        self._put_blocks = (max(1, chunk_blocks // PUTS_PER_CHUNK), max(1, len(save_slots) // SAVING_AT_ONCE))
         self.channel.credits.grant(self.saver.next_grant(saving=True))
         self.warming = Warming(self.planner, self._negative, about(engine, self.number))
         self.promotions = Promotions(
@@ -132,7 +134,8 @@ class EpochCalls(Caller):
         self._look_up_next(now)
         self._publish()
         self._copy()
-        self._save_next(now)
+        if slots := self.saver.next_grant(saving=self._saving):
+            self.channel.credits.grant(slots)
         self._warm_next(now)
 
     def _publish(self) -> None:
@@ -234,6 +237,7 @@ class EpochCalls(Caller):
         self.planner.fetched(order.number, arrived, now)
         self.warming.fetched(order, good, now)
         self._pools.limits[order.lane].completed(good_bytes, now, waiting=self.planner.wants(order.lane))
+        self._pools.link_share.loaded(good_bytes)
         self._carry_on()
 
     def _failed(self, order: Order, outcome: Sequence[ErrorClass], now_ns: int) -> None:
@@ -279,33 +283,37 @@ class EpochCalls(Caller):
 
     # --- saving and resets ------------------------------------------------------------------------------------------
 
-    def _save_next(self, now_ns: int) -> None:
-        if slots := self.saver.next_grant(saving=self._saving):
-            self.channel.credits.grant(slots)
-        if not self.saver.waiting:
-            return
-        loading = self._pools.fetches_in_flight > 0 or self.planner.has_work
-        job = self.saver.next_job(now_ns, loading=loading)
+    def start_save(self) -> bool:
+        """Start the put or the removal that waits; False if there is none, no room for it, or loads go first."""
+        now = self._services.clock_ns()
+        if self.closing or not self.saver.waiting(now) or not self._pools.save_room(self):
+            return False
+        link, (least, most) = self._pools.link_share, self._put_blocks
+        blocks = min(most, max(least, link.put_bytes // self.memory.block_bytes)) if link.open(now) else 0
+        job = self.saver.next_job(blocks)
         if isinstance(job, Put):
-            locate = self.engine.scheduler.events
-            run = partial(transfers.save, self._store, self.ranks, job.blocks, locate=locate)
-            self._start(Kind.SAVE, run, partial(self._stored, job), partial(self._put_overdue, job))
+            link.started(len(job.blocks) * self.memory.block_bytes, now)
+            run = partial(transfers.save, self._store, self.ranks, job.blocks, locate=self.engine.scheduler.events)
+            self._start(Kind.SAVE, run, partial(self._stored, job, now), partial(self._put_overdue, job))
         elif job is not None:
             remove = partial(transfers.remove_all, self._store, self.ranks, job.timeout_s)
             self._start(Kind.SAVE, remove, self._removed)
+        return job is not None
 
     def _put_overdue(self, put: Put) -> None:
         """Log an overdue put. No other put starts until it returns, so no old value reaches the store after a reset."""
         self._log.warning("call.overdue", call="save", blocks=len(put.blocks))
 
-    def _stored(self, put: Put, result: transfers.SaveResult | BaseException) -> None:
+    def _stored(self, put: Put, started_ns: int, result: transfers.SaveResult | BaseException) -> None:
         if isinstance(result, BaseException):
             result = transfers.SaveResult(0, 0, len(put.blocks), [])
+        now, size = self._services.clock_ns(), self.memory.block_bytes
+        self._pools.link_share.ended(len(put.blocks) * size, result.stored * size, now - started_ns)
         if result.lost:
             self._log.warning("slots.lost", call="save", blocks=result.lost)
         left = {digest for digest, _ in result.again}
         self._negative.stored([digest for digest, _ in put.blocks if digest not in left])
-        self._count_puts(self.saver.stored(put, result, self._services.clock_ns(), saving=self._saving))
+        self._count_puts(self.saver.stored(put, result, now, saving=self._saving))
         self._carry_on()
 
     def _count_puts(self, ended: Sequence[Put]) -> None:

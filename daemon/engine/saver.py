@@ -1,9 +1,9 @@
 """The saver of one engine: slots granted, copied blocks put into the store, slots granted again; and the reset barrier.
 
-Pure.  One put of bounded size runs at a time, so that slots come back early and loads go first: while a fetch is in
-flight or wanted the next put waits, at most LOADS_FIRST_NS.  A full store slows saving down through the credits and
-nothing else: slots whose blocks find no space stay out while their put is tried again.  A reset waits for the put in
-flight, drops every block of the old weights, and only then removes the keys, so that no put can bring one back.
+Pure.  One put runs at a time, as large as its caller allows, so that slots come back early, and the caller decides when
+loads go first.  A full store slows saving down through the credits and nothing else: slots whose blocks find no space
+stay out while their put is tried again.  A reset waits for the put in flight, drops every block of the old weights, and
+only then removes the keys, so that no put can bring one back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from .transfers import SaveResult
 PAUSE_NS = (100_000_000, 2_000_000_000)
 TRIES = 8  # in a row without a block getting in: about ten seconds of a full store
 RESET_SLACK_S = 1.0  # beyond its own time, before a reset is answered without its removal
-LOADS_FIRST_NS = 50_000_000
 MAX_PUT_BLOCKS = 4096  # the slots of one put fit a control message
 
 
@@ -52,6 +51,13 @@ class Put:
     memory: list[int] = field(default_factory=list)
     disk: list[int] = field(default_factory=list)
 
+    def cut(self, blocks: int) -> Put:
+        """Keep so many blocks of a put that was not tried yet; return a put of the others."""
+        rest = Put(self.save, self.slots[blocks:], self.blocks[blocks:])
+        del self.slots[blocks:], self.blocks[blocks:]
+        self.save.puts += 1
+        return rest
+
     @property
     def notice(self) -> Stored:
         """What became of its slots, for an engine that publishes KV events."""
@@ -80,9 +86,8 @@ class ResetEnd(NamedTuple):
 class Saver:
     """Owns the save `slots` of one engine. A slot that is in `lost` when it comes back is never granted again."""
 
-    def __init__(self, slots: range, lost: Set[int], *, put_blocks: int) -> None:
+    def __init__(self, slots: range, lost: Set[int]) -> None:
         self._slots, self._lost_now = slots, lost
-        self._put_blocks = max(1, min(put_blocks, MAX_PUT_BLOCKS))
         self.generation = 0
         self._granted: set[int] = set()
         self._returned: list[int] = list(slots)  # to be granted when saving is on
@@ -92,7 +97,6 @@ class Saver:
         self._removal: Removal | None = None  # the one that runs
         self._before = StoredBefore()
         self._busy = False
-        self._yielded_ns = 0  # since when the next put has let loads go first
         self._not_before_ns = 0
         self._pause_ns = PAUSE_NS[0]
         self._fruitless = 0  # tries in a row in which no block got in
@@ -111,16 +115,13 @@ class Saver:
         if record.dropped:
             self._take_in(slots)
             return []
+        parts = [slice(start, start + MAX_PUT_BLOCKS) for start in range(0, len(slots), MAX_PUT_BLOCKS)]
+        save = Save(record.save_id, len(parts))
         if record.reset_generation < self.generation or not saving:
             self._take_in(slots)
-            parts = [slots[start : start + MAX_PUT_BLOCKS] for start in range(0, len(slots), MAX_PUT_BLOCKS)]
-            save = Save(record.save_id, len(parts))
-            return [Put(save, part, failed=len(part)) for part in parts]
-        save = Save(record.save_id, -(-len(slots) // self._put_blocks))
-        for start in range(0, len(slots), self._put_blocks):
-            part = slots[start : start + self._put_blocks]
-            digests = record.hashes[start : start + self._put_blocks]
-            self._puts.append(Put(save, part, list(zip(digests, part, strict=True))))
+            return [Put(save, slots[part], failed=len(slots[part])) for part in parts]
+        blocks = list(zip(record.hashes, slots, strict=True))
+        self._puts += [Put(save, slots[part], blocks[part]) for part in parts]
         return []
 
     def next_grant(self, *, saving: bool) -> list[int]:
@@ -131,31 +132,23 @@ class Saver:
         self._granted.update(slots)
         return slots
 
-    @property
-    def waiting(self) -> bool:
-        """Whether next_job() is worth a call."""
-        return not self._busy and bool(self._puts or self._reset is not None)
+    def waiting(self, now_ns: int) -> bool:
+        """Whether a store call waits for next_job(): none runs, and a full store's pause is over."""
+        return not self._busy and (self._reset is not None or (bool(self._puts) and now_ns >= self._not_before_ns))
 
-    def next_job(self, now_ns: int, *, loading: bool) -> Put | Removal | None:
-        """Return the next store call, unless one runs, a full store's pause is not over, or loads go first.
-
-        `loading`: a fetch is in flight or wanted.
-        """
-        if self._busy:
-            return None
+    def next_job(self, most_blocks: int) -> Put | Removal | None:
+        """Return the store call that waits; a put of at most so many blocks, and none where that is 0."""
         if self._reset is not None:
             self._busy = True
             self._removal, self._reset = self._reset, None
             return self._removal
-        if not self._puts or now_ns < self._not_before_ns:
+        if most_blocks <= 0:
             return None
-        if loading:
-            self._yielded_ns = self._yielded_ns or now_ns
-            if now_ns < self._yielded_ns + LOADS_FIRST_NS:
-                return None
-        self._yielded_ns = 0
         self._busy = True
-        return self._puts.popleft()
+        put = self._puts.popleft()
+        if len(put.blocks) > most_blocks and not put.tries:
+            self._puts.appendleft(put.cut(most_blocks))
+        return put
 
     def stored(self, put: Put, result: SaveResult, now_ns: int, *, saving: bool) -> list[Put]:
         """A put came back; return the puts that ended with it."""

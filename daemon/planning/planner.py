@@ -303,10 +303,6 @@ class Planner:
 
     # --- what others see --------------------------------------------------------------------------------------------
 
-    @property
-    def has_work(self) -> bool:
-        return any(self.wants(lane) for lane in Lane)
-
     def gauges(self) -> dict[str, int]:
         """Count requests and orders beside the slots; `leases` are blocks that wait for their fetch."""
         return {

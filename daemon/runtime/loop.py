@@ -33,6 +33,7 @@ class Loop:
         self._heard_ns = 0  # when the last record came
         self._look_ns = 0.0  # CPU time of one look
         self._next = 0  # the engine whose turn it is to start a fetch
+        self._saver = 0  # and a put
         epoll.register(shared.pools.fd, select.EPOLLIN)
 
     def turn(self, now_ns: int) -> None:
@@ -42,6 +43,7 @@ class Loop:
             if epoch.drain(DRAIN_LIMIT):
                 self._heard_ns = now_ns
         self._start_fetches()
+        self._start_saves(now_ns)
         for epoch in self._epochs.corrupt():
             self._control.end(epoch, Ending.ENGINE_CORRUPT)
         epochs = self._epochs.attached()  # without those that ended now
@@ -78,6 +80,17 @@ class Loop:
                 idle = 0 if epochs[self._next % len(epochs)].start_fetch(lane) else idle + 1
             for epoch in epochs:
                 epoch.start_warming(lane)
+
+    def _start_saves(self, now_ns: int) -> None:
+        """Start the next put, or removal, of the engines in turn, where loads leave the link to it."""
+        pools, epochs = self._shared.pools, self._epochs.attached()
+        waiting = any(epoch.saver.waiting(now_ns) for epoch in epochs)
+        both = pools.fetches_in_flight > 0 and (waiting or not pools.save_room())
+        pools.link_share.compete(now_ns, both=both)
+        for number in range(self._saver, self._saver + len(epochs)) if waiting else ():
+            if epochs[number % len(epochs)].start_save():
+                self._saver = (number + 1) % len(epochs)
+                break
 
     def _handle(self, fds: list[int], now_ns: int) -> None:
         """Clear the descriptors that only woke the loop, and let the control socket's part handle the others."""

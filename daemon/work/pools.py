@@ -20,6 +20,7 @@ from typing import Any
 from ..planning.runs import Lane
 from .calls import FETCHES, Call, Caller, Kind
 from .concurrency import ConcurrencyLimit
+from .link_share import LinkShare
 
 FETCH_NICE = 5
 SLOW_NS = 1_000_000_000
@@ -169,7 +170,7 @@ class Pool:
 class Pools:
     """The dispatcher of calls: one pool for each kind. `fd` (an eventfd) announces results.
 
-    `limits`: how many fetches of each lane to have in flight.
+    `limits`: how many fetches of each lane to have in flight.  `link_share`: when a put may start beside them.
     """
 
     def __init__(
@@ -184,6 +185,7 @@ class Pools:
         sizes = {**dict.fromkeys(FETCHES, fetch_threads), Kind.LOOK_UP: LOOK_UPS, Kind.COPY: COPY_THREADS}
         self._pools = {kind: Pool(kind, sizes.get(kind, 1), self._announce, clock_ns) for kind in Kind}
         self.limits = tuple(ConcurrencyLimit(fetch_threads) for _ in Lane)
+        self.link_share = LinkShare()
 
     def start(self, call: Call) -> None:
         """Run the call on a thread of its kind."""
@@ -197,6 +199,10 @@ class Pools:
     def exhausted(self, lane: Lane, caller: Caller) -> bool:
         """Whether so many fetches of this lane hang that none is started for this caller."""
         return self._pools[FETCHES[lane]].exhausted(caller)
+
+    def save_room(self, caller: Caller | None = None) -> bool:
+        """Whether no put or removal runs but slow ones of other callers."""
+        return not self._pools[Kind.SAVE].crowd(caller)
 
     @property
     def fetches_in_flight(self) -> int:

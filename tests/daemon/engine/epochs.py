@@ -14,8 +14,9 @@ from kvprefetch.daemon.engine.epoch_calls import Services
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.telemetry.events import Ending
-from kvprefetch.daemon.work.calls import Call, Caller
+from kvprefetch.daemon.work.calls import Call, Caller, Kind
 from kvprefetch.daemon.work.concurrency import ConcurrencyLimit
+from kvprefetch.daemon.work.link_share import LinkShare
 from kvprefetch.shmring.wire.records import FlagState
 from tests.support.engine_side import BLOCK_TOKENS, EngineSide, EngineSpec, Key
 
@@ -30,6 +31,7 @@ class Pools:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.limits = (ConcurrencyLimit(4), ConcurrencyLimit(4))
+        self.link_share = LinkShare()
         self.room = True
 
     def start(self, call: Call) -> None:
@@ -38,6 +40,9 @@ class Pools:
 
     def exhausted(self, lane: Lane, caller: Caller) -> bool:
         return False
+
+    def save_room(self, caller: Caller | None = None) -> bool:
+        return not any(call.kind is Kind.SAVE for call in self.calls)
 
     def fetch_room(self, lane: Lane, caller: Caller) -> bool:
         return self.room

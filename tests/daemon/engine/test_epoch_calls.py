@@ -167,6 +167,7 @@ def test_only_with_kv_events_is_the_store_asked_for_media_and_the_engine_told(ev
     )
     setup = Setup(store, events=events)
     setup.push(RecordKind.SAVED, encode_saved(Saved(5, 0, False, [12], [digest("a")])))
+    assert setup.epoch.start_save()
     put = setup.calls[-1]
     assert put.kind is Kind.SAVE
     setup.pools.end(put.run())
@@ -180,6 +181,7 @@ def test_only_with_kv_events_is_the_store_asked_for_media_and_the_engine_told(ev
 def test_a_reset_is_answered_with_what_the_removal_confirmed(result: bool | Exception) -> None:
     setup = Setup()
     setup.epoch.reset(3, 1.0)
+    assert setup.epoch.start_save()
     assert setup.calls[-1].kind is Kind.SAVE
     assert setup.sent == []
     setup.pools.end(result)

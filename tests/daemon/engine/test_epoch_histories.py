@@ -171,6 +171,8 @@ def test_nothing_that_an_engine_pushes_raises(seed: int) -> None:
             for lane in Lane:
                 epoch.start_fetch(lane)
                 epoch.start_warming(lane)
+            pools.link_share.compete(clock[0], both=chance.random() < 0.3)
+            epoch.start_save()
         assert epoch.corrupt is None
         assert epoch.counters.loaded_blocks < 300 * epoch.memory.layout.table_entries
         engine.release()

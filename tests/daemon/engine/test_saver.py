@@ -1,4 +1,4 @@
-"""The saver: puts of bounded size, loads first, pauses while the store is full, and notices for the engine."""
+"""The saver: puts as large as its caller allows, pauses while the store is full, and notices for the engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 
 from kvprefetch.daemon.engine.saver import (
-    LOADS_FIRST_NS,
     PAUSE_NS,
     RESET_SLACK_S,
     TRIES,
@@ -25,18 +24,20 @@ from kvprefetch.shmring.wire.records import ProtocolError, Saved
 
 
 class Setup:
-    """A saver of eight slots. The test ends its store calls, and drives it as an epoch does."""
+    """A saver of eight slots. The test ends its store calls, and drives it as an epoch does.
+
+    `put_blocks`: of one put; 0: loads go first.
+    """
 
     def __init__(self, *, put_blocks: int = 3, slots: int = 8) -> None:
-        self.now = 1
-        self.loading, self.saving = False, True
+        self.now, self.saving, self.put_blocks = 1, True, put_blocks
         self.jobs: list[Put | Removal] = []
         self.notices: list[Stored] = []
         self.replies: list[tuple[int, bool]] = []
         self.saves: list[Save] = []
         self.counts: Counter[str] = Counter()
         self.lost: set[int] = set()
-        self.saver = Saver(range(slots), self.lost, put_blocks=put_blocks)
+        self.saver = Saver(range(slots), self.lost)
         self.granted: list[int] = []
         self.carry_on()
         self.granted.clear()
@@ -47,7 +48,7 @@ class Setup:
             self.counts.update(saved=put.stored, again=put.stored_before, present=put.present, lost=put.failed)
             self.saves += [] if put.save.puts else [put.save]
         self.granted += self.saver.next_grant(saving=self.saving)
-        if (job := self.saver.next_job(self.now, loading=self.loading)) is not None:
+        if self.saver.waiting(self.now) and (job := self.saver.next_job(self.put_blocks)) is not None:
             self.jobs.append(job)
 
     def saved(self, record: Saved) -> None:
@@ -174,22 +175,20 @@ def test_a_save_in_parts_has_one_line_when_its_last_part_has_ended() -> None:
     assert (counts["saved"], counts["lost"]) == (8 + 3, 5)
 
 
-def test_loads_go_first_but_not_for_ever() -> None:
-    setup = Setup()
-    setup.loading = True
-    setup.save(6)
+def test_a_put_is_as_large_as_its_caller_allows_when_it_starts() -> None:
+    """And where loads go first, a reset still goes at once."""
+    setup = Setup(put_blocks=0)
+    setup.save(7)
     assert setup.jobs == []
-    setup.now += LOADS_FIRST_NS - 1
-    setup.tick()
-    assert setup.jobs == []
-    setup.now += 1
-    setup.tick()
-    assert len(setup.jobs) == 1
-    setup.end()
-    assert setup.jobs == [], "the next part lets loads go first again"
-    setup.loading = False
-    setup.tick()
-    assert len(setup.jobs) == 1
+    for setup.put_blocks, slots in ((1, [0]), (4, [1, 2, 3, 4]), (9, [5, 6])):
+        setup.carry_on()
+        setup.put_blocks = 0
+        assert setup.end() == slots
+    assert [(save.stored, save.tries) for save in setup.saves] == [(7, 3)]
+    setup.save(1)
+    setup.reset(1)
+    setup.removed(True)
+    assert setup.replies == [(1, True)]
 
 
 def test_a_full_store_is_asked_less_and_less_often_until_it_takes_something() -> None:
@@ -229,7 +228,7 @@ def test_what_waited_behind_a_save_that_got_nothing_in_is_given_up_with_it() -> 
     assert setup.jobs == []
     assert sorted(setup.granted) == list(range(8))
     assert setup.counts["lost"] == 8
-    assert [notice.lost for notice in setup.notices] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert [notice.lost for notice in setup.notices] == [[0, 1, 2], [3, 4, 5, 6, 7]]
 
 
 def test_a_save_of_old_weights_is_lost() -> None:

@@ -1,0 +1,91 @@
+"""Whose turn it is: puts of several engines, on a loop whose calls end when the test says so."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvprefetch.daemon.engine.transfers import SaveResult
+from kvprefetch.daemon.runtime.loop import Loop
+from kvprefetch.daemon.work.calls import Kind
+from kvprefetch.shmring.wire.records import RecordKind, Saved, encode_saved
+from tests.daemon.engine.epochs import Engine, Pools, digest, make_epoch
+
+
+class LoopPools(Pools):
+    """With what a loop asks for; no call ends by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fd = os.eventfd(1)  # readable, so that no turn sleeps
+
+    def run_finished(self) -> int:
+        return 0
+
+    def clear_bell(self) -> None: ...
+
+
+class Turns:
+    """A loop over the epochs of `count` engines, each with four save slots."""
+
+    def __init__(self, count: int) -> None:
+        self.pools = LoopPools()
+        self.engines = [Engine(make_epoch(pools=self.pools)) for _ in range(count)]
+        epochs = SimpleNamespace(attached=lambda: [each.epoch for each in self.engines], corrupt=list)
+        shared, signals = SimpleNamespace(pools=self.pools), SimpleNamespace(fd=-1)
+        control = SimpleNamespace(epochs=epochs, ready=lambda *_: None)
+        self.epoll = select.epoll()
+        self.loop = Loop(cast(Any, shared), cast(Any, control), self.epoll, cast(Any, signals))
+
+    def save(self, engine: int) -> None:
+        saved = Saved(1, 0, False, [12, 13, 14, 15], [digest(f"{engine}-{i}") for i in range(4)])
+        self.engines[engine].push(RecordKind.SAVED, encode_saved(saved))
+
+    def turn(self) -> int | None:
+        """One turn of the loop; return the engine that has a put in flight then, which ends now."""
+        self.loop.turn(time.monotonic_ns())
+        puts = [call for call in self.pools.calls if call.kind is Kind.SAVE]
+        assert len(puts) < 2, "one put at a time"
+        if not puts:
+            return None
+        self.pools.calls.remove(puts[0])
+        puts[0].finish(SaveResult(1, 0, 0, []))
+        return next(at for at, each in enumerate(self.engines) if each.epoch is puts[0].caller)
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.leave()
+        self.epoll.close()
+        os.close(self.pools.fd)
+
+
+@pytest.fixture
+def turns() -> Iterator[Turns]:
+    turns = Turns(3)
+    yield turns
+    turns.close()
+
+
+def test_the_puts_of_engines_take_turns(turns: Turns) -> None:
+    """Also where one came first with all that it has to save."""
+    turns.save(0)
+    assert turns.turn() == 0
+    turns.save(1)
+    turns.save(2)
+    assert [turns.turn() for _ in range(12)] == [1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, None]
+
+
+def test_puts_wait_while_fetches_of_any_engine_are_in_flight(turns: Turns) -> None:
+    turns.pools.fetches_in_flight = 1
+    turns.save(0)
+    assert turns.turn() is None
+    turns.pools.link_share.loaded(8 << 20)
+    assert turns.turn() == 0, "a fifth of what was moved"
+    turns.pools.fetches_in_flight = 0
+    assert turns.turn() == 0
