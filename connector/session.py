@@ -69,7 +69,6 @@ class SchedulerSession:
         return made
 
     def mapped(self) -> Mapped:
-        """The answer to the daemon."""
         return Mapped(epoch=self.epoch)
 
     def alive(self, now_ns: int) -> bool:
@@ -132,7 +131,6 @@ class WorkerSession:
         return made
 
     def mapped(self) -> Mapped:
-        """The answer to the daemon."""
         if self.device_cache is None:
             return Mapped(epoch=self.epoch)
         return Mapped(

@@ -67,7 +67,6 @@ def declare(commands: Commands, name: str, run: Run, page: HelpPage) -> argparse
 
 
 def add_socket(parser: argparse.ArgumentParser) -> None:
-    """Add `--socket PATH`, for a command that asks a running daemon."""
     text = "the daemon's control socket (default: %(default)s)"
     parser.add_argument("--socket", metavar="PATH", type=Path, default=find_socket(os.environ), help=text)
 

@@ -52,7 +52,6 @@ def use_more_descriptors() -> None:
 
 
 def machine_bytes() -> int:
-    """Return the memory of the machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

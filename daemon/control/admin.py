@@ -29,7 +29,6 @@ class Admin:
         self._purging: set[int | None] = set()
 
     def answer(self, query: Query, uid: int | None, now_ns: int) -> Message:
-        """Return the answer to a question."""
         if isinstance(query, StatusQuery):
             return report.status(self._shared, self._epochs.attached(uid), len(self._epochs.attached()))
         if isinstance(query, StatQuery):

@@ -119,7 +119,6 @@ class Connections:
         self._listen()
 
     def close_all(self) -> None:
-        """End all connections, and stop listening."""
         for peer in list(self._peers.values()):
             self.close(peer)
         for peer in self._unread:

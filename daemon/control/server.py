@@ -57,11 +57,9 @@ class Control:
             self.epochs.switch(config.mode)
 
     def listen_on(self, sock: socket.socket) -> None:
-        """Accept connections on this socket from now on."""
         self._connections.listen_on(sock, access_of(sock, self._shared.config))
 
     def close(self) -> None:
-        """End all epochs and connections."""
         self._handshake.close()
         self._connections.close_all()
         self._shared.namespaces.close()

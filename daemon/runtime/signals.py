@@ -27,7 +27,6 @@ class Signals:
         epoll.register(self.fd, select.EPOLLIN)
 
     def note(self, number: int, _frame: FrameType | None = None) -> None:
-        """Handle a signal."""
         if number == signal.SIGHUP:
             self.reload = True
         else:

@@ -61,7 +61,6 @@ class Removals:
 
     @contextlib.contextmanager
     def putting(self, keys: Sequence[str]) -> Iterator[None]:
-        """Enclose a put of these keys."""
         put = object()
         with self._state:
             self._puts[put] = keys

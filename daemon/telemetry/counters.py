@@ -83,7 +83,6 @@ class Counters:
     ready_to_seen: Histogram = field(default_factory=_slow)
 
     def request_done(self, line: Mapping[str, Any]) -> None:
-        """Count one request.done line."""
         self.endings[line["outcome"]] += 1
         self.loaded_blocks += line["loaded_blocks"]
         self.requests_taken_back += line["taken_back"] > 0
@@ -101,7 +100,6 @@ class Counters:
             self.ready_to_seen.observe(line["unseen_ms"] / 1e3)
 
     def add(self, other: Counters) -> None:
-        """Add everything that `other` counted."""
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
             if isinstance(mine, Histogram):

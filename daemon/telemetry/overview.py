@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
@@ -12,6 +12,7 @@ from ..store.fill import StoreFill
 from .pretty import number, printable, size
 
 Numbers = Mapping[str, int | str]
+_GROWING = ("hints", "fetched_blocks", "transfer_ms", "hidden_ms")
 COLUMNS = ("ENGINE", "PEND", "FETCH", "PINNED", "IDLE", "FREE", "SAVES", "HINTS", "HIT", "HIDDEN", "DROP", "BAD")
 
 
@@ -41,21 +42,18 @@ def rates(before: Status | None, now: Status, seconds: float) -> Rates:
     older = {engine["epoch"]: engine for engine in (before.engines if before is not None else [])}
     if before is None or before.pid != now.pid or seconds <= 0:
         return Rates(0.0, 0.0, hidden_fraction(now.engines))
-    hints = fetched = 0
-    grown: list[Numbers] = []
+    hints = fetched_bytes = 0
+    grown = []
     for engine in now.engines:
         old = older.get(engine["epoch"], {})
-
-        def grew(name: str, engine: Numbers = engine, old: Numbers = old) -> int:
-            return max(0, _int(engine, name) - _int(old, name))
-
-        hints += grew("hints")
-        fetched += grew("fetched_blocks") * _int(engine, "block_bytes")
-        grown.append({"transfer_ms": grew("transfer_ms"), "hidden_ms": grew("hidden_ms")})
-    return Rates(hints / seconds, fetched / seconds, hidden_fraction(grown))
+        grew = {name: max(0, _int(engine, name) - _int(old, name)) for name in _GROWING}
+        grown.append(grew)
+        hints += grew["hints"]
+        fetched_bytes += grew["fetched_blocks"] * _int(engine, "block_bytes")
+    return Rates(hints / seconds, fetched_bytes / seconds, hidden_fraction(grown))
 
 
-def hidden_fraction(engines: list[Numbers] | list[dict[str, int | str]]) -> float | None:
+def hidden_fraction(engines: Sequence[Numbers]) -> float | None:
     """Return the share of look-up and transfer that made no scheduler wait."""
     transfer = sum(_int(engine, "transfer_ms") for engine in engines)
     return sum(_int(engine, "hidden_ms") for engine in engines) / transfer if transfer else None
@@ -76,7 +74,6 @@ def row(engine: Numbers) -> list[str]:
 
 
 def headline(status: Status) -> str:
-    """Return the daemon's own line."""
     store = "open" if status.store_open else "NOT open: everything is a miss"
     if status.store_open and not status.store_answering:
         store = "does NOT answer: new requests are misses"
@@ -147,7 +144,6 @@ def namespaces(status: Status) -> list[str]:
 
 
 def pace(rates: Rates) -> str:
-    """Return the line of current rates."""
     return f"now: {number(rates.hints)} hints/s, fetching {size(rates.fetched_bytes)}/s, hidden {percent(rates.hidden)}"
 
 

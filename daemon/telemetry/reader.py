@@ -33,7 +33,6 @@ def parse(line: bytes) -> Record | None:
 
 
 def stream(file: IO[bytes]) -> Generator[bytes, None, None]:
-    """Yield the lines of a stream until its end."""
     while line := file.readline(MAX_LINE_BYTES):
         yield line
 
@@ -82,7 +81,6 @@ def follow(path: Path, last: int, pause: Callable[[], None]) -> Generator[bytes,
 
 
 def last_lines(file: IO[bytes], last: int) -> Generator[bytes, None, None]:
-    """Yield the last `last` lines of a file."""
     _seek_last(file, last)
     yield from stream(file)
 
@@ -130,7 +128,6 @@ def journal_message(line: bytes) -> bytes | None:
 
 
 def records(lines: Iterable[bytes]) -> Iterator[Record]:
-    """Yield the daemon's records among the lines."""
     for line in lines:
         if (record := parse(line)) is not None:
             yield record

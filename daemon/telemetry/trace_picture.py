@@ -33,7 +33,6 @@ class Span(NamedTuple):
 
 
 def explain(record: Record) -> str:
-    """Return the whole explanation, several lines."""
     return "\n".join([*headline(record), "", *picture(record), "", sentence(record)])
 
 
@@ -108,7 +107,6 @@ def picture(record: Record) -> list[str]:
 
 
 def sentence(record: Record) -> str:
-    """Say in words what the picture shows."""
     outcome = str(record.get("outcome"))
     waited = _number(record, "exposed_ms")
     if outcome == Ending.LOADED.value:
