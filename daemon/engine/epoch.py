@@ -52,7 +52,7 @@ class Epoch(EpochCalls):
         return {**self.planner.gauges(), **self.saver.gauges(), **self.promotions.gauges()}
 
     def numbers(self) -> dict[str, int]:
-        """Return gauges and counters together, for the log, the snapshot and whoever asks."""
+        """Return gauges and counters together, for the log, the snapshot and the status."""
         self.counters.dropped_hints = max(self.counters.dropped_hints, self.channel.ring.dropped)
         return {**self.gauges(), **self.counters.totals()}
 

@@ -11,7 +11,7 @@ from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.planning.requests import TakenBack
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import StoreError
-from kvprefetch.daemon.telemetry.events import Ending
+from kvprefetch.daemon.telemetry.events import EVENTS, Ending
 from kvprefetch.shmring.flags import FlagTable, pack
 from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.engine.epochs import Engine, give_back, make_epoch
@@ -22,6 +22,10 @@ def engine() -> Iterator[Engine]:
     engine = Engine(make_epoch())
     yield engine
     engine.leave()
+
+
+def test_the_line_of_an_engine_that_left_has_each_counter_and_gauge(engine: Engine) -> None:
+    assert engine.epoch.numbers().keys() == set(EVENTS["engine.detached"].fields)
 
 
 def test_what_is_taken_back_is_pending_in_the_same_use_of_its_flag_and_its_device_cache_hears_of_it(
