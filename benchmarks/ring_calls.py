@@ -11,7 +11,7 @@ from kvprefetch.connector.session import SchedulerSession
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.doorbell import Doorbell
 from kvprefetch.shmring.flags import FlagTable, pack
-from kvprefetch.shmring.layout import Layout
+from kvprefetch.shmring.layout import Layout, pages_of
 from kvprefetch.shmring.liveness import Liveness
 from kvprefetch.shmring.ring import Consumer
 from kvprefetch.shmring.segment import Segment
@@ -73,7 +73,7 @@ def poll_cost(ring: Ring, rounds: int) -> dict[str, Samples]:
 
 def hint_cost(blocks: int, calls: int) -> Samples:
     """Microseconds of our part of on_new_request for a prompt of `blocks` blocks: join digests, take a flag, push."""
-    layout = Layout(8 << 20, 256, blocks, 64, 64, epoch=1)
+    layout = Layout(8 << 20, 256, 256 * pages_of(blocks), blocks, 64, 64, epoch=1)
     control, bell = Segment.create(layout.total_bytes), Doorbell.create()
     layout.write(control.buffer)
     words = Words(control.buffer)

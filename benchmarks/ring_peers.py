@@ -60,7 +60,13 @@ class Ring:
 
     def __init__(self, ring_bytes: int = 1 << 23) -> None:
         layout = Layout(
-            ring_bytes=ring_bytes, flag_count=64, table_entries=64, credit_entries=64, slot_count=64, epoch=1
+            ring_bytes=ring_bytes,
+            flag_count=64,
+            page_count=64,
+            table_entries=64,
+            credit_entries=64,
+            slot_count=64,
+            epoch=1,
         )
         self.segment = Segment.create(layout.total_bytes)
         layout.write(self.segment.buffer)

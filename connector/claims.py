@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..shmring.flags import Flag
@@ -24,6 +25,8 @@ from .support import Geometry
 
 # Hints per admission after the one at arrival: for one that a reset voided, or whose daemon was replaced.
 MAX_LATE_HINTS = 3
+# Blocks of dropped hints that a step sends again before it stops: their hashes are copied on the engine's thread.
+RESENT_BLOCKS = 4096
 # Between two looks of an idle engine; the kernel makes it about twice as long.
 PAUSE_S = 50e-6
 
@@ -74,6 +77,7 @@ class Claims:
         self._shadow = config.mode == "shadow"
         self._spin_ns, self._idle_wait_ns = config.spin_us * 1000, config.idle_wait_us * 1000
         self._warned_ns = -_WARN_EVERY_NS
+        self.dropped: dict[str, RequestState] = {}  # found no room for their hint, the oldest first
         # Of this pass: time spent looking, places kept for requests in look-up, whether one that is judged waits.
         self._looked_ns = self._kept_places = 0
         self._pending_before = False
@@ -88,17 +92,35 @@ class Claims:
         request = state.request
         blocks = self.usable_blocks(request)
         if local_blocks >= blocks:
+            self.dropped.pop(request.request_id, None)
             return False
         ratio = self._geometry.hashes_per_block
         digests = request.block_hashes[ratio - 1 : blocks * ratio : ratio]
         handle = hints.push(session, request, digests, local_blocks, self._now_ns())
         if handle is None:
-            session.producer.count_dropped()
-            self._counters["hints_dropped"] += 1
+            if request.request_id not in self.dropped:
+                self.dropped[request.request_id] = state
+                session.producer.count_dropped()
+                self._counters["hints_dropped"] += 1
             return False
+        self.dropped.pop(request.request_id, None)
         state.hint(handle)
         self._counters["hints"] += 1
         return True
+
+    def send_dropped(self, session: SchedulerSession, local_blocks: Callable[[Any], int]) -> None:
+        """Send hints that found no room before, as far as there is room now."""
+        sent = 0
+        while self.dropped and sent < RESENT_BLOCKS:
+            name, state = next(iter(self.dropped.items()))
+            if not state.queued:
+                del self.dropped[name]
+            elif self.hint(state, session, local_blocks(state.request)):
+                assert state.handle is not None
+                sent += state.handle.blocks
+                self._counters["hints_resent"] += 1
+            elif name in self.dropped:
+                return
 
     def new_pass(self) -> None:
         """The scheduler begins another pass over its queue."""
@@ -276,6 +298,7 @@ class Claims:
 
     def finish(self, state: RequestState, outcome: Outcome) -> None:
         """Give up the request's hint and answer, if there are any."""
+        self.dropped.pop(state.request.request_id, None)
         self.give_back(state.request.request_id, state.drop(), outcome)
 
     def give_back(self, request_id: str, handle: Handle | None, outcome: Outcome) -> None:

@@ -60,8 +60,11 @@ def checked(
         raise ValueError(f"slots and blocks differ in number: slots={len(slots)} blocks={len(block_ids)}")
     bound = len(session.rows) + (session.device_cache.slots if session.device_cache is not None and not save else 0)
     for name, numbers, end in (("slot", slots, bound), ("block", block_ids, paged.num_blocks)):
-        if numbers and not (min(numbers) >= 0 and max(numbers) < end):
-            raise IndexError(f"{name} is out of bounds: {name}={max(numbers)} least={min(numbers)} end={end}")
+        if numbers:
+            array = np.asarray(numbers)
+            least, most = int(array.min()), int(array.max())
+            if not 0 <= least <= most < end:
+                raise IndexError(f"{name} is out of bounds: {name}={most} least={least} end={end}")
     return Copy(session, slots, block_ids)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.flags import Flag, pack
 from ..shmring.wire.records import (
-    MAX_REQUEST_ID_BYTES,
     Ask,
     Done,
     FlagState,
@@ -23,12 +22,12 @@ from ..shmring.wire.records import (
     encode_ask,
     encode_done,
     encode_hint,
+    hint_bytes,
 )
 from .session import SchedulerSession
 
 # The daemon publishes progress, or takes it back, while we exchange: each try loses against at most one such step.
 _TRIES = 16
-_HEAD_BYTES = 64
 _MINE = (FlagState.HINTED, FlagState.READY, FlagState.CLAIMED, FlagState.EXPIRED)
 
 
@@ -49,13 +48,15 @@ class Handle:
 def push(
     session: SchedulerSession, request: Any, digests: Sequence[bytes], local_blocks: int, now_ns: int
 ) -> Handle | None:
-    """Hint at `digests`: one per block, in order, more than local_blocks. None when there is no flag or no room."""
+    """Hint at `digests`: one per block, in order, more than local_blocks. None when there is no flag or no room.
+
+    Without room the cost does not depend on the number of blocks.
+    """
     hash_bytes = len(digests[0])
-    room = session.producer.max_payload_bytes - _HEAD_BYTES - MAX_REQUEST_ID_BYTES
-    blocks = min(len(digests), session.flags.table_entries, room // hash_bytes)
-    if blocks <= local_blocks:
+    blocks = min(len(digests), session.flags.table_entries)
+    if blocks <= local_blocks or not session.producer.fits(hint_bytes(blocks, hash_bytes, request.request_id)):
         return None
-    taken = session.allocator.take(FlagState.HINTED)
+    taken = session.allocator.take(FlagState.HINTED, blocks)
     if taken is None:
         return None
     index, generation = taken
@@ -70,13 +71,10 @@ def push(
         arrival_ns=now_ns,
         hash_bytes=hash_bytes,
         hashes=memoryview(b"".join(digests if blocks == len(digests) else digests[:blocks])),
+        pages=session.flags.lent(index),
     )
-    if session.producer.push(RecordKind.HINT, *encode_hint(hint)):
-        return Handle(session, index, generation, blocks, local_blocks)
-    # The daemon does not know this flag, so nobody else frees it.
-    session.flags.exchange(index, pack(generation, FlagState.HINTED, 0), pack(generation, FlagState.FREE, 0))
-    session.allocator.give_back(index)
-    return None
+    session.producer.push(RecordKind.HINT, *encode_hint(hint))  # it fits, and nobody else pushes
+    return Handle(session, index, generation, blocks, local_blocks)
 
 
 def look(handle: Handle) -> Flag:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class Loads:
             request_id,
             handle.session.epoch,
             answer.asynchronous,
-            block_ids=list(block_ids[answer.start : stop]),
+            block_ids=array("I", block_ids[answer.start : stop]),
             slots=answer.slots[:count],
         )
         self._orders.append(order)

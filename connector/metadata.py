@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -22,14 +23,14 @@ class KVPrefetchNode(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """Copy staging slot slots[i] of `epoch` into paged block block_ids[i]."""
+    """Copy staging slot slots[i] of `epoch` into paged block block_ids[i]. Both are arrays, which pickle as bytes."""
 
     load_id: int
     request_id: str
     epoch: int
     asynchronous: bool
-    block_ids: list[int]
-    slots: list[int]
+    block_ids: Sequence[int]
+    slots: Sequence[int]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ Other modules read the fields; only the methods below write them, and each asser
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ class Answer:
     start: int
     count: int
     asynchronous: bool
-    slots: list[int]
+    slots: Sequence[int]
 
 
 @dataclass(slots=True)

@@ -110,7 +110,10 @@ class SchedulerSide:
         if session is None or not loadable or not self._config.hint_on_arrival:
             return
         if session.alive(self._now_ns()):
-            self.claims.hint(state, session, self.cache.tokens(request) // self._geometry.block_tokens)
+            self.claims.hint(state, session, self._local_blocks(request))
+
+    def _local_blocks(self, request: Any) -> int:
+        return self.cache.tokens(request) // self._geometry.block_tokens
 
     # --- matching ---------------------------------------------------------------------------------------------------
 
@@ -206,7 +209,9 @@ class SchedulerSide:
         session = self._usable_session()
         while self._answered:
             self.claims.withdraw(self.requests[self._answered.pop()])
-        if session is not None and (self._unsaved or self.saves.left) and session.alive(self._now_ns()):
+        wanted = self._unsaved or self.saves.left or self.claims.dropped
+        if session is not None and wanted and session.alive(self._now_ns()):
+            self.claims.send_dropped(session, self._local_blocks)
             meta.saves.extend(self._plan_saves(session, output))
         self.saves.flush()
 

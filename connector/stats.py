@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 COUNTERS: Mapping[str, str] = {
     "hints": "Hints sent to the daemon",
     "late_hints": "Hints sent only when the scheduler asked for the request",
-    "hints_dropped": "Hints not sent because the ring or the flags were full",
+    "hints_dropped": "Hints not sent at first because the ring or the flags had no room",
+    "hints_resent": "Those sent when there was room again, before the scheduler asked",
     "loads": "Loads dispatched to the workers",
     "load_blocks": "Blocks of the dispatched loads",
     "failed_loads": "Loads that failed on a worker; their blocks are recomputed",

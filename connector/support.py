@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..shmring.wire.attach import HASH_PROBE_TOKENS, Hello, SchedulerInfo, WorkerInfo
-from ..shmring.wire.records import GROUPS, MAX_REQUEST_ID_BYTES, PROTOCOL
+from ..shmring.wire.records import GROUPS, PROTOCOL, hint_bytes
 from .namespace import RankKeys, rank_keys
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def scheduler_hello(vllm_config: VllmConfig, geometry: Geometry, *, reset_timeou
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     wants = SchedulerInfo(
         max_blocks=geometry.max_blocks,
-        max_hint_bytes=geometry.max_blocks * MAX_HASH_BYTES + MAX_REQUEST_ID_BYTES + 64,
+        max_hint_bytes=hint_bytes(geometry.max_blocks, MAX_HASH_BYTES),
         loads=geometry.loads,
         saves=geometry.saves,
         events=publishes_events(vllm_config),

@@ -8,6 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from .copies import Copies, Copy, checked
 from .link import Link
 from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder
@@ -91,7 +93,7 @@ class WorkerSide:
         for session, slots, _ in copies:
             self.counters["load_bytes"] += len(slots) * self.paged.block_bytes
             if session.device_cache is not None and session.device_cache.slots:
-                device = sum(slot >= len(session.rows) for slot in slots)
+                device = int(np.count_nonzero(np.asarray(slots) >= len(session.rows)))
                 self.counters["load_device_bytes"] += device * self.paged.block_bytes
 
     def save(self, meta: KVPrefetchMetadata) -> None:

@@ -5,6 +5,9 @@ generation, so a late writer of an earlier use never wins.  State 0 is FREE; the
 
 Found word and disk word: generation (40 bits) | blocks (24).  A word of an earlier use reads as nothing.
 
+A use of a flag has as many pages of slot table as its blocks need.  The engine chooses them among those of free flags
+and names them in the hint, so a page changes hands only while its flag is FREE.
+
 * SYNC flag: slot table and found word visible with the count.  The daemon writes entries and both words, then exchanges
   the flag word; the engine loads or exchanges the flag word (acquire), then reads no entry beyond the claimed count.
 * SYNC slots: slots read before they are given up.  The engine reads entries and slots, then exchanges the claim away
@@ -21,8 +24,9 @@ check this protocol under a weak memory model and show that each of these orders
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +34,7 @@ import numpy.typing as npt
 
 from ._atomics import Words, fence
 from .errors import SegmentCorrupt
-from .layout import LINE_BYTES, Layout
+from .layout import LINE_BYTES, PAGE_ENTRIES, Layout, pages_of
 
 STATE_BITS, COUNT_BITS = 4, 20
 GENERATION_BITS = 40
@@ -77,15 +81,16 @@ class FlagTable:
     """The flags of one segment, seen from either side."""
 
     def __init__(self, buffer: memoryview, words: Words, layout: Layout) -> None:
-        self.flag_count = layout.flag_count
+        self.flag_count, self.page_count = layout.flag_count, layout.page_count
         self.table_entries = layout.table_entries
         self._slot_bound = layout.slot_bound
         # Only the flag lines: an index out of bounds is an IndexError, never another word.
         self._words = Words(buffer[layout.flags_offset : layout.table_offset], writable=words.writable)
         self._load_acquire = self._words.load_acquire
-        end = layout.table_offset + layout.flag_count * layout.table_entries * 4
-        table: npt.NDArray[np.uint32] = np.frombuffer(buffer[layout.table_offset : end], dtype="<u4")
-        self._table = table.reshape(layout.flag_count, layout.table_entries)
+        end = layout.table_offset + layout.page_count * PAGE_ENTRIES * 4
+        pages: npt.NDArray[np.uint32] = np.frombuffer(buffer[layout.table_offset : end], dtype="<u4")
+        self._pages = pages.reshape(layout.page_count, PAGE_ENTRIES)
+        self._tables: list[Sequence[int]] = [()] * layout.flag_count  # pages of each flag's table
 
     def load(self, index: int) -> int:
         """Return the flag word, by one acquire load. Raises IndexError outside 0..flag_count-1 (here and below)."""
@@ -135,74 +140,102 @@ class FlagTable:
         # SYNC flag: slot table and found word visible with the count
         self._words.store_release(index * _WORDS_PER_LINE + word, generation << _BLOCK_BITS | blocks)
 
+    def lend(self, index: int, pages: Sequence[int]) -> None:
+        """Use these pages, each in 0..page_count-1, as the flag's slot table from now on."""
+        self._tables[index] = pages
+
+    def lent(self, index: int) -> Sequence[int]:
+        """Return the pages of the flag's slot table. Raises IndexError."""
+        if not 0 <= index < self.flag_count:
+            raise IndexError(f"flag outside the slot table: flag={index} max={self.flag_count - 1}")
+        return self._tables[index]
+
     def write_slots(self, index: int, start: int, slots: npt.ArrayLike) -> None:
         """Daemon: write slot numbers from block `start` on, before the exchange that publishes them (SYNC flag)."""
-        entries = np.asarray(slots, dtype=np.uint32)
-        if not (0 <= index < self.flag_count and 0 <= start <= self.table_entries - len(entries)):
+        entries, pages = np.asarray(slots, dtype=np.uint32), self.lent(index)
+        if not 0 <= start <= len(pages) * PAGE_ENTRIES - len(entries):
             raise IndexError(f"entries outside the slot table: flag={index} start={start} entries={len(entries)}")
-        self._table[index, start : start + len(entries)] = entries
+        done = 0
+        while done < len(entries):
+            page, at = divmod(start + done, PAGE_ENTRIES)
+            part = entries[done : done + PAGE_ENTRIES - at]
+            self._pages[pages[page], at : at + len(part)] = part
+            done += len(part)
 
     def move(self, index: int, moves: Iterable[tuple[int, int]]) -> None:
         """Daemon: overwrite published entries with (block, slot); both slots of a block hold its bytes.
 
         A load of the flag word afterwards says whether the engine can still read the earlier slots.
         """
-        if not 0 <= index < self.flag_count:
-            raise IndexError(f"flag outside the slot table: flag={index} max={self.flag_count - 1}")
-        row = self._table[index]
+        pages = self.lent(index)
         # SYNC copy: the copy visible with the entry
         fence()
         for block, slot in moves:
-            row[block] = slot  # one aligned store: a reader sees one slot or the other
+            # One aligned store: a reader sees one slot or the other.
+            self._pages[pages[block // PAGE_ENTRIES], block % PAGE_ENTRIES] = slot
         # SYNC claim: entry and claim cross
         fence()
 
-    def read_slots(self, index: int, start: int, stop: int) -> list[int]:
+    def read_slots(self, index: int, start: int, stop: int) -> array[int]:
         """Engine: return the entries [start, stop), under its claim. Raises SegmentCorrupt for a slot out of bounds."""
-        if not 0 <= index < self.flag_count:
-            raise IndexError(f"flag outside the slot table: flag={index} max={self.flag_count - 1}")
-        if not 0 <= start <= stop <= self.table_entries:
+        pages = self.lent(index)
+        if not 0 <= start <= stop <= len(pages) * PAGE_ENTRIES:
             raise SegmentCorrupt(
-                f"block range outside the slot table: start={start} stop={stop} max={self.table_entries}"
+                f"block range outside the slot table: start={start} stop={stop} max={len(pages) * PAGE_ENTRIES}"
             )
+        first = start // PAGE_ENTRIES
         # SYNC claim: entry and claim cross
         fence()
-        slots: list[int] = self._table[index, start:stop].tolist()
+        entries = self._pages[list(pages[first : pages_of(stop)])].reshape(-1)  # a copy
         # SYNC copy: the copy visible with the entry
         fence()
-        if slots and max(slots) >= self._slot_bound:
-            raise SegmentCorrupt(f"slot number out of bounds: slot={max(slots)} bound={self._slot_bound}")
-        return slots
+        entries = entries[start - first * PAGE_ENTRIES : stop - first * PAGE_ENTRIES]
+        if len(entries) and (highest := int(entries.max())) >= self._slot_bound:
+            raise SegmentCorrupt(f"slot number out of bounds: slot={highest} bound={self._slot_bound}")
+        return array("I", entries.tobytes())
 
 
 class FlagAllocator:
-    """Engine: hands out free flags, each with a new generation. The daemon frees a flag by an exchange to FREE."""
+    """Engine: hands out free flags, each with a new generation and pages. The daemon frees a flag by an exchange."""
 
     def __init__(self, table: FlagTable) -> None:
         self._table = table
         self._free = list(range(table.flag_count - 1, -1, -1))
+        self._pages = list(range(table.page_count - 1, -1, -1))
         self._returning: deque[int] = deque()
 
-    def take(self, state: int) -> tuple[int, int] | None:
-        """Return (index, generation) of a flag now in `state` with count 0; None when no flag is found free.
+    def take(self, state: int, blocks: int) -> tuple[int, int] | None:
+        """Return (index, generation) of a flag now in `state` with count 0 and a slot table for so many blocks.
 
-        It looks only at the 64 flags given back longest ago, so a daemon that frees nothing costs a bounded time.
+        None when no flag or too few pages are found free.  It looks only at the 64 flags given back longest ago, so a
+        daemon that frees nothing costs a bounded time.
         """
-        if not self._free:
-            for _ in range(min(len(self._returning), _LOOKS_PER_TAKE)):
-                index = self._returning.popleft()
-                free = unpack(self._table.load(index)).state == FREE
-                (self._free if free else self._returning).append(index)
-        while self._free:
+        wanted = pages_of(blocks)
+        if not self._free or len(self._pages) < wanted:
+            self._collect()
+        while self._free and len(self._pages) >= wanted:
             index = self._free.pop()
             word = self._table.load(index)
             flag = unpack(word)
             generation = flag.generation % MAX_GENERATION + 1
             if flag.state == FREE and self._table.exchange(index, word, pack(generation, state, 0)):
+                pages = self._pages[len(self._pages) - wanted :]
+                del self._pages[len(self._pages) - wanted :]
+                self._table.lend(index, pages)
                 return index, generation
             self._returning.append(index)
         return None
 
     def give_back(self, index: int) -> None:
-        """Return a flag; `take` hands it out again once the daemon set it FREE."""
+        """Return a flag; `take` hands it and its pages out again once the daemon set it FREE."""
         self._returning.append(index)
+
+    def _collect(self) -> None:
+        for _ in range(min(len(self._returning), _LOOKS_PER_TAKE)):
+            index = self._returning.popleft()
+            if unpack(self._table.load(index)).state == FREE:
+                self._free.append(index)
+                self._pages += self._table.lent(index)
+                self._table.lend(index, ())
+            else:
+                self._returning.append(index)

@@ -10,7 +10,7 @@
     +------------------------------------------------------------------------------------+
     | completion flags     flag_count lines of 64 bytes: flag, found and disk word      |   both, by compare-and-swap
     +------------------------------------------------------------------------------------+
-    | slot tables          flag_count x table_entries x uint32                          |   daemon writes, engine reads
+    | slot tables          page_count pages of 256 x uint32, lent to flags in use       |   daemon writes, engine reads
     +------------------------------------------------------------------------------------+
     | credits              credit_entries x uint32, a power of two                      |   daemon writes, engine reads
     +------------------------------------------------------------------------------------+
@@ -28,10 +28,11 @@ from dataclasses import dataclass
 from .errors import SegmentCorrupt
 
 MAGIC = int.from_bytes(b"KVPRING1", "little")
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 LINE_BYTES = 64
 HEADER_BYTES = 4096
 HOT_OFFSET = 512
+PAGE_ENTRIES = 256  # of a slot table
 MAX_TOTAL_BYTES = 1 << 36
 
 _GEOMETRY = struct.Struct("<11Q")
@@ -51,19 +52,21 @@ class Line(enum.IntEnum):
     PRODUCER_GONE = TAIL + 64  # daemon's watching loop -> daemon, stat: 1 after the engine's end of file
     CREDITS_GRANTED = TAIL + 72  # daemon -> engine: slots ever granted for saves
     CREDITS_TAKEN = TAIL + 80  # engine -> stat: slots ever taken
-    HINTS_DROPPED = TAIL + 88  # engine -> daemon, stat: hints not pushed (ring or flags full)
+    HINTS_DROPPED = TAIL + 88  # engine -> daemon, stat: hints that found no room (flags, pages, ring)
 
 
 @dataclass(frozen=True)
 class Layout:
     """Sizes of one control segment, and the offsets that follow from them.
 
-    `ring_bytes` and `credit_entries` are powers of two.  `table_entries` bounds the staged blocks of one request.
+    `ring_bytes` and `credit_entries` are powers of two.  The slot tables of all flags share `page_count` pages of
+    PAGE_ENTRIES; `table_entries` bounds the staged blocks of one request.
     Slots [0, slot_count) lie in host memory, slots [slot_count, slot_bound) in device memory.
     """
 
     ring_bytes: int
     flag_count: int
+    page_count: int
     table_entries: int
     credit_entries: int
     slot_count: int
@@ -74,6 +77,7 @@ class Layout:
         for name, value, low, high in (
             ("ring_bytes", self.ring_bytes, 4096, 1 << 30),
             ("flag_count", self.flag_count, 1, 1 << 20),
+            ("page_count", self.page_count, 1, 1 << 26),
             ("table_entries", self.table_entries, 1, (1 << 20) - 1),
             ("credit_entries", self.credit_entries, 1, 1 << 24),
             ("slot_count", self.slot_count, 1, (1 << 32) - 1),
@@ -106,7 +110,7 @@ class Layout:
 
     @property
     def credits_offset(self) -> int:
-        return _round_up(self.table_offset + self.flag_count * self.table_entries * 4, LINE_BYTES)
+        return _round_up(self.table_offset + self.page_count * PAGE_ENTRIES * 4, LINE_BYTES)
 
     @property
     def total_bytes(self) -> int:
@@ -114,9 +118,9 @@ class Layout:
 
     def write(self, buffer: memoryview) -> None:
         """Write magic and geometry into the header, before anybody else can see the segment."""
-        sizes = (self.ring_bytes, self.flag_count, self.table_entries, self.credit_entries)
+        sizes = (self.ring_bytes, self.flag_count, self.page_count, self.table_entries, self.credit_entries)
         slots = (self.slot_count, self.device_slots)
-        _GEOMETRY.pack_into(buffer, 0, MAGIC, LAYOUT_VERSION, self.total_bytes, self.epoch, *sizes, *slots, 0)
+        _GEOMETRY.pack_into(buffer, 0, MAGIC, LAYOUT_VERSION, self.total_bytes, self.epoch, *sizes, *slots)
 
     @classmethod
     def read(cls, buffer: memoryview) -> Layout:
@@ -124,13 +128,13 @@ class Layout:
         if len(buffer) < HEADER_BYTES:
             raise SegmentCorrupt(f"segment is shorter than its header: bytes={len(buffer)} header={HEADER_BYTES}")
         geometry = _GEOMETRY.unpack_from(buffer, 0)
-        magic, version, total, epoch, ring, flags, entries, credit_entries, slots, device_slots, _ = geometry
+        magic, version, total, epoch, ring, flags, pages, entries, credit_entries, slots, device_slots = geometry
         if magic != MAGIC:
             raise SegmentCorrupt(f"not a kvprefetch segment: magic={magic:#x} expected={MAGIC:#x}")
         if version != LAYOUT_VERSION:
             raise SegmentCorrupt(f"layout version differs: version={version} expected={LAYOUT_VERSION}")
         try:
-            layout = cls(ring, flags, entries, credit_entries, slots, epoch, device_slots)
+            layout = cls(ring, flags, pages, entries, credit_entries, slots, epoch, device_slots)
         except ValueError as error:
             raise SegmentCorrupt(f"geometry out of bounds: {error}") from None
         if total != layout.total_bytes or total > len(buffer):
@@ -138,6 +142,11 @@ class Layout:
                 f"size differs: total_bytes={total} computed={layout.total_bytes} mapped={len(buffer)}"
             )
         return layout
+
+
+def pages_of(blocks: int) -> int:
+    """Return how many pages a slot table of so many blocks takes."""
+    return -(-blocks // PAGE_ENTRIES)
 
 
 def _round_up(value: int, to: int) -> int:

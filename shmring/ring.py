@@ -88,16 +88,8 @@ class Producer:
         position = tail & self._mask
         to_end = self._capacity - position
         total = need if need <= to_end else to_end + need
-        if tail + total - self._head > self._capacity:
-            # SYNC head: record space free in push
-            self._head = self._load_acquire(_HEAD)
-            used = tail - self._head
-            if not 0 <= used <= self._capacity:
-                raise SegmentCorrupt(
-                    f"ring head is impossible: head={self._head} tail={tail} capacity={self._capacity}"
-                )
-            if used + total > self._capacity:
-                return False
+        if tail + total - self._head > self._capacity and not self._has_room(total):
+            return False
         ring = self._ring
         if need > to_end:
             _pack_header(ring, position, 0, PADDING, tail)
@@ -115,6 +107,22 @@ class Producer:
         if self._publish(_TAIL, tail, _SLEEPING):
             self._ring_bell()
         return True
+
+    def fits(self, length: int) -> bool:
+        """Return whether a record of so many bytes can be pushed now. Raises SegmentCorrupt for an impossible head."""
+        need = length + _ROUND & -ALIGN
+        to_end = self._capacity - (self._tail & self._mask)
+        return length <= self.max_payload_bytes and self._has_room(need if need <= to_end else to_end + need)
+
+    def _has_room(self, total: int) -> bool:
+        # SYNC head: record space free in push
+        self._head = self._load_acquire(_HEAD)
+        used = self._tail - self._head
+        if not 0 <= used <= self._capacity:
+            raise SegmentCorrupt(
+                f"ring head is impossible: head={self._head} tail={self._tail} capacity={self._capacity}"
+            )
+        return used + total <= self._capacity
 
 
 class Consumer:

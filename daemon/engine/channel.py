@@ -34,6 +34,8 @@ class Channel:
         self.table = FlagTable(segment.buffer, self.words, layout)
         self.credits = CreditGranter(segment.buffer, self.words, layout)
         self.liveness = Liveness(self.words, consumer=True)
+        self._lent: dict[Key, Sequence[int]] = {}  # pages of requests that have not ended
+        self._pages_in_use: set[int] = set()
 
     def close(self) -> None:
         del self.ring, self.table, self.credits, self.liveness
@@ -57,10 +59,11 @@ class Channel:
 
     def expire(self, key: Key) -> bool:
         """End an unclaimed flag; False if the engine had it first."""
-        return self._move(key, UNCLAIMED, pack(key[1], FlagState.EXPIRED, 0))
+        return self._move(key, UNCLAIMED, pack(key[1], FlagState.EXPIRED, 0)) and self._end(key)
 
     def free(self, key: Key) -> bool:
-        """RELEASED or CANCELLED -> FREE: nothing of it is pinned any more."""
+        """RELEASED or CANCELLED -> FREE: nothing of it is pinned any more, nor will any entry be written."""
+        self._end(key)
         return self._move(key, GIVEN_UP, pack(key[1], FlagState.FREE, 0))
 
     def move(self, move: Move) -> bool:
@@ -91,11 +94,28 @@ class Channel:
 
     def check_hint(self, hint: Hint) -> None:
         """Raise ProtocolError for a hint that names what the segment does not have."""
-        if hint.flag >= self.layout.flag_count or hint.blocks > self.layout.table_entries:
+        layout, page = self.layout, max(hint.pages)
+        if hint.flag >= layout.flag_count or hint.blocks > layout.table_entries or page >= layout.page_count:
             raise ProtocolError(
-                f"hint out of bounds: flag={hint.flag} max={self.layout.flag_count - 1} "
-                f"blocks={hint.blocks} max={self.layout.table_entries}"
+                f"hint out of bounds: flag={hint.flag} max={layout.flag_count - 1} blocks={hint.blocks} "
+                f"max={layout.table_entries} page={page} max={layout.page_count - 1}"
             )
+
+    def lend(self, hint: Hint) -> None:
+        """Use the pages of a checked hint as its slot table. Raises ProtocolError for a page that is in use.
+
+        Each page belongs to one request, so an engine's requests have no more blocks than its segment has entries.
+        """
+        if len(set(hint.pages)) < len(hint.pages) or not self._pages_in_use.isdisjoint(hint.pages):
+            raise ProtocolError(f"hint names a page twice, or another request's: flag={hint.flag} blocks={hint.blocks}")
+        self._lent[hint.flag, hint.generation] = hint.pages
+        self._pages_in_use.update(hint.pages)
+        self.table.lend(hint.flag, hint.pages)
+
+    def _end(self, key: Key) -> bool:
+        """Take the pages back: the request has ended."""
+        self._pages_in_use.difference_update(self._lent.pop(key, ()))
+        return True
 
     def check_done(self, done: Done) -> None:
         """Raise ProtocolError for an end that names what the segment does not have."""

@@ -162,6 +162,7 @@ class Epoch(EpochCalls):
             raise ProtocolError(f"hint for another use of the flag: flag={hint.flag} generation={hint.generation}")
         if len(known) >= most:
             raise ProtocolError(f"more hints than flags: hints={len(known)} max={most}")
+        self.channel.lend(hint)
         self.counters.hints += 1
         now = self._services.clock_ns()
         hashes = bytes(hint.hashes)

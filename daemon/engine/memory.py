@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ...shmring.doorbell import Doorbell
 from ...shmring.errors import DeviceError, SegmentError
 from ...shmring.gpu.calls import calls
-from ...shmring.layout import Layout, power_of_two_at_least
+from ...shmring.layout import PAGE_ENTRIES, Layout, pages_of, power_of_two_at_least
 from ...shmring.segment import Segment
 from ...shmring.wire.attach import SchedulerInfo, WorkerInfo
 from ...shmring.wire.checks import Fingerprint
@@ -24,7 +24,10 @@ from ..work.pools import Pools
 from .device import DeviceStaging
 from .staging import HostStaging, slots_for
 
-MAX_TABLE_BYTES = 16 << 20
+FLAGS = 1024  # requests of an engine that are hinted at a time
+# Slot tables of all of them together: no more than they can need, and room for at least this many of the longest.
+TABLE_BYTES = 16 << 20
+LONGEST = 16
 # A control segment of an engine's choice: this much is always allowed, and beyond it a quarter of `staging`.
 CONTROL_BYTES = 64 << 20
 
@@ -98,10 +101,11 @@ class EngineMemory:
             wants, block_bytes = engine.scheduler, engine.block_bytes
             slots = slots_for(config.staging, block_bytes)
             save_slots = min(slots - 1, max(1, int(slots * config.save_share))) if wants.saves else 0
-            flag_count = max(16, min(1024, MAX_TABLE_BYTES // (4 * wants.max_blocks)))
+            longest = pages_of(wants.max_blocks)
+            page_count = max(LONGEST * longest, min(FLAGS * longest, TABLE_BYTES // (4 * PAGE_ENTRIES)))
             ring_bytes = power_of_two_at_least(4 * wants.max_hint_bytes)
             most = max(CONTROL_BYTES, config.staging // 4)
-            if (wanted := ring_bytes + 4 * flag_count * wants.max_blocks) > most:
+            if (wanted := ring_bytes + 4 * page_count * PAGE_ENTRIES) > most:
                 raise SegmentError(
                     f"max_hint_bytes, max_blocks: the control segment would be too large: "
                     f"max_hint_bytes={wants.max_hint_bytes} max_blocks={wants.max_blocks} control={whole_mib(wanted)} "
@@ -110,7 +114,8 @@ class EngineMemory:
                 )
             layout = Layout(
                 ring_bytes=max(config.hint_ring, ring_bytes),
-                flag_count=flag_count,
+                flag_count=FLAGS,
+                page_count=page_count,
                 table_entries=wants.max_blocks,
                 credit_entries=power_of_two_at_least(max(1, save_slots)),
                 slot_count=slots,

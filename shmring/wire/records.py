@@ -14,7 +14,6 @@ Flag states, and which side may make each transition (a compare-and-swap with th
     engine   HINTED | READY -> CANCELLED             the request needs no blocks any more
     daemon   HINTED | READY -> EXPIRED               void: the engine's weights change
     engine   EXPIRED -> FREE                         seen
-    engine   HINTED -> FREE                          the ring was full, the hint was never pushed
     daemon   RELEASED | CANCELLED -> FREE            unpinned
 """
 
@@ -22,9 +21,12 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-PROTOCOL = 7
+from ..layout import pages_of
+
+PROTOCOL = 8
 MAX_REQUEST_ID_BYTES = 512
 GROUPS = 1  # KV-cache groups of one engine that are served
 
@@ -83,7 +85,8 @@ _SAVED = struct.Struct("<BBHBxxxIxxxxQQ")
 class Hint(NamedTuple):
     """A request arrived: `hashes` holds `blocks` raw digests of `hash_bytes`, one per block of tokens, in order.
 
-    Blocks [0, local_blocks) were in the engine's own prefix cache. Times are CLOCK_MONOTONIC nanoseconds.
+    Blocks [0, local_blocks) were in the engine's own prefix cache. Times are CLOCK_MONOTONIC nanoseconds. `pages` of
+    the segment are the flag's slot table, as many as `blocks` need.
     """
 
     flag: int
@@ -96,6 +99,7 @@ class Hint(NamedTuple):
     arrival_ns: int
     hash_bytes: int
     hashes: memoryview
+    pages: Sequence[int]
 
     def digest(self, block: int) -> bytes:
         start = block * self.hash_bytes
@@ -138,14 +142,20 @@ class Saved(NamedTuple):
     hashes: list[bytes]
 
 
-def encode_hint(hint: Hint) -> tuple[bytes, bytes, memoryview]:
+def hint_bytes(blocks: int, hash_bytes: int, request_id: str | None = None) -> int:
+    """Return the size of a HINT record's payload; without an id its bound."""
+    id_bytes = MAX_REQUEST_ID_BYTES if request_id is None else len(request_id.encode(errors="replace"))
+    return _HINT.size + min(id_bytes, MAX_REQUEST_ID_BYTES) + 4 * pages_of(blocks) + blocks * hash_bytes
+
+
+def encode_hint(hint: Hint) -> tuple[bytes, bytes, bytes, memoryview]:
     """Return the parts of a HINT record, in order; the hashes are not copied."""
-    flag, generation, name, blocks, local, priority, tokens, arrival, hash_bytes, hashes = hint
+    flag, generation, name, blocks, local, priority, tokens, arrival, hash_bytes, hashes, pages = hint
     request_id = name.encode(errors="replace")[:MAX_REQUEST_ID_BYTES]
     priority = max(-(1 << 31), min((1 << 31) - 1, priority))
     size = len(request_id)
     head = _HINT.pack(PROTOCOL, GROUPS, hash_bytes, size, flag, blocks, local, priority, tokens, generation, arrival)
-    return head, request_id, hashes
+    return head, request_id, struct.pack(f"<{len(pages)}I", *pages), hashes
 
 
 def decode_hint(payload: memoryview) -> Hint:
@@ -153,14 +163,17 @@ def decode_hint(payload: memoryview) -> Hint:
     fields = _unpack(_HINT, payload)
     _, groups, hash_bytes, id_bytes, flag, blocks, local, priority, tokens, generation, arrival = fields
     _check_groups(groups)
-    wanted = _HINT.size + id_bytes + blocks * hash_bytes
+    pages_at = _HINT.size + id_bytes
+    hashes_at = pages_at + 4 * pages_of(blocks)
+    wanted = hashes_at + blocks * hash_bytes
     if not 1 <= hash_bytes <= 64 or len(payload) != wanted or id_bytes > MAX_REQUEST_ID_BYTES:
         raise ProtocolError(f"hint size differs: bytes={len(payload)} expected={wanted} hash_bytes={hash_bytes}")
     if local > blocks or blocks == 0:
         raise ProtocolError(f"local_blocks out of bounds: local_blocks={local} blocks={blocks}")
-    name = bytes(payload[_HINT.size : _HINT.size + id_bytes]).decode(errors="replace")
-    hashes = payload[_HINT.size + id_bytes :]
-    return Hint(flag, generation, name, blocks, local, priority, tokens, arrival, hash_bytes, hashes)
+    name = bytes(payload[_HINT.size : pages_at]).decode(errors="replace")
+    pages = struct.unpack_from(f"<{pages_of(blocks)}I", payload, pages_at)
+    hashes = payload[hashes_at:]
+    return Hint(flag, generation, name, blocks, local, priority, tokens, arrival, hash_bytes, hashes, pages)
 
 
 def encode_ask(ask: Ask) -> bytes:

@@ -57,7 +57,7 @@ class FakeDaemon:
         self, clock: Clock, *, epoch: int = 1, flags: int = 16, slots: int = 64, ring: int = 1 << 16, entries: int = 64
     ) -> None:
         self.clock = clock
-        self.layout = Layout(ring, flags, entries, 64, slots, epoch)
+        self.layout = Layout(ring, flags, flags, entries, 64, slots, epoch)
         self.segment = Segment.create(self.layout.total_bytes)
         self.layout.write(self.segment.buffer)
         self.words = Words(self.segment.buffer)
@@ -100,6 +100,7 @@ class FakeDaemon:
         while (record := self.ring.peek()) is not None:
             if record.kind == RecordKind.HINT:
                 hint = records.decode_hint(record.payload)
+                self.flags.lend(hint.flag, hint.pages)
                 self.hints.append(hint._replace(hashes=memoryview(bytes(hint.hashes))))
             elif record.kind == RecordKind.ASK:
                 self.asks.append(records.decode_ask(record.payload))

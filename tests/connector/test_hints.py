@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvprefetch.connector import claims
 from kvprefetch.connector.claims import MAX_LATE_HINTS
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.wire.records import FlagState, Outcome
@@ -107,7 +108,7 @@ def test_what_is_taken_back_is_pending_again_under_the_same_hint() -> None:
         assert engine.match(request) == (3 * BLOCK, False)
         engine.step()
     engine.take(request, 3 * BLOCK)
-    assert engine.step([(request, 4 * BLOCK)]).loads[0].slots == [1, 2, 3]
+    assert list(engine.step([(request, 4 * BLOCK)]).loads[0].slots) == [1, 2, 3]
     engine.daemon.drain()
     assert (len(engine.daemon.hints), len(engine.daemon.asks)) == (1, 1)
 
@@ -153,6 +154,45 @@ def test_without_flags_a_request_waits_no_longer_than_its_deadline() -> None:
     assert engine.match(second) == PENDING
     engine.clock.advance_ms(101)
     assert engine.match(second) == NOTHING
+
+
+def test_a_dropped_hint_is_sent_again_when_there_is_room_before_the_scheduler_asks() -> None:
+    """Oldest first, with what is local by then, and not for requests that ended or that became all local."""
+    engine = Engine(ring=4096)
+    fill = [engine.add(f"fill{i}", 40 * BLOCK) for i in range(3)]
+    lost = [engine.add(f"lost{i}", 40 * BLOCK) for i in range(5)]
+    names = [request.request_id for request in lost]
+    engine.step()
+    assert engine.side.counters["hints_dropped"] == 5, "a second try is no second loss"
+    engine.side.finished(lost[1])
+    engine.cache.hits |= {"lost2": 40 * BLOCK, "lost3": 2 * BLOCK}
+    for _ in range(3):
+        engine.daemon.drain()
+        engine.step()
+    engine.daemon.drain()
+    hints = {hint.request_id: hint.local_blocks for hint in engine.daemon.hints if hint.request_id in names}
+    assert list(hints.items()) == [("lost0", 0), ("lost3", 2), ("lost4", 0)]
+    assert engine.side.counters["hints_resent"] == 3
+    assert engine.side.counters["late_hints"] == 0
+    for request in (*fill, lost[0], *lost[2:]):
+        engine.side.finished(request)
+    assert not engine.side.claims.dropped
+
+
+def test_long_prompts_that_found_no_room_are_sent_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sending a hint costs the engine's thread time by its blocks."""
+    monkeypatch.setattr(claims, "RESENT_BLOCKS", 50)
+    engine = Engine(flags=5)
+    requests = [engine.add(f"r{i}", 31 * BLOCK) for i in range(10)]
+    for request in requests[:5]:
+        engine.side.finished(request)
+    engine.daemon.drain()
+    engine.daemon.free()
+    sent = []
+    for _ in range(3):
+        engine.step()
+        sent.append(engine.side.counters["hints_resent"])
+    assert sent == [2, 4, 5]
 
 
 def test_a_preempted_request_waits_anew_and_once() -> None:

@@ -29,7 +29,7 @@ def test_slots_are_read_under_the_claim() -> None:
     flags.exchange = moved_before  # type: ignore[method-assign]
     engine.take(request, 3 * BLOCK)
     (order,) = engine.step([(request, 5)]).loads
-    assert order.slots == [9, 20, 7]
+    assert list(order.slots) == [9, 20, 7]
 
 
 def test_a_slot_out_of_bounds_under_the_claim_detaches() -> None:
@@ -56,7 +56,7 @@ def test_pending_then_ready_then_loaded() -> None:
     ids = engine.take(request, 3 * BLOCK)
     meta = engine.step([(request, 5)])
     (load,) = meta.loads
-    assert (load.block_ids, load.slots, load.asynchronous) == (ids[1:4], [9, 3, 7], False)
+    assert (list(load.block_ids), list(load.slots), load.asynchronous) == (ids[1:4], [9, 3, 7], False)
     assert meta.live_epochs == (1,)
     assert engine.side.has_pending_work()
     engine.acknowledge(meta, ranks=1)
@@ -126,7 +126,7 @@ def test_the_local_hit_may_grow_while_waiting() -> None:
     assert engine.match(request, 3 * BLOCK) == (BLOCK, False)
     ids = engine.allocate(request, BLOCK, local=3 * BLOCK)
     (load,) = engine.step().loads
-    assert (load.block_ids, load.slots) == ([ids[3]], [4])
+    assert (list(load.block_ids), list(load.slots)) == ([ids[3]], [4])
 
 
 def test_at_the_deadline_the_ready_prefix_is_taken() -> None:
@@ -168,7 +168,7 @@ def test_a_claim_after_a_taking_back_fails_or_reads_the_new_slots(again: bool) -
         assert engine.daemon.flag("r") == (1, FlagState.HINTED, 0)
         return
     engine.take(request, 3 * BLOCK)
-    assert engine.step([(request, 4 * BLOCK)]).loads[0].slots == [1, 2, 3]
+    assert list(engine.step([(request, 4 * BLOCK)]).loads[0].slots) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -216,7 +216,7 @@ def test_a_preempted_request_gets_a_new_handle() -> None:
     assert engine.match(request, 0) == (5 * BLOCK, False)
     engine.allocate(request, 5 * BLOCK)
     second = engine.step([(request, 1)])
-    assert second.loads[0].slots == [20, 21, 22, 23, 24]
+    assert list(second.loads[0].slots) == [20, 21, 22, 23, 24]
     engine.acknowledge(meta)
     assert engine.daemon.flags.flag(first.flag).state == FlagState.RELEASED
     assert engine.daemon.flags.flag(again.flag).state == FlagState.CLAIMED

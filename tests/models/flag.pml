@@ -12,6 +12,9 @@
  * Where a mutation takes an order away, the other order is a choice.  A wrong guess of a later load's value is no execution
  * (`pruned`).
  *
+ * The slot table is the pages that the engine lent to this use.  They change hands while the flag is FREE and no other way, so one
+ * table per flag stands for them.
+ *
  * Checked: until the engine gives it up, a claimed block is the hinted block of this generation (so: no claim of a slot that was
  * taken back, no stale slot table, even with an equal flag word, no slot reused under a claim); transitions out of CLAIMED never
  * fail; `found` belongs to this use; the flag always comes back (an invalid end state otherwise).  The daemon writes the disk word
@@ -272,11 +275,6 @@ active proctype engine()
     do
     :: generation == GENERATIONS -> break
     :: else ->
-again:
-        if
-        :: generation == GENERATIONS -> break
-        :: else
-        fi;
         /* take */
 #ifdef M_TAKE_SWAP
         flag = WORD(generation + 1, HINTED, 0);
@@ -284,12 +282,7 @@ again:
         atomic { flag == WORD(generation, FREE, 0) && !locked -> flag = WORD(generation + 1, HINTED, 0) };
 #endif
         generation++;
-        if
-        :: ring ! HINT, generation
-        :: true -> /* the ring was full: nobody heard of it, so the engine takes it back itself */
-            flag = WORD(generation, FREE, 0);
-            goto again
-        fi;
+        ring ! HINT, generation; /* the engine takes a flag only when the ring has room */
 poll:
         /* SYNC flag: slot table and found word visible with the count (acquire load) */
         atomic {

@@ -48,8 +48,8 @@ class Control:
 
 def small_layout(**changes: int) -> Layout:
     """A layout with small parts, so that wraps and limits are near."""
-    sizes = {"ring_bytes": 4096, "flag_count": 4, "table_entries": 8, "credit_entries": 8, "slot_count": 100}
-    return Layout(**{**sizes, "epoch": 7, **changes})
+    sizes = {"ring_bytes": 4096, "flag_count": 4, "page_count": 4, "table_entries": 8, "credit_entries": 8}
+    return Layout(**{**sizes, "slot_count": 100, "epoch": 7, **changes})
 
 
 @pytest.fixture

@@ -12,16 +12,20 @@ from kvprefetch.shmring import flags
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.flags import FREE, MAX_COUNT, MAX_GENERATION, Flag, FlagAllocator, FlagTable, pack, unpack
-from kvprefetch.shmring.layout import LINE_BYTES
+from kvprefetch.shmring.layout import LINE_BYTES, PAGE_ENTRIES
 
-from .conftest import Control
+from .conftest import Control, small_layout
 
 HINTED, READY, CLAIMED, RELEASED = 1, 2, 3, 4
 Make = Callable[..., Control]
 
 
 def table_of(control: Control) -> FlagTable:
-    return FlagTable(control.buffer, control.words, control.layout)
+    """Flags with a page each."""
+    table = FlagTable(control.buffer, control.words, control.layout)
+    for index in range(table.flag_count):
+        table.lend(index, [index % table.page_count])
+    return table
 
 
 @given(st.integers(0, (1 << 64) - 1))
@@ -70,15 +74,15 @@ def test_slots_come_out_as_they_went_in(make: Make) -> None:
     daemon, engine = table_of(control), table_of(control)
     daemon.write_slots(2, 0, [7, 8])
     daemon.write_slots(2, 2, [99, 100, 102])
-    assert engine.read_slots(2, 0, 5) == [7, 8, 99, 100, 102], "device slots have the numbers behind the host's"
-    assert engine.read_slots(2, 1, 1) == []
-    assert engine.read_slots(1, 0, 8) == [0] * 8
+    assert list(engine.read_slots(2, 0, 5)) == [7, 8, 99, 100, 102], "device slots have the numbers behind the host's"
+    assert not engine.read_slots(2, 1, 1)
+    assert list(engine.read_slots(1, 0, 8)) == [0] * 8
     daemon.write_slots(2, 4, [103])
     with pytest.raises(SegmentCorrupt, match="slot=103 bound=103"):
         engine.read_slots(2, 0, 5)
 
 
-@pytest.mark.parametrize(("start", "count"), [(-1, 1), (8, 1), (0, 9), (7, 2)])
+@pytest.mark.parametrize(("start", "count"), [(-1, 1), (256, 1), (0, 257), (255, 2)])
 def test_slots_outside_the_table_are_not_written(make: Make, start: int, count: int) -> None:
     control = make()
     before = bytes(control.buffer)
@@ -87,7 +91,7 @@ def test_slots_outside_the_table_are_not_written(make: Make, start: int, count: 
     assert bytes(control.buffer) == before
 
 
-@pytest.mark.parametrize(("start", "stop"), [(-1, 1), (0, 9), (2, 1), (0, MAX_COUNT)])
+@pytest.mark.parametrize(("start", "stop"), [(-1, 1), (0, 257), (2, 1), (0, MAX_COUNT)])
 def test_a_count_beyond_the_table_is_corruption_and_not_read(make: Make, start: int, stop: int) -> None:
     with pytest.raises(SegmentCorrupt, match="outside the slot table"):
         table_of(make()).read_slots(0, start, stop)
@@ -97,11 +101,11 @@ def test_moved_blocks_have_their_new_slots_and_the_others_their_old(make: Make) 
     table = table_of(make(device_slots=4))
     table.write_slots(2, 0, [7, 8, 9])
     table.move(2, [(0, 101), (2, 103)])
-    assert table.read_slots(2, 0, 3) == [101, 8, 103]
+    assert list(table.read_slots(2, 0, 3)) == [101, 8, 103]
     table.move(2, [(2, 9)])
-    assert table.read_slots(2, 0, 3) == [101, 8, 9]
+    assert list(table.read_slots(2, 0, 3)) == [101, 8, 9]
     with pytest.raises(IndexError):
-        table.move(2, [(8, 1)])
+        table.move(2, [(256, 1)])
 
 
 def test_entries_are_read_behind_one_fence_and_written_between_two(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +119,64 @@ def test_entries_are_read_behind_one_fence_and_written_between_two(make: Make, m
     table.move(0, [(0, 5), (1, 6)])
     assert steps == [[1, 2], [5, 6]]
     monkeypatch.setattr(flags, "fence", lambda: entries.__setitem__(0, 9))
-    assert table.read_slots(0, 0, 2) == [9, 6]
+    assert list(table.read_slots(0, 0, 2)) == [9, 6]
+
+
+def test_a_table_of_several_pages_reads_as_one(make: Make) -> None:
+    """Entries cross pages that lie anywhere, written in any parts and moved; no other page changes."""
+    control = make(page_count=9, slot_count=10_000)
+    daemon, engine = table_of(control), table_of(control)
+    for table in (daemon, engine):
+        table.lend(1, (7, 2, 5))
+    slots = [1000 + block for block in range(3 * PAGE_ENTRIES)]
+    for start, stop in ((0, 3), (3, 300), (300, 301), (301, 3 * PAGE_ENTRIES)):
+        daemon.write_slots(1, start, slots[start:stop])
+    daemon.move(1, [(255, 8), (256, 9), (767, 6)])
+    slots[255], slots[256], slots[767] = 8, 9, 6
+    for start, stop in ((0, 768), (255, 257), (256, 512), (300, 300), (511, 768)):
+        assert list(engine.read_slots(1, start, stop)) == slots[start:stop]
+    for page in set(range(9)) - {7, 2, 5}:
+        engine.lend(0, [page])
+        assert not any(engine.read_slots(0, 0, PAGE_ENTRIES))
+
+
+def test_flags_in_use_share_no_page_and_long_requests_leave_flags_to_short_ones(make: Make) -> None:
+    """A table is as long as its request; a page goes to another flag only after the daemon freed the first one."""
+    table = table_of(make(page_count=6))
+    allocator = FlagAllocator(table)
+    long, short = allocator.take(HINTED, 4 * PAGE_ENTRIES), allocator.take(HINTED, PAGE_ENTRIES)
+    assert long is not None
+    assert short is not None
+    assert len({*table.lent(long[0]), *table.lent(short[0])}) == 5
+    assert allocator.take(HINTED, PAGE_ENTRIES + 1) is None, "one page is left"
+    allocator.give_back(long[0])
+    assert allocator.take(HINTED, PAGE_ENTRIES + 1) is None, "the daemon may still write the table"
+    table.exchange(long[0], pack(1, HINTED, 0), pack(1, FREE, 0))
+    again = allocator.take(HINTED, PAGE_ENTRIES + 1)
+    assert again is not None
+    assert set(table.lent(again[0])).isdisjoint(table.lent(short[0]))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 5 * PAGE_ENTRIES)), max_size=60))
+def test_no_page_is_lent_twice_and_none_is_lost(steps: list[tuple[bool, int]]) -> None:
+    control = Control(small_layout(page_count=8))
+    table = FlagTable(control.buffer, control.words, control.layout)
+    allocator = FlagAllocator(table)
+    held: list[tuple[int, int]] = []
+    for take, blocks in steps:
+        if take and (taken := allocator.take(HINTED, blocks)) is not None:
+            held.append(taken)
+        elif not take and held:
+            index, generation = held.pop(blocks % len(held))
+            table.exchange(index, pack(generation, HINTED, 0), pack(generation, FREE, 0))
+            allocator.give_back(index)
+        pages = [page for index, _ in held for page in table.lent(index)]
+        assert len(set(pages)) == len(pages)
+    for index, generation in held:
+        table.exchange(index, pack(generation, HINTED, 0), pack(generation, FREE, 0))
+        allocator.give_back(index)
+    assert allocator.take(HINTED, 8 * PAGE_ENTRIES) is not None
+    control.close()
 
 
 @pytest.mark.parametrize(("name", "unknown"), [("found", 0), ("disk", None)])
@@ -172,7 +233,7 @@ def test_every_use_of_a_flag_has_a_new_generation(make: Make) -> None:
     allocator = FlagAllocator(table)
     seen = set()
     for _ in range(40):
-        taken = allocator.take(HINTED)
+        taken = allocator.take(HINTED, 1)
         assert taken is not None
         assert taken not in seen
         seen.add(taken)
@@ -185,28 +246,28 @@ def test_every_use_of_a_flag_has_a_new_generation(make: Make) -> None:
 def test_the_generation_after_the_last_is_the_first(make: Make) -> None:
     table = table_of(make(flag_count=1))
     table.exchange(0, 0, pack(MAX_GENERATION, FREE, 0))
-    assert FlagAllocator(table).take(HINTED) == (0, 1)
+    assert FlagAllocator(table).take(HINTED, 1) == (0, 1)
 
 
 def test_without_a_free_flag_there_is_none_to_take_until_the_daemon_frees_one(make: Make) -> None:
     table = table_of(make())
     allocator = FlagAllocator(table)
-    taken = [allocator.take(HINTED) for _ in range(5)]
+    taken = [allocator.take(HINTED, 1) for _ in range(5)]
     assert taken[4] is None
     assert taken[2] is not None
     index, generation = taken[2]
     table.exchange(index, pack(generation, HINTED, 0), pack(generation, RELEASED, 0))
     allocator.give_back(index)
-    assert allocator.take(HINTED) is None
+    assert allocator.take(HINTED, 1) is None
     table.exchange(index, pack(generation, RELEASED, 0), pack(generation, FREE, 0))
-    assert allocator.take(HINTED) == (index, generation + 1)
+    assert allocator.take(HINTED, 1) == (index, generation + 1)
 
 
 def test_looking_for_a_free_flag_costs_a_bounded_time_however_many_are_out(make: Make) -> None:
-    table = table_of(make(flag_count=1000))
+    table = table_of(make(flag_count=1000, page_count=1000))
     allocator = FlagAllocator(table)
     for _ in range(1000):
-        taken = allocator.take(HINTED)
+        taken = allocator.take(HINTED, 1)
         assert taken is not None
         allocator.give_back(taken[0])
     looks = 0
@@ -218,19 +279,19 @@ def test_looking_for_a_free_flag_costs_a_bounded_time_however_many_are_out(make:
         return load(index)
 
     table.load = counted  # type: ignore[method-assign]
-    assert allocator.take(HINTED) is None
+    assert allocator.take(HINTED, 1) is None
     assert looks <= 64
     word = load(500)
     table.exchange(500, word, pack(unpack(word).generation, FREE, 0))
-    assert any(allocator.take(HINTED) is not None for _ in range(1000 // 64 + 1)), "every flag gets its look"
+    assert any(allocator.take(HINTED, 1) is not None for _ in range(1000 // 64 + 1)), "every flag gets its look"
 
 
 def test_a_flag_given_back_twice_is_still_taken_once(make: Make) -> None:
     table = table_of(make(flag_count=1))
     allocator = FlagAllocator(table)
-    allocator.take(HINTED)
+    allocator.take(HINTED, 1)
     table.exchange(0, pack(1, HINTED, 0), pack(1, FREE, 0))
     allocator.give_back(0)
     allocator.give_back(0)
-    assert allocator.take(HINTED) == (0, 2)
-    assert allocator.take(HINTED) is None
+    assert allocator.take(HINTED, 1) == (0, 2)
+    assert allocator.take(HINTED, 1) is None

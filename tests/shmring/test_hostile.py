@@ -134,7 +134,7 @@ def engine_uses_everything(control: Control, producer: Producer, taker: CreditTa
     for size in (0, 100, 2000):
         report(lambda size=size: producer.push(1, bytes(size)))
     report(lambda: taker.take(4))
-    taken = allocator.take(1)
+    taken = allocator.take(1, 1)
     for index in range(control.layout.flag_count):
         flag = unpack(table.load(index))
         report(lambda index=index: table.found(index))
@@ -143,7 +143,7 @@ def engine_uses_everything(control: Control, producer: Producer, taker: CreditTa
         assert slots is None or all(0 <= slot < control.layout.slot_bound for slot in slots)
     if taken is not None:
         allocator.give_back(taken[0])
-    report(lambda: allocator.take(1))
+    report(lambda: allocator.take(1, 1))
 
 
 def report(use: Callable[[], Any]) -> Any:
@@ -176,7 +176,7 @@ def test_taking_up_a_segment_of_any_bytes_succeeds_or_is_refused(changes: list[t
         return
     parts = control.buffer, control.words, layout
     allocator = FlagAllocator(FlagTable(*parts))
-    allocator.take(1)
+    allocator.take(1, 1)
     CreditGranter(*parts)
     taker = CreditTaker(*parts)
     report(lambda: taker.take(1))
@@ -195,7 +195,9 @@ valid_records = st.sampled_from(
     [
         b"".join(
             bytes(part)
-            for part in records.encode_hint(records.Hint(1, 2, "request", 3, 1, 0, 99, 5, 8, memoryview(bytes(24))))
+            for part in records.encode_hint(
+                records.Hint(1, 2, "request", 3, 1, 0, 99, 5, 8, memoryview(bytes(24)), [0])
+            )
         ),
         records.encode_ask(records.Ask(1, 2, 3)),
         records.encode_done(records.Done(1, 2, records.Outcome.LOADED, 3, 4, 5, 6, 7, 8)),
@@ -266,7 +268,7 @@ def test_a_control_message_made_to_break_the_parser_is_refused(data: bytes) -> N
 
 
 def test_a_request_id_that_is_no_valid_text_still_makes_a_hint() -> None:
-    hint = records.Hint(1, 2, "a\ud800b" + "é" * 600, 1, 0, 0, 1, 0, 8, memoryview(bytes(8)))
+    hint = records.Hint(1, 2, "a\ud800b" + "é" * 600, 1, 0, 0, 1, 0, 8, memoryview(bytes(8)), [0])
     decoded = records.decode_hint(memoryview(b"".join(bytes(part) for part in records.encode_hint(hint))))
     assert decoded.request_id.startswith("a?b")
 

@@ -12,6 +12,7 @@ from kvprefetch.shmring.layout import (
     HOT_OFFSET,
     LINE_BYTES,
     MAX_TOTAL_BYTES,
+    PAGE_ENTRIES,
     Layout,
     Line,
     power_of_two_at_least,
@@ -23,6 +24,7 @@ layouts = st.builds(
     Layout,
     ring_bytes=st.sampled_from([1 << bits for bits in range(12, 21)]),
     flag_count=st.integers(1, 3000),
+    page_count=st.integers(1, 3000),
     table_entries=st.integers(1, 3000),
     credit_entries=st.sampled_from([1 << bits for bits in range(16)]),
     slot_count=st.integers(1, (1 << 32) - (1 << 20)),
@@ -37,7 +39,7 @@ def test_parts_follow_each_other_aligned_and_without_overlap(layout: Layout) -> 
     sizes = [
         layout.ring_bytes,
         layout.flag_count * LINE_BYTES,
-        layout.flag_count * layout.table_entries * 4,
+        layout.page_count * PAGE_ENTRIES * 4,
         layout.credit_entries * 4,
     ]
     assert starts[0] >= HEADER_BYTES
@@ -72,6 +74,7 @@ def test_every_hot_word_is_alone_on_its_cache_line_inside_the_header_page() -> N
         ("ring_bytes", 2048, "within 4096"),
         ("ring_bytes", 1 << 31, "ring_bytes=2147483648"),
         ("flag_count", 0, "flag_count=0"),
+        ("page_count", 0, "page_count=0"),
         ("table_entries", 1 << 20, "table_entries=1048576"),
         ("credit_entries", 3, "power of 2: credit_entries=3"),
         ("slot_count", 1 << 32, "slot_count=4294967296"),
@@ -87,7 +90,7 @@ def test_a_size_out_of_bounds_names_the_field_its_value_and_the_bound(field: str
 
 def test_a_segment_larger_than_any_sense_is_refused() -> None:
     with pytest.raises(ValueError, match=f"must not exceed {MAX_TOTAL_BYTES}"):
-        small_layout(flag_count=1 << 20, table_entries=(1 << 20) - 1)
+        small_layout(page_count=1 << 26)
 
 
 @given(st.integers(0, 87), st.integers(0, 255))

@@ -87,16 +87,25 @@ class EngineSide:
     def push(self, kind: int, *parts: bytes | memoryview) -> None:
         assert self.producer.push(kind, *parts)
 
-    def hint(self, digests: Sequence[bytes], *, local: int = 0, name: str = "request", key: Key | None = None) -> Key:
-        """Push a hint in a free flag, or in the flag and generation of `key`."""
+    def hint(
+        self,
+        digests: Sequence[bytes],
+        *,
+        local: int = 0,
+        name: str = "request",
+        key: Key | None = None,
+        pages: Sequence[int] = (),
+    ) -> Key:
+        """Push a hint in a free flag, or in the flag and generation of `key`, then with `pages` or its number."""
         if key is None:
-            key = self.flags.take(FlagState.HINTED)
+            key = self.flags.take(FlagState.HINTED, len(digests))
             assert key is not None
         else:
             self.put(key, FlagState.HINTED)
+            self.table.lend(key[0], pages or [key[0]])
         size, tokens = len(digests[0]), BLOCK_TOKENS * len(digests) + 1
         now, hashes = time.monotonic_ns(), memoryview(b"".join(digests))
-        hint = records.Hint(*key, name, len(digests), local, 0, tokens, now, size, hashes)
+        hint = records.Hint(*key, name, len(digests), local, 0, tokens, now, size, hashes, self.table.lent(key[0]))
         self.push(RecordKind.HINT, *records.encode_hint(hint))
         return key
 
@@ -125,7 +134,7 @@ class EngineSide:
 
     def slots(self, key: Key, start: int = 0, stop: int | None = None) -> list[int]:
         """Return the slots of blocks [start, stop); by default of all that are published."""
-        return self.table.read_slots(key[0], start, self.flag(key).count if stop is None else stop)
+        return list(self.table.read_slots(key[0], start, self.flag(key).count if stop is None else stop))
 
     def move(self, key: Key, state: FlagState, count: int | None = None) -> bool:
         word = self.table.load(key[0])

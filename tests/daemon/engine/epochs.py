@@ -68,9 +68,10 @@ def make_epoch(
     clock_ns: Callable[[], int] = lambda: 1,
     chunk_blocks: int = 1,
     events: bool = False,
+    max_blocks: int = 8,
 ) -> Epoch:
     """An epoch with twelve slots to fetch into and four for saves, of 4 KiB for one rank."""
-    spec = EngineSpec(ranks=ranks, max_blocks=8, events=events)
+    spec = EngineSpec(ranks=ranks, max_blocks=max_blocks, events=events)
     engine = EngineInfo("e", BLOCK_TOKENS, spec.scheduler(), [spec.worker(rank) for rank in range(ranks)])
     memory = EngineMemory.create(load({"staging": "64KiB"}), 7, engine)
     services = Services(

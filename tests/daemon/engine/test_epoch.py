@@ -15,6 +15,7 @@ from kvprefetch.daemon.telemetry.events import EVENTS, Ending
 from kvprefetch.shmring.flags import FlagTable, pack
 from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.engine.epochs import Engine, give_back, make_epoch
+from tests.support.engine_side import Key
 
 
 @pytest.fixture
@@ -101,9 +102,31 @@ def test_an_engine_has_no_more_requests_than_flags(engine: Engine) -> None:
     epoch = engine.epoch
     flags = epoch.memory.layout.flag_count
     for generation in range(1, flags + 10):
-        engine.hint([bytes(32)], key=(0, generation))
+        engine.hint([bytes(32)], key=(0, generation), pages=[generation % flags])
     assert len(epoch.planner.requests) == flags
     assert epoch.counters.bad_records == 9
+
+
+@pytest.mark.parametrize("pages", [[0, 2], [2, 2], [2, 2048], [2, (1 << 32) - 1]])
+def test_a_request_gets_no_page_of_another_nor_one_twice_nor_one_beyond_the_last(pages: list[int]) -> None:
+    """Else the blocks of its requests, and the daemon's memory for them, would have no bound."""
+    epoch = make_epoch(max_blocks=300)
+    engine = Engine(epoch)
+    assert epoch.memory.layout.page_count == 2048
+
+    def push(key: Key, pages: list[int]) -> int:
+        engine.hint([bytes(32)] * 300, key=key, pages=pages)
+        return len(epoch.planner.requests)
+
+    assert push((0, 1), [0, 1]) == 1
+    assert push((1, 1), pages) == 1
+    assert epoch.counters.bad_records == 1
+    engine.loaded((0, 1), range(0))
+    assert push((1, 2), [1, 0]) == 1
+    epoch.reset(1, 1.0)
+    assert push((2, 1), [0, 1]) == 1, "an expired request has no pages"
+    assert epoch.counters.bad_records == 1
+    engine.leave()
 
 
 class Restless(FlagTable):

@@ -123,6 +123,7 @@ def records(epoch: Epoch, chance: Random) -> Iterator[tuple[int, bytes]]:
                 pick([0, U64]),
                 size,
                 memoryview(hashes),
+                [pick([0, 1, flags - 1, flags, U32])],
             )
             yield RecordKind.HINT, b"".join(encode_hint(hint))
         elif kind == 2:

@@ -159,7 +159,7 @@ SHARE = WorkerInfo(block_bytes=4096, key_prefix="m@", put_factor=2, put_turn=0)
         (
             {},
             {"scheduler": LARGE},
-            ["max_hint_bytes=268435456 max_blocks=1048575 control=1087MiB max=64MiB", "raise staging=1MiB to 4352MiB"],
+            ["max_hint_bytes=268435456 max_blocks=1048575 control=1088MiB max=64MiB", "raise staging=1MiB to 4352MiB"],
         ),
         ({"ranks": 2}, {"worker": SHARE}, ["must take turns: key_prefix='m@' (put_factor, put_turn)=[(2, 0), (2, 0)]"]),
     ],
