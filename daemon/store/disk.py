@@ -50,51 +50,36 @@ class DiskSpec:
 
 
 class Disk:
-    """The folder from `open` to `close`, locked: two daemons would write over each other's files."""
+    """The folder until `close`, locked (two daemons would write over each other's files) and watched."""
 
     def __init__(self, spec: DiskSpec, log: Any) -> None:
+        """Open and lock the folder. Raises EmbeddedError when another daemon has it, and SettingsError."""
         self.path = spec.path
         self._size_bytes, self._log = spec.size_bytes or 0, log
-        self._fd = -1
-        self.watch: DiskWatch | None = None
         self._failing = False  # as the log knows it
-
-    def open(self) -> None:
-        """Lock the folder. Raises EmbeddedError when another daemon has it, and SettingsError."""
-        self._fd = open_folder(self.path, self._log)
+        self._fd = open_folder(self.path, log)
         try:
             if not os.access(self.path, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, "it must be readable and writable")
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             room = room_bytes(self.path, self._size_bytes)
         except BlockingIOError:
-            self.close()
+            os.close(self._fd)
             raise EmbeddedError(f"disk: another daemon uses it: disk={str(self.path)!r}") from None
         except OSError as error:
-            self.close()
+            os.close(self._fd)
             raise SettingsError(f"disk: cannot be used: {error.strerror}: disk={str(self.path)!r}") from None
         if room < self._size_bytes:
-            self._log.warning("disk.small", disk_bytes=self._size_bytes, room_bytes=room)
-
-    def start_watch(self) -> None:
+            log.warning("disk.small", disk_bytes=self._size_bytes, room_bytes=room)
         self.watch = DiskWatch(self.path, self._fd)
 
     def close(self) -> None:
-        """Idempotent."""
-        if self.watch is not None:
-            self.watch.close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    @property
-    def fault(self) -> str:
-        """Why nothing can be kept on disk, in one line; empty while it can."""
-        return self.watch.fault if self.watch is not None else ""
+        self.watch.close()
+        os.close(self._fd)
 
     def tick(self) -> None:
         """Log when the disk fails, and when it is well again."""
-        if bool(fault := self.fault) != self._failing:
+        if bool(fault := self.watch.fault) != self._failing:
             self._failing = not self._failing
             if fault:
                 self._log.warning("disk.failing", error=fault)

@@ -71,7 +71,8 @@ class EmbeddedMaster:
     ) -> None:
         self.anywhere = False
         self._memory_bytes = -(-max(memory_bytes, 1) // _UNIT_BYTES) * _UNIT_BYTES
-        self._disk = Disk(disk, log) if disk is not None else None
+        self._disk_spec = disk
+        self._disk: Disk | None = None  # from `start` to `stop`
         self._log = log
         self._port = master_port
         self._stopping = stopping
@@ -91,16 +92,16 @@ class EmbeddedMaster:
 
     def disk_fault(self) -> str:
         """Say why nothing can be kept on disk, in one line; empty when it can, and without a disk."""
-        return self._disk.fault if self._disk is not None else ""
+        return disk.watch.fault if (disk := self._disk) is not None else ""
 
     def fill(self) -> StoreFill | None:
         """Return how full the store was at most a few seconds ago; None while its master does not say it."""
         now = self._fill.now if self._fill is not None else None
-        watch = self._disk.watch if self._disk is not None else None
-        if now is None or watch is None or watch.free_bytes is None:
+        free_bytes = disk.watch.free_bytes if (disk := self._disk) is not None else None
+        if now is None or free_bytes is None:
             return now
         # The configured bound, or Mooncake's own of 2 TiB, may be beyond what the file system has.
-        room = now.disk_used_bytes + max(0, watch.free_bytes - MIN_FREE_BYTES)
+        room = now.disk_used_bytes + max(0, free_bytes - MIN_FREE_BYTES)
         return now.model_copy(update={"disk_bytes": min(now.disk_bytes, room)})
 
     def fill_earlier(self) -> StoreFill | None:
@@ -126,8 +127,8 @@ class EmbeddedMaster:
         if not self.anywhere:
             _check_confined()
         os.environ["MC_TCP_BIND_ADDRESS"] = "127.0.0.1"
-        if self._disk is not None:
-            self._disk.open()
+        if self._disk_spec is not None:
+            self._disk = Disk(self._disk_spec, self._log)
             os.environ.update(self._disk.environment())
         binary = master_program()
         for attempt in range(_ATTEMPTS):
@@ -142,8 +143,6 @@ class EmbeddedMaster:
             if self._answers(port):
                 self._log.info("master.started", pid=self.pid, port=port, memory_bytes=self._memory_bytes)
                 self._fill = FillWatch(self.http)
-                if self._disk is not None:
-                    self._disk.start_watch()
                 return self._settings(port)
             self._log.debug("master.retried", port=port, attempt=attempt)
             self._end()
@@ -161,6 +160,7 @@ class EmbeddedMaster:
             self._fill.close()
         if self._disk is not None:
             self._disk.close()
+            self._disk = None
 
     def _end(self) -> None:
         process, self._process = self._process, None
