@@ -22,6 +22,7 @@ from .staging import HostStaging
 
 AT_ONCE = 64  # digests of one call, which then costs little more than that of one
 RETRY_S = 0.02  # a replica being written or busy is usually there by then
+_SOON = (ErrorClass.RETRY, ErrorClass.LOOKUP_AGAIN)
 # After these a put is tried again.
 _AGAIN = (ErrorClass.NO_SPACE, ErrorClass.RETRY, ErrorClass.TRANSIENT, ErrorClass.TRANSFER)
 
@@ -200,7 +201,8 @@ def fetch(
         results = read(values)
     except StoreUnavailable:
         return [ErrorClass.TRANSIENT] * len(blocks)
-    if again := [i for i, each in enumerate(results) if each in (ErrorClass.RETRY, ErrorClass.LOOKUP_AGAIN)]:
+    again = [] if _all_ok(results) else [i for i, each in enumerate(results) if each in _SOON]
+    if again:
         time.sleep(RETRY_S)
         with contextlib.suppress(StoreUnavailable):  # then they stay as they are, and the others are there
             for i, each in zip(again, read(values.at(again)), strict=True):
@@ -211,12 +213,16 @@ def fetch(
         for _, (first, *others) in layout.shards:
             for other in others:
                 ctypes.memmove(addresses[other], addresses[first], block_bytes[first])  # without the GIL
-    if results.count(ErrorClass.OK) == len(results):
+    if _all_ok(results):
         return results[: len(blocks)]
     return [
         next((each for each in results[i : i + per_block] if each is not ErrorClass.OK), ErrorClass.OK)
         for i in range(0, len(results), per_block)
     ]
+
+
+def _all_ok(results: Sequence[ErrorClass]) -> bool:
+    return results.count(ErrorClass.OK) == len(results)
 
 
 def _move(layout: RankLayout, values: _Values, call: Callable[..., list[ErrorClass]]) -> list[ErrorClass]:

@@ -120,7 +120,6 @@ class Store(Connection):
                 good = [i for i, result in enumerate(results) if result is ErrorClass.OK]
                 for i in holed([addresses[i] for i in good], [sizes[i] for i in good]):
                     results[good[i]] = ErrorClass.CORRUPT
-        self._removals.seen.add(_with_ok(keys, results))
         return results
 
     def put_from(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[ErrorClass]:
@@ -136,7 +135,7 @@ class Store(Connection):
                 codes = self._move(client.batch_put_from, keys, addresses, sizes)
             results = [ErrorClass.OK if code == -705 else classify(code) for code in codes]
             self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "put", codes[0] if codes else -1)
-        done = _with_ok(keys, results)
+        done = list(compress(keys, [result is ErrorClass.OK for result in results]))
         self._removals.seen.add(done)
         if self.disk:
             self._unflushed.add(done)
@@ -213,7 +212,3 @@ class Store(Connection):
         if not prefixes:
             return Removal(True, 0)
         return self._removals.run(self, prefixes, timeout_s)
-
-
-def _with_ok(keys: Sequence[str], results: Sequence[ErrorClass]) -> list[str]:
-    return list(compress(keys, [result is ErrorClass.OK for result in results]))

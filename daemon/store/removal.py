@@ -45,7 +45,8 @@ class Calls(Protocol):
 class Removals:
     """The removals of one store, which need to know its recent keys and the puts in flight. Any thread may call.
 
-    A put returns with its keys in the store, so a removal waits for the puts of its keys.
+    A key is seen when a question finds it or a put stores it; nobody reads a key sooner.  A put returns with its keys
+    in the store, so a removal waits for the puts of its keys.
     """
 
     def __init__(self, disk: Path | None, log: Any, clock: Callable[[], float]) -> None:
