@@ -43,6 +43,7 @@ PROMPTS_IN_FLIGHT = 3
 STAGED_PROMPTS = 4  # room of an engine's staging, beside the save slots
 STORED_PROMPTS = 8  # asked for in turn, so that staging never has the next one
 WARM_UP_S = 1.0
+STALLED_S = 60.0
 FULL = 0.9  # of a core
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -241,24 +242,29 @@ def started(store: str, shape: Shape, fetch_threads: int, chunk: int) -> Iterato
         shutil.rmtree(folder)
 
 
-def drive(prompts: list[Prompts], seconds: float) -> None:
-    """Keep all engines busy for a while."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+def drive(prompts: list[Prompts], seconds: float) -> int:
+    """Keep all engines busy for a while, and until a prompt is staged; return how many were."""
+    before, began = sum(each.done for each in prompts), time.monotonic()
+    done = 0
+    while (lasted := time.monotonic() - began) < seconds or not done:
+        if lasted > seconds + STALLED_S:
+            raise SystemExit(f"no prompt was staged in {lasted:.0f} s")
         if sum(each.turn() for each in prompts) == 0:
             time.sleep(50e-6)
+        done = sum(each.done for each in prompts) - before
+    return done
 
 
 def measure(prompts: list[Prompts], cores: Cores, setting: tuple[str, Shape, int], seconds: float) -> Result:
     """Return the figures of a store, a shape and a chunk."""
     store, shape, chunk = setting
     drive(prompts, WARM_UP_S)
-    before, done, began = cores.read(), sum(each.done for each in prompts), time.monotonic()
-    drive(prompts, seconds)
+    before, began = cores.read(), time.monotonic()
+    done = drive(prompts, seconds)
     lasted, after = time.monotonic() - began, cores.read()
-    hints_s = (sum(each.done for each in prompts) - done) / lasted
+    hints_s = done / lasted
     busy = {name: (after[name] - before[name]) / lasted for name in after}
-    daemon_us = (busy["loop"] + busy["threads"]) / max(hints_s, 1 / lasted) * 1e6
+    daemon_us = (busy["loop"] + busy["threads"]) / hints_s * 1e6
     calls = -(-shape.blocks // max(1, chunk // shape.block_bytes))
     rates = hints_s, hints_s * shape.keys, hints_s * shape.prompt_bytes / 1e9
     costs = daemon_us / shape.keys, daemon_us / calls

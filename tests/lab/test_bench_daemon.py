@@ -1,4 +1,4 @@
-"""The benchmark of the daemon's throughput runs, on a store that takes no time."""
+"""The benchmarks of the daemon's throughput run, on a store that takes no time."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import argparse
 
 import pytest
 
+from benchmarks import daemon_life
 from benchmarks.daemon import Shape, run
 
+SHAPE = Shape(ranks=2, value_bytes=64 << 10, blocks=16)
 FEW = argparse.Namespace(chunk=1, fetch_threads=2, engines=[1, 2], seconds=0.3)
 
 
 @pytest.mark.parametrize("store", ["private", "cluster"])
 def test_every_prompt_of_every_engine_is_fetched_and_counted(store: str) -> None:
-    shape = Shape(ranks=2, value_bytes=64 << 10, blocks=16)
-    results = list(run(store, shape, FEW))
+    results = list(run(store, SHAPE, FEW))
     assert [each.engines for each in results] == [1, 2]
     for each in results:
         assert each.keys_s == pytest.approx(32 * each.hints_s)
@@ -22,3 +23,9 @@ def test_every_prompt_of_every_engine_is_fetched_and_counted(store: str) -> None
         assert each.hints_s > 0
         each.judge(memory_gb_s=10.0)
         assert each.used_up
+
+
+def test_a_hint_lives_on_one_thread() -> None:
+    seconds, calls = daemon_life.measure("cluster", SHAPE, 20)
+    assert seconds > 0
+    assert calls == 2, "a look-up, and a fetch of 2 MiB"
