@@ -91,7 +91,7 @@ def test_registering_twice_and_importing_by_path() -> None:
 
     package.register()
     package.register()
-    assert KVConnectorFactory._registry["KVPrefetchConnector"]() is KVPrefetchConnector
+    assert KVConnectorFactory.get_connector_class_by_name("KVPrefetchConnector") is KVPrefetchConnector
     assert package.KVPrefetchConnector is KVPrefetchConnector
     with pytest.raises(AttributeError, match="Nothing"):
         package.Nothing  # noqa: B018

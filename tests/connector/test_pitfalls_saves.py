@@ -70,14 +70,14 @@ def test_p15_a_save_is_reported_only_when_its_copies_are_done(monkeypatch: Patch
         assert report is not None
         assert report.saves == {1: 1}
 
-    original = WorkerSide._collect
+    original = WorkerSide.report
 
-    def hasty(self: WorkerSide) -> None:
+    def hasty(self: WorkerSide) -> Any:
         for batch in self._running:
             batch.fence = None
-        original(self)
+        return original(self)
 
-    fails_with(check, monkeypatch, WorkerSide, "_collect", hasty, match="not copied yet")
+    fails_with(check, monkeypatch, WorkerSide, "report", hasty, match="not copied yet")
 
 
 def late_reports(engine: RealEngine) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from tests.lab.checkpoint import TINY_TP2, make_checkpoint
 from tests.lab.connectors import multi, ours
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.prompts import make_prompts
+from tests.support.command import kvprefetchd
 from tests.support.host_kernel import needs_cxx
 
 PROMPTS = make_prompts(12, 300, seed=1)
@@ -58,24 +57,7 @@ def test_a_warmed_prompt_is_a_hit_at_once(site: Site, right: list[list[int]], tm
     file.write_text("".join(json.dumps({"prompt_token_ids": prompt}) + "\n" for prompt in PROMPTS))
     before = len(site.daemon.records("request.done"))
     engine_id = str(site.daemon.records("engine.attached")[-1]["engine"])
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "kvprefetch.daemon",
-            "warm",
-            str(file),
-            "--engine",
-            engine_id,
-            "--json",
-            "--socket",
-            str(site.daemon.socket),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    result = kvprefetchd("warm", file, "--engine", engine_id, "--json", "--socket", site.daemon.socket)
     assert result.returncode == 0, result.stderr
     counts = json.loads(result.stdout)
     blocks = sum(whole_blocks(prompt) // BLOCK for prompt in PROMPTS)

@@ -8,9 +8,7 @@ from typing import Any
 
 from kvprefetch.daemon.telemetry.events import COMMON, EVENTS, FIELDS, Ending
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
-}  # fmt: skip
+_KINDS: dict[str, Any] = {"string": str, "integer": int, "number": (int, float), "boolean": bool}
 _DIGEST = re.compile(r"[0-9a-fA-F]{40}")
 
 

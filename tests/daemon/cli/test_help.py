@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from kvprefetch.daemon.cli import main
 from kvprefetch.daemon.cli.client import EX_UNAVAILABLE
 from kvprefetch.daemon.config.model import DaemonConfig, load
+from tests.support.command import run
 
 SECTIONS = ["examples:", "exit status:", "files:", "environment:"]
 
@@ -41,7 +41,8 @@ def test_the_command_line_loads_nothing_that_only_one_command_needs() -> None:
     """NumPy alone would nearly double the time until `kvprefetchd status` answers."""
     heavy = {"mooncake", "numpy", "prometheus_client", "rich", "structlog", "vllm"}
     script = "import sys; import kvprefetch.daemon.cli.main; print(*sys.modules)"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    result = run([sys.executable, "-c", script])
+    assert result.returncode == 0, result.stderr
     assert not heavy & set(result.stdout.split())
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from kvprefetch.daemon.config.sources import PREFIX, Sources, resolve
 from kvprefetch.daemon.runtime.reload import reloaded
 from kvprefetch.daemon.telemetry.events import LEVELS
 from kvprefetch.daemon.telemetry.logs import threshold
+from tests.support.command import kvprefetchd
 
 
 def sources(tmp_path: Path, text: str, flags: dict[str, str] | None = None, **environ: str) -> Sources:
@@ -88,10 +88,7 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
     assert resolve(Sources.of({}, None, {"KVPREFETCHD_CONFIG": str(tmp_path / "a.toml")})).config.max_engines == 7
 
 
-def check_config(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvprefetch.daemon", "check-config", *arguments]
-    env = {**os.environ, **environ}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+check_config = functools.partial(kvprefetchd, "check-config")
 
 
 def test_check_config_prints_what_it_reads_back_as_the_same(tmp_path: Path) -> None:

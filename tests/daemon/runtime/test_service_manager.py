@@ -21,7 +21,7 @@ import pytest
 from kvprefetch.daemon.control.listener import inherited_socket
 from kvprefetch.daemon.runtime.notify import Notifier
 from tests.lab.daemon import Daemon
-from tests.support.command import listening
+from tests.support.command import COMMAND, listening, one_line, run
 from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 
@@ -171,7 +171,7 @@ def test_without_a_manager_nothing_is_said_and_children_inherit_nothing(manager:
 
 def serving(folder: Path) -> list[str]:
     arguments = ["serve", "--memory", "64MiB", "--staging", "1MiB", "--metrics-port", "0"]
-    return [sys.executable, "-m", "kvprefetch.daemon", *arguments, "--socket", str(folder / "unused.sock")]
+    return [*COMMAND, *arguments, "--socket", str(folder / "unused.sock")]
 
 
 # Puts an inherited socket at descriptor 3, announces it with its own pid, and becomes the daemon.
@@ -222,7 +222,7 @@ def test_a_socket_of_another_kind_is_refused(count: str, words: str) -> None:
         f"try: inherited_socket({{'LISTEN_PID': str(os.getpid()), 'LISTEN_FDS': '{count}'}})\n"
         "except ConfigError as error: print(error)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    result = run([sys.executable, "-c", code])
     assert words in result.stdout, result
 
 
@@ -246,8 +246,7 @@ ONE_CORE = (
 )
 def test_a_machine_that_gives_too_little_is_refused_in_one_line(folder: Path, launcher: list[str], words: str) -> None:
     """Before a less clear failure."""
-    command = [*launcher, *serving(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = run([*launcher, *serving(folder)])
     assert result.returncode == 78
     assert words in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    assert one_line(result.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from functools import partial
@@ -35,10 +36,8 @@ LINE: dict[str, Any] = {
 }  # fmt: skip
 
 
-MISSED = {
-    "outcome": "miss", "found_blocks": 0, "loaded_blocks": 0, "bytes": 0, "first_byte_ms": None, "last_byte_ms": None,
-    "claimed_ms": None, "loaded_ms": None, "hidden_fraction": None,
-}  # fmt: skip
+NEVER = dict.fromkeys(("first_byte_ms", "last_byte_ms", "claimed_ms", "loaded_ms", "hidden_fraction"))
+MISSED = {"outcome": "miss", "found_blocks": 0, "loaded_blocks": 0, "bytes": 0, **NEVER}
 # A miss that was answered while the engine's step went on.
 STEP = {**MISSED, "asked_ms": 0.3, "looked_up_ms": 5.3, "ended_ms": 812.4, "exposed_ms": 812.0, "unseen_ms": 807.0}
 explain = partial(kvprefetchd, "explain")
@@ -133,8 +132,8 @@ def test_it_says_how_often_the_room_went_to_others() -> None:
 @pytest.mark.parametrize("ending", Ending)
 def test_every_outcome_has_a_sentence_and_nothing_breaks_it(ending: Ending) -> None:
     bare = {"event": "request.done", "ts": "x", "outcome": ending.value}
-    for record in ({**LINE, "outcome": ending.value}, bare, {**bare, "exposed_ms": "?", "asked_ms": [1]},
-                   {**bare, "hint_blocks": float("nan"), "bytes": 1e999, "loaded_ms": 10**400}):  # fmt: skip
+    whole, other_types = {**LINE, "outcome": ending.value}, {**bare, "exposed_ms": "?", "asked_ms": [1]}
+    for record in (whole, bare, other_types, {**bare, "hint_blocks": math.nan, "bytes": 1e999, "loaded_ms": 10**400}):
         assert trace_picture.explain(record).rstrip().endswith(".")
 
 
