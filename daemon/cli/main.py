@@ -120,11 +120,11 @@ def _say(line: str) -> None:
 def _fill_standard_streams() -> None:
     """Open the streams that were closed at our start: else a socket or file would get such a number and its output."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number is `fd`
-            setattr(sys, name, os.fdopen(fd, "r" if fd == 0 else "w", closefd=False))
+        if getattr(sys, name) is None:  # Python found it closed
+            # The lowest free number: `fd`, unless an import keeps a file open there, as libffi does for ctypes.
+            null = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, "r" if fd == 0 else "w", closefd=False))
 
 
 def build_parser() -> Parser:
