@@ -35,10 +35,13 @@ class Replica:
 
 
 class InstantClient:
-    """The calls of MooncakeDistributedStore that the daemon makes."""
+    """The calls of MooncakeDistributedStore that the daemon makes. It joined by itself, and no read of it sleeps."""
+
+    engine, why, sleeping = None, "", False
 
     def __init__(self, value_bytes: int) -> None:
         self._replicas = [Replica(value_bytes)]
+        self.client = self
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
         return [1] * len(keys)
