@@ -153,11 +153,12 @@ class EpochCalls(Caller):
     def _look_up_next(self, now_ns: int) -> None:
         if not self._store.answering:
             self._answer(self.look_ups.give_up(now_ns), now_ns)
-        elif (batch := self.look_ups.next_batch()) is not None:
+        elif (batch := self.look_ups.next_batch(now_ns)) is not None:
             digests = [question.digests for question in batch.questions]
-            self._look_up(digests, partial(self._looked_up, batch, self.saver.generation))
+            media = self._services.media and not batch.renewal
+            self._look_up(digests, partial(self._looked_up, batch, self.saver.generation), media=media)
 
-    def _look_up(self, questions: Sequence[Sequence[bytes]], on_answer: Callable[[Any], None]) -> None:
+    def _look_up(self, questions: Sequence[Sequence[bytes]], on_answer: Callable[[Any], None], *, media: bool) -> None:
         """Ask the store; `on_answer` gets None when it cannot say in time, and once more when the call returns."""
 
         def overdue() -> None:
@@ -165,7 +166,7 @@ class EpochCalls(Caller):
             self._store.suspect("look_up")
             on_answer(None)
 
-        run = partial(transfers.look_up, self._store, self.ranks, questions, media=self._services.media)
+        run = partial(transfers.look_up, self._store, self.ranks, questions, media=media)
         self._start(Kind.LOOK_UP, run, on_answer, overdue)
 
     def _looked_up(self, batch: Batch, generation: int, result: list[transfers.Found] | BaseException | None) -> None:
@@ -266,7 +267,8 @@ class EpochCalls(Caller):
     def _warm_next(self, now_ns: int) -> None:
         while (question := self.warming.next_question(now_ns)) is not None:
             if self._store.answering:
-                self._look_up(question.digests, partial(self._warm_looked_up, question.number))
+                on_answer = partial(self._warm_looked_up, question.number)
+                self._look_up(question.digests, on_answer, media=self._services.media)
             else:
                 self.warming.answered(question.number, None, now_ns)
         self._reply()

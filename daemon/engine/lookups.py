@@ -1,38 +1,42 @@
 """The look-ups of one engine: what to ask the store, for which requests first, and what needs no question.
 
-Pure.  One question to the store is out at a time.  It asks for as many requests as wait then, those that the scheduler
-asked for first, so that a thousand hints make a few questions.  A store that does not answer makes every waiting
-request a miss at once.  A hit that waits long for its fetch is asked for again, which renews its lease in the store.
+Pure.  One batch is out at a time.  It asks for as many requests as wait then, those that the scheduler asked for first,
+so that a thousand hints make a few calls.  A store that does not answer makes every waiting request a miss at once.
+
+A hit that waits longer than half a lease for its fetch is asked for again, which renews the lease: in parts, the most
+urgent request's first.  Batches of renewals take turns with batches of new requests, so that neither waits for all of
+the other, and ask for no medium, which would cost seven times as much.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..planning.negative import NegativeCache
 from ..planning.requests import Key, Request, Urgency
 
-BATCH_DIGESTS = 1024  # of one store call, about a millisecond
-RENEWED_PER_TICK = 2048  # digests: bounds what renewal costs, a few per cent of a core
+BATCH_DIGESTS = 1024  # of one store call, about a millisecond; of a part that is renewed
+RENEWED_AT_ONCE = 2 * BATCH_DIGESTS  # at least; new requests wait 3 ms for them
+RENEWED_PER_TICK = 16384  # digests: bounds what renewal costs, a tenth of a core
 
 
 class Question(NamedTuple):
-    """Digests of the request's blocks from `start` on. `renewal`: the store had them before."""
+    """Digests of the request's blocks from `start` on."""
 
     request: Request
     start: int
     digests: Sequence[bytes]
-    renewal: bool = False
 
 
 class Batch(NamedTuple):
-    """Questions for one store call."""
+    """Questions for one store call. `renewal`: the store had all these blocks before."""
 
     number: int
     questions: Sequence[Question]
+    renewal: bool
+    asked_ns: int
 
 
 class Answer(NamedTuple):
@@ -58,13 +62,15 @@ class LookUps:
         self._timeout_ns, self._renew_ns = timeout_ns, lease_ns // 2
         self._waiting: dict[Key, tuple[int, Question]] = {}  # since when
         self._queue: list[tuple[Urgency, Key]] = []
-        self._renewals: deque[tuple[int, Key, int]] = deque()  # when due, and the number of the request
-        self._renewing: deque[Question] = deque()
-        self._flight: Sequence[Question] = ()
+        self._renewals: list[tuple[int, int, int, Key]] = []  # when due, number of the request, first block of the part
+        self._renewing: list[tuple[Urgency, int, Key]] = []  # due parts
+        self._room = RENEWED_PER_TICK  # digests
+        self._new_before = 0  # digests of the last batch, if it was of new requests: then renewals have their turn
+        self._flight: Batch | None = None
         self._number = 0
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._flight)
+        return len(self._waiting) + (len(self._flight.questions) if self._flight is not None else 0)
 
     @property
     def queued(self) -> int:
@@ -91,81 +97,105 @@ class LookUps:
         if request.key in self._waiting:
             heapq.heappush(self._queue, (request.urgency, request.key))
 
-    def next_batch(self) -> Batch | None:
+    def next_batch(self, now_ns: int) -> Batch | None:
         """Return the next questions for the store; None while a batch is out, or where no request waits."""
-        if self._flight:
+        if self._flight is not None:
             return None
-        batch: list[Question] = []
+        turn = self._new_before > 0
+        for renewal in (turn, not turn):
+            if questions := self._due(now_ns) if renewal else self._new():
+                self._new_before = 0 if renewal else sum(len(question.digests) for question in questions)
+                self._number += 1
+                self._flight = Batch(self._number, questions, renewal, now_ns)
+                return self._flight
+        return None
+
+    def _new(self) -> list[Question]:
+        questions: list[Question] = []
         room = BATCH_DIGESTS
         while self._queue and room > 0:
             _, key = heapq.heappop(self._queue)
             if (waiting := self._waiting.pop(key, None)) is not None and self._lives(waiting[1].request):
-                batch.append(waiting[1])
+                questions.append(waiting[1])
                 room -= len(waiting[1].digests)
+        return questions
+
+    def _due(self, now_ns: int) -> list[Question]:
+        """Ask for parts that are due, the most urgent request's first; each is due again half a lease later.
+
+        As many digests as the batch before this one, which take a fifth of its time, or RENEWED_AT_ONCE.
+        """
+        questions: list[Question] = []
+        room = min(max(RENEWED_AT_ONCE, self._new_before), self._room)
         while self._renewing and room > 0:
-            batch.append(self._renewing.popleft())
-            room -= len(batch[-1].digests)
-        if not batch:
-            return None
-        self._flight = batch
-        self._number += 1
-        return Batch(self._number, batch)
+            (_, _, number), part, key = heapq.heappop(self._renewing)
+            heapq.heappush(self._renewals, (now_ns + self._renew_ns, number, part, key))
+            request = self._requests.get(key)
+            if request is not None and request.sequence == number and (blocks := _left(request, part)):
+                questions.append(Question(request, blocks.start, request.digests(blocks.start, blocks.stop)))
+                room -= len(blocks)
+                self._room -= len(blocks)
+        return questions
 
     def answered(self, number: int, found: Sequence[tuple[int, bytes]] | None, now_ns: int) -> list[Answer]:
         """Take (run, on_disk) of each question of a batch; None: the store cannot say."""
-        if number != self._number or not self._flight:
+        if self._flight is None or number != self._flight.number:
             return []  # given up before
-        batch, self._flight = self._flight, ()
+        batch, self._flight = self._flight, None
         if found is None:
-            return self._give_up(batch, now_ns)
+            return [] if batch.renewal else self._give_up(batch.questions, now_ns)
         answers = []
-        for question, (run, on_disk) in zip(batch, found, strict=True):
-            if run < len(question.digests):
+        for question, (run, on_disk) in zip(batch.questions, found, strict=True):
+            shorter = run < len(question.digests)
+            if shorter:
                 self._negative.add(question.digests[run], now_ns)
             request = question.request
             if not self._lives(request):
                 continue
             before, blocks = question.start - request.local, question.start + run
-            where = request.on_disk[:before].ljust(before, b"\0") + on_disk
-            answers.append(Answer(request, blocks, where, renewal=question.renewal))
-            self._renew_later(request, max(blocks, request.limit), now_ns)
+            if not batch.renewal:
+                where = request.on_disk[:before].ljust(before, b"\0") + on_disk
+                answers.append(Answer(request, blocks, where))
+                self._renew_later(request, max(blocks, request.limit), batch.asked_ns)
+            elif shorter:
+                answers.append(Answer(request, blocks, request.on_disk, renewal=True))
         return answers
 
     def give_up(self, now_ns: int) -> list[Answer]:
-        """Answer every waiting request, since the store does not; those of a batch that is out wait for its end."""
-        if self._flight or not (self._waiting or self._renewing):
+        """Answer every waiting request, since the store does not; those of a batch that is out wait for its end.
+
+        Renewals wait for the store.
+        """
+        if self._flight is not None:
             return []
-        questions = [*(question for _, question in self._waiting.values()), *self._renewing]
+        questions = [question for _, question in self._waiting.values()]
         self._waiting.clear()
         self._queue.clear()
-        self._renewing.clear()
         return self._give_up(questions, now_ns)
 
     def tick(self, now_ns: int) -> list[Answer]:
         """Answer requests that waited too long; collect the leases to renew."""
         late = [key for key, (since, _) in self._waiting.items() if now_ns - since >= self._timeout_ns]
         answers = self._give_up([self._waiting.pop(key)[1] for key in late], now_ns)
-        room = RENEWED_PER_TICK
-        while self._renewals and self._renewals[0][0] <= now_ns and room > 0:
-            _, key, number = self._renewals.popleft()
+        self._room = RENEWED_PER_TICK
+        while self._renewals and self._renewals[0][0] <= now_ns:
+            _, number, part, key = heapq.heappop(self._renewals)
             request = self._requests.get(key)
             if request is None or request.sequence != number:
                 continue
-            if request.wants_work:
-                digests = request.digests(request.issued, request.limit)
-                self._renewing.append(Question(request, request.issued, digests, renewal=True))
-                room -= len(digests)
+            if _left(request, part):
+                heapq.heappush(self._renewing, (request.urgency, part, key))
             else:
-                self._renew_later(request, request.limit, now_ns)
+                heapq.heappush(self._renewals, (now_ns + self._renew_ns, number, part, key))
         return answers
 
-    def _renew_later(self, request: Request, limit: int, now_ns: int) -> None:
-        """Schedule another renewal, until the request ends.
+    def _renew_later(self, request: Request, limit: int, asked_ns: int) -> None:
+        """Schedule renewals of blocks [local, limit), part by part, again and again until the request ends.
 
         If its staged blocks are taken back, it fetches them again and needs the lease.
         """
-        if request.local < limit:
-            self._renewals.append((now_ns + self._renew_ns, request.key, request.sequence))
+        for part in range(request.local, limit, BATCH_DIGESTS):
+            heapq.heappush(self._renewals, (asked_ns + self._renew_ns, request.sequence, part, request.key))
 
     def _give_up(self, questions: Sequence[Question], now_ns: int) -> list[Answer]:
         """Answer with the blocks that are staged already. Hits stay hits as long as they are not renewed."""
@@ -173,11 +203,17 @@ class LookUps:
         for question in questions:
             request = question.request
             if self._lives(request):
-                if not question.renewal:
-                    answers.append(Answer(request, request.issued, unavailable=True))
+                answers.append(Answer(request, request.issued, unavailable=True))
                 self._renew_later(request, max(request.issued, request.limit), now_ns)
         return answers
 
     def _lives(self, request: Request) -> bool:
         """Whether it has not ended. A faulty engine may have hinted another request under its key."""
         return self._requests.get(request.key) is request
+
+
+def _left(request: Request, part: int) -> range:
+    """Return the blocks of a part that wait for their fetch."""
+    if not request.wants_work:
+        return range(0)
+    return range(max(part, request.issued), min(part + BATCH_DIGESTS, request.limit))

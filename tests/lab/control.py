@@ -25,6 +25,7 @@ from tests.lab.process import PARENT_VARIABLE, REPO, die_with_parent
 _SEED = "vllm-none-hash"
 _ANSWER = "answer: "
 GETS = 20
+HAS_LEASE = -706
 
 
 class ControlError(RuntimeError):
@@ -71,6 +72,11 @@ def read_digests(config: Path, keys: Sequence[str], *, host_ip: str = "127.0.0.1
 def remove(config: Path, keys: Sequence[str], *, host_ip: str = "127.0.0.1") -> None:
     """Remove keys, leased ones too, so that another writer can be compared."""
     _ask({"op": "remove", "keys": list(keys)}, config, host_ip)
+
+
+def unleased(config: Path, keys: Sequence[str], *, host_ip: str = "127.0.0.1") -> list[str]:
+    """Remove the keys that no lease protects, and return them; those that are missing count too."""
+    return [key for key in _ask({"op": "unleased", "keys": list(keys)}, config, host_ip) if key is not None]
 
 
 def put(config: Path, values: Mapping[str, bytes], segment: str, *, host_ip: str = "127.0.0.1") -> None:
@@ -189,6 +195,8 @@ def _do(store: Any, command: dict[str, Any]) -> list[str | None]:
         for key, value in zip(keys, command["values"], strict=True):
             if (code := store.put(key, bytes.fromhex(value), where)) != 0:
                 raise ControlError(f"put {key}: {code}")
+    if command["op"] == "unleased":
+        return [None if store.remove(key) == HAS_LEASE else key for key in keys]
     found = store.batch_is_exist(keys)
     values = [_value(store, key) if code == 1 else None for key, code in zip(keys, found, strict=True)]
     if command["op"] == "swap":

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, Answer, LookUps, Question
+from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, RENEWED_AT_ONCE, Answer, Batch, LookUps
 from kvprefetch.daemon.planning.negative import LASTING_NS, MAX_ENTRIES, MISS_NS, NegativeCache
 from kvprefetch.daemon.planning.requests import Key, Request
 from kvprefetch.daemon.planning.runs import Lane
@@ -21,7 +22,7 @@ class Setup:
 
     def __init__(self) -> None:
         self.up = True
-        self.sent: list[tuple[int, list[Question]]] = []
+        self.sent: list[Batch] = []
         self.answers: dict[Key, tuple[int, bool]] = {}
         self.renewals: dict[Key, int] = {}
         self.stored: set[bytes] = set()
@@ -43,8 +44,8 @@ class Setup:
         """Send what is to be asked, as an epoch does after every event."""
         if not self.up:
             self.apply(self.look_ups.give_up(now))
-        elif (batch := self.look_ups.next_batch()) is not None:
-            self.sent.append((batch.number, list(batch.questions)))
+        elif (batch := self.look_ups.next_batch(now)) is not None:
+            self.sent.append(batch)
 
     def tick(self, now: int) -> None:
         self.apply(self.look_ups.tick(now))
@@ -66,13 +67,17 @@ class Setup:
     def store(self, *names: str) -> None:
         self.stored.update(map(digests, names))
 
+    def renewed(self) -> list[Key]:
+        """The requests for which the last batch renews leases."""
+        assert self.sent[-1].renewal
+        return [question.request.key for question in self.sent[-1].questions]
+
     def answer(self, now: int = 0) -> None:
-        number, questions = self.sent[-1]
-        runs = []
-        for question in questions:
+        batch, runs = self.sent[-1], []
+        for question in batch.questions:
             run = next((i for i, d in enumerate(question.digests) if d not in self.stored), len(question.digests))
             runs.append((run, bytes(run)))
-        self.answered(number, runs, now)
+        self.answered(batch.number, runs, now)
 
 
 def test_an_answer_is_the_request_s_that_asked_also_where_another_has_its_key() -> None:
@@ -101,8 +106,8 @@ def test_hints_that_come_while_a_question_is_out_are_one_question_more_the_asked
     setup.answer()
     assert setup.answers == {first: (0, False)}
     assert len(setup.sent) == 2
-    assert setup.sent[1][1][0].request.key == later[30]
-    assert len(setup.sent[1][1]) == 48
+    assert setup.sent[1].questions[0].request.key == later[30]
+    assert len(setup.sent[1].questions) == 48
     setup.answer()
     assert len(setup.answers) == 49
     assert len(setup.look_ups) == 0
@@ -113,7 +118,7 @@ def test_a_question_is_bounded() -> None:
     for number in range(40):
         setup.hint(number, *[f"{number}-{i}" for i in range(256)])
     setup.ask(0)
-    assert sum(len(question.digests) for question in setup.sent[0][1]) == BATCH_DIGESTS
+    assert sum(len(question.digests) for question in setup.sent[0].questions) == BATCH_DIGESTS
 
 
 def test_a_store_that_stops_answering_makes_all_who_wait_misses_at_once() -> None:
@@ -122,7 +127,7 @@ def test_a_store_that_stops_answering_makes_all_who_wait_misses_at_once() -> Non
     setup.ask(0)
     keys = [setup.hint(number, f"b{number}") for number in range(1, 1001)]
     setup.up = False
-    setup.answered(setup.sent[0][0], None, 4 * SECOND)
+    setup.answered(setup.sent[0].number, None, 4 * SECOND)
     assert len(setup.answers) == 1001
     assert all(setup.answers[key] == (0, True) for key in keys)
     assert len(setup.sent) == 1
@@ -140,11 +145,11 @@ def test_an_answer_that_comes_past_its_deadline_is_not_taken_for_the_next_questi
     setup.store("a", "b")
     setup.hint(1, "a", "b")
     setup.ask(0)
-    setup.answered(setup.sent[0][0], None, 4 * SECOND)
+    setup.answered(setup.sent[0].number, None, 4 * SECOND)
     key = setup.hint(2, "x", "y")
     setup.ask(4 * SECOND)
     assert len(setup.sent) == 2
-    setup.answered(setup.sent[0][0], [(2, bytes(2))], 5 * SECOND)
+    setup.answered(setup.sent[0].number, [(2, bytes(2))], 5 * SECOND)
     assert key not in setup.answers
     setup.answer(5 * SECOND)
     assert setup.answers[key] == (0, False)
@@ -171,7 +176,7 @@ def test_a_known_miss_is_not_asked_for_again_until_it_is_old_or_we_store_it() ->
     assert setup.answers[again] == (0, False), "answered without a question"
     setup.hint(3, "a", "b", "c")
     setup.ask(0)
-    assert [len(question.digests) for question in setup.sent[-1][1]] == [1], "asked up to the known miss"
+    assert [len(question.digests) for question in setup.sent[-1].questions] == [1], "asked up to the known miss"
     setup.answer()
     setup.negative.stored([digests("b")])
     setup.hint(4, "b")
@@ -208,7 +213,7 @@ def test_hits_that_wait_longer_than_half_their_lease_are_asked_for_again() -> No
     setup.tick(5 * SECOND - 1)
     assert len(setup.sent) == 1
     setup.tick(5 * SECOND)
-    assert [(q.request.key, q.renewal) for q in setup.sent[1][1]] == [(waiting, True)]
+    assert setup.renewed() == [waiting]
     setup.stored.discard(digests("c"))
     setup.answer(5 * SECOND)
     assert setup.renewals == {waiting: 2}
@@ -234,18 +239,20 @@ def test_the_lease_of_blocks_that_are_taken_back_is_renewed_and_their_medium_kep
     assert planner.next_order(Lane.DISK) is not None
     assert planner.requests[found].taken_back == 1
     setup.tick(10 * SECOND)
-    assert [(q.request.key, q.digests) for q in setup.sent[-1][1] if q.renewal] == [(found, (b"x.......",))]
+    assert setup.sent[-1].renewal
+    assert [(q.request.key, q.digests) for q in setup.sent[-1].questions] == [(found, (b"x.......",))]
 
 
 def test_a_renewal_keeps_what_is_known_of_the_blocks_before_it() -> None:
     setup = Setup()
     key = setup.hint(1, "a", "b", "c")
     setup.ask(0)
-    setup.answered(setup.sent[-1][0], [(3, b"\1\0\1")], 0)
+    setup.answered(setup.sent[-1].number, [(3, b"\1\0\1")], 0)
     assert setup.planner.next_order(Lane.DISK) is not None
     setup.tick(5 * SECOND)
-    assert setup.sent[-1][1][0].start == 1
-    setup.answered(setup.sent[-1][0], [(2, b"\0\1")], 5 * SECOND)
+    assert setup.sent[-1].questions[0].start == 1
+    setup.answered(setup.sent[-1].number, [(1, b"")], 5 * SECOND)
+    assert setup.planner.requests[key].limit == 2
     assert setup.planner.requests[key].on_disk == b"\1\0\1"
 
 
@@ -258,7 +265,7 @@ def test_a_renewal_that_fails_takes_nothing_away() -> None:
     setup.answer()
     setup.planner.next_order()
     setup.tick(5 * SECOND)
-    setup.answered(setup.sent[-1][0], None, 5 * SECOND)
+    setup.answered(setup.sent[-1].number, None, 5 * SECOND)
     assert setup.planner.requests[waiting].limit == 1
     setup.up = False
     setup.tick(10 * SECOND)
@@ -266,8 +273,68 @@ def test_a_renewal_that_fails_takes_nothing_away() -> None:
     assert len(setup.sent) == 2
     setup.up = True
     setup.tick(15 * SECOND)
-    assert [q.request.key for q in setup.sent[-1][1] if q.renewal] == [waiting], "tried again when it is due again"
+    assert setup.renewed() == [waiting], "tried again when it is due again"
     assert len(setup.sent) == 3
+
+
+PROMPT = 8192  # blocks: 128k tokens of 16 each
+MS = 1_000_000
+
+
+def held(prompts: int, *, new_ms: int = 0) -> list[int]:
+    """Hint so many long prompts, which wait for six seconds with a lease of two; return those that never lost it.
+
+    `new_ms`: another prompt of 1,024 blocks comes each so many milliseconds.  A call takes 1 ms, and for each digest of
+    a new prompt 8 us, for each that is renewed 1.5 us, as measured with the medium and without it.
+    """
+    planner = Planner(1, FlagsModel(), chunk_blocks=1)
+    look_ups = LookUps(planner.requests, NegativeCache(), timeout_ns=4 * SECOND, lease_ns=2 * SECOND)
+
+    def hint(number: int, blocks: int, now: int) -> None:
+        digests = b"".join(block.to_bytes(8, "big") for block in range(number << 20, (number << 20) + blocks))
+        assert look_ups.add(planner.hint((number, 1), digests, 8, 0, 0), now, answering=True) is None
+
+    for number in range(prompts):
+        hint(number, PROMPT, 0)
+    ends: dict[tuple[int, int], int] = {}  # of the lease of each part
+    lost: set[int] = set()
+    batch, back, new, before = None, 0, 1000, 0
+    for now in range(0, 6 * SECOND, MS):
+        if new_ms and now % (new_ms * MS) == 0:
+            hint(new, BATCH_DIGESTS, now)
+            planner.finish((new - 100, 1))
+            new += 1
+        if batch is not None and now >= back:
+            for question in batch.questions:
+                stop, (number, _) = question.start + len(question.digests), question.request.key
+                for part in range(question.start, stop, BATCH_DIGESTS) if number < prompts else ():
+                    ends[number, part] = batch.asked_ns + 2 * SECOND
+            found = [(len(question.digests), b"") for question in batch.questions]
+            for answer in look_ups.answered(batch.number, found, now):
+                planner.looked_up(answer.request.key, answer.blocks, answer.on_disk)
+            batch = None
+        if now % (100 * MS) == 0:
+            lost.update(number for (number, _), end in ends.items() if end < now)
+            assert not look_ups.tick(now)
+        if batch is None and (batch := look_ups.next_batch(now)) is not None:
+            count = sum(len(question.digests) for question in batch.questions)
+            most = max(before, RENEWED_AT_ONCE) + BATCH_DIGESTS
+            assert not batch.renewal or count < most, "new requests wait longer for each other"
+            before = 0 if batch.renewal else count
+            back = now + MS + count * (1500 if batch.renewal else 8000)
+    return [number for number in range(prompts) if number not in lost]
+
+
+@pytest.mark.parametrize(("prompts", "new_ms"), [(16, 0), (4, 12)])
+def test_a_lease_of_two_seconds_holds_many_prompts_of_128k_tokens(prompts: int, new_ms: int) -> None:
+    """Also beside new prompts that take nearly all of the look-ups' time."""
+    assert held(prompts, new_ms=new_ms) == list(range(prompts))
+
+
+def test_of_more_prompts_than_can_be_renewed_the_most_urgent_keep_their_lease() -> None:
+    kept = held(40)
+    assert kept == list(range(len(kept)))
+    assert len(kept) >= 10
 
 
 def test_a_foreign_object_stays_known_after_we_stored_the_key() -> None:
