@@ -17,6 +17,7 @@ from ..shmring.wire.records import FlagState, Outcome
 from . import hints
 from .config import ConnectorConfig, override
 from .hints import Handle
+from .known import keys_of
 from .policy import Verdict, Visit, Wait, WaitPolicy, loads_beside
 from .request_state import Answer, RequestState
 from .saves import Saves
@@ -255,7 +256,7 @@ class Claims:
         dropped = int(geometry.drop_last)
         stop = min(flag.count - dropped, visit.usable)
         if stop <= visit.start:
-            self._note_found(state.request, handle, flag)
+            self._note_found(handle, flag)
             self.finish(state, outcome)
             return self._settle(state, outcome)
         # The dropped block is claimed, too: giving the claim back publishes all of it for the next answer.
@@ -267,7 +268,7 @@ class Claims:
             mode == "auto"
             and loads_beside(count * geometry.block_bytes, self._config.sync_load_max_bytes, load=visit.load)
         )
-        self._note_found(state.request, handle, flag)
+        self._note_found(handle, flag)
         if flag.state == FlagState.HINTED:
             self._counters["cut_short"] += 1
         state.claim(Answer(visit.start, count, asynchronous, slots))
@@ -282,15 +283,14 @@ class Claims:
             self._counters["late" if outcome == Outcome.LATE else "recomputed"] += 1
         return NOTHING
 
-    def _note_found(self, request: Any, handle: Handle, flag: Flag) -> None:
+    def _note_found(self, handle: Handle, flag: Flag) -> None:
         """Learn from a finished look-up which blocks need no save."""
         if self._saves is None or flag.state != FlagState.READY:
             return  # the found word is written before READY
         found = min(handle.session.flags.found(handle.flag), handle.blocks)
-        ratio = self._geometry.hashes_per_block
-        digests = request.block_hashes[ratio - 1 : handle.blocks * ratio : ratio]
-        self._saves.note_stored(digests[handle.local_blocks : found])
-        self._saves.note_absent(digests[max(found, handle.local_blocks) :])
+        keys = keys_of(handle.hashes, len(handle.hashes) // handle.blocks)
+        self._saves.note_stored(keys[handle.local_blocks : found])
+        self._saves.note_absent(keys[max(found, handle.local_blocks) :])
 
     def withdraw(self, state: RequestState) -> None:
         """Take back an answer that was not used."""

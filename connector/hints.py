@@ -40,6 +40,7 @@ class Handle:
     generation: int
     blocks: int
     local_blocks: int
+    hashes: memoryview  # as hinted
     asked_ns: int = 0
     waited_ns: int = 0  # how long the scheduler waited for it
     claimed_ns: int = 0
@@ -74,7 +75,7 @@ def push(
         pages=session.flags.lent(index),
     )
     session.producer.push(RecordKind.HINT, *encode_hint(hint))  # it fits, and nobody else pushes
-    return Handle(session, index, generation, blocks, local_blocks)
+    return Handle(session, index, generation, blocks, local_blocks, hint.hashes)
 
 
 def look(handle: Handle) -> Flag:

@@ -7,20 +7,21 @@ so placeholders, drafts and rejected tokens never count.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..shmring.wire.records import RecordKind, Saved, encode_saved
 from .events import SavedBlocks
+from .known import Keys, Known, joined
 from .metadata import SaveOrder
 from .request_state import Progress, RequestState
 from .session import SchedulerSession
 from .support import Geometry
 
-# Digests remembered as being in the store: 32 bytes each and about 100 of bookkeeping.
-KNOWN_DIGESTS = 1 << 16
 # Blocks of finished requests that wait for a save slot.
 MAX_LEFT = 1 << 14
 _HEAD_BYTES = 64
@@ -74,7 +75,7 @@ class Saves:
         self._geometry, self._decode, self._counters, self._events = geometry, decode, counters, events
         self.waiting: dict[int, Save] = {}
         self.left: deque[_Block] = deque()
-        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._known = Known()
         self.copied: deque[tuple[int, Save]] = deque()
         self._next_id = 1
         self._generation = 0
@@ -117,15 +118,14 @@ class Saves:
         """Return up to `room` numbered blocks that are not known to be stored, and where the search ended."""
         ratio = self._geometry.hashes_per_block
         wanted: list[tuple[int, _Block]] = []
-        for number in blocks:
-            digest = request.block_hashes[(number + 1) * ratio - 1]
-            if digest in self._known:
-                self._known.move_to_end(digest)
-            elif block_ids[number] != NULL_BLOCK:
+        digests = request.block_hashes[(blocks.start + 1) * ratio - 1 : blocks.stop * ratio : ratio]
+        for at in np.flatnonzero(~self._known.holds(joined(digests))).tolist():
+            number = blocks.start + at
+            if block_ids[number] != NULL_BLOCK:
                 if len(wanted) >= room:
                     return wanted, number
                 event = None if self._events is None else self._events.describe(request, number)
-                wanted.append((number, _Block(block_ids[number], bytes(digest), event)))
+                wanted.append((number, _Block(block_ids[number], bytes(digests[at]), event)))
         return wanted, blocks.stop
 
     def _order(self, session: SchedulerSession, blocks: Sequence[_Block]) -> SaveOrder:
@@ -138,7 +138,7 @@ class Saves:
         self.waiting[save_id] = save
         if self._events is not None:
             self._events.save(save_id, slots, [block.event for block in taken])
-        self.note_stored(save.digests)
+        self.note_stored(joined(save.digests))
         self._counters["saves"] += 1
         self._counters["save_blocks"] += len(slots)
         return SaveOrder(save_id, session.epoch, [block.block_id for block in taken], slots)
@@ -213,7 +213,7 @@ class Saves:
         """Some KV does not match its tokens: slots that were copied and not reported go back unused."""
         for save in (*self.waiting.values(), *(save for _, save in self.copied)):
             save.dropped = True
-            self.note_absent(save.digests)
+            self.note_absent(joined(save.digests))
         self.forget_left()
 
     def flush(self) -> None:
@@ -227,23 +227,18 @@ class Saves:
                 return
             self.copied.popleft()
             if dropped:
-                self.note_absent(save.digests)
+                self.note_absent(joined(save.digests))
                 self._counters["saves_dropped"] += len(save.slots)
                 if self._events is not None:
                     self._events.saving.pop(save_id, None)
 
-    def note_stored(self, digests: Sequence[bytes]) -> None:
+    def note_stored(self, keys: Keys) -> None:
         """These are in the store or on their way: they are not copied again."""
-        for digest in digests:
-            self._known[digest] = None
-            self._known.move_to_end(digest)
-        while len(self._known) > KNOWN_DIGESTS:
-            self._known.popitem(last=False)
+        self._known.add(keys)
 
-    def note_absent(self, digests: Sequence[bytes]) -> None:
+    def note_absent(self, keys: Keys) -> None:
         """A look-up did not find these, or they were not saved after all."""
-        for digest in digests:
-            self._known.pop(digest, None)
+        self._known.remove(keys)
 
     def forget(self, session: SchedulerSession) -> None:
         """The epoch has ended: its slots mean nothing any more, and the next daemon may have another store."""

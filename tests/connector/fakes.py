@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -202,7 +203,7 @@ class Request:
     @property
     def block_hashes(self) -> list[bytes]:
         unit = BLOCK // self._ratio
-        return [f"{self._salt}-{i}".encode().ljust(32, b"\0") for i in range(self.num_tokens // unit)]
+        return [hashlib.sha256(f"{self._salt}-{i}".encode()).digest() for i in range(self.num_tokens // unit)]
 
     @property
     def all_token_ids(self) -> list[int]:

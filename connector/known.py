@@ -1,0 +1,52 @@
+"""Remembers which digests are in the store, a whole prompt at a time: a long one costs no Python per block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+PLACES = 1 << 20  # a power of two, of 8 bytes each; a page of them is memory only once it is used
+
+Keys = npt.NDArray[np.uint64]
+
+
+def keys_of(hashes: bytes | memoryview, hash_bytes: int) -> Keys:
+    """Return the first 63 bits of each digest in `hashes`, without 0. A digest has at least 8 bytes."""
+    keys: Keys = np.ndarray(len(hashes) // hash_bytes, "<u8", hashes, strides=(hash_bytes,))
+    return keys | np.uint64(1)
+
+
+def joined(digests: Sequence[bytes]) -> Keys:
+    """Return the keys of these digests."""
+    return keys_of(b"".join(digests), len(digests[0])) if digests else np.empty(0, np.uint64)
+
+
+class Known:
+    """A bounded set of keys: each has one place, and a newer key there replaces it. What it forgot is saved once more.
+
+    Two digests that differ in other bits only would pass for each other: a block would not be saved, and no load errs.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self._places: Keys = np.zeros(PLACES, np.uint64)
+        self._mask = np.uint64(PLACES - 1)
+
+    def add(self, keys: Keys) -> None:
+        self._places[keys & self._mask] = keys
+
+    def remove(self, keys: Keys) -> None:
+        self._places[(keys & self._mask)[self.holds(keys)]] = 0
+
+    def holds(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Return for each key whether it is in the set."""
+        found: npt.NDArray[np.bool_] = self._places[keys & self._mask] == keys
+        return found
+
+    def __contains__(self, digest: bytes) -> bool:
+        key = int.from_bytes(digest[:8], "little") | 1
+        return int(self._places[key & PLACES - 1]) == key
