@@ -74,10 +74,14 @@ def _guarded(default: Any) -> Callable[[_F], _F]:
 class _PrefixCache(LocalCache):
     """The engine's own prefix cache."""
 
-    def __init__(self, manager: KVCacheManager, group: int) -> None:
-        self._manager, self._pool, self._group = manager, manager.block_pool, group
+    def __init__(self, manager: KVCacheManager, geometry: Geometry) -> None:
+        self._manager, self._pool = manager, manager.block_pool
+        self._group, self._ratio = geometry.group, geometry.hashes_per_block
 
     def tokens(self, request: Request) -> int:
+        first = request.block_hashes[self._ratio - 1 : self._ratio]
+        if not first or self._pool.get_cached_block(first[0], [self._group]) is None:
+            return 0  # without the first block there is no prefix; vLLM's own look costs much more
         tokens: int = self._manager.get_computed_blocks(request)[1]
         return tokens
 
@@ -173,7 +177,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         if self.scheduler_side is not None:
-            self.scheduler_side.cache = _PrefixCache(kv_cache_manager, self._geometry.group)
+            self.scheduler_side.cache = _PrefixCache(kv_cache_manager, self._geometry)
 
     @_guarded(None)
     def on_new_request(self, request: Request) -> None:
@@ -193,6 +197,8 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVPrefetchMetadata:
         if self.scheduler_side is None:
             return KVPrefetchMetadata()
+        if (quiet := self.scheduler_side.quiet_step(scheduler_output)) is not None:
+            return quiet
         meta = self.scheduler_side.take_loads()
         self._plan(scheduler_output, meta)
         return meta
@@ -202,8 +208,12 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         assert self.scheduler_side is not None
         self.scheduler_side.plan_step(scheduler_output, meta)
 
-    @_guarded(None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if connector_output.kv_connector_worker_meta is not None or connector_output.invalid_block_ids:
+            self._outputs(connector_output)
+
+    @_guarded(None)
+    def _outputs(self, connector_output: KVConnectorOutput) -> None:
         if self.scheduler_side is not None:
             self.scheduler_side.outputs(
                 connector_output.kv_connector_worker_meta, failed_blocks=bool(connector_output.invalid_block_ids)
@@ -231,9 +241,13 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         sources = {CacheHitSource.HOST: num_external_tokens - disk, CacheHitSource.DISK: disk}
         return {source: tokens for source, tokens in sources.items() if tokens}
 
-    @_guarded(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return () if self.scheduler_side is None else self.scheduler_side.take_events()
+        side = self.scheduler_side
+        return () if side is None or side.events is None else self._events(side)
+
+    @_guarded(tuple)
+    def _events(self, side: SchedulerSide) -> Iterable[KVCacheEvent]:
+        return side.take_events()
 
     @_guarded(False)
     def has_pending_push_work(self) -> bool:
@@ -241,11 +255,14 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- statistics, both sides -------------------------------------------------------------------------------------
 
-    @_guarded(None)
     def get_kv_connector_stats(self) -> KVPrefetchStats | None:
-        """Counts since the last call. vLLM asks the scheduler side once per step, when the step has ended."""
-        if self.scheduler_side is not None:
-            self.scheduler_side.step_ended()
+        """Counts since the last report. vLLM asks the scheduler side once per step, when the step has ended."""
+        if self.scheduler_side is not None and not self.scheduler_side.step_ended():
+            return None
+        return self._stats()
+
+    @_guarded(None)
+    def _stats(self) -> KVPrefetchStats | None:
         side = self.scheduler_side or self.worker_side
         return None if side is None else side.tally.take()
 

@@ -35,6 +35,8 @@ from .steps import StepTimes
 from .support import Geometry
 from .waits import Waits
 
+# Of the steps with nothing to do, one in so many is measured; and the statistics are reported so often while requests run.
+MEASURED_STEPS, REPORT_STEPS = 8, 64
 RESET_RETRY_NS = 5_000_000_000
 RESET_TIMEOUT_MS = 5000  # where neither the configuration nor a disk medium asks for another
 
@@ -93,6 +95,9 @@ class SchedulerSide:
         saves = self.saves if self._saving else None
         self.claims = Claims(config, geometry, self.policy, saves, self.counters, clock)
         self._admitted = 0  # in this pass
+        self._visited = False  # vLLM asked about a request in this pass
+        self._quiet = KVPrefetchMetadata()  # of a step with nothing to do
+        self._unmeasured = self._unreported = 0  # steps
         self._reset_asked_ns = 0
         self._stale_local = False
 
@@ -120,6 +125,7 @@ class SchedulerSide:
     @_detaching(NOTHING)
     def match(self, request: Any, num_computed_tokens: int) -> Reply:
         """vLLM's get_num_new_matched_tokens: may be asked any number of times, makes no system call while pending."""
+        self._visited = True
         state = self.requests.get(request.request_id)
         if state is None:
             return NOTHING
@@ -188,6 +194,30 @@ class SchedulerSide:
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
+    def quiet_step(self, output: Any) -> KVPrefetchMetadata | None:
+        """The metadata of a step with nothing to do, as most are; None: take_loads and plan_step have to see the step.
+
+        Every running request decodes one token, no wait, load or save goes on, and the step need not be measured.
+        """
+        running = len(self.running)
+        if (
+            self._visited
+            or self._unmeasured == MEASURED_STEPS
+            or running != len(output.num_scheduled_tokens)
+            or running != output.total_num_scheduled_tokens
+            or self.loads.running
+            or self._unsaved
+            or self.saves.left
+            or self.saves.copied
+            or self._waits.open
+            or self.link.session is not self._session
+        ):
+            self._unmeasured = 0
+            return None
+        self._unmeasured += 1
+        self.steps.flying.append(None)
+        return self._quiet
+
     def take_loads(self) -> KVPrefetchMetadata:
         """The step's metadata with the loads dispatched in this pass: they are in it whatever else goes wrong."""
         return KVPrefetchMetadata(loads=self.loads.take_orders(), live_epochs=self.live_epochs())
@@ -242,13 +272,19 @@ class SchedulerSide:
         executed = output.total_num_scheduled_tokens > 0
         now = self._now_ns()
         self.steps.began(now, prefill_tokens, executed=executed, typical=not loading)
-        self.running, self._admitted = set(scheduled), 0
+        self.running, self._admitted, self._visited = set(scheduled), 0, False
         self.claims.new_pass()
         self._waits.pass_ended(now)
 
-    def step_ended(self) -> None:
-        """The output of the oldest step in flight was processed: called exactly once per step, empty ones included."""
-        self.steps.ended(self._now_ns())
+    def step_ended(self) -> bool:
+        """The output of the oldest step in flight was processed: called exactly once per step, empty ones included.
+
+        Return whether the statistics are to be reported: now and then while there are requests.
+        """
+        if not self.steps.pass_over():
+            self.steps.ended(self._now_ns())
+        self._unreported = (self._unreported + 1) % REPORT_STEPS if self.requests else 0
+        return self._unreported == 0
 
     @_detaching(None)
     def outputs(self, worker_meta: Any, *, failed_blocks: bool = False) -> None:
@@ -346,6 +382,7 @@ class SchedulerSide:
     def adopt(self, session: SchedulerSession | None) -> None:
         """Another epoch: handles, undispatched claims and saves of the old one are void."""
         old, self._session = self._session, session
+        self._quiet = KVPrefetchMetadata(live_epochs=() if session is None else (session.epoch,))
         for state in self.requests.values():
             state.drop()
         self._answered.clear()

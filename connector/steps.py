@@ -33,25 +33,33 @@ class StepTimes:
     def __init__(self) -> None:
         self.step_ns = 0.0
         self._decode_ns = 0.0
-        self._flying: deque[_Step] = deque()
+        self.flying: deque[_Step | None] = deque()  # None: not measured
         self._ended_ns = 0
         self._xy = self._xx = 0.0
 
     def began(self, now_ns: int, prefill_tokens: int, *, executed: bool, typical: bool = True) -> None:
         """A step was scheduled. `typical`: it does nothing else that takes time, such as a load."""
-        if len(self._flying) >= _MAX_IN_FLIGHT:
-            self._flying.clear()
-        self._flying.append(_Step(now_ns, prefill_tokens, executed, typical))
+        if len(self.flying) >= _MAX_IN_FLIGHT:
+            self.flying.clear()
+        self.flying.append(_Step(now_ns, prefill_tokens, executed, typical))
+
+    def pass_over(self) -> bool:
+        """End the oldest step in flight, if neither it nor the one behind it is measured."""
+        flying = self.flying
+        if not flying or flying[0] is not None or (len(flying) > 1 and flying[1] is not None):
+            return False
+        flying.popleft()
+        return True
 
     def ended(self, now_ns: int) -> None:
         """The output of the oldest step in flight is there."""
-        if not self._flying:
+        if not self.flying:
             return
-        step = self._flying.popleft()
-        duration = float(now_ns - max(step.began_ns, self._ended_ns))
-        self._ended_ns = now_ns
-        if not step.executed or not step.typical:
+        step = self.flying.popleft()
+        ended_ns, self._ended_ns = self._ended_ns, now_ns
+        if step is None or not step.executed or not step.typical:
             return
+        duration = float(now_ns - max(step.began_ns, ended_ns))
         self.step_ns = _average(self.step_ns, duration)
         if step.prefill_tokens == 0:
             self._decode_ns = _average(self._decode_ns, duration)

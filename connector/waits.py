@@ -22,6 +22,11 @@ class Waits:
         self._before: list[RequestState] = []  # deferred in the pass before
         self._now: list[RequestState] = []  # and in this one
 
+    @property
+    def open(self) -> bool:
+        """Whether the end of a pass may end a wait."""
+        return bool(self._now or self._before)
+
     def deferred(self, state: RequestState, now_ns: int) -> None:
         """The request was answered None: it has to wait."""
         self._counters["waits"] += state.defer(now_ns, self._pass)
