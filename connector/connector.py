@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from ..shmring.wire.attach import Hello
+    from .support import Geometry
 
 log = logging.getLogger("vllm.kvprefetch")
 

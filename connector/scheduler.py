@@ -35,7 +35,7 @@ from .steps import StepTimes
 from .support import Geometry
 from .waits import Waits
 
-# Of the steps with nothing to do, one in so many is measured; and the statistics are reported so often while requests run.
+# Of the steps with nothing to do one in MEASURED_STEPS is measured. With requests, REPORT_STEPS go by between reports.
 MEASURED_STEPS, REPORT_STEPS = 8, 64
 RESET_RETRY_NS = 5_000_000_000
 RESET_TIMEOUT_MS = 5000  # where neither the configuration nor a disk medium asks for another
@@ -95,7 +95,7 @@ class SchedulerSide:
         saves = self.saves if self._saving else None
         self.claims = Claims(config, geometry, self.policy, saves, self.counters, clock)
         self._admitted = 0  # in this pass
-        self._visited = False  # vLLM asked about a request in this pass
+        self._visited = False  # vLLM asked about or admitted a request in this pass
         self._quiet = KVPrefetchMetadata()  # of a step with nothing to do
         self._unmeasured = self._unreported = 0  # steps
         self._reset_asked_ns = 0
@@ -162,6 +162,7 @@ class SchedulerSide:
 
     def allocated(self, request: Any, block_ids: Callable[[], Any], num_external_tokens: int) -> None:
         """vLLM's update_state_after_alloc; `block_ids()` gives the request's block ids per group."""
+        self._visited = True
         self._admitted += 1
         state = self.requests.get(request.request_id)
         if num_external_tokens > 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -247,6 +247,17 @@ class FakeCache(LocalCache):
         return self.digests.get(block_id) == digest
 
 
+def scheduled_output(
+    pairs: Sequence[tuple[Request, int]], tables: Mapping[str, tuple[list[int], ...]] | None = None
+) -> Any:
+    """vLLM's SchedulerOutput of a step with so many tokens of each request."""
+    return SimpleNamespace(
+        num_scheduled_tokens={request.request_id: tokens for request, tokens in pairs},
+        total_num_scheduled_tokens=sum(tokens for _, tokens in pairs),
+        kv_connector_block_state=SimpleNamespace(get_block_ids=(tables or {}).get),
+    )
+
+
 class Engine:
     """A scheduler side with a fake daemon, a fake link, and vLLM's calling order.
 
@@ -315,13 +326,11 @@ class Engine:
         """build_connector_meta, then what vLLM does after it; the step takes `step_ms`."""
         pairs = list(scheduled)
         tables = {r.request_id: ([100 + i for i in range((r.num_tokens + BLOCK - 1) // BLOCK)],) for r, _ in pairs}
-        output = SimpleNamespace(
-            num_scheduled_tokens={r.request_id: n for r, n in pairs},
-            total_num_scheduled_tokens=sum(n for _, n in pairs),
-            kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
-        )
-        meta = self.side.take_loads()
-        self.side.plan_step(output, meta)
+        output = scheduled_output(pairs, tables)
+        meta = self.side.quiet_step(output)
+        if meta is None:
+            meta = self.side.take_loads()
+            self.side.plan_step(output, meta)
         self.side.check()
         self.clock.advance_ms(step_ms)
         for request, tokens in pairs:

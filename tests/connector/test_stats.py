@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvprefetch.connector.connector import KVPrefetchConnector
+from kvprefetch.connector.scheduler import REPORT_STEPS
 from kvprefetch.connector.stats import COUNTERS, KVPrefetchStats, Tally
 from tests.lab.connectors import multi, ours
 
@@ -147,7 +148,13 @@ def test_each_role_reports_its_own_side_and_nothing_when_there_is_nothing() -> N
     engine = Engine()
     connector.scheduler_side = engine.side
     assert connector.get_kv_connector_stats() is None
-    engine.add("r", 3 * BLOCK)
+    request = engine.add("r", 3 * BLOCK)
+    reports = [connector.get_kv_connector_stats() for _ in range(REPORT_STEPS)]
+    assert [stats.data for stats in reports if stats is not None] == [{"hints": 1}]
+    engine.add("s", 3 * BLOCK)
+    engine.side.finished(request)
+    assert connector.get_kv_connector_stats() is None, "another request runs"
+    engine.side.requests.clear()
     stats = connector.get_kv_connector_stats()
-    assert stats is not None
+    assert stats is not None, "no step comes any more"
     assert stats.data == {"hints": 1}

@@ -1,0 +1,101 @@
+"""Most steps of a busy engine have nothing for the scheduler side to do: they cost it next to nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvprefetch.connector.scheduler import MEASURED_STEPS
+
+from .fakes import BLOCK, Engine, Request, scheduled_output
+
+
+@pytest.fixture
+def decoding() -> tuple[Engine, Request]:
+    """One request decodes, and nothing else goes on."""
+    engine = Engine(saves=False)
+    request = engine.add("r", 3 * BLOCK)
+    engine.daemon.stage("r", 0)
+    assert engine.match(request) == (0, False)
+    engine.allocate(request, 0)
+    engine.step([(request, 3 * BLOCK)])
+    engine.step([(request, 1)])
+    return engine, request
+
+
+def quiet(engine: Engine, request: Request, tokens: int = 1) -> bool:
+    return engine.side.quiet_step(scheduled_output([(request, tokens)])) is not None
+
+
+def test_one_quiet_step_in_so_many_is_measured(decoding: tuple[Engine, Request]) -> None:
+    engine, request = decoding
+    seen = [engine.side.steps.step_ns]
+    for step in range(2 * MEASURED_STEPS + 2):
+        engine.step([(request, 1)], step_ms=7 + step)
+        seen.append(engine.side.steps.step_ns)
+    assert len(set(seen)) == 3, seen
+
+
+def test_a_quiet_step_names_the_epoch_of_its_session(decoding: tuple[Engine, Request]) -> None:
+    engine, request = decoding
+    meta = engine.side.quiet_step(scheduled_output([(request, 1)]))
+    assert meta is not None
+    assert (meta.loads, meta.saves, meta.live_epochs) == ([], [], engine.side.live_epochs())
+
+
+def asks(engine: Engine) -> None:
+    engine.match(engine.add("other", 3 * BLOCK))
+
+
+def waits(engine: Engine) -> None:
+    asks(engine)
+    engine.step([(engine.side.requests["r"].request, 1)])
+    assert engine.side.counters["waits"] == 1
+
+
+def loads(engine: Engine) -> None:
+    request = engine.add("other", 3 * BLOCK)
+    engine.daemon.stage("other", 2)
+    tokens, _ = engine.match(request)
+    assert tokens
+    engine.allocate(request, tokens)
+    engine.step([(engine.side.requests["r"].request, 1), (request, BLOCK)])
+    engine.side.finished(request)
+
+
+def detaches(engine: Engine) -> None:
+    engine.link.session = None
+
+
+def runs_another(engine: Engine) -> None:
+    engine.side.running.add("other")
+
+
+@pytest.mark.parametrize("event", [asks, waits, loads, detaches, runs_another])
+def test_a_step_in_which_something_goes_on_is_planned(
+    decoding: tuple[Engine, Request], event: Callable[[Engine], None]
+) -> None:
+    engine, request = decoding
+    assert quiet(engine, request)
+    event(engine)
+    assert not quiet(engine, request)
+
+
+def test_a_step_with_a_prefill_is_planned(decoding: tuple[Engine, Request]) -> None:
+    engine, request = decoding
+    assert not quiet(engine, request, tokens=BLOCK)
+
+
+def test_a_step_with_blocks_to_save_is_planned() -> None:
+    """They found no slot while their request was computed; it goes on decoding."""
+    engine = Engine()
+    request = engine.add("r", 3 * BLOCK)
+    engine.daemon.stage("r", 0)
+    assert engine.match(request) == (0, False)
+    engine.allocate(request, 0)
+    engine.step([(request, 3 * BLOCK)])
+    engine.step([(request, 1)])
+    assert not quiet(engine, request)
+    engine.daemon.credits.grant(range(4))
+    assert engine.step([(request, 1)]).saves
