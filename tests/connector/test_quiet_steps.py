@@ -97,5 +97,5 @@ def test_a_step_with_blocks_to_save_is_planned() -> None:
     engine.step([(request, 3 * BLOCK)])
     engine.step([(request, 1)])
     assert not quiet(engine, request)
-    engine.daemon.credits.grant(range(4))
+    engine.daemon.credits.grant(list(range(4)))
     assert engine.step([(request, 1)]).saves
