@@ -198,8 +198,11 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVPrefetchMetadata:
         if self.scheduler_side is None:
             return KVPrefetchMetadata()
-        if (quiet := self.scheduler_side.quiet_step(scheduler_output)) is not None:
-            return quiet
+        try:  # here, and not in `_guarded`: a call of its own would cost as much as the rest
+            if (quiet := self.scheduler_side.quiet_step(scheduler_output)) is not None:
+                return quiet
+        except Exception:
+            log.exception("kvprefetch: quiet_step failed; the engine goes on without it")
         meta = self.scheduler_side.take_loads()
         self._plan(scheduler_output, meta)
         return meta

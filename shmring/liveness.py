@@ -31,6 +31,11 @@ class PeerStatus(enum.Enum):
     GONE = "gone"
 
 
+# Plain names: an attribute of an enum class costs as much as a load.
+_STARTING, _ACTIVE = int(PeerState.STARTING), int(PeerState.ACTIVE)
+_ALIVE, _HUNG = PeerStatus.ALIVE, PeerStatus.HUNG
+
+
 class Liveness:
     """One side's access to the liveness words of a segment. `now_ns` is CLOCK_MONOTONIC (time.monotonic_ns)."""
 
@@ -65,10 +70,10 @@ class Liveness:
             return PeerStatus.GONE
         # SYNC state: earlier stores visible with the state
         state = load(self._peer_state)
-        if state == PeerState.STARTING:
+        if state == _STARTING:
             return PeerStatus.STARTING
-        if state != PeerState.ACTIVE:
+        if state != _ACTIVE:
             return PeerStatus.GONE
         # SYNC beat: read as it is, orders nothing
         # abs: a beat from the future must not read as alive for ever.
-        return PeerStatus.HUNG if abs(now_ns - load(self._peer_beat)) > self._hung_after_ns else PeerStatus.ALIVE
+        return _HUNG if abs(now_ns - load(self._peer_beat)) > self._hung_after_ns else _ALIVE
