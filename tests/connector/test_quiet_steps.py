@@ -44,12 +44,15 @@ def test_a_quiet_step_names_the_epoch_of_its_session(decoding: tuple[Engine, Req
     assert (meta.loads, meta.saves, meta.live_epochs) == ([], [], engine.side.live_epochs())
 
 
-def asks(engine: Engine) -> None:
-    engine.match(engine.add("other", 3 * BLOCK))
+def answers(engine: Engine) -> None:
+    """And vLLM does not use the answer in this pass."""
+    request = engine.add("other", 3 * BLOCK)
+    engine.daemon.stage("other", 2)
+    assert engine.match(request)[0]
 
 
 def waits(engine: Engine) -> None:
-    asks(engine)
+    engine.match(engine.add("other", 3 * BLOCK))
     engine.step([(engine.side.requests["r"].request, 1)])
     assert engine.side.counters["waits"] == 1
 
@@ -68,11 +71,7 @@ def detaches(engine: Engine) -> None:
     engine.link.session = None
 
 
-def runs_another(engine: Engine) -> None:
-    engine.side.running.add("other")
-
-
-@pytest.mark.parametrize("event", [asks, waits, loads, detaches, runs_another])
+@pytest.mark.parametrize("event", [answers, waits, loads, detaches])
 def test_a_step_in_which_something_goes_on_is_planned(
     decoding: tuple[Engine, Request], event: Callable[[Engine], None]
 ) -> None:
@@ -85,6 +84,13 @@ def test_a_step_in_which_something_goes_on_is_planned(
 def test_a_step_with_a_prefill_is_planned(decoding: tuple[Engine, Request]) -> None:
     engine, request = decoding
     assert not quiet(engine, request, tokens=BLOCK)
+
+
+def test_a_step_without_a_request_that_runs_is_planned(decoding: tuple[Engine, Request]) -> None:
+    """As many tokens as requests, but not one of each."""
+    engine, request = decoding
+    engine.side.running.add("other")
+    assert not quiet(engine, request, tokens=2)
 
 
 def test_a_step_with_blocks_to_save_is_planned() -> None:
