@@ -15,6 +15,7 @@ from typing import Any
 
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.store import connection
+from kvprefetch.daemon.store.joining import Joined
 from kvprefetch.daemon.store.settings import MooncakeSettings
 
 
@@ -70,7 +71,7 @@ def run(arguments: list[str]) -> Any:
         return replace(from_file(path), private=private)
 
     MooncakeSettings.from_file = settings  # type: ignore[method-assign,assignment]
-    connection.join = lambda *_: client  # type: ignore[attr-defined]
+    connection.join = lambda *_: Joined(client)  # type: ignore[attr-defined]
     sys.argv[1:] = arguments[2:]
     return main()
 

@@ -77,8 +77,8 @@ def cores(config: DaemonConfig) -> Iterator[Finding]:
         yield bad(f"cores={count}: transfers starve", f"allow this process at least {MIN_CORES} cores")
     elif quota is not None and quota < MIN_CORES:
         yield note(f"CPU quota of {quota:g} cores", f"raise CPUQuota= or the container's limit to {MIN_CORES}")
-    elif config.fetch_threads >= count:
-        what = f"fetch_threads={config.fetch_threads} with {count} cores: each busy fetch takes one"
+    elif config.fetch_threads > count:
+        what = f"fetch_threads={config.fetch_threads} with {count} cores: a fetch that does not sleep takes one"
         yield note(what, "lower fetch_threads")
     else:
         yield ok(f"cores={count} fetch_threads={config.fetch_threads}")

@@ -114,10 +114,10 @@ class DaemonConfig(BaseModel):
     )
     chunk: Annotated[Size, _within(4096, 1 << 30)] = Field(default=4 << 20, description="bytes of one store call")
     fetch_threads: Number = Field(
-        default_factory=lambda: max(1, min(4, usable_cores() // 2)),
+        default_factory=lambda: max(2, min(4, usable_cores() // 2)),
         ge=1,
         le=64,
-        description="concurrent fetches; each one in flight keeps a core busy",
+        description="concurrent fetches, at most; one that does not sleep while it waits keeps a core busy",
     )
     hint_ring: Annotated[Size, _within(1 << 16, 1 << 30)] = Field(
         default=4 << 20, description="bytes of each engine's hint ring"

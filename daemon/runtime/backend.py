@@ -51,7 +51,9 @@ class Backend:
             if self._signals.stop:
                 return None
             raise
-        store = self.store = Store(settings, self._log, rpc_timeout_ms=self._config.rpc_timeout_ms)
+        config = self._config
+        store = Store(settings, self._log, rpc_timeout_ms=config.rpc_timeout_ms, lease_ns=config.lease_ns)
+        self.store = store
         namespaces = Namespaces(store.disk, self._log)
         for attempt in range(OPEN_TRIES):
             try:

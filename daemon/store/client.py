@@ -1,8 +1,9 @@
 """The calls into Mooncake that the daemon makes: look up, get, put, flush and remove, each key's code as an ErrorClass.
 
-Codes are per key, and `errors.classify` maps them in one place.  connection.py guards the calls, give_up.py finds
-transfers that may still be under way, storage_nodes.py keeps gets from waiting for a node that hangs, replicas.py and
-zeros.py find bytes that are not the value's, and removal.py removes what a disk would bring back.
+Codes are per key, and `errors.classify` maps them in one place.  connection.py guards the calls, sleeping_reads.py
+reads without a busy thread, give_up.py finds transfers that may still be under way, storage_nodes.py keeps gets from
+waiting for a node that hangs, replicas.py and zeros.py find bytes that are not the value's, and removal.py removes what
+a disk would bring back.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from .connection import Connection
 from .errors import ErrorClass, StoreError, StoreUnavailable, classify, classify_get
 from .give_up import UNDER_WAY, Move, move
+from .joining import Joined
 from .recent_keys import RecentKeys
 from .removal import Removal, Removals
 from .replicas import ReplicaReader, void_what_moved
 from .settings import MooncakeSettings
+from .sleeping_reads import SleepingReads, Value
 from .storage_nodes import Get, StorageNodes
 from .zeros import holed
 
 Medium = Literal["memory", "disk"]
+_T = TypeVar("_T")
 
 _FLUSH_KEYS = 1024  # of one question
 
@@ -32,7 +36,8 @@ _FLUSH_KEYS = 1024  # of one question
 class Store(Connection):
     """One Mooncake client's calls. Several threads may call at once.
 
-    `log` is a bound structlog logger. `rpc_timeout_ms` bounds one question to the master, not a transfer.
+    `log` is a bound structlog logger. `rpc_timeout_ms` bounds one question to the master, not a transfer. `lease_ns`:
+    how long the master keeps a value after a question for it.
     """
 
     def __init__(
@@ -42,14 +47,23 @@ class Store(Connection):
         *,
         clock: Callable[[], float] = time.monotonic,
         rpc_timeout_ms: int = 2000,
+        lease_ns: int = 10_000_000_000,
     ) -> None:
         super().__init__(settings, log, clock, rpc_timeout_ms)
+        self._lease_ns = lease_ns
+        self._sleeping: SleepingReads | None = None
         self._clock = clock
         self.disk = Path(settings.ssd_offload_path) if settings.enable_ssd_offload else None  # this process's own
         self._nodes = StorageNodes(log, clock)
         self._replicas = ReplicaReader(settings.private)
         self._removals = Removals(self.disk, log, clock)
         self._unflushed = RecentKeys()
+
+    def adopt(self, joined: Joined) -> None:
+        """Admit calls, to a client that has joined."""
+        if joined.sleeping:
+            self._sleeping = SleepingReads(joined.engine, self._lease_ns)
+        super().adopt(joined)
 
     @property
     def removal_ms(self) -> int:
@@ -99,20 +113,31 @@ class Store(Connection):
             return []
         if len(set(keys)) != len(keys):
             raise ValueError(f"a key stands twice in one get: keys={len(keys)} different={len(set(keys))}")
+        get, sleeping = get or Get(), self._sleeping
         with self._call() as (client, attempt):
+            until_ns = sleeping.leased_until_ns() if sleeping is not None else 0
             before, code = self._replicas.read(client, keys), 0
 
             def read(part: Sequence[int]) -> list[ErrorClass]:
+                came = dict[int, ErrorClass | None].fromkeys(part)
+                if sleeping is not None:
+                    values = [Value(addresses[i], sizes[i], before.get(keys[i], ())) for i in part]
+                    came = dict(zip(part, self._moving(sleeping.read, values, until_ns, get), strict=True))
+                if left := [i for i in part if came[i] is None]:
+                    came |= zip(left, block(left), strict=True)
+                return [each for each in came.values() if each is not None]
+
+            def block(part: Sequence[int]) -> list[ErrorClass]:
                 nonlocal code
                 some_keys, some_sizes = [keys[i] for i in part], [sizes[i] for i in part]
                 codes = self._move(client.batch_get_into, some_keys, [addresses[i] for i in part], some_sizes)
-                code = codes[0] if codes else -1
+                code = codes[0]
                 return classify_get(client, some_keys, some_sizes, codes)
 
             if self._settings.private:  # all memory is our own, which does not hang
-                results = read(range(len(keys)))
+                results = block(range(len(keys)))
             else:
-                results = self._nodes.read(keys, before, get or Get(), read)
+                results = self._nodes.read(keys, before, get, read)
             self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "get", code)
             if ErrorClass.OK in results:
                 void_what_moved(results, keys, before, self._replicas.read(client, keys))
@@ -142,14 +167,18 @@ class Store(Connection):
         return results
 
     def _move(self, call: Move, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """Hand memory to Mooncake, here alone; see give_up.py."""
+        """Hand memory to Mooncake's blocking calls, here alone; see give_up.py."""
+        codes = self._moving(move, call, keys, addresses, sizes)
+        self._under_way |= UNDER_WAY in codes
+        return codes
+
+    def _moving(self, call: Callable[..., _T], *args: Any) -> _T:
+        """Hand memory to Mooncake, here alone."""
         try:
-            codes = move(call, keys, addresses, sizes)
+            return call(*args)
         except BaseException:
             self._under_way = True  # nothing is known of the transfers
             raise
-        self._under_way |= UNDER_WAY in codes
-        return codes
 
     def described(self, keys: Sequence[str]) -> list[Sequence[Any]]:
         """Return Mooncake's descriptors of each key's replicas, nothing for a key that does not exist."""

@@ -17,11 +17,11 @@ from typing import Any
 from . import addresses
 from .breaker import Attempt, Breaker
 from .errors import StoreError, StoreUnavailable
-from .joining import join
+from .joining import Joined, join
 from .settings import MooncakeSettings
 
 _CLOSE_WAIT_S = 65.0  # after its peer's death a transfer waits 60 s inside Mooncake, and nothing shortens it
-_abandoned: list[Any] = []  # clients that were never closed: their destructors would close them, and wait for it
+_abandoned: list[Joined] = []  # clients that were never closed: their destructors would close them, and wait for it
 
 
 class Connection:
@@ -30,6 +30,7 @@ class Connection:
     def __init__(self, settings: MooncakeSettings, log: Any, clock: Callable[[], float], rpc_timeout_ms: int) -> None:
         self._settings, self._log, self._rpc_timeout_ms = settings, log, rpc_timeout_ms
         self._client: Any = None
+        self._joined = Joined(None)
         self._port: socket.socket | None = None  # bound, so that no other client here gets the port of our name
         self._state = threading.Condition()
         self._open = False
@@ -48,16 +49,20 @@ class Connection:
         if self._port is None:
             self._port = socket.socket()
             self._port.bind(("", 0))
-        self.adopt(join(self._settings, self._port.getsockname()[1], self._rpc_timeout_ms, self._log))
+        joined = join(self._settings, self._port.getsockname()[1], self._rpc_timeout_ms, self._log)
+        self.adopt(joined)
         protocol = self._settings.protocol
         if addresses.without_rdma(protocol):
             self._log.warning("rdma.absent", protocol=protocol)
-        self._log.info("store.opened", master=self._settings.master_server_address, protocol=protocol)
+        if joined.why:
+            self._log.warning("reads.blocking", error=joined.why)
+        reads = "sleeping" if joined.sleeping else "blocking"
+        self._log.info("store.opened", master=self._settings.master_server_address, protocol=protocol, reads=reads)
 
-    def adopt(self, client: Any) -> None:
+    def adopt(self, joined: Joined) -> None:
         """Admit calls, to a client that has joined."""
         with self._state:
-            self._client, self._open = client, True
+            self._joined, self._client, self._open = joined, joined.client, True
 
     def close(self, *, goodbye: bool = True) -> None:
         """Refuse new calls, wait for those in flight, then leave the cluster; may hold the GIL for 2 s. Idempotent.
@@ -73,7 +78,7 @@ class Connection:
         if was_open and idle and goodbye and not self._under_way:
             self._client.close()
         elif was_open:
-            _abandoned.append(self._client)
+            _abandoned.append(self._joined)
         if self._port is not None:
             self._port.close()
         if was_open:

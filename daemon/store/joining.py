@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import addresses, loopback
 from .errors import LIBRARIES, StoreError
 from .settings import MooncakeSettings
+from .sleeping_reads import self_test
 
 LOCAL_BUFFER_BYTES = 16 << 20  # Mooncake's own default; the zero-copy calls made here do not use it
+# Some connections to each storage node that stay, instead of one for each value: for 64 KiB values that doubles the
+# rate, and to begin a transfer needs no wait for a connection.  Beyond its bound the queue for them refuses.
+_TCP = {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535"}
 
 
-def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int, log: Any) -> Any:
-    """Return a client that has joined, named by this machine and a `port` of its own. Raises StoreError.
+class Joined(NamedTuple):
+    """A client that has joined, and its transfer engine, which reads for us unless `why` says why not."""
+
+    client: Any
+    engine: Any = None
+    why: str = ""
+
+    @property
+    def sleeping(self) -> bool:
+        """Whether reads may sleep (sleeping_reads.py)."""
+        return self.engine is not None and not self.why
+
+
+def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int, log: Any) -> Joined:
+    """Join, under the name of this machine and a `port` of its own. Raises StoreError.
 
     Without a port Mooncake tries twenty, each until the master's time is up.  A client with a loopback name accepts
     connections from this machine only.
@@ -22,19 +39,27 @@ def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int, log: Any) -
     # GLOG_minloglevel.
     os.environ["MC_RPC_TIMEOUT_MS"] = str(rpc_timeout_ms)
     os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
+    # To get what lies in our own memory is a copy, in which Mooncake does not spin.
+    sleeping = settings.protocol == "tcp" and settings.global_segment_size == 0
+    if sleeping:
+        for name, value in _TCP.items():
+            os.environ.setdefault(name, value)
     client_class = import_client()
     if (why := settings.unreached(rpc_timeout_ms / 1e3)) is not None:
         raise StoreError(why)
     client, before = client_class(), loopback.listening()
+    name = f"{settings.local_hostname}:{port}"
+    engine = _engine(settings, name) if sleeping else None
     try:
         code = client.setup(
-            f"{settings.local_hostname}:{port}",
+            name,
             settings.metadata_server,
             settings.global_segment_size,
             LOCAL_BUFFER_BYTES,
             settings.protocol,
             settings.device_name,
             settings.master_server_address,
+            engine=engine.get_engine() if engine is not None else None,
             enable_ssd_offload=settings.enable_ssd_offload,
             ssd_offload_path=settings.ssd_offload_path,
             tenant_id=settings.tenant_id,
@@ -46,15 +71,31 @@ def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int, log: Any) -
         del client  # leaves the master while there is one
         raise StoreError(f"mooncake set-up failed: {why}: {settings}{_masters(settings.master_server_address)}")
     if addresses.is_loopback(settings.local_hostname):
-        if why := loopback.refusal():
-            log.warning("store.exposed", error=why)
-            return client
         try:
-            loopback.confine(before)
+            if why := loopback.refusal():
+                log.warning("store.exposed", error=why)
+            else:
+                loopback.confine(before)
         except OSError as error:
             del client
             raise StoreError(f"other machines cannot be kept from Mooncake's ports: {error.strerror}") from None
-    return client
+    if engine is None:
+        return Joined(client, why="no transfer engine can be made" if sleeping else "")
+    if settings.metadata_server == addresses.P2P:  # its port names it to others
+        name = f"{settings.local_hostname}:{engine.get_rpc_port()}"
+    return Joined(client, engine, self_test(engine, client, name))
+
+
+def _engine(settings: MooncakeSettings, name: str) -> Any:
+    """Return a transfer engine for the client; None where there is none."""
+    try:
+        from mooncake.engine import TransferEngine
+
+        engine = TransferEngine()
+        made = engine.initialize(name, settings.metadata_server, settings.protocol, settings.device_name) == 0
+    except (ImportError, AttributeError, RuntimeError):
+        return None
+    return engine if made else None
 
 
 def _masters(address: str) -> str:

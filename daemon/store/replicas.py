@@ -10,12 +10,21 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import ErrorClass
 
-# For each key that exists the memory of its replicas, as (node, address); nothing for a value on disk alone.
-Replicas = Mapping[str, frozenset[tuple[str, int]]]
+
+class Place(NamedTuple):
+    """Memory of a storage node in which a value lies."""
+
+    node: str
+    address: int
+    size: int
+
+
+# For each key that exists the memory of its replicas; nothing for a value on disk alone.
+Replicas = Mapping[str, frozenset[Place]]
 
 
 class ReplicaReader:
@@ -45,7 +54,7 @@ class ReplicaReader:
         """Return the replicas of these keys. During a removal from a private store no key has any."""
         if self._private:
             with self._lock:
-                return {} if self._running else dict.fromkeys(keys, frozenset([("", self._count)]))
+                return {} if self._running else dict.fromkeys(keys, frozenset([Place("", self._count, 0)]))
         return memory_replicas(client.batch_get_replica_desc(list(keys)))
 
 
@@ -54,9 +63,9 @@ def memory_replicas(described: Mapping[str, Sequence[Any]]) -> Replicas:
     return {key: frozenset(_memory(replicas)) for key, replicas in described.items() if replicas}
 
 
-def _memory(replicas: Sequence[Any]) -> list[tuple[str, int]]:
+def _memory(replicas: Sequence[Any]) -> list[Place]:
     descriptors = [each.get_memory_descriptor().buffer_descriptor for each in replicas if each.is_memory_replica()]
-    return [(each.transport_endpoint, each.buffer_address) for each in descriptors]
+    return [Place(each.transport_endpoint, each.buffer_address, each.size) for each in descriptors]
 
 
 def void_what_moved(results: list[ErrorClass], keys: Sequence[str], before: Replicas, after: Replicas) -> None:

@@ -149,4 +149,4 @@ class StorageNodes:
 
 def _nodes_of(where: Replicas, keys: Sequence[str]) -> frozenset[str]:
     """Return the nodes with replicas of these keys; a get may choose any of them."""
-    return frozenset(node for key in keys for node, _ in where.get(key) or ((_ANY_DISK, 0),))
+    return frozenset(node for key in keys for node, *_ in where.get(key) or ((_ANY_DISK,),))

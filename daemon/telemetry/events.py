@@ -147,6 +147,7 @@ FIELDS: dict[str, Field] = {
     # the store
     "master": Field("string", "address of the Mooncake master"),
     "protocol": Field("string", "Mooncake's transport"),
+    "reads": Field("string", "`sleeping`: fetches from memory wait without a busy core; `blocking`: in Mooncake's get"),
     "owners": Field(
         "string", "storage nodes that hold the values, or that a fetch waits for, HOST:PORT; empty: a disk"
     ),
@@ -273,7 +274,9 @@ EVENTS: dict[str, Event] = {
     "owner.back": Event("info", "A storage node delivered again.", ("owners", "waited_s")),
     "job.failed": Event("error", "A store job raised an unexpected error; its blocks count as failed.",
                         ("error",), floods=True),
-    "store.opened": Event("info", "The store is ready for calls.", ("master", "protocol")),
+    "store.opened": Event("info", "The store is ready for calls.", ("master", "protocol", "reads")),
+    "reads.blocking": Event("warning", "A fetch that waits keeps a core busy: the test of reads that sleep failed.",
+                            ("error",)),
     "store.exposed": Event("warning", "Other machines may reach the sockets of the store's client: this kernel neither "
                            "binds them to the loopback interface nor filters them.", ("error",)),
     "rdma.absent": Event("warning", "This machine has no RDMA device: Mooncake uses TCP, and reaches only storage nodes"

@@ -1,7 +1,8 @@
 """How many store calls of one lane to have in flight: climbs while the link gives more, goes back when it does not.
 
-Pure.  Each call in flight keeps a core busy until its bytes are there, and one may fill the link: so a further one has
-to earn its place.  The rate with a limit is compared with that of a neighbour, tried for a while now and then.
+Pure.  Calls in flight wait for each other, so that an urgent one comes later, and each may keep a core busy: so a
+further one has to earn its place.  The rate with a limit is compared with that of a neighbour, tried for a while now
+and then.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ AS_GOOD = 0.97  # what one call less may cost
 class ConcurrencyLimit:
     """`calls` is between 1 and `most`. Time counts only while work is waiting: a link that idles says nothing."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, start: int = 1) -> None:
         self.most = most
-        self.calls = 1
-        self._base = 1  # what `calls` goes back to when a try fails
+        self.calls = min(start, most)
+        self._base = self.calls  # what `calls` goes back to when a try fails
         self._base_rate = 0.0  # bytes per ns, over the windows held since the last move
         self._held = 0
         self._hold = 1  # windows until the next try

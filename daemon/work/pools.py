@@ -2,7 +2,7 @@
 
 Nothing interrupts a call.  Once it runs for SLOW_NS, another thread takes its thread's place, so that it keeps no place
 from other engines' calls.  Past its deadline its caller goes on without it, and hears of it when it returns at last.
-Each call that hangs waits in Mooncake with a core of its own, so MAX_STUCK bounds them; but every caller may have one.
+Each call that hangs may keep a core busy in Mooncake, so MAX_STUCK bounds them; but every caller may have one.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ FETCH_NICE = 5
 SLOW_NS = 1_000_000_000
 LOOK_UPS = 8  # at a time; an engine has one in flight, so that few of them ever meet
 COPY_THREADS = 8  # to device memory: an engine's wait for each other, those of engines on other GPUs need not
+# Fetches in flight at first.  Reads from memory do not spin, and between two of them alone a link would idle.
+STARTS = {Lane.MEMORY: 2, Lane.DISK: 1}
 MAX_STUCK = 4  # calls past their deadline, of each kind; beyond, none is started for a caller that has one of them
 
 _REPORTED = {
@@ -142,7 +144,7 @@ class Pool:
 
     def _work(self) -> None:
         if self._kind in FETCHES:
-            # A call that waits for a transfer spins; Mooncake's own threads, which carry the transfer, come first.
+            # A get of Mooncake's spins while it waits; Mooncake's own threads, which carry the transfer, come first.
             with contextlib.suppress(OSError):  # an ordinary user cannot come back from a higher niceness
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), FETCH_NICE)
         while (job := self._queue.get()) is not None:
@@ -184,7 +186,7 @@ class Pools:
         self._bell = threading.Lock()  # a thread that rings must not find the number closed, and another file's by then
         sizes = {**dict.fromkeys(FETCHES, fetch_threads), Kind.LOOK_UP: LOOK_UPS, Kind.COPY: COPY_THREADS}
         self._pools = {kind: Pool(kind, sizes.get(kind, 1), self._announce, clock_ns) for kind in Kind}
-        self.limits = tuple(ConcurrencyLimit(fetch_threads) for _ in Lane)
+        self.limits = tuple(ConcurrencyLimit(fetch_threads, STARTS[lane]) for lane in Lane)
         self.link_share = LinkShare()
 
     def start(self, call: Call) -> None:

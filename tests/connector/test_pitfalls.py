@@ -36,6 +36,7 @@ from kvprefetch.daemon.engine import transfers
 from kvprefetch.daemon.store import client
 from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.errors import ErrorClass, classify
+from kvprefetch.daemon.store.joining import Joined
 from tests.lab.checkpoint import TINY, make_checkpoint
 from tests.support.descriptors import targets
 
@@ -83,7 +84,7 @@ def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_ap
         """The result of a get of a 64-byte block from a value of `size` bytes."""
         settings: Any = SimpleNamespace(enable_ssd_offload=False, private=True)
         store = Store(settings, structlog.get_logger())
-        store.adopt(SimpleNamespace(batch_get_into=lambda *_: [size], get_size=lambda key: size))
+        store.adopt(Joined(SimpleNamespace(batch_get_into=lambda *_: [size], get_size=lambda key: size)))
         staging: Any = SimpleNamespace(block_bytes=[64], addresses=lambda slot: [0], lost=set())
         return transfers.fetch(store, transfers.RankLayout(("model@",), ((1, 0),), staging), [(b"digest", 0)])
 

@@ -69,7 +69,7 @@ def daemon() -> str:
 
 
 # Defaults that are computed when the process starts.
-COMPUTED = {"socket": "see below", "fetch_threads": "half the cores, 1 to 4", "reset_timeout_ms": "5000 or more"}
+COMPUTED = {"socket": "see below", "fetch_threads": "half the cores, 2 to 4", "reset_timeout_ms": "5000 or more"}
 
 
 def _choices(kind: str) -> str:

@@ -89,7 +89,8 @@ def test_requests_behind_a_node_that_is_frozen_wait_for_it_once_and_those_of_oth
     """Each request's values lie on one node, or on both: then gets read apart to find out which one hangs."""
     hung, fine = grouped("hung", 8), grouped("fine", 8)
     put(two_nodes, hung, fine)
-    extra = ("--call-timeout-ms", "1000", "--chunk", "8192")  # two blocks in a call
+    # Two blocks in a call, and one call at a time: each in flight when the node stops waits for it.
+    extra = ("--call-timeout-ms", "1000", "--chunk", "8192", "--fetch-threads", "1")
     daemon = serve(memory=None, mooncake_config=two_nodes.config, extra=extra)
     engine = FakeEngine(daemon.socket)
     wanted = [list(group) for pair in zip(hung, fine, strict=True) for group in pair]
@@ -189,7 +190,7 @@ def test_one_engine_s_calls_that_hang_are_not_in_the_way_of_another_s(
     """
     hung, fine = grouped("hung", 8), grouped("fine", 12)
     put(two_nodes, hung, fine, prefixes=("hung", "fine"))
-    extra = ("--call-timeout-ms", str(deadline_ms), "--chunk", "8192")  # two blocks in a call
+    extra = ("--call-timeout-ms", str(deadline_ms), "--chunk", "8192", "--fetch-threads", "1")  # two blocks in a call
     daemon = serve(memory=None, mooncake_config=two_nodes.config, extra=extra)
     victim = FakeEngine(daemon.socket, engine_id="victim", prefix="hung")
     other = FakeEngine(daemon.socket, engine_id="other", prefix="fine")

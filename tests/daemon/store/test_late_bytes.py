@@ -1,6 +1,7 @@
 """Transfers that Mooncake gives up and that go on: their bytes arrive late, and never in memory in use again.
 
-A real cluster of two storage nodes; SIGSTOP holds one up. Mooncake gives up after 60 s of CLOCK_REALTIME: the tests of
+A real cluster of two storage nodes; SIGSTOP holds one up. The gets are Mooncake's own: a read that sleeps gives nothing
+up (test_sleeping_reads_real.py). Mooncake gives up after 60 s of CLOCK_REALTIME: the tests of
 the default run step that clock of the daemon's process (tests/support/clock_shift.c), the stress test waits.
 """
 
@@ -31,6 +32,13 @@ from tests.support.waiting import eventually
 SLOTS = 32
 SOURCE = Path(__file__).parents[2] / "support" / "clock_shift.c"
 Key = tuple[int, int]
+
+
+def blocking(cluster: Store, folder: Path) -> Path:
+    """Return a file that names this cluster so that reads do not sleep: without an RDMA device this is TCP too."""
+    config = folder / "blocking.json"
+    config.write_text(cluster.config.read_text().replace('"tcp"', '"rdma"'))
+    return config
 
 
 @pytest.fixture
@@ -96,7 +104,8 @@ def test_bytes_that_come_late_never_come_into_a_slot_that_is_used_again(
 ) -> None:
     """Of one engine four slots are lost, and it goes on with the others; of another half, and it attaches anew."""
     clock = Clock(tmp_path)
-    daemon = serve(memory=None, mooncake_config=cluster.config, staging=str(SLOTS * BLOCK_BYTES), env=clock.env)
+    config = blocking(cluster, tmp_path)
+    daemon = serve(memory=None, mooncake_config=config, staging=str(SLOTS * BLOCK_BYTES), env=clock.env)
     engine = FakeEngine(daemon.socket, engine_id="some", prefix="some")
     worn = FakeEngine(daemon.socket, engine_id="worn", prefix="worn", saves=False)
     fetch_slots = numbers(daemon, engine)["slots"]
@@ -151,7 +160,7 @@ def test_bytes_that_come_late_never_come_into_a_slot_that_is_used_again(
 
 
 @pytest.mark.stress
-def test_bytes_that_come_late_by_the_true_clock(serve: Callable[..., Daemon]) -> None:
+def test_bytes_that_come_late_by_the_true_clock(serve: Callable[..., Daemon], tmp_path: Path) -> None:
     """A little comes every 20 s: Mooncake ends a connection after 30 s without progress, and a get after 60 s."""
     size = 64 << 20
     digests = [hashlib.sha256(b"%d" % number).digest() for number in range(4)]
@@ -159,7 +168,7 @@ def test_bytes_that_come_late_by_the_true_clock(serve: Callable[..., Daemon]) ->
     with Store(memory="256 MB", nodes=2) as cluster:
         for node, values in ((0, warm), (0, late), (1, fine[0]), (1, fine[1])):
             put(cluster, node, values)
-        daemon = serve(memory=None, mooncake_config=cluster.config, staging=str(3 * size))
+        daemon = serve(memory=None, mooncake_config=blocking(cluster, tmp_path), staging=str(3 * size))
         engine = FakeEngine(daemon.socket, block_bytes=size, saves=False)
         assert engine.load(list(warm)) == list(warm.values())
         first = next(iter(late))[0]

@@ -159,10 +159,10 @@ def join(host: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Client, list[Any]]
     imported: Callable[[], Any] = lambda: Client  # noqa: E731
     monkeypatch.setattr(joining, "import_client", imported)
     monkeypatch.setattr(MooncakeSettings, "unreached", lambda self, timeout_s: None)
-    settings = MooncakeSettings(host, "P2PHANDSHAKE", "127.0.0.1:1", "tcp", "", 0, "default")
+    settings = MooncakeSettings(host, "P2PHANDSHAKE", "127.0.0.1:1", "rdma", "", 0, "default")
     with capture_logs() as logs:
-        client = joining.join(settings, 1, 100, structlog.get_logger())
-    return client, [each["event"] for each in logs]
+        joined = joining.join(settings, 1, 100, structlog.get_logger())
+    return joined.client, [each["event"] for each in logs]
 
 
 @pytest.mark.parametrize(("host", "bound"), [("127.0.0.1", b"lo\0"), ("10.1.2.3", b"")])

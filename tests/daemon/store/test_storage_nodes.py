@@ -8,6 +8,7 @@ import pytest
 import structlog
 
 from kvprefetch.daemon.store.errors import ErrorClass
+from kvprefetch.daemon.store.replicas import Place
 from kvprefetch.daemon.store.storage_nodes import FORGET_S, Get, StorageNodes
 
 OK, MISS, REFUSED = ErrorClass.OK, ErrorClass.MISS, ErrorClass.TRANSFER
@@ -34,7 +35,7 @@ class Reading:
             during()
             return [REFUSED if set(keys[i][:-1]) & set(self.dead) else result for i in part]
 
-        where = {key: frozenset((node, 1) for node in key[:-1] if node != ".") for key in keys if key != "?0"}
+        where = {key: frozenset(Place(node, 1, 1) for node in key[:-1] if node != ".") for key in keys if key != "?0"}
         return self.nodes.read(keys, where, get or Get(), call)
 
     def behind(self, *hung: str, then: Callable[[], None]) -> None:
@@ -201,7 +202,7 @@ def test_of_a_value_that_several_nodes_hold_none_is_blamed() -> None:
 
 def test_a_node_that_failed_for_some_values_and_delivered_others_is_not_put_aside() -> None:
     reading = Reading()
-    where = {f"a{number}": frozenset({("a", number)}) for number in range(2)}
+    where = {f"a{number}": frozenset({Place("a", number, 1)}) for number in range(2)}
     reading.nodes.read(list(where), where, Get(), lambda part: [REFUSED, OK])
     assert reading.nodes.aside() == frozenset()
 

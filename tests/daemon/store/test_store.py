@@ -15,6 +15,7 @@ import structlog
 
 from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.errors import ErrorClass, StoreError, StoreUnavailable, classify
+from kvprefetch.daemon.store.joining import Joined
 from kvprefetch.daemon.store.settings import MooncakeSettings
 from kvprefetch.daemon.store.storage_nodes import PAUSE_S
 from tests.support.clock import Clock
@@ -86,7 +87,7 @@ def opened(clock: Clock | None = None, settings: MooncakeSettings = SETTINGS) ->
     """A store that believes it is open, on a fake client."""
     store = Store(settings, structlog.get_logger(), clock=(clock or Clock()).now_s)
     client = FakeClient()
-    store.adopt(client)
+    store.adopt(Joined(client))
     return store, client
 
 

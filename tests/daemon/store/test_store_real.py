@@ -58,9 +58,10 @@ class Opened(NamedTuple):
 def opened(settings: MooncakeSettings, size: int) -> Iterator[Opened]:
     clients: list[Spied] = []
 
-    def join(*arguments: Any) -> Spied:
-        clients.append(Spied(joining.join(*arguments)))
-        return clients[-1]
+    def join(*arguments: Any) -> joining.Joined:
+        joined = joining.join(*arguments)
+        clients.append(Spied(joined.client))
+        return joined._replace(client=clients[-1])
 
     store = Store(settings, structlog.get_logger())
     with pytest.MonkeyPatch.context() as patch:

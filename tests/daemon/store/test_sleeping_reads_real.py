@@ -1,0 +1,212 @@
+"""Reads that sleep, from real storage nodes that stop, die, crawl or are cut off in the middle of a read."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import structlog
+
+from kvprefetch.daemon.store import joining
+from kvprefetch.daemon.store.client import Store
+from kvprefetch.daemon.store.errors import ErrorClass
+from kvprefetch.daemon.store.settings import MooncakeSettings
+from kvprefetch.daemon.store.storage_nodes import Get
+from tests.lab import control, link
+from tests.lab.link import LimitedLink
+from tests.lab.process import frozen
+from tests.lab.store import Store as LabStore
+
+pytestmark = pytest.mark.store
+
+SIZE, COUNT = 65536, 16
+LEASE_MS = 200
+OK, TRANSFER = ErrorClass.OK, ErrorClass.TRANSFER
+
+
+class Reader:
+    """An open store on a cluster, with room for COUNT values."""
+
+    made: ClassVar[list[Reader]] = []
+
+    def __init__(self, config: Path, *, lease_ms: int = 10_000, protocol: str = "tcp") -> None:
+        settings = replace(MooncakeSettings.from_file(config), protocol=protocol)
+        self.store = Store(settings, structlog.get_logger(), lease_ns=lease_ms * 1_000_000)
+        with structlog.testing.capture_logs() as self.lines:
+            self.store.open()
+        self.memory = ctypes.create_string_buffer(COUNT * SIZE)
+        self.base = ctypes.addressof(self.memory)
+        self.store.register(self.base, len(self.memory))
+        self.made.append(self)
+
+    def get(self, keys: list[str], first: int = 0, get: Get | None = None) -> list[ErrorClass]:
+        addresses = [self.base + (first + number) * SIZE for number in range(len(keys))]
+        return self.store.get_into(keys, addresses, [SIZE] * len(keys), get)
+
+    def value(self, number: int) -> bytes:
+        return self.memory.raw[number * SIZE : (number + 1) * SIZE]
+
+
+def values(name: str, count: int = 8) -> dict[str, bytes]:
+    return {f"{name}@tp_rank:0@{number:064x}": bytes([number + 1]) * SIZE for number in range(count)}
+
+
+@pytest.fixture(autouse=True)
+def _stores_are_closed() -> Iterator[None]:
+    yield
+    while Reader.made:
+        Reader.made.pop().store.close()
+
+
+@contextmanager
+def cluster(nodes: int = 1, lease_ms: int = 10_000, over: LimitedLink | None = None) -> Iterator[LabStore]:
+    pytest.importorskip("mooncake")
+    with LabStore(memory="64 MB", nodes=nodes, lease_ms=lease_ms, link=over) as store:
+        for number in range(nodes):
+            control.put(store.config, values("ab"[number]), store.segments[number])
+        yield store
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[LabStore]:
+    with cluster(2) as store:
+        yield store
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "rdma"])
+def test_a_read_that_waits_uses_no_core_unless_the_log_says_so(two_nodes: LabStore, protocol: str) -> None:
+    """Without an RDMA device Mooncake reads over TCP; for that protocol reads are not known to work asleep."""
+    reader, keys = Reader(two_nodes.config, protocol=protocol), list(values("a"))
+    [opened] = [line for line in reader.lines if line["event"] == "store.opened"]
+    assert opened["reads"] == ("sleeping" if protocol == "tcp" else "blocking")
+    assert reader.get(keys) == [OK] * 8
+    assert [reader.value(number) for number in range(8)] == list(values("a").values())
+    with ThreadPoolExecutor() as pool:
+        with frozen(two_nodes.node_pid):
+            get = pool.submit(reader.get, keys, 8)
+            wait([get], 0.2)
+            began = time.process_time()
+            done, _ = wait([get], 2.0)
+            used = time.process_time() - began
+            assert not done
+        assert get.result(30) == [OK] * 8
+    assert used < 0.2 if protocol == "tcp" else used > 0.3
+
+
+def test_when_the_test_of_sleeping_reads_fails_reads_block(
+    two_nodes: LabStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "self_test", lambda *_: "planted")
+    reader = Reader(two_nodes.config)
+    assert {line["event"]: line.get("error", line.get("reads")) for line in reader.lines} == {
+        "reads.blocking": "planted",
+        "store.opened": "blocking",
+    }
+    assert reader.get(list(values("a"))) == [OK] * 8
+
+
+def test_a_node_that_stops_holds_up_its_own_reads_alone_and_their_slots_until_they_end(two_nodes: LabStore) -> None:
+    reader, get = Reader(two_nodes.config), Get()
+    assert reader.get(list(values("b"))) == [OK] * 8, "b is known, a is new"
+    with ThreadPoolExecutor() as pool:
+        with frozen(two_nodes.node_pid):
+            new = pool.submit(reader.get, list(values("a", 1)), 15)
+            wait([new], 0.2)
+            began = time.monotonic()
+            assert reader.get(list(values("b"))) == [OK] * 8
+            assert time.monotonic() - began < 5, "the engine's question to the new node holds up nobody"
+        assert new.result(30) == [OK]
+        with frozen(two_nodes.node_pid):
+            held = pool.submit(reader.get, list(values("a")), 0, get)
+            wait([held], 0.2)
+            get.late = True
+            assert get.nodes
+            assert reader.get(list(values("a", 2)), 8) == [TRANSFER] * 2, "it hangs, and nobody asks it"
+            assert reader.get(list(values("b", 4)), 8) == [OK] * 4
+            done, _ = wait([held], 1.0)
+            assert not done
+        assert held.result(30) == [OK] * 8
+    assert [reader.value(number) for number in range(8)] == list(values("a").values())
+    assert [reader.value(number) for number in range(8, 12)] == list(values("b", 4).values())
+
+
+def test_a_node_that_dies_in_mid_read_fails_soon(two_nodes: LabStore) -> None:
+    reader = Reader(two_nodes.config)
+    assert reader.get(list(values("a"))) == [OK] * 8
+    with ThreadPoolExecutor() as pool:
+        os.kill(two_nodes.node_pid, signal.SIGSTOP)
+        get = pool.submit(reader.get, list(values("a")))
+        wait([get], 0.3)
+        os.kill(two_nodes.node_pid, signal.SIGKILL)
+        began = time.monotonic()
+        assert get.result(30) == [TRANSFER] * 8
+        assert time.monotonic() - began < 10
+    assert reader.get(list(values("b"))) == [OK] * 8
+
+
+def test_a_lease_that_runs_out_in_mid_read_voids_what_arrives() -> None:
+    with cluster(lease_ms=LEASE_MS) as store:
+        reader = Reader(store.config, lease_ms=LEASE_MS)
+        assert reader.get(list(values("a"))) == [OK] * 8
+        with ThreadPoolExecutor() as pool:
+            with frozen(store.node_pid):
+                get = pool.submit(reader.get, list(values("a")))
+                wait([get], 3 * LEASE_MS / 1e3)
+            assert get.result(30) == [ErrorClass.LOOKUP_AGAIN] * 8
+        assert reader.get(list(values("a"))) == [OK] * 8
+
+
+def test_a_value_that_is_removed_and_put_again_in_mid_read_does_not_count(two_nodes: LabStore) -> None:
+    reader, [key] = Reader(two_nodes.config), values("a", 1)
+    assert reader.get([key]) == [OK]
+    with ThreadPoolExecutor() as pool:
+        with frozen(two_nodes.node_pid):
+            get = pool.submit(reader.get, [key])
+            wait([get], 0.2)
+            assert reader.store.remove_matching(["a@tp_rank:0@"], 5.0)
+            control.put(two_nodes.config, {key: b"n" * SIZE}, two_nodes.segments[1])
+        assert get.result(30) == [ErrorClass.LOOKUP_AGAIN]
+    assert reader.get([key]) == [OK]
+    assert reader.value(0) == b"n" * SIZE
+
+
+@pytest.mark.stress  # 30 to 130 s: connections that nobody answers
+@pytest.mark.skipif(link.available() is not None, reason=str(link.available()))
+def test_a_link_that_crawls_and_is_cut_ends_its_reads_after_mooncake_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mooncake drops a connection without progress after 30 s, here 5; what crawls makes progress."""
+    for name in ("PROGRESS", "STATUS"):
+        monkeypatch.setenv(f"MC_TCP_{name}_TIMEOUT_SEC", "5")
+    with LimitedLink(rate_mbit=4, burst_kib=16) as crawling, cluster(over=crawling) as store:
+        reader = Reader(store.config)
+        assert reader.get(list(values("a"))) == [OK] * 8, "1 s"
+        assert [reader.value(number) for number in range(8)] == list(values("a").values())
+        with ThreadPoolExecutor() as pool:
+            get = pool.submit(reader.get, list(values("a")))
+            wait([get], 0.5)
+            shut = [
+                "tc",
+                "qdisc",
+                "replace",
+                "dev",
+                "far0",
+                "root",
+                "tbf",
+                "rate",
+                "8bit",
+                "burst",
+                "1",
+                "latency",
+                "1ms",
+            ]
+            subprocess.run(crawling.in_namespace(shut), check=True)
+            assert TRANSFER in get.result(200)
