@@ -22,7 +22,7 @@ CHECK_TESTS ?= tests/shmring tests/daemon tests/models tests/simulate/test_real.
 CHECK_COVERAGE ?= 78
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save bench-beside bench-engine-thread bench-daemon bench-cuda bench-cuda-sweep simulate simulate-compare clean
+.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save bench-beside bench-engine-thread bench-daemon bench-cuda bench-cuda-sweep simulate simulate-compare clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,12 @@ check: $(CHECK_VENV)/.done ## lint, types and the tests without vLLM, torch and 
 # Files start in their order.  Otherwise the slowest ones, with few tests, start last, and one process is left alone.
 test: setup lint ## set up, check, and run the default tests, those against real vLLM and Mooncake included
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test-vllm-versions: setup links ## run the suites that depend on vLLM against the other served series (SERIES="0.31 0.33")
+	@.ci/vllm-versions test $(ARGS)
+
+vllm-names: links ## compare the hooks and names of the newest vLLM with those that the connector uses; needs no set-up
+	@PYTHONPATH=build/links .ci/vllm-versions names
 
 lint: setup links ## ruff (rules and format), mypy (package, benchmarks and tests) and codespell
 	@$(BIN)/python -m ruff check --quiet $(LINTED)

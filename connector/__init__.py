@@ -24,8 +24,14 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the class when it is asked for (`kv_connector_module_path` names this package)."""
+    """Import the class when it is asked for (`kv_connector_module_path` names this package).
+
+    Raises ValueError, in one line, with a vLLM that is not served; the imports might fail with it.
+    """
     if name == _NAME:
+        from . import compat
+
+        compat.check()
         from .connector import KVPrefetchConnector
 
         return KVPrefetchConnector

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -23,12 +22,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ..shmring.wire.attach import WorkerInfo
+from . import compat, fingerprint, namespace, register, support
 from . import config as configuration
 from . import copies as copying
-from . import fingerprint, namespace, register, support
 from .link import Link
 from .metadata import KVPrefetchMetadata, KVPrefetchNode, KVPrefetchWorkerMeta
 from .paged import PagedCache
@@ -102,7 +100,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = configuration.load(transfer.kv_connector_extra_config)
-        support.check(vllm.__version__, vllm_config, kv_cache_config)
+        support.check(vllm_config, kv_cache_config)
         self._geometry = support.geometry(vllm_config, kv_cache_config)
         if self._settings.mode == "shadow":  # the daemon then keeps no slots for saves
             self._geometry = dataclasses.replace(self._geometry, saves=False)
@@ -113,6 +111,8 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         if self._settings.mode == "off":
             return
         if role == KVConnectorRole.SCHEDULER:
+            if untried := compat.check():
+                log.warning(untried)
             if transfer.kv_load_failure_policy != "recompute":
                 log.warning(
                     'kvprefetch: set kv_load_failure_policy to "recompute"; with %r a failed load fails its request',
@@ -145,6 +145,11 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def requires_kv_delivery(self) -> bool:
         """A lost save is only a later miss."""
+        return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """`support.check` says why not."""
         return False
 
     def shutdown(self) -> None:
@@ -236,13 +241,14 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[self._geometry.group])
 
     @_guarded(dict)
-    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """Memory or disk, as the daemon found it; unspecified where the daemon does not ask the store."""
+        kinds = compat.CacheHitSource
         disk = self.scheduler_side.disk_tokens(request) if self.scheduler_side is not None else None
         if disk is None:
-            return {CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens} if num_external_tokens else {}
+            return {kinds.EXTERNAL_UNSPECIFIED: num_external_tokens} if num_external_tokens else {}
         disk = min(disk, num_external_tokens)
-        sources = {CacheHitSource.HOST: num_external_tokens - disk, CacheHitSource.DISK: disk}
+        sources = {kinds.HOST: num_external_tokens - disk, kinds.DISK: disk}
         return {source: tokens for source, tokens in sources.items() if tokens}
 
     def take_events(self) -> Iterable[KVCacheEvent]:

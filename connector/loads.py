@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .hints import Handle
 from .metadata import LoadOrder
-from .request_state import RequestState
+from .request_state import Answer, RequestState
 from .session import SchedulerSession
 from .support import Geometry
 
@@ -25,21 +25,32 @@ class Load:
 
 
 class Loads:
-    """The dispatched loads of one engine, `running`, and the orders of this pass."""
+    """The dispatched loads of one engine, `running`, and the orders of this pass.
+
+    `kept`: answers that vLLM took, but whose blocks it names in a later pass.
+    """
 
     def __init__(self, geometry: Geometry, counters: Counter[str]) -> None:
         self._geometry, self._counters = geometry, counters
         self.running: dict[int, Load] = {}
         self._orders: list[LoadOrder] = []
+        self.kept: dict[str, tuple[Answer, Handle]] = {}
         self._next_id = 1
         self._last: Load | None = None
 
+    def keep(self, state: RequestState) -> None:
+        """vLLM took the request's answer and names its blocks in a later pass: its claim stays until then."""
+        self.kept[state.request.request_id] = state.promise()
+
+    def answered_tokens(self, state: RequestState) -> int:
+        """Tokens of the answer that vLLM may load."""
+        answer, _ = self.kept.get(state.request.request_id, (state.answer, None))
+        return 0 if answer is None else answer.count * self._geometry.block_tokens
+
     def dispatch(self, state: RequestState, block_ids: Sequence[int], tokens: int) -> None:
         """Order the load of the first `tokens` of the request's answer into its blocks; the answer is used up."""
-        answer, handle = state.answer, state.handle
-        assert answer is not None
-        assert handle is not None
         request_id, count = state.request.request_id, tokens // self._geometry.block_tokens
+        answer, handle = self.kept.get(request_id) or state.promise()
         stop = answer.start + count
         load_id, self._next_id = self._next_id, self._next_id + 1
         order = LoadOrder(
@@ -53,6 +64,7 @@ class Loads:
         self._orders.append(order)
         load = Load(request_id, handle, range(answer.start, stop), self._geometry.world_size)
         self.running[load_id] = self._last = load
+        self.kept.pop(request_id, None)  # after the line before: see `epochs`
         state.dispatch(stop)
         self._counters["loads"] += 1
         self._counters["load_blocks"] += count
@@ -63,8 +75,10 @@ class Loads:
         return orders
 
     def epochs(self) -> set[int]:
-        """Epochs whose memory a rank may still read. From any thread."""
-        return {load.handle.session.epoch for load in list(self.running.values())}
+        """Epochs whose memory a rank may still read, or will. From any thread."""
+        kept = [handle for _, handle in list(self.kept.values())]
+        running = [load.handle for load in list(self.running.values())]
+        return {handle.session.epoch for handle in kept + running}
 
     def acknowledge(self, counts: dict[int, int], failed: set[int]) -> list[Load]:
         """Count ranks that ended (or failed to do) loads. Return the loads that all ranks have ended now."""

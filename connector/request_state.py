@@ -3,7 +3,7 @@
     state      handle  answer  wait   settled  loading
     queued     any     None    any    no       no       hinted if `handle` is set, pending if `wait` is set
     answered   set     set     any    no       no       claimed for this pass only
-    loading    None    None    None   any      yes      an asynchronous load runs; not settled: after a reset
+    loading    None    None    None   any      yes      an asynchronous load runs or will; not settled: after a reset
     settled    None    None    None   yes      no       admitted, or nothing to take: no more hints
 
 Other modules read the fields; only the methods below write them, and each asserts the states it may start from.
@@ -108,12 +108,19 @@ class RequestState:
 
     # --- admitted ---------------------------------------------------------------------------------------------------
 
-    def dispatch(self, stop: int) -> None:
-        """The answer's blocks up to `stop` are being loaded; the handle is the load's from now on."""
-        assert self.answer is not None, self
-        self.loading, self.settled = self.answer.asynchronous, True
+    def promise(self) -> tuple[Answer, Handle]:
+        """vLLM took the answer. Return it and the handle, which are the load's from now on."""
+        answer, handle = self.answer, self.handle
+        assert answer is not None and handle is not None, self  # noqa: PT018
+        self.loading, self.settled = answer.asynchronous, True
         self.handle = self.answer = self.wait = None
-        self.progress.saved, self.progress.prefill_tokens = stop, self.request.num_tokens
+        self.progress.prefill_tokens = self.request.num_tokens
+        return answer, handle
+
+    def dispatch(self, stop: int) -> None:
+        """The blocks up to `stop` of the answer taken are being loaded."""
+        assert self.settled or self.loading, self
+        self.progress.saved = stop
 
     def settle(self) -> Handle | None:
         """Admitted without a load, or nothing to take. Return the handle, which the caller gives back."""

@@ -4,7 +4,8 @@ Rules that keep the engine's contract:
 
 * An answer is given only for claimed blocks with slot numbers that were read and checked, so a dispatched load cannot
   fail.  It is honoured even when the daemon dies right after: the bytes lie in segments that the workers have mapped
-  and nobody writes any more.  A claim that its pass does not use is given up at the pass's end.
+  and nobody writes any more.  A claim that its pass does not use is given up at the pass's end,
+  but for one whose load vLLM waits for: it names the blocks in a later pass.
 * A dispatched load belongs to its load_id: finish, abort, preemption and an ended epoch do not touch it.
 * A request is settled once it was admitted, missed, or used up its late hints: no more hints until it is preempted.
 * After a reset that the daemon has not confirmed, nothing is hinted, loaded or saved.
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.wire.records import Outcome
-from . import hints
+from . import compat, hints
 from .claims import NOTHING, PENDING, Claims, Clock, Reply, SystemClock
 from .config import ConnectorConfig
 from .events import SavedBlocks
@@ -166,8 +167,7 @@ class SchedulerSide:
         self._admitted += 1
         state = self.requests.get(request.request_id)
         if num_external_tokens > 0:
-            answer = state.answer if state is not None else None
-            if state is None or answer is None or num_external_tokens > answer.count * self._geometry.block_tokens:
+            if state is None or num_external_tokens > self.loads.answered_tokens(state):
                 # To go on would be wrong: the engine would compute on blocks that nobody fills.
                 raise RuntimeError(
                     f"blocks were allocated for an answer that was not given: request={request.request_id} "
@@ -191,7 +191,14 @@ class SchedulerSide:
         """Recomputed, all local, or another connector's: also the second call after an asynchronous load."""
         request_id = state.request.request_id
         self._answered.discard(request_id)
+        self._give_up_kept(request_id, Outcome.UNUSED)
         self.claims.give_back(request_id, state.settle(), Outcome.UNUSED)
+
+    def _give_up_kept(self, request_id: str, outcome: Outcome) -> None:
+        """The answer that vLLM took will not be loaded."""
+        _, handle = self.loads.kept.pop(request_id, (None, None))
+        if handle is not None and handle.session is self._session:
+            self.claims.give_back(request_id, handle, outcome)
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -239,7 +246,11 @@ class SchedulerSide:
         self._step_begins(output, loading=bool(meta.loads))
         session = self._usable_session()
         while self._answered:
-            self.claims.withdraw(self.requests[self._answered.pop()])
+            state = self.requests[self._answered.pop()]
+            if compat.waits_for_load(state.request):
+                self.loads.keep(state)
+            else:
+                self.claims.withdraw(state)
         wanted = self._unsaved or self.saves.left or self.claims.dropped
         if session is not None and wanted and session.alive(self._now_ns()):
             self.claims.send_dropped(session, self._local_blocks)
@@ -339,6 +350,7 @@ class SchedulerSide:
             self.saves.leave(state, block_ids)
         self._answered.discard(request.request_id)
         self._waits.over(state, self._now_ns())
+        self._give_up_kept(request.request_id, Outcome.ABORTED)
         self.claims.finish(state, Outcome.ABORTED)
 
     @_detaching(None)
@@ -406,6 +418,7 @@ class SchedulerSide:
                 ("requests", self.requests),
                 ("requests with unsaved blocks", self._unsaved),
                 ("loads", self.loads.running),
+                ("answers taken", self.loads.kept),
                 ("saves", self.saves.waiting),
             )
             if items

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..shmring.wire.attach import HASH_PROBE_TOKENS, Hello, SchedulerInfo, WorkerInfo
 from ..shmring.wire.records import GROUPS, PROTOCOL, hint_bytes
+from . import compat
 from .namespace import RankKeys, rank_keys
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from .metadata import KVPrefetchNode
 
-VLLM_SERIES = "0.32."
 # The longest digest vLLM's hash algorithms make is 32 bytes; the record's field allows 64.
 MAX_HASH_BYTES = 64
 # Of the running kernel: containers of one node have the same one. See random(4).
@@ -51,12 +51,8 @@ class Geometry:
     lockstep: bool
 
 
-def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise ValueError, in one line, for an engine this connector cannot serve correctly."""
-    from vllm import envs
-
-    if not vllm_version.startswith(VLLM_SERIES):
-        raise _refused(f"vLLM must be {VLLM_SERIES}x: vllm={vllm_version}")
     if vllm_config.model_config.is_encoder_decoder:
         raise _refused(f"encoder-decoder models are not served: model={vllm_config.model_config.model}")
     if not vllm_config.cache_config.enable_prefix_caching:
@@ -66,7 +62,7 @@ def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
         )
     parallel = vllm_config.parallel_config
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
-        if (size := getattr(parallel, name, 1)) > 1:
+        if (size := getattr(parallel, name)) > 1:
             raise _refused(f"context parallelism is not served: {name}={size} max=1")
     launcher = parallel.distributed_executor_backend
     if parallel.world_size > 1 and (launcher == "external_launcher" or parallel.nnodes_within_dp > 1):
@@ -75,11 +71,16 @@ def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
             "an engine's ranks must be on one node, and started by vLLM: "
             f"distributed_executor_backend={launcher} nnodes={parallel.nnodes} world_size={parallel.world_size}"
         )
-    if launcher == "ray" and parallel.pipeline_parallel_size > 1 and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+    if launcher == "ray" and parallel.pipeline_parallel_size > 1 and not compat.ray_reports_all_stages():
         raise _refused(
             "vLLM's older Ray executor returns the reports of the last pipeline stage only, so that no load would "
             f"ever be complete: pipeline_parallel_size={parallel.pipeline_parallel_size} max=1 "
             "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 (set it to 1, vLLM's default)"
+        )
+    if vllm_config.model_config.enable_sleep_mode:
+        raise _refused(
+            "sleep mode is not served: enable_sleep_mode=True (no test has put an engine with a GPU to sleep while its "
+            "KV was being copied)"
         )
     if parallel.enable_fault_tolerance:
         raise _refused(
@@ -91,7 +92,7 @@ def check(vllm_version: str, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
             "routed experts are not known for tokens with loaded KV: enable_return_routed_experts=True (the engine "
             "would end when a request asks for them)"
         )
-    if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
+    if kv_cache_config.hisparse_host_num_blocks is not None:
         raise _refused("host-resident KV caches are not served: hisparse_host_num_blocks is set")
     _check_groups(kv_cache_config)
     inline_scales = any(one.kv_quant_mode.is_per_token_head for one in _layer_specs(kv_cache_config))

@@ -24,6 +24,8 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
         {"mooncake", "structlog", "prometheus_client", "rich", "numpy", "pydantic", "tomli", "vllm"},
     ),
 }
+# The only module of the connector that knows differences between releases of vLLM.
+COMPAT = "connector/compat.py"
 # The driver's calls touch no shared memory; what else ctypes is kept out for does not concern them.
 MESSAGES = tuple(f"shmring/wire/{name}.py" for name in ("attach", "admin", "codec", "checks"))
 ALSO = {**{name: {"pydantic"} for name in MESSAGES}, "shmring/gpu/driver.py": {"ctypes"}}
@@ -71,6 +73,16 @@ def imported_modules(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, b
                 yield node.lineno, False, str(node.args[0].value).split(".")
 
 
+def guarded_imports(tree: ast.AST) -> Iterator[int]:
+    """Yield the lines that ask for vLLM's release, or whether it has a name: an import of it in a `try`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try):
+            found = imported_modules(ast.Module(node.body, []), [])
+            yield from (line for line, _, target in found if target[0] == "vllm")
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "vllm.__version__":
+            yield node.lineno
+
+
 def has_docstring(tree: ast.Module) -> bool:
     text = ast.get_docstring(tree, clean=False)
     return bool(text and text.splitlines()[0].strip())
@@ -87,6 +99,8 @@ def file_violations(root: Path, path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"), filename=name)
     if not has_docstring(tree):
         yield f"{name}:1: no module docstring whose first line says what the module is for"
+    if folder == "connector" and name != COMPAT:
+        yield from (f"{name}:{line}: only {COMPAT} may tell vLLM's releases apart" for line in guarded_imports(tree))
     for line, relative, target in imported_modules(tree, [PACKAGE, *parts[:-1]]):
         where, top = f"{name}:{line}", target[0]
         if top == PACKAGE:
@@ -162,6 +176,8 @@ DOC = '"""Says what it is for."""\n'
         ("connector/worker.py", "import kvprefetch.shmring.ring", "inside the package imports are relative"),
         ("connector/worker.py", "import structlog", "connector may not import structlog"),
         ("connector/scheduler.py", "import cupy", "may not import cupy"),
+        ("connector/scheduler.py", "import vllm\nprint(vllm.__version__)", "may tell vLLM's releases apart"),
+        ("connector/events.py", "try:\n    from vllm.new import X\nexcept ImportError: ...", "may tell vLLM"),
         ("shmring/ring.py", "import cupy", "only shmring/gpu/cuda.py may import cupy"),
         ("daemon/planning/planner.py", "from ...connector.namespace import key", "daemon may not import connector"),
         ("daemon/planning/blocks.py", "import mooncake.store", "only daemon/store/joining.py may import mooncake"),

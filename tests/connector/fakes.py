@@ -189,6 +189,7 @@ class Request:
         self.num_tokens = self.num_prompt_tokens = tokens
         self.num_computed_tokens = 0
         self.num_preemptions = 0
+        self.status = SimpleNamespace(name="WAITING")
         self.resumable = False
         self.skip_reading_prefix_cache = False
         self.priority = 0

@@ -15,14 +15,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvprefetch.connector.compat import CacheHitSource
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.shmring.wire.attach import Stored
 from kvprefetch.shmring.wire.records import FlagState
 
 from .fakes import BLOCK, Engine
 from .real import RealEngine
+
+asks_for_sources = pytest.mark.skipif(CacheHitSource is None, reason="vLLM asks for the sources of a hit from 0.32 on")
 
 
 def connector_of(engine: Engine) -> KVPrefetchConnector:
@@ -156,6 +158,8 @@ def test_events_and_sources_reach_vllm_through_multi_connector() -> None:
     events = list(parent.take_events())
     assert events[0] == "other"
     assert isinstance(events[1], BlockStored)
+    if CacheHitSource is None:
+        return
     request = loaded(engine, disk=1)
     parent._requests_to_connector = {request.request_id: 1}
     assert parent.get_external_cache_hit_sources(request, 3 * BLOCK) == {
@@ -177,25 +181,26 @@ def loaded(engine: Engine, *, disk: int | None, local: int = 0, blocks: int = 3)
     return request
 
 
+@asks_for_sources
 @pytest.mark.parametrize(
     ("disk", "sources"),
     [
-        (0, {CacheHitSource.HOST: 3 * BLOCK}),
-        (2, {CacheHitSource.HOST: BLOCK, CacheHitSource.DISK: 2 * BLOCK}),
-        (3, {CacheHitSource.DISK: 3 * BLOCK}),
-        (None, {CacheHitSource.EXTERNAL_UNSPECIFIED: 3 * BLOCK}),
-        (9, {CacheHitSource.DISK: 3 * BLOCK}),
+        (0, {"HOST": 3 * BLOCK}),
+        (2, {"HOST": BLOCK, "DISK": 2 * BLOCK}),
+        (3, {"DISK": 3 * BLOCK}),
+        (None, {"EXTERNAL_UNSPECIFIED": 3 * BLOCK}),
+        (9, {"DISK": 3 * BLOCK}),
     ],
 )
-def test_hit_sources_tell_disk_from_memory_and_always_add_up(
-    disk: int | None, sources: dict[CacheHitSource, int]
-) -> None:
+def test_hit_sources_tell_disk_from_memory_and_always_add_up(disk: int | None, sources: dict[str, int]) -> None:
     """vLLM reports a sum that differs as unspecified. Nothing is guessed that the daemon has not reported."""
     engine = Engine()
     request = loaded(engine, disk=disk)
-    assert connector_of(engine).get_external_cache_hit_sources(request, 3 * BLOCK) == sources
+    found = connector_of(engine).get_external_cache_hit_sources(request, 3 * BLOCK)
+    assert {source.name: tokens for source, tokens in found.items()} == sources
 
 
+@asks_for_sources
 def test_the_source_of_another_request_s_load_is_not_used() -> None:
     engine = Engine()
     assert engine.side.disk_tokens(engine.add("first", BLOCK + 1)) is None

@@ -58,10 +58,10 @@ def test_scales_that_were_loaded_before_the_first_forward_are_overwritten_by_it(
 
 def test_per_token_head_scales_are_refused_without_the_warm_up_that_comes_to_every_layer(tmp_path: Path) -> None:
     eager = engine_config(tmp_path, enforce_eager=True)
-    support.check(vllm.__version__, eager, kv_cache_config())
+    support.check(eager, kv_cache_config())
     with pytest.raises(ValueError, match=r"enable_jit_warmup=False \(as with enforce_eager"):
-        support.check(vllm.__version__, eager, per_token_head())
-    support.check(vllm.__version__, engine_config(tmp_path), per_token_head())
+        support.check(eager, per_token_head())
+    support.check(engine_config(tmp_path), per_token_head())
 
 
 def test_routed_experts_of_a_block_that_was_not_computed_here_end_the_engine(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_routed_experts_of_a_block_that_was_not_computed_here_end_the_engine(tmp
     config = engine_config(tmp_path)
     config.aux_output_config.enable_return_routed_experts = True
     with pytest.raises(ValueError, match="enable_return_routed_experts=True"):
-        support.check(vllm.__version__, config, kv_cache_config())
+        support.check(config, kv_cache_config())
 
 
 def test_an_engine_that_lives_on_after_a_failed_step_is_refused(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_an_engine_that_lives_on_after_a_failed_step_is_refused(tmp_path: Path) 
     config = engine_config(tmp_path)
     config.parallel_config.enable_fault_tolerance = True
     with pytest.raises(ValueError, match="enable_fault_tolerance=True"):
-        support.check(vllm.__version__, config, kv_cache_config())
+        support.check(config, kv_cache_config())
 
 
 @pytest.mark.parametrize(
@@ -103,10 +103,10 @@ def test_ranks_without_one_scheduler_and_one_daemon_are_refused(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # an external launcher's configuration sets it
     config = engine_config(tmp_path, **options)
     if reason is None:
-        support.check(vllm.__version__, config, kv_cache_config())
+        support.check(config, kv_cache_config())
         return
     with pytest.raises(ValueError, match=reason):
-        support.check(vllm.__version__, config, kv_cache_config())
+        support.check(config, kv_cache_config())
 
 
 @pytest.mark.parametrize(
@@ -121,14 +121,14 @@ def test_pipeline_stages_whose_reports_ray_s_older_executor_drops_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int, newer: str, reason: str | None
 ) -> None:
     """It asks the last stage alone, and a load is complete when every rank has reported it."""
-    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", newer)
+    monkeypatch.setitem(vars(vllm.envs), "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", newer == "1")  # gone in 0.33
     config = engine_config(tmp_path, distributed_executor_backend="mp", pipeline_parallel_size=stages)
     config.parallel_config.distributed_executor_backend = "ray"  # which is not installed here
     if reason is None:
-        support.check(vllm.__version__, config, kv_cache_config())
+        support.check(config, kv_cache_config())
         return
     with pytest.raises(ValueError, match=reason):
-        support.check(vllm.__version__, config, kv_cache_config())
+        support.check(config, kv_cache_config())
 
 
 def test_a_load_that_only_the_last_stage_reports_is_never_complete() -> None:

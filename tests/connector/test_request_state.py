@@ -35,6 +35,7 @@ TRANSITIONS: dict[str, Callable[[RequestState], Any]] = {
     "claim asynchronously": claimed(True),
     "withdraw": RequestState.withdraw,
     "drop": RequestState.drop,
+    "promise": RequestState.promise,
     "dispatch": lambda state: state.dispatch(2),
     "settle": RequestState.settle,
     "fail load": RequestState.fail_load,
@@ -43,18 +44,19 @@ TRANSITIONS: dict[str, Callable[[RequestState], Any]] = {
 }
 # How to get to a state, and the transitions that it allows.
 ALWAYS = {"drop", "settle"}
+LOAD = {"dispatch"}
 OPEN = {"restart", "reset"}  # without a handle
 STATES: dict[tuple[str, ...], set[str]] = {
     (): ALWAYS | OPEN | {"hint", "wait"},
     ("wait",): ALWAYS | OPEN | {"hint"},
     ("hint",): ALWAYS | {"wait", "claim", "claim asynchronously"},
     ("hint", "wait"): ALWAYS | {"claim", "claim asynchronously"},
-    ("hint", "wait", "claim"): ALWAYS | {"withdraw", "dispatch"},
-    ("hint", "claim asynchronously"): ALWAYS | {"withdraw", "dispatch"},
-    ("hint", "claim", "dispatch"): ALWAYS | OPEN,
-    ("settle",): ALWAYS | OPEN,
-    ("hint", "claim asynchronously", "dispatch"): ALWAYS | OPEN | {"fail load"},
-    ("hint", "claim asynchronously", "dispatch", "reset"): ALWAYS | OPEN | {"fail load"},
+    ("hint", "wait", "claim"): ALWAYS | {"withdraw", "promise"},
+    ("hint", "claim asynchronously"): ALWAYS | {"withdraw", "promise"},
+    ("hint", "claim", "promise"): ALWAYS | OPEN | LOAD,
+    ("settle",): ALWAYS | OPEN | LOAD,
+    ("hint", "claim asynchronously", "promise"): ALWAYS | OPEN | LOAD | {"fail load"},
+    ("hint", "claim asynchronously", "promise", "reset"): ALWAYS | OPEN | LOAD | {"fail load"},
 }
 
 

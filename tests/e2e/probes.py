@@ -36,6 +36,13 @@ def kv_spec_fields(engine: Any) -> list[str]:
     return list(vars(_scheduler(engine).kv_cache_config.kv_cache_groups[0].kv_cache_spec))
 
 
+def vllm_version(engine: Any) -> str:
+    """Return the version of the engine's vLLM."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
 def load_a_foreign_block(engine: Any) -> None:
     """From now on, give every load but the first the second block of the first load's prompt."""
     side = _side(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterator
@@ -146,7 +147,10 @@ def cache_config(blocks: int, block_tokens: int = BLOCK) -> KVCacheConfig:
     size = blocks * page * LAYERS
     tensor = KVCacheTensor(size=size, layers=names, layer_stride=blocks * page, block_stride=page)
     groups = [KVCacheGroupSpec(names, spec)]
-    return KVCacheConfig(blocks, [tensor], groups, kv_cache_layout="LBNHC", hash_block_size=block_tokens)
+    config = KVCacheConfig(blocks, [tensor], groups, kv_cache_layout="LBNHC")
+    if "hash_block_size" in {each.name for each in dataclasses.fields(config)}:  # from vLLM 0.32 on
+        config = dataclasses.replace(config, hash_block_size=block_tokens)
+    return config
 
 
 @contextmanager

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import traceback
+from collections import Counter
 
+import pytest
+import vllm
+from hypothesis.errors import FlakyFailure
+
+from kvprefetch.connector import compat
+from kvprefetch.connector.loads import Loads
+from kvprefetch.connector.request_state import RequestState
 from tests.scheduler.engine import Engine, Sent
 from tests.scheduler.schedules import TRUTHS, explore
 from tests.scheduler.shape import Shape, Site, make_request
@@ -33,8 +41,38 @@ def test_random_schedules(site: Site, queue: int) -> None:
         assert total[what] > 0, f"no example had any {what}: {total}"
 
 
+@pytest.mark.parametrize("queue", [2, 3])
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "withdrawn at the end of the pass"])
+def test_loads_that_vllm_dispatches_in_a_later_pass(
+    site: Site, monkeypatch: pytest.MonkeyPatch, queue: int, kept: bool
+) -> None:
+    """An answer is kept until then. Without that, the engine would compute on blocks that nobody fills."""
+    deferred: Counter[str] = Counter()
+    keep = Loads.keep
+
+    def prepare(engine: Engine) -> None:
+        if not hasattr(engine.scheduler, "defer_async_loads"):
+            pytest.skip("this vLLM dispatches a load in the pass of its answer (it defers from 0.33 on)")
+        engine.scheduler.defer_async_loads = True  # as it is with HiSparse
+
+    def counted(self: Loads, state: RequestState) -> None:
+        deferred["loads"] += 1
+        keep(self, state)
+
+    monkeypatch.setattr(Loads, "keep", counted)
+    if kept:
+        print(explore(site, 35, queue=queue, load_mode="async", prepare=prepare))
+        assert deferred["loads"] > 0
+    else:
+        monkeypatch.setattr(compat, "waits_for_load", lambda request: False)
+        with pytest.raises((RuntimeError, FlakyFailure)) as caught:
+            explore(site, 35, queue=queue, load_mode="async", prepare=prepare)
+        assert "an answer that was not given" in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.skipif(vllm.__version__ >= "0.33", reason="vLLM 0.33 has mended it")
 def test_vllm_alone_fails_in_a_session_with_drafts(site: Site) -> None:
-    """Why the schedules have no such sessions. When this passes no more, vLLM has mended it, and they can have them."""
+    """Why the schedules have no such sessions. They can have them when 0.32 is no longer served."""
     for out in range(2, 12):
         engine = Engine(Shape(drafts=True, blocks=40), None, TRUTHS[1, False])
         engine.requests["s"] = Sent("s", [[1, 2, 3]], out, True, 0, False)
