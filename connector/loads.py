@@ -42,6 +42,11 @@ class Loads:
         """vLLM took the request's answer and names its blocks in a later pass: its claim stays until then."""
         self.kept[state.request.request_id] = state.promise()
 
+    def forget(self, request_id: str, session: SchedulerSession | None) -> Handle | None:
+        """A kept answer will not be loaded. Return its handle, if it is of this session."""
+        _, handle = self.kept.pop(request_id, (None, None))
+        return handle if handle is not None and handle.session is session else None
+
     def answered_tokens(self, state: RequestState) -> int:
         """Tokens of the answer that vLLM may load."""
         answer, _ = self.kept.get(state.request.request_id, (state.answer, None))

@@ -11,7 +11,7 @@ Other modules read the fields; only the methods below write them, and each asser
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,3 +168,15 @@ class RequestState:
         if self.handle is not None:
             self.handle.waited_ns += waited
         return waited
+
+
+def prefill_tokens(output: Any, requests: Mapping[str, RequestState]) -> int:
+    """How many tokens of prompts this step computes: not of decodes, nor drafts."""
+    found = 0
+    if output.total_num_scheduled_tokens != len(output.num_scheduled_tokens):  # otherwise every request has one token
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            if tokens > 1 and (state := requests.get(request_id)) is not None:
+                # More than one token left to compute: not drafts. vLLM advances num_computed_tokens afterwards.
+                left = state.request.num_tokens - state.request.num_computed_tokens
+                found += min(tokens, left) if left > 1 else 0
+    return found

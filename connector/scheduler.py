@@ -28,7 +28,8 @@ from .link import Link
 from .loads import Loads
 from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, SaveOrder
 from .policy import WaitPolicy
-from .request_state import RequestState
+from .request_state import RequestState, prefill_tokens
+from .resets import Resets
 from .saves import LocalCache, Saves
 from .session import SchedulerSession
 from .stats import Tally
@@ -38,8 +39,6 @@ from .waits import Waits
 
 # Of the steps with nothing to do one in MEASURED_STEPS is measured. With requests, REPORT_STEPS go by between reports.
 MEASURED_STEPS, REPORT_STEPS = 8, 64
-RESET_RETRY_NS = 5_000_000_000
-RESET_TIMEOUT_MS = 5000  # where neither the configuration nor a disk medium asks for another
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -81,7 +80,7 @@ class SchedulerSide:
         self.tally = Tally(self.counters)
         self.requests: dict[str, RequestState] = {}
         self.running: set[str] = set()  # scheduled by the step before, and not finished since
-        self.generation = 0  # of the last reset
+        self.resets = Resets(link, config.reset_timeout_ms)
         self._config, self._geometry, self.link, self._now_ns = config, geometry, link, clock.now_ns
         self._session: SchedulerSession | None = None
         self._answered: set[str] = set()
@@ -99,7 +98,6 @@ class SchedulerSide:
         self._visited = False  # vLLM asked about or admitted a request in this pass
         self._quiet = KVPrefetchMetadata()  # of a step with nothing to do
         self._unmeasured = self._unreported = 0  # steps
-        self._reset_asked_ns = 0
         self._stale_local = False
 
     # --- arrival ----------------------------------------------------------------------------------------------------
@@ -191,14 +189,8 @@ class SchedulerSide:
         """Recomputed, all local, or another connector's: also the second call after an asynchronous load."""
         request_id = state.request.request_id
         self._answered.discard(request_id)
-        self._give_up_kept(request_id, Outcome.UNUSED)
+        self.claims.give_back(request_id, self.loads.forget(request_id, self._session), Outcome.UNUSED)
         self.claims.give_back(request_id, state.settle(), Outcome.UNUSED)
-
-    def _give_up_kept(self, request_id: str, outcome: Outcome) -> None:
-        """The answer that vLLM took will not be loaded."""
-        _, handle = self.loads.kept.pop(request_id, (None, None))
-        if handle is not None and handle.session is self._session:
-            self.claims.give_back(request_id, handle, outcome)
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -214,9 +206,11 @@ class SchedulerSide:
             or running != len(output.num_scheduled_tokens)
             or running != output.total_num_scheduled_tokens
             or self.loads.running
+            or self.loads.kept
             or self._unsaved
             or self.saves.left
             or self.saves.copied
+            or self.claims.dropped
             or self._waits.open
             or self.link.session is not self._session
         ):
@@ -243,7 +237,11 @@ class SchedulerSide:
     @_detaching(None)
     def plan_step(self, output: Any, meta: KVPrefetchMetadata) -> None:
         """The rest of build_connector_meta: give up unused answers, plan saves, push SAVED records."""
-        self._step_begins(output, loading=bool(meta.loads))
+        executed, now = output.total_num_scheduled_tokens > 0, self._now_ns()
+        self.steps.began(now, prefill_tokens(output, self.requests), executed=executed, typical=not meta.loads)
+        self.running, self._admitted, self._visited = set(output.num_scheduled_tokens), 0, False
+        self.claims.new_pass()
+        self._waits.pass_ended(now)
         session = self._usable_session()
         while self._answered:
             state = self.requests[self._answered.pop()]
@@ -252,7 +250,7 @@ class SchedulerSide:
             else:
                 self.claims.withdraw(state)
         wanted = self._unsaved or self.saves.left or self.claims.dropped
-        if session is not None and wanted and session.alive(self._now_ns()):
+        if session is not None and wanted and session.alive(now):
             self.claims.send_dropped(session, self._local_blocks)
             meta.saves.extend(self._plan_saves(session, output))
         self.saves.flush()
@@ -271,22 +269,6 @@ class SchedulerSide:
                 del self._unsaved[request_id]
         if (order := self.saves.plan_left(session, self.cache)) is not None:
             yield order
-
-    def _step_begins(self, output: Any, *, loading: bool) -> None:
-        scheduled = output.num_scheduled_tokens
-        prefill_tokens = 0
-        if output.total_num_scheduled_tokens != len(scheduled):  # otherwise every request has one token: decodes
-            for request_id, tokens in scheduled.items():
-                if tokens > 1 and (state := self.requests.get(request_id)) is not None:
-                    # More than one token left to compute: not drafts. vLLM advances num_computed_tokens afterwards.
-                    left = state.request.num_tokens - state.request.num_computed_tokens
-                    prefill_tokens += min(tokens, left) if left > 1 else 0
-        executed = output.total_num_scheduled_tokens > 0
-        now = self._now_ns()
-        self.steps.began(now, prefill_tokens, executed=executed, typical=not loading)
-        self.running, self._admitted, self._visited = set(scheduled), 0, False
-        self.claims.new_pass()
-        self._waits.pass_ended(now)
 
     def step_ended(self) -> bool:
         """The output of the oldest step in flight was processed: called exactly once per step, empty ones included.
@@ -350,7 +332,8 @@ class SchedulerSide:
             self.saves.leave(state, block_ids)
         self._answered.discard(request.request_id)
         self._waits.over(state, self._now_ns())
-        self._give_up_kept(request.request_id, Outcome.ABORTED)
+        kept = self.loads.forget(request.request_id, self._session)
+        self.claims.give_back(request.request_id, kept, Outcome.ABORTED)
         self.claims.finish(state, Outcome.ABORTED)
 
     @_detaching(None)
@@ -365,32 +348,24 @@ class SchedulerSide:
         store may hold keys of the old weights all the same; the reset is then repeated when a daemon is there, and
         until it is confirmed this engine neither loads nor saves.
         """
-        self.generation += 1
-        self._reset_asked_ns = self._now_ns()  # asked for below, so not here as one that is owed
+        self.resets.begin(self._now_ns())
         self._usable_session()
         self._give_up_handles()
         self._answered.clear()
         # A running request goes on filling the engine's own prefix cache on top of its old KV.
         old = [state.reset() for state in self.requests.values()]
         self._stale_local = any(old) or self.cache.blocks() > 0
-        self.saves.reset(self.generation)
-        return self.link.request_reset(self.generation, self._reset_timeout_ms())
-
-    def _reset_timeout_ms(self) -> int:
-        """As configured, else long enough for the daemon's store to confirm a reset."""
-        least_ms = session.removal_ms if (session := self.link.session) is not None else 0
-        return self._config.reset_timeout_ms or max(RESET_TIMEOUT_MS, least_ms)
+        self.saves.reset(self.resets.generation)
+        return self.resets.ask()
 
     def _usable_session(self) -> SchedulerSession | None:
         """The link's session, unless a reset is owed to it."""
         while (session := self.link.session) is not self._session:
             self.adopt(session)
-        if self.link.confirmed_reset >= self.generation:
-            return session
-        if session is not None and (now := self._now_ns()) - self._reset_asked_ns > RESET_RETRY_NS:
-            self._reset_asked_ns = now
-            self.link.send_reset(self.generation, self._reset_timeout_ms())
-        return None
+        if self.resets.owed:
+            self.resets.ask_again(session, self._now_ns())
+            return None
+        return session
 
     def adopt(self, session: SchedulerSession | None) -> None:
         """Another epoch: handles, undispatched claims and saves of the old one are void."""

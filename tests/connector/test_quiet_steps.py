@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -67,11 +68,21 @@ def loads(engine: Engine) -> None:
     engine.side.finished(request)
 
 
+def promises(engine: Engine) -> None:
+    """An answer is taken, and vLLM names its blocks in a later pass."""
+    request = engine.add("other", 3 * BLOCK)
+    engine.daemon.stage("other", 2)
+    assert engine.match(request)[0]
+    request.status = SimpleNamespace(name="WAITING_FOR_REMOTE_KVS")
+    engine.step([(engine.side.requests["r"].request, 1)])
+    assert engine.side.loads.kept
+
+
 def detaches(engine: Engine) -> None:
     engine.link.session = None
 
 
-@pytest.mark.parametrize("event", [answers, waits, loads, detaches])
+@pytest.mark.parametrize("event", [answers, waits, loads, promises, detaches])
 def test_a_step_in_which_something_goes_on_is_planned(
     decoding: tuple[Engine, Request], event: Callable[[Engine], None]
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvprefetch.connector import link, scheduler
+from kvprefetch.connector import link, resets
 from tests.lab.checkpoint import TINY, TINY_TP2, make_checkpoint
 from tests.lab.control import Reader
 from tests.lab.daemon import Daemon
@@ -32,7 +32,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         with pytest.MonkeyPatch.context() as patch:
             # A lost daemon is looked for at once, and an unconfirmed reset repeated.
             patch.setattr(link, "RETRY_S", 0.02)
-            patch.setattr(scheduler, "RESET_RETRY_NS", 50_000_000)
+            patch.setattr(resets, "RETRY_NS", 50_000_000)
             yield Site(daemon, reader, auditor)
         assert daemon.sigterm() == 0
     auditor.assert_nothing_left()

@@ -298,7 +298,7 @@ class Engine:
     def await_reset(self) -> None:
         """A reset that no daemon was there to confirm is repeated, while there are requests."""
         deadline = time.monotonic() + DRAIN_S
-        while self.site is not None and self.link.confirmed_reset < self.side.generation:
+        while self.site is not None and self.link.confirmed_reset < self.side.resets.generation:
             assert time.monotonic() < deadline, "a reset is not confirmed"
             time.sleep(0.02)
             self.add([1] * BLOCK, 1)
