@@ -116,12 +116,12 @@ class Claims:
             name, state = next(iter(self.dropped.items()))
             if not state.queued:
                 del self.dropped[name]
+            elif not hints.room(session, state.request, self.usable_blocks(state.request)):
+                return  # before the look at what is local, which costs time by the request's blocks
             elif self.hint(state, session, local_blocks(state.request)):
                 assert state.handle is not None
                 sent += state.handle.blocks
                 self._counters["hints_resent"] += 1
-            elif name in self.dropped:
-                return
 
     def new_pass(self) -> None:
         """The scheduler begins another pass over its queue."""

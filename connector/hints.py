@@ -55,7 +55,7 @@ def push(
     """
     hash_bytes = len(digests[0])
     blocks = min(len(digests), session.flags.table_entries)
-    if blocks <= local_blocks or not session.producer.fits(hint_bytes(blocks, hash_bytes, request.request_id)):
+    if blocks <= local_blocks or not room(session, request, blocks):
         return None
     taken = session.allocator.take(FlagState.HINTED, blocks)
     if taken is None:
@@ -76,6 +76,13 @@ def push(
     )
     session.producer.push(RecordKind.HINT, *encode_hint(hint))  # it fits, and nobody else pushes
     return Handle(session, index, generation, blocks, local_blocks, hint.hashes)
+
+
+def room(session: SchedulerSession, request: Any, blocks: int) -> bool:
+    """Whether a hint at so many blocks finds room now: a flag, its pages, and bytes in the ring."""
+    blocks = min(blocks, session.flags.table_entries)
+    wanted = hint_bytes(blocks, len(request.block_hashes[0]), request.request_id)
+    return session.producer.fits(wanted) and session.allocator.room(blocks)
 
 
 def look(handle: Handle) -> Flag:

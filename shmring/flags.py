@@ -211,8 +211,8 @@ class FlagAllocator:
         daemon that frees nothing costs a bounded time.
         """
         wanted = pages_of(blocks)
-        if not self._free or len(self._pages) < wanted:
-            self._collect()
+        if not self.room(blocks):
+            return None
         while self._free and len(self._pages) >= wanted:
             index = self._free.pop()
             word = self._table.load(index)
@@ -225,6 +225,13 @@ class FlagAllocator:
                 return index, generation
             self._returning.append(index)
         return None
+
+    def room(self, blocks: int) -> bool:
+        """Whether there are a flag and pages for so many blocks, as far as is known. The cost is bounded as above."""
+        wanted = pages_of(blocks)
+        if not self._free or len(self._pages) < wanted:
+            self._collect()
+        return bool(self._free) and len(self._pages) >= wanted
 
     def give_back(self, index: int) -> None:
         """Return a flag; `take` hands it and its pages out again once the daemon set it FREE."""

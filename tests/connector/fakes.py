@@ -236,9 +236,11 @@ class FakeCache(LocalCache):
     def __init__(self) -> None:
         self.hits: dict[str, int] = {}  # request id -> local tokens
         self.count = 0
+        self.looks = 0  # at what is local of a request
         self.digests: dict[int, bytes] = {}  # block id -> digest
 
     def tokens(self, request: Any) -> int:
+        self.looks += 1
         return self.hits.get(request.request_id, 0)
 
     def blocks(self) -> int:

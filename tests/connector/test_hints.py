@@ -195,6 +195,22 @@ def test_long_prompts_that_found_no_room_are_sent_over_several_steps(monkeypatch
     assert sent == [2, 4, 5]
 
 
+def test_a_dropped_hint_costs_no_look_at_the_local_cache_before_there_is_room() -> None:
+    """That look takes 20 ms for a long prompt that is half local, and there is a step every few."""
+    engine = Engine(flags=1)
+    first = engine.add("first", 3 * BLOCK)
+    engine.add("second", 3 * BLOCK)
+    looks = engine.cache.looks
+    for _ in range(3):
+        engine.step()
+    assert engine.cache.looks == looks
+    engine.side.finished(first)
+    engine.daemon.drain()
+    engine.daemon.free()
+    engine.step()
+    assert (engine.cache.looks, engine.side.counters["hints_resent"]) == (looks + 1, 1)
+
+
 def test_a_preempted_request_waits_anew_and_once() -> None:
     engine = Engine(wait_timeout_ms=100)
     request = engine.add("r", 3 * BLOCK)
