@@ -34,7 +34,7 @@ class Channel:
         self.table = FlagTable(segment.buffer, self.words, layout)
         self.credits = CreditGranter(segment.buffer, self.words, layout)
         self.liveness = Liveness(self.words, consumer=True)
-        self._lent: dict[Key, Sequence[int]] = {}  # pages of requests that have not ended
+        self._lent: dict[int, tuple[int, Sequence[int]]] = {}  # generation and pages, by flag, until the request ends
         self._pages_in_use: set[int] = set()
 
     def close(self) -> None:
@@ -102,19 +102,25 @@ class Channel:
             )
 
     def lend(self, hint: Hint) -> None:
-        """Use the pages of a checked hint as its slot table. Raises ProtocolError for a page that is in use.
+        """Use the pages of a checked hint as its slot table. Raises ProtocolError for a flag or page that is in use.
 
         Each page belongs to one request, so an engine's requests have no more blocks than its segment has entries.
         """
+        if hint.flag in self._lent:
+            raise ProtocolError(f"hint names another request's flag: flag={hint.flag} generation={hint.generation}")
         if len(set(hint.pages)) < len(hint.pages) or not self._pages_in_use.isdisjoint(hint.pages):
             raise ProtocolError(f"hint names a page twice, or another request's: flag={hint.flag} blocks={hint.blocks}")
-        self._lent[hint.flag, hint.generation] = hint.pages
+        self._lent[hint.flag] = hint.generation, hint.pages
         self._pages_in_use.update(hint.pages)
         self.table.lend(hint.flag, hint.pages)
 
     def _end(self, key: Key) -> bool:
         """Take the pages back: the request has ended."""
-        self._pages_in_use.difference_update(self._lent.pop(key, ()))
+        flag, generation = key
+        lent, pages = self._lent.get(flag, (-1, ()))
+        if lent == generation:
+            del self._lent[flag]
+            self._pages_in_use.difference_update(pages)
         return True
 
     def check_done(self, done: Done) -> None:

@@ -99,12 +99,23 @@ def test_a_flag_given_up_before_its_record_came_is_remembered_no_longer_than_its
 
 def test_an_engine_has_no_more_requests_than_flags(engine: Engine) -> None:
     """One that uses a flag again before it was given back would fill the daemon's memory."""
-    epoch = engine.epoch
-    flags = epoch.memory.layout.flag_count
-    for generation in range(1, flags + 10):
-        engine.hint([bytes(32)], key=(0, generation), pages=[generation % flags])
-    assert len(epoch.planner.requests) == flags
-    assert epoch.counters.bad_records == 9
+    for generation in range(1, 11):
+        engine.hint([bytes(32)], key=(0, generation), pages=[generation])
+    assert list(engine.epoch.planner.requests) == [(0, 1)]
+    assert engine.epoch.counters.bad_records == 9
+
+
+def test_a_flag_used_again_too_early_leaves_its_request_the_slot_table() -> None:
+    """Else what arrives for the first request would be written behind the end of the second one's table."""
+    epoch = make_epoch(max_blocks=300)
+    engine = Engine(epoch)
+    engine.hint([b"%032d" % i for i in range(300)], key=(0, 1), pages=[0, 1], local=290)
+    engine.hint([bytes(32)], key=(0, 2), pages=[5])
+    assert epoch.counters.bad_records == 1
+    epoch.planner.looked_up((0, 1), 300, bytes(300))
+    epoch.switch("on")
+    engine.fetch()
+    engine.leave()
 
 
 @pytest.mark.parametrize("pages", [[0, 2], [2, 2], [2, 2048], [2, (1 << 32) - 1]])
