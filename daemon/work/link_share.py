@@ -13,6 +13,7 @@ FIRST_RATE = 0.125  # bytes per ns, until puts were measured: 1 Gbit/s
 MEMORY = 8  # puts; older ones count half, or less
 
 _RATE_NS = 10 * PUT_NS
+_LONGEST_NS = 1_000_000_000  # a put that took longer waited for something else than the link
 
 
 class LinkShare:
@@ -62,6 +63,6 @@ class LinkShare:
         """Enter the end of a put of `count` bytes: the link carried `stored` of them, the others were there already."""
         self._saved = max(0.0, self._saved - (count - stored))
         if stored:
-            self._put_bytes, self._put_ns = self._put_bytes + stored, self._put_ns + duration_ns
-            if self._put_ns > _RATE_NS:
+            self._put_bytes, self._put_ns = self._put_bytes + stored, self._put_ns + min(duration_ns, _LONGEST_NS)
+            while self._put_ns > _RATE_NS:
                 self._put_bytes, self._put_ns = self._put_bytes / 2, self._put_ns / 2

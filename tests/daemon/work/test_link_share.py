@@ -166,3 +166,23 @@ def test_what_was_there_already_used_nothing_of_the_link() -> None:
         share.started(1 << 20, now)
         share.ended(1 << 20, 0, MS)
     assert share.rate == rate
+
+
+@pytest.mark.parametrize("loaded_at_once", [0, 1 << 20])
+def test_a_put_that_a_store_held_up_is_forgotten_soon(loaded_at_once: int) -> None:
+    """It says nothing of the link's rate: saves have their share of its time again after seconds, not minutes."""
+    share, size = LinkShare(), 16 << 20
+    share.compete(0, both=True)
+    now, stalled = 0, 60_000 * MS
+    share.started(size, now)
+    share.ended(size, size, now := stalled)
+    puts = 0
+    while now < stalled + 20_000 * MS:
+        share.loaded(loaded_at_once)
+        if share.open(now):
+            puts += 1
+            share.started(size, now)
+            now += 13 * MS
+            share.ended(size, size, 13 * MS)
+        now += 10 * MS
+    assert puts > 50
