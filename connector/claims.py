@@ -114,11 +114,12 @@ class Claims:
         sent = 0
         while self.dropped and sent < RESENT_BLOCKS:
             name, state = next(iter(self.dropped.items()))
+            request = state.request
             if not state.queued:
                 del self.dropped[name]
-            elif not hints.room(session, state.request, self.usable_blocks(state.request)):
+            elif not hints.room(session, name, self.usable_blocks(request), len(request.block_hashes[0])):
                 return  # before the look at what is local, which costs time by the request's blocks
-            elif self.hint(state, session, local_blocks(state.request)):
+            elif self.hint(state, session, local_blocks(request)):
                 assert state.handle is not None
                 sent += state.handle.blocks
                 self._counters["hints_resent"] += 1

@@ -55,7 +55,7 @@ def push(
     """
     hash_bytes = len(digests[0])
     blocks = min(len(digests), session.flags.table_entries)
-    if blocks <= local_blocks or not room(session, request, blocks):
+    if blocks <= local_blocks or not room(session, request.request_id, blocks, hash_bytes):
         return None
     taken = session.allocator.take(FlagState.HINTED, blocks)
     if taken is None:
@@ -78,11 +78,10 @@ def push(
     return Handle(session, index, generation, blocks, local_blocks, hint.hashes)
 
 
-def room(session: SchedulerSession, request: Any, blocks: int) -> bool:
+def room(session: SchedulerSession, request_id: str, blocks: int, hash_bytes: int) -> bool:
     """Whether a hint at so many blocks finds room now: a flag, its pages, and bytes in the ring."""
     blocks = min(blocks, session.flags.table_entries)
-    wanted = hint_bytes(blocks, len(request.block_hashes[0]), request.request_id)
-    return session.producer.fits(wanted) and session.allocator.room(blocks)
+    return session.producer.fits(hint_bytes(blocks, hash_bytes, request_id)) and session.allocator.room(blocks)
 
 
 def look(handle: Handle) -> Flag:
