@@ -1,0 +1,167 @@
+"""Rules of KV groups: which blocks a prefix needs of each group, the longest prefix there is, and what is worth saving.
+
+An engine keeps a table of blocks per group of layers.  To go on after a prefix, the layers of a group need
+
+    FULL    all its blocks
+    WINDOW  its last blocks, `window_tokens` - 1 tokens of them
+    CHUNK   its blocks in the chunk, of `window_tokens`, that the next token belongs to
+    STATE   the last one, which holds the layers' state after its last token
+
+The rules are those of vLLM's MooncakeStoreConnector (0.33's, in which extra tokens below a window count as window).
+Blocks of a group are numbered from 0.  An item is one block of one group; the order of items is group by group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int64]
+MAX_GROUPS = 32
+
+
+class Kind(str, Enum):
+    FULL = "full"
+    WINDOW = "window"
+    CHUNK = "chunk"
+    STATE = "state"
+
+
+class Group(NamedTuple):
+    """`window_tokens`: length of the window (WINDOW) or of a chunk (CHUNK), otherwise 0."""
+
+    kind: Kind
+    block_tokens: int
+    window_tokens: int = 0
+
+    @property
+    def window_blocks(self) -> int:
+        """Blocks of a window, before a token at the begin of a block."""
+        return max(1, -(-(self.window_tokens - 1) // self.block_tokens))
+
+    def first(self, tokens: Numbers) -> Numbers:
+        """Return the first block that each prefix needs, negative ones for none before the first.
+
+        `tokens`: multiples of the block's.  A prefix needs all blocks from there to its end.
+        """
+        ends = tokens // self.block_tokens
+        if self.kind is Kind.WINDOW:
+            return ends - self.window_blocks
+        if self.kind is Kind.CHUNK:
+            return tokens // self.window_tokens * self.window_tokens // self.block_tokens
+        return ends - 1 if self.kind is Kind.STATE else ends * 0
+
+
+class Groups(NamedTuple):
+    """All groups of an engine. `hash_tokens`: of one digest of the prompt; a block's digest is that of its end."""
+
+    groups: tuple[Group, ...]
+    hash_tokens: int
+
+    @property
+    def unit_tokens(self) -> int:
+        """Prefixes are multiples of it."""
+        return math.lcm(*(group.block_tokens for group in self.groups))
+
+    def check(self) -> None:
+        """Raise ValueError, in one line, for groups without rules here."""
+        if not 1 <= len(self.groups) <= MAX_GROUPS:
+            raise ValueError(f"number of KV groups is out of bounds: groups={len(self.groups)} min=1 max={MAX_GROUPS}")
+        for number, (kind, block, window) in enumerate(self.groups):
+            if self.hash_tokens < 1 or block < 1 or block % self.hash_tokens:
+                raise ValueError(
+                    f"KV group's block is no multiple of the hash block: group={number} block_tokens={block} "
+                    f"hash_tokens={self.hash_tokens}"
+                )
+            if (window < 1) is (kind in (Kind.WINDOW, Kind.CHUNK)):
+                raise ValueError(
+                    f"KV group's window is out of bounds: group={number} kind={kind.value} window_tokens={window}"
+                )
+            # A chunk that begins inside a block: vLLM's own rule forgets what lies before it in the block.
+            if kind is Kind.CHUNK and window % self.unit_tokens:
+                raise ValueError(
+                    f"KV group's chunk is no multiple of all blocks: group={number} window_tokens={window} "
+                    f"unit_tokens={self.unit_tokens}"
+                )
+
+    def digests(self, group: int, blocks: Numbers | range) -> Numbers:
+        """Return where, among the prompt's digests, those of these blocks of a group are."""
+        ratio = self.groups[group].block_tokens // self.hash_tokens
+        return (np.asarray(blocks, dtype=np.int64) + 1) * ratio - 1
+
+    def wanted(self, local: int, usable: int) -> list[Numbers]:
+        """Return, for each group, the blocks that some prefix of more than `local`, up to `usable` tokens, needs.
+
+        The engine's own cache has the first `local` tokens, a multiple of the unit.
+        """
+        tokens = self._prefixes(local, usable)
+        found = []
+        for group in self.groups:
+            base = local // group.block_tokens
+            ends = tokens // group.block_tokens - base
+            needed = np.zeros(ends[-1] + 1 if len(ends) else 1, dtype=np.int64)
+            np.add.at(needed, np.maximum(group.first(tokens) - base, 0), 1)
+            np.subtract.at(needed, ends, 1)
+            found.append(np.flatnonzero(needed.cumsum()) + base)
+        return found
+
+    def longest(self, local: int, usable: int, present: Sequence[npt.NDArray[np.bool_]]) -> int:
+        """Return the tokens of the longest prefix, up to `usable`, for which each group has its blocks; else `local`.
+
+        `present[g][i]`: whether there is block wanted(local, usable)[g][i] of group g.
+        """
+        tokens = self._prefixes(local, usable)
+        good = np.ones(len(tokens), dtype=np.bool_)
+        for group, blocks, there in zip(self.groups, self.wanted(local, usable), present, strict=True):
+            if not len(blocks):
+                continue
+            base = local // group.block_tokens
+            ends = tokens // group.block_tokens - base
+            # The last block before each one that is missing; none of the local ones is.
+            missing = np.full(ends[-1], -1, dtype=np.int64)
+            missing[blocks[~there] - base] = blocks[~there] - base
+            last = np.maximum.accumulate(missing)[ends - 1]
+            good &= last < np.maximum(group.first(tokens) - base, 0)
+        return int(tokens[good][-1]) if good.any() else local
+
+    def items(self, local: int, tokens: int) -> list[range]:
+        """Return, for each group, the blocks to load for a prefix of `tokens`. Both are multiples of the unit."""
+        found = []
+        for group in self.groups:
+            first, end = int(group.first(np.array([tokens]))[0]), tokens // group.block_tokens
+            found.append(range(max(local // group.block_tokens, first, 0), end) if tokens > local else range(0))
+        return found
+
+    def saved(self, before: int, after: int, prefill: int, retention: int | None) -> list[Numbers]:
+        """Return, for each group, the blocks to save when a request has the KV of `after` tokens, before of `before`.
+
+        Of windows a later request needs only the last blocks before a point at which it goes on.  `prefill`: tokens
+        that this request did not generate; `retention`: vLLM's `prefix_cache_retention_interval`, a multiple of the
+        unit.  That point is the last unit before the end of `prefill`; with None also each unit, with more than 0
+        each multiple of it.  States are never saved this way: vLLM names their blocks when they are complete.
+        """
+        unit = self.unit_tokens
+        found = []
+        for group in self.groups:
+            block = group.block_tokens
+            blocks = np.arange(before // unit * unit // block, after // unit * unit // block)
+            if group.kind is Kind.STATE:
+                blocks = blocks[:0]
+            elif group.kind is Kind.WINDOW:
+                end = (prefill - 1) // unit * unit // block
+                kept = (blocks >= end - group.window_blocks) & (blocks < end) & (retention is not None)
+                if step := (unit if retention is None else retention) // block:
+                    kept |= blocks % step >= step - group.window_blocks
+                blocks = blocks[kept]
+            found.append(blocks)
+        return found
+
+    def _prefixes(self, local: int, usable: int) -> Numbers:
+        """Lengths in tokens of the prefixes that are longer than the local one."""
+        unit = self.unit_tokens
+        return np.arange(local // unit + 1, usable // unit + 1, dtype=np.int64) * unit

@@ -1,0 +1,129 @@
+"""Rules of KV groups against vLLM's own: its MooncakeStoreConnector's coordinator, over generated groups."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvprefetch.shmring.groups import Group, Groups, Kind
+from tests.support.kv_groups import layouts
+
+coordinator = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator")
+
+LONGEST = 12  # units of a prompt
+
+
+def spec(group: Group, *, mla: bool, wrapped: bool) -> Any:
+    """vLLM's specification of such a group's layers."""
+    import torch
+    from vllm.v1 import kv_cache_interface as kinds
+
+    heads = {"block_size": group.block_tokens, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    found: Any
+    if group.kind is Kind.STATE:
+        found = kinds.MambaSpec(
+            block_size=group.block_tokens, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align"
+        )
+    elif group.kind is Kind.WINDOW:
+        window = kinds.SlidingWindowMLASpec if mla else kinds.SlidingWindowSpec
+        found = window(**heads, sliding_window=group.window_tokens)
+    elif group.kind is Kind.CHUNK:
+        found = kinds.ChunkedLocalAttentionSpec(**heads, attention_chunk_size=group.window_tokens)
+    else:
+        found = (kinds.MLAAttentionSpec if mla else kinds.FullAttentionSpec)(**heads)
+    if wrapped:
+        found = kinds.UniformTypeKVCacheSpecs(block_size=group.block_tokens, kv_cache_specs={"layer": found})
+    return found
+
+
+def upstream(groups: Groups, mla: bool, wrapped: bool, retention: int | None = None) -> Any:
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+
+    specs = [KVCacheGroupSpec([f"l{i}"], spec(one, mla=mla, wrapped=wrapped)) for i, one in enumerate(groups.groups)]
+    return coordinator.MooncakeStoreCoordinator(
+        specs, groups.unit_tokens, groups.hash_tokens, retention_interval=retention
+    )
+
+
+def numbers(mask: list[bool] | None, blocks: range) -> list[int]:
+    """The numbers of the blocks that a mask of upstream's names; None names all."""
+    assert mask is None or len(mask) == len(blocks)
+    return [block for i, block in enumerate(blocks) if mask is None or mask[i]]
+
+
+Prompt = tuple[Groups, int, int, int]
+Shape = tuple[bool, bool]
+prompts = st.tuples(layouts(), st.integers(0, LONGEST), st.integers(0, LONGEST), st.integers(0, 11))
+shapes = st.tuples(st.booleans(), st.booleans())
+
+
+@given(prompts, shapes, st.randoms(use_true_random=False), st.floats(0.4, 1))
+def test_the_longest_prefix_is_upstreams(prompt: Prompt, shape: Shape, random: Random, share: float) -> None:
+    """What the engine's own cache has counts as if the store had it, too."""
+    groups, local, more, rest = prompt
+    unit = groups.unit_tokens
+    local, usable = local * unit, (local + more) * unit + rest
+    hashes = [bytes([i]) * 4 for i in range(usable // groups.hash_tokens)]
+    wanted = groups.wanted(local, usable)
+    present = [np.array([random.random() < share for _ in blocks], dtype=np.bool_) for blocks in wanted]
+    exists = set()
+    for number, (blocks, there) in enumerate(zip(wanted, present, strict=True)):
+        own = np.arange(local // groups.groups[number].block_tokens)
+        for index in groups.digests(number, np.concatenate([own, blocks[there]])).tolist():
+            exists.add((number, hashes[index]))
+    ours = upstream(groups, *shape)
+    pool = coordinator.ExternalCachedBlockPool(groups.hash_tokens, exists)
+    _, theirs = ours.find_longest_cache_hit(hashes, ours.align_lookup_length(usable), pool)
+    assert groups.longest(local, usable, present) == theirs
+
+
+@given(prompts, shapes)
+def test_the_items_of_a_prefix_are_upstreams_load_mask(prompt: Prompt, shape: Shape) -> None:
+    groups, local, more, _ = prompt
+    unit = groups.unit_tokens
+    local, tokens = local * unit, (local + more) * unit
+    hashes = [bytes([i]) * 4 for i in range(tokens // groups.hash_tokens)]
+    masks = upstream(groups, *shape).load_mask(hashes, tokens)
+    for group, blocks, mask in zip(groups.groups, groups.items(local, tokens), masks, strict=True):
+        loaded = numbers(mask, range(len(mask)))
+        assert list(blocks) == [block for block in loaded if block >= local // group.block_tokens]
+
+
+@given(prompts, shapes)
+def test_wanted_is_upstreams_look_up_mask(prompt: Prompt, shape: Shape) -> None:
+    """But for states inside a unit, and blocks of a chunk that has ended: upstream asks for them to no end."""
+    groups, local, more, rest = prompt
+    unit = groups.unit_tokens
+    local, usable = local * unit, (local + more) * unit + rest
+    masks = upstream(groups, *shape).lookup_mask(usable // unit * unit)
+    for group, blocks, mask in zip(groups.groups, groups.wanted(local, usable), masks, strict=True):
+        ends = range(usable // unit * unit // group.block_tokens)
+        theirs = [block for block in numbers(mask, ends) if block >= local // group.block_tokens]
+        if group.kind is Kind.STATE:
+            theirs = [block for block in theirs if (block + 1) * group.block_tokens % unit == 0]
+        if group.kind is Kind.CHUNK:
+            theirs = [block for block in theirs if (block + 1) * unit % group.window_tokens]
+        assert blocks.tolist() == theirs
+
+
+@given(prompts, shapes, st.integers(1, 200), st.sampled_from([None, 0, 1, 2, 5]))
+def test_saves_are_upstreams_store_mask(prompt: Prompt, shape: Shape, prefill: int, retention: int | None) -> None:
+    groups, before, more, _ = prompt
+    unit = groups.unit_tokens
+    before, after = before * unit, (before + more) * unit
+    kept = None if retention is None else retention * unit
+    masks = upstream(groups, *shape, retention=kept).store_mask(after, before, prefill)
+    for group, blocks, mask in zip(groups.groups, groups.saved(before, after, prefill, kept), masks, strict=True):
+        assert blocks.tolist() == numbers(mask, range(before // group.block_tokens, after // group.block_tokens))
+
+
+def test_chunks_that_vllm_serves_have_rules() -> None:
+    """vLLM's own look-up wants a chunk's blocks as large as all others; its coordinator says so by an assertion."""
+    groups = Groups((Group(Kind.FULL, 8), Group(Kind.CHUNK, 4, 16)), 4)
+    with pytest.raises(AssertionError, match="different block sizes"):
+        upstream(groups, mla=False, wrapped=False).load_mask([b"a"] * 8, 32)

@@ -1,0 +1,139 @@
+"""Rules of KV groups against plain ones: a prefix counts when each group has each block that its layers will read."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvprefetch.shmring.groups import Group, Groups, Kind
+from tests.support.kv_groups import layouts
+
+LONGEST = 20  # units of a prompt
+
+
+def read(group: Group, tokens: int) -> set[int]:
+    """The blocks that hold what the next token's layer reads, token by token."""
+    if group.kind is Kind.STATE:
+        return {tokens // group.block_tokens - 1} if tokens else set()
+    if group.kind is Kind.WINDOW:
+        first = tokens - group.window_tokens + 1
+    else:
+        first = tokens // group.window_tokens * group.window_tokens if group.kind is Kind.CHUNK else 0
+    return {token // group.block_tokens for token in range(max(first, 0), tokens)}
+
+
+def lengths(groups: Groups, local: int, usable: int) -> range:
+    return range(local + groups.unit_tokens, usable + 1, groups.unit_tokens)
+
+
+def beyond(groups: Groups, local: int, tokens: int) -> list[set[int]]:
+    """For each group, the blocks that a prefix reads and that are not local."""
+    return [{block for block in read(group, tokens) if block >= local // group.block_tokens} for group in groups.groups]
+
+
+Prompt = tuple[Groups, int, int, int]
+prompts = st.tuples(layouts(), st.integers(0, LONGEST), st.integers(0, LONGEST), st.integers(0, 11))
+
+
+@given(prompts, st.randoms(use_true_random=False), st.floats(0.5, 1))
+def test_the_longest_prefix_has_what_each_group_reads(prompt: Prompt, random: Random, share: float) -> None:
+    groups, local, usable, rest = prompt
+    local, usable = local * groups.unit_tokens, usable * groups.unit_tokens + rest
+    wanted = groups.wanted(local, usable)
+    present = [np.array([random.random() < share for _ in blocks], dtype=np.bool_) for blocks in wanted]
+    there = [set(blocks[here].tolist()) for blocks, here in zip(wanted, present, strict=True)]
+    whole = [
+        tokens
+        for tokens in lengths(groups, local, usable)
+        if all(need <= have for need, have in zip(beyond(groups, local, tokens), there, strict=True))
+    ]
+    assert groups.longest(local, usable, present) == max(whole, default=local)
+
+
+@given(prompts)
+def test_wanted_is_what_some_prefix_reads(prompt: Prompt) -> None:
+    groups, local, usable, rest = prompt
+    local, usable = local * groups.unit_tokens, usable * groups.unit_tokens + rest
+    needs = [beyond(groups, local, tokens) for tokens in lengths(groups, local, usable)]
+    for number, blocks in enumerate(groups.wanted(local, usable)):
+        assert blocks.tolist() == sorted(set().union(*(need[number] for need in needs)))
+
+
+@given(prompts)
+def test_items_are_what_a_prefix_reads_and_is_not_local(prompt: Prompt) -> None:
+    groups, local, longer, _ = prompt
+    local, tokens = local * groups.unit_tokens, (local + longer) * groups.unit_tokens
+    found = [list(blocks) for blocks in groups.items(local, tokens)]
+    assert found == [sorted(need) if longer else [] for need in beyond(groups, local, tokens)]
+
+
+@given(prompts, st.integers(1, LONGEST * 8), st.sampled_from([None, 0, 1, 2, 5]))
+def test_saves_are_enough_to_go_on_where_vllm_does(prompt: Prompt, prefill: int, retention: int | None) -> None:
+    """At the last unit before the end of the prompt, and with a retention interval at each multiple of it."""
+    groups, before, after, rest = prompt
+    unit = groups.unit_tokens
+    before, after = sorted((before * unit + rest, after * unit + rest))
+    kept = None if retention is None else retention * unit
+    found = [set(blocks.tolist()) for blocks in groups.saved(before, after, prefill, kept)]
+    goals = {(prefill - 1) // unit * unit}
+    if kept != 0:
+        goals |= set(range(0, after + 1, kept or unit))
+    for tokens in goals:
+        for group, blocks in zip(groups.groups, found, strict=True):
+            new = range(before // unit * unit // group.block_tokens, after // unit * unit // group.block_tokens)
+            if group.kind is not Kind.STATE:
+                assert read(group, tokens) & set(new) <= blocks
+                assert blocks <= set(new)
+
+
+def test_saves_in_steps_are_those_at_once() -> None:
+    groups = Groups((Group(Kind.FULL, 4), Group(Kind.WINDOW, 8, 13)), 4)
+    parts = [groups.saved(a, b, 50, 0) for a, b in ((0, 13), (13, 30), (30, 31), (31, 77))]
+    for number, blocks in enumerate(groups.saved(0, 77, 50, 0)):
+        assert np.concatenate([part[number] for part in parts]).tolist() == blocks.tolist()
+
+
+def test_a_window_that_ended_is_not_saved_twice_over() -> None:
+    """Without a retention interval only the end of the prompt keeps its window: 96 tokens are two blocks of 64."""
+    groups = Groups((Group(Kind.FULL, 64), Group(Kind.WINDOW, 64, 96)), 64)
+    full, window = groups.saved(0, 640, 600, 0)
+    assert full.tolist() == list(range(10))
+    assert window.tolist() == [7, 8]
+    # A prompt that ends with a block: when it comes again, its last token is computed once more.
+    assert groups.saved(0, 640, 640, 0)[1].tolist() == [7, 8]
+    assert groups.saved(0, 640, 641, 0)[1].tolist() == [8, 9]
+
+
+def test_a_blocks_digest_is_the_one_of_its_end() -> None:
+    groups = Groups((Group(Kind.FULL, 16), Group(Kind.WINDOW, 48, 100)), 16)
+    assert groups.unit_tokens == 48
+    assert groups.digests(0, range(3)).tolist() == [0, 1, 2]
+    assert groups.digests(1, range(3)).tolist() == [2, 5, 8]
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        (Groups((), 4), "groups=0 min=1 max=32"),
+        (Groups((Group(Kind.FULL, 4),) * 33, 4), "groups=33 min=1 max=32"),
+        (Groups((Group(Kind.FULL, 6),), 4), "block_tokens=6 hash_tokens=4"),
+        (Groups((Group(Kind.FULL, 0),), 4), "block_tokens=0"),
+        (Groups((Group(Kind.FULL, 4),), 0), "hash_tokens=0"),
+        (Groups((Group(Kind.WINDOW, 4),), 4), "kind=window window_tokens=0"),
+        (Groups((Group(Kind.FULL, 4, 8),), 4), "kind=full window_tokens=8"),
+        (Groups((Group(Kind.CHUNK, 4, 6),), 4), "window_tokens=6 unit_tokens=4"),
+    ],
+)
+def test_groups_without_rules_are_refused_in_one_line(groups: Groups, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as refused:
+        groups.check()
+    assert "\n" not in str(refused.value)
+
+
+@given(layouts())
+def test_groups_with_rules_are_accepted(groups: Groups) -> None:
+    groups.check()

@@ -1,0 +1,28 @@
+"""Groups of KV layers, generated: as vLLM has them, with block sizes that it can put beside each other."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from kvprefetch.shmring.groups import Group, Groups, Kind
+
+HASH_TOKENS = 4
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Groups:
+    """Groups with rules: of full attention and others, with equal blocks or not, hashes of a block or less."""
+    hash_tokens = draw(st.sampled_from([HASH_TOKENS, HASH_TOKENS * 2]))
+    sizes = st.sampled_from(draw(st.sampled_from([[1], [2], [1, 2], [1, 3], [2, 3], [1, 2, 4]])))
+    blocks = [hash_tokens * each for each in draw(st.lists(sizes, min_size=1, max_size=4))]
+    unit = Groups(tuple(Group(Kind.FULL, block) for block in blocks), hash_tokens).unit_tokens
+    groups = []
+    for block in blocks:
+        kinds = [Kind.FULL, Kind.FULL, Kind.WINDOW, Kind.WINDOW, Kind.STATE] + [Kind.CHUNK] * (block == unit)
+        kind, window = draw(st.sampled_from(kinds)), 0
+        if kind is Kind.WINDOW:
+            window = draw(st.integers(2, 6 * block))
+        elif kind is Kind.CHUNK:
+            window = unit * draw(st.integers(1, 4))
+        groups.append(Group(kind, block, window))
+    return Groups(tuple(groups), hash_tokens)
