@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +51,38 @@ def test_the_quick_tier_runs_on_every_python_that_the_package_promises() -> None
     assert workflow["jobs"]["check"]["strategy"]["matrix"]["python"] == PYTHONS
     assert re.findall(r"Python :: (3\.\d+)", PYPROJECT) == PYTHONS
     assert f'requires-python = ">={PYTHONS[0]}"' in PYPROJECT
+
+
+def test_a_plain_install_has_what_every_command_imports() -> None:
+    """Whatever `kvprefetchd --version` imports, also on another Python, is one of the plain dependencies."""
+    script = (
+        "import sys, kvprefetch.daemon.cli.main; print(*(getattr(m, '__file__', '') for m in sys.modules.values()))"
+    )
+    files = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    ours = [Path(file) for file in files if file.endswith(".py") and Path(file).is_relative_to(ROOT)]
+    trees = [ast.parse(file.read_text()) for file in ours if ".venv" not in str(file)]
+    statements = [node for tree in trees for node in top_level(tree)]
+    names = {alias.name.split(".")[0] for each in statements if isinstance(each, ast.Import) for alias in each.names}
+    names |= {
+        str(each.module).split(".")[0] for each in statements if isinstance(each, ast.ImportFrom) and not each.level
+    }
+    third = names - sys.stdlib_module_names - {"tomllib"}
+    [plain] = re.findall(r"^dependencies = \[\n(.*?)^\]", PYPROJECT, re.DOTALL | re.MULTILINE)
+    assert third <= set(re.findall(r'"(\w+)', plain))
+    assert "pydantic" in third
+    assert "tomli" in third
+
+
+def top_level(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Statements that run at the import, under `if` and `try` too."""
+    waiting = [
+        each for each in tree.body if not (isinstance(each, ast.If) and "TYPE_CHECKING" in ast.unparse(each.test))
+    ]
+    while waiting:
+        each = waiting.pop()
+        yield each
+        if isinstance(each, ast.If | ast.Try):
+            waiting += [*each.body, *each.orelse]
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
