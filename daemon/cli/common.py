@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -52,8 +53,8 @@ SocketPage = partial(
 ConfigurationPage = partial(HelpPage, files=CONFIGURATION_FILE, environment=CONFIGURATION_ENVIRONMENT)
 
 
-def declare(commands: Commands, name: str, run: Run, page: HelpPage) -> argparse.ArgumentParser:
-    """Add a command; `run` gets the parsed arguments and returns the exit status."""
+def declare(commands: Commands, name: str, run: Run | None, page: HelpPage) -> argparse.ArgumentParser:
+    """Add a command; `run` gets the parsed arguments and returns the exit status. A command of commands has none."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=page.summary,
@@ -130,6 +131,14 @@ def accepted(sources: Sources) -> Effective:
         if (size := getattr(config, name)) > (most := machine_bytes()):
             raise ConfigError(f"{name}: is more than this machine has: {name}={size_text(size)} max={whole_mib(most)}")
     return effective
+
+
+def seconds(text: str, *, least: float = 0.0) -> float:
+    """Read an option's seconds, up to an hour."""
+    with contextlib.suppress(ValueError):
+        if least <= (value := float(text)) <= 3600:
+            return value
+    raise argparse.ArgumentTypeError(f"should be seconds from {least:g} to 3600: {text!r}")
 
 
 def command_daemon(command: Message, socket: Path, timeout_s: float = TIMEOUT_S) -> int:

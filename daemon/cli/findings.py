@@ -6,10 +6,12 @@ import contextlib
 import ctypes
 import grp
 import importlib.metadata
+import json
 import os
 import platform
 import resource
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -23,13 +25,22 @@ from ... import __version__
 from ...shmring.errors import SegmentError
 from ...shmring.segment import Segment
 from ...shmring.wire.admin import Status, StatusQuery
-from ..config.machine import MIN_CORES, address_bytes, available_bytes, quota_cores, usable_cores
-from ..config.model import DaemonConfig
+from ..config.machine import (
+    MIN_CORES,
+    MIN_THREADS,
+    address_bytes,
+    available_bytes,
+    quota_cores,
+    startable_threads,
+    usable_cores,
+)
+from ..config.model import ConfigError, DaemonConfig
+from ..control.listener import check_place
 from ..runtime.requirements import wanted_address_bytes, wanted_bytes
 from ..store import addresses
-from ..store.disk import DiskSpec
+from ..store.disk import DiskSpec, check_folder
 from ..store.disk_watch import MIN_FREE_BYTES, room_bytes
-from ..store.settings import MooncakeSettings
+from ..store.settings import MooncakeSettings, SettingsError
 from .client import Unavailable, ask
 
 ROUND_TRIP_S = 100.0
@@ -49,9 +60,22 @@ class Finding(NamedTuple):
 ok, note, bad = (partial(Finding, level) for level in ("ok", "note", "bad"))
 
 
+def commit(root: Path = Path(__file__).parents[2]) -> str:
+    """Return the commit of these sources: of the checkout, or the one that pip fetched with git. "" where not known."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError, LookupError, TypeError):
+        if (root / ".git").exists():
+            command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+            said = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+            return f"commit {said.strip()}"
+        origin = importlib.metadata.distribution("kvprefetch").read_text("direct_url.json")  # PEP 610
+        return f"commit {json.loads(origin or '{}')['vcs_info']['commit_id'][:12]}"
+    return ""
+
+
 def versions() -> dict[str, str]:
     """Return the installed versions by distribution name."""
-    found = {"kvprefetch": __version__, "python": platform.python_version(), "kernel": platform.release()}
+    ours = f"{__version__} {commit()}".rstrip()
+    found = {"kvprefetch": ours, "python": platform.python_version(), "kernel": platform.release()}
     for name in (*MOONCAKE, *OTHERS):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
@@ -104,6 +128,9 @@ def limits(config: DaemonConfig) -> Iterator[Finding]:
     if addresses is not None and addresses < least:
         what = f"{addresses >> 20} MiB may be mapped, {least >> 20} MiB are needed"
         yield bad(what, "LimitAS=infinity, or ulimit -v unlimited")
+    if (threads := startable_threads(MIN_THREADS)) < MIN_THREADS:
+        what = f"only {threads} more threads can be started, {MIN_THREADS} are needed"
+        yield bad(what, "raise ulimit -u, TasksMax=, or the container's pids limit")
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     rdma = config.mooncake_config is not None and MooncakeSettings.from_file(config.mooncake_config).protocol == "rdma"
     if rdma and locked != resource.RLIM_INFINITY and locked < config.staging:
@@ -123,6 +150,10 @@ def control_socket(config: DaemonConfig) -> Iterator[Finding]:
             yield bad(f"{path}: this user may not use it", way_in(path.stat(), os.getuid()))
         else:
             yield note(error.what, error.advice)
+            try:
+                check_place(path)
+            except ConfigError as refusal:
+                yield bad(str(refusal), "name another place with --socket, or start the daemon as another user")
         return
     if answer.version != __version__:
         yield note(f"the daemon is {answer.version}, this is {__version__}", "restart the daemon")
@@ -133,13 +164,32 @@ def control_socket(config: DaemonConfig) -> Iterator[Finding]:
         yield bad(f"{what} away", "its log says why: store.degraded, store.failed")
 
 
-def way_in(socket: os.stat_result, uid: int) -> str:
+def way_in(found: os.stat_result, uid: int) -> str:
     """Return how this user can get access to a control socket of another mode, but never by way of root's group."""
     with contextlib.suppress(KeyError):
-        if socket.st_gid != 0 and socket.st_mode & stat.S_IWGRP:
-            return f"join the group {grp.getgrgid(socket.st_gid).gr_name}"
+        if found.st_gid != 0 and found.st_mode & stat.S_IWGRP:
+            return f"join the group {grp.getgrgid(found.st_gid).gr_name}"
     other = f"--allow-uids {uid} --socket-mode 0666"
     return f"start the daemon with --socket-group GROUP and join that group, or with {other}"
+
+
+def ports(config: DaemonConfig) -> Iterator[Finding]:
+    """Bind what serve would bind, unless a daemon runs, which has them."""
+    with contextlib.suppress(Unavailable):
+        yield ok(f"those of the running daemon: pid {ask(config.socket, StatusQuery(), Status).pid}")
+        return
+    wanted = [("metrics_port", config.metrics_address, config.metrics_port)]
+    if config.mooncake_config is None:
+        wanted.append(("master_port", "127.0.0.1", config.master_port or 0))
+    for name, address, port in wanted:
+        try:
+            socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
+        except (OSError, UnicodeError) as error:
+            what = f"{name}: cannot be bound: {getattr(error, 'strerror', None) or error}: {address}:{port}"
+            yield bad(what, f"another one with --{name.replace('_', '-')}, or 0 for no metrics")
+        else:
+            if port:
+                yield ok(f"{name}: {address}:{port} is free")
 
 
 def disk(config: DaemonConfig) -> Iterator[Finding]:
@@ -155,6 +205,12 @@ def disk(config: DaemonConfig) -> Iterator[Finding]:
     if not there.exists():
         yield bad(f"{there}: is not there", "make it, or mount it: the daemon makes the last folder only")
         return
+    if there == spec.path:
+        try:
+            check_folder(spec.path, spec.path.stat(), os.listdir(spec.path))
+        except (SettingsError, OSError) as refusal:
+            yield bad(str(refusal), "--disk names another folder")
+            return
     if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
         yield bad(f"{there}: not readable and writable for this user", "chown it to the daemon's user")
         return
@@ -237,6 +293,7 @@ CHECKS: dict[str, Callable[[DaemonConfig], Iterator[Finding]]] = {
     "memory": memory,
     "limits": limits,
     "socket": control_socket,
+    "ports": ports,
     "disk": disk,
     "master": master,
     "clock": clock,

@@ -11,8 +11,8 @@ if sys.argv[1:2] == ["serve"]:
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+import re
+from collections.abc import Sequence
 from typing import NoReturn
 
 from ... import __version__
@@ -22,6 +22,7 @@ from ..config.model import ConfigError, Taken
 from . import doctor, install_unit, serve, status, store, tail, top, warm
 from .client import EX_UNAVAILABLE, Unavailable
 from .common import CONFIGURATION_ENVIRONMENT, CONFIGURATION_FILE, SOCKET_FILE
+from .findings import commit
 from .help_page import HelpFormatter, HelpPage
 
 EX_CONFIG = 78
@@ -34,11 +35,12 @@ PAGE = HelpPage(
     examples=(
         ("kvprefetchd doctor", "is this machine fit for it?"),
         ("kvprefetchd serve --staging 8GiB --memory 16GiB", "serve engines"),
+        ("kvprefetchd health --wait 60", "is it ready?"),
         ("kvprefetchd status", "is one attached?"),
         ("kvprefetchd tail -f kvprefetchd.log", "what happens?"),
         ("kvprefetchd explain REQUEST_ID kvprefetchd.log", "why was this one slow?"),
     ),
-    exits={1: "a bad answer: doctor found something bad, or the daemon did not carry a command out"},
+    exits={1: "a bad answer: doctor found something bad, the daemon is not ready, or did not carry a command out"},
     files=CONFIGURATION_FILE | SOCKET_FILE,
     environment=CONFIGURATION_ENVIRONMENT,
     also="README.md, docs/OPERATIONS.md, docs/TUNING.md",
@@ -47,15 +49,35 @@ COMMANDS = (serve, status, top, tail, install_unit, doctor, store, warm)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises ConfigError; `commands` has the parser of each command."""
+    """A parser that raises ConfigError."""
 
-    commands: Mapping[str, argparse.ArgumentParser] = MappingProxyType({})
+    @property
+    def commands(self) -> dict[str, Parser]:
+        """The parser of each command by its words: `store`, `store ls`."""
+        found: dict[str, Parser] = {}
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for name, parser in action.choices.items():
+                    found |= {name: parser} | {f"{name} {more}": each for more, each in parser.commands.items()}
+        return found
 
     def options(self) -> list[str]:
         return [option for action in self._actions for option in action.option_strings]
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"command line: {message}; see {self.prog} --help")
+        hint = ""
+        if bad := re.search(r"invalid choice: '(.*?)' ", message):
+            hint = nearest(bad[1], [str(choice) for action in self._actions for choice in action.choices or ()])
+        raise ConfigError(f"command line: {message}{hint}; see {self.prog} --help")
+
+
+class ShowVersion(argparse.Action):
+    """Prints version, commit and protocol; finding the commit takes a moment."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        version = ", ".join(filter(None, (f"kvprefetchd {__version__}", commit(), f"protocol {PROTOCOL}")))
+        print(version)
+        parser.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,9 +153,8 @@ def build_parser() -> Parser:
     """Return the parser of all commands; each command puts its function under `run`."""
     parser = Parser("kvprefetchd", description=PAGE.description, formatter_class=HelpFormatter, allow_abbrev=False)
     parser.epilog = PAGE.sections()
-    parser.add_argument("--version", action="version", version=f"kvprefetchd {__version__}, protocol {PROTOCOL}")
+    parser.add_argument("-V", "--version", action=ShowVersion, nargs=0, help="print version, commit and protocol")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
     for module in COMMANDS:
         module.add(commands)
-    parser.commands = commands.choices
     return parser

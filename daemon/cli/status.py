@@ -1,16 +1,20 @@
-"""`kvprefetchd status`, `stat` and `mode`: look at a running daemon, or switch it."""
+"""`kvprefetchd status`, `health`, `stat` and `mode`: look at a running daemon, or switch it."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
+from pathlib import Path
 from typing import get_args
 
 from ...shmring.wire.admin import Segments, SetMode, StatQuery, Status, StatusQuery
 from ..config.model import Mode
 from ..telemetry.overview import describe
-from .client import ask
-from .common import Commands, SocketPage, add_socket, command_daemon, declare
+from .client import Unavailable, ask
+from .common import Commands, SocketPage, add_socket, command_daemon, declare, seconds
+
+LOOK_S = 0.2
 
 STATUS = SocketPage(
     "print the daemon's mode, store and engines",
@@ -19,10 +23,24 @@ STATUS = SocketPage(
     examples=(
         ("kvprefetchd status", "a few lines: mode, store, engines"),
         ("kvprefetchd status --json", "every number, for a program"),
+        ("kvprefetchd status --wait 60", "of a daemon that is starting"),
         ("kvprefetchd status --socket /run/kvprefetch/kvprefetchd.sock", "of a certain daemon"),
     ),
     exits={0: "a daemon answered, even with bad news", 69: "no daemon answers, or it refused"},
-    also="kvprefetchd top, doctor",
+    also="kvprefetchd health, top, doctor",
+)
+
+HEALTH = SocketPage(
+    "say in one line whether engines can count on the daemon",
+    details="Ready: the main loop and the store answer, and no store call hangs; /readyz of the metrics port says the "
+    "same. It needs the control socket alone, so it also serves as a container's probe.",
+    examples=(
+        ("kvprefetchd health", "now"),
+        ("kvprefetchd health --wait 60", "a start script goes on as soon as the daemon is ready"),
+        ("kvprefetchd health --json", "for a program"),
+    ),
+    exits={0: "ready", 1: "not ready, or no daemon answers; the line says why"},
+    also="kvprefetchd status, doctor",
 )
 
 STAT = SocketPage(
@@ -53,17 +71,51 @@ MODE = SocketPage(
 def add(commands: Commands) -> None:
     status = declare(commands, "status", run_status, STATUS)
     status.add_argument("--json", action="store_true", help="all of it, as JSON")
+    health = declare(commands, "health", run_health, HEALTH)
+    health.add_argument("--json", action="store_true", help="the same, as JSON")
     stat = declare(commands, "stat", run_stat, STAT)
     mode = declare(commands, "mode", run_mode, MODE)
     mode.add_argument("mode", metavar="{on,shadow,off}", choices=get_args(Mode), help="the mode from now on")
-    for parser in (status, stat, mode):
+    for parser, until in ((status, "a daemon answers"), (health, "the daemon is ready")):
+        text = f"try for up to S seconds, until {until}"
+        parser.add_argument("--wait", metavar="S", type=seconds, default=0.0, help=text)
+    for parser in (status, health, stat, mode):
         add_socket(parser)
 
 
 def run_status(arguments: argparse.Namespace) -> int:
-    status = ask(arguments.socket, StatusQuery(), Status)
+    status = look(arguments.socket, arguments.wait)
+    if isinstance(status, Unavailable):
+        raise status
     print(status.model_dump_json(indent=2) if arguments.json else "\n".join(describe(status)))
     return 0
+
+
+def run_health(arguments: argparse.Namespace) -> int:
+    status = look(arguments.socket, arguments.wait, ready=True)
+    if isinstance(status, Unavailable):
+        ready, problems, what = False, [str(status)], "not ready"
+    else:
+        ready, problems = status.ready, status.problems
+        what = f"{'ready' if ready else 'not ready'}: pid {status.pid}, mode {status.mode}"
+        what += f", engines {status.engine_count}"
+    line = json.dumps({"ready": ready, "problems": problems}) if arguments.json else ": ".join([what, *problems])
+    print(line)
+    return 0 if ready else 1
+
+
+def look(socket: Path, wait_s: float, *, ready: bool = False) -> Status | Unavailable:
+    """Ask for the status until there is one (of a daemon that is `ready`, if wanted), for `wait_s` at most."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            answer: Status | Unavailable = ask(socket, StatusQuery(), Status)
+        except Unavailable as error:
+            answer = error
+        well = isinstance(answer, Status) and (answer.ready or not ready)
+        if well or time.monotonic() >= deadline:
+            return answer
+        time.sleep(LOOK_S)
 
 
 def run_stat(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`kvprefetchd store ls|stat|purge`: list or count the store's keys by namespace, or remove a namespace."""
+"""`kvprefetchd store ls`, `stat` and `purge`: list or count the store's keys by namespace, or remove a namespace."""
 
 from __future__ import annotations
 
@@ -31,54 +31,83 @@ PAGE = SocketPage(
     "list, count or remove what the store holds",
     details="A namespace is the part of a block's key before the hash: model, rank and fingerprint, with "
     "`cache_prefix` first. ls and stat ask the Mooncake master's HTTP interface, so they list the keys of all users: "
-    "the embedded store's, or --master-http. stat also asks the daemon for each namespace's user and meaning. purge "
-    "takes all ranks' parts, goes through the daemon, reaches the embedded store's disk too, and leaves attached "
-    "engines running: staged blocks stay valid, and later saves are stored again (keys that were on disk: in memory "
-    "only, until the daemon restarts). Afterwards a namespace without an engine belongs to nobody. Root and the "
-    "daemon's own user may remove all, and see each namespace's user; other users may do so with their own.",
+    "the embedded store's, or --master-http.",
     examples=(
         ("kvprefetchd store stat", "values of each namespace, and how full the store is"),
         ("kvprefetchd store ls --prefix some-model", "keys that begin so"),
+        ("kvprefetchd store purge --engine ENGINE --yes", "remove what an attached engine stored"),
+    ),
+    exits={1: "purge: not confirmed", 69: "the daemon or the master does not answer"},
+    also='kvprefetchd status; docs/OPERATIONS.md, "What is kept, and for how long"',
+)
+LS = SocketPage(
+    "print the store's keys, one a line",
+    details="They come from the Mooncake master's HTTP interface, and are the keys of all users.",
+    examples=(
+        ("kvprefetchd store ls --prefix some-model", "keys that begin so"),
         ("kvprefetchd store ls --master-http 10.0.0.1:9003", "of a cluster, by its master"),
+    ),
+    exits={69: "the daemon or the master does not answer"},
+)
+STAT = SocketPage(
+    "count the values of each namespace, and say how full the store is",
+    details="The counts come from the Mooncake master's HTTP interface; each namespace's user and meaning come from "
+    "the daemon. Root and the daemon's own user see those of all namespaces, other users of their own.",
+    examples=(
+        ("kvprefetchd store stat", "every namespace"),
+        ("kvprefetchd store stat --json", "sizes in bytes, for a program"),
+    ),
+    exits={69: "the daemon or the master does not answer"},
+)
+PURGE = SocketPage(
+    "remove every value of a namespace",
+    details="It takes all ranks' parts, goes through the daemon, reaches the embedded store's disk too, and leaves "
+    "attached engines running: staged blocks stay valid, and later saves are stored again (keys that were on disk: in "
+    "memory only, until the daemon restarts). Afterwards a namespace without an engine belongs to nobody. Root and the "
+    "daemon's own user may remove all; other users may remove their own.",
+    examples=(
         (
             "kvprefetchd store purge --prefix some-model@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@ --yes",
             "one namespace, as stat prints it",
         ),
         ("kvprefetchd store purge --engine ENGINE --yes", "an attached engine's, as `status` names it"),
     ),
-    exits={0: "done; for purge: confirmed", 1: "purge: not confirmed", 69: "the daemon or the master does not answer"},
-    also='kvprefetchd status; docs/OPERATIONS.md, "What is kept, and for how long"',
+    exits={0: "done and confirmed", 1: "not confirmed", 69: "the daemon does not answer"},
 )
 _HASH = re.compile(r"[0-9a-fA-F]{16,128}$")
 PURGE_TIMEOUT_S = 60
 
 
 def add(commands: Commands) -> None:
-    parser = declare(commands, "store", run, PAGE)
-    actions = ("ls", "stat", "purge")
-    text = "the keys, one a line; values by namespace and how full the store is; remove a namespace"
-    parser.add_argument("action", metavar="{ls,stat,purge}", choices=actions, help=text)
-    parser.add_argument("--prefix", metavar="TEXT", help="only keys that begin so; for purge, a whole namespace")
-    parser.add_argument("--engine", metavar="ID", help="purge: those of this engine: its id or the start of it")
-    parser.add_argument("--json", action="store_true", help="stat: as JSON, sizes in bytes")
-    parser.add_argument("--yes", action="store_true", help="purge: do it")
-    parser.add_argument("--master-http", metavar="HOST:PORT", help="ls, stat: a cluster's master (its --metrics_port)")
-    add_socket(parser)
+    actions = declare(commands, "store", None, PAGE).add_subparsers(metavar="ACTION", required=True)
+    ls, stat = declare(actions, "ls", run_ls, LS), declare(actions, "stat", run_stat, STAT)
+    purge = declare(actions, "purge", run_purge, PURGE)
+    for parser in (ls, stat):
+        parser.add_argument("--prefix", metavar="TEXT", default="", help="only keys that begin so")
+        text = "a cluster's master (its --metrics_port)"
+        parser.add_argument("--master-http", metavar="HOST:PORT", help=text)
+    stat.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
+    which = purge.add_mutually_exclusive_group(required=True)
+    which.add_argument("--prefix", metavar="TEXT", help="this namespace, as `store stat` prints it")
+    which.add_argument("--engine", metavar="ID", help="those of this engine: its id or the start of it")
+    purge.add_argument("--yes", action="store_true", help="do it")
+    for parser in (ls, stat, purge):
+        add_socket(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    if arguments.action == "purge":
-        return purge(arguments)
-    master, fill = master_of(arguments)
-    keys = stored_keys(master, arguments.prefix or "")
-    if arguments.action == "stat":
-        begin = name_of(arguments.prefix or "")
-        known = [each for each in known_namespaces(arguments.socket) if each.name.startswith(begin)]
-        fill = fill or read(master)
-        print("\n".join((stat_json if arguments.json else stat_lines)(Counter(map(namespace, keys)), known, fill)))
-        return 0
-    for key in keys:
+def run_ls(arguments: argparse.Namespace) -> int:
+    for key in stored_keys(master_of(arguments)[0], arguments.prefix):
         sys.stdout.write(key + "\n")
+    return 0
+
+
+def run_stat(arguments: argparse.Namespace) -> int:
+    master, fill = master_of(arguments)
+    keys = stored_keys(master, arguments.prefix)
+    begin = name_of(arguments.prefix)
+    known = [each for each in known_namespaces(arguments.socket) if each.name.startswith(begin)]
+    fill = fill or read(master)
+    print("\n".join((stat_json if arguments.json else stat_lines)(Counter(map(namespace, keys)), known, fill)))
     return 0
 
 
@@ -123,9 +152,7 @@ def known_namespaces(socket: Path) -> list[Namespace]:
     return found
 
 
-def purge(arguments: argparse.Namespace) -> int:
-    if bool(arguments.prefix) == bool(arguments.engine):
-        raise ConfigError("store purge: one of --prefix and --engine is wanted")
+def run_purge(arguments: argparse.Namespace) -> int:
     prefixes = [arguments.prefix] if arguments.prefix else []
     try:
         command = Purge(engine=arguments.engine or "", prefixes=prefixes, timeout_ms=PURGE_TIMEOUT_S * 1000)

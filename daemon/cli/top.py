@@ -6,12 +6,13 @@ import argparse
 import contextlib
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from ...shmring.wire.admin import Status, StatusQuery
 from ..telemetry import overview
 from .client import ask
-from .common import Commands, SocketPage, add_socket, declare
+from .common import Commands, SocketPage, add_socket, declare, seconds
 
 PAGE = SocketPage(
     "show the daemon's work, live",
@@ -31,7 +32,8 @@ PAGE = SocketPage(
 def add(commands: Commands) -> None:
     parser = declare(commands, "top", run, PAGE)
     add_socket(parser)
-    parser.add_argument("--interval", metavar="S", type=_seconds, default=1.0, help="seconds between looks")
+    interval = partial(seconds, least=0.1)
+    parser.add_argument("--interval", metavar="S", type=interval, default=1.0, help="seconds between looks")
     parser.add_argument("--once", action="store_true", help="look twice, an interval apart, print that, and end")
 
 
@@ -52,10 +54,3 @@ def looked_twice(socket: Path, interval_s: float) -> list[str]:
     time.sleep(interval_s)
     now = ask(socket, StatusQuery(), Status)
     return overview.describe(now, overview.rates(before, now, time.monotonic() - since))
-
-
-def _seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0.1 <= (value := float(text)) <= 3600:
-            return value
-    raise argparse.ArgumentTypeError(f"should be seconds from 0.1 to 3600: {text!r}")

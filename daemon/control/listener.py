@@ -11,10 +11,13 @@ import stat
 import time
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..config.model import ConfigError, DaemonConfig, Taken
-from ..telemetry.logs import Log
 from .access import group_id
+
+if TYPE_CHECKING:  # doctor runs where structlog is not installed
+    from ..telemetry.logs import Log
 
 LOST_NS = 3_000_000_000  # how long the socket's file is gone before a new socket is bound
 FIRST_FD = 3  # SD_LISTEN_FDS_START of sd_listen_fds(3)
@@ -124,6 +127,21 @@ def listen(config: DaemonConfig, patience_s: float = _LOCK_S) -> socket.socket:
         ) from None
 
 
+def check_place(path: Path) -> None:
+    """Raise ConfigError where `listen` could not bind, as far as one can know without making a file."""
+    above = next(each for each in path.parents if each.exists())
+    try:
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, f"this user may not write to {above}")
+        if above == path.parent:
+            with _opened(above, os.O_DIRECTORY) as folder:
+                _check_folder(folder, path)
+                if path.exists():
+                    _check_socket(folder, path)
+    except OSError as error:
+        raise ConfigError(f"socket: cannot be bound: {error.strerror}: socket={str(path)!r}") from None
+
+
 def take_away(path: Path, bound: os.stat_result) -> None:
     """Remove the socket file that was `bound`, unless another daemon has bound its own there since.
 
@@ -184,14 +202,18 @@ def _check_folder(folder: int, path: Path) -> None:
         )
 
 
+def _check_socket(folder: int, path: Path) -> None:
+    """Refuse a file that is no socket. Raises FileNotFoundError where there is none."""
+    if not stat.S_ISSOCK(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):
+        raise ConfigError(f"socket: the path exists and is not a socket: socket={str(path)!r}")
+
+
 def _make_way(folder: int, path: Path) -> None:
     """Remove a dead socket. Raises Taken for a live one, ConfigError for another file."""
     try:
-        found = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+        _check_socket(folder, path)
     except FileNotFoundError:
         return
-    if not stat.S_ISSOCK(found.st_mode):
-        raise ConfigError(f"socket: the path exists and is not a socket: socket={str(path)!r}")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         probe.setblocking(False)  # a hung daemon's full queue would make us wait
         try:

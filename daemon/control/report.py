@@ -13,6 +13,7 @@ from ...shmring.wire.admin import Segments, Status
 from ...shmring.wire.records import FlagState
 from ..engine.epoch import Epoch
 from ..telemetry.events import Ending
+from ..telemetry.snapshot import judge
 from .epochs import Shared
 
 MAX_ENGINES = 32  # in one answer, which must fit a control message
@@ -38,11 +39,13 @@ def numbers(epoch: Epoch) -> dict[str, int | str]:
 def status(shared: Shared, epochs: Sequence[Epoch], engine_count: int) -> Status:
     """Return the answer for a user who may see these epochs; `engine_count` counts those of all users."""
     snapshot = shared.snapshot
-    now = snapshot.clock_ns()
+    now, health = snapshot.clock_ns(), judge(snapshot)
     return Status(
         version=__version__,
         pid=os.getpid(),
         mode=shared.mode,
+        ready=health.ready,
+        problems=list(health.problems),
         master_http=shared.master_http,
         store_open=shared.store.is_open,
         store_answering=shared.store.answering,

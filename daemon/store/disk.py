@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,20 +132,11 @@ def open_folder(path: Path, log: Any) -> int:
 
 def _close_to_others(fd: int, path: Path, log: Any) -> None:
     found = os.fstat(fd)
-    if found.st_uid != os.geteuid():
-        raise SettingsError(
-            f"disk: the folder belongs to another user: disk={str(path)!r} uid={found.st_uid} daemon_uid={os.geteuid()}"
-            ": chown it to the daemon's user, or name a new folder in one that this user may write to"
-        )
     names = os.listdir(fd)  # raises for a folder that cannot be read to its end; Mooncake's set-up would not
+    check_folder(path, found, names)
     mode = stat.S_IMODE(found.st_mode)
     if not mode & _OTHERS and mode & stat.S_IRWXU == stat.S_IRWXU:
         return
-    if mode & _OTHERS_WRITE and names:
-        raise SettingsError(
-            f"disk: others may write to the folder, so its values may be anybody's: disk={str(path)!r} mode={mode:04o}"
-            ": empty it, or chmod 700 it if you trust what it holds"
-        )
     os.fchmod(fd, 0o700)
     # Nobody else comes in from here on, so that a name cannot become a link to another file meanwhile.
     for name in names:
@@ -152,3 +144,18 @@ def _close_to_others(fd: int, path: Path, log: Any) -> None:
         if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_mode & _OTHERS:
             os.chmod(name, stat.S_IMODE(status.st_mode) & ~_OTHERS, dir_fd=fd)
     log.warning("disk.mended", folder_mode=f"{mode:04o}", files=len(names))
+
+
+def check_folder(path: Path, found: os.stat_result, names: Sequence[str]) -> None:
+    """Raise SettingsError for a folder with these names in it that the daemon does not take."""
+    if found.st_uid != os.geteuid():
+        raise SettingsError(
+            f"disk: the folder belongs to another user: disk={str(path)!r} uid={found.st_uid} daemon_uid={os.geteuid()}"
+            ": chown it to the daemon's user, or name a new folder in one that this user may write to"
+        )
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & _OTHERS_WRITE and names:
+        raise SettingsError(
+            f"disk: others may write to the folder, so its values may be anybody's: disk={str(path)!r} mode={mode:04o}"
+            ": empty it, or chmod 700 it if you trust what it holds"
+        )

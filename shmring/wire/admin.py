@@ -50,6 +50,8 @@ class Status(Packet):
     pid: int
     mode: str = "on"
     master_http: str = ""  # host:port of the embedded master's HTTP interface
+    ready: bool = True  # as /readyz says
+    problems: list[str] = Field(default_factory=list)  # the reasons, and faults that leave it ready
     store_open: bool
     store_answering: bool = True
     disk_fault: str = ""  # why the disk takes nothing

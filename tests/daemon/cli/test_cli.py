@@ -106,7 +106,11 @@ def test_in_an_engine_s_environment(arguments: list[str], status: int, words: st
     [
         ([], 78, "required: COMMAND; see kvprefetchd --help"),
         (["mode"], 78, "required: {on,shadow,off}; see kvprefetchd mode --help"),
-        (["store"], 78, "required: {ls,stat,purge}; see kvprefetchd store --help"),
+        (["store"], 78, "required: ACTION; see kvprefetchd store --help"),
+        (["store", "ls", "--yes"], 78, "unrecognized arguments: --yes"),
+        (["statsu"], 78, "did you mean status?; see kvprefetchd --help"),
+        (["store", "purg"], 78, "did you mean purge?; see kvprefetchd store --help"),
+        (["mode", "of"], 78, "did you mean off?; see kvprefetchd mode --help"),
         (["status", "--socket", "/nonexistent"], 69, "start it (kvprefetchd serve"),
         (["stat", "--socket", "/nonexistent"], 69, "socket='/nonexistent'"),
     ],

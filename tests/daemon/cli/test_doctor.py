@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import tarfile
 import threading
 from collections.abc import Callable
@@ -17,14 +18,17 @@ import pytest
 
 from kvprefetch.daemon.cli import doctor, findings
 from kvprefetch.daemon.cli.client import Unavailable
+from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.cli.store import namespace, stored_keys
 from kvprefetch.daemon.config.machine import machine_bytes
 from kvprefetch.daemon.config.model import load
+from kvprefetch.daemon.control.listener import check_place
 from tests.daemon.stores import absent_cluster, blocks, stored
 from tests.lab.daemon import Daemon
 from tests.lab.process import free_ports
-from tests.support.command import kvprefetchd
+from tests.support.command import kvprefetchd, run
 from tests.support.fake_engine import FakeEngine
+from tests.support.ordinary import AS_NOBODY
 
 
 def test_doctor_sees_a_daemon_a_store_round_trip_and_bundles_it(
@@ -72,6 +76,60 @@ def test_a_user_without_access_to_the_socket_is_never_sent_into_root_s_group() -
         else:
             assert "--socket-group GROUP" in advice
             assert "--allow-uids 1234" in advice
+
+
+def broken_places(folder: Path, port: int) -> dict[str, tuple[str, ...]]:
+    """Options of serve by the words of its refusal; each names a place that it cannot use."""
+    (folder / "file").write_text("precious")
+    for name in ("another's", "open"):
+        (folder / name).mkdir()
+        (folder / name / "1.bucket").touch()
+    os.chown(folder / "another's", 65534, -1)
+    (folder / "open").chmod(0o777)
+    return {
+        "metrics_port: cannot be bound": ("--metrics-port", str(port)),
+        "the path exists and is not a socket": ("--socket", f"{folder}/file"),
+        "other users could replace it in its folder": ("--socket", f"{folder}/another's/s.sock"),
+        "socket: cannot be bound: Not a directory": ("--socket", f"{folder}/file/below/s.sock"),
+        "the folder above it is not there": ("--disk", f"{folder}/missing/disk"),
+        "disk: the folder belongs to another user": ("--disk", f"{folder}/another's"),
+        "disk: others may write to the folder": ("--disk", f"{folder}/open"),
+        "disk: cannot be used: Not a directory": ("--disk", f"{folder}/file"),
+    }
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder away")
+@pytest.mark.store
+def test_doctor_passes_only_where_serve_would_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each port, socket and folder that serve refuses is bad for doctor, which changes none of them."""
+    monkeypatch.delitem(findings.CHECKS, "store")
+    (free,) = free_ports(1)
+    fine = ["--socket", f"{tmp_path}/s.sock", "--staging", "64MiB", "--memory", "64MiB", "--metrics-port", str(free)]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        places = broken_places(tmp_path, taken.getsockname()[1])
+        before = sorted((str(path), path.stat().st_mode) for path in tmp_path.rglob("*"))
+        assert main(["doctor", *fine]) == 0, capsys.readouterr()
+        for words, place in places.items():
+            refused = kvprefetchd("serve", *fine, *place)
+            assert refused.returncode in (69, 78)
+            assert words in refused.stderr, place
+            capsys.readouterr()
+            assert main(["doctor", *fine, *place]) == 1, place
+            bad = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bad")]
+            assert len(bad) == 1, (place, bad)
+        assert sorted((str(path), path.stat().st_mode) for path in tmp_path.rglob("*")) == before
+
+
+def test_a_folder_in_which_a_user_may_make_no_socket_is_refused(tmp_path: Path) -> None:
+    """An ordinary user gets the refusal that serve would give, for a folder that is there and for one that is not."""
+    script = "import sys; from pathlib import Path; from kvprefetch.daemon.control.listener import check_place\n"
+    for folder in (tmp_path, tmp_path / "missing"):
+        tmp_path.chmod(0o555)
+        refused = run([*AS_NOBODY, sys.executable, "-c", f"{script}check_place(Path(sys.argv[1]))", f"{folder}/s.sock"])
+        assert f"ConfigError: socket: cannot be bound: this user may not write to {tmp_path}" in refused.stderr
+    check_place(tmp_path / "s.sock")
 
 
 @pytest.mark.store

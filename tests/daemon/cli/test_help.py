@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from kvprefetch.daemon.cli import main
 from kvprefetch.daemon.cli.client import EX_UNAVAILABLE
+from kvprefetch.daemon.cli.findings import commit
 from kvprefetch.daemon.config.model import DaemonConfig, load
 from tests.support.command import run
 
@@ -47,8 +50,9 @@ def test_the_command_line_loads_nothing_that_only_one_command_needs() -> None:
 
 
 def test_every_command_is_there() -> None:
-    expected = "serve check-config status stat mode top tail explain install-unit doctor store warm"
-    assert ["", *expected.split()] == NAMES
+    expected = "serve check-config status health stat mode top tail explain install-unit doctor store warm"
+    assert ["", *expected.split()] == [name for name in NAMES if " " not in name]
+    assert [name for name in NAMES if " " in name] == ["store ls", "store stat", "store purge"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,7 +74,7 @@ def test_the_help_has_what_a_man_page_has(name: str) -> None:
 def test_the_examples_are_commands(name: str) -> None:
     shown = examples(parsers()[name].format_help())
     assert shown
-    assert all(name in words[1:] for words in shown[:1]) or not name
+    assert shown[0][1 : 1 + len(name.split())] == name.split()
     for words in shown:
         assert words[0] == "kvprefetchd"
         parsed, unknown = main.build_parser().parse_known_args(words[1:])
@@ -93,4 +97,17 @@ def test_the_version_names_the_protocol(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit) as ended:
         main.main(["--version"])
     assert ended.value.code == 0
-    assert re.fullmatch(r"kvprefetchd? \d+\.\d+\.\S+, protocol \d+\n", capsys.readouterr().out)
+    assert re.fullmatch(r"kvprefetchd \d+\.\d+\.\S+(, commit \S+)?, protocol \d+\n", capsys.readouterr().out)
+
+
+def test_the_version_names_the_commit_of_a_checkout_and_no_other(tmp_path: Path) -> None:
+    """`-V` says the commit where the sources lie in a checkout of their own, and says nothing otherwise."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+    said = commit(tmp_path)
+    assert re.fullmatch("commit [0-9a-f]{7,40}", said)
+    assert head.startswith(said.split()[1])
+    (tmp_path / "site-packages").mkdir()
+    assert commit(tmp_path / "site-packages") == ""
