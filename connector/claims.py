@@ -17,7 +17,6 @@ from ..shmring.wire.records import FlagState, Outcome
 from . import hints
 from .config import ConnectorConfig, override
 from .hints import Handle
-from .known import keys_of
 from .policy import Verdict, Visit, Wait, WaitPolicy, loads_beside
 from .request_state import Answer, RequestState
 from .saves import Saves
@@ -288,10 +287,9 @@ class Claims:
         """Learn from a finished look-up which blocks need no save."""
         if self._saves is None or flag.state != FlagState.READY:
             return  # the found word is written before READY
+        hash_bytes, local = len(handle.hashes) // handle.blocks, handle.local_blocks
         found = min(handle.session.flags.found(handle.flag), handle.blocks)
-        keys = keys_of(handle.hashes, len(handle.hashes) // handle.blocks)
-        self._saves.note_stored(keys[handle.local_blocks : found])
-        self._saves.note_absent(keys[max(found, handle.local_blocks) :])
+        self._saves.note_look_up(handle.hashes[local * hash_bytes :], hash_bytes, max(0, found - local))
 
     def withdraw(self, state: RequestState) -> None:
         """Take back an answer that was not used."""

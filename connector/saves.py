@@ -232,6 +232,10 @@ class Saves:
                 if self._events is not None:
                     self._events.saving.pop(save_id, None)
 
+    def note_look_up(self, hashes: memoryview, hash_bytes: int, found: int) -> None:
+        """The store holds the first `found` of these digests and not the others, by a finished look-up."""
+        self._known.note(hashes, hash_bytes, found)
+
     def note_stored(self, keys: Keys) -> None:
         """These are in the store or on their way: they are not copied again."""
         self._known.add(keys)

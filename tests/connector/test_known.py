@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
+from array import array
 from itertools import pairwise
 
 import pytest
@@ -36,6 +38,38 @@ def test_it_is_a_set(steps: list[tuple[str, list[int]]], size: int) -> None:
     held = ours.holds(keys_of(b"".join(digest(number, size) for number in range(41)), size)).tolist()
     assert held == [number in model for number in range(41)]
     assert held == [digest(number, size) in ours for number in range(41)]
+
+
+def test_look_ups_are_applied_before_the_next_question() -> None:
+    """A digest that one look-up found and another missed is not known: it is saved once more, not left out."""
+
+    def hashes(*some: int) -> memoryview:
+        return memoryview(b"".join(digest(number) for number in some))
+
+    ours = Known()
+    ours.add(joined([digest(4)]))
+    ours.note(hashes(0, 1, 2), 32, 2)
+    ours.note(hashes(2, 3, 0, 4), 32, 2)
+    assert [digest(number) in ours for number in range(5)] == [False, True, False, True, False]
+    ours.note(hashes(5), 32, 1)
+    assert ours.holds(joined([digest(5)])).all()
+    ours.note(hashes(6), 32, 0)
+    ours.add(joined([digest(6)]))
+    assert digest(6) in ours, "the newer word counts"
+    ours.note(hashes(7), 32, 1)
+    ours.clear()
+    assert digest(7) not in ours
+
+
+def test_look_ups_that_nobody_asks_for_hold_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "NOTED_BYTES", 100)
+    ours, kept = Known(), []
+    for number in range(20):
+        data = array("B", digest(number))
+        kept.append(weakref.ref(data))
+        ours.note(memoryview(data), 32, 1)
+    del data
+    assert sum(each() is not None for each in kept) <= 3
 
 
 def test_a_digest_of_zeros_is_not_known_from_the_start() -> None:
