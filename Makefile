@@ -42,7 +42,7 @@ check: $(CHECK_VENV)/.done ## lint, types and the tests without vLLM, torch and 
 
 # Files start in their order.  Otherwise the slowest ones, with few tests, start last, and one process is left alone.
 test: setup lint ## set up, check, and run the default tests, those against real vLLM and Mooncake included
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --record
 
 test-vllm-versions: setup links ## run the suites that depend on vLLM against the other served series (SERIES="0.31 0.33")
 	@.ci/vllm-versions test $(ARGS)
@@ -65,7 +65,7 @@ format: setup ## rewrite the sources in ruff's format, imports sorted
 	@$(BIN)/python -m ruff format $(LINTED)
 
 stress: setup ## the long tests: load and randomised faults
-	@$(BIN)/python -m pytest -m stress --timeout=3600
+	@$(BIN)/python -m pytest -m stress --timeout=3600 --record
 
 # Each file gets a process of its own: a lost CUDA context ends the rest of its process.
 gpu: links ## the tests that need a CUDA device (PYTHON: with torch, cupy, numpy and pytest; vLLM is not needed)

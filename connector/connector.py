@@ -139,6 +139,8 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             from vllm.distributed import get_tensor_model_parallel_rank
 
+            if self._geometry.world_size > 1:
+                support.check_ranks(vllm_config)
             self._tp_rank = get_tensor_model_parallel_rank()
             self.keys = support.keys_of(vllm_config, kv_cache_config, self._tp_rank, self._settings.cache_prefix)
 

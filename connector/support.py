@@ -113,19 +113,39 @@ def this_node() -> KVPrefetchNode:
         return KVPrefetchNode("", socket.gethostname())
 
 
+def check_ranks(vllm_config: VllmConfig) -> None:
+    """Raise ValueError, in one line, on a rank that is not on the node of its engine's other ranks.
+
+    All ranks call it at the same time.  Whatever launched them, and also where MultiConnector hides our handshake.
+    """
+    from torch.distributed import all_gather_object
+    from vllm.distributed import get_pp_group, get_tp_group
+
+    here = this_node()
+    for name, group in (("tp_rank", get_tp_group()), ("pp_rank", get_pp_group())):
+        nodes: list[Any] = [None] * group.world_size
+        all_gather_object(nodes, here, group=group.cpu_group)
+        for rank, node in enumerate(nodes):
+            _check_node(vllm_config, f"{name}={rank}", node, f"{name}={group.rank_in_group}", here)
+
+
 def check_nodes(vllm_config: VllmConfig, here: KVPrefetchNode, ranks: Mapping[tuple[int, int], KVPrefetchNode]) -> None:
     """Raise ValueError, in one line, where a rank runs on another node than `here`, the scheduler's.
 
     `ranks` has keys (pp_rank, tp_rank). Ray places ranks at their creation, so the configuration cannot say.
     """
     for (pp_rank, tp_rank), node in sorted(ranks.items(), key=lambda each: each[0]):
-        if node.boot_id and here.boot_id and node.boot_id != here.boot_id:
-            raise _refused(
-                "an engine's ranks must be on the node of its scheduler, as they share memory with one daemon: "
-                f"pp_rank={pp_rank} tp_rank={tp_rank} node={node.hostname} scheduler_node={here.hostname} "
-                f"distributed_executor_backend={vllm_config.parallel_config.distributed_executor_backend} "
-                "(give an engine no more ranks than one node has GPUs; data-parallel engines may be on other nodes)"
-            )
+        _check_node(vllm_config, f"pp_rank={pp_rank} tp_rank={tp_rank}", node, "scheduler", here)
+
+
+def _check_node(vllm_config: VllmConfig, rank: str, node: KVPrefetchNode, other: str, here: KVPrefetchNode) -> None:
+    if node.boot_id and here.boot_id and node.boot_id != here.boot_id:
+        raise _refused(
+            "an engine's ranks must be on the node of its scheduler, as they share memory with one daemon: "
+            f"{rank} is on node={node.hostname}, {other} on node={here.hostname}, "
+            f"distributed_executor_backend={vllm_config.parallel_config.distributed_executor_backend} "
+            "(give an engine no more ranks than one node has GPUs; data-parallel engines may be on other nodes)"
+        )
 
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:

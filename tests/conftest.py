@@ -1,12 +1,14 @@
-"""What all tests share: tests that need a CUDA device are skipped where there is none, and say why."""
+"""What all tests share: the record of what they show; those that need a CUDA device are skipped without one."""
 
 import contextlib
 import signal
+from dataclasses import astuple
 
 import pytest
 
 from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
+from tests.support import shown
 
 # How long an example takes says nothing on a busy machine.  Machines with a GPU may lack hypothesis.
 with contextlib.suppress(ImportError):
@@ -20,7 +22,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", action="store_true", help="keep what tests show in docs/reference/compatibility")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("record"):
+        config.pluginmanager.register(shown.Recorder())
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.user_properties += [("shows", astuple(each)) for each in shown.shown_by(item)]
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return

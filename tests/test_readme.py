@@ -6,13 +6,14 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvprefetch.connector.config import ConnectorConfig
 from kvprefetch.daemon.config.model import DaemonConfig
-from tests.support import documents
+from tests.support import documents, shown
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -29,6 +30,31 @@ def test_a_table_has_a_row_for_each_key_in_the_model_s_order() -> None:
     """The printed tables leave out no key of either model."""
     rows = re.findall(r"^\| `(?:--)?([\w-]+)` \|", documents.connector() + documents.daemon(), re.MULTILINE)
     assert [row.replace("-", "_") for row in rows] == [*ConnectorConfig.model_fields, *DaemonConfig.model_fields]
+
+
+def test_the_compatibility_page_has_what_the_tests_showed() -> None:
+    """The table is that of the recorded results, and each result is of a test that still says so."""
+    assert shown.table() in shown.PAGE.read_text(), "print it: python -m tests.support.shown"
+    recorded = [each for path in sorted(shown.FOLDER.glob("*.json")) for each in shown.load(path)]
+    assert recorded
+    assert [each for each in recorded if each.stale()] == []
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"test": "tests/e2e/test_saving.py::test_gone"},
+        {"test": "tests/test_gone.py::test_preempted_requests_are_saved_and_loaded_right"},
+        {"feature": "aborts"},
+        {"family": "MLA"},
+        {"level": "refused"},
+    ],
+)
+def test_a_result_is_stale_once_its_test_is_gone_or_says_something_else(changed: dict[str, str]) -> None:
+    test = "tests/e2e/test_saving.py::test_preempted_requests_are_saved_and_loaded_right"
+    result = shown.Shown("full attention", "preemption", "run end to end", test)
+    assert not result.stale()
+    assert replace(result, **changed).stale()
 
 
 @pytest.mark.parametrize("target", re.findall(r"^make ([\w-]+)$", README, re.MULTILINE))

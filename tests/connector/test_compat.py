@@ -45,7 +45,7 @@ def test_a_newer_release_with_all_that_is_used_is_served_with_a_warning(version:
 
 def environments() -> list[tuple[str, Path]]:
     """Series and sources of the installed vLLM, and of those that `make test-vllm-versions` built."""
-    built = sorted(ROOT.glob("build/vllm/*/lib/python*/site-packages"))
+    built = [path for path in sorted(ROOT.glob("build/vllm/*/lib/python*/site-packages")) if (path / "vllm").exists()]
     installed = ".".join(vllm.__version__.split(".")[:2])
     return [(installed, INSTALLED), *((path.parents[2].name, path) for path in built)]
 

@@ -124,7 +124,23 @@ def refusals() -> list[tuple[str, dict[str, Any], Any]]:
     ]
 
 
-@pytest.mark.parametrize(("reason", "changes", "cache"), refusals())
+# By the reasons of `refusals`.
+SHOWN = {
+    "only full attention .*=SlidingWindowSpec$": pytest.mark.shows(
+        "saved, then loaded: tokens equal", "sliding windows alone", refused=True
+    ),
+    "only full attention .*=MambaSpec$": pytest.mark.shows("saved, then loaded: tokens equal", "Mamba", refused=True),
+    "encoder-decoder": pytest.mark.shows("saved, then loaded: tokens equal", "encoder-decoder", refused=True),
+    "enable_prefix_caching=False": pytest.mark.shows("prefix caching off", refused=True),
+    "sleep mode": pytest.mark.shows("sleep mode", refused=True),
+    "decode_context_parallel_size=2": pytest.mark.shows("context parallelism", refused=True),
+    "prefill_context_parallel_size=2": pytest.mark.shows("context parallelism", refused=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes", "cache"), [pytest.param(*each, marks=SHOWN.get(each[0], ())) for each in refusals()]
+)
 @pytest.mark.parametrize("role", [SCHEDULER, WORKER])
 def test_what_cannot_be_served_is_refused_at_start_in_one_line(
     tmp_path: Path, reason: str, changes: dict[str, Any], cache: Any, role: Any

@@ -56,6 +56,7 @@ def test_scales_that_were_loaded_before_the_first_forward_are_overwritten_by_it(
     assert kept()  # from then on
 
 
+@pytest.mark.shows("KV scales per token and head, `--enforce-eager`", refused=True)
 def test_per_token_head_scales_are_refused_without_the_warm_up_that_comes_to_every_layer(tmp_path: Path) -> None:
     eager = engine_config(tmp_path, enforce_eager=True)
     support.check(eager, kv_cache_config())
@@ -64,6 +65,7 @@ def test_per_token_head_scales_are_refused_without_the_warm_up_that_comes_to_eve
     support.check(engine_config(tmp_path), per_token_head())
 
 
+@pytest.mark.shows("routed experts in the output", refused=True)
 def test_routed_experts_of_a_block_that_was_not_computed_here_end_the_engine(tmp_path: Path) -> None:
     """vLLM's worker asks its own store for them, also where a load filled the block."""
     from vllm.distributed.aux_output_connector.connector import PackedBlockHashes
@@ -80,6 +82,7 @@ def test_routed_experts_of_a_block_that_was_not_computed_here_end_the_engine(tmp
         support.check(config, kv_cache_config())
 
 
+@pytest.mark.shows("`--enable-fault-tolerance`", refused=True)
 def test_an_engine_that_lives_on_after_a_failed_step_is_refused(tmp_path: Path) -> None:
     """vLLM keeps its prefix cache over such a step, and blocks are in it before the step fills them."""
     config = engine_config(tmp_path)
@@ -92,7 +95,11 @@ def test_an_engine_that_lives_on_after_a_failed_step_is_refused(tmp_path: Path) 
     ("options", "reason"),
     [
         ({"distributed_executor_backend": "external_launcher"}, None),
-        ({"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}, "=external_launcher nnodes"),
+        pytest.param(
+            {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2},
+            "=external_launcher nnodes",
+            marks=pytest.mark.shows("external launcher", refused=True),
+        ),
         ({"distributed_executor_backend": "mp", "tensor_parallel_size": 2}, None),
         ({"distributed_executor_backend": "mp", "tensor_parallel_size": 2, "nnodes": 2}, "=mp nnodes=2 world_size=2$"),
     ],
@@ -112,7 +119,12 @@ def test_ranks_without_one_scheduler_and_one_daemon_are_refused(
 @pytest.mark.parametrize(
     ("stages", "newer", "reason"),
     [
-        (2, "0", r"pipeline_parallel_size=2 max=1 VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 \(set it to 1"),
+        pytest.param(
+            2,
+            "0",
+            r"pipeline_parallel_size=2 max=1 VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 \(set it to 1",
+            marks=pytest.mark.shows("pipeline stages, Ray's older executor", refused=True),
+        ),
         (2, "1", None),
         (1, "0", None),
     ],

@@ -50,6 +50,7 @@ def test_a_local_prefix_evicted_after_the_hint_is_fetched_again(
     filled.stop()
 
 
+@pytest.mark.shows("queues longer than staging")
 def test_a_queue_longer_than_the_staging_area_is_served_in_full(at: At, plain: Engine) -> None:
     """Staging for about two requests, forty waiting."""
     prompts = make_prompts(40, 300, seed=44)
@@ -84,6 +85,7 @@ def test_a_request_larger_than_the_staging_area_is_served_in_part(at: At, plain:
         engine.stop()
 
 
+@pytest.mark.shows("reset of the connector")
 def test_after_a_reset_of_the_connector_nothing_old_is_served(site: Site, right: list[list[int]]) -> None:
     engine = site.engine(extra={"cache_prefix": "reset"})
     other = site.engine(extra={"cache_prefix": "keeps"})
@@ -99,6 +101,7 @@ def test_after_a_reset_of_the_connector_nothing_old_is_served(site: Site, right:
         each.stop()
 
 
+@pytest.mark.shows("`mode` shadow")
 @pytest.mark.usefixtures("filled")
 def test_shadow_looks_up_and_never_loads(site: Site, right: list[list[int]]) -> None:
     shadow = site.engine(extra={"mode": "shadow"})
@@ -110,6 +113,7 @@ def test_shadow_looks_up_and_never_loads(site: Site, right: list[list[int]]) -> 
     shadow.stop()
 
 
+@pytest.mark.shows("producers and consumers")
 def test_producers_never_load_and_consumers_never_save(site: Site, right: list[list[int]]) -> None:
     producer = site.engine(role="kv_producer", extra={"cache_prefix": "roles"})
     consumer = site.engine(role="kv_consumer", extra={"cache_prefix": "roles"})

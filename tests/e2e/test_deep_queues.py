@@ -77,6 +77,7 @@ def narrow(
         assert daemon.sigterm(60) == 0
 
 
+@pytest.mark.shows("queues longer than staging")
 def test_staging_for_two_with_two_hundred_waiting(cluster: Store, narrow: Pair, right: Right) -> None:
     """All two hundred wait at once (the store stands still until they do); then each gets all of its blocks."""
     before = narrow.counters()
@@ -136,6 +137,7 @@ def test_urgent_requests_overtake_a_full_queue(cluster: Store, narrow: Pair, rig
     assert len(before) <= 8, "only requests that were under way when they arrived, or ran beside them"
 
 
+@pytest.mark.shows("aborts")
 @pytest.mark.parametrize("held", [False, True], ids=["served", "held"])
 def test_an_abort_storm_leaves_the_others_right_and_nothing_held(
     cluster: Store, narrow: Pair, right: Right, held: bool

@@ -81,6 +81,7 @@ def test_foreign_sized_objects_are_misses_for_one_and_nothing_for_another(
     other.engine.stop()
 
 
+@pytest.mark.shows("store that hangs or dies")
 @pytest.mark.parametrize("victim", ["storage node", "master"])
 def test_a_frozen_store_holds_nobody_past_the_deadline(
     cluster: Store, pair: Pair, right: list[list[int]], victim: str
@@ -151,6 +152,7 @@ def test_a_master_that_comes_back_empty_is_joined_again_by_all_that_stayed(
         other.engine.stop()
 
 
+@pytest.mark.shows("store that hangs or dies")
 @pytest.mark.parametrize("victim", ["storage node", "master"])  # this comes last: it is not brought back
 def test_a_killed_store_holds_nobody_past_the_deadline(
     cluster: Store, pair: Pair, right: list[list[int]], victim: str

@@ -128,6 +128,7 @@ def test_loads_from_device_slots_give_the_same_tokens_and_nothing_survives_a_kil
     assert daemon.sigterm(60) == 0
 
 
+@pytest.mark.shows("device cache")
 @pytest.mark.parametrize(
     ("options", "extra"),
     [

@@ -24,6 +24,7 @@ def right(plain: Engine) -> list[list[int]]:
     return plain.run(PROMPTS).tokens
 
 
+@pytest.mark.shows("daemon that stops, hangs and comes back")
 def test_the_daemon_may_come_late_stop_and_come_back(at: At, right: list[list[int]], tmp_path: Path) -> None:
     disk = f"{tmp_path / 'disk'}:256MiB"
     daemon = Daemon(memory="64MiB", staging="32MiB", disk=disk)
@@ -72,6 +73,7 @@ def staging_mapped(engine: Engine) -> int:
     return len(files)
 
 
+@pytest.mark.shows("aborts")
 def test_aborts_at_every_stage_leave_nothing_pinned(at: At, right: list[list[int]]) -> None:
     with Daemon(memory="64MiB", staging="16MiB") as daemon:
         site = at(daemon)
@@ -89,6 +91,7 @@ def test_aborts_at_every_stage_leave_nothing_pinned(at: At, right: list[list[int
             engine.stop()
 
 
+@pytest.mark.shows("killed engines and workers")
 @pytest.mark.parametrize("victim", ["scheduler", "worker"])
 def test_a_killed_engine_leaves_nothing_and_others_go_on(at: At, right: list[list[int]], victim: str) -> None:
     with Daemon(memory="64MiB", staging="16MiB") as daemon:
@@ -108,6 +111,7 @@ def test_a_killed_engine_leaves_nothing_and_others_go_on(at: At, right: list[lis
         assert daemon.sigterm(30) == 0
 
 
+@pytest.mark.shows("daemon that stops, hangs and comes back")
 def test_a_frozen_daemon_holds_no_request_past_the_deadline(at: At, right: list[list[int]]) -> None:
     with Daemon(memory="64MiB", staging="16MiB") as daemon:
         site = at(daemon)

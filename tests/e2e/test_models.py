@@ -94,7 +94,18 @@ def saved_then_loaded(site: Site, engine: Engine, **options: Any) -> list[int]:
     return second.cached_tokens
 
 
-@pytest.mark.parametrize("case", ["windows", "fp8 beside bfloat16", "n-gram drafts", "eagle drafts"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            "windows",
+            marks=pytest.mark.shows("`--disable-hybrid-kv-cache-manager`", "full attention and sliding windows"),
+        ),
+        pytest.param("fp8 beside bfloat16", marks=pytest.mark.shows("FP8 KV")),
+        pytest.param("n-gram drafts", marks=pytest.mark.shows("n-gram drafts")),
+        pytest.param("eagle drafts", marks=pytest.mark.shows("EAGLE drafts")),
+    ],
+)
 def test_loaded_tokens_equal_recomputed_ones(site: Site, tmp_path: Path, case: str) -> None:
     drafts = {"num_speculative_tokens": 2}
     made: dict[str, Callable[[], dict[str, Any]]] = {
@@ -119,6 +130,7 @@ def test_loaded_tokens_equal_recomputed_ones(site: Site, tmp_path: Path, case: s
     engine.stop()
 
 
+@pytest.mark.shows("LoRA")
 def test_equal_tokens_with_another_adapter_have_their_own_kv(site: Site, tmp_path: Path) -> None:
     engine = site.engine(
         site.spec(extra={"cache_prefix": "adapters"}).but(

@@ -18,6 +18,7 @@ INSTALLED = ".".join(vllm.__version__.split(".")[:2])
 PROMPTS = make_prompts(4, 300, seed=5), make_prompts(4, 300, seed=6)
 
 
+@pytest.mark.shows("one release loads what another stored")
 @pytest.mark.parametrize("series", [each for each in TRIED if each != INSTALLED])
 def test_what_one_release_stored_another_loads(site: Site, series: str) -> None:
     """Both ways, with equal tokens: the fingerprints are equal."""

@@ -17,6 +17,7 @@ from tests.support.waiting import eventually
 LONG = 160
 
 
+@pytest.mark.shows("preemption")
 @pytest.mark.parametrize(("decode", "load_mode"), [(False, "sync"), (True, "async")])
 def test_preempted_requests_are_saved_and_loaded_right(site: Site, plain: Engine, decode: bool, load_mode: str) -> None:
     """The KV pool holds one and a half of four long outputs; then all saved blocks are loaded and continued."""
@@ -46,6 +47,7 @@ def test_preempted_requests_are_saved_and_loaded_right(site: Site, plain: Engine
     engine.stop()
 
 
+@pytest.mark.shows("KV events, sources of hits")
 def test_stored_blocks_are_announced_and_hits_attributed_to_memory_or_disk(
     at: At, model: Path, engines: Callable[..., Engine], tmp_path: Path
 ) -> None:

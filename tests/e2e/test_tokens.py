@@ -36,6 +36,7 @@ def test_different_prefixes_give_different_tokens(right: list[list[int]]) -> Non
     assert len({tuple(tokens) for tokens in right}) == len(PROMPTS)
 
 
+@pytest.mark.shows("saved, then loaded: tokens equal")
 @pytest.mark.parametrize("load_mode", ["sync", "async"])
 def test_loaded_tokens_equal_recomputed_ones(site: Site, right: list[list[int]], load_mode: str) -> None:
     engine = site.engine(extra={"load_mode": load_mode, "cache_prefix": load_mode})
@@ -48,6 +49,7 @@ def test_loaded_tokens_equal_recomputed_ones(site: Site, right: list[list[int]],
     engine.stop()
 
 
+@pytest.mark.shows("warmed prompts")
 def test_a_warmed_prompt_is_a_hit_at_once(site: Site, right: list[list[int]], tmp_path: Path) -> None:
     """`kvprefetchd warm` with prompts: their requests fetch nothing, and give the same tokens."""
     engine = site.engine(extra={"cache_prefix": "warm"})
@@ -84,6 +86,7 @@ def test_a_block_of_another_prompt_changes_the_tokens(site: Site, right: list[li
     engine.stop()
 
 
+@pytest.mark.shows("child of MultiConnector")
 def test_as_a_child_of_multi_connector(site: Site, right: list[list[int]], tmp_path: Path) -> None:
     """Beside vLLM's ExampleConnector: whichever serves, tokens are right and nothing of ours stays behind."""
     example = {
@@ -103,6 +106,7 @@ def test_as_a_child_of_multi_connector(site: Site, right: list[list[int]], tmp_p
         engine.stop()
 
 
+@pytest.mark.shows("two tensor-parallel ranks")
 @needs_cxx
 def test_on_two_ranks(site: Site, engines: Callable[..., Engine], tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, TINY_TP2)
@@ -119,6 +123,7 @@ def test_on_two_ranks(site: Site, engines: Callable[..., Engine], tmp_path: Path
     engine.stop()
 
 
+@pytest.mark.shows("prompts of every length, chunked prefill")
 def test_every_prompt_length_hits_its_whole_blocks(site: Site) -> None:
     """Prompts of 1 to 100 blocks, whole or not, with chunked prefill: exactly floor((tokens - 1) / block) blocks."""
     lengths = [1, 31, 32, 33, 64, 65, 96, 97, 500, 512, 513, 1000, 1024, 1025, 2049, 3200, 3201]

@@ -38,6 +38,7 @@ def pair_of(differing: str, model: Path, folder: Path) -> tuple[EngineSpec, Engi
     return half.but(extra={"kv_cache_dtype": "fp8_e4m3"}), half.but(extra={"kv_cache_dtype": "fp8_e5m2"})
 
 
+@pytest.mark.shows("engines with other KV share nothing")
 @pytest.mark.parametrize("differing", ["weights", "config", "dtype", "kv_dtype"])
 def test_engines_whose_kv_differs_each_store_and_load_their_own(
     site: Site, engines: Callable[..., Engine], tmp_path: Path, differing: str
@@ -62,6 +63,7 @@ def test_engines_whose_kv_differs_each_store_and_load_their_own(
         engine.stop()
 
 
+@pytest.mark.shows("engines with other KV share nothing")
 @needs_cxx
 def test_ranks_that_split_the_model_otherwise_share_nothing(site: Site, tmp_path: Path) -> None:
     """One rank, then two: the first rank's key in vLLM's format is the same."""

@@ -45,6 +45,7 @@ def keys(model: Path, prompts: list[list[int]]) -> list[str]:
     return [key for prompt in prompts for key in control.block_keys(model, prompt)]
 
 
+@pytest.mark.shows("vLLM's own connector reads ours, and the reverse")
 def test_each_reads_what_the_other_wrote_with_equal_tokens(
     model: Path, cluster: Store, plain: Engine, mine: Engine, theirs: Engine
 ) -> None:

@@ -56,6 +56,7 @@ def test_a_daemon_that_restarts_under_a_queue_is_hinted_again(at: At, cluster: S
         engine.stop()
 
 
+@pytest.mark.shows("store that hangs or dies")
 def test_a_store_that_stands_still_delays_nobody_for_long(at: At, cluster: Store, right: list[list[int]]) -> None:
     """With `adaptive` no request waits for the bound of ten minutes, and each may choose its own policy."""
     with Daemon(mooncake_config=cluster.config, staging="64MiB") as daemon:

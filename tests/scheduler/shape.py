@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import vllm.distributed
@@ -22,6 +23,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.request import Request
 
+from kvprefetch.connector import support
 from tests.lab.connectors import ours
 from tests.lab.control import Reader
 from tests.lab.daemon import Daemon
@@ -156,9 +158,8 @@ def cache_config(blocks: int, block_tokens: int = BLOCK) -> KVCacheConfig:
 @contextmanager
 def tensor_parallel_rank(rank: int) -> Iterator[None]:
     """A worker-role connector made inside takes itself for this rank's."""
-    original = vllm.distributed.get_tensor_model_parallel_rank
-    vllm.distributed.get_tensor_model_parallel_rank = lambda: rank
-    try:
+    with (
+        mock.patch.object(vllm.distributed, "get_tensor_model_parallel_rank", return_value=rank),
+        mock.patch.object(support, "check_ranks"),  # no process groups here
+    ):
         yield
-    finally:
-        vllm.distributed.get_tensor_model_parallel_rank = original

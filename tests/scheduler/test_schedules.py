@@ -33,6 +33,7 @@ COVERED = (
 )
 
 
+@pytest.mark.shows("random schedules, `Scheduler` and `AsyncScheduler`")
 @pytest.mark.parametrize("queue", QUEUES.values(), ids=QUEUES)
 def test_random_schedules(site: Site, queue: int) -> None:
     total = explore(site, 35, queue=queue)
@@ -41,6 +42,7 @@ def test_random_schedules(site: Site, queue: int) -> None:
         assert total[what] > 0, f"no example had any {what}: {total}"
 
 
+@pytest.mark.shows("loads dispatched in a later pass")
 @pytest.mark.parametrize("queue", [2, 3])
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "withdrawn at the end of the pass"])
 def test_loads_that_vllm_dispatches_in_a_later_pass(
