@@ -53,8 +53,11 @@ USED: Mapping[str, str] = {
     "vllm.v1.kv_cache_interface.AttentionSpec": "block_size dtype head_size kv_quant_mode num_kv_heads",
     "vllm.v1.kv_cache_interface.KVCacheConfig": "hisparse_host_num_blocks kv_cache_groups kv_cache_tensors num_blocks"
     " prefix_cacheable_group_ids",
-    "vllm.v1.kv_cache_interface.KVCacheGroupSpec": "kv_cache_spec layer_names",
+    "vllm.v1.kv_cache_interface.ChunkedLocalAttentionSpec": "attention_chunk_size",
+    "vllm.v1.kv_cache_interface.KVCacheGroupSpec": "is_eagle_group kv_cache_spec layer_names",
     "vllm.v1.kv_cache_interface.KVCacheTensor": "size",
+    "vllm.v1.kv_cache_interface.MambaSpec": "block_size mamba_cache_mode",
+    "vllm.v1.kv_cache_interface.SlidingWindowSpec": "extra_retained_tokens sliding_window",
     "vllm.v1.kv_cache_interface.UniformTypeKVCacheSpecs": "kv_cache_specs",
     "vllm.v1.outputs.KVConnectorOutput": "invalid_block_ids kv_connector_worker_meta",
     "vllm.v1.request.Request": "all_token_ids block_hashes kv_transfer_params lora_request num_computed_tokens"

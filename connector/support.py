@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..shmring.wire.attach import HASH_PROBE_TOKENS, Hello, SchedulerInfo, WorkerInfo
 from ..shmring.wire.records import GROUPS, PROTOCOL, hint_bytes
-from . import compat
+from . import compat, groups
 from .namespace import RankKeys, rank_keys
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
+    from ..shmring.groups import Groups
     from .metadata import KVPrefetchNode
 
+# Whether engines with more than one KV group are served: not yet, as hints and loads know one group only.
+SEVERAL_GROUPS = False
 # The longest digest vLLM's hash algorithms make is 32 bytes; the record's field allows 64.
 MAX_HASH_BYTES = 64
 # Of the running kernel: containers of one node have the same one. See random(4).
@@ -49,6 +52,8 @@ class Geometry:
     spec_kind: str
     # Data-parallel ranks of a mixture of experts step together: each waits for whatever another does between steps.
     lockstep: bool
+    # Rules of the KV groups; None: one group of full attention.
+    groups: Groups | None = None
 
 
 def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -94,7 +99,7 @@ def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         )
     if kv_cache_config.hisparse_host_num_blocks is not None:
         raise _refused("host-resident KV caches are not served: hisparse_host_num_blocks is set")
-    _check_groups(kv_cache_config)
+    _check_groups(vllm_config, kv_cache_config)
     inline_scales = any(one.kv_quant_mode.is_per_token_head for one in _layer_specs(kv_cache_config))
     if inline_scales and not vllm_config.kernel_config.enable_jit_warmup:
         raise _refused(
@@ -148,24 +153,36 @@ def _check_node(vllm_config: VllmConfig, rank: str, node: KVPrefetchNode, other:
         )
 
 
-def _check_groups(kv_cache_config: KVCacheConfig) -> None:
-    """Accept one group of full attention or MLA; the refusal says how vLLM can make one group of several."""
+def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Accept groups with rules; of several, the refusal says how vLLM can make one group."""
     from vllm.v1 import kv_cache_interface as kinds
 
-    groups = len(kv_cache_config.kv_cache_groups)
-    cacheable = len(kv_cache_config.prefix_cacheable_group_ids)
     found = {type(one) for one in _layer_specs(kv_cache_config)}
-    served = {kinds.FullAttentionSpec, kinds.MLAAttentionSpec}
-    # Beside full attention vLLM can keep these as if they were, all their blocks.
+    full = {kinds.FullAttentionSpec, kinds.MLAAttentionSpec}
     windowed = {kinds.SlidingWindowSpec, kinds.SlidingWindowMLASpec, kinds.ChunkedLocalAttentionSpec}
-    if not found <= (served | windowed if groups > 1 and found & served else served):
-        names = ",".join(sorted(kind.__name__ for kind in found - served))
-        raise _refused(f"only full attention and MLA are served: kv_cache_spec={names}")
-    if groups != 1 or cacheable != 1:
-        raise _refused(
-            f"exactly one prefix-cacheable KV-cache group is served: groups={groups} prefix_cacheable={cacheable}"
-            + (" (start vLLM with --disable-hybrid-kv-cache-manager)" if groups > 1 else "")
-        )
+    count = len(kv_cache_config.kv_cache_groups)
+    # Beside full attention vLLM can keep windows as if they were, all their blocks.
+    advice = " (start vLLM with --disable-hybrid-kv-cache-manager)"
+    advice = advice if count > 1 and found & full and found <= full | windowed else ""
+    try:
+        rules = _rules(vllm_config, kv_cache_config)
+    except ValueError as error:
+        raise _refused(f"{error}{advice}") from None
+    if rules is not None and not SEVERAL_GROUPS:
+        names = ",".join(sorted(kind.__name__ for kind in found))
+        raise _refused(f"one KV group of full attention or MLA is served: groups={count} kv_cache_spec={names}{advice}")
+
+
+def _rules(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups | None:
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return groups.of_engine(kv_cache_config, hash_tokens, drafts=_drops_last(vllm_config))
+
+
+def _drops_last(vllm_config: VllmConfig) -> bool:
+    speculative = vllm_config.speculative_config
+    return speculative is not None and bool(speculative.use_eagle_block_drop())
 
 
 def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:
@@ -175,7 +192,6 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometr
 
     block_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     transfer = vllm_config.kv_transfer_config
-    speculative = vllm_config.speculative_config
     return Geometry(
         block_tokens=block_tokens,
         hashes_per_block=block_tokens // hash_tokens,
@@ -187,20 +203,17 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometr
         max_running=vllm_config.scheduler_config.max_num_seqs,
         loads=transfer.is_kv_consumer,
         saves=transfer.is_kv_producer,
-        drop_last=speculative is not None and speculative.use_eagle_block_drop(),
+        drop_last=_drops_last(vllm_config),
         spec_kind=get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[0].kv_cache_spec).value,
         # vLLM tells ranks that need not step together that there is but one (EngineCoreProc.run_engine_core).
         lockstep=vllm_config.parallel_config.data_parallel_size > 1,
+        groups=_rules(vllm_config, kv_cache_config),
     )
 
 
-def _layer_specs(kv_cache_config: KVCacheConfig) -> Iterator[KVCacheSpec]:
+def _layer_specs(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
     """Cache specs of the layers: one per group of equal layers."""
-    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
-
-    for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        yield from spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+    return [one for group in kv_cache_config.kv_cache_groups for one in groups.layer_specs(group.kv_cache_spec)]
 
 
 def keys_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tp_rank: int, cache_prefix: str) -> RankKeys:

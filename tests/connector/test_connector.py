@@ -33,7 +33,9 @@ def kv_cache_config(specs: list[Any] | None = None, cacheable: int = 1, blocks: 
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
     specs = [spec] if specs is None else specs
     return SimpleNamespace(
-        kv_cache_groups=[SimpleNamespace(kv_cache_spec=one, layer_names=["layer"]) for one in specs],
+        kv_cache_groups=[
+            SimpleNamespace(kv_cache_spec=one, layer_names=["layer"], is_eagle_group=False) for one in specs
+        ],
         prefix_cacheable_group_ids=tuple(range(cacheable)),
         kv_cache_tensors=[SimpleNamespace(size=blocks * 4096)],
         num_blocks=blocks,
@@ -98,23 +100,35 @@ def test_registering_twice_and_importing_by_path() -> None:
 
 
 def refusals() -> list[tuple[str, dict[str, Any], Any]]:
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        SinkFullAttentionSpec,
+        SlidingWindowSpec,
+    )
 
     common = {"block_size": 32, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
     full = FullAttentionSpec(**common)
     window = SlidingWindowSpec(**common, sliding_window=64)
     chunks = ChunkedLocalAttentionSpec(**common, attention_chunk_size=64)
-    mamba = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
-    one_of_many = r"exactly one prefix-cacheable .* \(start vLLM with --disable-hybrid-kv-cache-manager\)$"
+    mamba = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
+    sink = SinkFullAttentionSpec(**common, sink_len=4)
+    advice = r" \(start vLLM with --disable-hybrid-kv-cache-manager\)$"
+    one_group = "one KV group of full attention or MLA is served: groups="
     return [
-        (one_of_many, {}, kv_cache_config([full, full], 2)),
-        (one_of_many, {}, kv_cache_config([full, window, chunks], 3)),
-        ("exactly one prefix-cacheable .*=0$", {}, kv_cache_config([full], 0)),
+        (f"{one_group}2 kv_cache_spec=FullAttentionSpec{advice}", {}, kv_cache_config([full, full], 2)),
+        (
+            f"{one_group}3 kv_cache_spec=Chunked.*,Full.*,Sliding.*{advice}",
+            {},
+            kv_cache_config([full, window, chunks], 3),
+        ),
+        ("outside the prefix cache .*=0$", {}, kv_cache_config([full], 0)),
         # vLLM cannot make one group of these, so nothing is advised.
-        ("only full attention .*=SlidingWindowSpec$", {}, kv_cache_config([window])),
-        ("only full attention .*=SlidingWindowSpec$", {}, kv_cache_config([window, window], 2)),
-        ("only full attention .*=MambaSpec$", {}, kv_cache_config([full, mamba], 2)),
-        ("only full attention .*=MambaSpec,SlidingWindowSpec$", {}, kv_cache_config([full, mamba, window], 3)),
+        (f"{one_group}1 kv_cache_spec=SlidingWindowSpec$", {}, kv_cache_config([window])),
+        (f"{one_group}2 kv_cache_spec=SlidingWindowSpec$", {}, kv_cache_config([window, window], 2)),
+        (f"{one_group}2 kv_cache_spec=FullAttentionSpec,MambaSpec$", {}, kv_cache_config([full, mamba], 2)),
+        ("of this kind is not served: kv_cache_spec=SinkFullAttentionSpec$", {}, kv_cache_config([sink])),
         ("enable_prefix_caching=False", {"cache": {"enable_prefix_caching": False}}, kv_cache_config()),
         ("encoder-decoder", {"model": {"is_encoder_decoder": True}}, kv_cache_config()),
         ("sleep mode", {"model": {"enable_sleep_mode": True}}, kv_cache_config()),
