@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -112,7 +112,7 @@ CATALOGUE: dict[str, Described] = {
 
 # Every value of a label that can come is there from the start: a rate over the first one needs the zero before it.
 _VALUES = {"outcome": tuple(ending.value for ending in Ending), "tier": MEDIA, "result": WARM_RESULTS}
-_USES = {  # the number of an engine for each `use`
+USES = {  # the number of an engine for each `use`
     "staging_slots": {"pinned": "blocks_pinned", **{use: f"slots_{use}" for use in ("free", "idle", "stuck", "lost")}},
     "device_slots": {"all": "device_slots", "free": "device_slots_free", "idle": "device_slots_idle"},
 }
@@ -131,14 +131,14 @@ class SnapshotCollector(Collector):
         engines = self._engines()
         for name, (kind, meaning, labels, of) in CATALOGUE.items():
             if kind == "histogram":
-                yield _rendered(name, meaning, labels, _histograms(totals, of))
+                yield _rendered(name, meaning, labels, _histograms(totals, name, of))
                 continue
             if name in computed:
                 samples = computed[name]
             elif kind == "counter":
-                samples = _counted(getattr(totals, of or name), labels, name)
+                samples = _counted(_field(totals, name, of or name), labels, name)
             else:
-                uses = _USES.get(name, {"": of or name})
+                uses = USES.get(name, {"": of or name})
                 samples = [
                     ((engine, use) if use else (engine,), numbers[key])
                     for engine, numbers in engines.items()
@@ -176,6 +176,16 @@ class SnapshotCollector(Collector):
         }
 
 
+def _field(totals: Counters, name: str, field: str) -> Any:
+    try:
+        return getattr(totals, field)
+    except AttributeError:
+        raise LookupError(
+            f"metric {name} has no value: add the field {field} to Counters, name another one with of=, or compute it "
+            "in _computed (CONTRIBUTING.md, “Add a metric”)"
+        ) from None
+
+
 def _counted(value: float | Counter[str], labels: Sequence[str], name: str) -> list[Sample]:
     if not isinstance(value, Counter):
         return [((), value)]
@@ -198,10 +208,10 @@ def _fill(fill: StoreFill | None) -> dict[str, list[Sample]]:
     return samples
 
 
-def _histograms(totals: Counters, of: str) -> dict[tuple[str, ...], Histogram]:
+def _histograms(totals: Counters, name: str, of: str) -> dict[tuple[str, ...], Histogram]:
     if not of:
         return {("memory",): totals.fetch_memory, ("disk",): totals.fetch_disk}
-    return {(): getattr(totals, of)}
+    return {(): _field(totals, name, of)}
 
 
 def _rendered(

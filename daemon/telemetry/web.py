@@ -64,7 +64,10 @@ class _Server(ThreadingHTTPServer):
         """Return (status, content type, body) of a path."""
         if path == "/metrics":
             encode, content_type = exposition.choose_encoder(accept)
-            return 200, content_type, encode(self._registry)
+            try:
+                return 200, content_type, encode(self._registry)
+            except Exception as error:  # else the client sees a closed connection, and nobody the reason
+                return 500, "text/plain", f"{error!r}\n".encode()
         health = judge(self._snapshot)
         body = json.dumps(dataclasses.asdict(health)).encode() + b"\n"
         if path == "/healthz":

@@ -22,7 +22,7 @@ from kvprefetch.daemon.telemetry import metrics
 from kvprefetch.daemon.telemetry.counters import Counters, Histogram
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.logs import EventCounts
-from kvprefetch.daemon.telemetry.metrics import CATALOGUE, SnapshotCollector
+from kvprefetch.daemon.telemetry.metrics import CATALOGUE, Described, SnapshotCollector
 from kvprefetch.daemon.telemetry.snapshot import CALL_HEALTHY_S, LOOP_HEALTHY_S, Snapshot, judge
 from kvprefetch.daemon.telemetry.web import MAX_CLIENTS, MetricsServer
 from kvprefetch.shmring.wire.records import FlagState
@@ -30,6 +30,7 @@ from tests.daemon.stores import blocks
 from tests.lab.daemon import Daemon
 from tests.lab.process import free_ports, frozen
 from tests.support import documents
+from tests.support.auditor import ask_daemon
 from tests.support.command import kvprefetchd, one_line
 from tests.support.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.support.waiting import eventually
@@ -50,7 +51,7 @@ def get(port: int, path: str, timeout_s: float = 10.0) -> tuple[int, str]:
 
 def scrape(port: int) -> Samples:
     status, text = get(port, "/metrics")
-    assert status == 200
+    assert status == 200, text
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -326,6 +327,34 @@ def test_counters_take_a_request_in() -> None:
 def test_every_metric_of_the_catalogue_is_exported_and_nothing_else() -> None:
     families = list(SnapshotCollector(snapshot_at(1, beat_s=1), EventCounts()).collect())
     assert [family.name for family in families] == [metrics.PREFIX + name for name in CATALOGUE]
+
+
+@pytest.mark.parametrize("described", [Described("counter", "x"), Described("histogram", "x", of="nowhere")])
+def test_a_metric_without_a_value_says_what_is_missing(described: Described, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scrape answers with the metric, the missing field and the place to add it."""
+    (port,) = free_ports(1)
+    server = MetricsServer("127.0.0.1", port, snapshot_at(1, beat_s=1), EventCounts())
+    try:
+        monkeypatch.setitem(CATALOGUE, "new_thing", described)
+        status, text = get(port, "/metrics")
+    finally:
+        server.close()
+    assert status == 500
+    assert "metric new_thing has no value: add the field " + (described.of or "new_thing") + " to Counters" in text
+
+
+def test_each_metric_of_an_engine_is_a_number_that_engines_have(shared_daemon: Daemon) -> None:
+    """A gauge that no part of the epoch counts would be 0 for ever."""
+    engine = FakeEngine(shared_daemon.socket)
+    numbers = ask_daemon(shared_daemon.socket).engines[0]
+    wanted = {
+        f"{name}: add {number} to gauges() of the planner, the saver or the promotions": number
+        for name, described in CATALOGUE.items()
+        if "engine" in described.labels
+        for number in metrics.USES.get(name, {"": described.of or name}).values()
+    }
+    assert [what for what, number in wanted.items() if number not in numbers] == []
+    engine.close()
 
 
 def test_the_document_is_the_catalogue() -> None:
