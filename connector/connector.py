@@ -150,6 +150,12 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No. vLLM with CUDA graphs asks before it starts anything. Raises ValueError for a bad configuration."""
+        configuration.load(extra_config)
+        return False
+
+    @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         """`support.check` says why not."""
         return False

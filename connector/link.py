@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pwd
 import socket
 import threading
 import time
@@ -20,7 +19,7 @@ from ..shmring.errors import SegmentCorrupt
 from ..shmring.segment import Segment
 from ..shmring.wire.attach import Attached, Hello, Notice, Refused, Reset, ResetDone, Stored
 from ..shmring.wire.codec import receive_message, send_message
-from ..shmring.wire.control_socket import peer_of
+from ..shmring.wire.control_socket import peer_of, user_id
 from ..shmring.wire.records import ProtocolError
 from .session import SchedulerSession, WorkerSession
 
@@ -175,7 +174,7 @@ class Link(Generic[S]):
                 text = "kvprefetch: no daemon at %s (%s); the engine serves without it and looks again"
                 self._log_once("absent", logging.WARNING, text, self._path, error.strerror or error)
                 return RETRY_S
-            if (uid := peer_of(sock)[1]) not in (0, os.geteuid(), _uid(self._daemon_user)):
+            if (uid := peer_of(sock)[1]) not in (0, os.geteuid(), user_id(self._daemon_user)):
                 text = (
                     "kvprefetch: the process that listens at %s does not run as daemon_user=%r: uid=%d is neither root "
                     "nor this engine's user, nothing is shared with it; to trust it, name its user in daemon_user"
@@ -280,11 +279,3 @@ class Link(Generic[S]):
         if kind not in self._logged:
             self._logged.add(kind)
             log.log(level, text, *values)
-
-
-def _uid(user: str | int) -> int | None:
-    """Number of a user given by name or number; None for a name unknown on this machine."""
-    try:
-        return user if isinstance(user, int) else pwd.getpwnam(user).pw_uid
-    except KeyError:
-        return None

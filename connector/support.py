@@ -306,4 +306,4 @@ def _common(vllm_config: VllmConfig, geometry: Geometry) -> dict[str, Any]:
 
 
 def _refused(reason: str) -> ValueError:
-    return ValueError(f"KVPrefetchConnector: {reason}")
+    return ValueError(f"KVPrefetchConnector: change this, or start the engine without the connector: {reason}")

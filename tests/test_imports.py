@@ -28,7 +28,11 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
 COMPAT = "connector/compat.py"
 # The driver's calls touch no shared memory; what else ctypes is kept out for does not concern them.
 MESSAGES = tuple(f"shmring/wire/{name}.py" for name in ("attach", "admin", "codec", "checks"))
-ALSO = {**{name: {"pydantic"} for name in MESSAGES}, "shmring/gpu/driver.py": {"ctypes"}}
+ALSO = {
+    **{name: {"pydantic"} for name in MESSAGES},
+    "shmring/gpu/driver.py": {"ctypes"},
+    "connector/examine.py": {"huggingface_hub"},
+}
 # Packages with a border of their own: only these files may import them, whatever the folder allows.
 BORDERS: dict[str, tuple[str, ...]] = {
     "mooncake": ("daemon/store/joining.py",),

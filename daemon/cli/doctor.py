@@ -1,4 +1,4 @@
-"""`kvprefetchd doctor`: check this machine and configuration, advise, and collect a bundle for helpers."""
+"""`kvprefetchd doctor`: check this machine and configuration, or an engine's, and collect a bundle for helpers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...shmring.wire.admin import Status, StatusQuery
-from ..config.model import DaemonConfig
+from ..config.model import ConfigError, DaemonConfig
 from .client import Unavailable, ask
 from .common import (
     CONFIGURATION_FILE,
@@ -30,7 +30,7 @@ from .common import (
     declare,
     find_socket,
 )
-from .findings import Finding, examine, versions
+from .findings import Finding, engine, examine, versions
 from .serve import as_toml
 
 PAGE = ConfigurationPage(
@@ -38,11 +38,15 @@ PAGE = ConfigurationPage(
     details="Takes the options of serve, and tries what serve would use: it puts a value into a store, finds, reads "
     "and removes it, in a private store or with --mooncake-config in the cluster. Each line is ok, note (works, may "
     "surprise) or bad, with advice. It asks a running daemon and does not disturb it.\n\n"
+    "With --engine it examines an engine's environment instead, before the engine starts: run it there, as the "
+    "engine's user. It looks at vLLM's version, at the connector's configuration, at the layers that the model's "
+    "config.json names, and asks the daemon behind the connector's socket. It loads neither vLLM nor torch.\n\n"
     "The bundle has versions, findings, configuration without secrets, status, metrics and the recent log, which names "
     "requests.",
     examples=(
         ("kvprefetchd doctor", "this machine and the defaults"),
         ("kvprefetchd doctor --config /etc/kvprefetch/kvprefetchd.toml", "with the service's configuration"),
+        ("kvprefetchd doctor --engine --model MODEL --kv-transfer-config JSON", "before `vllm serve` with the same"),
         ("kvprefetchd doctor --bundle doctor.tar.gz --log kvprefetchd.log", "everything for a helper"),
     ),
     exits={0: "nothing is bad", 1: "something is bad", 69: "the bundle cannot be written"},
@@ -61,11 +65,24 @@ def add(commands: Commands) -> None:
     parser.add_argument("--bundle", metavar="FILE", type=Path, help="also write everything into this tar.gz")
     log = "the daemon's log, for the bundle (default: the journal)"
     parser.add_argument("--log", metavar="FILE", type=Path, help=log)
+    parser.add_argument("--engine", action="store_true", help="examine an engine's environment, not the daemon's")
+    parser.add_argument("--model", metavar="MODEL", help="with --engine: the model's folder, or its name on the Hub")
+    text = "with --engine: vLLM's option of this name (default: that of the README)"
+    parser.add_argument("--kv-transfer-config", metavar="JSON", help=text)
     add_configuration(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    effective = accepted(configuration_sources(arguments))
+    sources = configuration_sources(arguments)
+    if arguments.engine and (sources.flags or arguments.config or arguments.bundle or arguments.log):
+        raise ConfigError("doctor --engine: takes --model and --kv-transfer-config only, no option of the daemon")
+    if not arguments.engine and (arguments.model or arguments.kv_transfer_config):
+        raise ConfigError("doctor: --model and --kv-transfer-config need --engine")
+    if arguments.engine:
+        found = list(engine(arguments.model, arguments.kv_transfer_config))
+        print("\n".join(_line(name, finding) for name, finding in found))
+        return 1 if any(finding.level == "bad" for _, finding in found) else 0
+    effective = accepted(sources)
     config = effective.config
     if effective.origin["socket"] == "default":  # look at the daemon that runs, not at the one that would start
         config = config.model_copy(update={"socket": find_socket(os.environ)})
@@ -89,8 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _line(name: str, finding: Finding) -> str:
-    advice = f"\n{'':16}-> {finding.advice}" if finding.advice else ""
-    return f"{finding.level:<5}{name:<11}{finding.what}{advice}"
+    advice = f"\n{'':19}-> {finding.advice}" if finding.advice else ""
+    return f"{finding.level:<5}{name:<14}{finding.what}{advice}"
 
 
 def without_secrets(text: str) -> str:

@@ -302,6 +302,19 @@ CHECKS: dict[str, Callable[[DaemonConfig], Iterator[Finding]]] = {
 }
 
 
+def engine(model: str | None, kv_transfer_config: str | None) -> Iterator[tuple[str, Finding]]:
+    """Yield the findings on an engine's environment: those of the connector's own process, which knows vLLM's rules."""
+    command = [sys.executable, "-m", "kvprefetch.connector.examine"]
+    given = {"--model": model, "--kv-transfer-config": kv_transfer_config}
+    command += [word for name, value in given.items() if value is not None for word in (name, value)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        level, name, what, advice = json.loads(line)
+        yield name, Finding(level, what, advice)
+    if done.returncode:
+        yield "examine", bad(f"the check itself failed: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
+
+
 def examine(config: DaemonConfig) -> Iterator[tuple[str, Finding]]:
     """Yield every check's findings. A check that breaks is a finding, too."""
     for name, check in CHECKS.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import socket
 import struct
 from collections.abc import Mapping
@@ -32,3 +33,11 @@ def peer_of(sock: socket.socket) -> tuple[int, int, int]:
     """Return process, user and group id of the other side: of a connecting process, or of a listener at its bind."""
     pid, uid, gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid, gid
+
+
+def user_id(user: str | int) -> int | None:
+    """Number of a user given by name or number; None for a name unknown on this machine."""
+    try:
+        return user if isinstance(user, int) else pwd.getpwnam(user).pw_uid
+    except KeyError:
+        return None

@@ -155,3 +155,29 @@ def test_a_load_that_only_the_last_stage_reports_is_never_complete() -> None:
 
     assert finished(2) == {"r"}
     assert not finished(1)
+
+
+def test_a_mistyped_key_ends_the_start_where_vllm_has_cuda_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM then asks the class while it configures itself: the API server ends before it starts an engine."""
+    from vllm.config import KVTransferConfig
+    from vllm.platforms import current_platform
+
+    from kvprefetch.connector import register
+
+    register()
+    ours = {"kv_connector": "KVPrefetchConnector", "kv_role": "kv_both"}
+    typo: dict[str, Any] = {**ours, "kv_connector_extra_config": {"sockett": "/x"}}
+    several: dict[str, Any] = {
+        **ours,
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [typo]},
+    }
+    monkeypatch.setattr(type(current_platform), "support_static_graph_mode", lambda *_: True)
+    engine_config(tmp_path, kv_transfer_config=KVTransferConfig(**ours))
+    for given in (typo, several):
+        with pytest.raises(
+            ValueError, match=r"kv_connector_extra_config: unknown key 'sockett'.*did you mean socket\?"
+        ):
+            engine_config(tmp_path, kv_transfer_config=KVTransferConfig(**given))

@@ -1,0 +1,203 @@
+"""Examines an engine's environment and configuration before its start, in a second: `kvprefetchd doctor --engine`.
+
+`python -m kvprefetch.connector.examine [--model M] [--kv-transfer-config JSON]` prints a JSON list for each finding:
+level (ok, note or bad), name of the check, what, advice.  Bad: the engine would end at its start, or would be served
+nothing.  It imports neither vLLM nor torch, so it knows of the model what its config.json says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import platform
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..shmring.wire.admin import Status, StatusQuery
+from ..shmring.wire.attach import Refused
+from ..shmring.wire.checks import nearest, shown
+from ..shmring.wire.codec import receive_message, send_message
+from ..shmring.wire.control_socket import peer_of, user_id
+from ..shmring.wire.records import ProtocolError
+from . import compat, config
+from .sources import Sources
+
+NAME = "KVPrefetchConnector"
+DEFAULT = f'{{"kv_connector":"{NAME}","kv_role":"kv_both","kv_load_failure_policy":"recompute"}}'
+ANSWER_S = 2.0
+_ROLES = ("kv_both", "kv_consumer", "kv_producer")
+_WINDOWED = ("sliding_attention", "chunked_attention")
+_FULL = ("full_attention", "attention")
+_NO_ATTENTION = ("mamba_", "ssm_", "linear_", "rwkv")  # keys of a model with state-space or linear-attention layers
+
+Finding = tuple[str, str, str]  # level, what, advice
+
+
+def environment(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """The package, its extension, vLLM's version, and whether vLLM finds the connector by its name."""
+    try:
+        from ..shmring import _atomics  # noqa: F401
+    except ImportError as error:
+        yield "bad", str(error), ""
+    else:
+        yield "ok", f"kvprefetch {__version__} with its extension, Python {platform.python_version()}", ""
+    try:
+        version = compat.installed_version()
+        untried = compat.verdict(version, compat.root())
+    except ValueError as error:
+        yield "bad", str(error), "run this command in the engine's environment: /path/to/its/bin/kvprefetchd"
+        return
+    yield ("note", untried, "") if untried else ("ok", f"vLLM {version}", "")
+    if not any(each.name == "kvprefetch" for each in metadata.entry_points(group="vllm.general_plugins")):
+        yield "bad", "vLLM does not find the connector: the package has no entry point here", "pip install it again"
+    chosen = os.environ.get("VLLM_PLUGINS")
+    if chosen is not None and "kvprefetch" not in chosen.split(","):
+        yield "bad", f"VLLM_PLUGINS={shown(chosen)} leaves the connector out", "add kvprefetch to it"
+
+
+def configuration(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """The value of --kv-transfer-config, down to the connector's own keys."""
+    ours = _ours(arguments.kv_transfer_config)
+    known, role, policy = _transfer_keys(), ours.get("kv_role"), ours.get("kv_load_failure_policy", "fail")
+    for key in ours.keys() - known if known else ():
+        yield "bad", f"kv_transfer_config: unknown key {shown(key)}{nearest(key, known)}", "vLLM would refuse it"
+    if role not in _ROLES:
+        yield "bad", f"kv_role: should be one of {', '.join(_ROLES)}: kv_role={shown(role)}", "vLLM would refuse it"
+    if policy != "recompute":
+        what = f"a failed load fails its request: kv_load_failure_policy={shown(policy)}"
+        yield "note", what, 'set it to "recompute"'
+    settings = config.load(ours.get("kv_connector_extra_config", {}))
+    yield "ok", f"mode {settings.mode}, socket {settings.socket}", ""
+
+
+def model(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """The layers that config.json names."""
+    if arguments.model is None:
+        return
+    path = Path(arguments.model) / "config.json"
+    if not path.is_file():
+        try:
+            from huggingface_hub import try_to_load_from_cache
+
+            found = try_to_load_from_cache(arguments.model, "config.json")
+        except (ImportError, ValueError):  # the second: it cannot be a model's name
+            found = None
+        if not isinstance(found, str):
+            yield "note", f"{path} is not here, nor in the Hub's cache: its layers are not known", "download the model"
+            return
+        path = Path(found)
+    said = json.loads(path.read_text())
+    text = said.get("text_config") or said
+    kinds = {str(kind) for kind in text.get("layer_types") or text.get("layers_block_type") or ()}
+    advice = "docs/reference/compatibility.md has the models that are served"
+    stateful = sorted(kinds - {*_FULL, *_WINDOWED}) or sorted(key for key in text if key.startswith(_NO_ATTENTION))
+    window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
+    if said.get("is_encoder_decoder"):
+        yield "bad", "an encoder-decoder model is not served", advice
+    elif stateful:
+        yield "bad", f"state-space and linear-attention layers are not served: {', '.join(stateful[:3])}", advice
+    elif kinds and not kinds & set(_FULL):
+        yield "bad", f"sliding windows alone are not served: {', '.join(sorted(kinds))}", advice
+    elif kinds & set(_WINDOWED):
+        yield "note", f"layers: {', '.join(sorted(kinds))}", "start vLLM with --disable-hybrid-kv-cache-manager"
+    elif window and not kinds:
+        what = f"sliding_window={window}, and {path} does not say in which layers: in all of them it is not served"
+        yield "note", what, "with full attention in others, start vLLM with --disable-hybrid-kv-cache-manager"
+    else:
+        yield (
+            "ok",
+            f"{', '.join(text.get('architectures') or said.get('architectures') or ['model'])}: full attention",
+            "",
+        )
+
+
+def daemon(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Whether the daemon answers this user, and runs as one that an engine trusts."""
+    try:
+        settings = config.load(_ours(arguments.kv_transfer_config).get("kv_connector_extra_config", {}))
+    except ValueError:  # said above
+        return
+    where = f"socket={settings.socket!r} uid={os.getuid()}"
+    advice = "run this as the engine's user; docs/symptoms.md, “An engine does not attach”"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(ANSWER_S)
+        try:
+            sock.connect(settings.socket)
+            if (uid := peer_of(sock)[1]) not in (0, os.geteuid(), user_id(settings.daemon_user)):
+                what = f"the daemon's user is neither root, nor the engine's, nor daemon_user: {where} daemon_uid={uid}"
+                yield "bad", what, f'"daemon_user": {uid} in kv_connector_extra_config'
+                return
+            send_message(sock, StatusQuery())
+            received = receive_message(sock, max_fds=0)
+        except PermissionError as error:
+            yield "bad", f"this user may not use the socket: {where}: {error.strerror}", advice
+            return
+        except (OSError, ProtocolError) as error:
+            what = f"no daemon answers: {where}: {getattr(error, 'strerror', None) or error}"
+            yield "note", what, "start it (kvprefetchd serve), or give both sides the same socket"
+            return
+    answer = received[0] if received is not None else None
+    if isinstance(answer, Status):
+        level = "ok" if answer.version == __version__ else "note"
+        yield level, f"daemon {answer.version} answers: pid {answer.pid}, engines {answer.engine_count}", ""
+    else:
+        yield "bad", answer.error if isinstance(answer, Refused) else f"another program listens there: {where}", advice
+
+
+def gpu(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """The copy kernels of an engine on NVIDIA GPUs."""
+    if Path("/dev/nvidiactl").exists() and not any(
+        each.name and each.name.startswith("cupy") for each in metadata.distributions()
+    ):
+        yield "note", "cupy is not installed: torch copies, which is slower", "pip install '.[cuda12]' or '.[cuda13]'"
+
+
+def _ours(text: str) -> Mapping[str, Any]:
+    """Return our part of a --kv-transfer-config, also below a MultiConnector. Raises ValueError."""
+    try:
+        whole = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"kv_transfer_config: not JSON: {error}: {shown(text)}") from None
+    extra = whole.get("kv_connector_extra_config") if isinstance(whole, dict) else None
+    children = extra.get("connectors", []) if isinstance(extra, dict) else []
+    for each in (whole, *(children if isinstance(children, list) else ())):
+        if isinstance(each, dict) and each.get("kv_connector") == NAME:
+            return each
+    name = whole.get("kv_connector") if isinstance(whole, dict) else None
+    raise ValueError(f"kv_transfer_config: kv_connector: should be {NAME}: kv_connector={shown(name)}")
+
+
+def _transfer_keys() -> set[str]:
+    """Return the fields of vLLM's KVTransferConfig, from its source; none without vLLM."""
+    try:
+        found = Sources(compat.root()).define("vllm.config.KVTransferConfig")
+    except ValueError:
+        return set()
+    fields = getattr(found, "body", [])
+    return {each.target.id for each in fields if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}
+
+
+CHECKS: tuple[Callable[[argparse.Namespace], Iterator[Finding]], ...] = (environment, configuration, model, daemon, gpu)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model")
+    parser.add_argument("--kv-transfer-config", default=DEFAULT)
+    arguments = parser.parse_args()
+    for check in CHECKS:
+        try:
+            for level, what, advice in check(arguments):
+                print(json.dumps([level, check.__name__, what, advice]), flush=True)
+        except ValueError as error:
+            print(json.dumps(["bad", check.__name__, str(error), ""]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

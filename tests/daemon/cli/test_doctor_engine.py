@@ -1,0 +1,150 @@
+"""`doctor --engine`: an engine's environment, configuration, model and daemon, looked at before the engine starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab.daemon import Daemon
+from tests.support.command import kvprefetchd, one_line, run
+from tests.support.ordinary import AS_NOBODY, effective_user
+
+EXAMINE = [sys.executable, "-m", "kvprefetch.connector.examine"]
+FINE = {"kv_connector": "KVPrefetchConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+
+
+def findings(*arguments: object, command: list[str] = EXAMINE) -> dict[str, list[str]]:
+    """Findings by the name of their check, each as "level what advice"."""
+    done = run([*command, *map(str, arguments)])
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[str]] = {}
+    for level, name, what, advice in map(json.loads, done.stdout.splitlines()):
+        found.setdefault(name, []).append(f"{level} {what} {advice}")
+    return found
+
+
+def transfer(**changes: Any) -> str:
+    return json.dumps({**FINE, **changes})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("{", "bad kv_transfer_config: not JSON"),
+        ("[]", "bad kv_transfer_config: kv_connector: should be KVPrefetchConnector: kv_connector=None"),
+        (transfer(kv_connector="KVPrefetch"), "bad kv_transfer_config: kv_connector: should be KVPrefetchConnector"),
+        (transfer(kv_role="both"), "bad kv_role: should be one of kv_both, kv_consumer, kv_producer: kv_role='both'"),
+        (transfer(kv_load_failure_policy="fail"), "note a failed load fails its request"),
+        (transfer(kv_connector_extra_config={"sockett": "/x"}), "bad kv_connector_extra_config: unknown key 'sockett'"),
+        (
+            json.dumps(
+                {
+                    "kv_connector": "MultiConnector",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {
+                        "connectors": [FINE | {"kv_connector_extra_config": {"mode": "maybe"}}]
+                    },
+                }
+            ),
+            "bad kv_connector_extra_config: mode: ",
+        ),
+    ],
+)
+def test_a_configuration_that_the_engine_would_refuse_is_bad(given: str, words: str) -> None:
+    """Each mistake is one line with key, value and bound, also below a MultiConnector."""
+    found = findings("--kv-transfer-config", given)
+    assert [line for line in found["configuration"] if line.startswith(words)], found
+
+
+@pytest.mark.vllm
+def test_a_key_that_vllm_does_not_know_is_bad() -> None:
+    """The keys are those of the installed vLLM's own source."""
+    found = findings("--kv-transfer-config", transfer(kv_load_failure_polcy="recompute"))
+    (bad,) = [line for line in found["configuration"] if line.startswith("bad")]
+    assert "unknown key 'kv_load_failure_polcy'; did you mean kv_load_failure_policy?" in bad
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "ok LlamaForCausalLM: full attention"),
+        ({"sliding_window": 4096, "use_sliding_window": False}, "ok model: full attention"),
+        ({"is_encoder_decoder": True}, "bad an encoder-decoder model"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "note layers: full_attention, sliding_attention"),
+        ({"layer_types": ["sliding_attention"]}, "bad sliding windows alone"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "bad state-space and linear-attention layers"),
+        ({"mamba_d_state": 16}, "bad state-space and linear-attention layers are not served: mamba_d_state"),
+        ({"text_config": {"layer_types": ["sliding_attention"]}}, "bad sliding windows alone"),
+        ({"sliding_window": 4096}, "note sliding_window=4096"),
+    ],
+)
+def test_a_model_that_is_not_served_is_bad(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    """The layers are those of the model's config.json."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (line,) = findings("--model", tmp_path)["model"]
+    assert line.startswith(words)
+
+
+def test_a_model_that_is_not_here_is_a_note(tmp_path: Path) -> None:
+    (line,) = findings("--model", tmp_path / "missing")["model"]
+    assert line.startswith("note ")
+
+
+@pytest.mark.vllm
+def test_it_imports_neither_vllm_nor_torch() -> None:
+    """It answers in about a second: importing vLLM alone takes ten."""
+    script = "import sys; from kvprefetch.connector.examine import main; main(); print(*sys.modules)"
+    done = run([sys.executable, "-c", script, "--model", "org/none"])
+    assert done.returncode == 0, done.stderr
+    assert not {"vllm", "torch", "numpy"} & set(done.stdout.splitlines()[-1].split())
+    assert any(json.loads(line)[2].startswith("vLLM 0.") for line in done.stdout.splitlines()[:-1])
+
+
+def test_the_daemon_behind_the_connector_s_socket_answers(serve: Callable[..., Daemon]) -> None:
+    """With the engine's socket, a daemon that serves this user is ok; one that does not is bad, with the reason."""
+    daemon = serve()
+    given = transfer(kv_connector_extra_config={"socket": str(daemon.socket)})
+    (line,) = findings("--kv-transfer-config", given)["daemon"]
+    assert line.startswith("ok daemon ")
+    assert f"pid {daemon.pid}" in line
+    if AS_NOBODY:
+        (refused,) = findings("--kv-transfer-config", given, command=[*AS_NOBODY, *EXAMINE])["daemon"]
+        assert refused.startswith("bad this user may not use the socket: ")
+        daemon.socket.parent.chmod(0o755)
+        daemon.socket.chmod(0o666)
+        (refused,) = findings("--kv-transfer-config", given, command=[*AS_NOBODY, *EXAMINE])["daemon"]
+        assert refused.startswith("bad uid=65534 may not attach")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to listen as another user")
+def test_a_daemon_of_another_user_is_named(tmp_path: Path) -> None:
+    """An engine speaks to no daemon of a user that it does not trust; the finding says which key to set."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(tmp_path / "s.sock"))
+        with effective_user(12345):  # the kernel notes the user who listens
+            listener.listen()
+        given = transfer(kv_connector_extra_config={"socket": str(tmp_path / "s.sock")})
+        (line,) = findings("--kv-transfer-config", given)["daemon"]
+    assert line.startswith("bad the daemon's user is neither root")
+    assert '"daemon_user": 12345' in line
+
+
+def test_doctor_shows_them_and_ends_with_0_or_1(tmp_path: Path) -> None:
+    """`doctor --engine` prints the same findings as doctor's own, and refuses options of the daemon."""
+    config = transfer(kv_connector_extra_config={"socket": str(tmp_path / "none.sock"), "spin_us": -1})
+    result = kvprefetchd("doctor", "--engine", "--kv-transfer-config", config)
+    assert result.returncode == 1
+    assert any(
+        line.startswith("bad  configuration kv_connector_extra_config: spin_us") for line in result.stdout.splitlines()
+    )
+    for wrong in (["--engine", "--staging", "1GiB"], ["--model", "x"]):
+        refused = kvprefetchd("doctor", *wrong)
+        assert refused.returncode == 78
+        assert one_line(refused.stderr)
