@@ -1,6 +1,6 @@
 """Namespace of a rank's blocks in the store: the prefix of their keys, and the fingerprint behind it.
 
-    [cache_prefix@]model@tp_rank:R@pcp0@dcp0@pp_rank:Q@group:0@[fp:FINGERPRINT@]HASH
+    [cache_prefix@]model@tp_rank:R@pcp0@dcp0@pp_rank:Q@group:G@[fp:FINGERPRINT@]HASH
 
 Without the fingerprint's part this is, byte for byte, the key of vLLM's MooncakeStoreConnector.
 """
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 log = logging.getLogger("vllm.kvprefetch")
+
+_FIRST_GROUP = "@group:0@"
 
 
 @dataclass(frozen=True)
@@ -41,19 +43,21 @@ class RankKeys:
         return slot % self.replicas == self.replica_index
 
 
-def rank_keys(
-    *, model: str, tp_rank: int, tp_size: int, pp_rank: int, kv_heads: int, cache_prefix: str = ""
-) -> RankKeys:
+def rank_keys(*, model: str, tp_rank: int, pp_rank: int, replicas: int, cache_prefix: str = "") -> RankKeys:
     """Keys of one rank for KV-cache group 0, without context parallelism.
 
-    `model`: path or name as configured; `kv_heads`: of the whole model, 1 for a pure MLA cache, which is the same on
-    every tensor-parallel rank.  With fewer KV heads than ranks, tp_size // kv_heads neighbours hold the same heads.
+    `model`: path or name as configured; `replicas`: the number of neighbouring ranks that hold the same bytes.
     """
-    replicas = max(1, tp_size // kv_heads)
     name = model.rstrip("/").split("/")[-1]
     namespace = f"{cache_prefix}@" if cache_prefix else ""
-    prefix = f"{namespace}{name}@tp_rank:{tp_rank // replicas}@pcp0@dcp0@pp_rank:{pp_rank}@group:0@"
+    prefix = f"{namespace}{name}@tp_rank:{tp_rank // replicas}@pcp0@dcp0@pp_rank:{pp_rank}{_FIRST_GROUP}"
     return RankKeys(prefix, replicas, tp_rank % replicas)
+
+
+def of_group(prefix: str, group: int) -> str:
+    """Return the prefix of another group's keys from that of group 0."""
+    rank, _, rest = prefix.rpartition(_FIRST_GROUP)
+    return f"{rank}@group:{group}@{rest}"
 
 
 class Namespace(NamedTuple):

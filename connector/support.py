@@ -168,6 +168,12 @@ def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> No
         rules = _rules(vllm_config, kv_cache_config)
     except ValueError as error:
         raise _refused(f"{error}{advice}") from None
+    if len(replicas := set(_replicas(vllm_config, kv_cache_config))) > 1:
+        raise _refused(
+            "KV groups of which unlike numbers of ranks hold the same are not served: "
+            f"replicas={','.join(map(str, sorted(replicas)))} "
+            f"tensor_parallel_size={vllm_config.parallel_config.tensor_parallel_size}"
+        )
     if rules is not None and not SEVERAL_GROUPS:
         names = ",".join(sorted(kind.__name__ for kind in found))
         raise _refused(f"one KV group of full attention or MLA is served: groups={count} kv_cache_spec={names}{advice}")
@@ -218,18 +224,30 @@ def _layer_specs(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
 
 def keys_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tp_rank: int, cache_prefix: str) -> RankKeys:
     """The store keys of this process's rank."""
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec
-
-    # As upstream's _spec_tp_replication_factor.
-    mla = all(isinstance(one, MLAAttentionSpec) for one in _layer_specs(kv_cache_config))
     return rank_keys(
         model=vllm_config.model_config.model,
         tp_rank=tp_rank,
-        tp_size=vllm_config.parallel_config.tensor_parallel_size,
         pp_rank=_pp_rank(vllm_config),
-        kv_heads=1 if mla else vllm_config.model_config.get_total_num_kv_heads(),
+        replicas=_replicas(vllm_config, kv_cache_config)[0],
         cache_prefix=cache_prefix,
     )
+
+
+def _replicas(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[int]:
+    """The number of neighbours with equal KV, for each group. As upstream's _spec_tp_replication_factor."""
+    from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowMLASpec
+
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    found = []
+    for group in kv_cache_config.kv_cache_groups:
+        specs = groups.layer_specs(group.kv_cache_spec)
+        shards = vllm_config.model_config.get_total_num_kv_heads()
+        if any(isinstance(one, MambaSpec) for one in specs):
+            shards = ranks
+        elif all(isinstance(one, (MLAAttentionSpec, SlidingWindowMLASpec)) for one in specs):
+            shards = 1
+        found.append(max(1, ranks // shards))
+    return found
 
 
 def _pp_rank(vllm_config: VllmConfig) -> int:

@@ -3,81 +3,121 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from kvprefetch.connector import namespace, support
 from kvprefetch.connector.namespace import RankKeys, rank_keys
 from kvprefetch.daemon.store import removal
 
 data = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data")
 
+from tests.connector.test_connector import kv_cache_config, vllm_config  # noqa: E402
+
 DIGEST = bytes(range(32))
 
 
-def upstream(
-    *, tp_rank: int, tp_size: int, pp_rank: int, kv_heads: int, mla: bool, cache_prefix: str, model: str
-) -> Any:
-    """Key of DIGEST and the chunks (of 64) this rank puts, as MooncakeStoreWorker computes them."""
+def upstream(config: Any, cache: Any, tp_rank: int, pp_rank: int, cache_prefix: str) -> list[tuple[str, list[int]]]:
+    """For each group the key of DIGEST and the chunks (of 64) this rank puts, as MooncakeStoreWorker computes them."""
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import MooncakeStoreWorker
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-    common = {"block_size": 32, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
-    spec = MLAAttentionSpec(**common) if mla else FullAttentionSpec(**common)
-    group = SimpleNamespace(kv_cache_spec=spec)
     worker = SimpleNamespace(
-        dcp_size=1, tp_size=tp_size, tp_rank=tp_rank, num_kv_head=kv_heads, hash_block_size=32, _kv_cache_groups=[group]
+        dcp_size=1,
+        tp_size=config.parallel_config.tensor_parallel_size,
+        tp_rank=tp_rank,
+        num_kv_head=config.model_config.get_total_num_kv_heads(),
+        hash_block_size=32,
+        _kv_cache_groups=cache.kv_cache_groups,
     )
-    factor = MooncakeStoreWorker._spec_tp_replication_factor(worker, spec)
-    worker._group_tp_replication_factors = (factor,)
+    steps = [
+        MooncakeStoreWorker._spec_tp_replication_factor(worker, group.kv_cache_spec) for group in cache.kv_cache_groups
+    ]
+    vars(worker)["_group_tp_replication_factors"] = steps
     metadata = data.KeyMetadata(
-        model_name=model.rstrip("/").split("/")[-1],
+        model_name=config.model_config.model.rstrip("/").split("/")[-1],
         tp_rank=tp_rank,
         pcp_rank=0,
         dcp_rank=0,
         pp_rank=pp_rank,
         cache_prefix=cache_prefix,
     )
-    (db,) = MooncakeStoreWorker._build_token_databases(worker, metadata, None)
-    # put_step_rank as in KVCacheStoreSendingThread (worker.py: (self.tp_rank + g_idx) % put_step)
-    chunks = db.process_tokens(64 * 32, [DIGEST] * 64, put_step=factor, put_step_rank=tp_rank % factor)
-    return db.key_for(DIGEST), [start // 32 for start, _, _ in chunks]
+    found = []
+    databases = MooncakeStoreWorker._build_token_databases(worker, metadata, None)
+    for group, (db, step) in enumerate(zip(databases, steps, strict=True)):
+        # put_step_rank as in KVCacheStoreSendingThread (worker.py: (self.tp_rank + g_idx) % put_step)
+        chunks = db.process_tokens(64 * 32, [DIGEST] * 64, put_step=step, put_step_rank=(tp_rank + group) % step)
+        found.append((db.key_for(DIGEST), [start // 32 for start, _, _ in chunks]))
+    return found
+
+
+def groups_of(kinds: str) -> list[Any]:
+    """Layers of full attention (F), windows (W), MLA (M) and its windows (m), states (S), and a wrapped M and m (U)."""
+    from vllm.v1 import kv_cache_interface as vllm
+
+    heads = {"block_size": 32, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
+    made = {
+        "F": vllm.FullAttentionSpec(**heads),
+        "W": vllm.SlidingWindowSpec(**heads, sliding_window=64),
+        "M": vllm.MLAAttentionSpec(**heads),
+        "m": vllm.SlidingWindowMLASpec(**heads, sliding_window=64),
+        "S": vllm.MambaSpec(block_size=32, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align"),
+    }
+    made["U"] = vllm.UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": made["M"], "b": made["M"]})
+    return [made[kind] for kind in kinds]
 
 
 @pytest.mark.parametrize("cache_prefix", ["", "prod"])
 @pytest.mark.parametrize(
-    ("tp_size", "kv_heads", "mla"), [(1, 8, False), (2, 2, False), (8, 2, False), (4, 1, False), (4, 1, True)]
-)
-def test_keys_equal_upstreams(tp_size: int, kv_heads: int, mla: bool, cache_prefix: str) -> None:
-    """TP1, TP2, fewer KV heads than ranks, and MLA: byte-equal keys, each put once, and by as many ranks as upstream.
+    ("tp_size", "kv_heads", "kinds"),
+    [
+        (1, 8, "F"), (2, 2, "F"), (8, 2, "F"), (4, 1, "F"), (4, 1, "M"), (4, 8, "U"),
+        (1, 1, "FWS"), (4, 4, "FSS"), (4, 2, "FWW"), (4, 8, "Mm"), (4, 8, "UmM"),
+    ],
+)  # fmt: skip
+def test_keys_equal_upstreams(tp_size: int, kv_heads: int, kinds: str, cache_prefix: str) -> None:
+    """TP1, TP2, fewer KV heads than ranks, MLA, groups: byte-equal keys, each put once, by as many ranks as upstream.
 
     Which of these ranks it is decides nothing: they hold the same bytes. Here it goes by the slot, there by the chunk.
     """
     slots = range(64)
+    cache = kv_cache_config(groups_of(kinds), len(kinds))
     for pp_rank in (0, 1):
         put: list[str] = []
         theirs: list[str] = []
         for tp_rank in range(tp_size):
-            rank: dict[str, Any] = {"tp_rank": tp_rank, "tp_size": tp_size, "pp_rank": pp_rank, "kv_heads": kv_heads}
-            rank |= {"model": "org/Tiny-8B/", "cache_prefix": cache_prefix}
-            ours = rank_keys(**rank)
-            key, chunks = upstream(**rank, mla=mla)
-            assert ours.prefix + DIGEST.hex() == key
-            mine = [slot for slot in slots if ours.saves(slot)]
-            assert len(mine) == len(chunks)
-            put += [f"{ours.prefix}{slot}" for slot in mine]
-            theirs += [f"{key.removesuffix(DIGEST.hex())}{chunk}" for chunk in chunks]
+            parallel = {"tensor_parallel_size": tp_size, "pipeline_parallel_size": 2, "rank": pp_rank * tp_size}
+            config = vllm_config(Path("s"), model={"model": "org/Tiny-8B/"}, parallel=parallel)
+            config.model_config.get_total_num_kv_heads = lambda: kv_heads
+            ours = support.keys_of(config, cache, tp_rank, cache_prefix)
+            for group, (key, chunks) in enumerate(upstream(config, cache, tp_rank, pp_rank, cache_prefix)):
+                prefix = namespace.of_group(ours.prefix, group)
+                assert prefix + DIGEST.hex() == key
+                mine = [slot for slot in slots if ours.saves(slot)]
+                assert len(mine) == len(chunks)
+                put += [f"{prefix}{slot}" for slot in mine]
+                theirs += [f"{key.removesuffix(DIGEST.hex())}{chunk}" for chunk in chunks]
         assert sorted(put) == sorted(theirs)
         assert len(set(put)) == len(put)
+
+
+@pytest.mark.parametrize(("tp_size", "kv_heads", "kinds"), [(4, 2, "FS"), (2, 2, "MS"), (2, 8, "MW")])
+def test_groups_that_unlike_numbers_of_ranks_hold_are_refused(tp_size: int, kv_heads: int, kinds: str) -> None:
+    """Upstream splits the saves of each group by itself."""
+    config = vllm_config(Path("s"), parallel={"tensor_parallel_size": tp_size, "world_size": tp_size})
+    config.model_config.get_total_num_kv_heads = lambda: kv_heads
+    with pytest.raises(ValueError, match=rf"replicas=1,2 tensor_parallel_size={tp_size}$"):
+        support.check(config, kv_cache_config(groups_of(kinds), len(kinds)))
 
 
 def test_a_removal_takes_the_keys_of_one_fingerprint_of_all_ranks_and_no_others() -> None:
     """Of the keys of vLLM's format too, which are those of earlier releases."""
 
     def keys(tp_rank: int) -> RankKeys:
-        return rank_keys(model="m", tp_rank=tp_rank, tp_size=2, pp_rank=0, kv_heads=2, cache_prefix="a.b")
+        return rank_keys(model="m", tp_rank=tp_rank, pp_rank=0, replicas=1, cache_prefix="a.b")
 
     one, other = "1" * 32, "2" * 32
     stored = {
