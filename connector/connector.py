@@ -311,7 +311,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _worker_hello(self, paged: PagedCache, device: str) -> Hello:
         """Runs on the link's thread, because it reads the model's files. `device`: UUID of the rank's GPU, or ""."""
-        config, keys, group = self._vllm_config, self.keys, self._geometry.group
+        config, keys = self._vllm_config, self.keys
         assert keys is not None
         if self._settings.key_format == "vllm":
             where = namespace.vllms_own(keys)
@@ -320,7 +320,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                 fingerprint.of_engine,
                 config,
                 self._kv_cache_config,
-                group=group,
+                rules=self._geometry.groups,
                 replicas=keys.replicas,
                 layout=paged.layout,
             )

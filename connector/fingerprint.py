@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
+    from ..shmring.groups import Groups
+
 # Fields of a layer's KV spec that decide the meaning of its bytes. `layout` has those that only decide sizes.
 _SPEC = (
     "num_kv_heads",
@@ -44,6 +46,8 @@ _SPEC = (
     "cache_role",
     "is_index_group_leader",
     "bounded_replay",
+    "shapes",
+    "mamba_type",
 )
 # Options beside `hf_overrides` that decide what a model computes.
 _OPTIONS = ("quantization_config", "model_class_overrides")
@@ -54,26 +58,32 @@ _TOWERS = ("text_model_id", "audio_model_id")
 
 
 def of_engine(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, group: int, replicas: int, layout: str
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, rules: Groups | None, replicas: int, layout: str
 ) -> dict[str, str]:
     """Return the part that the running rank knows. Ranks with the same bytes (`replicas` of them) have the same.
 
-    `layout`: of the rank's paged cache (`PagedCache.layout`).
+    `rules`: of several KV groups; `layout`: of the rank's paged cache (`PagedCache.layout`).
     """
     parallel = vllm_config.parallel_config
-    served = kv_cache_config.kv_cache_groups[group]
-    layers = served.layer_names
-    specs = getattr(served.kv_cache_spec, "kv_cache_specs", None) or dict.fromkeys(layers, served.kv_cache_spec)
+    served = kv_cache_config.kv_cache_groups
+    specs: dict[str, KVCacheSpec] = {}
+    for group in served:
+        wrapped = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        specs |= {layer: wrapped[layer] if wrapped else group.kv_cache_spec for layer in group.layer_names}
     found = {
-        "kv_dtype": ",".join(sorted({_kv_dtype(specs[layer], vllm_config.cache_config) for layer in layers})),
+        "kv_dtype": ",".join(sorted({_kv_dtype(spec, vllm_config.cache_config) for spec in specs.values()})),
         # Ranks that hold the same heads have the same bytes, whatever their number.
         "tp_shards": str(parallel.tensor_parallel_size // replicas),
         "pp_size": str(parallel.pipeline_parallel_size),
-        "layers": _digest([[layer, *_kind(specs[layer])] for layer in layers]),
+        "layers": _digest([[layer, *_kind(spec)] for layer, spec in specs.items()]),
         "layout": layout,
     }
+    if rules is not None:
+        # Layers of unlike groups lie in the same memory, in the groups' order.
+        pages = [[each.kv_cache_spec.page_size_bytes, each.layer_names] for each in served]
+        found["groups"] = _digest([rules.hash_tokens, rules.groups, pages])
     context = vllm_config.compilation_config.static_forward_context
-    backends = {_backend(context[layer]) for layer in layers if hasattr(context.get(layer), "attn_backend")}
+    backends = {_backend(context[layer]) for layer in specs if hasattr(context.get(layer), "attn_backend")}
     if backends:
         found["attention"] = ",".join(sorted(backends))
     return found
@@ -158,7 +168,9 @@ def _name(dtype: object) -> str:
 
 
 def _kv_dtype(spec: Any, cache_config: Any) -> str:
-    """Name the format of quantized KV, which is plain bytes to torch."""
+    """Name the format of quantized KV, which is plain bytes to torch; of states the format of each part."""
+    if hasattr(spec, "dtypes"):
+        return "+".join(map(_name, spec.dtypes))
     quantized: str = "fp8_e4m3" if cache_config.cache_dtype == "fp8" else cache_config.cache_dtype
     return quantized if _name(spec.dtype) == "uint8" else _name(spec.dtype)
 

@@ -17,9 +17,19 @@ import torch
 from transformers import LlamaConfig
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.config.speculative import SpeculativeConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
-from kvprefetch.connector import fingerprint
+from kvprefetch.connector import fingerprint, groups
 from kvprefetch.connector.paged import PagedCache
 from tests.connector.test_checkpoint import write_tensors
 
@@ -59,7 +69,20 @@ def running(*, layers: tuple[str, ...] = ("a", "b"), **changes: Any) -> dict[str
     kv: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=list(layers), kv_cache_spec=served)])
     layout = changes.pop("layout", "1:2,2:32,3:16")
     assert not changes
-    return fingerprint.of_engine(config, kv, group=0, replicas=replicas, layout=layout)
+    return fingerprint.of_engine(config, kv, rules=None, replicas=replicas, layout=layout)
+
+
+def grouped(*members: tuple[Any, tuple[str, ...]], hash_tokens: int = TOKENS) -> dict[str, str]:
+    """A rank's part of the fingerprint of an engine with these groups: their specification and layers."""
+    made = [KVCacheGroupSpec(list(layers), one) for one, layers in members]
+    kv = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=made)
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+    rules = groups.of_engine(kv, hash_tokens, drafts=False)
+    return fingerprint.of_engine(config, kv, rules=rules, replicas=1, layout="1:2")
 
 
 def model_config(folder: Path | str, **changes: Any) -> SimpleNamespace:
@@ -94,6 +117,16 @@ def loaded(folder: Path | str, *, load_format: str = "auto", draft: Any = None, 
     return fingerprint.of_model(config)
 
 
+def window(**changes: Any) -> SlidingWindowSpec:
+    fields: dict[str, Any] = {"block_size": TOKENS, "num_kv_heads": HEADS, "head_size": 8, "dtype": torch.bfloat16}
+    return SlidingWindowSpec(**{**fields, "sliding_window": 64, **changes})
+
+
+def state(**changes: Any) -> MambaSpec:
+    fields: dict[str, Any] = {"block_size": TOKENS, "shapes": ((4,), (2, 2)), "dtypes": (torch.bfloat16, torch.float32)}
+    return MambaSpec(**{**fields, "mamba_cache_mode": "align", **changes})
+
+
 def differing(mine: dict[str, str], theirs: dict[str, str]) -> set[str]:
     return {name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)}
 
@@ -119,6 +152,44 @@ def differing(mine: dict[str, str], theirs: dict[str, str]) -> set[str]:
 )
 def test_what_the_bytes_depend_on_makes_a_difference(changes: dict[str, Any], names: set[str]) -> None:
     assert differing(running(), running(**changes)) == names
+
+
+@pytest.mark.parametrize(
+    ("members", "names"),
+    [
+        (((spec(), ("a", "b")), (window(), ("c", "d"))), set()),
+        (((spec(), ("a", "b")), (window(extra_retained_tokens=3), ("c", "d"))), {"groups"}),
+        (((spec(), ("a", "b")), (window(sliding_window=96), ("c", "d"))), {"groups", "layers"}),
+        (((spec(), ("a", "b")), (window(block_size=2 * TOKENS), ("c", "d"))), {"groups"}),
+        (((spec(), ("a", "b")), (window(page_size_padded=9999), ("c", "d"))), {"groups"}),
+        (((spec(), ("a", "b")), (window(), ("c",)), (window(), ("d",))), {"groups"}),
+        (((spec(), ("b", "a")), (window(), ("c", "d"))), {"groups", "layers"}),
+        (((window(), ("c", "d")), (spec(), ("a", "b"))), {"groups", "layers"}),
+        (((spec(), ("a", "b")), (state(), ("c", "d"))), {"groups", "kv_dtype", "layers"}),
+        (((spec(), ("a", "b", "c", "d")),), {"groups", "layers"}),
+    ],
+)
+def test_groups_that_differ_in_their_bytes_or_rules_make_a_difference(members: Any, names: set[str]) -> None:
+    assert differing(grouped((spec(), ("a", "b")), (window(), ("c", "d"))), grouped(*members)) == names
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({}, set()),
+        ({"dtypes": (torch.bfloat16, torch.bfloat16)}, {"groups", "kv_dtype"}),
+        ({"shapes": ((2, 2), (4,))}, {"layers"}),
+        ({"mamba_type": MambaAttentionBackendEnum.GDN_ATTN}, {"layers"}),
+    ],
+)
+def test_states_that_differ_make_a_difference(changes: dict[str, Any], names: set[str]) -> None:
+    found = [grouped((spec(), ("a", "b")), (one, ("c", "d"))) for one in (state(), state(**changes))]
+    assert differing(*found) == names
+
+
+def test_hashes_of_other_lengths_make_a_difference() -> None:
+    found = [grouped((spec(), ("a",)), (window(), ("b",)), hash_tokens=tokens) for tokens in (TOKENS, TOKENS // 2)]
+    assert differing(*found) == {"groups"}
 
 
 @pytest.mark.parametrize(
