@@ -299,7 +299,8 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         if self.keys is None:
             return
         caches = self._kv_cache_config
-        paged = PagedCache(kv_caches, caches.kv_cache_groups[self._geometry.group].layer_names, caches.num_blocks)
+        layers = [layer for group in caches.kv_cache_groups for layer in group.layer_names]
+        paged = PagedCache(kv_caches, layers, caches.num_blocks)
         copies, device = copying.for_cache(paged)
         hello = functools.cache(lambda: self._worker_hello(paged, "" if device is None else device.uuid))
         map_session = functools.partial(WorkerSession.map, device=device)

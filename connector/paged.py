@@ -8,6 +8,10 @@ layer, exactly as vLLM's MooncakeStoreConnector writes them.  The strides say wh
     LHBNC          one segment per layer and head
     BHLNC          refused: upstream's value overlaps other blocks there
 
+With several KV groups layers of unlike groups lie in the same memory, and a block id stands for the same bytes of it in
+each group: one group's use of a block owns them all.  So a block's value does not depend on its group, as in upstream's
+worker; where a group has fewer layers than others, the value has bytes that mean nothing.
+
 Segments at a constant distance form one piece, a 3-D view [block, segment, byte], so that a block is one strided copy.
 On the CPU NumPy copies: one core with scattered blocks of 8 x 8 KiB does 41 GB/s with one assignment per block
 (index_copy_ of all blocks at once 9 GB/s, torch copy_ per block 19 GB/s).  On a device torch copies, on the current
@@ -44,7 +48,7 @@ class Piece(NamedTuple):
 
 
 class PagedCache:
-    """The paged KV cache of one rank: `layers` of the `kv_caches` that vLLM hands to register_kv_caches.
+    """The paged KV cache of one rank: `layers`, of all groups, of the `kv_caches` given to register_kv_caches.
 
     `layout` names the dimensions of a block as they lie in memory, the outermost first, each with its length.
     """
@@ -143,10 +147,10 @@ def _segments(tensors: Sequence[Any], num_blocks: int) -> list[tuple[int, int]]:
 
     def add(address: int, stride: int, length: int) -> None:
         # Layers that share KV address the same memory: their bytes stand once in the value.
-        if address not in found:
-            found[address] = stride
-            if length > stride:
-                raise LayoutUnsupported(f"blocks overlap: block_bytes={length} stride={stride}")
+        if found.setdefault(address, stride) != stride:
+            raise LayoutUnsupported(f"blocks of unlike sizes overlap: strides={found[address]},{stride}")
+        if length > stride:
+            raise LayoutUnsupported(f"blocks overlap: block_bytes={length} stride={stride}")
 
     for tensor in tensors:
         size = tensor.element_size()
@@ -164,6 +168,11 @@ def _segments(tensors: Sequence[Any], num_blocks: int) -> list[tuple[int, int]]:
                     f"KV-cache layout is not served: shape={tuple(tensor.shape)} strides={tuple(tensor.stride())}"
                 )
             add(part.data_ptr(), stride, stride)
+    end = 0
+    for address, stride in sorted(found.items()):
+        if address < end:
+            raise LayoutUnsupported(f"a layer's blocks overlap another's: bytes={end - address} stride={stride}")
+        end = address + num_blocks * stride
     return list(found.items())
 
 

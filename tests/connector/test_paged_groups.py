@@ -1,0 +1,142 @@
+"""The bytes of blocks of several KV groups, against upstream's worker, in caches that vLLM laid out and allocated."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvprefetch.connector.paged import LayoutUnsupported, PagedCache
+
+data = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data")
+
+from vllm.v1 import kv_cache_interface as kinds  # noqa: E402
+from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
+from vllm.v1.worker.utils import allocate_kv_cache  # noqa: E402
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
+except ImportError:  # before 0.33
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+
+BLOCKS, TOKENS = 7, 16
+HEADS = {"block_size": TOKENS, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
+FULL = kinds.FullAttentionSpec(**HEADS)
+WINDOW = kinds.SlidingWindowSpec(**HEADS, sliding_window=40)
+# Blocks of twice the tokens and half the width.
+WIDE = kinds.SlidingWindowSpec(**{**HEADS, "block_size": 2 * TOKENS, "num_kv_heads": 1}, sliding_window=40)
+MLA = kinds.MLAAttentionSpec(**{**HEADS, "num_kv_heads": 1, "head_size": 24})
+MLA_WINDOW = kinds.SlidingWindowMLASpec(**{**HEADS, "num_kv_heads": 1, "head_size": 24}, sliding_window=40)
+STATE = kinds.MambaSpec(
+    block_size=TOKENS,
+    shapes=((5, 3), (4, 4)),
+    dtypes=(torch.bfloat16, torch.float32),
+    page_size_padded=FULL.page_size_bytes,
+    mamba_cache_mode="align",
+)
+INDEXER = kinds.MLAAttentionSpec(
+    **{**HEADS, "num_kv_heads": 1, "head_size": 4}, cache_role=kinds.SparseCacheRole.INDEXER
+)
+
+# Groups as (specification, or one for each page of a layer; layers).
+WINDOWS = [(FULL, 2), (WINDOW, 2), (WINDOW, 1)]
+UNLIKE = [(FULL, 2), (WIDE, 2)]
+STATES = [(FULL, 2), (STATE, 2), (STATE, 1)]
+LATENT = [(MLA, 2), (MLA_WINDOW, 2)]
+PACKED = [((MLA, INDEXER), 2), ((MLA_WINDOW,), 1)]
+COMPACT = ["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
+SERVED = [
+    *((WINDOWS, layout) for layout in [*COMPACT, "LHBNC"]),
+    *((groups, layout) for groups in (UNLIKE, STATES, LATENT) for layout in COMPACT),
+    *((PACKED, layout) for layout in ("BLHNC", "BLNHC")),
+]
+
+
+def laid_out(groups: list[tuple[Any, int]], layout: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """vLLM's configuration of these groups, and the cache of each layer, of random bytes."""
+    made = []
+    for number, (spec, count) in enumerate(groups):
+        if isinstance(spec, tuple):
+            layers = {f"g{number}.{i}.{kind}": each for i in range(count) for kind, each in enumerate(spec)}
+            wrapped = kinds.UniformTypeKVCacheSpecs(block_size=TOKENS, kv_cache_specs=layers)
+            made.append(kinds.KVCacheGroupSpec(list(layers), wrapped))
+        else:
+            made.append(kinds.KVCacheGroupSpec([f"g{number}.{i}" for i in range(count)], spec))
+    cache = SimpleNamespace(
+        get_resolved_kv_cache_layout=lambda: KVCacheLayout[layout],
+        num_gpu_blocks_override=BLOCKS,
+        prefix_cache_retention_interval=0,
+    )
+    attention: Any = SimpleNamespace(hisparse_config=None)
+    config: Any = SimpleNamespace(cache_config=cache, attention_config=attention)
+    found = get_kv_cache_config_from_groups(config, made, 1 << 20)
+    caches = allocate_kv_cache(found, torch.device("cpu"), KVCacheLayout[layout])
+    storage = next(iter(caches.values())).untyped_storage()
+    ctypes.memmove(storage.data_ptr(), np.random.default_rng(1).bytes(storage.nbytes()), storage.nbytes())
+    return found, caches
+
+
+def upstream_value(caches: dict[str, torch.Tensor], block: int) -> bytes:
+    """The bytes that upstream's worker puts for a block of any group: it registers the layers of all for each."""
+    layout = data.RankLocalStoreLayout(data.KeyMetadata("m", 0, 0, 0, 0), TOKENS, TOKENS)
+    layout.register_kv_caches([kinds.group_kernel_blocks(cache, BLOCKS) for cache in caches.values()], BLOCKS)
+    addresses, lengths = layout.prepare_value_for_block(block)
+    return b"".join(ctypes.string_at(a, n) for a, n in zip(addresses, lengths, strict=True))
+
+
+def content(caches: dict[str, torch.Tensor], layers: list[str], block: int) -> list[bytes]:
+    """What the layers read of a block."""
+    return [caches[layer][block].contiguous().view(torch.uint8).numpy().tobytes() for layer in layers]
+
+
+def paged_cache(config: Any, caches: dict[str, torch.Tensor]) -> PagedCache:
+    return PagedCache(caches, [name for group in config.kv_cache_groups for name in group.layer_names], BLOCKS)
+
+
+@pytest.mark.parametrize(("groups", "layout"), SERVED)
+def test_a_saved_block_is_upstreams_value(groups: Any, layout: str) -> None:
+    config, caches = laid_out(groups, layout)
+    paged = paged_cache(config, caches)
+    assert paged.block_bytes == config.kv_cache_tensors[0].size // BLOCKS, "as the scheduler side has it"
+    rows = np.zeros((BLOCKS, paged.block_bytes), dtype=np.uint8)
+    paged.save(rows, range(BLOCKS), range(BLOCKS))
+    assert [row.tobytes() for row in rows] == [upstream_value(caches, block) for block in range(BLOCKS)]
+
+
+@pytest.mark.parametrize(("groups", "layout"), SERVED)
+def test_what_every_group_reads_of_a_block_comes_back_with_it_and_other_blocks_stay(groups: Any, layout: str) -> None:
+    config, caches = laid_out(groups, layout)
+    paged = paged_cache(config, caches)
+    rows = np.zeros((BLOCKS, paged.block_bytes), dtype=np.uint8)
+    paged.save(rows, range(BLOCKS), range(BLOCKS))
+    layers = [group.layer_names for group in config.kv_cache_groups]
+    before = [[content(caches, names, block) for block in range(BLOCKS)] for names in layers]
+    storage = next(iter(caches.values())).untyped_storage()
+    storage.fill_(0)
+    paged.load(rows, [2, 5], [2, 5])
+    for group, names in enumerate(layers):
+        for block in range(BLOCKS):
+            found = content(caches, names, block)
+            if block in (2, 5):
+                assert found == before[group][block]
+            else:
+                assert not any(map(any, found))
+
+
+def test_layers_whose_blocks_cross_those_of_others_are_refused() -> None:
+    """With an outermost layer the pages of all layers must be equal; vLLM refuses others itself."""
+    config, caches = laid_out(WINDOWS, "LBHNC")
+    half = {name: cache for name, cache in caches.items() if not name.startswith("g1")}
+    for name in ("g1.0", "g1.1"):  # half as many bytes for each block
+        flat = caches["g0.0"].flatten()
+        half[name] = flat[: BLOCKS * FULL.page_size_bytes // 4].view(BLOCKS, 1, 1, -1)
+    with pytest.raises(LayoutUnsupported, match="blocks of unlike sizes overlap"):
+        paged_cache(config, half)
+    shifted = dict(caches)
+    shifted["g1.0"] = torch.as_strided(caches["g0.0"], caches["g0.0"].shape, caches["g0.0"].stride(), 8)
+    with pytest.raises(LayoutUnsupported, match="a layer's blocks overlap another's"):
+        paged_cache(config, shifted)
