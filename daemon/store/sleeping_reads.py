@@ -1,9 +1,13 @@
 """Reads values from the memory of storage nodes while the calling thread sleeps; a get of Mooncake's spins meanwhile.
 
-Mooncake's transfer engine carries each value as a transfer of its own, and says without waiting whether that one has
-ended.  (Of a transfer of several values it says -1 at the first failure, while others may still write.)  It cancels
-nothing and gives nothing up: a transfer fails when its connection does, or after 30 s without progress.  A read returns
-when all of its transfers have ended, however late that is; no memory is written afterwards.
+Mooncake's transfer engine says without waiting whether a transfer of one piece of memory has ended.  (Of one of several
+pieces it says -1 at the first failure, while others may still write.)  It cancels nothing and gives nothing up: a
+transfer fails when its connection does, or after 30 s without progress.  A read returns when all of its transfers have
+ended, however late that is; no memory is written afterwards.
+
+Values that follow one another in the node's memory and in ours are one piece, up to PIECE_BYTES.  Each transfer costs
+CPU, here and in the node, whatever its size.  The node's memory may consist of areas that Mooncake registered
+apart, and then a piece across two of them fails: after a failure no piece reaches across the same places again.
 
 A get of Mooncake's also guards what it reads, and here that is ours: the value's size, the lease that the question for
 its place granted, and which replica to read.  That it did not move meanwhile, replicas.py checks for both.
@@ -20,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from .errors import ErrorClass
@@ -28,6 +33,8 @@ from .replicas import Place
 from .storage_nodes import Get
 
 _MARGIN = 10  # the part of a lease in which nothing counts any more: clocks do not run equally fast
+PIECE_BYTES = 1 << 20  # of one transfer: a call's other pieces use Mooncake's other connections to the node meanwhile
+_MOST_BORDERS = 4096
 _TEST_BYTES = 4096
 _TEST_S = 2.0
 ENDED = {1: ErrorClass.OK, -1: ErrorClass.TRANSFER}  # of transfer_check_status; anything else: not yet
@@ -48,11 +55,22 @@ class Value(NamedTuple):
 
 
 @dataclass(eq=False)
+class _Piece:
+    """Values that are read in one transfer: their indices, where they begin on both sides, and their bytes."""
+
+    indices: list[int]
+    address: int
+    source: int
+    size: int
+    number: int = 0  # of the transfer, while it is under way
+
+
+@dataclass(eq=False)
 class _Transfers:
-    """One read's transfers from one node. `left`: those that have not ended, each as its value's index and its id."""
+    """One read's transfers from one node. `left`: those that have not ended."""
 
     asked: Asked
-    left: list[tuple[int, int]] = field(default_factory=list)
+    left: list[_Piece] = field(default_factory=list)
     came: bool = True  # until one failed
 
 
@@ -72,6 +90,7 @@ class SleepingReads:
         self._lock = threading.Lock()
         self._pace = Pace()
         self._known: set[str] = set()  # nodes that the engine has asked, and that did not fail since
+        self._borders: set[tuple[str, int]] = set()  # places that no piece reaches across
 
     def leased_until_ns(self) -> int:
         """Return the end of a lease that a question grants which is asked after this."""
@@ -86,38 +105,55 @@ class SleepingReads:
         results: list[ErrorClass | None] = [None] * len(values)
         nodes = {place.node for value in values for place in value.places}
         reached = {node for node in nodes if node in self._known or self._engine.send_probe(node) == 0}
-        wanted: dict[str, list[tuple[int, Value, Place]]] = {}
+        wanted: dict[str, list[_Piece]] = {}
         for i, value in enumerate(values):
             if any(place.size != value.size for place in value.places):
                 results[i] = ErrorClass.FOREIGN
             elif get.late:
                 results[i] = ErrorClass.TRANSFER
             elif places := [place for place in value.places if place.node in reached]:
-                place = places[0] if len(places) == 1 else min(places, key=lambda each: self._load(each, wanted))
-                wanted.setdefault(place.node, []).append((i, value, place))
-        under_way = [self._start(node, theirs, results, get) for node, theirs in wanted.items()]
+                self._add(wanted, i, value, places)
+        under_way = [self._start(node, pieces, results, get) for node, pieces in wanted.items()]
         while under_way:
             self._sleep(max(0, min(each.asked.look_ns for each in under_way) - self._clock_ns()) / 1e9)
-            under_way = [each for each in under_way if not self._look(each, results)]
+            under_way = [each for each in under_way if not self._look(each, values, results)]
         if self._clock_ns() > until_ns:
             results = [ErrorClass.LOOKUP_AGAIN if each is ErrorClass.OK else each for each in results]
         return results
 
-    def _load(self, place: Place, wanted: Mapping[str, Sequence[object]]) -> int:
-        """Return the bytes that this place's node sends before this value."""
-        return self._pace.waiting(place.node) + len(wanted.get(place.node, ())) * place.size
+    def _add(self, wanted: dict[str, list[_Piece]], index: int, value: Value, places: Sequence[Place]) -> None:
+        """Add the value to the last piece of a node if it goes on there, or begin one of the node with least to send."""
+        for node, source, size in places:
+            last = wanted[node][-1] if node in wanted else None
+            if (
+                last is not None
+                and (last.address + last.size, last.source + last.size) == (value.address, source)
+                and last.size + size <= PIECE_BYTES
+                and (node, source) not in self._borders
+            ):
+                last.indices.append(index)
+                last.size += size
+                return
+        place = places[0] if len(places) == 1 else min(places, key=lambda each: self._load(each.node, wanted))
+        wanted.setdefault(place.node, []).append(_Piece([index], value.address, place.address, place.size))
+
+    def _load(self, node: str, wanted: Mapping[str, Sequence[_Piece]]) -> int:
+        """Return the bytes that this node sends first."""
+        return self._pace.waiting(node) + sum(piece.size for piece in wanted.get(node, ()))
 
     def _start(
-        self, node: str, wanted: Sequence[tuple[int, Value, Place]], results: list[ErrorClass | None], get: Get
+        self, node: str, pieces: Sequence[_Piece], results: list[ErrorClass | None], get: Get
     ) -> _Transfers:
         with self._lock:
-            started = _Transfers(self._pace.ask(node, sum(place.size for _, _, place in wanted), self._clock_ns()))
+            started = _Transfers(self._pace.ask(node, sum(piece.size for piece in pieces), self._clock_ns()))
         begin = self._engine.batch_transfer_async_read
-        for i, value, place in wanted:
-            results[i] = ErrorClass.TRANSFER
-            if not get.late and (number := begin(node, [value.address], [place.address], [place.size])):  # 0: it failed
-                started.left.append((i, number))
-        if len(started.left) == len(wanted):
+        for piece in pieces:
+            for i in piece.indices:
+                results[i] = ErrorClass.TRANSFER
+            if not get.late and (number := begin(node, [piece.address], [piece.source], [piece.size])):  # 0: it failed
+                piece.number = number
+                started.left.append(piece)
+        if len(started.left) == len(pieces):
             self._known.add(node)
         else:
             self._failed(started)
@@ -127,24 +163,33 @@ class SleepingReads:
         transfers.came = False
         self._known.discard(transfers.asked.node)
 
-    def _look(self, transfers: _Transfers, results: list[ErrorClass | None]) -> bool:
+    def _look(self, transfers: _Transfers, values: Sequence[Value], results: list[ErrorClass | None]) -> bool:
         """Return whether all have ended; False also if it is not time to look."""
         asked, left, check = transfers.asked, transfers.left, self._engine.transfer_check_status
         if self._clock_ns() < asked.look_ns:
             return False
         while left:
-            i, number = left[-1]  # the last one ends last
-            if (ended := ENDED.get(check(number))) is None:
+            piece = left[-1]  # the last one ends last
+            if (ended := ENDED.get(check(piece.number))) is None:
                 with self._lock:
                     self._pace.looked(asked, self._clock_ns())
                 return False
-            left.pop()  # from now on its id names nothing
-            results[i] = ended
+            left.pop()  # from now on its number names nothing
+            for i in piece.indices:
+                results[i] = ended
             if ended is not ErrorClass.OK:
                 self._failed(transfers)
+                self._keep_apart(asked.node, piece, values)
         with self._lock:
             self._pace.ended(asked, self._clock_ns(), came=transfers.came)
         return True
+
+    def _keep_apart(self, node: str, piece: _Piece, values: Sequence[Value]) -> None:
+        """Join no values any more where those of this piece meet."""
+        if len(self._borders) > _MOST_BORDERS:
+            self._borders.clear()
+        sums = accumulate(values[i].size for i in piece.indices[:-1])
+        self._borders.update((node, piece.source + each) for each in sums)
 
 
 def self_test(engine: Any, client: Any, node: str) -> str:

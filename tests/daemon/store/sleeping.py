@@ -40,10 +40,14 @@ class Transfer:
 
 @dataclass
 class Node:
-    """A node's memory, in places of 2 * SIZE bytes. `state`: alive, stopped (nothing moves, nor fails), or dead."""
+    """A node's memory. `state`: alive, stopped (nothing moves, nor fails), or dead.
+
+    `border`: where an area that Mooncake registered ends and another begins; a transfer across it fails.
+    """
 
     memory: bytearray
     state: str = "alive"
+    border: int = 1 << 62
 
 
 @dataclass
@@ -87,7 +91,8 @@ class Model:
         assert node in self.known or self.nodes[node].state == "alive", "it waits, and all other transfers with it"
         self.known.add(node)
         self.begun += 1
-        self.transfers[self.begun] = Transfer(node, to[0], source[0], size[0])
+        across = source[0] < self.nodes[node].border < source[0] + size[0]
+        self.transfers[self.begun] = Transfer(node, to[0], source[0], size[0], failed=across)
         self.on_begin()
         return self.begun
 

@@ -150,6 +150,46 @@ def test_of_several_replicas_one_of_a_node_with_less_to_send_is_read(monkeypatch
     assert read == ["a"], "the only one that answers a probe"
 
 
+def test_values_that_follow_one_another_on_both_sides_come_in_one_transfer(monkeypatch: Patch) -> None:
+    """Neither a gap on one side, nor another node, nor another size, nor more bytes than a piece may have."""
+    model = made("a", "b")
+    sizes: list[int] = []
+    model.on_begin = lambda: sizes.append(model.transfers[model.begun].size)
+    store = opened(model, monkeypatch, Sleeper(model))
+    places = [("a", 0), ("a", SIZE), ("a", 2 * SIZE), ("a", 4 * SIZE), ("b", 5 * SIZE), ("b", 6 * SIZE), ("b", 7 * SIZE)]
+    for number, place in enumerate(places):
+        model.put(f"k{number}", bytes([number + 1]) * SIZE, place)
+    slots = [0, 1, 2, 3, 4, 5, 7]
+    keys, to = [f"k{number}" for number in range(7)], [slot * SIZE for slot in slots]
+
+    def read() -> list[int]:
+        sizes.clear()
+        assert store.get_into(keys, to, [SIZE] * 7) == [OK] * 7
+        assert [model.slots[at] for at in to] == [1, 2, 3, 4, 5, 6, 7]
+        return sizes
+
+    assert read() == [3 * SIZE, SIZE, 2 * SIZE, SIZE]
+    monkeypatch.setattr(sleeping_reads, "PIECE_BYTES", 2 * SIZE)
+    assert read() == [2 * SIZE, SIZE, SIZE, 2 * SIZE, SIZE]
+    model.put("k1", b"?" * (SIZE - 1), ("a", SIZE))
+    assert store.get_into(keys, to, [SIZE] * 7)[:3] == [OK, ErrorClass.FOREIGN, OK]
+
+
+def test_where_a_transfer_of_several_values_failed_they_come_one_by_one(monkeypatch: Patch) -> None:
+    """Their memory may be two areas for Mooncake, and then no transfer reaches across: one failure is enough."""
+    model = made("a")
+    model.nodes["a"].border = 2 * SIZE
+    store = opened(model, monkeypatch, Sleeper(model))
+    keys, to = [f"k{number}" for number in range(4)], [number * SIZE for number in range(4)]
+    for number, key in enumerate(keys):
+        model.put(key, bytes([number + 1]) * SIZE, ("a", number * SIZE))
+    assert store.get_into(keys, to, [SIZE] * 4) == [TRANSFER] * 4
+    model.clock.advance_ms(1100)
+    assert store.get_into(keys[:1], to[:1], [SIZE]) == [OK], "the node is not put aside any more"
+    assert store.get_into(keys, to, [SIZE] * 4) == [OK] * 4
+    assert model.begun == 1 + 1 + 4
+
+
 class History:
     """Reads, one within the sleep of another, while values are evicted, removed and put, and nodes stop, die, crawl.
 
@@ -160,17 +200,19 @@ class History:
         self.chance, self.depth, self.slept = Random(seed), 0, 0
         self.model = made("a", "b")
         self.keys = [f"k{number}" for number in range(6)]
-        self.spare = [(node, at * 2 * SIZE) for node in self.model.nodes for at in range(4)]
+        self.spare = [(node, at * SIZE) for node in self.model.nodes for at in range(4)]
         self.held: set[int] = set()
         self.removed: dict[str, tuple[str, int]] = {}
         self.realtime_ns = 0
-        self.counted = 0
+        self.counted = self.joined = 0
         self.model.on_write = self.check_slot
         clock_ns = (lambda: self.model.clock.ns + self.realtime_ns) if settable else self.model.clock.now_ns
         self.store = opened(self.model, patch, self.sleep, clock_ns)
 
     def check_slot(self, transfer: Transfer) -> None:
-        assert transfer.destination in self.held, "a slot was written that no read holds"
+        self.joined += transfer.size > SIZE
+        slots = range(transfer.destination, transfer.destination + transfer.size, SIZE)
+        assert self.held.issuperset(slots), "a slot was written that no read holds"
 
     def value(self, key: str) -> bytes:
         return key.encode() * (SIZE // 2)
@@ -186,6 +228,10 @@ class History:
         free = [at for at in range(0, len(self.model.slots), SIZE) if at not in self.held]
         keys = self.chance.sample(self.keys, self.chance.randint(1, 4))
         mine, get, self.depth = self.chance.sample(free, len(keys)), Get(), self.depth + 1
+        if self.chance.random() < 0.7:  # as they often lie
+            at, places = self.chance.randrange(len(free) - len(keys)), self.model.values
+            keys.sort(key=lambda key: [(place.node, place.address) for place in places.get(key, ())])
+            mine = free[at : at + len(keys)]
         self.held.update(mine)
         for at in mine:
             self.model.slots[at : at + SIZE] = b"-" * SIZE
@@ -224,7 +270,7 @@ class History:
         place = next((each for each in self.spare if each != self.removed.get(key)), None)
         if place is not None:
             self.spare.remove(place)
-            size = SIZE if self.chance.random() < 0.9 else SIZE + self.chance.choice([-1, 3])
+            size = SIZE if self.chance.random() < 0.9 else SIZE - self.chance.choice([1, 3])
             self.model.put(key, (self.value(key) * 2)[:size] if size == SIZE else b"?" * size, place)
 
     def gone(self, key: str) -> None:
@@ -269,13 +315,19 @@ class History:
     get = Get()
 
 
-def run_all(patch: Patch, *, settable: bool = False) -> int:
-    """Return how many values counted in all histories. `settable`: the lease goes by a clock that is set."""
-    return sum(History(seed, patch, settable=settable).run() for seed in range(150))
+def run_all(patch: Patch, *, settable: bool = False) -> tuple[int, int]:
+    """Run all histories; return how many values counted, and how many writes were of several values' transfers.
+
+    `settable`: the lease goes by a clock that is set.
+    """
+    histories = [History(seed, patch, settable=settable) for seed in range(150)]
+    return sum(each.run() for each in histories), sum(each.joined for each in histories)
 
 
 def test_random_histories_bring_no_wrong_byte_and_write_no_slot_that_is_free(monkeypatch: Patch) -> None:
-    assert run_all(monkeypatch) > 1000, "reads that count"
+    counted, joined = run_all(monkeypatch)
+    assert counted > 1000, "reads that count"
+    assert joined > 300
 
 
 def no_lease(patch: Patch) -> None:
