@@ -119,6 +119,7 @@ class Epoch(EpochCalls):
     def drain(self, limit: int) -> int:
         """Handle up to `limit` records; return how many there were."""
         if count := self.contain(self._drain, 0, limit):
+            self.heard_ns = self._services.clock_ns()
             self._carry_on()
         return count
 

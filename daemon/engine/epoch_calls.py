@@ -99,6 +99,7 @@ class EpochCalls(Caller):
         )
         self._promoter = Promoter(memory.device, self.promotions)
         self.orphaned = Orphaned()
+        self.heard_ns = 0  # when the last record came
         self._mode: Mode = "on"
         self._ended_ns = 0  # when it ended, until the log said that something keeps its memory
         self._replies: dict[int, Callable[[Message], None]] = {}  # of warm orders, by number

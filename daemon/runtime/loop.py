@@ -1,16 +1,20 @@
 """The main loop: reads rings, hands results in, starts fetches, and sleeps until there is something to do.
 
-While engines have requests in the queue, or had a moment ago, it looks at their rings by itself, and no push needs a
-bell.  How often follows from the CPU time that a look takes here.  When all is quiet it sleeps on the doorbells.
+While an engine has requests in the queue, or had a moment ago, it looks at that ring by itself, and no push needs a
+bell.  How often follows from the CPU time that a look takes here, and from the length of the queue: a hint that comes
+behind many others can wait.  Quiet engines ring their doorbells.
 """
 
 from __future__ import annotations
 
 import select
 import time
+from collections.abc import Sequence
 
+from ...shmring.ring import Consumer
 from ..control.epochs import Shared
 from ..control.server import Control
+from ..planning.planner import Planner
 from ..planning.runs import Lane
 from ..telemetry.events import Ending
 from .signals import Signals
@@ -21,6 +25,7 @@ TICK_NS = 100_000_000
 QUIET_NS = 20_000_000  # after the last record of engines without a request
 LOOKS_SHARE = 0.02  # of a core, for all looks
 LOOK_NS = range(150_000, 2_000_000)  # between two of them
+QUEUE = range(4, 16)  # requests: behind so many looks are rare, up to four times as rare
 _NEWEST = 0.1  # weight of the newest look in the average
 
 
@@ -30,7 +35,6 @@ class Loop:
     def __init__(self, shared: Shared, control: Control, epoll: select.epoll, signals: Signals) -> None:
         self._shared, self._control, self._epochs = shared, control, control.epochs
         self._epoll, self._signals = epoll, signals
-        self._heard_ns = 0  # when the last record came
         self._look_ns = 0.0  # CPU time of one look
         self._next = 0  # the engine whose turn it is to start a fetch
         self._saver = 0  # and a put
@@ -40,31 +44,30 @@ class Loop:
         """Do the work that is there, and wait for more."""
         self._shared.pools.run_finished()
         for epoch in self._epochs.attached():
-            if epoch.drain(DRAIN_LIMIT):
-                self._heard_ns = now_ns
+            epoch.drain(DRAIN_LIMIT)
         self._start_fetches()
         self._start_saves(now_ns)
         for epoch in self._epochs.corrupt():
             self._control.end(epoch, Ending.ENGINE_CORRUPT)
         epochs = self._epochs.attached()  # without those that ended now
-        if now_ns - self._heard_ns < QUIET_NS or any(epoch.planner.requests for epoch in epochs):
-            self._look(now_ns + TICK_NS)
-            events = self._epoll.poll(0.0, EVENTS_PER_TURN)
-        else:
-            # Every ring announces the sleep, also behind one that is not empty.
-            empty = [epoch.channel.ring.prepare_sleep() for epoch in epochs]
-            events = self._epoll.poll(TICK_NS / 1e9 if all(empty) else 0.0, EVENTS_PER_TURN)
-            for epoch in epochs:
-                epoch.channel.ring.wake()
+        busy = [epoch for epoch in epochs if epoch.planner.requests or now_ns - epoch.heard_ns < QUIET_NS]
+        quiet = [epoch.channel.ring for epoch in epochs if epoch not in busy]
+        # Every quiet ring announces the sleep, also behind one that is not empty.
+        asleep = all([ring.prepare_sleep() for ring in quiet])
+        if busy and asleep:
+            rarer = min(_rarer(epoch.planner) for epoch in busy)
+            self._look([epoch.channel.ring for epoch in busy], rarer, now_ns + TICK_NS)
+        events = self._epoll.poll(0.0 if busy or not asleep else TICK_NS / 1e9, EVENTS_PER_TURN)
+        for ring in quiet:
+            ring.wake()
         # The kernel goes round: a descriptor that was returned stands behind those that were not.
         self._handle([fd for fd, _ in events], time.monotonic_ns())
 
-    def _look(self, until_ns: int) -> None:
-        """Look at the rings now and then, until one has a record, a descriptor is readable, or the time is over."""
-        rings = [epoch.channel.ring for epoch in self._epochs.attached()]
+    def _look(self, rings: Sequence[Consumer], rarer: float, until_ns: int) -> None:
+        """Look at these rings now and then, until one has a record, a descriptor is readable, or the time is over."""
         used_ns, readable = time.thread_time_ns(), False
         while not readable and not any(ring.waiting for ring in rings) and time.monotonic_ns() < until_ns:
-            wait_ns = min(max(LOOK_NS.start, self._look_ns / LOOKS_SHARE), LOOK_NS.stop)
+            wait_ns = rarer * min(max(LOOK_NS.start, self._look_ns / LOOKS_SHARE), LOOK_NS.stop)
             # epoll itself rounds its timeout up to a millisecond.
             readable = bool(select.select([self._epoll], [], [], wait_ns / 1e9)[0])
             before_ns, used_ns = used_ns, time.thread_time_ns()
@@ -106,3 +109,10 @@ class Loop:
             else:
                 others.append(fd)
         self._control.ready(others, now_ns)
+
+
+def _rarer(planner: Planner) -> float:
+    """Return the factor between two looks for an engine. The next record may bring room for a request that wants it."""
+    wants_room = planner.fetch_waits and not any(planner.wants(lane) for lane in Lane)
+    queue = 0 if wants_room else len(planner.requests)
+    return min(max(queue, QUEUE.start), QUEUE.stop) / QUEUE.start

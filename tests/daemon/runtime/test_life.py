@@ -135,13 +135,19 @@ def test_a_daemon_whose_master_dies_says_what_is_lost_and_ends_to_be_started_aga
     auditor.assert_nothing_left()
 
 
-def test_an_idle_daemon_uses_next_to_nothing(shared_daemon: Daemon) -> None:
-    """0.1 % of a core was measured, 0.5 % is the aim; the bound leaves room for a noisy machine."""
-    FakeEngine(shared_daemon.socket, prefix="idle")
+@pytest.mark.parametrize("attached", [False, True])
+def test_an_idle_daemon_uses_next_to_nothing(serve: Serve, attached: bool) -> None:
+    """CPU time, not wall time, so other programs count little: in one of four windows it is below the aim."""
+    daemon = serve()
+    if attached:
+        FakeEngine(daemon.socket, prefix="idle").load(list(blocks("idle", 4)))
     time.sleep(1)
-    before = cpu_s(shared_daemon.pid)
-    time.sleep(4)
-    assert (cpu_s(shared_daemon.pid) - before) / 4 < 0.01
+    used = list[float]()
+    while len(used) < 4 and min(used, default=1.0) >= 0.005:
+        before = cpu_s(daemon.pid)
+        time.sleep(8)
+        used.append((cpu_s(daemon.pid) - before) / 8)
+    assert min(used) < 0.005, used
 
 
 def test_while_a_request_waits_the_daemon_hears_pushes_without_a_bell_and_then_sleeps(shared_daemon: Daemon) -> None:
@@ -161,6 +167,23 @@ def test_while_a_request_waits_the_daemon_hears_pushes_without_a_bell_and_then_s
     assert engine.move(key, FlagState.CANCELLED)
     engine.done(key, Outcome.ABORTED)
     eventually(lambda: engine.words.load_acquire(Line.SLEEPING) == 1, what="asleep again")
+
+
+def test_a_quiet_engine_beside_a_busy_one_rings_and_is_heard_at_once(shared_daemon: Daemon) -> None:
+    busy, quiet = (FakeEngine(shared_daemon.socket, engine_id=name, prefix=name) for name in ("busy", "quiet"))
+    key = busy.hint(list(blocks("busy", 2)))
+    busy.settled(key)
+    sleeping = [0, 0]
+    eventually(lambda: quiet.words.load_acquire(Line.SLEEPING) == 1, what="asleep without requests")
+    for _ in range(200):
+        sleeping[0] += busy.words.load_acquire(Line.SLEEPING)
+        sleeping[1] += quiet.words.load_acquire(Line.SLEEPING)
+        time.sleep(0.005)
+    assert sleeping[0] == 0
+    assert sleeping[1] > 150, "awake only while it works"
+    assert quiet.load(list(blocks("quiet", 2))) is None
+    assert busy.move(key, FlagState.CANCELLED)
+    busy.done(key, Outcome.ABORTED)
 
 
 def test_a_cluster_that_is_not_there_yet_makes_misses_and_no_failure(serve: Serve, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whose turn it is: puts of several engines, on a loop whose calls end when the test says so."""
+"""Whose turn it is, and how often the loop looks, on a loop whose calls end when the test says so."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any, cast
 import pytest
 
 from kvprefetch.daemon.engine.transfers import SaveResult
+from kvprefetch.daemon.runtime import loop
 from kvprefetch.daemon.runtime.loop import Loop
 from kvprefetch.daemon.work.calls import Kind
-from kvprefetch.shmring.wire.records import RecordKind, Saved, encode_saved
+from kvprefetch.shmring.wire.records import FlagState, RecordKind, Saved, encode_saved
 from tests.daemon.engine.epochs import Engine, Pools, digest, make_epoch
 
 
@@ -89,3 +90,34 @@ def test_puts_wait_while_fetches_of_any_engine_are_in_flight(turns: Turns) -> No
     assert turns.turn() == 0, "a fifth of what was moved"
     turns.pools.fetches_in_flight = 0
     assert turns.turn() == 0
+
+
+def test_behind_a_long_queue_looks_are_rarer_unless_a_request_wants_room(
+    turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    def select(_read: Any, _write: Any, _error: Any, timeout: float) -> tuple[list[int], list[int], list[int]]:
+        waits.append(timeout)
+        return [1], [], []
+
+    monkeypatch.setattr(loop, "LOOK_NS", SimpleNamespace(start=1_000_000, stop=1_000_000))
+    monkeypatch.setattr("select.select", select)
+    first, second, _ = turns.engines
+    for number in range(20):
+        first.stage((number, 1), "a", "b")
+        turns.turn()
+    assert waits == [0.001] * 4 + [each / 4000 for each in range(5, 17)] + [0.004] * 4
+    second.stage((0, 1), "a")
+    turns.turn()
+    assert waits[-1] == 0.001, "its next request may be the first in its queue"
+    second.put((0, 1), FlagState.RELEASED, 1)
+    second.done((0, 1), loaded=1, start=0)
+    turns.turn()
+    assert waits[-1] == 0.004
+    first.stage((20, 1), *"cdefgh")
+    turns.turn()
+    assert waits[-1] == 0.004
+    first.want((21, 1), *"ijklmnop")
+    turns.turn()
+    assert waits[-1] == 0.001, "it waits for room"
