@@ -53,11 +53,11 @@ class Loop:
         busy = [epoch for epoch in epochs if epoch.planner.requests or now_ns - epoch.heard_ns < QUIET_NS]
         quiet = [epoch.channel.ring for epoch in epochs if epoch not in busy]
         # Every quiet ring announces the sleep, also behind one that is not empty.
-        asleep = all([ring.prepare_sleep() for ring in quiet])
-        if busy and asleep:
+        empty = [ring.prepare_sleep() for ring in quiet]
+        if busy and all(empty):
             rarer = min(_rarer(epoch.planner) for epoch in busy)
             self._look([epoch.channel.ring for epoch in busy], rarer, now_ns + TICK_NS)
-        events = self._epoll.poll(0.0 if busy or not asleep else TICK_NS / 1e9, EVENTS_PER_TURN)
+        events = self._epoll.poll(0.0 if busy or not all(empty) else TICK_NS / 1e9, EVENTS_PER_TURN)
         for ring in quiet:
             ring.wake()
         # The kernel goes round: a descriptor that was returned stands behind those that were not.

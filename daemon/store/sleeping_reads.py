@@ -122,7 +122,7 @@ class SleepingReads:
         return results
 
     def _add(self, wanted: dict[str, list[_Piece]], index: int, value: Value, places: Sequence[Place]) -> None:
-        """Add the value to the last piece of a node if it goes on there, or begin one of the node with least to send."""
+        """Add the value to a node's last piece if it goes on there, or begin one of the node with least to send."""
         for node, source, size in places:
             last = wanted[node][-1] if node in wanted else None
             if (
@@ -141,9 +141,7 @@ class SleepingReads:
         """Return the bytes that this node sends first."""
         return self._pace.waiting(node) + sum(piece.size for piece in wanted.get(node, ()))
 
-    def _start(
-        self, node: str, pieces: Sequence[_Piece], results: list[ErrorClass | None], get: Get
-    ) -> _Transfers:
+    def _start(self, node: str, pieces: Sequence[_Piece], results: list[ErrorClass | None], get: Get) -> _Transfers:
         with self._lock:
             started = _Transfers(self._pace.ask(node, sum(piece.size for piece in pieces), self._clock_ns()))
         begin = self._engine.batch_transfer_async_read

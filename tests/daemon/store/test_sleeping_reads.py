@@ -156,9 +156,8 @@ def test_values_that_follow_one_another_on_both_sides_come_in_one_transfer(monke
     sizes: list[int] = []
     model.on_begin = lambda: sizes.append(model.transfers[model.begun].size)
     store = opened(model, monkeypatch, Sleeper(model))
-    places = [("a", 0), ("a", SIZE), ("a", 2 * SIZE), ("a", 4 * SIZE), ("b", 5 * SIZE), ("b", 6 * SIZE), ("b", 7 * SIZE)]
-    for number, place in enumerate(places):
-        model.put(f"k{number}", bytes([number + 1]) * SIZE, place)
+    for number, (node, at) in enumerate([("a", 0), ("a", 1), ("a", 2), ("a", 4), ("b", 5), ("b", 6), ("b", 7)]):
+        model.put(f"k{number}", bytes([number + 1]) * SIZE, (node, at * SIZE))
     slots = [0, 1, 2, 3, 4, 5, 7]
     keys, to = [f"k{number}" for number in range(7)], [slot * SIZE for slot in slots]
 
