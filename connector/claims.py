@@ -87,7 +87,7 @@ class Claims:
         blocks: int = (request.num_tokens - 1) // self._geometry.block_tokens
         return min(blocks, len(request.block_hashes) // self._geometry.hashes_per_block)
 
-    def hint(self, state: RequestState, session: SchedulerSession, local_blocks: int) -> bool:
+    def hint(self, state: RequestState, session: SchedulerSession, local_blocks: int, now_ns: int) -> bool:
         """Hint at all usable blocks; False when all are local, or when there was no room (counted)."""
         request = state.request
         blocks = self.usable_blocks(request)
@@ -96,14 +96,15 @@ class Claims:
             return False
         ratio = self._geometry.hashes_per_block
         digests = request.block_hashes[ratio - 1 : blocks * ratio : ratio]
-        handle = hints.push(session, request, digests, local_blocks, self._now_ns())
+        handle = hints.push(session, request, digests, local_blocks, now_ns)
         if handle is None:
             if request.request_id not in self.dropped:
                 self.dropped[request.request_id] = state
                 session.producer.count_dropped()
                 self._counters["hints_dropped"] += 1
             return False
-        self.dropped.pop(request.request_id, None)
+        if self.dropped:
+            self.dropped.pop(request.request_id, None)
         state.hint(handle)
         self._counters["hints"] += 1
         return True
@@ -118,7 +119,7 @@ class Claims:
                 del self.dropped[name]
             elif not hints.room(session, name, self.usable_blocks(request), len(request.block_hashes[0])):
                 return  # before the look at what is local, which costs time by the request's blocks
-            elif self.hint(state, session, local_blocks(request)):
+            elif self.hint(state, session, local_blocks(request), self._now_ns()):
                 assert state.handle is not None
                 sent += state.handle.blocks
                 self._counters["hints_resent"] += 1
@@ -127,6 +128,16 @@ class Claims:
         """The scheduler begins another pass over its queue."""
         self._looked_ns = self._kept_places = 0
         self._pending_before = False
+
+    def waits_behind(self, state: RequestState, num_computed_tokens: int) -> bool:
+        """Whether `match` would only find again that this deferred request waits behind another one of the pass."""
+        handle, wait = state.handle, state.wait
+        if not self._pending_before or handle is None or wait is None or wait.counts or not handle.asked_ns:
+            return False
+        local, block_tokens = handle.local_blocks, self._geometry.block_tokens
+        if not local * block_tokens <= num_computed_tokens < handle.blocks * block_tokens:
+            return False
+        return hints.look(handle).state == FlagState.HINTED
 
     def match(self, state: RequestState, session: SchedulerSession, start: int, *, running: int) -> Reply:
         """The reply for a request with blocks [0, start) local; a claim is left in `state.answer`.
@@ -240,11 +251,12 @@ class Claims:
         """Hint at a visited request without a hint. False after MAX_LATE_HINTS; without room the next visit retries."""
         if state.late_hints >= MAX_LATE_HINTS:
             return False
-        if self.hint(state, session, start):
+        now_ns = self._now_ns()
+        if self.hint(state, session, start, now_ns):
             state.count_late_hint(1)
             self._counters["late_hints"] += 1
             assert state.handle is not None
-            hints.ask(state.handle, self._now_ns())
+            hints.ask(state.handle, now_ns)
         return True
 
     def _take(self, state: RequestState, flag: Flag, visit: Visit, outcome: Outcome) -> Reply:

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.kvprefetch")
 
+_FAILED = "kvprefetch: %s failed; the engine goes on without it"
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -62,7 +64,7 @@ def _guarded(default: Any) -> Callable[[_F], _F]:
             try:
                 return method(self, *args, **kwargs)
             except Exception:
-                log.exception("kvprefetch: %s failed; the engine goes on without it", method.__name__)
+                log.exception(_FAILED, method.__name__)
                 return default() if callable(default) else default
 
         return call  # type: ignore[return-value]
@@ -75,21 +77,22 @@ class _PrefixCache(LocalCache):
 
     def __init__(self, manager: KVCacheManager, geometry: Geometry) -> None:
         self._manager, self._pool = manager, manager.block_pool
-        self._group, self._ratio = geometry.group, geometry.hashes_per_block
+        self._cached, self._ratio = manager.block_pool.cached_block_hash_to_block, geometry.hashes_per_block
+        # What vLLM appends to a digest for the key of a group's block.
+        self._suffix = make_block_hash_with_group_id(BlockHash(b""), geometry.group)
 
     def tokens(self, request: Request) -> int:
         first = request.block_hashes[self._ratio - 1 : self._ratio]
-        if not first or self._pool.get_cached_block(first[0], [self._group]) is None:
+        if not first or self._cached.get_one_block(first[0] + self._suffix) is None:
             return 0  # without the first block there is no prefix; vLLM's own look costs much more
         tokens: int = self._manager.get_computed_blocks(request)[1]
         return tokens
 
     def blocks(self) -> int:
-        return len(self._pool.cached_block_hash_to_block)
+        return len(self._cached)
 
     def holds(self, block_id: int, digest: bytes) -> bool:
-        expected = make_block_hash_with_group_id(BlockHash(digest), self._group)
-        return bool(self._pool.blocks[block_id].block_hash == expected)
+        return bool(self._pool.blocks[block_id].block_hash == digest + self._suffix)
 
 
 class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
@@ -193,16 +196,23 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         if self.scheduler_side is not None:
             self.scheduler_side.cache = _PrefixCache(kv_cache_manager, self._geometry)
 
-    @_guarded(None)
+    # vLLM calls the hooks below for every request or step, with cold caches: they guard themselves, as each call of a
+    # Python function costs 2 to 3 us there.
+
     def on_new_request(self, request: Request) -> None:
         if self.scheduler_side is not None:
-            self.scheduler_side.arrived(request)
+            try:
+                self.scheduler_side.arrived(request)
+            except Exception:
+                log.exception(_FAILED, "on_new_request")
 
-    @_guarded((0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self.scheduler_side is None:
-            return 0, False
-        return self.scheduler_side.match(request, num_computed_tokens)
+        if self.scheduler_side is not None:
+            try:
+                return self.scheduler_side.match(request, num_computed_tokens)
+            except Exception:
+                log.exception(_FAILED, "get_num_new_matched_tokens")
+        return 0, False
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if self.scheduler_side is not None:
@@ -211,36 +221,33 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVPrefetchMetadata:
         if self.scheduler_side is None:
             return KVPrefetchMetadata()
-        try:  # here, and not in `_guarded`: a call of its own would cost as much as the rest
+        try:
             if (quiet := self.scheduler_side.quiet_step(scheduler_output)) is not None:
                 return quiet
         except Exception:
-            log.exception("kvprefetch: quiet_step failed; the engine goes on without it")
+            log.exception(_FAILED, "quiet_step")
         meta = self.scheduler_side.take_loads()
-        self._plan(scheduler_output, meta)
+        try:
+            self.scheduler_side.plan_step(scheduler_output, meta)
+        except Exception:
+            log.exception(_FAILED, "plan_step")
         return meta
 
-    @_guarded(None)
-    def _plan(self, scheduler_output: SchedulerOutput, meta: KVPrefetchMetadata) -> None:
-        assert self.scheduler_side is not None
-        self.scheduler_side.plan_step(scheduler_output, meta)
-
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if connector_output.kv_connector_worker_meta is not None or connector_output.invalid_block_ids:
-            self._outputs(connector_output)
+        reports, failed = connector_output.kv_connector_worker_meta, connector_output.invalid_block_ids
+        if (reports is not None or failed) and self.scheduler_side is not None:
+            try:
+                self.scheduler_side.outputs(reports, failed_blocks=bool(failed))
+            except Exception:
+                log.exception(_FAILED, "update_connector_output")
 
-    @_guarded(None)
-    def _outputs(self, connector_output: KVConnectorOutput) -> None:
-        if self.scheduler_side is not None:
-            self.scheduler_side.outputs(
-                connector_output.kv_connector_worker_meta, failed_blocks=bool(connector_output.invalid_block_ids)
-            )
-
-    @_guarded((False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Nothing is pinned, so the engine may have the blocks back at once: always (False, None)."""
         if self.scheduler_side is not None:
-            self.scheduler_side.finished(request, block_ids)
+            try:
+                self.scheduler_side.finished(request, block_ids)
+            except Exception:
+                log.exception(_FAILED, "request_finished")
         return False, None
 
     def request_finished_all_groups(

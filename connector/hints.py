@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..shmring.errors import SegmentCorrupt
-from ..shmring.flags import Flag, pack
+from ..shmring.flags import GENERATION_SHIFT, STATE_SHIFT, Flag
 from ..shmring.wire.records import (
     Ask,
     Done,
@@ -28,7 +28,13 @@ from .session import SchedulerSession
 
 # The daemon publishes progress, or takes it back, while we exchange: each try loses against at most one such step.
 _TRIES = 16
-_MINE = (FlagState.HINTED, FlagState.READY, FlagState.CLAIMED, FlagState.EXPIRED)
+# Plain numbers: with cold caches, as in a hook of the engine, a member of an enum costs several looks more.
+_HINTED, _READY, _CLAIMED, _EXPIRED = (
+    int(state) for state in (FlagState.HINTED, FlagState.READY, FlagState.CLAIMED, FlagState.EXPIRED)
+)
+_FREE, _RELEASED, _CANCELLED = int(FlagState.FREE), int(FlagState.RELEASED), int(FlagState.CANCELLED)
+_MINE = (_HINTED, _READY, _CLAIMED, _EXPIRED)
+_HINT, _ASK, _DONE = int(RecordKind.HINT), int(RecordKind.ASK), int(RecordKind.DONE)
 
 
 @dataclass(slots=True)
@@ -53,29 +59,32 @@ def push(
 
     Without room the cost does not depend on the number of blocks.
     """
-    hash_bytes = len(digests[0])
-    blocks = min(len(digests), session.flags.table_entries)
-    if blocks <= local_blocks or not room(session, request.request_id, blocks, hash_bytes):
+    hash_bytes, flags, producer = len(digests[0]), session.flags, session.producer
+    blocks = min(len(digests), flags.table_entries)
+    if blocks <= local_blocks or not producer.fits(hint_bytes(blocks, hash_bytes, request.request_id)):
         return None
-    taken = session.allocator.take(FlagState.HINTED, blocks)
+    taken = session.allocator.take(_HINTED, blocks)
     if taken is None:
         return None
     index, generation = taken
-    hint = Hint(
-        flag=index,
-        generation=generation,
-        request_id=request.request_id,
-        blocks=blocks,
-        local_blocks=local_blocks,
-        priority=request.priority,
-        prompt_tokens=request.num_prompt_tokens,
-        arrival_ns=now_ns,
-        hash_bytes=hash_bytes,
-        hashes=memoryview(b"".join(digests if blocks == len(digests) else digests[:blocks])),
-        pages=session.flags.lent(index),
+    hashes = memoryview(b"".join(digests if blocks == len(digests) else digests[:blocks]))
+    head = encode_hint(
+        Hint(
+            index,
+            generation,
+            request.request_id,
+            blocks,
+            local_blocks,
+            request.priority,
+            request.num_prompt_tokens,
+            now_ns,
+            hash_bytes,
+            hashes,
+            flags.lent(index),
+        )
     )
-    session.producer.push(RecordKind.HINT, *encode_hint(hint))  # it fits, and nobody else pushes
-    return Handle(session, index, generation, blocks, local_blocks, hint.hashes)
+    producer.push(_HINT, *head)  # it fits, and nobody else pushes
+    return Handle(session, index, generation, blocks, local_blocks, hashes)
 
 
 def room(session: SchedulerSession, request_id: str, blocks: int, hash_bytes: int) -> bool:
@@ -98,14 +107,14 @@ def look(handle: Handle) -> Flag:
 def ask(handle: Handle, now_ns: int) -> None:
     """Tell the daemon, once, that the scheduler waits for this request."""
     if handle.asked_ns == 0 and handle.session.producer.push(
-        RecordKind.ASK, encode_ask(Ask(handle.flag, handle.generation, now_ns))
+        _ASK, encode_ask(Ask(handle.flag, handle.generation, now_ns))
     ):
         handle.asked_ns = now_ns
 
 
 def claim(handle: Handle, seen: Flag, count: int, now_ns: int) -> bool:
     """Take blocks [0, count) of a HINTED or READY flag as seen; False when the daemon moved it meanwhile."""
-    if not _exchange(handle, seen, FlagState.CLAIMED, count):
+    if not _exchange(handle, seen, _CLAIMED, count):
         return False
     handle.claimed_ns = now_ns
     return True
@@ -114,7 +123,7 @@ def claim(handle: Handle, seen: Flag, count: int, now_ns: int) -> bool:
 def unclaim(handle: Handle) -> None:
     """Let the daemon take the blocks back: the answer was not used in this pass."""
     seen = look(handle)
-    if seen.state == FlagState.CLAIMED and not _exchange(handle, seen, FlagState.READY, seen.count):
+    if seen.state == _CLAIMED and not _exchange(handle, seen, _READY, seen.count):
         raise SegmentCorrupt(f"a claimed flag was moved: flag={handle.flag}")
 
 
@@ -125,24 +134,24 @@ def finish(handle: Handle, outcome: Outcome, *, loaded: range = range(0), loaded
     """
     for _ in range(_TRIES):
         seen = look(handle)
-        if seen.state == FlagState.EXPIRED:
-            after = FlagState.FREE
+        if seen.state == _EXPIRED:
+            after = _FREE
         else:
-            after = FlagState.RELEASED if seen.state == FlagState.CLAIMED else FlagState.CANCELLED
-        if _exchange(handle, seen, after, 0 if after == FlagState.FREE else seen.count):
+            after = _RELEASED if seen.state == _CLAIMED else _CANCELLED
+        if _exchange(handle, seen, after, 0 if after == _FREE else seen.count):
             break
     else:
         raise SegmentCorrupt(f"flag does not rest: flag={handle.flag} generation={handle.generation}")
     session = handle.session
     session.allocator.give_back(handle.flag)
-    if after != FlagState.FREE:
+    if after != _FREE:
         times = (handle.asked_ns, handle.waited_ns, handle.claimed_ns, loaded_ns)
         done = Done(handle.flag, handle.generation, outcome, loaded.start, len(loaded), *times)
-        session.producer.push(RecordKind.DONE, encode_done(done))
+        session.producer.push(_DONE, encode_done(done))
 
 
-def _exchange(handle: Handle, seen: Flag, state: FlagState, count: int) -> bool:
+def _exchange(handle: Handle, seen: Flag, state: int, count: int) -> bool:
     # SYNC flag: slot table and found word visible with the count
-    return handle.session.flags.exchange(
-        handle.flag, pack(handle.generation, seen.state, seen.count), pack(handle.generation, state, count)
-    )
+    use = handle.generation << GENERATION_SHIFT
+    expected, desired = use | seen.state << STATE_SHIFT | seen.count, use | state << STATE_SHIFT | count
+    return handle.session.flags.exchange(handle.flag, expected, desired)

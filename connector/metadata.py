@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -21,8 +22,7 @@ class KVPrefetchNode(KVConnectorHandshakeMetadata):
     hostname: str
 
 
-@dataclass(frozen=True)
-class LoadOrder:
+class LoadOrder(NamedTuple):
     """Copy staging slot slots[i] of `epoch` into paged block block_ids[i]. Both are arrays, which pickle as bytes."""
 
     load_id: int

@@ -162,6 +162,10 @@ class RequestState:
         self.deferred_ns, self.deferred_in = now_ns, in_pass
         return first
 
+    def defer_again(self, in_pass: int) -> None:
+        """vLLM asked again, and is to ask once more."""
+        self.deferred_in = in_pass
+
     def resume(self, now_ns: int) -> int:
         """The request is visited again, ended or passed over. Return how long it was deferred (ns), once."""
         waited, self.deferred_ns = now_ns - self.deferred_ns if self.deferred_ns else 0, 0

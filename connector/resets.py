@@ -26,11 +26,6 @@ class Resets:
         """Ask the daemon for the last reset, and wait. Return whether it confirmed it."""
         return self._link.request_reset(self.generation, self._limit_ms())
 
-    @property
-    def owed(self) -> bool:
-        """Whether the last reset is not confirmed yet."""
-        return self._link.confirmed_reset < self.generation
-
     def ask_again(self, session: SchedulerSession | None, now_ns: int) -> None:
         """Ask again now and then, where there is a session, without waiting."""
         if session is not None and now_ns - self._asked_ns > RETRY_NS:

@@ -52,9 +52,7 @@ def _detaching(default: Any) -> Callable[[_F], _F]:
             try:
                 return method(self, *args, **options)
             except SegmentCorrupt as error:
-                self.counters["detached"] += 1
-                self.link.detach(str(error))
-                self.adopt(None)
+                self._detach(error)
                 return default
 
         return guarded  # type: ignore[return-value]
@@ -95,41 +93,57 @@ class SchedulerSide:
         saves = self.saves if self._saving else None
         self.claims = Claims(config, geometry, self.policy, saves, self.counters, clock)
         self._admitted = 0  # in this pass
-        self._visited = False  # vLLM asked about or admitted a request in this pass
+        self._still = False  # nothing goes on, and vLLM asked about and admitted no request in this pass
         self._quiet = KVPrefetchMetadata()  # of a step with nothing to do
         self._unmeasured = self._unreported = 0  # steps
         self._stale_local = False
 
     # --- arrival ----------------------------------------------------------------------------------------------------
 
-    @_detaching(None)
     def arrived(self, request: Any) -> None:
         """A new request: send one hint, unless there is nothing to gain."""
         if request.resumable:
             return  # vLLM never asks about a session's later chunks, and may cut its tokens back
         loadable = self._geometry.loads and not request.skip_reading_prefix_cache
-        state = RequestState(request, loadable, request.num_preemptions)
-        self.requests[request.request_id] = state
-        session = self._usable_session()
-        if session is None or not loadable or not self._config.hint_on_arrival:
+        self.requests[request.request_id] = state = RequestState(request, loadable, request.num_preemptions)
+        if not loadable or not self._config.hint_on_arrival:
             return
-        if session.alive(self._now_ns()):
-            self.claims.hint(state, session, self._local_blocks(request))
+        try:
+            session = self._usable_session()
+            if session is not None and session.alive(now := self._now_ns()):
+                local_blocks = self.cache.tokens(request) // self._geometry.block_tokens
+                if not self.claims.hint(state, session, local_blocks, now):
+                    self._still = False  # it may have been dropped
+        except SegmentCorrupt as error:
+            self._detach(error)
 
     def _local_blocks(self, request: Any) -> int:
         return self.cache.tokens(request) // self._geometry.block_tokens
 
     # --- matching ---------------------------------------------------------------------------------------------------
 
-    @_detaching(NOTHING)
     def match(self, request: Any, num_computed_tokens: int) -> Reply:
         """vLLM's get_num_new_matched_tokens: may be asked any number of times, makes no system call while pending."""
-        self._visited = True
+        self._still = False
         state = self.requests.get(request.request_id)
         if state is None:
             return NOTHING
-        if state.deferred_ns:
-            self._waits.over(state, self._now_ns())
+        try:
+            if state.deferred_ns:
+                if (
+                    not self._stale_local
+                    and self.link.session is self._session
+                    and self.claims.waits_behind(state, num_computed_tokens)
+                ):
+                    self._waits.go_on(state)
+                    return PENDING
+                self._waits.over(state, self._now_ns())
+            return self._match(state, request, num_computed_tokens)
+        except SegmentCorrupt as error:
+            self._detach(error)
+            return NOTHING
+
+    def _match(self, state: RequestState, request: Any, num_computed_tokens: int) -> Reply:
         if state.preemptions != request.num_preemptions:
             state.restart()
         start = num_computed_tokens // self._geometry.block_tokens
@@ -161,7 +175,7 @@ class SchedulerSide:
 
     def allocated(self, request: Any, block_ids: Callable[[], Any], num_external_tokens: int) -> None:
         """vLLM's update_state_after_alloc; `block_ids()` gives the request's block ids per group."""
-        self._visited = True
+        self._still = False
         self._admitted += 1
         state = self.requests.get(request.request_id)
         if num_external_tokens > 0:
@@ -201,24 +215,29 @@ class SchedulerSide:
         """
         running = len(self.running)
         if (
-            self._visited
-            or self._unmeasured == MEASURED_STEPS
-            or running != len(output.num_scheduled_tokens)
-            or running != output.total_num_scheduled_tokens
-            or self.loads.running
+            self._still
+            and self._unmeasured < MEASURED_STEPS
+            and running == len(output.num_scheduled_tokens)
+            and running == output.total_num_scheduled_tokens
+            and self.link.session is self._session
+        ):
+            self._unmeasured += 1
+            self.steps.begun += 1
+            return self._quiet
+        self._unmeasured = 0
+        return None
+
+    def _is_still(self) -> bool:
+        """Whether nothing goes on that the next step would have to see."""
+        return not (
+            self.loads.running
             or self.loads.kept
             or self._unsaved
             or self.saves.left
             or self.saves.copied
             or self.claims.dropped
             or self._waits.open
-            or self.link.session is not self._session
-        ):
-            self._unmeasured = 0
-            return None
-        self._unmeasured += 1
-        self.steps.flying.append(None)
-        return self._quiet
+        )
 
     def take_loads(self) -> KVPrefetchMetadata:
         """The step's metadata with the loads dispatched in this pass: they are in it whatever else goes wrong."""
@@ -234,26 +253,30 @@ class SchedulerSide:
         session = self._session
         return tuple(self.loads.epochs() | ({session.epoch} if session is not None else set()))
 
-    @_detaching(None)
     def plan_step(self, output: Any, meta: KVPrefetchMetadata) -> None:
         """The rest of build_connector_meta: give up unused answers, plan saves, push SAVED records."""
         executed, now = output.total_num_scheduled_tokens > 0, self._now_ns()
         self.steps.began(now, prefill_tokens(output, self.requests), executed=executed, typical=not meta.loads)
-        self.running, self._admitted, self._visited = set(output.num_scheduled_tokens), 0, False
+        self.running, self._admitted = set(output.num_scheduled_tokens), 0
         self.claims.new_pass()
         self._waits.pass_ended(now)
-        session = self._usable_session()
-        while self._answered:
-            state = self.requests[self._answered.pop()]
-            if compat.waits_for_load(state.request):
-                self.loads.keep(state)
-            else:
-                self.claims.withdraw(state)
-        wanted = self._unsaved or self.saves.left or self.claims.dropped
-        if session is not None and wanted and session.alive(now):
-            self.claims.send_dropped(session, self._local_blocks)
-            meta.saves.extend(self._plan_saves(session, output))
-        self.saves.flush()
+        try:
+            session = self._usable_session()
+            while self._answered:
+                state = self.requests[self._answered.pop()]
+                if compat.waits_for_load(state.request):
+                    self.loads.keep(state)
+                else:
+                    self.claims.withdraw(state)
+            wanted = self._unsaved or self.saves.left or self.claims.dropped
+            if session is not None and wanted and session.alive(now):
+                self.claims.send_dropped(session, self._local_blocks)
+                meta.saves.extend(self._plan_saves(session, output))
+            if self.saves.copied:
+                self.saves.flush()
+        except SegmentCorrupt as error:
+            self._detach(error)
+        self._still = self._is_still()
 
     def _plan_saves(self, session: SchedulerSession, output: Any) -> Iterator[SaveOrder]:
         """This step's saves. vLLM asks about every request (`match`) before it schedules it, again when preempted."""
@@ -275,12 +298,17 @@ class SchedulerSide:
 
         Return whether the statistics are to be reported: now and then while there are requests.
         """
-        if not self.steps.pass_over():
-            self.steps.ended(self._now_ns())
-        self._unreported = (self._unreported + 1) % REPORT_STEPS if self.requests else 0
-        return self._unreported == 0
+        steps = self.steps
+        if steps.passed + 1 < steps.due:
+            steps.passed += 1
+        else:
+            steps.ended(self._now_ns())
+        self._unreported += 1
+        if self._unreported < REPORT_STEPS and self.requests:
+            return False
+        self._unreported = 0
+        return True
 
-    @_detaching(None)
     def outputs(self, worker_meta: Any, *, failed_blocks: bool = False) -> None:
         """vLLM's update_connector_output: the ranks' reports, and whether a load left blocks unfilled.
 
@@ -294,12 +322,19 @@ class SchedulerSide:
                     state.taint()
         if not isinstance(worker_meta, KVPrefetchWorkerMeta):
             return
-        self.saves.acknowledge(worker_meta.saves, worker_meta.failed_saves)
-        now = self._now_ns()
-        for load in self.loads.acknowledge(worker_meta.loads, worker_meta.failed_loads):
-            if load.handle.session is self._session:
-                hints.finish(load.handle, Outcome.LOADED, loaded=load.blocks, loaded_ns=now)
-        self.saves.flush()
+        if worker_meta.saves:
+            self.saves.acknowledge(worker_meta.saves, worker_meta.failed_saves)
+        try:
+            if worker_meta.loads:
+                now = self._now_ns()
+                for load in self.loads.acknowledge(worker_meta.loads, worker_meta.failed_loads):
+                    if load.handle.session is self._session:
+                        hints.finish(load.handle, Outcome.LOADED, loaded=load.blocks, loaded_ns=now)
+            if self.saves.copied:
+                self.saves.flush()
+        except SegmentCorrupt as error:
+            self._detach(error)
+        self._still = self._is_still()
 
     @_detaching(False)
     def has_pending_work(self) -> bool:
@@ -320,20 +355,29 @@ class SchedulerSide:
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
-    @_detaching(None)
     def finished(self, request: Any, block_ids: Sequence[int] = ()) -> None:
         """The request has ended, for whatever reason, and gives these blocks back; a dispatched load goes on."""
-        self.running.discard(request.request_id)
-        self._unsaved.pop(request.request_id, None)
-        state = self.requests.pop(request.request_id, None)
+        request_id = request.request_id
+        self.running.discard(request_id)
+        self._unsaved.pop(request_id, None)
+        state = self.requests.pop(request_id, None)
         if state is None:
             return
-        if state.preemptions == request.num_preemptions and not self._stale_local:
-            self.saves.leave(state, block_ids)
-        self._answered.discard(request.request_id)
-        self._waits.over(state, self._now_ns())
-        kept = self.loads.forget(request.request_id, self._session)
-        self.claims.give_back(request.request_id, kept, Outcome.ABORTED)
+        if state.progress.storable > state.progress.saved:
+            self._still = False
+            if state.preemptions == request.num_preemptions and not self._stale_local:
+                self.saves.leave(state, block_ids)
+        if state.deferred_ns:
+            self._waits.over(state, self._now_ns())
+        if not state.settled or self.loads.kept or self.claims.dropped:
+            self._abort(state, request_id)
+
+    @_detaching(None)
+    def _abort(self, state: RequestState, request_id: str) -> None:
+        """A request has ended that vLLM may not have admitted."""
+        self._answered.discard(request_id)
+        kept = self.loads.forget(request_id, self._session)
+        self.claims.give_back(request_id, kept, Outcome.ABORTED)
         self.claims.finish(state, Outcome.ABORTED)
 
     @_detaching(None)
@@ -360,12 +404,19 @@ class SchedulerSide:
 
     def _usable_session(self) -> SchedulerSession | None:
         """The link's session, unless a reset is owed to it."""
-        while (session := self.link.session) is not self._session:
+        link = self.link
+        while (session := link.session) is not self._session:
             self.adopt(session)
-        if self.resets.owed:
+        if link.confirmed_reset < self.resets.generation:
             self.resets.ask_again(session, self._now_ns())
             return None
         return session
+
+    def _detach(self, error: SegmentCorrupt) -> None:
+        """The daemon's memory cannot be right: drop the session."""
+        self.counters["detached"] += 1
+        self.link.detach(str(error))
+        self.adopt(None)
 
     def adopt(self, session: SchedulerSession | None) -> None:
         """Another epoch: handles, undispatched claims and saves of the old one are void."""

@@ -20,7 +20,11 @@ _MEMORY_TOKENS2 = 8192.0**2
 _MAX_IN_FLIGHT = 64
 
 
+_NEVER = 1 << 62
+
+
 class _Step(NamedTuple):
+    number: int
     began_ns: int
     prefill_tokens: int
     executed: bool
@@ -28,35 +32,38 @@ class _Step(NamedTuple):
 
 
 class StepTimes:
-    """One engine's steps. `step_ns` is the average duration of a step that executed something, 0 before the first."""
+    """One engine's steps. `step_ns` is the average duration of a step that executed something, 0 before the first.
+
+    The caller counts a step that need not be measured in `begun` itself, and an end before that of step `due` in
+    `passed`: two calls less.
+    """
 
     def __init__(self) -> None:
+        self.begun = self.passed = 0
+        self.due = _NEVER
         self.step_ns = 0.0
         self._decode_ns = 0.0
-        self.flying: deque[_Step | None] = deque()  # None: not measured
+        self._flying: deque[_Step] = deque()  # those that are measured
         self._ended_ns = 0
         self._xy = self._xx = 0.0
 
     def began(self, now_ns: int, prefill_tokens: int, *, executed: bool, typical: bool = True) -> None:
         """A step was scheduled. `typical`: it does nothing else that takes time, such as a load."""
-        if len(self.flying) >= _MAX_IN_FLIGHT:
-            self.flying.clear()
-        self.flying.append(_Step(now_ns, prefill_tokens, executed, typical))
-
-    def pass_over(self) -> bool:
-        """End the oldest step in flight, if neither it nor the one behind it is measured."""
-        flying = self.flying
-        if not flying or flying[0] is not None or (len(flying) > 1 and flying[1] is not None):
-            return False
-        flying.popleft()
-        return True
+        if not self.passed <= self.begun <= self.passed + _MAX_IN_FLIGHT:
+            self._flying.clear()
+            self.passed = self.begun
+        self.begun += 1
+        self._flying.append(_Step(self.begun, now_ns, prefill_tokens, executed, typical))
+        self._set_due()
 
     def ended(self, now_ns: int) -> None:
         """The output of the oldest step in flight is there."""
-        if not self.flying:
+        if self.passed >= self.begun:
             return
-        step = self.flying.popleft()
+        self.passed += 1
         ended_ns, self._ended_ns = self._ended_ns, now_ns
+        step = self._flying.popleft() if self._flying and self._flying[0].number == self.passed else None
+        self._set_due()
         if step is None or not step.executed or not step.typical:
             return
         duration = float(now_ns - max(step.began_ns, ended_ns))
@@ -68,6 +75,10 @@ class StepTimes:
         keep = 0.5 ** (tokens * tokens / _MEMORY_TOKENS2)
         self._xy = keep * self._xy + tokens * max(0.0, duration - self._decode_ns)
         self._xx = keep * self._xx + tokens * tokens
+
+    def _set_due(self) -> None:
+        """A measured step begins with the end of the one before it, if that is still in flight."""
+        self.due = max(self.passed + 1, self._flying[0].number - 1) if self._flying else _NEVER
 
     def prefill_ns(self, tokens: int) -> float:
         """Time that computing so many more tokens takes, with batches as they have been lately."""

@@ -32,6 +32,11 @@ class Waits:
         self._counters["waits"] += state.defer(now_ns, self._pass)
         self._now.append(state)
 
+    def go_on(self, state: RequestState) -> None:
+        """A deferred request is asked about again and goes on waiting: its wait is charged when it ends."""
+        state.defer_again(self._pass)
+        self._now.append(state)
+
     def over(self, state: RequestState, now_ns: int) -> None:
         """The request is asked about again, or ended: the cost of its last None is known."""
         if state.deferred_ns:

@@ -42,13 +42,14 @@ MAX_COUNT = (1 << COUNT_BITS) - 1
 MAX_GENERATION = (1 << GENERATION_BITS) - 1
 FREE = 0
 
-_STATE_SHIFT = COUNT_BITS
-_GENERATION_SHIFT = COUNT_BITS + STATE_BITS
+STATE_SHIFT = COUNT_BITS
+GENERATION_SHIFT = COUNT_BITS + STATE_BITS
 _WORDS_PER_LINE = LINE_BYTES // 8
 _FOUND = 1  # word of the line: leading blocks that the store holds
 _DISK = 2  # word of the line: blocks fetched from disk for this use
 _WORDS = {_FOUND: "found", _DISK: "disk"}
 _BLOCK_BITS = 24
+_STATES = (1 << STATE_BITS) - 1
 _LOOKS_PER_TAKE = 64
 
 
@@ -60,21 +61,24 @@ class Flag(NamedTuple):
     count: int  # type: ignore[assignment]  # a field of ours, not tuple.count
 
 
+_tuple = tuple.__new__  # makes a Flag without the Python function that a named tuple's own __new__ is
+
+
 def pack(generation: int, state: int, count: int) -> int:
     """Return the flag word. Raises ValueError for a part that does not fit its bits."""
     if not (0 <= generation <= MAX_GENERATION and 0 <= state < 1 << STATE_BITS and 0 <= count <= MAX_COUNT):
         raise ValueError(f"flag out of bounds: generation={generation} state={state} count={count}")
-    return generation << _GENERATION_SHIFT | state << _STATE_SHIFT | count
+    return generation << GENERATION_SHIFT | state << STATE_SHIFT | count
 
 
 def unpack(word: int) -> Flag:
-    return Flag(word >> _GENERATION_SHIFT, word >> _STATE_SHIFT & (1 << STATE_BITS) - 1, word & MAX_COUNT)
+    return Flag(word >> GENERATION_SHIFT, word >> STATE_SHIFT & _STATES, word & MAX_COUNT)
 
 
 def states(buffer: memoryview, layout: Layout) -> npt.NDArray[np.uint64]:
     """Return the state of every flag, shape [flag_count]. The read orders nothing: only for a view of the segment."""
     lines = np.frombuffer(buffer[layout.flags_offset : layout.table_offset], dtype="<u8")
-    return lines[::_WORDS_PER_LINE] >> np.uint64(_STATE_SHIFT) & np.uint64((1 << STATE_BITS) - 1)
+    return lines[::_WORDS_PER_LINE] >> np.uint64(STATE_SHIFT) & np.uint64(_STATES)
 
 
 class FlagTable:
@@ -93,6 +97,9 @@ class FlagTable:
         self._pages = pages.reshape(layout.page_count, PAGE_ENTRIES)
         self._tables: list[Sequence[int]] = [()] * layout.flag_count  # pages of each flag's table
 
+    # The engine's forward empties the caches, and each Python function that a hook then calls costs 2 to 3 us: so the
+    # methods below repeat a line or two of each other.
+
     def load(self, index: int) -> int:
         """Return the flag word, by one acquire load. Raises IndexError outside 0..flag_count-1 (here and below)."""
         # SYNC flag: slot table and found word visible with the count
@@ -101,7 +108,24 @@ class FlagTable:
 
     def flag(self, index: int) -> Flag:
         """Return the flag word, taken apart."""
-        return unpack(self.load(index))
+        # SYNC flag: slot table and found word visible with the count
+        # SYNC slots: slots read before they are given up
+        word = self._load_acquire(index * _WORDS_PER_LINE)
+        return _tuple(Flag, (word >> GENERATION_SHIFT, word >> STATE_SHIFT & _STATES, word & MAX_COUNT))
+
+    def begin(self, index: int, state: int, pages: Sequence[int]) -> int:
+        """Engine: begin a use of the flag in `state`, with these pages. Return its generation; 0 unless it was FREE."""
+        # SYNC flag: slot table and found word visible with the count
+        # SYNC slots: slots read before they are given up
+        word = self._load_acquire(index * _WORDS_PER_LINE)
+        generation = (word >> GENERATION_SHIFT) % MAX_GENERATION + 1
+        after = generation << GENERATION_SHIFT | state << STATE_SHIFT
+        if word >> STATE_SHIFT & _STATES != FREE or (
+            self._words.compare_exchange(index * _WORDS_PER_LINE, word, after) != word
+        ):
+            return 0
+        self._tables[index] = pages
+        return generation
 
     def exchange(self, index: int, expected: int, desired: int) -> bool:
         """Compare-and-swap the whole word (acquire and release). Returns False when another transition came first."""
@@ -128,7 +152,7 @@ class FlagTable:
     def _read_blocks(self, index: int, word: int) -> int | None:
         # SYNC flag: slot table and found word visible with the count
         generation, blocks = divmod(self._load_acquire(index * _WORDS_PER_LINE + word), 1 << _BLOCK_BITS)
-        if generation != unpack(self.load(index)).generation:
+        if generation != self._load_acquire(index * _WORDS_PER_LINE) >> GENERATION_SHIFT:
             return None
         if blocks > MAX_COUNT:
             raise SegmentCorrupt(f"{_WORDS[word]} blocks out of bounds: blocks={blocks} max={MAX_COUNT}")
@@ -218,18 +242,13 @@ class FlagAllocator:
         None when no flag or too few pages are found free.  It looks only at the 64 flags given back longest ago, so a
         daemon that frees nothing costs a bounded time.
         """
-        wanted = pages_of(blocks)
-        if not self.room(blocks):
+        wanted, free, pages = -(-blocks // PAGE_ENTRIES), self._free, self._pages
+        if (not free or len(pages) < wanted) and not self.room(blocks):
             return None
-        while self._free and len(self._pages) >= wanted:
-            index = self._free.pop()
-            word = self._table.load(index)
-            flag = unpack(word)
-            generation = flag.generation % MAX_GENERATION + 1
-            if flag.state == FREE and self._table.exchange(index, word, pack(generation, state, 0)):
-                pages = self._pages[len(self._pages) - wanted :]
-                del self._pages[len(self._pages) - wanted :]
-                self._table.lend(index, pages)
+        while free:
+            index = free.pop()
+            if generation := self._table.begin(index, state, pages[len(pages) - wanted :]):
+                del pages[len(pages) - wanted :]
                 return index, generation
             self._returning.append(index)
         return None

@@ -44,10 +44,10 @@ class Liveness:
         self._load_acquire = words.load_acquire
         self._hung_after_ns = hung_after_ns
         mine, peer = (Line.CONSUMER_BEAT, Line.PRODUCER_BEAT) if consumer else (Line.PRODUCER_BEAT, Line.CONSUMER_BEAT)
-        self._my_beat, self._peer_beat = mine, peer
+        self._my_beat, self._peer_beat = int(mine), int(peer)
         self._my_state = Line.CONSUMER_STATE if consumer else Line.PRODUCER_STATE
-        self._peer_state = Line.PRODUCER_STATE if consumer else Line.CONSUMER_STATE
-        self._peer_gone = Line.PRODUCER_GONE if consumer else Line.CONSUMER_GONE
+        self._peer_state = int(Line.PRODUCER_STATE if consumer else Line.CONSUMER_STATE)
+        self._peer_gone = int(Line.PRODUCER_GONE if consumer else Line.CONSUMER_GONE)
 
     def beat(self, now_ns: int) -> None:
         # SYNC beat: read as it is, orders nothing
@@ -61,6 +61,16 @@ class Liveness:
         """Record the end of the control connection, from the thread that saw it."""
         # SYNC gone: the watcher's earlier stores visible with the word
         self._words.store_release(self._peer_gone, 1)
+
+    def peer_alive(self, now_ns: int) -> bool:
+        """Return whether `peer` is ALIVE, for callers with cold caches."""
+        load = self._load_acquire
+        # SYNC gone: the watcher's earlier stores visible with the word
+        # SYNC state: earlier stores visible with the state
+        if load(self._peer_gone) or load(self._peer_state) != _ACTIVE:
+            return False
+        # SYNC beat: read as it is, orders nothing
+        return abs(now_ns - load(self._peer_beat)) <= self._hung_after_ns
 
     def peer(self, now_ns: int) -> PeerStatus:
         """Return the other side's status, by two or three acquire loads."""

@@ -112,7 +112,10 @@ class Producer:
         """Return whether a record of so many bytes can be pushed now. Raises SegmentCorrupt for an impossible head."""
         need = length + _ROUND & -ALIGN
         to_end = self._capacity - (self._tail & self._mask)
-        return length <= self.max_payload_bytes and self._has_room(need if need <= to_end else to_end + need)
+        total = need if need <= to_end else to_end + need
+        return length <= self.max_payload_bytes and (
+            self._tail + total - self._head <= self._capacity or self._has_room(total)
+        )
 
     def _has_room(self, total: int) -> bool:
         # SYNC head: record space free in push
