@@ -16,7 +16,6 @@ from ..shmring.wire.records import (
     Ask,
     Done,
     FlagState,
-    Hint,
     Outcome,
     RecordKind,
     encode_ask,
@@ -59,31 +58,29 @@ def push(
 
     Without room the cost does not depend on the number of blocks.
     """
-    hash_bytes, flags, producer = len(digests[0]), session.flags, session.producer
+    hash_bytes, flags, producer, request_id = len(digests[0]), session.flags, session.producer, request.request_id
     blocks = min(len(digests), flags.table_entries)
-    if blocks <= local_blocks or not producer.fits(hint_bytes(blocks, hash_bytes, request.request_id)):
+    if blocks <= local_blocks or not producer.fits(hint_bytes(blocks, hash_bytes, request_id)):
         return None
     taken = session.allocator.take(_HINTED, blocks)
     if taken is None:
         return None
     index, generation = taken
     hashes = memoryview(b"".join(digests if blocks == len(digests) else digests[:blocks]))
-    head = encode_hint(
-        Hint(
-            index,
-            generation,
-            request.request_id,
-            blocks,
-            local_blocks,
-            request.priority,
-            request.num_prompt_tokens,
-            now_ns,
-            hash_bytes,
-            hashes,
-            flags.lent(index),
-        )
+    parts = encode_hint(
+        index,
+        generation,
+        request_id,
+        blocks,
+        local_blocks,
+        request.priority,
+        request.num_prompt_tokens,
+        now_ns,
+        hash_bytes,
+        hashes,
+        flags.tables[index],
     )
-    producer.push(_HINT, *head)  # it fits, and nobody else pushes
+    producer.push(_HINT, *parts)  # it fits, and nobody else pushes
     return Handle(session, index, generation, blocks, local_blocks, hashes)
 
 

@@ -77,7 +77,7 @@ class RequestState:
 
     def hint(self, handle: Handle) -> None:
         """A hint was sent."""
-        assert self.queued and self.handle is None, self  # noqa: PT018
+        assert self.handle is None and not (self.settled or self.loading or self.answer), self  # noqa: PT018
         self.handle = handle
 
     def count_late_hint(self, count: int) -> None:

@@ -95,7 +95,7 @@ class FlagTable:
         self._table = buffer[layout.table_offset : end]
         pages: npt.NDArray[np.uint32] = np.frombuffer(self._table, dtype="<u4")
         self._pages = pages.reshape(layout.page_count, PAGE_ENTRIES)
-        self._tables: list[Sequence[int]] = [()] * layout.flag_count  # pages of each flag's table
+        self.tables: list[Sequence[int]] = [()] * layout.flag_count  # of each flag: the pages lent to it
 
     # The engine's forward empties the caches, and each Python function that a hook then calls costs 2 to 3 us: so the
     # methods below repeat a line or two of each other.
@@ -124,7 +124,7 @@ class FlagTable:
             self._words.compare_exchange(index * _WORDS_PER_LINE, word, after) != word
         ):
             return 0
-        self._tables[index] = pages
+        self.tables[index] = pages
         return generation
 
     def exchange(self, index: int, expected: int, desired: int) -> bool:
@@ -167,13 +167,13 @@ class FlagTable:
 
     def lend(self, index: int, pages: Sequence[int]) -> None:
         """Use these pages, each in 0..page_count-1, as the flag's slot table from now on."""
-        self._tables[index] = pages
+        self.tables[index] = pages
 
     def lent(self, index: int) -> Sequence[int]:
         """Return the pages of the flag's slot table. Raises IndexError."""
         if not 0 <= index < self.flag_count:
             raise IndexError(f"flag outside the slot table: flag={index} max={self.flag_count - 1}")
-        return self._tables[index]
+        return self.tables[index]
 
     def write_slots(self, index: int, start: int, slots: npt.ArrayLike) -> None:
         """Daemon: write slot numbers from block `start` on, before the exchange that publishes them (SYNC flag)."""

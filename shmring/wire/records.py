@@ -24,7 +24,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..layout import pages_of
+from ..layout import PAGE_ENTRIES, pages_of
 
 PROTOCOL = 8
 MAX_REQUEST_ID_BYTES = 512
@@ -75,6 +75,7 @@ class Outcome(enum.IntEnum):
 # version, groups, hash bytes, request-id bytes, flag, blocks, local blocks, priority, prompt tokens, generation,
 # arrival ns
 _HINT = struct.Struct("<BBHHxxIIIiIQQ")
+_PAGE = struct.Struct("<I")
 _ASK = struct.Struct("<BxxxIQQ")
 # version, outcome, flag, loaded from, loaded blocks, generation, asked ns, waited ns, claimed ns, loaded ns
 _DONE = struct.Struct("<BBxxIIIQQQQQ")
@@ -145,17 +146,40 @@ class Saved(NamedTuple):
 def hint_bytes(blocks: int, hash_bytes: int, request_id: str | None = None) -> int:
     """Return the size of a HINT record's payload; without an id its bound."""
     id_bytes = MAX_REQUEST_ID_BYTES if request_id is None else len(request_id.encode(errors="replace"))
-    return _HINT.size + min(id_bytes, MAX_REQUEST_ID_BYTES) + 4 * pages_of(blocks) + blocks * hash_bytes
+    return (
+        _HINT.size + min(id_bytes, MAX_REQUEST_ID_BYTES) - (-blocks // PAGE_ENTRIES) * 4 + blocks * hash_bytes
+    )  # as pages_of
 
 
-def encode_hint(hint: Hint) -> tuple[bytes, bytes, bytes, memoryview]:
-    """Return the parts of a HINT record, in order; the hashes are not copied."""
-    flag, generation, name, blocks, local, priority, tokens, arrival, hash_bytes, hashes, pages = hint
-    request_id = name.encode(errors="replace")[:MAX_REQUEST_ID_BYTES]
-    priority = max(-(1 << 31), min((1 << 31) - 1, priority))
-    size = len(request_id)
-    head = _HINT.pack(PROTOCOL, GROUPS, hash_bytes, size, flag, blocks, local, priority, tokens, generation, arrival)
-    return head, request_id, struct.pack(f"<{len(pages)}I", *pages), hashes
+def encode_hint(
+    flag: int,
+    generation: int,
+    request_id: str,
+    blocks: int,
+    local_blocks: int,
+    priority: int,
+    prompt_tokens: int,
+    arrival_ns: int,
+    hash_bytes: int,
+    hashes: memoryview,
+    pages: Sequence[int],
+) -> tuple[bytes, memoryview]:
+    """Return the parts of a HINT record, in order, of the fields of Hint; the hashes are not copied."""
+    name = request_id.encode(errors="replace")[:MAX_REQUEST_ID_BYTES]
+    head = _HINT.pack(
+        PROTOCOL,
+        GROUPS,
+        hash_bytes,
+        len(name),
+        flag,
+        blocks,
+        local_blocks,
+        priority if -(1 << 31) <= priority < 1 << 31 else (1 << 31) - 1 if priority > 0 else -(1 << 31),
+        prompt_tokens,
+        generation,
+        arrival_ns,
+    )
+    return b"".join((head, name, *map(_PAGE.pack, pages))), hashes
 
 
 def decode_hint(payload: memoryview) -> Hint:

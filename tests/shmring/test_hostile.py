@@ -194,10 +194,7 @@ decoders = st.sampled_from([records.decode_hint, records.decode_ask, records.dec
 valid_records = st.sampled_from(
     [
         b"".join(
-            bytes(part)
-            for part in records.encode_hint(
-                records.Hint(1, 2, "request", 3, 1, 0, 99, 5, 8, memoryview(bytes(24)), [0])
-            )
+            bytes(part) for part in records.encode_hint(1, 2, "request", 3, 1, 0, 99, 5, 8, memoryview(bytes(24)), [0])
         ),
         records.encode_ask(records.Ask(1, 2, 3)),
         records.encode_done(records.Done(1, 2, records.Outcome.LOADED, 3, 4, 5, 6, 7, 8)),
@@ -269,7 +266,7 @@ def test_a_control_message_made_to_break_the_parser_is_refused(data: bytes) -> N
 
 def test_a_request_id_that_is_no_valid_text_still_makes_a_hint() -> None:
     hint = records.Hint(1, 2, "a\ud800b" + "é" * 600, 1, 0, 0, 1, 0, 8, memoryview(bytes(8)), [0])
-    decoded = records.decode_hint(memoryview(b"".join(bytes(part) for part in records.encode_hint(hint))))
+    decoded = records.decode_hint(memoryview(b"".join(bytes(part) for part in records.encode_hint(*hint))))
     assert decoded.request_id.startswith("a?b")
 
 

@@ -106,7 +106,7 @@ class EngineSide:
         size, tokens = len(digests[0]), BLOCK_TOKENS * len(digests) + 1
         now, hashes = time.monotonic_ns(), memoryview(b"".join(digests))
         hint = records.Hint(*key, name, len(digests), local, 0, tokens, now, size, hashes, self.table.lent(key[0]))
-        self.push(RecordKind.HINT, *records.encode_hint(hint))
+        self.push(RecordKind.HINT, *records.encode_hint(*hint))
         return key
 
     def ask(self, key: Key) -> None:

@@ -125,7 +125,7 @@ def records(epoch: Epoch, chance: Random) -> Iterator[tuple[int, bytes]]:
                 memoryview(hashes),
                 [pick([0, 1, flags - 1, flags, U32])],
             )
-            yield RecordKind.HINT, b"".join(encode_hint(hint))
+            yield RecordKind.HINT, b"".join(encode_hint(*hint))
         elif kind == 2:
             yield RecordKind.ASK, encode_ask(Ask(flag, generation, pick([0, 1, U64])))
         elif kind == 3:
