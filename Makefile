@@ -36,7 +36,7 @@ $(CHECK_VENV)/.done: pyproject.toml shmring/_atomics.c
 	@touch $@
 
 check: $(CHECK_VENV)/.done ## lint, types and the tests without vLLM, torch and Mooncake: two minutes from a clone
-	@$(MAKE) --no-print-directory -o setup lint VENV=$(CHECK_VENV)
+	@$(MAKE) --no-print-directory lint VENV=$(CHECK_VENV)
 	@$(CHECK_VENV)/bin/python -m pytest -n $(JOBS) -m "not store and not vllm and not stress" \
 		--cov --cov-fail-under=$(CHECK_COVERAGE) --cov-report= $(CHECK_TESTS)
 
@@ -50,19 +50,22 @@ test-vllm-versions: setup links ## run the suites that depend on vLLM against th
 vllm-names: links ## compare the hooks and names of the newest vLLM with those that the connector uses; needs no set-up
 	@PYTHONPATH=build/links .ci/vllm-versions names
 
-lint: setup links ## ruff (rules and format), mypy (package, benchmarks and tests) and codespell
-	@$(BIN)/python -m ruff check --quiet $(LINTED)
-	@$(BIN)/python -m ruff format --quiet --check $(LINTED) || { $(BIN)/python -m ruff format --diff $(LINTED); exit 1; }
-	@$(BIN)/python -m mypy --no-error-summary
-	@[ ! -x $(BIN)/codespell ] || $(BIN)/codespell
+# The linters need no vLLM: those of $(VENV) where it has them, else those of the quick tier.
+LINT_BIN := $(if $(wildcard $(BIN)/mypy),$(BIN),$(CHECK_VENV)/bin)
+
+lint: $(if $(wildcard $(BIN)/mypy),,$(CHECK_VENV)/.done) links ## ruff (rules and format), mypy (package, benchmarks and tests) and codespell
+	@$(LINT_BIN)/python -m ruff check --quiet $(LINTED)
+	@$(LINT_BIN)/python -m ruff format --quiet --check $(LINTED) || { $(LINT_BIN)/python -m ruff format --diff $(LINTED); exit 1; }
+	@$(LINT_BIN)/python -m mypy --no-error-summary
+	@$(LINT_BIN)/python -m codespell_lib
 
 links: # link the package's parts under a folder with its import name, for type checkers
 	@mkdir -p build/links/kvprefetch
 	@for part in $(LINKED); do ln -sfn ../../../$$part build/links/kvprefetch/$$part; done
 
-format: setup ## rewrite the sources in ruff's format, imports sorted
-	@$(BIN)/python -m ruff check --quiet --fix $(LINTED) || true
-	@$(BIN)/python -m ruff format $(LINTED)
+format: $(if $(wildcard $(BIN)/mypy),,$(CHECK_VENV)/.done) ## rewrite the sources in ruff's format, imports sorted
+	@$(LINT_BIN)/python -m ruff check --quiet --fix $(LINTED) || true
+	@$(LINT_BIN)/python -m ruff format $(LINTED)
 
 stress: setup ## the long tests: load and randomised faults
 	@$(BIN)/python -m pytest -m stress --timeout=3600 --record

@@ -1,14 +1,21 @@
 """What all tests share: the record of what they show; those that need a CUDA device are skipped without one."""
 
 import contextlib
+import re
 import signal
+import sys
+from collections.abc import Generator
 from dataclasses import astuple
+from importlib.util import find_spec
 
 import pytest
 
 from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
 from tests.support import shown
+
+# Packages of `make setup` that `make check` does without.
+FROM_SETUP = {"matplotlib", "mooncake", "posix_ipc", "safetensors", "tokenizers", "torch", "transformers", "vllm"}
 
 # How long an example takes says nothing on a busy machine.  Machines with a GPU may lack hypothesis.
 with contextlib.suppress(ImportError):
@@ -29,6 +36,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("record"):
         config.pluginmanager.register(shown.Recorder())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip a file that needs what only `make setup` installs, where it is not installed."""
+    report = yield
+    absent = re.search(
+        r"ModuleNotFoundError: No module named '([\w.]+)'", str(report.longrepr) if report.failed else ""
+    )
+    if absent and absent[1].split(".")[0] in FROM_SETUP and find_spec(absent[1].split(".")[0]) is None:
+        report.outcome = "skipped"
+        name = ".".join(collector.path.relative_to(collector.config.rootpath).with_suffix("").parts)
+        sys.modules.pop(name, None)  # half of it; another file may import from it
+        report.longrepr = (str(collector.path), 0, f"Skipped: {absent[1]} is not installed (make setup)")
+    return report
 
 
 @pytest.hookimpl(trylast=True)

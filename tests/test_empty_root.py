@@ -1,11 +1,13 @@
-"""README, docs/tutorial.md and docs/OPERATIONS.md as a new user follows them, in an empty Debian root."""
+"""Three strangers, a newcomer, an operator and a contributor, follow the documents in an empty Debian root."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,14 +19,46 @@ ROOT = Path(__file__).resolve().parents[1]
 CHECKOUT = "/root/kvprefetch"
 
 
-def script(*documents: str) -> str:
-    """The documents' blocks marked `sh root` or `sh test`: one script in the checkout, which shows itself."""
+# Before each command, the seconds since the start, and the command.
+CLOCK = r"""
+trap 'printf "\n== %s s: %s\n" "$SECONDS" "${BASH_COMMAND%%[[:cntrl:]]*}"' DEBUG
+""".strip()
+
+
+def script(*documents: str, marks: str = "root|test") -> str:
+    """The documents' blocks with these marks: one script in the checkout, which shows its commands and their time."""
     blocks = []
     for document in documents:
-        found = re.findall(r"^```sh (?:root|test)\n(.*?)^```$", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
+        text = (ROOT / document).read_text()
+        found = re.findall(rf"^```sh (?:{marks})\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
         assert found, document
-        blocks += found
-    return "\n".join([f"cd {CHECKOUT}", "set -v", *blocks])
+        for block in found:
+            heading = re.findall(r"^#+ (.*)$", text.split(block)[0], re.MULTILINE)[-1]
+            blocks += [f": {document}, {heading}", block]
+    return "\n".join([f"cd {CHECKOUT}", CLOCK, *blocks, ": the end"])
+
+
+def steps(said: str) -> list[str]:
+    """The time of each step, and of its commands that took a second or more."""
+    marks = [(int(second), what) for second, what in re.findall(r"^== (\d+) s: (.*)$", said, re.MULTILINE)]
+    begins = [(at, what) for at, what in marks if what.startswith(": ")]
+    lines = []
+    for (at, what), (end, _) in itertools.pairwise(begins):
+        lines.append(f"{end - at:5} s  {what[2:]}")
+        took: Counter[str] = Counter()
+        for (since, command), (until, _) in itertools.pairwise(marks):
+            if at <= since < end:
+                took[command] += until - since
+        lines += [f"{seconds:9} s  {command[:90]}" for command, seconds in took.items() if seconds and command != what]
+    return lines
+
+
+def journey(root: EmptyRoot, script: str, timeout_s: float, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run it, print the time of each step, and return its output."""
+    said = root.run(script, timeout_s=timeout_s)
+    with capsys.disabled():
+        print("", *steps(said), sep="\n")
+    return said
 
 
 @pytest.fixture
@@ -41,9 +75,19 @@ def root() -> Iterator[EmptyRoot]:
             made.remove()
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/tutorial.md", "docs/OPERATIONS.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/tutorial.md", "docs/OPERATIONS.md", "CONTRIBUTING.md"])
 def test_the_commands_are_a_script(document: str) -> None:
     subprocess.run(["bash", "-n"], input=script(document), text=True, check=True)
+
+
+def test_the_time_of_each_step_is_found() -> None:
+    """Steps and commands get their seconds; a loop's commands are added up."""
+    text = f"{CLOCK}\n: a.md, First\nsleep 1.2\n: b.md, Second\nfor i in 1 2; do sleep 1.1; done\n: the end"
+    said = subprocess.run(["bash", "-e"], input=text, capture_output=True, text=True, check=True).stdout
+    found = [re.sub(r"\d+ s", "N s", line) for line in steps(said)]
+    assert [" ".join(line.split()) for line in found] == [
+        "N s a.md, First", "N s sleep 1.2", "N s b.md, Second", "N s sleep 1.1",
+    ]  # fmt: skip
 
 
 @pytest.mark.stress
@@ -62,9 +106,9 @@ def test_what_is_broken_off_leaves_nothing(root: EmptyRoot) -> None:
 
 @pytest.mark.stress
 @pytest.mark.timeout(3600)
-def test_readme_and_tutorial_lead_a_new_user_to_a_request_explained(root: EmptyRoot) -> None:
+def test_a_newcomer_comes_to_a_request_explained(root: EmptyRoot, capsys: pytest.CaptureFixture[str]) -> None:
     """From nothing: the demo, then by hand a daemon, a real engine, two requests, and the second one explained."""
-    said = root.run(script("README.md", "docs/tutorial.md"), timeout_s=3000)
+    said = journey(root, script("README.md", "docs/tutorial.md"), 3000, capsys)
     assert "All modes gave the same tokens." in said
     texts = re.findall(r'^{"id":"cmpl-\w+".*"text":("[^"]*")', said, re.MULTILINE)
     assert len(texts) == 2
@@ -89,9 +133,28 @@ def test_make_test_passes_on_a_machine_that_never_saw_the_project(root: EmptyRoo
 
 @pytest.mark.stress
 @pytest.mark.timeout(3600)
-def test_the_daemon_s_own_installation_is_complete(root: EmptyRoot) -> None:
-    """An environment with the daemon alone: a machine examined, a configuration checked, units written."""
-    said = root.run(script("docs/OPERATIONS.md"), timeout_s=1800)
+def test_an_operator_comes_to_a_daemon_that_is_ready(root: EmptyRoot, capsys: pytest.CaptureFixture[str]) -> None:
+    """The daemon's own environment: a machine examined, a configuration checked, units written, a daemon looked at."""
+    said = journey(root, script("docs/OPERATIONS.md", marks="root|test|test serving"), 1800, capsys)
+    assert re.search(r"^ready: pid \d+, mode on", said, re.MULTILINE)
+    assert "mode: on (was shadow)" in said
     assert "round trip through a private store of its own: put, found, read, removed" in said
     assert "\nbad " not in said
     assert (root.path / "etc/systemd/system/kvprefetchd.service").exists()
+
+
+# A metric without a value: what the recipe's second step says is missing.
+HALF_A_METRIC = r"""
+sed -i 's/^CATALOGUE: .*/&\n    "new_things": _counter("New things"),/' daemon/telemetry/metrics.py
+.venv-check/bin/python -m pytest -q tests/daemon/telemetry/test_metrics.py -k every_metric || echo "it fails"
+"""
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(3600)
+def test_a_contributor_comes_to_checks_that_pass(root: EmptyRoot, capsys: pytest.CaptureFixture[str]) -> None:
+    """From nothing: `make check`, one file of tests, and a recipe that is followed in half and says what is missing."""
+    said = journey(root, script("CONTRIBUTING.md") + HALF_A_METRIC, 3000, capsys)
+    assert len(re.findall(r"^=* ?\d+ passed", said, re.MULTILINE)) >= 2, said[-2000:]
+    assert "it fails" in said
+    assert "metric new_things has no value: add the field new_things to Counters" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,7 @@ def test_the_version_names_the_protocol(capsys: pytest.CaptureFixture[str]) -> N
     assert re.fullmatch(r"kvprefetchd \d+\.\d+\.\S+(, commit \S+)?, protocol \d+\n", capsys.readouterr().out)
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_the_version_names_the_commit_of_a_checkout_and_no_other(tmp_path: Path) -> None:
     """`-V` says the commit where the sources lie in a checkout of their own, and says nothing otherwise."""
     git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
