@@ -19,7 +19,7 @@ from ... import __version__
 from ...shmring.wire.checks import nearest
 from ...shmring.wire.records import PROTOCOL
 from ..config.model import ConfigError, Taken
-from . import doctor, install_unit, serve, status, store, tail, top, warm
+from . import doctor, install_unit, latency, serve, status, store, tail, top, warm
 from .client import EX_UNAVAILABLE, Unavailable
 from .common import CONFIGURATION_ENVIRONMENT, CONFIGURATION_FILE, SOCKET_FILE
 from .findings import commit
@@ -45,7 +45,7 @@ PAGE = HelpPage(
     environment=CONFIGURATION_ENVIRONMENT,
     also="README.md, docs/OPERATIONS.md, docs/TUNING.md",
 )
-COMMANDS = (serve, status, top, tail, install_unit, doctor, store, warm)
+COMMANDS = (serve, status, top, tail, install_unit, doctor, latency, store, warm)
 
 
 class Parser(argparse.ArgumentParser):

@@ -51,7 +51,7 @@ def test_the_command_line_loads_nothing_that_only_one_command_needs() -> None:
 
 
 def test_every_command_is_there() -> None:
-    expected = "serve check-config status health stat mode top tail explain install-unit doctor store warm"
+    expected = "serve check-config status health stat mode top tail explain install-unit doctor latency store warm"
     assert ["", *expected.split()] == [name for name in NAMES if " " not in name]
     assert [name for name in NAMES if " " in name] == ["store ls", "store stat", "store purge"]
 
@@ -80,7 +80,7 @@ def test_the_examples_are_commands(name: str) -> None:
         assert words[0] == "kvprefetchd"
         parsed, unknown = main.build_parser().parse_known_args(words[1:])
         assert not unknown, words
-        if words[1] in ("serve", "check-config", "doctor"):
+        if words[1] in ("serve", "check-config", "doctor", "latency"):
             load({key: value for key, value in vars(parsed).items() if key in DaemonConfig.model_fields and value})
 
 

@@ -1,0 +1,66 @@
+"""`kvprefetchd latency`: a real daemon, a real cluster of two storage nodes, a folder, and each of them missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvprefetch.daemon.cli import latency
+from kvprefetch.daemon.config.model import load
+from tests.daemon.stores import absent_cluster
+from tests.lab.daemon import Daemon
+from tests.lab.store import Store
+from tests.support.command import kvprefetchd
+
+SMALL = ("--staging", "64MiB", "--memory", "64MiB", "--json")
+
+
+def measured(*arguments: object, status: int) -> tuple[dict[str, Any], list[str]]:
+    """Rows by what was measured, and what failed."""
+    result = kvprefetchd("latency", *SMALL, *arguments)
+    assert result.returncode == status, result.stdout + result.stderr
+    answer = json.loads(result.stdout)
+    return {row["what"]: row for row in answer["measured"]}, answer["failed"]
+
+
+@pytest.mark.parametrize(("count", "p50", "p99"), [(1, 1, 1), (2, 1, 2), (100, 50, 99), (1000, 500, 990)])
+def test_percentiles_are_those_of_the_times(count: int, p50: int, p99: int) -> None:
+    """The nearest rank; the rate is all bytes in all of the time."""
+    row = latency.summary({"what": "x", "ms": [*range(count, 0, -1)], "bytes": 1000})
+    assert (row["count"], row["p50_ms"], row["p99_ms"]) == (count, p50, p99)
+    assert row["mb_s"] == pytest.approx(1000 * count / (count * (count + 1) / 2) / 1e3)
+
+
+def test_each_part_has_its_row(serve: Callable[..., Daemon], tmp_path: Path) -> None:
+    """The daemon's socket, the master, the private store's node and the disk answer; the folder is left empty."""
+    daemon = serve()
+    rows, failed = measured("--socket", daemon.socket, "--disk", f"{tmp_path}:64MiB", status=0)
+    assert failed == []
+    (node,) = [what for what in rows if what.startswith("get from 127.0.0.1:")]
+    assert [*rows] == ["socket", "master", node, f"disk {tmp_path}"]
+    assert all(0 < row["p50_ms"] <= row["p99_ms"] for row in rows.values())
+    assert [what for what, row in rows.items() if row.get("mb_s", 0) > 0] == [node, f"disk {tmp_path}"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.store
+def test_every_storage_node_of_a_cluster_is_timed_and_nothing_is_left(tmp_path: Path) -> None:
+    """A row for each node; no daemon on the socket is a line of its own and ends with 1."""
+    with Store(memory="256 MB", nodes=2) as cluster:
+        rows, failed = measured("--mooncake-config", cluster.config, "--socket", tmp_path / "none", status=1)
+        assert cluster.keys == 0
+    assert len([what for what in rows if what.startswith("get from ")]) == 2
+    assert failed == [f"no daemon answers: socket='{tmp_path}/none': No such file or directory"]
+
+
+@pytest.mark.store
+def test_what_does_not_answer_is_named(tmp_path: Path) -> None:
+    """A cluster that is not there, and a folder that is not there, are a line each."""
+    _, failed = measured("--mooncake-config", absent_cluster(tmp_path), "--socket", tmp_path / "none", status=1)
+    assert len(failed) == 2
+    (missing,) = latency.disk(load({"disk": f"{tmp_path}/missing"}))
+    assert missing["failed"] == f"disk: No such file or directory: disk='{tmp_path}/missing'"
