@@ -152,7 +152,7 @@ def test_an_extension_that_is_not_built_is_one_line(
 
 
 def test_sizes_are_read_with_their_units() -> None:
-    assert [parse_size(text) for text in ("64KiB", "1.5G", "4GB", 7, "12")] == [65536, 1_500_000_000, 4 * 10**9, 7, 12]
+    assert [parse_size(text) for text in ("64KiB", "8Gi", "1.5G", "4GB", 7)] == [65536, 8 << 30, 1_500_000_000, 4 * 10**9, 7]
     with pytest.raises(ValueError, match="such as"):
         parse_size("12 parsecs")
 
