@@ -152,7 +152,8 @@ def test_an_extension_that_is_not_built_is_one_line(
 
 
 def test_sizes_are_read_with_their_units() -> None:
-    assert [parse_size(text) for text in ("64KiB", "8Gi", "1.5G", "4GB", 7)] == [65536, 8 << 30, 1_500_000_000, 4 * 10**9, 7]
+    sizes = {"64KiB": 65536, "8Gi": 8 << 30, "1.5G": 1_500_000_000, "4GB": 4 * 10**9, 7: 7, "12": 12}
+    assert {text: parse_size(text) for text in sizes} == sizes
     with pytest.raises(ValueError, match="such as"):
         parse_size("12 parsecs")
 
