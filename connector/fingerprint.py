@@ -13,6 +13,7 @@ Each block's hash covers LoRA adapters (by name and path), images, cache salts a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
     from ..shmring.groups import Groups
 
-# Fields of a layer's KV spec that decide the meaning of its bytes. `layout` has those that only decide sizes.
-_SPEC = (
+# Fields of a layer's KV spec that decide the meaning of its bytes.
+DECIDING = (
     "num_kv_heads",
     "head_size",
     "head_size_v",
@@ -48,6 +49,28 @@ _SPEC = (
     "bounded_replay",
     "shapes",
     "mamba_type",
+    "mamba_cache_mode",
+    "num_heads",
+    "tp_replicated",
+)
+# Those that decide none: `layout` and `kv_dtype` have what they come to, or they say how long a block is kept.
+OTHERS = (
+    "block_size",
+    "dcp_sharded",
+    "block_stride_alignment",
+    "is_draft",
+    "max_tp_shards",
+    "dtype",
+    "page_size_padded",
+    "alignment",
+    "storage_block_size",
+    "topk_buffer_width",
+    "extra_retained_tokens",
+    "non_causal_multi_token_decode",
+    "dtypes",
+    "num_speculative_blocks",
+    "num_prefill_checkpoint_blocks",
+    "prefill_checkpoint_alignment",
 )
 # Options beside `hf_overrides` that decide what a model computes.
 _OPTIONS = ("quantization_config", "model_class_overrides")
@@ -158,6 +181,9 @@ def _overrides(given: Any) -> object:
     """Return a comparable form of `hf_overrides`: vLLM's own function, which draft models have, by its name."""
     if not callable(given):
         return given
+    if isinstance(given, functools.partial):  # so from vLLM 0.33 on
+        bound = [*map(_overrides, given.args), {name: value for name, value in given.keywords.items() if value}]
+        return [_overrides(given.func), *bound] if any(bound) else _overrides(given.func)
     if getattr(given, "__module__", "").partition(".")[0] == "vllm":
         return f"{given.__module__}.{given.__qualname__}"
     raise ValueError("hf_overrides is a function")
@@ -176,8 +202,14 @@ def _kv_dtype(spec: Any, cache_config: Any) -> str:
 
 
 def _kind(spec: KVCacheSpec) -> tuple[str, dict[str, object]]:
-    """Leave out fields that are off or absent, so that a new field can be named here later."""
-    return type(spec).__name__, {name: value for name in _SPEC if (value := getattr(spec, name, None))}
+    """Leave out fields that are off or absent: releases with and without them share. So it is with a field that no
+    list has, until its value is not its default.
+    """
+    found = {name: value for name in DECIDING if (value := getattr(spec, name, None))}
+    for field in dataclasses.fields(spec):
+        if field.name not in DECIDING + OTHERS and (value := getattr(spec, field.name)) != field.default:
+            found[field.name] = value
+    return type(spec).__name__, found
 
 
 def _backend(layer: Any) -> str:

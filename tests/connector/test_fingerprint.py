@@ -19,12 +19,14 @@ from vllm.config.quantization import QuantizationConfigArgs
 from vllm.config.speculative import SpeculativeConfig
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -218,6 +220,33 @@ def test_a_vllm_that_adds_a_field_with_a_default_shares_what_this_one_stored(kin
     assert running(spec=later(**values)) == running(spec=kind(**values))
 
 
+def test_a_field_that_no_list_has_makes_a_difference_once_it_is_not_its_default() -> None:
+    """A later vLLM's: nobody has looked at what it does to the bytes."""
+    fields = [("rotated", bool, dataclasses.field(default=False)), ("kind", "Any", dataclasses.field(default=None))]
+    later = dataclasses.make_dataclass(
+        "FullAttentionSpec", fields, bases=(FullAttentionSpec,), frozen=True, kw_only=True
+    )
+    values: dict[str, Any] = {"block_size": TOKENS, "num_kv_heads": HEADS, "head_size": 8, "dtype": torch.bfloat16}
+    assert running(spec=later(**values)) == running()
+    assert differing(running(spec=later(**values, rotated=True)), running()) == {"layers"}
+    with pytest.raises(TypeError, match="cannot be compared: type=object"):
+        running(spec=later(**values, kind=object()))
+
+
+def test_the_lists_have_the_fields_of_every_spec_that_is_served() -> None:
+    listed = {*fingerprint.DECIDING, *fingerprint.OTHERS}
+    served = (
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+        SlidingWindowMLASpec,
+        ChunkedLocalAttentionSpec,
+        MambaSpec,
+    )
+    for kind in served:
+        assert {field.name for field in dataclasses.fields(kind)} <= listed
+
+
 def test_kinds_of_quantized_kv_are_told_apart() -> None:
     quantized = [
         running(spec=spec(dtype=torch.uint8), cache_dtype=kind) for kind in ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
@@ -309,8 +338,12 @@ def test_a_draft_model_counts_as_a_model_does(model: Path, tmp_path: Path) -> No
     """Its layers are in the block. vLLM's own function is among its overrides."""
     folder, other = write_model(tmp_path / "draft"), write_model(tmp_path / "other", size=128)
     overrides = SpeculativeConfig.hf_config_override
+    later = functools.partial(overrides, transformers_mtp_overrides=None)  # vLLM 0.33's
     found = [loaded(model, draft=model_config(each, hf_overrides=overrides)) for each in (folder, other)]
     assert differing(loaded(model), found[0]) == differing(*found) == {"draft"}
+    assert loaded(model, draft=model_config(folder, hf_overrides=later)) == found[0]
+    given = functools.partial(overrides, transformers_mtp_overrides={"n_predict": 2})
+    assert loaded(model, draft=model_config(folder, hf_overrides=given)) != found[0]
     assert loaded(model, draft=model_config(model)) == loaded(model), "what comes with the model is in its files"
 
 
@@ -338,7 +371,7 @@ def test_values_that_json_has_no_word_for_are_the_same_in_every_process() -> Non
 
 def unknown(model: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "hf_overrides is a function", {"hf_overrides": lambda config: config}
-    yield "hf_overrides is a function", {"hf_overrides": functools.partial(SpeculativeConfig.hf_config_override)}
+    yield "hf_overrides is a function", {"hf_overrides": functools.partial(SpeculativeConfig.hf_config_override, len)}
     yield "cannot be compared: type=object", {"hf_overrides": {"width": object()}}
     yield "not files of the model's folder: load_format=dummy", {"load_format": "dummy"}
     yield "not files of the model's folder: model_weights=s3://", {"model_weights": "s3://bucket/model"}
