@@ -211,7 +211,7 @@ class Claims:
     def _begin(self, request: Any, ready: int, now_ns: int) -> Wait:
         """The wait of a request that its first visit finds pending; its own wishes are read now."""
         config = self._config
-        params = getattr(request, "kv_transfer_params", None)
+        params = request.kv_transfer_params
         if params and (wishes := params.get(OVERRIDE_KEY)) is not None:
             try:
                 config = override(config, wishes)

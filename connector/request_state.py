@@ -54,12 +54,19 @@ class RequestState:
     wait: Wait | None = None
     settled: bool = False
     loading: bool = False
+    # Its KV comes from a prefill engine, by another child of MultiConnector: until that failed, it is not loadable.
+    brought: bool = False
     late_hints: int = 0
     # When and in which pass the request was last deferred; 0 once that wait is charged (waits.py).
     deferred_ns: int = 0
     deferred_in: int = 0
     waited: bool = False
     progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        params = self.request.kv_transfer_params
+        if self.loadable and params and params.get("do_remote_prefill"):
+            self.loadable, self.brought = False, True
 
     def check(self) -> None:
         """Raise AssertionError unless the fields form a row of the table above."""
@@ -128,6 +135,12 @@ class RequestState:
         self.progress.prefill_tokens = self.request.num_tokens
         return self.drop()
 
+    def not_brought(self) -> bool:
+        """vLLM visits the request. Return whether a prefill engine's KV did not come: the store may have it."""
+        if failed := self.brought and self.settled:
+            self.loadable, self.brought, self.settled = True, False, False
+        return failed
+
     def fail_load(self) -> None:
         """vLLM visits the request although its load was under way: the load failed with no good token."""
         assert self.loading, self
@@ -139,6 +152,7 @@ class RequestState:
         """Preempted: the blocks are gone, and all tokens are to be matched and saved anew."""
         assert self.handle is None, self
         self.preemptions = self.request.num_preemptions
+        self.loadable, self.brought = self.loadable or self.brought, False
         self.settled, self.late_hints, self.wait, self.waited = False, 0, None, False
         self.progress = Progress()
 

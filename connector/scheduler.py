@@ -106,7 +106,7 @@ class SchedulerSide:
             return  # vLLM never asks about a session's later chunks, and may cut its tokens back
         loadable = self._geometry.loads and not request.skip_reading_prefix_cache
         self.requests[request.request_id] = state = RequestState(request, loadable, request.num_preemptions)
-        if not loadable or not self._config.hint_on_arrival:
+        if not state.loadable or not self._config.hint_on_arrival:
             return
         try:
             session = self._usable_session()
@@ -154,7 +154,7 @@ class SchedulerSide:
             # and free blocks.
             state.fail_load()
             return PENDING
-        if state.settled or not state.loadable:
+        if (state.settled or not state.loadable) and not state.not_brought():
             return NOTHING
         if (answer := state.answer) is not None:
             if answer.start == start:

@@ -21,7 +21,12 @@ import vllm.distributed
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -74,6 +79,45 @@ class OtherConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None: ...
 
 
+@dataclass
+class PeerMetadata(KVConnectorMetadata):
+    """The requests whose KV is to come, with their blocks."""
+
+    wanted: dict[str, list[int]]
+
+
+class PeerConnector(OtherConnector):
+    """A child that brings what a prefill engine computed, as NIXL's: asked once, a step later all came or nothing."""
+
+    fails = False
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.wanted: dict[str, list[int]] = {}
+        self.due: dict[str, list[int]] = {}
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        asked = (request.kv_transfer_params or {}).get("do_remote_prefill")
+        return (request.num_prompt_tokens - num_computed_tokens, True) if asked else (0, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self.wanted[request.request_id] = blocks.get_block_ids()[0]
+            request.kv_transfer_params["do_remote_prefill"] = False
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        wanted, self.wanted = self.wanted, {}
+        return PeerMetadata(wanted)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        self.due, came = self._get_connector_metadata().wanted, self.due
+        self.lost = {block for blocks in came.values() for block in blocks} if self.fails else set()
+        return None, set(came) or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.lost
+
+
 class _WorkerLink:
     """A worker's link that has every epoch mapped."""
 
@@ -97,6 +141,8 @@ class Options:
     seqs: int = 4
     budget: int = 256
     multi: bool = False
+    beside: str = "OtherConnector"
+    first: bool = False  # of the two children: ours
     second_runner: bool = False
     role: str = "kv_both"
     policy: str = "recompute"
@@ -176,7 +222,7 @@ class RealEngine:
         output = self.scheduler.schedule()
         self.side.check()
         meta = output.kv_connector_metadata
-        self.metas.append(getattr(meta, "metadata", [meta])[-1])
+        self.metas.append(getattr(meta, "metadata", [meta])[0 if self.options.first else -1])
         sampled = {name: [3] if self._samples(name) else [] for name in output.num_scheduled_tokens}
         sent = pickle.dumps(output)
         reports = [self.run_rank(worker, pickle.loads(sent)) for worker in self.workers]
@@ -277,8 +323,8 @@ class RealEngine:
         # A clock that stands still must neither be spun on nor measured with.
         mine = connectors.ours(Path("/nowhere"), role=given.role, spin_us=0, idle_wait_us=0, **settings)
         if given.multi:
-            other = {"kv_connector": "OtherConnector", "kv_connector_module_path": __name__, "kv_role": "kv_both"}
-            mine = connectors.multi(other, mine, role=given.role)
+            other = {"kv_connector": given.beside, "kv_connector_module_path": __name__, "kv_role": "kv_both"}
+            mine = connectors.multi(*((mine, other) if given.first else (other, mine)), role=given.role)
         config.kv_transfer_config = KVTransferConfig(**{**mine, "kv_load_failure_policy": given.policy})
         return config
 

@@ -61,7 +61,9 @@ STATES: dict[tuple[str, ...], set[str]] = {
 
 
 def reached(way: tuple[str, ...]) -> RequestState:
-    state = RequestState(SimpleNamespace(num_tokens=33, num_computed_tokens=0, num_preemptions=1), True, 0)
+    state = RequestState(
+        SimpleNamespace(num_tokens=33, num_computed_tokens=0, num_preemptions=1, kv_transfer_params=None), True, 0
+    )
     for name in way:
         TRANSITIONS[name](state)
         state.check()

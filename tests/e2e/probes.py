@@ -193,7 +193,7 @@ def record_events_and_sources(engine: Any) -> None:
     """From now on, keep the published KV events and the media that hits are attributed to."""
     scheduler = _scheduler(engine)
     publish = scheduler.kv_event_publisher.publish
-    sources = scheduler.connector.get_external_cache_hit_sources
+    sources = getattr(scheduler.connector, "get_external_cache_hit_sources", None)  # from vLLM 0.32 on
 
     def publishing(batch: Any) -> None:
         _EVENTS.extend(batch.events)
@@ -206,7 +206,8 @@ def record_events_and_sources(engine: Any) -> None:
         return found
 
     scheduler.kv_event_publisher.publish = publishing
-    scheduler.connector.get_external_cache_hit_sources = attributing
+    if sources is not None:
+        scheduler.connector.get_external_cache_hit_sources = attributing
 
 
 def stored_events(_engine: Any) -> list[tuple[str, list[int]]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvprefetch.connector import compat
 from tests.e2e.conftest import BLOCK, PATIENT, At, Site, hits, served, wait_attached, whole_blocks
 from tests.lab.connectors import multi, ours
 from tests.lab.daemon import Daemon
@@ -87,13 +88,14 @@ def test_stored_blocks_are_announced_and_hits_attributed_to_memory_or_disk(
         site.fresh(engine)
         engine.call("tests.e2e.probes:sources")
         assert sum(engine.run(prompts, max_tokens=2).cached_tokens) == hits
-        assert engine.call("tests.e2e.probes:sources") == {"host": hits}
+        attributed = compat.CacheHitSource is not None  # vLLM 0.31 does not ask
+        assert engine.call("tests.e2e.probes:sources") == ({"host": hits} if attributed else {})
 
         assert daemon.sigterm(60) == 0
         daemon.start()
         wait_attached(engine)
         assert engine.reset_prefix_cache()
         assert sum(engine.run(prompts, max_tokens=2).cached_tokens) == hits
-        assert engine.call("tests.e2e.probes:sources") == {"disk": hits}
+        assert engine.call("tests.e2e.probes:sources") == ({"disk": hits} if attributed else {})
         site.assert_idle()
         engine.stop()

@@ -60,6 +60,7 @@ FEATURES = (
     "two tensor-parallel ranks",
     "ranks that Ray started on one node",
     "child of MultiConnector",
+    "prefill/decode, beside a peer-to-peer connector",
     "one release loads what another stored",
     "engines with other KV share nothing",
     "vLLM's own connector reads ours, and the reverse",
