@@ -26,11 +26,11 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
 }
 # The only module of the connector that knows differences between releases of vLLM.
 COMPAT = "connector/compat.py"
-# The driver's calls touch no shared memory; what else ctypes is kept out for does not concern them.
+# The driver's calls, and advice to the kernel, read and write no shared word: ctypes is kept out for these.
 MESSAGES = tuple(f"shmring/wire/{name}.py" for name in ("attach", "admin", "codec", "checks"))
 ALSO = {
     **{name: {"pydantic"} for name in MESSAGES},
-    "shmring/gpu/driver.py": {"ctypes"},
+    **{name: {"ctypes"} for name in ("shmring/segment.py", "shmring/gpu/driver.py")},
     "connector/examine.py": {"huggingface_hub"},
 }
 # Packages with a border of their own: only these files may import them, whatever the folder allows.

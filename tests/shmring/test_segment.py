@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,34 @@ def test_the_pages_of_a_control_segment_are_mapped_at_once() -> None:
     # By its name, too: files of other file systems may have the same inode number.
     [block] = re.split(rf" {inode} +/memfd:kvprefetch", Path("/proc/self/smaps").read_text())[1:]
     assert f"Rss:                {size >> 10} kB" in block.split("VmFlags")[0]
+    segment.close()
+
+
+def mapped_bytes(segment: Segment) -> int:
+    inode = os.fstat(segment.fd).st_ino
+    [block] = re.split(rf" {inode} +/memfd:kvprefetch", Path("/proc/self/smaps").read_text())[1:]
+    [kib] = re.findall(r"^Rss: +(\d+) kB", block.split("VmFlags")[0], re.MULTILINE)
+    return int(kib) << 10
+
+
+def test_a_sparse_segment_has_the_memory_of_the_slices_that_were_filled_and_their_pages_are_mapped() -> None:
+    """A first write would meet a page fault otherwise, which costs more than the write."""
+    segment = Segment.sparse(64 << 20)
+    assert (os.fstat(segment.fd).st_blocks, mapped_bytes(segment)) == (0, 0)
+    segment.fill(4 << 20, 12 << 20)
+    assert os.fstat(segment.fd).st_blocks * 512 == mapped_bytes(segment) == 8 << 20
+    assert bytes(segment.buffer[4 << 20 : 5 << 20]) == bytes(1 << 20)
+    segment.close()
+
+
+def test_memory_lies_in_huge_pages_where_the_kernel_gives_them_on_request() -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    if not setting.exists() or not re.search(r"\[(always|within_size|advise|force)\]", setting.read_text()):
+        pytest.skip("no huge pages for shared memory here (shmem_enabled)")
+    segment = Segment.sparse(64 << 20)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    segment.fill(0, 64 << 20)
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 1000, "16384 small ones"
     segment.close()
 
 
