@@ -38,11 +38,11 @@ class CreditGranter:
         """Grant these slots. The caller keeps at most `credit_entries` outstanding."""
         if len(slots) > self._mask + 1:
             raise ValueError(f"too many credits: slots={len(slots)} max={self._mask + 1}")
-        granted = self._granted
-        for slot in slots:
-            self._entries[granted & self._mask] = slot
-            granted += 1
-        self._granted = granted
+        start = self._granted & self._mask
+        room = self._mask + 1 - start
+        self._entries[start : start + len(slots)] = slots[:room]
+        self._entries[: max(0, len(slots) - room)] = slots[room:]
+        self._granted += len(slots)
         # SYNC credit: slot number visible with the counter
         self._words.store_release(Line.CREDITS_GRANTED, self._granted)
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..config.model import DaemonConfig, Mode
 from ..engine.epoch import Epoch
 from ..engine.epoch_calls import Services
-from ..engine.memory import EngineInfo, EngineMemory, prepare, release
+from ..engine.memory import EngineInfo, EngineMemory
+from ..engine.reservations import Reservations
 from ..store.client import Store
 from ..store.disk import DISK_BUFFER_BYTES
-from ..store.errors import StoreError, StoreUnavailable
 from ..store.namespaces import Namespaces
 from ..telemetry.counters import Counters
 from ..telemetry.events import Ending
@@ -48,22 +47,14 @@ class Epochs:
         self._attached: dict[Epoch, int] = {}  # and the user id of its engine
         self._ended: list[Epoch] = []
         self._joined = shared.store.is_open
+        self.reservations = Reservations(shared.pools, shared.store)
 
     def attached(self, uid: int | None = None) -> list[Epoch]:
         """Return the attached epochs of this user's engines; None: of all engines."""
         return [epoch for epoch, user in self._attached.items() if uid in (None, user)]
 
-    def reserve(self, number: int, engine: EngineInfo, done: Callable[[EngineMemory | Exception], None]) -> None:
-        """Reserve an epoch's memory on a thread, then call `done` on the main loop with the memory or the error."""
-        shared = self._shared
-        prepare(shared.pools, shared.config, shared.store.removal_ms, number, engine, done)
-
-    def free(self, memory: EngineMemory) -> None:
-        """Free memory that no epoch uses, on a thread."""
-        release(self._shared.pools, memory)
-
     def attach(self, memory: EngineMemory, engine: EngineInfo, uid: int) -> Epoch:
-        """Make an epoch on `memory`. Raises StoreError where the store refuses the memory, which stays the caller's."""
+        """Make an epoch on memory that was reserved."""
         shared, config = self._shared, self._shared.config
         services = Services(
             shared.store,
@@ -77,14 +68,6 @@ class Epochs:
         )
         epoch = Epoch(services, memory, engine)
         epoch.switch(shared.mode)
-        if shared.store.is_open:
-            try:
-                epoch.register_staging()
-            except StoreUnavailable:
-                pass  # the store closes, as the process ends
-            except StoreError:
-                epoch.close()
-                raise
         self._attached[epoch] = uid
         return epoch
 
@@ -116,19 +99,20 @@ class Epochs:
         over = []
         for epoch in self._attached:
             epoch.tick(now_ns)
-            if epoch.memory.worn_out:
+            if epoch.memory.staging.refused:
+                over.append((epoch, Ending.ENGINE_GONE))
+            elif epoch.memory.worn_out:
                 self._shared.log.warning("engine.worn", engine=epoch.engine.engine_id, epoch=epoch.number)
                 over.append((epoch, Ending.STAGING_LOST))
         if self._shared.store.is_open and not self._joined:
             self._joined = True
             self._shared.log.info("store.joined")
-            over += [(epoch, Ending.ENGINE_GONE) for epoch in self._attached if not _registered(epoch)]
         for epoch in list(self._ended):
             if epoch.idle:
                 self._ended.remove(epoch)
                 epoch.close()
                 self._shared.snapshot.retire(epoch.counters)
-                self.free(epoch.memory)
+                self.reservations.free(epoch.memory)
             else:
                 epoch.tick(now_ns)
         return over
@@ -139,16 +123,8 @@ class Epochs:
 
     def close(self) -> None:
         """Close ended epochs that are idle, at the end of the process, which frees their memory."""
+        self.reservations.close()
         for epoch in self._ended:
             if epoch.idle:
                 epoch.close()
                 epoch.memory.staging.unregister()
-
-
-def _registered(epoch: Epoch) -> bool:
-    """Make the epoch's staging known to a store that opened late; False where the store refuses it."""
-    try:
-        epoch.register_staging()
-    except (StoreError, StoreUnavailable):
-        return False
-    return True

@@ -49,6 +49,7 @@ class Group:
     uid: int
     members: dict[tuple[str, int], Peer] = field(default_factory=dict)  # by role and rank
     placed: bool = False  # it counts as an attached engine: its memory is reserved, or is being reserved
+    number: int = 0  # of its epoch, once it has a place
     epoch: Epoch | None = None
     waits_to_be_handed: bool = False  # its memory, until the kernel takes more descriptors in flight
     overdue_ns: int | None = None  # when to report missing ranks; None: not now, or reported

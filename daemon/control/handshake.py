@@ -11,7 +11,6 @@ import errno
 import secrets
 import select
 from collections import Counter
-from functools import partial
 
 from ...shmring.wire.attach import Hello, Mapped, Notice, Reset
 from ...shmring.wire.codec import send_message
@@ -19,7 +18,6 @@ from ...shmring.wire.records import GROUPS, ProtocolError
 from ..engine.epoch import Epoch
 from ..engine.memory import EngineMemory
 from ..engine.transfers import check_replicas
-from ..store.errors import StoreError
 from ..store.namespaces import NamespaceTaken
 from ..telemetry.events import Ending
 from .connections import MAX_PROCESSES, Connections
@@ -39,6 +37,7 @@ class Handshake:
         self._shared, self._epochs, self._connections, self._epoll = shared, epochs, connections, epoll
         self._log = shared.log
         self._groups: dict[tuple[str, str], Group] = {}
+        self._reserving: dict[int, Group] = {}  # by the number of the epoch
 
     def hello(self, peer: Peer, hello: Hello, now_ns: int) -> None:
         """Add a process to its engine's group. Raises ProtocolError."""
@@ -79,6 +78,7 @@ class Handshake:
                 slots=epoch.memory.layout.slot_count,
                 save_slots=epoch.memory.save_slots,
                 block_bytes=epoch.memory.block_bytes,
+                page_bytes=epoch.memory.staging.page_bytes,
             )
 
     def reset(self, peer: Peer, message: Reset) -> None:
@@ -97,6 +97,7 @@ class Handshake:
             self._dissolve(group, Ending.ENGINE_GONE)
             return
         group.leave(peer)
+        self._epochs.reservations.withdraw(group.number)
         if not group.peers and not group.placed:  # a placed one keeps its place until its memory is given back
             self._groups.pop(group.key, None)
 
@@ -105,6 +106,11 @@ class Handshake:
         for group in list(self._groups.values()):
             if group.epoch is epoch:
                 self._dissolve(group, ending)
+
+    def carry_on(self) -> None:
+        """Attach the engines whose memory is there by now."""
+        while (reserved := self._epochs.reservations.next_done()) is not None:
+            self._reserved(self._reserving.pop(reserved.number), reserved.memory)
 
     def tick(self, now_ns: int) -> None:
         """Hand over memory that waits for descriptors, and report missing ranks."""
@@ -134,7 +140,10 @@ class Handshake:
         except ValueError as error:
             self._refuse_engine(group, error)
             return
-        self._epochs.reserve(secrets.randbits(53) + 1, engine, partial(self._reserved, group))
+        group.number = secrets.randbits(53) + 1
+        self._reserving[group.number] = group
+        self._epochs.reservations.want(group.number, self._shared.config, engine)
+        self.carry_on()
 
     def _no_place(self, group: Group) -> str:
         """Return the bound that keeps a complete group from being attached now; "" where it may be."""
@@ -151,24 +160,25 @@ class Handshake:
             )
         return ""
 
-    def _reserved(self, group: Group, memory: EngineMemory | Exception) -> None:
+    def _reserved(self, group: Group, memory: EngineMemory | BaseException) -> None:
         """Make the epoch on its memory, and hand it over; or refuse the engine."""
-        if isinstance(memory, Exception):
-            self._refuse_engine(group, memory)
-            return
         if not group.complete or self._groups.get(group.key) is not group:  # a process left meanwhile
-            self._epochs.free(memory)
+            if isinstance(memory, EngineMemory):
+                self._epochs.reservations.free(memory)
             self._dissolve(group, Ending.ENGINE_GONE)
+            return
+        if isinstance(memory, BaseException):
+            self._refuse_engine(group, memory)
             return
         engine, shared = group.engine(), self._shared.config.namespaces == "shared"
         in_use = {name for epoch in self._epochs.attached() for name in epoch.engine.namespaces}
         try:
             self._shared.namespaces.claim(group.uid, engine.namespaces, shared=shared, in_use=in_use)
-            epoch = group.epoch = self._epochs.attach(memory, engine, group.uid)
-        except (NamespaceTaken, StoreError) as error:  # another user's engine may have attached with it meanwhile
-            self._epochs.free(memory)
+        except NamespaceTaken as error:  # another user's engine may have attached with it meanwhile
+            self._epochs.reservations.free(memory)
             self._refuse_engine(group, error)
             return
+        epoch = group.epoch = self._epochs.attach(memory, engine, group.uid)
         assert group.scheduler is not None
         epoch.send = group.scheduler.send
         self._epoll.register(epoch.memory.doorbell.fd, select.EPOLLIN)
@@ -205,7 +215,7 @@ class Handshake:
         )
         group.scheduler.send(Notice(text=text))
 
-    def _refuse_engine(self, group: Group, error: Exception) -> None:
+    def _refuse_engine(self, group: Group, error: BaseException) -> None:
         self._log.error("engine.refused", engine=group.key[0], error=str(error))
         for peer in group.peers:
             self._connections.refuse(peer, str(error), final=True)
@@ -218,6 +228,7 @@ class Handshake:
         if group.epoch is not None:
             self._epoll.unregister(group.epoch.memory.doorbell.fd)
             self._epochs.end(group.epoch, ending)
+        self._epochs.reservations.withdraw(group.number)
         for peer in group.peers:
             self._connections.close(peer)
 

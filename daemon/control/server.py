@@ -40,6 +40,10 @@ class Control:
             elif (peer := self._connections.get(fd)) is not None:
                 self._read(peer, now_ns)
 
+    def carry_on(self) -> None:
+        """Attach the engines whose memory is there by now."""
+        self._handshake.carry_on()
+
     def tick(self, now_ns: int) -> None:
         """Do the periodic work of connections and handshakes; called several times a second."""
         self._connections.tick()

@@ -31,10 +31,6 @@ class Epoch(EpochCalls):
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def register_staging(self) -> None:
-        """Make it known to the store. Raises StoreError, StoreUnavailable."""
-        self.memory.staging.register(self._store)
-
     def activate(self, workers: Sequence[Mapped]) -> None:
         """All processes mapped the epoch, and the workers say how: hints are welcome."""
         self._device_off(self.memory.device_error)

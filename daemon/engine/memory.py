@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from ...shmring.doorbell import Doorbell
@@ -15,12 +14,9 @@ from ...shmring.layout import PAGE_ENTRIES, Layout, pages_of, power_of_two_at_le
 from ...shmring.segment import Segment
 from ...shmring.wire.attach import SchedulerInfo, WorkerInfo
 from ...shmring.wire.checks import Fingerprint
-from ..config.machine import available_bytes
 from ..config.model import DaemonConfig
 from ..config.sizes import size_text, whole_mib
 from ..store.namespaces import name_of
-from ..work.calls import Call, Kind
-from ..work.pools import Pools
 from .device import DeviceStaging
 from .staging import HostStaging, slots_for
 
@@ -91,45 +87,15 @@ class EngineMemory:
         device: DeviceStaging | None = None,
         device_error: str = "",
     ) -> EngineMemory:
-        """Reserve everything, and take over `device`. The kernel zeroes the memory, so not on the main loop.
+        """Make everything, with staging still to be filled (HostStaging.fill), and take over `device`.
 
-        Raises StagingTooSmall, SegmentError, OSError, and ValueError for a layout out of bounds.
+        The kernel zeroes the control segment, so not on the main loop.  Raises what `layout_for` raises, and OSError.
         """
         with contextlib.ExitStack() as undo:
             if device is not None:
                 undo.callback(device.close)
-            wants, block_bytes = engine.scheduler, engine.block_bytes
-            slots = slots_for(config.staging, block_bytes)
-            save_slots = min(slots - 1, max(1, int(slots * config.save_share))) if wants.saves else 0
-            longest = pages_of(wants.max_blocks)
-            page_count = max(LONGEST * longest, min(FLAGS * longest, TABLE_BYTES // (4 * PAGE_ENTRIES)))
-            ring_bytes = power_of_two_at_least(4 * wants.max_hint_bytes)
-            most = max(CONTROL_BYTES, config.staging // 4)
-            if (wanted := ring_bytes + 4 * page_count * PAGE_ENTRIES) > most:
-                raise SegmentError(
-                    f"max_hint_bytes, max_blocks: the control segment would be too large: "
-                    f"max_hint_bytes={wants.max_hint_bytes} max_blocks={wants.max_blocks} control={whole_mib(wanted)} "
-                    f"max={whole_mib(most)}: lower the engine's max_model_len, or raise "
-                    f"staging={size_text(config.staging)} to {whole_mib(4 * wanted + (1 << 20) - 1)}"
-                )
-            layout = Layout(
-                ring_bytes=max(config.hint_ring, ring_bytes),
-                flag_count=FLAGS,
-                page_count=page_count,
-                table_entries=wants.max_blocks,
-                credit_entries=power_of_two_at_least(max(1, save_slots)),
-                slot_count=slots,
-                epoch=epoch,
-                device_slots=device.slots if device is not None else 0,
-            )
-            if (available := available_bytes()) <= slots * sum(block_bytes) + layout.total_bytes:
-                # Linux overcommits: the reservation would succeed, and the OOM killer would end a process later.
-                raise SegmentError(
-                    f"staging: not enough memory for another engine: staging={size_text(config.staging)} "
-                    f"control={whole_mib(layout.total_bytes)} engine={engine.engine_id!r} "
-                    f"available={whole_mib(available)}"
-                )
-            staging = HostStaging(slots, block_bytes)
+            layout, save_slots = layout_for(config, epoch, engine, device.slots if device is not None else 0)
+            staging = HostStaging(layout.slot_count, engine.block_bytes)
             undo.callback(staging.close)
             if device is not None:
                 device.follow(staging)
@@ -140,6 +106,11 @@ class EngineMemory:
             undo.pop_all()
         return cls(layout, control, doorbell, staging, save_slots, device, device_error)
 
+    @property
+    def total_bytes(self) -> int:
+        """Return the size of staging and control segment."""
+        return self.layout.slot_count * self.block_bytes + self.layout.total_bytes
+
     def close(self) -> None:
         """Free everything, once no call touches it: 50 ms per GiB, so not on the main loop (`release`)."""
         if self.device is not None:
@@ -149,64 +120,35 @@ class EngineMemory:
         self.doorbell.close()
 
 
-def prepare(
-    pools: Pools,
-    config: DaemonConfig,
-    removal_ms: int,
-    epoch: int,
-    engine: EngineInfo,
-    done: Callable[[EngineMemory | Exception], None],
-) -> None:
-    """Reserve the memory of an epoch on a thread; call `done` with it, or with the error, on the main loop.
+def layout_for(config: DaemonConfig, epoch: int, engine: EngineInfo, device_slots: int = 0) -> tuple[Layout, int]:
+    """Return the layout of an engine's memory, and how many of its slots are for saves.
 
-    Refuse an engine whose resets have less time than a removal takes (`removal_ms`): no reset would be confirmed, and
-    after the first one the engine would neither load nor save.  Leave out a GPU that fails, or misses a call's
-    deadline, and give back what it gives later.
+    Raises StagingTooSmall, SegmentError, and ValueError for a layout out of bounds.
     """
-
-    def reserve(device: DeviceStaging | None, device_error: str) -> None:
-        create = partial(EngineMemory.create, config, epoch, engine, device, device_error)
-        pools.start(Call(Kind.ATTACH, create, done))
-
-    reset_ms = engine.scheduler.reset_timeout_ms
-    if reset_ms is not None and reset_ms < removal_ms:
-        error = "reset_timeout_ms is too short for this store's disk, so that no reset would be confirmed"
-        done(ValueError(f"{error}: reset_timeout_ms={reset_ms} min={removal_ms}: raise it or leave it out"))
-        return
-    uuids = [worker.device for worker in engine.workers]
-    if config.device_staging == 0 or not any(uuids):
-        reserve(None, "")
-        return
-    late = False
-
-    def made(result: DeviceStaging | BaseException) -> None:
-        error, device = (result, None) if isinstance(result, BaseException) else (None, result)
-        if not late:
-            reserve(device, _line(error))
-        elif device is not None:
-            device.close()
-
-    def overdue() -> None:
-        nonlocal late
-        late = True
-        reserve(None, f"the GPU does not answer: uuid={','.join(sorted(set(uuids)))} call_timeout_ms={timeout_ms}")
-
-    timeout_ms = config.call_timeout_ms
-    pools.start(Call(Kind.SLAB, partial(device_staging, config, engine), made, overdue))
-
-
-def release(pools: Pools, memory: EngineMemory) -> None:
-    """Free the memory of an epoch on the thread that reserves, so that the next engine finds it free.
-
-    After the pools closed, the end of the process frees it.
-    """
-
-    def freed(error: BaseException | None) -> None:
-        if error is not None:
-            raise error
-
-    if not pools.closed:
-        pools.start(Call(Kind.ATTACH, memory.close, freed))
+    wants, slots = engine.scheduler, slots_for(config.staging, engine.block_bytes)
+    save_slots = min(slots - 1, max(1, int(slots * config.save_share))) if wants.saves else 0
+    longest = pages_of(wants.max_blocks)
+    page_count = max(LONGEST * longest, min(FLAGS * longest, TABLE_BYTES // (4 * PAGE_ENTRIES)))
+    ring_bytes = power_of_two_at_least(4 * wants.max_hint_bytes)
+    most = max(CONTROL_BYTES, config.staging // 4)
+    if (wanted := ring_bytes + 4 * page_count * PAGE_ENTRIES) > most:
+        raise SegmentError(
+            f"max_hint_bytes, max_blocks: the control segment would be too large: "
+            f"max_hint_bytes={wants.max_hint_bytes} max_blocks={wants.max_blocks} control={whole_mib(wanted)} "
+            f"max={whole_mib(most)}: lower the engine's max_model_len, or raise "
+            f"staging={size_text(config.staging)} to {whole_mib(4 * wanted + (1 << 20) - 1)}"
+        )
+    layout = Layout(
+        ring_bytes=max(config.hint_ring, ring_bytes),
+        flag_count=FLAGS,
+        page_count=page_count,
+        table_entries=wants.max_blocks,
+        credit_entries=power_of_two_at_least(max(1, save_slots)),
+        slot_count=slots,
+        epoch=epoch,
+        device_slots=device_slots,
+    )
+    return layout, save_slots
 
 
 def device_staging(config: DaemonConfig, engine: EngineInfo) -> DeviceStaging:
@@ -222,7 +164,3 @@ def device_staging(config: DaemonConfig, engine: EngineInfo) -> DeviceStaging:
         margin_bytes=config.device_margin,
         allocator=config.device_owner,
     )
-
-
-def _line(error: BaseException | None) -> str:
-    return str(error) if isinstance(error, DeviceError) else repr(error) if error is not None else ""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-from collections.abc import Sequence
+import mmap
+import resource
+from collections.abc import Iterator, Sequence
 
 from ...shmring.segment import Segment
 from ..config.sizes import size_text
@@ -12,6 +13,7 @@ from ..store.client import Store
 from ..store.errors import StoreError, StoreUnavailable
 
 _kept: list[Segment] = []  # memory that stays mapped until the process ends
+FILL_BYTES = 4 << 20  # reserved at a time: two to ten milliseconds
 MAX_SLOTS = 1 << 22  # of an engine: what the daemon keeps of each adds up, and an engine may name blocks of one byte
 
 
@@ -35,38 +37,52 @@ class HostStaging:
 
     `lost`: slots that a transfer may still read or write after Mooncake gave it up (store/give_up.py).  Nobody uses
     such a slot again, and with the first one the memory stays registered and mapped until the process ends.  The
-    thread of a store call adds its slots before the call's result is known.
+    thread of a store call adds its slots before the call's result is known.  `page_bytes`: of a mapped page, the mean.
     """
 
     def __init__(self, slot_count: int, block_bytes: Sequence[int]) -> None:
         self.slot_count = slot_count
         self.block_bytes = list(block_bytes)
         self.lost: set[int] = set()
+        self.page_bytes = 0
         self.segments: list[Segment] = []
-        self._bases: list[int] = []
         self._registered: list[tuple[Store, int]] = []
         try:
             for size in self.block_bytes:
-                segment = Segment.create(slot_count * size)
-                self.segments.append(segment)
-                # The array object only serves to learn the address; the segment keeps the memory mapped.
-                self._bases.append(ctypes.addressof(ctypes.c_char.from_buffer(segment.buffer)))
+                self.segments.append(Segment.sparse(slot_count * size))
         except BaseException:
             self.close()
             raise
 
+    def fill(self) -> Iterator[int]:
+        """Reserve the memory, slice by slice; yield the bytes of each. Raises SegmentError."""
+        filled = faults = 0
+        for segment in self.segments:
+            for start in range(0, segment.size_bytes, FILL_BYTES):
+                stop, before = min(start + FILL_BYTES, segment.size_bytes), _page_faults()
+                segment.fill(start, stop)
+                filled += stop - start
+                faults += _page_faults() - before
+                yield stop - start
+        self.page_bytes = max(mmap.PAGESIZE, filled // max(1, faults))
+
     def areas(self) -> list[tuple[int, int]]:
         """Return (address, bytes) of each rank's segment."""
-        return [(base, segment.size_bytes) for base, segment in zip(self._bases, self.segments, strict=True)]
+        return [(segment.address, segment.size_bytes) for segment in self.segments]
 
     def register(self, store: Store) -> None:
-        """Register the memory with an open store, once (RDMA needs it).
+        """Register the memory with the store (RDMA needs it), now or when it opens. RDMA locks the pages, in seconds.
 
         Raises StoreError, StoreUnavailable; `unregister` undoes what was registered until then.
         """
-        for address, length in self.areas() if not self._registered else ():
+        for address, length in self.areas():
             store.register(address, length)
             self._registered.append((store, address))
+
+    @property
+    def refused(self) -> bool:
+        """Whether a store that opened later refused the memory."""
+        return any(address in store.refused for store, address in self._registered)
 
     @property
     def kept_bytes(self) -> int:
@@ -85,7 +101,7 @@ class HostStaging:
 
     def addresses(self, slot: int) -> list[int]:
         """Return where the slot begins, per rank."""
-        return [base + slot * size for base, size in zip(self._bases, self.block_bytes, strict=True)]
+        return [each.address + slot * size for each, size in zip(self.segments, self.block_bytes, strict=True)]
 
     def close(self) -> None:
         """Unregister and unmap, unless slots are lost; only when no store call names the memory."""
@@ -96,3 +112,8 @@ class HostStaging:
             else:
                 segment.close()
         self.segments = []
+
+
+def _page_faults() -> int:
+    """Count the page faults of this thread, one for each page that it mapped."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt

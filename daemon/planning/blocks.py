@@ -18,6 +18,8 @@ from dataclasses import replace
 from itertools import chain, takewhile
 from typing import Any
 
+import numpy as np
+
 from .runs import BlockState, Lane, Run
 
 
@@ -37,7 +39,7 @@ class Blocks:
         self.sole: dict[int, int] = {}  # request number -> blocks that only this request pins
         self.sole_changed: set[int] = set()  # numbers that came into `sole`; Victims empties it
         self.wasted = [0, 0]  # blocks of each lane
-        self._free = array("I", range(slot_count - 1, -1, -1))
+        self._free = array("I", np.arange(slot_count - 1, -1, -1, dtype=np.uint32).tobytes())
         self._index: dict[bytes, int] = {}  # slot of each digest that can be found
         self._runs: list[Run | None] = [None] * slot_count  # of each slot
         self._idle: OrderedDict[Run, None] = OrderedDict()  # staged, unpinned: least recently used first

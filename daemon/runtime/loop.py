@@ -30,7 +30,7 @@ _NEWEST = 0.1  # weight of the newest look in the average
 
 
 class Loop:
-    """Call `turn` again and again; a turn lasts TICK_NS at most."""
+    """Call `turn` again and again."""
 
     def __init__(self, shared: Shared, control: Control, epoll: select.epoll, signals: Signals) -> None:
         self._shared, self._control, self._epochs = shared, control, control.epochs
@@ -40,9 +40,10 @@ class Loop:
         self._saver = 0  # and a put
         epoll.register(shared.pools.fd, select.EPOLLIN)
 
-    def turn(self, now_ns: int) -> None:
-        """Do the work that is there, and wait for more."""
+    def turn(self, now_ns: int, until_ns: int) -> None:
+        """Do the work that is there, and wait for more until the next tick."""
         self._shared.pools.run_finished()
+        self._control.carry_on()
         for epoch in self._epochs.attached():
             epoch.drain(DRAIN_LIMIT)
         self._start_fetches()
@@ -56,8 +57,9 @@ class Loop:
         empty = [ring.prepare_sleep() for ring in quiet]
         if busy and all(empty):
             rarer = min(_rarer(epoch.planner) for epoch in busy)
-            self._look([epoch.channel.ring for epoch in busy], rarer, now_ns + TICK_NS)
-        events = self._epoll.poll(0.0 if busy or not all(empty) else TICK_NS / 1e9, EVENTS_PER_TURN)
+            self._look([epoch.channel.ring for epoch in busy], rarer, until_ns)
+        wait_s = max(0, until_ns - time.monotonic_ns()) / 1e9
+        events = self._epoll.poll(0.0 if busy or not all(empty) else wait_s, EVENTS_PER_TURN)
         for ring in quiet:
             ring.wake()
         # The kernel goes round: a descriptor that was returned stands behind those that were not.

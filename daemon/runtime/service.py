@@ -101,7 +101,7 @@ class Daemon:
                 self._notifier.reloading()
                 control.reload(reloaded(shared.config, self._reread, self._log))
                 self._notifier.ready(housekeeping.summary())
-            loop.turn(now_ns)
+            loop.turn(now_ns, ticked_ns + TICK_NS)
 
     def _shut_down(self, pools: Pools) -> None:
         """End engines first (they fall back at once), then calls in flight, then the store, then its master."""

@@ -141,6 +141,7 @@ FIELDS: dict[str, Field] = {
     "device_blocks": Field("integer", "blocks that the engine loaded from device memory"),
     "owner": Field("string", "which process allocated the device memory: `daemon` or `engine`"),
     "block_bytes": Field("integer", "one block, all ranks together"),
+    "page_bytes": Field("integer", "of staging's pages, the mean: 4096, and up to 2097152 with huge pages"),
     "ranks": Field("integer", "worker processes of the engine"),
     "come": Field("integer", "how many of them said hello"),
     "missing": Field("string", "numbers of those that did not, eight at most"),
@@ -233,7 +234,7 @@ EVENTS: dict[str, Event] = {
                         "most. Those of attached engines do not count.", ("error", "pid?", "uid?"), floods=True),
     "peer.lost": Event("debug", "A process went away while the daemon spoke to it.", ("error", "pid?")),
     "engine.attached": Event("info", "All processes of an engine mapped their memory: hints are welcome.",
-                             ("ranks", "slots", "save_slots", "block_bytes")),
+                             ("ranks", "slots", "save_slots", "block_bytes", "page_bytes")),
     "engine.waiting": Event("warning", "An engine waits for its memory: the kernel lets the daemon's user send no more "
                             "descriptors until some are read. The daemon tries again.", ("error",)),
     "engine.incomplete": Event("warning", "30 s after an engine's scheduler some ranks are still missing; the engine "

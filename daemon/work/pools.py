@@ -25,6 +25,7 @@ from .link_share import LinkShare
 FETCH_NICE = 5
 SLOW_NS = 1_000_000_000
 LOOK_UPS = 8  # at a time; an engine has one in flight, so that few of them ever meet
+ATTACH_THREADS = 4  # engines whose memory is reserved or freed at a time, beside those that take long
 COPY_THREADS = 8  # to device memory: an engine's wait for each other, those of engines on other GPUs need not
 # Fetches in flight at first.  Reads from memory do not spin, and between two of them alone a link would idle.
 STARTS = {Lane.MEMORY: 2, Lane.DISK: 1}
@@ -185,6 +186,7 @@ class Pools:
         self._rung = False
         self._bell = threading.Lock()  # a thread that rings must not find the number closed, and another file's by then
         sizes = {**dict.fromkeys(FETCHES, fetch_threads), Kind.LOOK_UP: LOOK_UPS, Kind.COPY: COPY_THREADS}
+        sizes[Kind.ATTACH] = ATTACH_THREADS
         self._pools = {kind: Pool(kind, sizes.get(kind, 1), self._announce, clock_ns) for kind in Kind}
         self.limits = tuple(ConcurrencyLimit(fetch_threads, STARTS[lane]) for lane in Lane)
         self.link_share = LinkShare()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvprefetch.daemon.config.model import load
-from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory, prepare
+from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
+from kvprefetch.daemon.engine.reservations import Reservations, Reserved
 from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.wire.attach import Attached, Mapped, Reset, ResetDone
@@ -240,12 +243,18 @@ def prepared(options: dict[str, object], *devices: str) -> EngineMemory:
     pools = Pools(1)
     spec = EngineSpec(max_blocks=8, block_bytes=BLOCK, ranks=len(devices))
     workers = [spec.worker(rank).model_copy(update={"device": device}) for rank, device in enumerate(devices)]
-    made: list[EngineMemory | Exception] = []
-    prepare(pools, load(options), 0, 7, EngineInfo("e", BLOCK_TOKENS, spec.scheduler(), workers), made.append)
-    eventually(lambda: pools.run_finished() and made, what="the memory")
+    store: Any = SimpleNamespace(removal_ms=0, register=lambda *_: None, unregister=lambda *_: None, refused=())
+    reservations = Reservations(pools, store)
+    reservations.want(7, load(options), EngineInfo("e", BLOCK_TOKENS, spec.scheduler(), workers))
+
+    def next_done() -> Reserved | None:
+        pools.run_finished()
+        return reservations.next_done()
+
+    done = eventually(next_done, what="the memory")
     pools.close()
-    assert isinstance(made[0], EngineMemory)
-    return made[0]
+    assert isinstance(done.memory, EngineMemory)
+    return done.memory
 
 
 def test_a_worker_without_a_gpu_keeps_all_ranks_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:

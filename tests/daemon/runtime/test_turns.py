@@ -13,7 +13,7 @@ import pytest
 
 from kvprefetch.daemon.engine.transfers import SaveResult
 from kvprefetch.daemon.runtime import loop
-from kvprefetch.daemon.runtime.loop import Loop
+from kvprefetch.daemon.runtime.loop import TICK_NS, Loop
 from kvprefetch.daemon.work.calls import Kind
 from kvprefetch.shmring.wire.records import FlagState, RecordKind, Saved, encode_saved
 from tests.daemon.engine.epochs import Engine, Pools, digest, make_epoch
@@ -40,7 +40,7 @@ class Turns:
         self.engines = [Engine(make_epoch(pools=self.pools)) for _ in range(count)]
         epochs = SimpleNamespace(attached=lambda: [each.epoch for each in self.engines], corrupt=list)
         shared, signals = SimpleNamespace(pools=self.pools), SimpleNamespace(fd=-1)
-        control = SimpleNamespace(epochs=epochs, ready=lambda *_: None)
+        control = SimpleNamespace(epochs=epochs, ready=lambda *_: None, carry_on=lambda: None)
         self.epoll = select.epoll()
         self.loop = Loop(cast(Any, shared), cast(Any, control), self.epoll, cast(Any, signals))
 
@@ -50,7 +50,7 @@ class Turns:
 
     def turn(self) -> int | None:
         """One turn of the loop; return the engine that has a put in flight then, which ends now."""
-        self.loop.turn(time.monotonic_ns())
+        self.loop.turn(now_ns := time.monotonic_ns(), now_ns + TICK_NS)
         puts = [call for call in self.pools.calls if call.kind is Kind.SAVE]
         assert len(puts) < 2, "one put at a time"
         if not puts:

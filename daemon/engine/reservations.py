@@ -1,0 +1,211 @@
+"""The memory of epochs: reserved, registered and freed on threads, several engines at a time.
+
+Everything here runs on the main loop, but what is handed to the pools.  The ledger says which reservation may begin.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from ...shmring.errors import DeviceError, SegmentError
+from ..config.machine import available_bytes
+from ..config.model import DaemonConfig
+from ..config.sizes import size_text, whole_mib
+from ..store.client import Store
+from ..work.calls import Call, Kind
+from ..work.pools import Pools
+from .device import DeviceStaging
+from .ledger import Ledger
+from .memory import EngineInfo, EngineMemory, device_staging, layout_for
+
+
+class Reserved(NamedTuple):
+    """The end of one reservation: the memory, or why there is none."""
+
+    number: int
+    memory: EngineMemory | BaseException
+
+
+class Withdrawn(Exception):
+    """Nobody wants the memory any more."""
+
+
+@dataclass(eq=False)
+class _Wish:
+    """One engine's reservation. Its thread adds to `taken`, and reads `wanted` after each slice."""
+
+    number: int
+    config: DaemonConfig
+    engine: EngineInfo
+    wanted: bool = True
+    taken: int = 0
+    entered: int = 0  # of `taken`, what the ledger knows
+    device: DeviceStaging | None = None
+    device_error: str = ""
+    queued: bool = False  # it has its device memory, or goes on without
+    control_bytes: int = 0
+
+    def make(self, store: Store) -> EngineMemory:
+        """On a thread: make the memory and register it. Raises Withdrawn, and what making it raises."""
+        device, self.device = self.device, None
+        memory = EngineMemory.create(self.config, self.number, self.engine, device, self.device_error)
+        try:
+            self.taken += memory.layout.total_bytes
+            for size in memory.staging.fill():
+                self.taken += size
+                if not self.wanted:
+                    raise Withdrawn
+            memory.staging.register(store)
+            if not self.wanted:
+                raise Withdrawn
+        except BaseException:
+            memory.close()
+            raise
+        return memory
+
+
+class Reservations:
+    """Reserves and frees the memory of epochs; the caller takes what `next_done` has.
+
+    An engine is refused whose resets have less time than a removal takes (`Store.removal_ms`): no reset would be
+    confirmed, and after the first one the engine would neither load nor save.  A GPU that fails, or misses a call's
+    deadline, is left out, and what it gives later is given back.
+    """
+
+    def __init__(self, pools: Pools, store: Store) -> None:
+        self._pools, self._store = pools, store
+        self._ledger = Ledger()
+        self._wishes: dict[int, _Wish] = {}
+        self._done: deque[Reserved] = deque()
+
+    def want(self, number: int, config: DaemonConfig, engine: EngineInfo) -> None:
+        """Reserve the memory of epoch `number`. Each ends as one Reserved, the withdrawn ones too."""
+        wish = self._wishes[number] = _Wish(number, config, engine)
+        reset_ms, removal_ms = engine.scheduler.reset_timeout_ms, self._store.removal_ms
+        if reset_ms is not None and reset_ms < removal_ms:
+            error = (
+                "reset_timeout_ms is too short for this store's disk, so that no reset would be confirmed: "
+                f"reset_timeout_ms={reset_ms} min={removal_ms}: raise it or leave it out"
+            )
+            self._end(wish, ValueError(error))
+        elif config.device_staging > 0 and any(worker.device for worker in engine.workers):
+            make = partial(device_staging, config, engine)
+            self._pools.start(Call(Kind.SLAB, make, partial(self._slab, wish), partial(self._slab_overdue, wish)))
+        else:
+            self._queue(wish)
+
+    def withdraw(self, number: int) -> None:
+        """Nobody wants this memory any more."""
+        if (wish := self._wishes.get(number)) is not None and wish.wanted:
+            wish.wanted = False
+            if self._ledger.withdraw(number):
+                self._end(wish, Withdrawn())
+            self._carry_on()
+
+    def free(self, memory: EngineMemory) -> None:
+        """Free the memory of an epoch on a thread; reservations wait for it. 50 ms per GiB of small pages.
+
+        After the pools closed, the end of the process frees it.
+        """
+        if self._pools.closed:
+            memory.staging.unregister()
+        else:
+            number = memory.layout.epoch
+            self._ledger.release(number, memory.total_bytes)
+            self._pools.start(Call(Kind.ATTACH, memory.close, partial(self._freed, number)))
+
+    def next_done(self) -> Reserved | None:
+        """Return a reservation that ended."""
+        return self._done.popleft() if self._done else None
+
+    def close(self) -> None:
+        """Let the store forget memory that nobody took, at the end of the process, which frees it."""
+        for _, memory in self._done:
+            if isinstance(memory, EngineMemory):
+                memory.staging.unregister()
+
+    def _slab(self, wish: _Wish, result: DeviceStaging | BaseException) -> None:
+        """Device memory is there, or refused, in time or too late."""
+        if isinstance(result, BaseException):
+            wish.device_error = wish.device_error or (str(result) if isinstance(result, DeviceError) else repr(result))
+        elif wish.device_error:  # too late
+            self._drop(result)
+        else:
+            wish.device = result
+        if not wish.queued:
+            self._queue(wish)
+
+    def _slab_overdue(self, wish: _Wish) -> None:
+        uuids = sorted({worker.device for worker in wish.engine.workers})
+        timeout_ms = wish.config.call_timeout_ms
+        wish.device_error = f"the GPU does not answer: uuid={','.join(uuids)} call_timeout_ms={timeout_ms}"
+        self._queue(wish)
+
+    def _queue(self, wish: _Wish) -> None:
+        """Let the ledger say when it may begin."""
+        wish.queued = True
+        try:
+            layout, _ = layout_for(wish.config, wish.number, wish.engine)
+        except (SegmentError, ValueError) as error:
+            self._end(wish, error)
+            return
+        if wish.wanted:
+            wish.control_bytes = layout.total_bytes
+            self._ledger.want(wish.number, layout.slot_count * sum(wish.engine.block_bytes) + wish.control_bytes)
+            self._carry_on()
+        else:
+            self._end(wish, Withdrawn())
+
+    def _carry_on(self) -> None:
+        """Begin the reservations that may, and refuse those for which there is no memory."""
+        while self._ledger.waiting:
+            for wish in self._wishes.values():
+                if (taken := wish.taken) > wish.entered:
+                    self._ledger.filled(wish.number, taken - wish.entered)
+                    wish.entered = taken
+            verdict = self._ledger.next_verdict(available_bytes())
+            if verdict is None:
+                return
+            wish = self._wishes[verdict.number]
+            if verdict.granted:
+                self._pools.start(Call(Kind.ATTACH, partial(wish.make, self._store), partial(self._made, wish)))
+                continue
+            error = SegmentError(
+                f"staging: not enough memory for another engine: staging={size_text(wish.config.staging)} "
+                f"control={whole_mib(wish.control_bytes)} engine={wish.engine.engine_id!r} "
+                f"available={whole_mib(verdict.available_bytes)}"
+            )
+            self._end(wish, error)
+
+    def _made(self, wish: _Wish, result: EngineMemory | BaseException) -> None:
+        if isinstance(result, EngineMemory) and not wish.wanted:
+            self._end(wish, Withdrawn())
+            self.free(result)
+        else:
+            self._end(wish, result)
+        self._carry_on()
+
+    def _end(self, wish: _Wish, result: EngineMemory | BaseException) -> None:
+        del self._wishes[wish.number]
+        self._ledger.ended(wish.number)
+        self._done.append(Reserved(wish.number, result))
+        if wish.device is not None:
+            self._drop(wish.device)
+
+    def _drop(self, device: DeviceStaging) -> None:
+        """Free device memory that no epoch has."""
+        if not self._pools.closed:
+            self._pools.start(Call(Kind.SLAB, device.close, _raised))
+
+    def _freed(self, number: int, error: BaseException | None) -> None:
+        self._ledger.ended(number)
+        self._carry_on()
+        _raised(error)
+
+
+def _raised(error: BaseException | None) -> None:
+    if error is not None:
+        raise error

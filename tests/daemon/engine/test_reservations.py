@@ -1,0 +1,242 @@
+"""Reservations of several engines at once: on real threads and memory, with the machine's limit as the test says."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from kvprefetch.daemon.config.model import load
+from kvprefetch.daemon.engine import reservations as module
+from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory, layout_for
+from kvprefetch.daemon.engine.reservations import Reservations, Reserved, Withdrawn
+from kvprefetch.daemon.engine.staging import FILL_BYTES
+from kvprefetch.daemon.store.errors import StoreError
+from kvprefetch.daemon.work.pools import Pools
+from kvprefetch.shmring.errors import SegmentError
+from kvprefetch.shmring.segment import Segment
+from tests.support.engine_side import BLOCK_TOKENS, EngineSpec
+from tests.support.waiting import eventually
+
+CONFIG = load({"staging": "16MiB", "hint_ring": "1MiB"})
+SPEC = EngineSpec(max_blocks=8)
+ENGINE = EngineInfo("e", BLOCK_TOKENS, SPEC.scheduler(), [SPEC.worker()])
+EACH = (16 << 20) + layout_for(CONFIG, 1, ENGINE)[0].total_bytes
+
+
+class Known:
+    """A store: which memory it knows, and what it refuses."""
+
+    removal_ms = 0
+    refused: frozenset[int] = frozenset()
+
+    def __init__(self) -> None:
+        self.areas: set[int] = set()
+        self.full = False
+
+    def register(self, address: int, _: int) -> None:
+        if self.full:
+            raise StoreError("registering failed with code -1")
+        assert address not in self.areas
+        self.areas.add(address)
+
+    def unregister(self, address: int) -> None:
+        self.areas.remove(address)
+
+
+class Machine:
+    """`total` bytes, of which the segments that are filled take their part; a gate may hold up what fills them."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.lock = total, threading.Lock()
+        self.taken: dict[int, int] = {}
+        self.most = 0
+        self.gate = threading.Event()
+        self.gate.set()
+
+    @property
+    def available(self) -> int:
+        return self.total - sum(self.taken.values())
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine(1 << 40)
+    fill, close = Segment.fill, Segment.close
+
+    def filled(segment: Segment, start: int, stop: int) -> None:
+        assert machine.gate.wait(10)
+        fill(segment, start, stop)
+        with machine.lock:
+            machine.taken[segment.address] = machine.taken.get(segment.address, 0) + stop - start
+            machine.most = max(machine.most, sum(machine.taken.values()))
+
+    def closed(segment: Segment) -> bool:
+        with machine.lock:
+            machine.taken.pop(segment.address, None)
+        return close(segment)
+
+    monkeypatch.setattr(Segment, "fill", filled)
+    monkeypatch.setattr(Segment, "close", closed)
+    monkeypatch.setattr(module, "available_bytes", lambda: machine.available)
+    return machine
+
+
+class Desk:
+    """Reservations on pools of their own; `next` waits for the next result, as the loop takes it."""
+
+    def __init__(self, store: Known) -> None:
+        self.store, self.pools = store, Pools(1)
+        self.all = Reservations(self.pools, cast(Any, store))
+
+    def poll(self) -> Reserved | None:
+        self.pools.run_finished()
+        return self.all.next_done()
+
+    def next(self) -> Reserved:
+        return eventually(self.poll, what="a result")
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    maps = Path("/proc/self/maps")
+    before = maps.read_text().count("memfd:kvprefetch")
+    desk = Desk(Known())
+    yield desk
+    eventually(lambda: desk.pools.run_finished() or not desk.pools.running(), what="idle threads")
+    assert desk.pools.close()
+    assert maps.read_text().count("memfd:kvprefetch") == before, "nothing stays mapped"
+    assert not desk.store.areas, "nothing stays registered"
+
+
+def free(desk: Desk, *results: Reserved) -> None:
+    for result in results:
+        assert isinstance(result.memory, EngineMemory)
+        desk.all.free(result.memory)
+
+
+def test_memory_is_filled_and_known_to_the_store_when_it_is_handed_out(desk: Desk, machine: Machine) -> None:
+    desk.all.want(1, CONFIG, ENGINE)
+    result = desk.next()
+    assert isinstance(result.memory, EngineMemory)
+    assert {address for address, _ in result.memory.staging.areas()} == desk.store.areas
+    assert machine.most == result.memory.total_bytes == EACH
+    assert result.memory.staging.page_bytes >= 4096
+    free(desk, result)
+
+
+def test_two_engines_at_once_are_not_promised_the_same_memory(desk: Desk, machine: Machine) -> None:
+    """The first has taken next to nothing when the second one comes."""
+    machine.total = EACH * 3 // 2
+    machine.gate.clear()
+    desk.all.want(1, CONFIG, ENGINE)
+    desk.all.want(2, CONFIG, ENGINE)
+    refused = desk.next()
+    assert refused.number == 2
+    assert isinstance(refused.memory, SegmentError)
+    assert str(refused.memory).startswith("staging: not enough memory for another engine: staging=16MiB control=")
+    machine.gate.set()
+    first = desk.next()
+    assert machine.most <= machine.total
+    desk.all.want(3, CONFIG, ENGINE)
+    assert isinstance(desk.next().memory, SegmentError), "the first has taken its memory"
+    free(desk, first)
+    desk.all.want(4, CONFIG, ENGINE)
+    free(desk, desk.next())
+
+
+def test_several_engines_are_reserved_at_the_same_time(desk: Desk, machine: Machine) -> None:
+    machine.gate.clear()
+    for number in (1, 2, 3):
+        desk.all.want(number, CONFIG, ENGINE)
+    names = [f"attach-{number}" for number in (1, 2, 3)]
+    eventually(lambda: {thread.name for thread in threading.enumerate()} >= set(names), what="three threads")
+    machine.gate.set()
+    free(desk, *(desk.next() for _ in range(3)))
+
+
+def test_a_reservation_that_is_withdrawn_ends_with_the_next_slice(desk: Desk, machine: Machine) -> None:
+    """Its engine died."""
+    machine.gate.clear()
+    desk.all.want(1, CONFIG, ENGINE)
+    desk.all.withdraw(1)
+    machine.gate.set()
+    assert isinstance(desk.next().memory, Withdrawn)
+    assert machine.most <= EACH - (16 << 20) + FILL_BYTES
+    assert not machine.taken
+
+
+def test_the_memory_of_a_reservation_that_is_withdrawn_is_waited_for(desk: Desk, machine: Machine) -> None:
+    machine.total = EACH * 3 // 2
+    machine.gate.clear()
+    desk.all.want(1, CONFIG, ENGINE)
+    desk.all.withdraw(1)
+    desk.all.want(2, CONFIG, ENGINE)
+    machine.gate.set()
+    withdrawn, second = desk.next(), desk.next()
+    assert (withdrawn.number, second.number) == (1, 2)
+    free(desk, second)
+
+
+def test_memory_that_the_store_refuses_is_given_back(desk: Desk, machine: Machine) -> None:
+    """RDMA registers staging, and may not be allowed to lock so much."""
+    desk.store.full = True
+    desk.all.want(1, CONFIG, ENGINE)
+    assert isinstance(desk.next().memory, StoreError)
+    assert not machine.taken
+
+
+def test_memory_that_nobody_took_is_unregistered_at_the_end(desk: Desk, machine: Machine) -> None:
+    desk.all.want(1, CONFIG, ENGINE)
+    eventually(lambda: desk.pools.run_finished() and desk.store.areas, what="the memory")
+    desk.all.close()
+    assert not desk.store.areas
+    free(desk, desk.next())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_engines_that_come_and_go_at_random_keep_to_the_machines_memory(
+    desk: Desk, machine: Machine, seed: int
+) -> None:
+    """No memory is handed out before the store knows it, none is unmapped while an engine has it, and none leaks."""
+    rng = random.Random(seed)
+    machine.total = 5 * EACH // 2
+    held: dict[int, EngineMemory] = {}
+    wanted: set[int] = set()
+    outcomes: Counter[str] = Counter()
+
+    def take(result: Reserved) -> None:
+        wanted.discard(result.number)
+        outcomes[type(result.memory).__name__] += 1
+        if isinstance(result.memory, EngineMemory):
+            assert {address for address, _ in result.memory.staging.areas()} <= desk.store.areas
+            held[result.number] = result.memory
+
+    actions: list[Callable[[], Any]] = [
+        lambda: held and desk.all.free(held.pop(rng.choice(list(held)))),
+        lambda: wanted and rng.random() < 0.3 and desk.all.withdraw(rng.choice(list(wanted))),
+        lambda: time.sleep(rng.random() / 50),
+    ]
+    number, deadline_s = 0, time.monotonic() + 60
+    while outcomes["EngineMemory"] < 8 and time.monotonic() < deadline_s:
+        number += 1
+        if len(wanted) < 3:
+            wanted.add(number)
+            desk.all.want(number, CONFIG, ENGINE)
+        rng.choice(actions)()
+        for memory in held.values():
+            memory.staging.segments[0].buffer[rng.randrange(16 << 20)] = 1
+        while (result := desk.poll()) is not None:
+            take(result)
+    while wanted:
+        take(desk.next())
+    assert machine.most <= machine.total
+    assert outcomes["EngineMemory"] >= 8, outcomes
+    for memory in held.values():
+        desk.all.free(memory)

@@ -1,0 +1,235 @@
+"""Engines with large staging come and go, and the others hear the daemon's heartbeat all the while."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvprefetch.shmring.layout import Line
+from tests.daemon.stores import blocks
+from tests.lab import process
+from tests.lab.daemon import Daemon
+from tests.support.auditor import Auditor, ask_daemon
+from tests.support.fake_engine import FakeEngine
+from tests.support.waiting import eventually
+
+Serve = Callable[..., Daemon]
+
+# 64 GiB are more than most machines have: with this, the daemon reserves address space and no memory.
+SPARSE = """
+from kvprefetch.daemon.config import machine
+machine.available_bytes = machine.machine_bytes = lambda: 1 << 50
+from kvprefetch.shmring.segment import Segment
+Segment.fill = lambda *_: None
+"""
+# Each slice of four MiB takes 50 ms, and each registration a second.
+SLOW = """
+import time
+from kvprefetch.daemon.engine import staging
+from kvprefetch.daemon.store.client import Store
+fill, register, unregister = staging.Segment.fill, Store.register, Store.unregister
+
+def slow_fill(segment, start, stop):
+    time.sleep(0.05)
+    fill(segment, start, stop)
+
+def slow_register(store, address, length):
+    print(f"registering {address}", flush=True)
+    time.sleep(1)
+    register(store, address, length)
+
+def seen_unregister(store, address):
+    print(f"unregistering {address}", flush=True)
+    unregister(store, address)
+
+staging.Segment.fill, Store.register, Store.unregister = slow_fill, slow_register, seen_unregister
+"""
+
+
+@pytest.fixture
+def patched(serve: Serve, tmp_path: Path) -> Callable[[str, str], Daemon]:
+    """Starts a daemon with this staging, in which this code runs first."""
+
+    def start(code: str, staging: str) -> Daemon:
+        (tmp_path / "sitecustomize.py").write_text(code)
+        path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+        return serve(staging=staging, env={"PYTHONPATH": path})
+
+    return start
+
+
+class Heartbeat:
+    """The daemon's heartbeat as an engine sees it: how long it stood still at most, in ms."""
+
+    def __init__(self) -> None:
+        self.longest_ms, self.beats = 0.0, 0
+
+    @contextlib.contextmanager
+    def watched(self, engine: FakeEngine) -> Iterator[None]:
+        over = threading.Event()
+
+        def watch() -> None:
+            last_ns, looked_s, slept = engine.words.load_acquire(Line.CONSUMER_BEAT), time.monotonic(), False
+            while not over.wait(0.002):
+                beat_ns, now_s = engine.words.load_acquire(Line.CONSUMER_BEAT), time.monotonic()
+                slept, looked_s = slept or now_s - looked_s > 0.05, now_s
+                if beat_ns != last_ns:
+                    if not slept:  # else this thread had no core, and may have missed a beat
+                        self.beats += 1
+                        self.longest_ms = max(self.longest_ms, (beat_ns - last_ns) / 1e6)
+                    last_ns, slept = beat_ns, False
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
+
+
+def mapped(daemon: Daemon) -> int:
+    """Count the segments that the daemon has mapped."""
+    return Path(f"/proc/{daemon.pid}/maps").read_text().count("memfd:kvprefetch")
+
+
+def come_and_go(daemon: Daemon, times: int, block_bytes: int) -> Heartbeat:
+    """Let another engine attach and leave so often, beside one that loads; return what that one saw."""
+    staying, heartbeat = (
+        FakeEngine(daemon.socket, engine_id="staying", prefix="staying", block_bytes=block_bytes),
+        Heartbeat(),
+    )
+    with heartbeat.watched(staying):
+        for _ in range(times):
+            passing = FakeEngine(daemon.socket, engine_id="passing", prefix="passing", block_bytes=block_bytes)
+            assert staying.load(list(blocks("nowhere", 1))) is None
+            passing.close()
+            eventually(lambda: mapped(daemon) == 2, 60, "the memory of the engine that left")
+    assert heartbeat.beats > 0
+    print(f"longest heartbeat gap: {heartbeat.longest_ms:.0f} ms of {heartbeat.beats}")
+    return heartbeat
+
+
+def test_the_heartbeat_goes_on_while_an_engine_comes_and_goes(serve: Serve) -> None:
+    daemon = serve(staging="256MiB")
+    assert come_and_go(daemon, 3, block_bytes=1 << 20).longest_ms < 1000
+    assert {line["page_bytes"] for line in daemon.records("engine.attached")} <= set(range(4096, (2 << 20) + 1))
+
+
+def undisturbed(daemon: Daemon) -> Daemon:
+    """Let the daemon's threads run before other programs, where we may: the figure is to be the daemon's alone."""
+    with contextlib.suppress(PermissionError):
+        for thread in os.listdir(f"/proc/{daemon.pid}/task"):
+            os.sched_setscheduler(int(thread), os.SCHED_RR, os.sched_param(1))
+    return daemon
+
+
+@pytest.mark.stress
+def test_64_gib_of_staging_that_come_and_go_keep_no_heartbeat_beyond_150_ms(
+    patched: Callable[[str, str], Daemon],
+) -> None:
+    assert come_and_go(undisturbed(patched(SPARSE, "64GiB")), 20, block_bytes=2 << 20).longest_ms < 150
+
+
+@pytest.mark.stress
+def test_memory_that_is_filled_and_freed_keeps_no_heartbeat_beyond_150_ms(serve: Serve) -> None:
+    """The kernel zeroes 1 GiB and takes it back, twenty times."""
+    assert come_and_go(undisturbed(serve(staging="1GiB")), 20, block_bytes=2 << 20).longest_ms < 150
+
+
+HALF_ATTACHED = """
+import sys, time
+from pathlib import Path
+from tests.support.fake_engine import FakeEngine
+engine = FakeEngine(Path(sys.argv[1]), engine_id="killed", prefix="killed", attach=False, block_bytes=1 << 20)
+sockets = engine.greet_all()
+print("greeted", flush=True)
+time.sleep(60)
+"""
+
+
+@contextlib.contextmanager
+def attaching(daemon: Daemon) -> Iterator[subprocess.Popen[bytes]]:
+    """An engine in a process of its own, whose memory is being reserved."""
+    command = process.bound_to_parent([sys.executable, "-c", HALF_ATTACHED, str(daemon.socket)])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=process.REPO) as engine:
+        try:
+            assert engine.stdout is not None
+            assert engine.stdout.readline() == b"greeted\n"
+            yield engine
+        finally:
+            engine.kill()
+
+
+def registered(daemon: Daemon) -> set[str]:
+    """Return the addresses that the store knows, and those that it is about to know."""
+    known: set[str] = set()
+    for word, address in (line.split() for line in daemon.lines if line.startswith(("registering", "unregistering"))):
+        (known.add if word == "registering" else known.discard)(address)
+    return known
+
+
+def registering(daemon: Daemon, count: int) -> None:
+    eventually(lambda: len(registered(daemon)) == count, 20, "a registration that began")
+
+
+@pytest.mark.parametrize("while_it", ["fills", "registers"])
+def test_an_engine_killed_while_its_memory_is_reserved_leaves_nothing(
+    patched: Callable[[str, str], Daemon], auditor: Auditor, while_it: str
+) -> None:
+    daemon = patched(SLOW, "64MiB")
+    staying = FakeEngine(daemon.socket, engine_id="staying", prefix="staying", block_bytes=1 << 20)
+    before = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+    with attaching(daemon) as engine:
+        eventually(lambda: mapped(daemon) > 2, 20, "its memory")
+        if while_it == "registers":
+            registering(daemon, 2)
+        engine.kill()
+        engine.wait()
+        eventually(lambda: mapped(daemon) == 2, 20, "its memory freed")
+    assert len(registered(daemon)) == 1
+    eventually(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) <= before, 20, "its descriptors closed")
+    assert daemon.records("engine.refused") == []
+    assert staying.load(list(blocks("nowhere", 1))) is None
+    FakeEngine(daemon.socket, engine_id="next", prefix="killed", block_bytes=1 << 20).close()
+    auditor.assert_idle(daemon.pid, daemon.socket, timeout_s=20)
+
+
+@pytest.mark.parametrize("while_it", ["fills", "registers"])
+def test_a_daemon_that_stops_while_it_reserves_does_not_finish_it_first(
+    patched: Callable[[str, str], Daemon], while_it: str
+) -> None:
+    """The reservation would take 25 s."""
+    daemon = patched(SLOW, "2000MiB" if while_it == "fills" else "16MiB")
+    with attaching(daemon):
+        eventually(lambda: mapped(daemon) > 0, 20, "its memory")
+        if while_it == "registers":
+            registering(daemon, 1)
+        began = time.monotonic()
+        assert daemon.sigterm(30) == 0
+        assert time.monotonic() - began < 10
+    assert not registered(daemon)
+
+
+def test_engines_attach_at_the_same_time(patched: Callable[[str, str], Daemon]) -> None:
+    """Each takes 2.6 s alone: 32 slices and a registration."""
+    daemon = patched(SLOW, "128MiB")
+    staying, heartbeat = FakeEngine(daemon.socket, engine_id="staying", prefix="staying"), Heartbeat()
+    engines = [FakeEngine(daemon.socket, engine_id=f"{i}", prefix=f"{i}", attach=False) for i in range(4)]
+    began = time.monotonic()
+    with heartbeat.watched(staying):
+        sockets = [engine.greet_all() for engine in engines]
+        for each, engine in zip(sockets, engines, strict=True):
+            for sock in each:
+                assert engine.receive(sock)[0].slot_count > 0
+        assert time.monotonic() - began < 8, "one after the other takes 10.4 s"
+    assert heartbeat.longest_ms < 1000, "a registration takes as long"
+    assert ask_daemon(daemon.socket).engine_count == 5
