@@ -233,7 +233,7 @@ class EpochCalls(Caller):
         fetches.observe(duration_ns / 1e9)
         self.counters.fetched_blocks += good
         self.counters.fetched_bytes[lane] += good_bytes
-        self._negative.forget(list(compress(order.digests, arrived)))
+        self._negative.forget(order.digests if good == len(outcome) else list(compress(order.digests, arrived)))
         if good < len(outcome):
             self._failed(order, outcome, now)
         self.planner.fetched(order.number, arrived, now)

@@ -83,18 +83,23 @@ class RankLayout:
 
     def keys(self, digests: Iterable[bytes]) -> list[str]:
         """Return the keys of these blocks, block by block: one for each key prefix."""
-        prefixes = [prefix for prefix, _ in self.shards]
-        return [prefix + name for name in map(bytes.hex, digests) for prefix in prefixes]
+        prefix, *others = [prefix for prefix, _ in self.shards]
+        if not others:
+            return [prefix + name for name in map(bytes.hex, digests)]
+        return [each + name for name in map(bytes.hex, digests) for each in (prefix, *others)]
 
     def values(self, blocks: Sequence[tuple[bytes, int]], *, saving: bool = False) -> _Values:
         """Return the values of (digest, slot) blocks, in the order of `keys`.
 
         They lie with the first rank that has the prefix, or with the one that filled the slot.
         """
-        slots = [slot for _, slot in blocks]
+        slots, keys = [slot for _, slot in blocks], self.keys([digest for digest, _ in blocks])
+        if not saving and len(self._firsts) == 1:
+            [(first, size)] = self._firsts
+            return _Values(keys, slots, [first + slot * size for slot in slots], [size] * len(slots))
         ranks = map(self._filled, slots) if saving else repeat(self._firsts)
         return _Values(
-            self.keys(digest for digest, _ in blocks),
+            keys,
             [slot for slot in slots for _ in self._firsts],
             [base + slot * size for slot, theirs in zip(slots, ranks, strict=False) for base, size in theirs],
             [size for _, size in self._firsts] * len(slots),

@@ -113,7 +113,7 @@ class Store(Connection):
             codes: list[int] = client.batch_is_exist(list(keys))
             self._verdict(attempt, all(code < 0 for code in codes), "exist", codes[0] if codes else -1)
         found = [code == 1 for code in codes]
-        self._removals.seen.add(compress(keys, found))
+        self._removals.seen.add(keys if all(found) else compress(keys, found))
         return found
 
     def get_into(

@@ -38,23 +38,30 @@ class ReplicaReader:
         self._private = private
         self._lock = threading.Lock()
         self._running = self._count = 0
+        self._stayed = frozenset([Place("", 0, 0)])  # until the count changes; to compare one object takes no time
 
     @contextlib.contextmanager
     def removal(self) -> Iterator[None]:
         """Enclose a call that removes values although they are leased."""
         with self._lock:
-            self._running, self._count = self._running + 1, self._count + 1
+            self._running += 1
+            self._removed()
         try:
             yield
         finally:
             with self._lock:
-                self._running, self._count = self._running - 1, self._count + 1
+                self._running -= 1
+                self._removed()
+
+    def _removed(self) -> None:
+        self._count += 1
+        self._stayed = frozenset([Place("", self._count, 0)])
 
     def read(self, client: Any, keys: Sequence[str]) -> Replicas:
         """Return the replicas of these keys. During a removal from a private store no key has any."""
         if self._private:
             with self._lock:
-                return {} if self._running else dict.fromkeys(keys, frozenset([Place("", self._count, 0)]))
+                return {} if self._running else dict.fromkeys(keys, self._stayed)
         return memory_replicas(client.batch_get_replica_desc(list(keys)))
 
 
@@ -64,8 +71,12 @@ def memory_replicas(described: Mapping[str, Sequence[Any]]) -> Replicas:
 
 
 def _memory(replicas: Sequence[Any]) -> list[Place]:
-    descriptors = [each.get_memory_descriptor().buffer_descriptor for each in replicas if each.is_memory_replica()]
-    return [Place(each.transport_endpoint, each.buffer_address, each.size) for each in descriptors]
+    places = []
+    for each in replicas:
+        if each.is_memory_replica():
+            part = each.get_memory_descriptor().buffer_descriptor
+            places.append(Place(part.transport_endpoint, part.buffer_address, part.size))
+    return places
 
 
 def void_what_moved(results: list[ErrorClass], keys: Sequence[str], before: Replicas, after: Replicas) -> None:
