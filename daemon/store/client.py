@@ -137,13 +137,13 @@ class Store(Connection):
             before, code = self._replicas.read(client, keys), 0
 
             def read(part: Sequence[int]) -> list[ErrorClass]:
-                came = dict[int, ErrorClass | None].fromkeys(part)
-                if sleeping is not None:
-                    values = [Value(addresses[i], sizes[i], before.get(keys[i], ())) for i in part]
-                    came = dict(zip(part, self._moving(sleeping.read, values, until_ns, get), strict=True))
-                if left := [i for i in part if came[i] is None]:
-                    came |= zip(left, block(left), strict=True)
-                return [each for each in came.values() if each is not None]
+                if sleeping is None:
+                    return block(part)
+                values = [Value(addresses[i], sizes[i], before.get(keys[i], ())) for i in part]
+                came = self._moving(sleeping.read, values, until_ns, get)
+                left = [i for i, each in zip(part, came, strict=True) if each is None]
+                others = iter(block(left) if left else ())
+                return [next(others) if each is None else each for each in came]
 
             def block(part: Sequence[int]) -> list[ErrorClass]:
                 nonlocal code

@@ -106,12 +106,13 @@ class SleepingReads:
         nodes = {place.node for value in values for place in value.places}
         reached = {node for node in nodes if node in self._known or self._engine.send_probe(node) == 0}
         wanted: dict[str, list[_Piece]] = {}
+        some = len(reached) < len(nodes)
         for i, value in enumerate(values):
-            if any(place.size != value.size for place in value.places):
+            if {place.size for place in value.places} - {value.size}:
                 results[i] = ErrorClass.FOREIGN
             elif get.late:
                 results[i] = ErrorClass.TRANSFER
-            elif places := [place for place in value.places if place.node in reached]:
+            elif places := [place for place in value.places if place.node in reached] if some else value.places:
                 self._add(wanted, i, value, places)
         under_way = [self._start(node, pieces, results, get) for node, pieces in wanted.items()]
         while under_way:
@@ -121,7 +122,7 @@ class SleepingReads:
             results = [ErrorClass.LOOKUP_AGAIN if each is ErrorClass.OK else each for each in results]
         return results
 
-    def _add(self, wanted: dict[str, list[_Piece]], index: int, value: Value, places: Sequence[Place]) -> None:
+    def _add(self, wanted: dict[str, list[_Piece]], index: int, value: Value, places: Collection[Place]) -> None:
         """Add the value to a node's last piece if it goes on there, or begin one of the node with least to send."""
         for node, source, size in places:
             last = wanted[node][-1] if node in wanted else None
@@ -134,7 +135,7 @@ class SleepingReads:
                 last.indices.append(index)
                 last.size += size
                 return
-        place = places[0] if len(places) == 1 else min(places, key=lambda each: self._load(each.node, wanted))
+        place = min(places, key=lambda each: self._load(each.node, wanted)) if len(places) > 1 else next(iter(places))
         wanted.setdefault(place.node, []).append(_Piece([index], value.address, place.address, place.size))
 
     def _load(self, node: str, wanted: Mapping[str, Sequence[_Piece]]) -> int:

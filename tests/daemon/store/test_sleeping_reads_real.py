@@ -191,7 +191,8 @@ def test_a_link_that_crawls_and_is_cut_ends_its_reads_after_mooncake_s_time(monk
         assert reader.get(list(values("a"))) == [OK] * 8, "1 s"
         assert [reader.value(number) for number in range(8)] == list(values("a").values())
         with ThreadPoolExecutor() as pool:
-            get = pool.submit(reader.get, list(values("a")))
+            # From the last to the first, so that each is a transfer of its own: they fail some at a time.
+            get = pool.submit(reader.get, list(values("a"))[::-1])
             wait([get], 0.5)
             shut = [
                 "tc",
