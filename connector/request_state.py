@@ -99,7 +99,7 @@ class RequestState:
 
     def claim(self, answer: Answer) -> None:
         """The handle's blocks are claimed, and vLLM gets this answer."""
-        assert self.queued and self.handle is not None, self  # noqa: PT018
+        assert self.handle is not None and not (self.settled or self.loading or self.answer), self  # noqa: PT018
         self.answer = answer
 
     def withdraw(self) -> Handle:

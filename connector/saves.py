@@ -7,8 +7,9 @@ so placeholders, drafts and rejected tokens never count.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,12 +68,13 @@ class LocalCache:
 class Saves:
     """Save bookkeeping of one engine. `events`: where KV events are on.
 
-    `waiting`: saves that ranks still copy; `copied`: saves of all ranks that the daemon does not know of yet; `left`:
-    blocks of finished requests that wait for a slot.
+    `unsaved`: admitted requests that may still have blocks to save; `waiting`: saves that ranks still copy; `copied`:
+    saves of all ranks that the daemon does not know of yet; `left`: blocks of finished requests that wait for a slot.
     """
 
     def __init__(self, geometry: Geometry, *, decode: bool, counters: Counter[str], events: SavedBlocks | None) -> None:
         self._geometry, self._decode, self._counters, self._events = geometry, decode, counters, events
+        self.unsaved: dict[str, RequestState] = {}
         self.waiting: dict[int, Save] = {}
         self.left: deque[_Block] = deque()
         self._known = Known()
@@ -85,6 +87,24 @@ class Saves:
         if progress.tainted:
             return True
         return not self._decode and (progress.saved + 1) * self._geometry.block_tokens > progress.prefill_tokens
+
+    def plan_step(self, session: SchedulerSession, output: Any, cache: LocalCache) -> Iterator[SaveOrder]:
+        """Plan the saves of a step (vLLM's SchedulerOutput). Raises SegmentCorrupt.
+
+        vLLM asks about every request (`SchedulerSide.match`) before it schedules it, again when preempted.
+        """
+        scheduled, block_tokens = output.num_scheduled_tokens, self._geometry.block_tokens
+        for request_id, state in list(self.unsaved.items()):
+            tokens, saved = scheduled.get(request_id), state.progress.saved
+            if tokens is None or state.request.num_computed_tokens + tokens < (saved + 1) * block_tokens:
+                continue  # not in this step, or no block of it ends in this step
+            block_ids = functools.partial(output.kv_connector_block_state.get_block_ids, request_id)
+            if (order := self.plan(session, state, tokens, block_ids)) is not None:
+                yield order
+            if self.complete(state.progress):
+                del self.unsaved[request_id]
+        if (order := self.plan_left(session, cache)) is not None:
+            yield order
 
     def plan(
         self,

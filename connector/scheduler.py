@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ..shmring.errors import SegmentCorrupt
@@ -26,7 +26,7 @@ from .config import ConnectorConfig
 from .events import SavedBlocks
 from .link import Link
 from .loads import Loads
-from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, SaveOrder
+from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
 from .policy import WaitPolicy
 from .request_state import RequestState, prefill_tokens
 from .resets import Resets
@@ -82,7 +82,6 @@ class SchedulerSide:
         self._config, self._geometry, self.link, self._now_ns = config, geometry, link, clock.now_ns
         self._session: SchedulerSession | None = None
         self._answered: set[str] = set()
-        self._unsaved: dict[str, RequestState] = {}  # admitted, and may still have blocks to save
         self._saving = geometry.saves and config.mode == "on"
         self.events = SavedBlocks(geometry) if publish and self._saving else None
         self.steps = StepTimes()
@@ -190,7 +189,7 @@ class SchedulerSide:
         elif state is not None:
             self._admitted_without_load(state)
         if state is not None and self._saving and not self.saves.complete(state.progress):
-            self._unsaved[request.request_id] = state
+            self.saves.unsaved[request.request_id] = state
 
     @_detaching(None)
     def disk_tokens(self, request: Any) -> int | None:
@@ -232,7 +231,7 @@ class SchedulerSide:
         return not (
             self.loads.running
             or self.loads.kept
-            or self._unsaved
+            or self.saves.unsaved
             or self.saves.left
             or self.saves.copied
             or self.claims.dropped
@@ -268,30 +267,15 @@ class SchedulerSide:
                     self.loads.keep(state)
                 else:
                     self.claims.withdraw(state)
-            wanted = self._unsaved or self.saves.left or self.claims.dropped
+            wanted = self.saves.unsaved or self.saves.left or self.claims.dropped
             if session is not None and wanted and session.alive(now):
                 self.claims.send_dropped(session, self._local_blocks)
-                meta.saves.extend(self._plan_saves(session, output))
+                meta.saves.extend(self.saves.plan_step(session, output, self.cache))
             if self.saves.copied:
                 self.saves.flush()
         except SegmentCorrupt as error:
             self._detach(error)
         self._still = self._is_still()
-
-    def _plan_saves(self, session: SchedulerSession, output: Any) -> Iterator[SaveOrder]:
-        """This step's saves. vLLM asks about every request (`match`) before it schedules it, again when preempted."""
-        scheduled, block_tokens = output.num_scheduled_tokens, self._geometry.block_tokens
-        for request_id, state in list(self._unsaved.items()):
-            tokens, saved = scheduled.get(request_id), state.progress.saved
-            if tokens is None or state.request.num_computed_tokens + tokens < (saved + 1) * block_tokens:
-                continue  # not in this step, or no block of it ends in this step
-            block_ids = functools.partial(output.kv_connector_block_state.get_block_ids, request_id)
-            if (order := self.saves.plan(session, state, tokens, block_ids)) is not None:
-                yield order
-            if self.saves.complete(state.progress):
-                del self._unsaved[request_id]
-        if (order := self.saves.plan_left(session, self.cache)) is not None:
-            yield order
 
     def step_ended(self) -> bool:
         """The output of the oldest step in flight was processed: called exactly once per step, empty ones included.
@@ -359,14 +343,12 @@ class SchedulerSide:
         """The request has ended, for whatever reason, and gives these blocks back; a dispatched load goes on."""
         request_id = request.request_id
         self.running.discard(request_id)
-        self._unsaved.pop(request_id, None)
+        self.saves.unsaved.pop(request_id, None)
         state = self.requests.pop(request_id, None)
         if state is None:
             return
-        if state.progress.storable > state.progress.saved:
-            self._still = False
-            if state.preemptions == request.num_preemptions and not self._stale_local:
-                self.saves.leave(state, block_ids)
+        if state.preemptions == request.num_preemptions and not self._stale_local:
+            self.saves.leave(state, block_ids)
         if state.deferred_ns:
             self._waits.over(state, self._now_ns())
         if not state.settled or self.loads.kept or self.claims.dropped:
@@ -442,7 +424,7 @@ class SchedulerSide:
             f"{what} still held: {list(items)}"
             for what, items in (
                 ("requests", self.requests),
-                ("requests with unsaved blocks", self._unsaved),
+                ("requests with unsaved blocks", self.saves.unsaved),
                 ("loads", self.loads.running),
                 ("answers taken", self.loads.kept),
                 ("saves", self.saves.waiting),

@@ -82,7 +82,13 @@ def detaches(engine: Engine) -> None:
     engine.link.session = None
 
 
-@pytest.mark.parametrize("event", [answers, waits, loads, promises, detaches])
+def drops(engine: Engine) -> None:
+    """A hint finds no flag."""
+    while not engine.side.claims.dropped:
+        engine.add(f"r{len(engine.side.requests)}", 3 * BLOCK)
+
+
+@pytest.mark.parametrize("event", [answers, waits, loads, promises, detaches, drops])
 def test_a_step_in_which_something_goes_on_is_planned(
     decoding: tuple[Engine, Request], event: Callable[[Engine], None]
 ) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from kvprefetch.connector.claims import Claims
 from kvprefetch.connector.policy import WAIT_BOUND_NS
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
-from .fakes import BLOCK, MS, Engine, FakeDaemon, Request
+from .fakes import BLOCK, MS, Engine, FakeDaemon, Request, fails_with
 
 NOTHING, PENDING = (0, False), (None, False)
 TOKEN_MS = 0.1
@@ -210,6 +212,73 @@ def test_what_a_prefill_token_takes_is_measured_in_the_engines_steps_drafts_and_
         engine.step([(request, 5)], step_ms=50)  # one token and four drafts
         request.num_computed_tokens = 1999
     assert recompute_ns(10) == pytest.approx(10 * BLOCK * 0.5 * MS)
+
+
+# --- behind another request that waits ---------------------------------------------------------------------------
+
+
+def waits_behind(local: int = 0) -> tuple[Engine, Request]:
+    """A request that two passes deferred; in the third, the request before it waits already."""
+    engine = measured()
+    first, second = engine.add("first", 40 * BLOCK + 1), engine.add("second", 40 * BLOCK + 1, local=local * BLOCK)
+    for _ in range(2):
+        assert engine.match(first) == engine.match(second) == PENDING
+        step(engine)
+    assert engine.match(first) == PENDING
+    return engine, second
+
+
+def ready() -> None:
+    engine, second = waits_behind()
+    engine.daemon.stage("second", 40)
+    assert engine.match(second) == (40 * BLOCK, False)
+
+
+def all_local() -> None:
+    engine, second = waits_behind()
+    assert engine.match(second, 40 * BLOCK) == NOTHING
+
+
+def evicted() -> None:
+    engine, second = waits_behind(local=2)
+    assert engine.match(second, BLOCK) == PENDING
+    assert engine.daemon.hint("second").local_blocks == 1
+
+
+def expired() -> None:
+    engine, second = waits_behind()
+    engine.daemon.move(engine.daemon.hint("second").flag, FlagState.EXPIRED, 0)
+    assert engine.match(second) == PENDING
+    assert len([hint for hint in engine.daemon.hints if hint.request_id == "second"]) == 1
+    engine.daemon.drain()
+    assert len([hint for hint in engine.daemon.hints if hint.request_id == "second"]) == 2
+
+
+@pytest.mark.parametrize("check", [ready, all_local, evicted, expired])
+def test_a_change_is_seen_behind_a_request_that_waits(
+    check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails_with(check, monkeypatch, Claims, "waits_behind", lambda *_: True)
+
+
+def test_another_session_is_seen_behind_a_request_that_waits() -> None:
+    engine, second = waits_behind()
+    engine.link.session = None
+    assert engine.match(second) == NOTHING
+
+
+def test_a_wait_behind_another_is_charged_once_from_its_first_question_to_its_last() -> None:
+    engine, second = waits_behind()
+    counted = engine.side.counters["wait_ns"]
+    assert engine.match(second) == PENDING
+    assert engine.side.counters["wait_ns"] == counted, "it goes on"
+    engine.clock.advance_ms(5)
+    engine.daemon.stage("second", 40)
+    assert engine.match(second) == (40 * BLOCK, False)
+    assert engine.side.counters["wait_ns"] - counted == 15 * MS
+    handle = engine.side.requests["second"].handle
+    assert handle is not None
+    assert handle.waited_ns == 15 * MS
 
 
 # --- what a single request may ask for ---------------------------------------------------------------------------
