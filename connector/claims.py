@@ -94,8 +94,9 @@ class Claims:
         if local_blocks >= blocks:
             self.dropped.pop(request.request_id, None)
             return False
-        ratio = self._geometry.hashes_per_block
-        digests = request.block_hashes[ratio - 1 : blocks * ratio : ratio]
+        ratio, digests = self._geometry.hashes_per_block, request.block_hashes
+        if len(digests) != blocks:  # otherwise a slice would copy the whole list
+            digests = digests[ratio - 1 : blocks * ratio : ratio]
         handle = hints.push(session, request, digests, local_blocks, now_ns)
         if handle is None:
             if request.request_id not in self.dropped:

@@ -52,24 +52,29 @@ class Known:
 
     def _apply(self) -> None:
         noted, self._noted, self._noted_bytes = self._noted, [], 0
-        self.add(keys_of(b"".join([hashes[:end] for hashes, end in noted]), self._hash_bytes))
+        found, missed = [hashes[:end] for hashes, end in noted], [hashes[end:] for hashes, end in noted]
+        self.add(keys_of(found[0] if len(noted) == 1 else b"".join(found), self._hash_bytes))
         # Last: a block that one look-up missed may be saved once more, and is never left out.
-        self.remove(keys_of(b"".join([hashes[end:] for hashes, end in noted]), self._hash_bytes))
+        self.remove(keys_of(missed[0] if len(noted) == 1 else b"".join(missed), self._hash_bytes))
 
     def add(self, keys: Keys) -> None:
         if self._noted:
             self._apply()
-        self._places[keys & self._mask] = keys
+        self._places[self._at(keys)] = keys
 
     def remove(self, keys: Keys) -> None:
-        self._places[(keys & self._mask)[self.holds(keys)]] = 0
+        self._places[self._at(keys)[self.holds(keys)]] = 0
 
     def holds(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """Return for each key whether it is in the set."""
         if self._noted:
             self._apply()
-        found: npt.NDArray[np.bool_] = self._places[keys & self._mask] == keys
+        found: npt.NDArray[np.bool_] = self._places[self._at(keys)] == keys
         return found
+
+    def _at(self, keys: Keys) -> npt.NDArray[np.int64]:
+        """Return the place of each key; of another type NumPy would convert the indices first."""
+        return (keys & self._mask).view(np.int64)
 
     def __contains__(self, digest: bytes) -> bool:
         if self._noted:
