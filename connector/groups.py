@@ -31,14 +31,33 @@ def of_engine(kv_cache_config: KVCacheConfig, hash_tokens: int, *, drafts: bool)
             "drafts from hidden states are served with one KV group of full attention only: "
             f"groups={len(groups)} kinds={','.join(sorted({group.kind.value for group in found.groups}))}"
         )
+    _check_states(kv_cache_config, found)
+    return found
+
+
+def _check_states(kv_cache_config: KVCacheConfig, found: Groups) -> None:
+    """Raise ValueError for states in a company in which vLLM's own cache counts otherwise than our rules."""
+    states = [group.kind is Kind.STATE for group in found.groups]
+    attention = [
+        each.kv_cache_spec for each, state in zip(kv_cache_config.kv_cache_groups, states, strict=True) if not state
+    ]
+    if not any(states):
+        return
+    # vLLM takes as local what the first group of full attention has, and asks no other group for that prefix.
+    if any(group.kind not in (Kind.STATE, Kind.FULL) for group in found.groups) or any(
+        spec != attention[0] for spec in attention
+    ):
+        raise ValueError(
+            "states are served beside full attention of one kind only: "
+            f"kinds={','.join(group.kind.value for group in found.groups)}"
+        )
     for number, group in enumerate(found.groups):
         # vLLM then also counts a prefix that ends inside a block, by a copy of that block.
-        if group.kind is Kind.STATE and group.block_tokens > hash_tokens:
+        if group.kind is Kind.STATE and group.block_tokens > found.hash_tokens:
             raise ValueError(
                 f"prefixes that end inside a block of states are not served: group={number} "
-                f"block_tokens={group.block_tokens} hash_tokens={hash_tokens} (leave prefix_match_unit unset)"
+                f"block_tokens={group.block_tokens} hash_tokens={found.hash_tokens} (leave prefix_match_unit unset)"
             )
-    return found
 
 
 def layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:

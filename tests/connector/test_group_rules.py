@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvprefetch.connector.groups import of_engine
 from kvprefetch.shmring.groups import Group, Groups, Kind
 from tests.support.kv_groups import layouts
 
@@ -120,6 +122,33 @@ def test_saves_are_upstreams_store_mask(prompt: Prompt, shape: Shape, prefill: i
     masks = upstream(groups, *shape, retention=kept).store_mask(after, before, prefill)
     for group, blocks, mask in zip(groups.groups, groups.saved(before, after, prefill, kept), masks, strict=True):
         assert blocks.tolist() == numbers(mask, range(before // group.block_tokens, after // group.block_tokens))
+
+
+@given(st.integers(1, 5), st.integers(2, 40), st.integers(1, 20), st.randoms(use_true_random=False))
+def test_tokens_below_a_window_are_covered_as_upstream_does_from_0_33_on(
+    blocks: int, window: int, extra: int, random: Random
+) -> None:
+    """Upstream's earlier releases count prefixes whose blocks vLLM allocates for a load, and which nothing fills."""
+    from vllm.v1 import kv_cache_interface as kinds
+
+    size = 8
+    full = spec(Group(Kind.FULL, size), mla=False, wrapped=False)
+    below = replace(spec(Group(Kind.WINDOW, size, window), mla=False, wrapped=False), extra_retained_tokens=extra)
+    made = [kinds.KVCacheGroupSpec([f"l{i}"], each) for i, each in enumerate((full, below))]
+    config = kinds.KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=made)
+    rules = of_engine(config, size, drafts=False)
+    assert rules is not None
+    usable = 4 * blocks * size
+    hashes = [bytes([i]) * 4 for i in range(usable // size)]
+    present = [np.array([random.random() < 0.8 for _ in hashes], dtype=np.bool_) for _ in made]
+    exists = {(group, hashes[i]) for group, there in enumerate(present) for i in np.flatnonzero(there)}
+    theirs = coordinator.MooncakeStoreCoordinator(made, size, size)
+    _, hit = theirs.find_longest_cache_hit(hashes, usable, coordinator.ExternalCachedBlockPool(size, exists))
+    ours = rules.longest(0, usable, present)
+    if hasattr(coordinator, "_coverage_spec"):
+        assert ours == hit
+    else:
+        assert ours <= hit
 
 
 def test_chunks_that_vllm_serves_have_rules() -> None:

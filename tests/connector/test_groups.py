@@ -79,6 +79,8 @@ def test_blocks_may_differ_in_size() -> None:
             "inside a block of states .*block_tokens=64 hash_tokens=32",
             (FULL, dataclasses.replace(STATE, block_size=64)),
         ),
+        ("states are served beside full attention of one kind only: kinds=full,window,state", (FULL, WINDOW, STATE)),
+        ("states are served beside .*: kinds=full,full,state", (FULL, dataclasses.replace(FULL, head_size=32), STATE)),
         ("window_tokens=100 unit_tokens=32", (FULL, dataclasses.replace(CHUNK, attention_chunk_size=100))),
     ],
 )
