@@ -59,8 +59,6 @@ class _Wish:
                 if not self.wanted:
                     raise Withdrawn
             memory.staging.register(store)
-            if not self.wanted:
-                raise Withdrawn
         except BaseException:
             memory.close()
             raise

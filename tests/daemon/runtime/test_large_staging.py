@@ -61,7 +61,7 @@ def patched(serve: Serve, tmp_path: Path) -> Callable[[str, str], Daemon]:
     def start(code: str, staging: str) -> Daemon:
         (tmp_path / "sitecustomize.py").write_text(code)
         path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-        return serve(staging=staging, env={"PYTHONPATH": path})
+        return serve(staging=staging, env={"PYTHONPATH": path}, extra=("--call-timeout-ms", "60000"))
 
     return start
 
@@ -185,7 +185,7 @@ def registering(daemon: Daemon, count: int) -> None:
 def test_an_engine_killed_while_its_memory_is_reserved_leaves_nothing(
     patched: Callable[[str, str], Daemon], auditor: Auditor, while_it: str
 ) -> None:
-    daemon = patched(SLOW, "64MiB")
+    daemon = patched(SLOW, "192MiB" if while_it == "fills" else "16MiB")
     staying = FakeEngine(daemon.socket, engine_id="staying", prefix="staying", block_bytes=1 << 20)
     before = len(os.listdir(f"/proc/{daemon.pid}/fd"))
     with attaching(daemon) as engine:
@@ -196,6 +196,8 @@ def test_an_engine_killed_while_its_memory_is_reserved_leaves_nothing(
         engine.wait()
         eventually(lambda: mapped(daemon) == 2, 20, "its memory freed")
     assert len(registered(daemon)) == 1
+    begun = sum(line.startswith("registering") for line in daemon.lines)
+    assert begun == (1 if while_it == "fills" else 2), "the reservation ends with the next slice"
     eventually(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) <= before, 20, "its descriptors closed")
     assert daemon.records("engine.refused") == []
     assert staying.load(list(blocks("nowhere", 1))) is None
