@@ -27,6 +27,7 @@ from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.engine.epoch_calls import Services
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
+from kvprefetch.daemon.engine.stored import Histories
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.settings import MooncakeSettings
@@ -81,6 +82,7 @@ class Life:
             disk_call_bytes=CHUNK_BYTES,
             lease_ns=10_000_000_000,
             media=not private,
+            histories=Histories(),
         )
         self.epoch = Epoch(services, memory, engine)
         self.engine.open(memory.control.buffer)

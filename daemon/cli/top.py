@@ -17,10 +17,10 @@ from .common import Commands, SocketPage, add_socket, declare, seconds
 PAGE = SocketPage(
     "show the daemon's work, live",
     details="Engines with their queues, staging and hits, the rates since the last look, the hidden fraction (the "
-    "share of look-up and transfer that no scheduler waited for), and the requests that waited longest. Where the "
-    "output is no terminal it looks twice and ends, as with --once.",
+    "share of look-up and transfer that no scheduler waited for), how fast the store was, what made requests slow, and "
+    "the requests that waited longest. Where the output is no terminal it looks twice and ends, as with --once.",
     examples=(
-        ("kvprefetchd top", "until Ctrl-C"),
+        ("kvprefetchd top", "until q or Ctrl-C; h: legend, s and r: sort, /: filter"),
         ("kvprefetchd top --interval 5", "a calmer one"),
         ("kvprefetchd top --once", "one look, for a report or a script"),
     ),

@@ -10,6 +10,7 @@ from ..engine.epoch import Epoch
 from ..engine.epoch_calls import Services
 from ..engine.memory import EngineInfo, EngineMemory
 from ..engine.reservations import Reservations
+from ..engine.stored import Histories
 from ..store.client import Store
 from ..store.disk import DISK_BUFFER_BYTES
 from ..store.namespaces import Namespaces
@@ -36,6 +37,7 @@ class Shared:
 
     def __post_init__(self) -> None:
         self.mode: Mode = self.config.mode
+        self.histories = Histories()
         self.master_http = ""  # host:port of the embedded store's master
 
 
@@ -65,6 +67,7 @@ class Epochs:
             disk_call_bytes=DISK_BUFFER_BYTES // config.fetch_threads,
             lease_ns=config.lease_ns,
             media=config.disk is not None or config.mooncake_config is not None,
+            histories=shared.histories,
         )
         epoch = Epoch(services, memory, engine)
         epoch.switch(shared.mode)

@@ -104,7 +104,8 @@ class Group:
         assert hello.scheduler is not None
         hellos = [peer.hello for peer in self.workers()]
         workers = [each.worker for each in hellos if each is not None and each.worker is not None]
-        return EngineInfo(hello.engine_id, hello.block_tokens, hello.scheduler, workers)
+        pid = self.scheduler.credentials.pid
+        return EngineInfo(hello.engine_id, hello.block_tokens, hello.scheduler, workers, pid, self.uid)
 
     def mapped(self) -> list[Mapped] | None:
         """Return the workers' Mapped messages, by rank; None until all processes have sent theirs."""

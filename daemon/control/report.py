@@ -23,11 +23,16 @@ SLOWEST_NS = 300_000_000_000
 _FLAG_STATES = {state.value: state.name.lower() for state in FlagState}
 
 
-def numbers(epoch: Epoch) -> dict[str, int | str]:
+def numbers(epoch: Epoch, now_ns: int) -> dict[str, int | str]:
     """Return one engine's gauges and counters by name; `transfer_ms` and `hidden_ms` make its hidden fraction."""
     return {
         "engine": epoch.engine.engine_id,
         "namespace": ", ".join(sorted(epoch.engine.namespaces)).encode()[:MAX_NAMESPACE_BYTES].decode(errors="ignore"),
+        "model": epoch.engine.model,
+        "pid": epoch.engine.pid,
+        "uid": epoch.engine.uid,
+        "mode": epoch.mode,
+        "age_s": (now_ns - epoch.since_ns) // 1_000_000_000,
         "epoch": epoch.number,
         "block_bytes": epoch.memory.block_bytes,
         "transfer_ms": int(epoch.counters.transfer_s * 1e3),
@@ -52,11 +57,13 @@ def status(shared: Shared, epochs: Sequence[Epoch], engine_count: int) -> Status
         disk_fault=snapshot.disk_fault(),
         store=fill.model_dump() if (fill := snapshot.fill()) is not None else None,
         store_earlier=earlier.model_dump() if (earlier := snapshot.fill_earlier()) is not None else None,
-        engines=[numbers(epoch) for epoch in epochs[:MAX_ENGINES]],
+        engines=[numbers(epoch, now) for epoch in epochs[:MAX_ENGINES]],
         engine_count=engine_count,
         uptime_s=(now - snapshot.started_ns) / 1e9,
         calls={kind: (now - since) / 1e9 for kind, since in snapshot.running().items()},
         slowest=_slowest(epochs, now),
+        causes=_causes(epochs, now),
+        rates={path: dict(rates) for path, rates in shared.pools.rates.known().items()},
     )
 
 
@@ -72,6 +79,17 @@ def segments(epochs: Sequence[Epoch], now_ns: int) -> Segments:
     return Segments(engines=shown)
 
 
+def _causes(epochs: Sequence[Epoch], now_ns: int) -> dict[str, list[float]]:
+    """Return, for each cause of a slow request, how many requests had it lately, and their waits together (ms)."""
+    found: dict[str, list[float]] = {}
+    for epoch in epochs:
+        for at_ns, line in epoch.traces.recent:
+            if line["cause"] is not None and now_ns - at_ns < SLOWEST_NS:
+                sums = found.setdefault(line["cause"], [0, 0.0])
+                sums[0], sums[1] = sums[0] + 1, round(sums[1] + line["exposed_ms"], 3)
+    return found
+
+
 def _slowest(epochs: Sequence[Epoch], now_ns: int) -> list[dict[str, str | int | float]]:
     """Return the requests that waited longest, but for aborted ones: their wait ended when the client left."""
     waited = (
@@ -85,6 +103,7 @@ def _slowest(epochs: Sequence[Epoch], now_ns: int) -> list[dict[str, str | int |
             "request_id": line["request_id"],
             "engine": engine,
             "outcome": line["outcome"],
+            "cause": line["cause"] or "",
             "exposed_ms": exposed_ms,
             "fetched_bytes": line["bytes"],
             "ago_s": (now_ns + negative_ns) / 1e9,

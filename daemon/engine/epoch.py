@@ -43,6 +43,13 @@ class Epoch(EpochCalls):
         self._mode = mode
         self._carry_on()
 
+    @property
+    def mode(self) -> str:
+        """What is done for this engine: the daemon's mode, or the part of it that the engine's role has."""
+        part = {(True, False): "loads only", (False, True): "saves only"}
+        wants = self.engine.scheduler.loads, self.engine.scheduler.saves
+        return part.get(wants, "on") if self._mode == "on" else self._mode
+
     def gauges(self) -> dict[str, int]:
         """Count slots, pins, requests and credits, as an auditor wants them."""
         return {**self.planner.gauges(), **self.saver.gauges(), **self.promotions.gauges()}
@@ -71,6 +78,8 @@ class Epoch(EpochCalls):
         self.planner.tick()
         if (counts := self.warming.tick(now_ns)) is not None:
             self._log.info("warm.done", **{f"{result}_blocks": counts[result] for result in WARM_RESULTS})
+        if (lost := self.waits.tick(now_ns)) is not None:
+            self._log.warning("wait.lost", **lost)
         self._steps(self.promotions.tick(), None)
         for lane in Lane:
             if self._pools.exhausted(lane, self):
@@ -188,8 +197,11 @@ class Epoch(EpochCalls):
 
     def _write(self, request: Request, ending: Ending, done: records.Done | None = None) -> None:
         """Count and log a request that ended, once."""
-        if (line := self.traces.end(request, ending, done, self._services.clock_ns())) is not None:
+        now = self._services.clock_ns()
+        work = self.reasons.work(self.traces.lane(request.key), now)
+        if (line := self.traces.end(request, ending, done, now, work)) is not None:
             self.counters.request_done(line)
+            self.waits.add(line)
             self._log.info("request.done", **line)
 
     # --- orders from outside ----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ..planning.copies import Steps, carry_out
 from ..planning.negative import NegativeCache
 from ..planning.planner import Planner
 from ..planning.promotion import Promotions
-from ..planning.requests import Order, TakenBack
+from ..planning.requests import Failure, Order, TakenBack
 from ..planning.runs import Lane
 from ..store.client import Store
 from ..store.errors import ErrorClass
@@ -26,6 +26,7 @@ from ..store.storage_nodes import Get
 from ..telemetry.counters import Counters
 from ..telemetry.logs import Log, threshold
 from ..telemetry.trace import Traces
+from ..telemetry.waits import LostWaits
 from ..work.calls import FETCHES, Call, Caller, Kind
 from ..work.pools import Pools
 from . import transfers
@@ -34,7 +35,9 @@ from .lookups import Answer, Batch, LookUps
 from .memory import EngineInfo, EngineMemory
 from .orphaned import Orphaned
 from .promoter import COPY_BYTES, DeviceJob, Promoter
+from .reasons import Reasons, failure
 from .saver import Put, Saver
+from .stored import Histories
 from .warming import Warming, about
 
 PUTS_PER_CHUNK = 4  # a put may have a quarter of a chunk on the slowest link
@@ -61,6 +64,7 @@ class Services(NamedTuple):
     disk_call_bytes: int
     lease_ns: int
     media: bool
+    histories: Histories
 
 
 class EpochCalls(Caller):
@@ -71,10 +75,11 @@ class EpochCalls(Caller):
         self.engine, self.memory, self.number = engine, memory, memory.layout.epoch
         self.removal_ms = services.store.removal_ms
         self._services, self._store, self._pools = services, services.store, services.pools
-        self.counters = Counters()
+        self.since_ns = services.clock_ns()
+        self.counters, self.waits = Counters(), LostWaits()
         self.ranks = transfers.RankLayout.of(engine.workers, memory.staging)
         self.channel = Channel(memory.control, memory.layout)
-        self.channel.liveness.beat(services.clock_ns())
+        self.channel.liveness.beat(self.since_ns)
         self.traces = Traces(memory.block_bytes)
         chunk_blocks = max(1, services.chunk_bytes // memory.block_bytes)
         part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in memory.staging.block_bytes)  # as a disk counts
@@ -90,7 +95,9 @@ class EpochCalls(Caller):
             self.planner.requests, self._negative, timeout_ns=self._pools.timeout_ns, lease_ns=services.lease_ns
         )
         save_slots = range(memory.save_slots_from, memory.layout.slot_count)
-        self.saver = Saver(save_slots, memory.staging.lost)
+        namespace = ", ".join(sorted(engine.namespaces))
+        self.reasons = Reasons(self._pools.rates, services.histories, engine.uid, namespace)
+        self.saver = Saver(save_slots, memory.staging.lost, self.reasons.stored)
         self._put_blocks = (max(1, chunk_blocks // PUTS_PER_CHUNK), max(1, len(save_slots) // SAVING_AT_ONCE))
         self.channel.credits.grant(self.saver.next_grant(saving=True))
         self.warming = Warming(self.planner, self._negative, about(engine, self.number))
@@ -144,7 +151,11 @@ class EpochCalls(Caller):
         while (change := self.planner.next_change()) is not None:
             if isinstance(change, TakenBack):
                 self.promotions.dropped(change.key)
+                self.traces.answered(change.key, 0, None)
                 continue
+            if change.final:
+                now, key = self._services.clock_ns(), change.request.key
+                self.traces.answered(key, now, self.reasons.work(self.traces.lane(key), now))
             slots = self.promotions.published(change.request, change.start, change.slots)
             if not self.channel.publish(change, slots):
                 self.planner.refused(change.request)
@@ -181,8 +192,10 @@ class EpochCalls(Caller):
     def _answer(self, answers: Sequence[Answer], now_ns: int) -> None:
         for request, blocks, on_disk, unavailable, renewal in answers:
             if not renewal:
-                self.traces.looked_up(request.key, blocks, now_ns, unavailable=unavailable)
                 staged, disk = request.issued - request.local, sum(on_disk)
+                missing = self.reasons.missing(request, blocks, self._store.aside)
+                work = self.reasons.work(Lane(2 * disk > blocks - request.issued), now_ns)
+                self.traces.looked_up(request.key, blocks, now_ns, None if unavailable else missing, work)
                 memory = blocks - request.local - staged - disk
                 self.counters.hit_blocks.update(staging=staged, memory=memory, disk=disk)
                 self.channel.table.set_found(request.key[0], blocks)
@@ -195,6 +208,7 @@ class EpochCalls(Caller):
         if self.closing or not self.planner.wants(lane) or not self._pools.fetch_room(lane, self):
             return False
         order = self.contain(self.planner.next_order, None, lane)
+        self.reasons.room(lane, self._services.clock_ns(), starved=order is None and self.planner.starved(lane))
         self.contain(self._publish, None)
         if order is not None:
             self._fetch(order)
@@ -236,10 +250,12 @@ class EpochCalls(Caller):
         self._negative.forget(order.digests if good == len(outcome) else list(compress(order.digests, arrived)))
         if good < len(outcome):
             self._failed(order, outcome, now)
-        self.planner.fetched(order.number, arrived, now)
+        failed = None if good == len(outcome) else failure(outcome, self._store.aside)
+        self.planner.fetched(order.number, arrived, now, failed)
         self.warming.fetched(order, good, now)
         self._pools.limits[order.lane].completed(good_bytes, now, waiting=self.planner.wants(order.lane))
         self._pools.link_share.loaded(good_bytes)
+        self._pools.rates.fetches[order.lane].add(good_bytes)
         self._carry_on()
 
     def _failed(self, order: Order, outcome: Sequence[ErrorClass], now_ns: int) -> None:
@@ -259,7 +275,7 @@ class EpochCalls(Caller):
         self._log.warning("call.overdue", call="fetch", blocks=len(order.slots), owners=get.nodes)
         for digest in order.digests:
             self._negative.add(digest, now, lasting=True)
-        self.planner.overdue(order.number, now)
+        self.planner.overdue(order.number, now, Failure("overdue", get.nodes))
         self.warming.fetched(order, 0, now)
         self._carry_on()
 
@@ -312,6 +328,7 @@ class EpochCalls(Caller):
             result = transfers.SaveResult(0, 0, len(put.blocks), [])
         now, size = self._services.clock_ns(), self.memory.block_bytes
         self._pools.link_share.ended(len(put.blocks) * size, result.stored * size, now - started_ns)
+        self._pools.rates.saves.add(result.stored * size)
         if result.lost:
             self._log.warning("slots.lost", call="save", blocks=result.lost)
         left = {digest for digest, _ in result.again}

@@ -29,12 +29,19 @@ CONTROL_BYTES = 64 << 20
 
 
 class EngineInfo(NamedTuple):
-    """What the processes of one engine say of it; `workers` by rank."""
+    """What the processes of one engine say of it; `workers` by rank. `pid` and `uid`: of its scheduler's process."""
 
     engine_id: str
     block_tokens: int
     scheduler: SchedulerInfo
     workers: Sequence[WorkerInfo]
+    pid: int = 0
+    uid: int = 0
+
+    @property
+    def model(self) -> str:
+        """Return the model's name, as its keys have it."""
+        return self.workers[0].key_prefix.partition("@tp_rank:")[0].rpartition("@")[2]
 
     @property
     def block_bytes(self) -> list[int]:

@@ -84,9 +84,12 @@ class ResetEnd(NamedTuple):
 
 
 class Saver:
-    """Owns the save `slots` of one engine. A slot that is in `lost` when it comes back is never granted again."""
+    """Owns the save `slots` of one engine. A slot that is in `lost` when it comes back is never granted again.
 
-    def __init__(self, slots: range, lost: Set[int]) -> None:
+    `before`: what was stored in its namespace.
+    """
+
+    def __init__(self, slots: range, lost: Set[int], before: StoredBefore) -> None:
         self._slots, self._lost_now = slots, lost
         self.generation = 0
         self._granted: set[int] = set()
@@ -95,7 +98,7 @@ class Saver:
         self._puts: deque[Put] = deque()
         self._reset: Removal | None = None  # the newest one, until its removal begins; it answers for those before it
         self._removal: Removal | None = None  # the one that runs
-        self._before = StoredBefore()
+        self._before = before
         self._busy = False
         self._not_before_ns = 0
         self._pause_ns = PAUSE_NS[0]

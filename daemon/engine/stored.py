@@ -1,12 +1,17 @@
-"""Counts blocks that an engine stores again, because the store had evicted them in between."""
+"""Remembers the blocks that were stored through this daemon: which are stored again, and why one is nowhere.
+
+A block that was stored and is not there was evicted since, or purged.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 import numpy as np
 
 ENTRIES = 1 << 21  # 8 MiB, touched as they are used
+NAMESPACES = 16  # the last used
 
 
 class StoredBefore:
@@ -27,6 +32,31 @@ class StoredBefore:
             self._tags[entry] = tag
         return before
 
+    def __contains__(self, digest: bytes) -> bool:
+        number = hash(digest)
+        return bool(self._tags[number & self._mask] == number >> 32 & 0xFFFFFFFF)
+
     def forget(self) -> None:
         """Empty it: a removal is no eviction."""
         self._tags = np.zeros(self._mask + 1, np.uint32).data
+
+
+class Histories:
+    """What each user stored in each namespace since the daemon started. No user learns what another one stored."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[int, str], StoredBefore] = OrderedDict()
+
+    def of(self, uid: int, namespace: str) -> StoredBefore:
+        """Return the history of a user's namespace, from the user's first engine of it on."""
+        if (history := self._known.pop((uid, namespace), None)) is None:
+            history = StoredBefore()
+        self._known[uid, namespace] = history
+        if len(self._known) > NAMESPACES:
+            self._known.popitem(last=False)
+        return history
+
+    def holder(self, digest: bytes, uid: int, besides: StoredBefore) -> str:
+        """Return another namespace in which this user stored the block; empty if there is none."""
+        mine = ((name, each) for (user, name), each in self._known.items() if user == uid and each is not besides)
+        return next((name for name, each in mine if digest in each), "")

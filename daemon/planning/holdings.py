@@ -43,6 +43,7 @@ class Holdings:
         request.ready = ready
         if ready < request.issued:
             if run.state is BlockState.FAILED:
+                request.failure = run.failure
                 self.shorten(request, ready)
             elif request.waits is not run:
                 run.waiters.append(request)

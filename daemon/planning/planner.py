@@ -17,7 +17,7 @@ from collections.abc import Sequence, Set
 from .blocks import Blocks
 from .holdings import Holdings
 from .queues import Queues, Stop, Victims
-from .requests import FlagPort, Key, Order, Publication, Request, TakenBack, Urgency
+from .requests import Failure, FlagPort, Key, Order, Publication, Request, TakenBack, Urgency
 from .runs import BlockState, Lane, Run
 
 DISK_SHARE = 0.75  # of the slots, at most, for blocks from disk that are pinned or being fetched
@@ -70,8 +70,8 @@ class Planner:
         if request.limit < 0:
             self._holdings.shorten(request, limit)
             self._holdings.pin_known(request, limit)
-        else:
-            request.limit = max(request.issued, min(limit, request.limit))
+        elif limit < request.limit:
+            request.limit, request.failure = max(request.issued, limit), Failure("lease")
         self._holdings.advance(request)
         if request.wants_work:
             self._queues.enter(request)
@@ -98,8 +98,8 @@ class Planner:
             del self.requests[key], self._numbers[request.sequence]
         return request
 
-    def fetched(self, number: int, results: Sequence[bool], now_ns: int) -> None:
-        """An order came back. The first failed block of a request ends its usable prefix."""
+    def fetched(self, number: int, results: Sequence[bool], now_ns: int, failure: Failure | None = None) -> None:
+        """An order came back. The first failed block of a request ends its usable prefix; `failure` says why."""
         if (overdue := self._overdue.pop(number, None)) is not None:
             self.blocks.wasted[overdue.lane] += sum(results)
             for run in list(self.blocks.runs(overdue.slots)):
@@ -121,20 +121,20 @@ class Planner:
                     run.first_requester.disk_blocks += run.lane * len(run)
                     run.first_requester = None
             else:
-                self._fail(run)
+                self._fail(run, failure)
             self.blocks.returned(run)
         self._wake(runs, now_ns)
 
-    def overdue(self, number: int, now_ns: int) -> None:
+    def overdue(self, number: int, now_ns: int, failure: Failure | None = None) -> None:
         """An order missed its deadline. Its requests go on without it; its slots wait for fetched()."""
         order = self._overdue[number] = self._orders.pop(number)
         runs = list(self.blocks.runs(order.slots))
         for run in runs:
-            self._fail(run)
+            self._fail(run, failure)
         self._wake(runs, now_ns)
 
-    def _fail(self, run: Run) -> None:
-        run.state, run.first_requester = BlockState.FAILED, None
+    def _fail(self, run: Run, failure: Failure | None) -> None:
+        run.state, run.first_requester, run.failure = BlockState.FAILED, None, failure
         self.blocks.detach(run)
 
     def _wake(self, runs: Sequence[Run], now_ns: int) -> None:
@@ -168,7 +168,7 @@ class Planner:
     def give_up(self, lane: Lane) -> None:
         """This lane can fetch nothing: requests that wait for it go on with the blocks that they have."""
         while (request := self._queues.head(lane)) is not None:
-            request.limit = request.issued
+            request.limit, request.failure = request.issued, Failure("overdue")
             self._holdings.advance(request)
         self._queues.changed()
 
@@ -226,6 +226,10 @@ class Planner:
     def fetch_waits(self) -> bool:
         """Whether a request waits for a block that no order fetches yet."""
         return any(self._queues.head(lane) is not None for lane in Lane)
+
+    def starved(self, lane: Lane) -> bool:
+        """Whether a request of this lane waits for room in staging."""
+        return not self._queues.wants(lane) and self._queues.head(lane) is not None
 
     def wants(self, lane: Lane) -> bool:
         """Whether next_order(lane) is worth a call."""
@@ -297,7 +301,7 @@ class Planner:
             if first is None:
                 return False
             request = first
-        request.limit = request.issued
+        request.limit, request.failure = request.issued, Failure("no_room")
         self._holdings.advance(request)
         return True
 

@@ -26,6 +26,13 @@ class FlagPort(Protocol):
         ...
 
 
+class Failure(NamedTuple):
+    """Why blocks that the store had do not come: `why` is an event field's value, `owners` the storage nodes."""
+
+    why: str
+    owners: str = ""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One hinted request. Blocks [local, ready) are published, [local, issued) pinned, [local, limit) in the store."""
@@ -45,6 +52,7 @@ class Request:
     on_disk: bytes = b""  # 1 for each block from `local` on that lies only on disk; blocks beyond lie in memory
     held: array[int] = field(default_factory=lambda: array("I"))  # slots of [local, issued)
     waits: Run | None = None  # the loading run at block `ready`
+    failure: Failure | None = None  # of the first block that did not come
     taken_back: int = 0  # times
     fetched_blocks: int = 0
     disk_blocks: int = 0

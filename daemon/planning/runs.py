@@ -43,6 +43,7 @@ class Run:
     warming: str = ""
     unloaded: bool = False
     waiters: list[Any] = field(default_factory=list)  # requests that wait for its first block
+    failure: Any = None  # why it failed
 
     def __len__(self) -> int:
         return len(self.slots)

@@ -24,6 +24,9 @@ class Housekeeping:
         """Do the periodic work; called several times a second."""
         shared = self._shared
         shared.pools.tick(now_ns)
+        for slow in shared.pools.rates.tick(now_ns):
+            rates = {"bytes_s": round(slow.rate), "hour_bytes_s": round(slow.hour)}
+            shared.log.warning("fetch.slow", path=slow.path, **rates)
         self._control.tick(now_ns)
         self._backend.tick(shared.pools)
         for epoch, ending in self._epochs.tick(now_ns):
@@ -38,9 +41,9 @@ class Housekeeping:
         self._notifier.status(self.summary())
         if self._listener.tick(now_ns):
             self._control.listen_on(self._listener.sock)
-        engines = [report.numbers(epoch) for epoch in self._epochs.attached()]
-        store = self._shared.store
-        self._shared.snapshot.publish(now_ns, engines, self._epochs.counters(), store.is_open, store.answering)
+        engines = [report.numbers(epoch, now_ns) for epoch in self._epochs.attached()]
+        store, rates = self._shared.store, self._shared.pools.rates.known()
+        self._shared.snapshot.publish(now_ns, engines, self._epochs.counters(), store.is_open, store.answering, rates)
 
     def summary(self) -> str:
         """Return one line for `systemctl status`."""

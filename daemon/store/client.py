@@ -72,6 +72,11 @@ class Store(Connection):
             super().adopt(joined)
 
     @property
+    def aside(self) -> frozenset[str]:
+        """The storage nodes that nobody asks now."""
+        return self._nodes.aside()
+
+    @property
     def removal_ms(self) -> int:
         """How long a removal takes at least."""
         return self._removals.least_ms

@@ -19,6 +19,8 @@ FAST_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 0.01, 0.05, 0.25
 SLOW_S = (1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # Results of a block that an operator warms, as the message Warmed names them.
 WARM_RESULTS = ("staged", "fetched", "absent", "no_room", "failed")
+OTHER = "other"
+WAITED = (*(each.value for each in (Ending.LOADED, Ending.LATE, Ending.RECOMPUTED, Ending.MISS)), OTHER)
 
 
 class Histogram:
@@ -79,7 +81,7 @@ class Counters:
     look_up: Histogram = field(default_factory=_slow)
     fetch_memory: Histogram = field(default_factory=_slow)
     fetch_disk: Histogram = field(default_factory=_slow)
-    exposed: Histogram = field(default_factory=_slow)
+    exposed: dict[str, Histogram] = field(default_factory=lambda: {outcome: _slow() for outcome in WAITED})
     ready_to_seen: Histogram = field(default_factory=_slow)
 
     def request_done(self, line: Mapping[str, Any]) -> None:
@@ -90,8 +92,8 @@ class Counters:
         if looked_up is not None:
             self.look_up.observe((looked_up - seen) / 1e3)
             self.miss_blocks += line["hint_blocks"] - line["found_blocks"]
-        if line["outcome"] in (Ending.LOADED.value, Ending.LATE.value):
-            self.exposed.observe(line["exposed_ms"] / 1e3)
+        outcome = line["outcome"] if line["outcome"] in WAITED else OTHER
+        self.exposed[outcome].observe(line["exposed_ms"] / 1e3)
         if line["last_byte_ms"] is not None:
             transfer = max(0.0, line["last_byte_ms"] - seen) / 1e3
             self.transfer_s += transfer
@@ -106,6 +108,9 @@ class Counters:
                 mine.add(theirs)
             elif isinstance(mine, Counter):
                 mine.update(theirs)
+            elif isinstance(mine, dict):
+                for name, histogram in theirs.items():
+                    mine[name].add(histogram)
             else:
                 setattr(self, each.name, mine + theirs)
 

@@ -89,6 +89,7 @@ FIELDS: dict[str, Field] = {
     "looked_up_ms": Field("number?", "the store said what it has"),
     "first_byte_ms": Field("number?", "the first fetched block was in staging"),
     "last_byte_ms": Field("number?", "the last one was"),
+    "answered_ms": Field("number?", "the engine could see that nothing more would come; null: it never was so"),
     "asked_ms": Field("number?", "the scheduler reached the request and found it pending; null: it never had to wait"),
     "claimed_ms": Field("number?", "the scheduler took what was staged"),
     "loaded_ms": Field("number?", "the step in which the last rank copied it ended, its computing included"),
@@ -96,10 +97,35 @@ FIELDS: dict[str, Field] = {
     "exposed_ms": Field("number", "how long the scheduler had room for the request and waited for it, in whole steps"),
     "unseen_ms": Field("number", "part of `exposed_ms` after its answer was there, until the engine's step had ended"),
     "hidden_fraction": Field("number?", "share of look-up and transfer that made no scheduler wait; null: no fetch"),
+    "medium": Field("string?", "`memory` or `disk`: where the store had most of what it lacked; null: nowhere"),
+    "store_bytes_s": Field(
+        "number?", "bytes per second that all fetches of this medium got while it waited for its own; null: none ran"
+    ),
+    "hour_bytes_s": Field("number?", "the median of the hour before, while fetches ran; null: too few were seen"),
+    "room_ms": Field("number", "how long in that time the engine's next fetch of the medium had no slot"),
+    "failed": Field(
+        "string?",
+        "why blocks that the store had did not come: `no_room` (staging holds no more), `overdue`, `lease` (the store "
+        "lost them meanwhile), or the class of the store's error, as `transfer`: a storage node did not deliver",
+    ),
+    "nowhere": Field(
+        "string?",
+        "why its first block that was nowhere is nowhere: `evicted` (or purged), `storage_node`, `other_namespace`, "
+        "`never_stored` through this daemon since its start",
+    ),
+    "namespace": Field("string?", "the other namespace that has it"),
+    "owners": Field(
+        "string", "storage nodes that hold the values, or that a fetch waits for, HOST:PORT; empty: a disk"
+    ),
+    "cause": Field("string?", "what made it slow, see [causes](#causes); null: nothing did"),
     # fetches and saves
     "blocks": Field("integer", "blocks of one store call, or of one copy to device memory"),
     "good_blocks": Field("integer", "of these, fetched and of the right size"),
     "duration_ms": Field("number", "from the order to its result, waiting for a thread included"),
+    "path": Field("string", "`memory` or `disk`: fetches from there; `save`: puts"),
+    "bytes_s": Field("number", "bytes per second while a call ran"),
+    "lost_s": Field("number", "of `waited_s`, for requests that loaded nothing"),
+    "causes": Field("string", "why, the most frequent first"),
     "save_id": Field("integer", "the engine's number of the save"),
     "stored_blocks": Field("integer", "blocks put into the store"),
     "present_blocks": Field("integer", "blocks that were in the store already"),
@@ -149,9 +175,6 @@ FIELDS: dict[str, Field] = {
     "master": Field("string", "address of the Mooncake master"),
     "protocol": Field("string", "Mooncake's transport"),
     "reads": Field("string", "`sleeping`: fetches from memory wait without a busy core; `blocking`: in Mooncake's get"),
-    "owners": Field(
-        "string", "storage nodes that hold the values, or that a fetch waits for, HOST:PORT; empty: a disk"
-    ),
     "call": Field("string", "`exist`, `get`, `put`, `remove`; past its deadline: `look_up`, `fetch`, `save`, `copy`"),
     "code": Field(
         "integer?",
@@ -250,9 +273,13 @@ EVENTS: dict[str, Event] = {
     "engine.detached": Event("info", "An engine's epoch is over; all of its memory but `kept_bytes` is free again.",
                              _COUNTERS),
     "request.done": Event("info", "A hinted request ended: its trace, in one line for each hint.",
-                          tuple(FIELDS)[: tuple(FIELDS).index("hidden_fraction") + 1]),
+                          tuple(FIELDS)[: tuple(FIELDS).index("cause") + 1]),
     "record.bad": Event("warning", "A hint-ring record did not follow the protocol and was skipped.",
                         ("error", "count"), floods=True),
+    "wait.lost": Event("warning", "In the last minute much of the time for which schedulers waited was lost: its "
+                       "requests loaded nothing.", ("requests", "waited_s", "lost_s", "causes")),
+    "fetch.slow": Event("warning", "Fetches, or puts, got far less from the store than in the hour before; once a "
+                        "minute.", ("path", "bytes_s", "hour_bytes_s")),
     "fetch.done": Event("debug", "A fetch came back.", ("blocks", "good_blocks", "bytes", "duration_ms")),
     "warm.done": Event("info", "An operator's `kvprefetchd warm` ended; one line for orders that came together.",
                        ("staged_blocks", "fetched_blocks", "absent_blocks", "no_room_blocks", "failed_blocks")),

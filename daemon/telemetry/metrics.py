@@ -73,8 +73,7 @@ CATALOGUE: dict[str, Described] = {
     "look_up_seconds": _histogram("From the hint read until the store answered the look-up", of="look_up"),
     "fetch_seconds": _histogram("From a fetch order to its result", _MEDIUM),
     "exposed_wait_seconds": _histogram(
-        "How long the scheduler waited for loaded or late requests, its turns with others excluded",
-        of="exposed",
+        "How long the scheduler waited for requests, its turns with others excluded", ("outcome",), of="exposed"
     ),
     "ready_to_seen_seconds": _histogram(
         "How long requests waited after their answer came, until the engine's step ended",
@@ -107,6 +106,13 @@ CATALOGUE: dict[str, Described] = {
     "call_age_seconds": _gauge(
         "Age of the oldest store call in flight, or GPU call (`copy`); no series without one", ("call",)
     ),
+    "rate_bytes": _gauge(
+        "Bytes per second while fetches from a medium, or puts (`save`), ran: the median of slices of 5 s in a window; "
+        "`now`: the last slice",
+        ("path", "window"),
+    ),
+    "engine_info": _gauge("Always 1, for each attached engine", ("engine", "model", "pid", "uid", "mode")),
+    "engine_age_seconds": _gauge("Since the engine attached", _ENGINE, of="age_s"),
     "info": _gauge("Always 1", ("version",)),
 }
 
@@ -172,6 +178,10 @@ class SnapshotCollector(Collector):
             "loop_age_seconds": [((), health.loop_age_s)],
             "call_age_seconds": [((call,), age_s) for call, age_s in health.call_age_s.items()],
             "info": [((__version__,), 1)],
+            "rate_bytes": [
+                ((path, window), rate) for path, known in published.rates.items() for window, rate in known.items()
+            ],
+            "engine_info": [(labels, 1) for labels in sorted({_info(each) for each in published.engines})],
             **_fill(self._snapshot.fill()),
         }
 
@@ -184,6 +194,10 @@ def _field(totals: Counters, name: str, field: str) -> Any:
             f"metric {name} has no value: add the field {field} to Counters, name another one with of=, or compute it "
             "in _computed (CONTRIBUTING.md, “Add a metric”)"
         ) from None
+
+
+def _info(engine: Mapping[str, int | str]) -> tuple[str, ...]:
+    return tuple(str(engine.get(name, "")) for name in CATALOGUE["engine_info"].labels)
 
 
 def _counted(value: float | Counter[str], labels: Sequence[str], name: str) -> list[Sample]:
@@ -211,7 +225,8 @@ def _fill(fill: StoreFill | None) -> dict[str, list[Sample]]:
 def _histograms(totals: Counters, name: str, of: str) -> dict[tuple[str, ...], Histogram]:
     if not of:
         return {("memory",): totals.fetch_memory, ("disk",): totals.fetch_disk}
-    return {(): _field(totals, name, of)}
+    value = _field(totals, name, of)
+    return {(name,): each for name, each in value.items()} if isinstance(value, dict) else {(): value}
 
 
 def _rendered(

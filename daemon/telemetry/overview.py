@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,10 +10,13 @@ from pydantic import BaseModel, ConfigDict
 
 from ...shmring.wire.admin import Status
 from ..store.fill import StoreFill
+from .causes import label
 from .pretty import number, printable, size
 
 Numbers = Mapping[str, int | str]
 _GROWING = ("hints", "fetched_blocks", "transfer_ms", "hidden_ms")
+_PATHS = {"memory": "fetches from memory", "disk": "fetches from disk", "save": "puts"}
+_WINDOWS = {"5m": "last 5 min", "hour": "last hour", "day": "last day"}
 COLUMNS = ("ENGINE", "PEND", "FETCH", "PINNED", "IDLE", "FREE", "SAVES", "HINTS", "HIT", "HIDDEN", "DROP", "BAD")
 
 
@@ -24,6 +28,7 @@ class SlowRequest(BaseModel):
     request_id: str = ""
     engine: str = ""
     outcome: str = ""
+    cause: str = ""
     exposed_ms: float = 0.0
     fetched_bytes: int = 0
     ago_s: float = 0.0
@@ -118,12 +123,12 @@ def filled(now: StoreFill, earlier: StoreFill | None = None) -> str:
 
 
 def slowest(status: Status) -> list[list[str]]:
-    """Return rows of the requests that waited longest: waited, outcome, bytes, how long ago, engine, id."""
+    """Return rows of the requests that waited longest: waited, outcome, cause, bytes, how long ago, engine, id."""
     rows = []
     for each in map(SlowRequest.model_validate, status.slowest):
         waited, ago = f"{number(each.exposed_ms)} ms", f"{duration(each.ago_s)} ago"
         ids = printable(each.engine), printable(each.request_id)
-        rows.append([waited, each.outcome, size(each.fetched_bytes), ago, *ids])
+        rows.append([waited, each.outcome, label(each.cause), size(each.fetched_bytes), ago, *ids])
     return rows
 
 
@@ -134,13 +139,39 @@ def others(status: Status) -> list[str]:
     return [f"and {count} more {engines}, of other users or beyond those that fit"] if count > 0 else []
 
 
-def namespaces(status: Status) -> list[str]:
-    """Return a line for each engine that names its namespace."""
+def names(status: Status) -> list[str]:
+    """Return a line for each engine: its model, process, user, age, mode and namespace."""
     return [
-        f"{printable(str(engine.get('engine', '?')))} stores under {printable(str(engine['namespace']))}"
+        printable(
+            f"{engine.get('engine', '?')}: {engine.get('model', '?')}, pid {engine.get('pid', '?')}, user "
+            f"{_user(_int(engine, 'uid'))}, for {duration(_int(engine, 'age_s'))}, {engine.get('mode', '?')}; stores "
+            f"under {engine.get('namespace', '?')}"
+        )
         for engine in status.engines
-        if "namespace" in engine
     ]
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:  # of a container
+        return str(uid)
+
+
+def known_rates(status: Status) -> list[str]:
+    """Return a line for each path of the store that had traffic: its rate now, and what it was."""
+    return [
+        f"{_PATHS.get(path, path)}: "
+        + ", ".join(f"{_WINDOWS.get(window, window)} {size(rate)}/s" for window, rate in rates.items())
+        for path, rates in status.rates.items()
+    ]
+
+
+def slow_causes(status: Status) -> list[str]:
+    """Return a line of what made requests slow in the last five minutes, what was waited for longest first."""
+    found = sorted(status.causes.items(), key=lambda each: (-each[1][1], -each[1][0]))
+    named = ", ".join(f"{label(cause)} {count:.0f} ({number(ms / 1e3)} s)" for cause, (count, ms) in found)
+    return [f"slow in the last five minutes, requests (waited): {named}"] if found else []
 
 
 def pace(rates: Rates) -> str:
@@ -151,12 +182,13 @@ def describe(status: Status, rates: Rates | None = None) -> list[str]:
     """Return the whole answer as lines of text, with `rates` after an earlier answer."""
     lines = [headline(status), *store(status), *([printable(status.disk_fault)] if status.disk_fault else [])]
     lines += [pace(rates)] if rates is not None else []
+    lines += [*known_rates(status), *slow_causes(status)]
     if status.engines:
         lines += ["", *aligned([list(COLUMNS), *map(row, status.engines)])]
     elif not status.engine_count:
         lines.append("no engine is attached")
     lines += others(status)
-    lines += namespaces(status)
+    lines += names(status)
     if status.slowest:
         lines += ["", "waited longest in the last five minutes:", *aligned(slowest(status))]
     return lines

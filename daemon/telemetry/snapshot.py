@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from ..store.fill import StoreFill
 from .counters import Counters
@@ -27,6 +28,7 @@ class Published:
     totals: Counters = field(default_factory=Counters)
     store_open: bool = False
     store_answering: bool = False
+    rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # bytes per second, by path and window
 
 
 class Snapshot:
@@ -62,13 +64,14 @@ class Snapshot:
         counters: Iterable[Counters],
         store_open: bool,
         store_answering: bool = True,
+        rates: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
     ) -> None:
         """Publish the gauges of `engines`, and the `counters` of each epoch that is not retired, ended or not."""
         self._published_ns = now_ns
         totals = Counters()
         for each in (self._retired, *counters):
             totals.add(each)
-        self.published = Published(engines, totals, store_open, store_answering)
+        self.published = Published(engines, totals, store_open, store_answering, rates)
 
 
 @dataclass(frozen=True)

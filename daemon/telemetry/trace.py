@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...shmring.wire.records import Done, Hint
 from ..planning.requests import Key, Request
+from ..planning.runs import Lane
+from .causes import cause
 from .events import Ending
 
 RECENT = 256
+
+
+class Work(NamedTuple):
+    """What fetches of a lane did since the daemon started, those of all engines together.
+
+    `busy_ns`: at least one was in flight.  `starved_ns`: this engine's next one found no room in staging.  `hour`: the
+    last hour's bytes per second; None where not known.
+    """
+
+    lane: Lane = Lane.MEMORY
+    moved_bytes: int = 0
+    busy_ns: int = 0
+    starved_ns: int = 0
+    hour: float | None = None
+
+
+class Missing(NamedTuple):
+    """Why the store lacks a block: an event field's value; empty: it has all. With another `namespace` that has it."""
+
+    why: str = ""
+    namespace: str = ""
+    owners: str = ""
 
 
 class Trace:
@@ -23,10 +47,13 @@ class Trace:
         self.looked_up_ns = 0
         self.asked_ns = 0
         self.found_blocks = hint.local_blocks
-        self.store_unavailable = False
+        self.missing: Missing | None = None  # None: the store did not say
+        self.before = Work()  # at the look-up's answer
+        self.after: Work | None = None  # when the last block was published, or given up
+        self.answered_ns = 0
 
     def fields(
-        self, request: Request, ending: Ending, done: Done | None, block_bytes: int, now_ns: int
+        self, request: Request, ending: Ending, done: Done | None, block_bytes: int, now_ns: int, work: Work
     ) -> dict[str, Any]:
         """Return the log line's fields: `*_ms` are milliseconds since the request arrived in the engine.
 
@@ -39,7 +66,7 @@ class Trace:
         asked = done.asked_ns if done is not None and done.asked_ns else self.asked_ns
         claimed = done.claimed_ns if done is not None else 0
         loaded = done.loaded_ns if done is not None else 0
-        ready = request.last_byte_ns or self.looked_up_ns
+        ready = self.answered_ns or request.last_byte_ns or self.looked_up_ns
         until = claimed or now_ns
         exposed_ns = max(0, until - asked) if asked else 0
         if done is not None:
@@ -47,12 +74,13 @@ class Trace:
         elif request.final:
             exposed_ns = min(exposed_ns, max(0, ready - asked))
         loaded_blocks = done.loaded_blocks if done is not None else 0
-        transfer_ns = max(0, ready - self.hint_seen_ns)
-        late_ns = min(exposed_ns, max(0, min(ready, until) - max(asked, self.hint_seen_ns)))
+        came = request.last_byte_ns or self.looked_up_ns
+        transfer_ns = max(0, came - self.hint_seen_ns)
+        late_ns = min(exposed_ns, max(0, min(came, until) - max(asked, self.hint_seen_ns)))
         hidden = 1.0 - min(1.0, late_ns / transfer_ns) if transfer_ns else 1.0
         unseen_ns = max(0, asked + exposed_ns - max(ready, asked)) if request.final and ready and asked else 0
         memory_blocks = request.fetched_blocks - request.disk_blocks
-        return {
+        line = {
             "request_id": self.request_id,
             "outcome": ending.value,
             "prompt_tokens": self.prompt_tokens,
@@ -64,12 +92,13 @@ class Trace:
             "bytes_disk": request.disk_blocks * block_bytes,
             "bytes_memory": memory_blocks * block_bytes,
             "taken_back": request.taken_back,
-            "store_unavailable": self.store_unavailable,
+            "store_unavailable": self.looked_up_ns > 0 and self.missing is None,
             "arrived_ms": 0.0,
             "hint_seen_ms": self._ms(self.hint_seen_ns),
             "looked_up_ms": self._ms(self.looked_up_ns),
             "first_byte_ms": self._ms(request.first_byte_ns),
             "last_byte_ms": self._ms(request.last_byte_ns),
+            "answered_ms": self._ms(self.answered_ns),
             "asked_ms": self._ms(asked),
             "claimed_ms": self._ms(claimed),
             "loaded_ms": self._ms(loaded),
@@ -77,6 +106,24 @@ class Trace:
             "exposed_ms": round(exposed_ns / 1e6, 3),
             "unseen_ms": round(unseen_ns / 1e6, 3),
             "hidden_fraction": round(hidden, 4) if request.last_byte_ns or loaded_blocks else None,
+            **self._reasons(request, work),
+        }
+        return {**line, "cause": cause(line)}
+
+    def _reasons(self, request: Request, work: Work) -> dict[str, Any]:
+        """Return what the cause of a slow request is judged by; `work`: what its lane did until now."""
+        missing, failure, after = self.missing or Missing(), request.failure, self.after or work
+        moved, busy_ns = after.moved_bytes - self.before.moved_bytes, after.busy_ns - self.before.busy_ns
+        wanted = self.looked_up_ns > 0 and self.found_blocks > request.local
+        return {
+            "medium": self.before.lane.name.lower() if wanted else None,
+            "store_bytes_s": round(moved / busy_ns * 1e9) if wanted and busy_ns else None,
+            "hour_bytes_s": round(work.hour) if wanted and work.hour is not None else None,
+            "room_ms": round((after.starved_ns - self.before.starved_ns) / 1e6, 3) if wanted else 0.0,
+            "failed": failure.why if failure is not None else None,
+            "nowhere": missing.why or None,
+            "namespace": missing.namespace or None,
+            "owners": (failure.owners if failure is not None else "") or missing.owners,
         }
 
     def _ms(self, at_ns: int) -> float | None:
@@ -98,15 +145,28 @@ class Traces:
         if (trace := self._traces.get(key)) is not None:
             trace.asked_ns = asked_ns
 
-    def looked_up(self, key: Key, blocks: int, now_ns: int, *, unavailable: bool) -> None:
+    def looked_up(self, key: Key, blocks: int, now_ns: int, missing: Missing | None, work: Work) -> None:
+        """The store answered; without `missing` it did not, and `blocks` are staged. `work` is that of its lane."""
         trace = self._traces[key]
-        trace.looked_up_ns, trace.found_blocks, trace.store_unavailable = now_ns, blocks, unavailable
+        trace.looked_up_ns, trace.found_blocks, trace.missing, trace.before = now_ns, blocks, missing, work
 
-    def end(self, request: Request, ending: Ending, done: Done | None, now_ns: int) -> dict[str, Any] | None:
-        """Return the fields of the line of a request that ended; None if it ended before."""
+    def lane(self, key: Key) -> Lane:
+        """Return the lane of most of the request's fetches."""
+        trace = self._traces.get(key)
+        return trace.before.lane if trace is not None else Lane.MEMORY
+
+    def answered(self, key: Key, now_ns: int, work: Work | None) -> None:
+        """All that will come of the request was published; 0, None: it was taken back."""
+        if (trace := self._traces.get(key)) is not None:
+            trace.answered_ns, trace.after = now_ns, work
+
+    def end(
+        self, request: Request, ending: Ending, done: Done | None, now_ns: int, work: Work
+    ) -> dict[str, Any] | None:
+        """Return the fields of the line of a request that ended; None if it ended before. `work`: of its lane."""
         trace = self._traces.pop(request.key, None)
         if trace is None:
             return None
-        line = trace.fields(request, ending, done, self._block_bytes, now_ns)
+        line = trace.fields(request, ending, done, self._block_bytes, now_ns, work)
         self.recent.append((now_ns, line))
         return line

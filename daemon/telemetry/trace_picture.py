@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from . import causes
 from .events import Ending
 from .pretty import figure, number, printable, size
 from .reader import Record
@@ -18,6 +19,7 @@ _DURING = {
     "look-up": "for the look-up",
     "first fetch": "for its first fetch",
     "the other fetches": "for the other fetches",
+    "fetch that failed": "for a fetch that failed",
     "fetch not over": "for a fetch that was not over",
     "staged, not yet taken": "after it was staged, until the scheduler looked again",
     UNSEEN: "after it was answered, until the scheduler looked again",
@@ -33,7 +35,8 @@ class Span(NamedTuple):
 
 
 def explain(record: Record) -> str:
-    return "\n".join([*headline(record), "", *picture(record), "", sentence(record)])
+    said = [sentence(record), causes.sentence(record)]
+    return "\n".join([*headline(record), "", *picture(record), "", *filter(None, said)])
 
 
 def headline(record: Record) -> list[str]:
@@ -57,12 +60,11 @@ def headline(record: Record) -> list[str]:
 
 def spans(record: Record) -> list[Span]:
     """Return the parts that the request went through, in the order of their starts."""
-    seen, looked_up, first, last, asked, claimed, loaded, ended = (
-        _ms(record, name)
-        for name in ("hint_seen", "looked_up", "first_byte", "last_byte", "asked", "claimed", "loaded", "ended")
-    )
+    names = ("hint_seen", "looked_up", "first_byte", "last_byte", "answered", "asked", "claimed", "loaded", "ended")
+    seen, looked_up, first, last, answered, asked, claimed, loaded, ended = (_ms(record, name) for name in names)
     turn = asked if asked is not None else claimed if claimed is not None else ended
-    ready = last if last is not None else looked_up
+    came = last if last is not None else looked_up
+    ready = answered if answered is not None else came
     end = claimed if claimed is not None else ended
     left = (
         None if asked is None else asked + _number(record, "exposed_ms")
@@ -71,7 +73,7 @@ def spans(record: Record) -> list[Span]:
     unseen = _number(record, "unseen_ms")
     outcome = record.get("outcome")
     staged = last is not None or outcome == Ending.LOADED.value
-    if outcome in (Ending.LATE.value, Ending.RECOMPUTED.value):
+    if outcome in (Ending.LATE.value, Ending.RECOMPUTED.value) and answered is None:
         after = ("fetch not over", ready, end)
     elif staged:
         after = ("staged, not yet taken", ready, end)
@@ -83,6 +85,7 @@ def spans(record: Record) -> list[Span]:
         ("look-up", seen, looked_up),
         ("first fetch", looked_up, first),
         ("the other fetches", first, last if last != first else None),
+        ("fetch that failed", came, answered if record.get("failed") else None),
         after,
         ("scheduler waits", asked, left),
         (ELSEWHERE, left if elsewhere else None, end),

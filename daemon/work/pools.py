@@ -21,6 +21,7 @@ from ..planning.runs import Lane
 from .calls import FETCHES, Call, Caller, Kind
 from .concurrency import ConcurrencyLimit
 from .link_share import LinkShare
+from .rates import Meter, Rates
 
 FETCH_NICE = 5
 SLOW_NS = 1_000_000_000
@@ -60,9 +61,15 @@ class Pool:
     """Up to `size` threads for calls of one kind, started when needed; calls begin in the order they were handed in."""
 
     def __init__(
-        self, kind: Kind, size: int, announce: Callable[[Callable[[], None]], None], clock_ns: Callable[[], int]
+        self,
+        kind: Kind,
+        size: int,
+        announce: Callable[[Callable[[], None]], None],
+        clock_ns: Callable[[], int],
+        meter: Meter | None = None,
     ) -> None:
         self._kind, self._size, self._announce, self._clock_ns = kind, size, announce, clock_ns
+        self._meter = meter if meter is not None else Meter("")
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._jobs: dict[_Job, None] = {}  # handed in and not returned; the main loop's
         self._threads = 0
@@ -97,6 +104,7 @@ class Pool:
     def submit(self, call: Call) -> None:
         job = _Job(call)
         self._jobs[job] = None
+        self._meter.began(self._clock_ns())
         call.start()
         if call.on_overdue is not None and self.exhausted(call.caller):
             self._announce(partial(self._refuse, job))
@@ -111,6 +119,7 @@ class Pool:
             if not job.stuck and job.runs_longer(timeout_ns, now_ns):
                 job.stuck = True
                 self.stuck += 1
+                self._meter.ended(now_ns)
                 job.call.give_up()
         for job in timed:
             if self.exhausted(job.call.caller) and job.take():  # not started
@@ -120,6 +129,7 @@ class Pool:
     def _refuse(self, job: _Job) -> None:
         if job in self._jobs:
             del self._jobs[job]
+            self._meter.ended(self._clock_ns())
             job.call.finish(TimeoutError(f"{self.stuck} calls hang: {self._kind.value}"))
 
     def close(self) -> None:
@@ -164,6 +174,8 @@ class Pool:
         """On the main loop."""
         del self._jobs[job]
         self.stuck -= job.stuck
+        if not job.stuck:
+            self._meter.ended(self._clock_ns())
         if self._threads - self._slow() > self._size:
             self._threads -= 1
             self._queue.put(None)  # one thread too many: any of them may go
@@ -174,6 +186,7 @@ class Pools:
     """The dispatcher of calls: one pool for each kind. `fd` (an eventfd) announces results.
 
     `limits`: how many fetches of each lane to have in flight.  `link_share`: when a put may start beside them.
+    `rates`: how fast both were.
     """
 
     def __init__(
@@ -187,7 +200,11 @@ class Pools:
         self._bell = threading.Lock()  # a thread that rings must not find the number closed, and another file's by then
         sizes = {**dict.fromkeys(FETCHES, fetch_threads), Kind.LOOK_UP: LOOK_UPS, Kind.COPY: COPY_THREADS}
         sizes[Kind.ATTACH] = ATTACH_THREADS
-        self._pools = {kind: Pool(kind, sizes.get(kind, 1), self._announce, clock_ns) for kind in Kind}
+        self.rates = Rates()
+        meters = {**dict(zip(FETCHES, self.rates.fetches, strict=True)), Kind.SAVE: self.rates.saves}
+        self._pools = {
+            kind: Pool(kind, sizes.get(kind, 1), self._announce, clock_ns, meters.get(kind)) for kind in Kind
+        }
         self.limits = tuple(ConcurrencyLimit(fetch_threads, STARTS[lane]) for lane in Lane)
         self.link_share = LinkShare()
 

@@ -62,6 +62,9 @@ class Status(Packet):
     uptime_s: float = 0.0
     calls: dict[str, float] = Field(default_factory=dict)  # age of the oldest running store call of each kind, seconds
     slowest: list[dict[str, str | int | float]] = Field(default_factory=list)  # requests of engines it may see
+    # For each cause of their slow requests in five minutes: how many, and for how long schedulers waited (ms).
+    causes: dict[str, list[float]] = Field(default_factory=dict)
+    rates: dict[str, dict[str, float]] = Field(default_factory=dict)  # bytes per second, by path and window
 
 
 class Namespace(Packet):

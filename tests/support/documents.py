@@ -12,6 +12,7 @@ import sys
 from kvprefetch.connector.config import ConnectorConfig
 from kvprefetch.daemon.cli.common import default_text, kind_of
 from kvprefetch.daemon.config.model import NEXT_ATTACH, RELOADABLE, SIZES, DaemonConfig
+from kvprefetch.daemon.telemetry.causes import Cause
 from kvprefetch.daemon.telemetry.events import COMMON, EVENTS, FIELDS, Ending, Field
 from kvprefetch.daemon.telemetry.metrics import CATALOGUE, PREFIX
 
@@ -22,6 +23,8 @@ def events() -> str:
     lines += [_row(name, field) for name, field in COMMON.items()]
     lines += ["", "## Outcomes", "", "| `outcome` | meaning |", "| --- | --- |"]
     lines += [f"| `{ending.value}` | {ending.meaning} |" for ending in Ending]
+    lines += ["", "## Causes", "", "| `cause` | in `top` | in `explain`, with its values |", "| --- | --- | --- |"]
+    lines += [f"| `{each.value}` | {each.label} | {each.text.replace('{', '').replace('}', '')} |" for each in Cause]
     lines += ["", "## Events", ""]
     for name, event in EVENTS.items():
         floods = "; summed once a second" if event.floods else ""

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import termios
 import time
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -111,19 +112,63 @@ def test_a_frame_shows_engines_and_slow_requests() -> None:
 
 def test_a_frame_says_what_is_wrong_as_the_description_does() -> None:
     now = status(engine(), engine(engine="x", namespace="llama@"), disk_fault="no disk", engine_count=5)
-    wrong = re.compile("no disk|x stores under llama@|and 3 more engines")
+    wrong = re.compile("no disk|x: .* stores under llama@|and 3 more engines")
     said = [line for line in overview.describe(now) if wrong.search(line)]
     assert len(said) == 3
     assert [line.rstrip() for line in shown(now, 400) if line.rstrip() in said] == said
 
 
+def test_the_store_s_rates_and_the_causes_are_shown() -> None:
+    now = status(
+        rates={"memory": {"now": 1.2e6, "5m": 1.2e6, "hour": 96e6}, "save": {"now": 5e6}},
+        causes={"evicted": [30, 20.0], "link": [92, 80_000.0], "never_stored": [3, 0.0]},
+    )
+    expected = [
+        "fetches from memory: now 1.2 MB/s, last 5 min 1.2 MB/s, last hour 96.0 MB/s",
+        "puts: now 5.0 MB/s",
+        "slow in the last five minutes, requests (waited): slow link 92 (80.0 s), evicted 30 (0.02 s), never stored 3 "
+        "(0.00 s)",
+    ]
+    assert [line for line in overview.describe(now) if line in expected] == expected
+    assert [line.rstrip() for line in shown(now, 200) if line.rstrip() in expected] == expected
+
+
+def pressed(keys: str) -> top_view.View:
+    return reduce(top_view.View.press, keys, top_view.View())
+
+
+def first_cells(view: top_view.View, *engines: dict[str, Any]) -> list[str]:
+    now = status(*engines)
+    return [row[0] for row in view.rows(map(overview.row, now.engines), overview.names(now))]
+
+
+def test_keys_sort_filter_and_end() -> None:
+    engines = [engine(engine="b", requests=9), engine(engine="c", requests=10), engine(engine="a", model="llama")]
+    assert first_cells(pressed(""), *engines) == ["b", "c", "a"]
+    assert first_cells(pressed("s"), *engines) == ["a", "b", "c"]
+    assert first_cells(pressed("ssr"), *engines) == ["c", "b", "a"], "by PEND, as numbers"
+    assert pressed("s" * (len(overview.COLUMNS) + 1)) == pressed(""), "round and round"
+    assert first_cells(pressed("/LLx\x7fama\r"), *engines) == ["a"]
+    assert (pressed("/q\r").only, pressed("/q\r").over) == ("q", False), "what is typed is no key"
+    assert pressed("/a\x1b") == pressed("x") == pressed("hh") == pressed("")
+    assert pressed("q").over
+    assert "sorted by PEND, reversed" in pressed("ssr").line()
+    console = Console(file=io.StringIO(), width=140)
+    console.print(top_view.frame(status(*engines), AT_REST, pressed("h/b\r")))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert top_view.LEGEND[0] in text
+    assert "a: llama, pid ?" not in text
+    assert "\nb: " in text
+
+
 def test_a_narrow_terminal_cuts_names_short_and_no_number() -> None:
-    one = slow("cmpl-" + "9" * 40, "e" * 36, "recomputed", 31.6)
+    one = slow("cmpl-" + "9" * 40, "e" * 36, "recomputed", 31.6, cause="link")
     lines = shown(status(engine(engine="4f1c" * 8, hints=1234567, slots_idle=76800), slowest=[one]), 80)
     line = next(line for line in lines if line.startswith("4f1c"))
     assert line.split()[1:] == ["3", "1", "4", "76800", "6", "2", "1234567", "75", "%", "75", "%", "8", "9"]
     line = next(line for line in lines if "recomputed" in line)
-    assert line.split()[:7] == ["31.6", "ms", "recomputed", "99.9", "MB", "118", "s"]
+    assert line.split()[:9] == ["31.6", "ms", "recomputed", "slow", "link", "99.9", "MB", "118", "s"]
     assert "cmpl-" in line
 
 
@@ -184,7 +229,8 @@ def test_a_real_daemon_s_status_and_top(shared_daemon: Daemon) -> None:
     attached.close()
 
 
-def test_top_on_a_terminal_runs_until_it_is_interrupted(shared_daemon: Daemon) -> None:
+@pytest.mark.parametrize("end", ["interrupt", "q"])
+def test_top_on_a_terminal_runs_until_it_is_interrupted_or_q_is_pressed(shared_daemon: Daemon, end: str) -> None:
     primary, secondary = os.openpty()
     fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
     command = [*COMMAND, "top", "--interval", "0.2", "--socket", str(shared_daemon.socket)]
@@ -205,8 +251,11 @@ def test_top_on_a_terminal_runs_until_it_is_interrupted(shared_daemon: Daemon) -
 
         eventually(frames, 30, "three frames")
         assert b"no engine is attached" in text
+        if end == "q":
+            os.write(primary, b"hq")
     finally:
-        process.send_signal(signal.SIGINT)
+        if end == "interrupt":
+            process.send_signal(signal.SIGINT)
         os.set_blocking(primary, True)
         assert process.wait(30) == 0
         os.close(primary)

@@ -197,7 +197,7 @@ def test_each_user_sees_and_commands_its_own_engines(both: Serve, command: Calla
     assert "secret-weights" not in shown("store", "stat")
 
     attach(path, "mistral", "mine", weights="my-weights")
-    assert "mine stores under mistral@tp_rank:*@" in (text := shown("status"))
+    assert "mine: mistral, " in (text := shown("status"))
     assert "victim" not in text
     assert "my-weights" in shown("store", "stat")
     warmed = ask(path, admin.Warm(run="0" * 32, chains=chains), admin.Warmed)

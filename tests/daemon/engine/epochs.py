@@ -12,11 +12,13 @@ from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.engine.epoch_calls import Services
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
+from kvprefetch.daemon.engine.stored import Histories
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.work.calls import Call, Caller, Kind
 from kvprefetch.daemon.work.concurrency import ConcurrencyLimit
 from kvprefetch.daemon.work.link_share import LinkShare
+from kvprefetch.daemon.work.rates import Rates
 from kvprefetch.shmring.wire.records import FlagState
 from tests.support.engine_side import BLOCK_TOKENS, EngineSide, EngineSpec, Key
 
@@ -31,7 +33,7 @@ class Pools:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.limits = (ConcurrencyLimit(4), ConcurrencyLimit(4))
-        self.link_share = LinkShare()
+        self.link_share, self.rates = LinkShare(), Rates()
         self.room = True
 
     def start(self, call: Call) -> None:
@@ -59,6 +61,7 @@ class Answering:
 
     answering = True
     removal_ms = 0
+    aside: frozenset[str] = frozenset()
 
 
 def make_epoch(
@@ -83,6 +86,7 @@ def make_epoch(
         disk_call_bytes=1 << 20,
         lease_ns=10 * SECOND_NS,
         media=False,
+        histories=Histories(),
     )
     return Epoch(services, memory, engine)
 

@@ -160,6 +160,7 @@ def test_only_with_kv_events_is_the_store_asked_for_media_and_the_engine_told(ev
 
     store = SimpleNamespace(
         answering=True,
+        aside=frozenset(),
         removal_ms=0,
         exist=lambda keys: [False] * len(keys),
         media=media,
@@ -191,7 +192,7 @@ def test_a_reset_is_answered_with_what_the_removal_confirmed(result: bool | Exce
 
 def test_a_look_up_past_its_deadline_makes_a_miss_and_the_store_suspect() -> None:
     suspected: list[str] = []
-    setup = Setup(SimpleNamespace(answering=True, removal_ms=0, suspect=suspected.append))
+    setup = Setup(SimpleNamespace(answering=True, aside=frozenset(), removal_ms=0, suspect=suspected.append))
     setup.want((0, 1), "a")
     [call] = setup.calls
     call.give_up()

@@ -42,6 +42,7 @@ class Store:
 
     answering = is_open = True
     removal_ms = 0
+    aside: frozenset[str] = frozenset()
 
     def __init__(self, chance: Random) -> None:
         self.chance = chance
@@ -147,7 +148,7 @@ def test_nothing_that_an_engine_pushes_raises(seed: int) -> None:
         chance = Random(100 * seed + round_)
         clock, store, pools = [1], Store(chance), RandomPools(chance)
         epoch = make_epoch(store, pools=pools, clock_ns=lambda clock=clock: clock[0])  # type: ignore[misc]
-        shared: Any = SimpleNamespace(mode="on", store=store, snapshot=Snapshot(), master_http="")
+        shared: Any = SimpleNamespace(mode="on", store=store, snapshot=Snapshot(), master_http="", pools=pools)
         engine = EngineSide()
         engine.open(epoch.memory.control.buffer)
         pushed = records(epoch, chance)

@@ -37,7 +37,7 @@ class Setup:
         self.saves: list[Save] = []
         self.counts: Counter[str] = Counter()
         self.lost: set[int] = set()
-        self.saver = Saver(range(slots), self.lost)
+        self.saver = Saver(range(slots), self.lost, StoredBefore())
         self.granted: list[int] = []
         self.carry_on()
         self.granted.clear()

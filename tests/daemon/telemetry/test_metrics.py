@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import struct
@@ -102,12 +103,16 @@ def test_totals_follow_the_requests_and_never_fall_when_engines_leave(serve: Ser
         ("look_up_seconds_count", {}, 4),
         ("fetch_seconds_count", {"tier": "disk"}, 0),
         ("leases", {"engine": "first"}, 0),
-        ("exposed_wait_seconds_count", {}, 2),
+        ("exposed_wait_seconds_count", {"outcome": "loaded"}, 2),
+        ("exposed_wait_seconds_count", {"outcome": "recomputed"}, 0),
         ("store_open", {}, 1),
         ("ready", {}, 1),
     ):
         assert value(samples, metric, **own) == expected, (metric, own)
     assert value(samples, "fetch_seconds_count", tier="memory") >= 1
+    assert 0 <= value(samples, "engine_age_seconds", engine="first") < 300
+    own = {"engine": "first", "model": "metrics", "pid": str(os.getpid()), "uid": str(os.getuid()), "mode": "on"}
+    assert value(samples, "engine_info", **own) == 1
     engine.close()
     after = eventually(lambda: seen(engines=0), what="the engine's end")
     assert value(after, "requests_total", outcome="engine_gone") == 1
@@ -315,7 +320,8 @@ def test_counters_take_a_request_in() -> None:
     assert total.requests_taken_back == 2, "one in each, however often"
     assert (total.transfer_s, total.hidden_s) == pytest.approx((4 * 0.02, 4 * 0.02 * 0.45))
     for histogram, count, sum_s in (
-        (total.exposed, 2, 0.022),  # of loaded and late ones
+        (total.exposed["loaded"], 2, 0.022),
+        (total.exposed["other"], 2, 0.0),
         (total.ready_to_seen, 2, 0.002),
         (total.look_up, 4, 0.008),
     ):

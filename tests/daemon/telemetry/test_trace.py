@@ -7,7 +7,7 @@ import pytest
 from kvprefetch.daemon.planning.requests import Request
 from kvprefetch.daemon.telemetry.counters import Counters
 from kvprefetch.daemon.telemetry.events import Ending
-from kvprefetch.daemon.telemetry.trace import Trace, Traces
+from kvprefetch.daemon.telemetry.trace import Missing, Trace, Traces, Work
 from kvprefetch.shmring.wire.records import Done, Hint, Outcome
 
 MS = 1_000_000
@@ -40,7 +40,7 @@ def test_the_wait_and_what_was_hidden(
     request.disk_blocks = 1
     times = [(at + 1) * MS if at else 0 for at in (asked, claimed)]
     done = Done(0, 1, Outcome.LOADED, 0, 4, times[0], waited * MS, times[1], 0)
-    line = trace.fields(request, Ending.LOADED, done, 1000, (ended + 1) * MS)
+    line = trace.fields(request, Ending.LOADED, done, 1000, (ended + 1) * MS, Work())
     assert (line["exposed_ms"], line["hidden_fraction"]) == (exposed, hidden)
     assert (line["hint_seen_ms"], line["last_byte_ms"], line["ended_ms"]) == (20.0, 100.0, ended)
     assert line["asked_ms"] == (asked or None)
@@ -66,7 +66,7 @@ def test_what_a_request_waited_for_the_engine_s_own_step(
     request = Request((0, 1), bytes(46 * 32), 32, 0, 0, 1)
     request.final = final
     done = Done(0, 1, Outcome.MISS, 0, 0, (asked + 1) * MS if asked else 0, waited * MS, 0, 0)
-    line = trace.fields(request, Ending.MISS, done, 1000, 900 * MS)
+    line = trace.fields(request, Ending.MISS, done, 1000, 900 * MS, Work())
     assert (line["unseen_ms"], line["hidden_fraction"]) == (unseen, None), "a miss hides nothing"
     assert line["exposed_ms"] == (min(waited, 899 - asked) if asked else 0)
     counters = Counters()
@@ -82,7 +82,7 @@ def test_without_the_engine_s_word_a_wait_ends_with_the_fetch(final: bool, expos
     trace.looked_up_ns, trace.asked_ns = 10 * MS, 31 * MS
     request = Request((0, 1), bytes(4 * 32), 32, 0, 0, 1)
     request.last_byte_ns, request.fetched_blocks, request.final = 51 * MS, 2, final
-    line = trace.fields(request, Ending.ENGINE_GONE, None, 1000, 91 * MS)
+    line = trace.fields(request, Ending.ENGINE_GONE, None, 1000, 91 * MS, Work())
     assert line["exposed_ms"] == exposed
 
 
@@ -92,12 +92,12 @@ def test_a_request_is_logged_once_and_entered_into_the_totals() -> None:
     request = Request((0, 1), bytes(4 * 32), 32, 1, 0, 1)
     request.last_byte_ns, request.fetched_blocks = 51 * MS, 2
     traces.begin(request.key, hint(local=1), 11 * MS)
-    traces.looked_up(request.key, 3, 21 * MS, unavailable=False)
+    traces.looked_up(request.key, 3, 21 * MS, Missing("evicted"), Work())
     traces.asked(request.key, 31 * MS)
     traces.asked((7, 7), 31 * MS)  # not a request of ours: nothing happens
-    line = traces.end(request, Ending.ENGINE_GONE, None, 61 * MS)
+    line = traces.end(request, Ending.ENGINE_GONE, None, 61 * MS, Work())
     assert line is not None
-    assert traces.end(request, Ending.ENGINE_GONE, None, 62 * MS) is None
+    assert traces.end(request, Ending.ENGINE_GONE, None, 62 * MS, Work()) is None
     assert list(traces.recent) == [(61 * MS, line)]
     times = [line[f"{name}_ms"] for name in ("arrived", "hint_seen", "looked_up", "asked", "last_byte", "ended")]
     assert times == [0.0, 10.0, 20.0, 30.0, 50.0, 60.0]

@@ -32,11 +32,14 @@ LINE: dict[str, Any] = {
     "bytes_memory": 8126464, "taken_back": 0, "store_unavailable": False, "arrived_ms": 0.0, "hint_seen_ms": 0.21,
     "looked_up_ms": 1.32, "first_byte_ms": 14.1, "last_byte_ms": 96.4, "asked_ms": 71.0, "claimed_ms": 97.2,
     "loaded_ms": 99.9, "ended_ms": 100.4, "exposed_ms": 26.2, "unseen_ms": 0.8,
-    "hidden_fraction": 0.7359,
+    "hidden_fraction": 0.7359, "answered_ms": 96.4, "medium": "memory", "store_bytes_s": 99000000, "hour_bytes_s": None,
+    "room_ms": 0.0, "failed": None, "nowhere": "never_stored", "namespace": None, "owners": "", "cause": "places",
 }  # fmt: skip
 
 
-NEVER = dict.fromkeys(("first_byte_ms", "last_byte_ms", "claimed_ms", "loaded_ms", "hidden_fraction"))
+NEVER: dict[str, Any] = dict.fromkeys(
+    ("first_byte_ms", "last_byte_ms", "answered_ms", "claimed_ms", "loaded_ms", "hidden_fraction")
+)
 MISSED = {"outcome": "miss", "found_blocks": 0, "loaded_blocks": 0, "bytes": 0, **NEVER}
 # A miss that was answered while the engine's step went on.
 STEP = {**MISSED, "asked_ms": 0.3, "looked_up_ms": 5.3, "ended_ms": 812.4, "exposed_ms": 812.0, "unseen_ms": 807.0}
@@ -145,7 +148,8 @@ def test_every_outcome_has_a_sentence_and_nothing_breaks_it(ending: Ending) -> N
     ],
 )  # fmt: skip
 def test_only_what_was_staged_is_drawn_as_staged(outcome: str, last_byte_ms: float | None, name: str | None) -> None:
-    record = {**LINE, "outcome": outcome, "first_byte_ms": last_byte_ms, "last_byte_ms": last_byte_ms}
+    times = dict.fromkeys(("first_byte_ms", "last_byte_ms", "answered_ms"), last_byte_ms)
+    record = {**LINE, "outcome": outcome, **times}
     after = {"staged, not yet taken", "fetch not over"}
     assert [span.name for span in trace_picture.spans(record) if span.name in after] == ([name] if name else [])
 

@@ -1,0 +1,181 @@
+"""Names the cause of a slow request: a `request.done` record in, one word and its sentence out. Pure.
+
+For a request that loaded, the cause is that of the longest part of its time, where the engine's own parts count half;
+for one that did not, what kept its blocks away.  Times are in milliseconds.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from .events import Ending
+from .pretty import figure, number, printable, size
+
+SLOW_SHARE = 0.25  # of the rate of the hour before: well below
+_SLOW_MS = 20.0  # shorter parts have no cause
+_MASTER_MS = 500.0  # a look-up this long is worse than the miss that it says
+Record = Mapping[str, Any]
+
+
+class Cause(enum.Enum):
+    """The closed vocabulary of `cause`: its words for a table, and its sentence with the values of `_values`."""
+
+    label: str
+    text: str
+
+    def __new__(cls, value: str, label: str, text: str) -> Cause:
+        member = object.__new__(cls)
+        member._value_, member.label, member.text = value, label, text
+        return member
+
+    DAEMON = "daemon", "daemon late", "the daemon read its hint after {daemon} ms; it is short of CPU."
+    MASTER = "master", "slow master", "the store's master did not answer the look-up within {master} ms."
+    NODE = "storage_node", "storage node", "a storage node did not deliver: {owners}."
+    LINK = "link", "slow link", "the link was slow: {gave}."
+    DISK = "disk", "slow disk", "the disk was slow: {gave}."
+    TRANSFER = "transfer", "transfer", "the transfer took long at the store's usual pace: {gave}."
+    STAGING = "staging", "staging full", "staging was too small: its next fetch waited {room} ms for slots, or {part}."
+    STEP = "engine_step", "long step", "the engine's step of other requests, a long prefill, went on for {step} ms."
+    PLACES = "places", "places full", "the engine's places or tokens went to other requests for {places} ms."
+    PREFILL = "prefill", "long prefill", "the engine computed for {prefill} ms: {absent} blocks of it were nowhere."
+    EVICTED = "evicted", "evicted", "the store had its blocks and evicted them since, or they were purged."
+    NAMESPACE = (
+        "other_namespace",
+        "other namespace",
+        "its blocks lie under another namespace, {namespace}: the fingerprint or `cache_prefix` differs.",
+    )
+    COLD = (
+        "never_stored",
+        "never stored",
+        "the store is cold for it: nobody stored its blocks through this daemon since the daemon started.",
+    )
+    LEASE = "lease", "lost lease", "the store lost its blocks between look-up and fetch: their lease ended."
+    VALUE = "bad_value", "bad value", "values in the store were of another size, or corrupt."
+
+
+_FAILED = {
+    **dict.fromkeys(("transfer", "under_way", "overdue"), Cause.NODE),
+    **dict.fromkeys(("lease", "lookup_again", "miss", "retry"), Cause.LEASE),
+    **dict.fromkeys(("corrupt", "foreign"), Cause.VALUE),
+    "no_room": Cause.STAGING,
+    "transient": Cause.MASTER,
+}
+_MISSING = {
+    "evicted": Cause.EVICTED,
+    "other_namespace": Cause.NAMESPACE,
+    "storage_node": Cause.NODE,
+    "never_stored": Cause.COLD,
+}
+_OWN = (Cause.PLACES, Cause.PREFILL)
+_WAITED = (Ending.LATE.value, Ending.RECOMPUTED.value, Ending.ABORTED.value)
+
+
+def cause(record: Record) -> str | None:
+    """Return the value of the request's Cause; None where nothing of it was slow."""
+    found = _cause(record)
+    return found.value if found is not None else None
+
+
+def sentence(record: Record) -> str:
+    """Say the cause; empty without one."""
+    found = _cause(record)
+    return f"Cause: {found.text.format(**_values(record))}" if found is not None else ""
+
+
+def label(value: str) -> str:
+    """Return the words of a cause for a table, which may come from another release."""
+    return next((each.label for each in Cause if each.value == value), printable(value))
+
+
+def _cause(record: Record) -> Cause | None:
+    outcome, failed = record.get("outcome"), _FAILED.get(str(record.get("failed")))
+    missing = _MISSING.get(str(record.get("nowhere")))
+    parts = _parts(record)
+    longest = max(parts, key=lambda each: parts[each] / (2 if each in _OWN else 1))
+    if outcome == Ending.MISS.value:
+        if record.get("store_unavailable") or parts[Cause.MASTER] >= _MASTER_MS:
+            return Cause.MASTER
+        return failed or missing
+    if outcome in _WAITED:
+        waits = {each: parts[each] for each in (Cause.DAEMON, Cause.MASTER, Cause.TRANSFER)}
+        longest = max(waits, key=lambda each: waits[each])
+        if outcome == Ending.ABORTED.value and waits[longest] < _SLOW_MS:
+            return None
+    elif outcome != Ending.LOADED.value:
+        return None
+    elif failed is not None and _count(record, "loaded_blocks") + _count(record, "local_blocks") < _count(
+        record, "hint_blocks"
+    ):
+        return failed
+    elif parts[longest] < _SLOW_MS:
+        return None
+    if longest is Cause.TRANSFER:
+        return failed or _of_fetch(record, parts[longest])
+    if longest is Cause.PREFILL and missing not in (None, Cause.COLD) and _mostly_nowhere(record):
+        return missing
+    return longest
+
+
+def _of_fetch(record: Record, took: float) -> Cause:
+    """Return the cause of a fetch that took so long: the store's pace, room in staging, or its own size."""
+    rate, hour = figure(record, "store_bytes_s"), figure(record, "hour_bytes_s")
+    if rate is not None and hour is not None and rate < SLOW_SHARE * hour:
+        return Cause.DISK if record.get("medium") == "disk" else Cause.LINK
+    own = _ms(record, "bytes") / rate * 1e3 if rate else 0.0
+    return Cause.STAGING if 2 * _ms(record, "room_ms") >= took > 2 * own else Cause.TRANSFER
+
+
+def _mostly_nowhere(record: Record) -> bool:
+    return 2 * (_count(record, "hint_blocks") - _count(record, "found_blocks")) >= _count(record, "hint_blocks")
+
+
+def _parts(record: Record) -> dict[Cause, float]:
+    """Return how long each part of the request's life lasted: of a wait, and what the engine did for others.
+
+    A request that waited in vain is judged by all that the daemon did for it.
+    """
+    ended = _ms(record, "ended_ms")
+    asked, claimed = figure(record, "asked_ms"), figure(record, "claimed_ms")
+    end = claimed if claimed is not None else ended
+    turn = asked if asked is not None else end
+    start, left = turn, turn + (_ms(record, "exposed_ms") if asked is not None else 0.0)
+    if record.get("outcome") in _WAITED:
+        start, left = 0.0, end
+    marks = [0.0]
+    for name in ("hint_seen_ms", "looked_up_ms", "answered_ms"):
+        at = figure(record, name)
+        marks.append(max(marks[-1], left if at is None else at))
+    marks.append(max(marks[-1], left))
+    waits = [max(0.0, min(left, stop) - max(start, begin)) for begin, stop in pairwise(marks)]
+    parts = dict(zip((Cause.DAEMON, Cause.MASTER, Cause.TRANSFER, Cause.STEP), waits, strict=True))
+    loaded = figure(record, "loaded_ms")
+    parts[Cause.PLACES] = turn + max(0.0, end - left)
+    parts[Cause.PREFILL] = loaded - end if loaded is not None else 0.0
+    return parts
+
+
+def _values(record: Record) -> dict[str, str]:
+    rate, hour = figure(record, "store_bytes_s"), figure(record, "hour_bytes_s")
+    gave = "nothing came in time" if not rate else f"the store gave {size(rate)}/s"
+    usual = "" if hour is None else f"; its last hour {size(hour)}/s"
+    hinted, local = _count(record, "hint_blocks"), _count(record, "local_blocks")
+    return {
+        **{each.value.rpartition("_")[2]: number(took) for each, took in _parts(record).items()},
+        "gave": gave + usual,
+        "owners": printable(str(record.get("owners") or "its name is not known")),
+        "namespace": printable(str(record.get("namespace") or "?")),
+        "room": number(_ms(record, "room_ms")),
+        "part": f"staging has room for {_count(record, 'loaded_blocks') + local} of its {hinted} blocks",
+        "absent": str(hinted - _count(record, "found_blocks")),
+    }
+
+
+def _ms(record: Record, name: str) -> float:
+    return figure(record, name) or 0.0
+
+
+def _count(record: Record, name: str) -> int:
+    return int(figure(record, name) or 0.0)

@@ -1,0 +1,136 @@
+"""One word for what made a request slow, and the sentence of `explain`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvprefetch.daemon.telemetry import causes
+from kvprefetch.daemon.telemetry.causes import Cause
+from kvprefetch.daemon.telemetry.waits import LostWaits
+from tests.daemon.telemetry.test_trace_picture import LINE, MISSED
+
+# Asked early, it waited for its fetch.
+FETCHED = {**LINE, "asked_ms": 0.5, "exposed_ms": 96.7, "nowhere": None}
+MB = 1_000_000
+SLOW = {"store_bytes_s": 1.2 * MB, "hour_bytes_s": 96 * MB}
+HOUR = "its last hour 96.0 MB/s"
+VAIN = {**MISSED, "outcome": "recomputed", "found_blocks": 64, "asked_ms": 0.5, "exposed_ms": 900.0, "ended_ms": 901.0}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ({**FETCHED, **SLOW}, f"the link was slow: the store gave 1.2 MB/s; {HOUR}."),
+        ({**FETCHED, **SLOW, "medium": "disk"}, f"the disk was slow: the store gave 1.2 MB/s; {HOUR}."),
+        ({**LINE, **VAIN, **SLOW, "store_bytes_s": 0}, f"the link was slow: nothing came in time; {HOUR}."),
+        (
+            {**FETCHED, "hour_bytes_s": 96 * MB},
+            "the transfer took long at the store's usual pace: the store gave 99.0 MB/s; its last hour 96.0 MB/s.",
+        ),
+        (
+            {**FETCHED, "bytes": 1000, "room_ms": 80.0},
+            "staging was too small: its next fetch waited 80.0 ms for slots, or staging has room for 64 of its 65 "
+            "blocks.",
+        ),
+        (
+            {**LINE, **MISSED, "found_blocks": 64, "failed": "transfer", "owners": "10.0.0.2:17"},
+            "a storage node did not deliver: 10.0.0.2:17.",
+        ),
+        (
+            {**LINE, **MISSED, "store_unavailable": True, "asked_ms": 1.0, "looked_up_ms": 2e3, "exposed_ms": 2e3},
+            "the store's master did not answer the look-up within 1999 ms.",
+        ),
+        (
+            {**LINE, "asked_ms": None, "claimed_ms": 800.0},
+            "the engine's places or tokens went to other requests for 800 ms.",
+        ),
+        (
+            {**LINE, "asked_ms": 90.0, "answered_ms": 96.4, "claimed_ms": 900.0, "exposed_ms": 810.0},
+            "the engine's step of other requests, a long prefill, went on for 804 ms.",
+        ),
+        (
+            {**LINE, "loaded_ms": 897.2, "found_blocks": 40},
+            "the engine computed for 800 ms: 25 blocks of it were nowhere.",
+        ),
+        (
+            {**LINE, "loaded_ms": 897.2, "found_blocks": 20, "nowhere": "evicted"},
+            "the store had its blocks and evicted them since, or they were purged.",
+        ),
+        (
+            {**LINE, **MISSED, "nowhere": "other_namespace", "namespace": "llama@tp_rank:*@"},
+            "its blocks lie under another namespace, llama@tp_rank:*@: the fingerprint or `cache_prefix` differs.",
+        ),
+        (
+            {**LINE, **MISSED},
+            "the store is cold for it: nobody stored its blocks through this daemon since the daemon started.",
+        ),
+        ({**LINE, **MISSED, "nowhere": None, "failed": "lease"}, "the store lost its blocks between look-up and fetch: "
+         "their lease ended."),
+        ({**FETCHED, "failed": "corrupt"}, "values in the store were of another size, or corrupt."),
+        ({**FETCHED, "hint_seen_ms": 95.0, "looked_up_ms": 95.5, "asked_ms": 0.1, "exposed_ms": 97.1},
+         "the daemon read its hint after 94.9 ms; it is short of CPU."),
+    ],
+)  # fmt: skip
+def test_the_cause_has_a_sentence(line: dict[str, Any], expected: str) -> None:
+    assert causes.sentence(line) == f"Cause: {expected}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {**LINE, "asked_ms": 12.0, "claimed_ms": 15.0, "loaded_ms": 20.0, "exposed_ms": 3.0},  # quick
+        {**LINE, "outcome": "reset"},
+        {**LINE, **MISSED, "outcome": "aborted", "ended_ms": 2.0},
+        {**LINE, **MISSED, "nowhere": None},
+    ],
+)
+def test_what_was_quick_or_says_nothing_has_no_cause(line: dict[str, Any]) -> None:
+    assert causes.cause(line) is None
+    assert causes.sentence(line) == ""
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_every_cause_has_words(cause: Cause) -> None:
+    assert causes.label(cause.value) == cause.label
+    assert causes.label("of\x1banother release") == "of\N{REPLACEMENT CHARACTER}another release"
+
+
+S = 1_000_000_000
+
+
+def waited(outcome: str, exposed_ms: float, **changes: Any) -> dict[str, Any]:
+    return {"outcome": outcome, "exposed_ms": exposed_ms, "unseen_ms": 0.0, "cause": "link", **changes}
+
+
+def test_waiting_in_vain_is_said_once_a_minute() -> None:
+    """92 of 229 requests recomputed after 80 s in all, of 140 s: what no histogram of loaded ones shows."""
+    waits = LostWaits()
+    assert waits.tick(60 * S) is None
+    for _ in range(92):
+        waits.add(waited("recomputed", 870.0))
+    for _ in range(137):
+        waits.add(waited("loaded", 438.0))
+    waits.add(waited("late", 100.0, cause=None))
+    assert waits.tick(119 * S) is None, "the minute is not over"
+    assert waits.tick(121 * S) == {
+        "requests": 93, "waited_s": 140.1, "lost_s": 80.1, "causes": "slow link 92, unknown 1",
+    }  # fmt: skip
+    assert waits.tick(182 * S) is None, "each minute counts alone"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [("recomputed", 900.0, 0.0)],  # less than a second
+        [("recomputed", 2000.0, 0.0), ("loaded", 7000.0, 0.0)],  # less than a quarter
+        [("miss", 5000.0, 4900.0)],  # it waited for the engine's step
+        [("aborted", 5000.0, 0.0)],  # its client left
+    ],
+)
+def test_little_that_is_lost_is_not_said(lines: list[tuple[str, float, float]]) -> None:
+    waits = LostWaits()
+    for outcome, exposed_ms, unseen_ms in lines:
+        waits.add(waited(outcome, exposed_ms, unseen_ms=unseen_ms))
+    assert waits.tick(61 * S) is None
