@@ -93,6 +93,8 @@ def label(value: str) -> str:
 def _cause(record: Record) -> Cause | None:
     outcome, failed = record.get("outcome"), _FAILED.get(str(record.get("failed")))
     missing = _MISSING.get(str(record.get("nowhere")))
+    if failed is Cause.NODE and record.get("medium") == "disk" and not record.get("owners"):
+        failed = Cause.DISK  # Mooncake names no node of a disk
     parts = _parts(record)
     longest = max(parts, key=lambda each: parts[each] / (2 if each in _OWN else 1))
     if outcome == Ending.MISS.value:

@@ -112,6 +112,13 @@ class LimitedLink:
     def __exit__(self, *exc: object) -> None:
         _remove(self.namespace)
 
+    def limit(self, rate_mbit: float) -> None:
+        """Change the rate of both directions."""
+        change = ["qdisc", "change", "dev"]
+        shape = ["root", "tbf", *_shape(rate_mbit, self.burst_kib)]
+        _run("tc", *change, self.namespace, *shape)
+        _run("ip", "netns", "exec", self.namespace, "tc", *change, "far0", *shape)
+
     @property
     def received_bytes(self) -> int:
         """What came from the far side so far, headers included."""

@@ -68,6 +68,8 @@ VAIN = {**MISSED, "outcome": "recomputed", "found_blocks": 64, "asked_ms": 0.5, 
         ),
         ({**LINE, **MISSED, "nowhere": None, "failed": "lease"}, "the store lost its blocks between look-up and fetch: "
          "their lease ended."),
+        ({**LINE, **MISSED, **SLOW, "medium": "disk", "failed": "overdue", "store_bytes_s": None},
+         f"the disk was slow: nothing came in time; {HOUR}."),
         ({**FETCHED, "failed": "corrupt"}, "values in the store were of another size, or corrupt."),
         ({**FETCHED, "hint_seen_ms": 95.0, "looked_up_ms": 95.5, "asked_ms": 0.1, "exposed_ms": 97.1},
          "the daemon read its hint after 94.9 ms; it is short of CPU."),

@@ -1,0 +1,278 @@
+"""Ten requests that are slow for ten reasons: `kvprefetchd explain` and `top` alone name each reason.
+
+The daemon, the store, the link and the disk are real; the engine's scheduler is played, but for `tests/e2e`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvprefetch.shmring.wire.records import Done, FlagState, Outcome, RecordKind, encode_done
+from tests.daemon.stores import blocks, stored
+from tests.lab import link, slow_disk
+from tests.lab.daemon import Daemon
+from tests.lab.process import frozen
+from tests.lab.store import Store
+from tests.support.auditor import ask_daemon
+from tests.support.command import kvprefetchd
+from tests.support.fake_engine import FakeEngine
+from tests.support.waiting import eventually, poll
+
+pytestmark = pytest.mark.store
+MB = 1 << 20
+
+
+def wait_for(
+    engine: FakeEngine,
+    digests: list[bytes],
+    name: str,
+    *,
+    asks: bool = True,
+    patience_s: float = 30.0,
+    meanwhile: Callable[[], None] = lambda: None,
+    step_s: float = 0.0,
+) -> None:
+    """Play a scheduler: hint, ask at once, wait, and load or recompute. `step_s`: how long its step goes on after."""
+    asked = time.monotonic_ns()
+    key = engine.hint(digests, name=name)
+    if asks:
+        engine.ask(key)
+    meanwhile()
+    poll(lambda: engine.flag(key).state != FlagState.HINTED, patience_s, pause_s=0.001)
+    time.sleep(step_s)
+    flag, now = engine.flag(key), time.monotonic_ns()
+    loads = flag.state == FlagState.READY and flag.count > 0
+    if loads:
+        assert engine.move(key, FlagState.CLAIMED)
+    assert engine.move(key, FlagState.RELEASED if loads else FlagState.CANCELLED)
+    outcome = Outcome.LOADED if loads else Outcome.MISS if flag.state == FlagState.READY else Outcome.RECOMPUTED
+    times = (asked if asks else 0, now - asked if asks else 0, now if loads else 0, now if loads else 0)
+    engine.push(RecordKind.DONE, encode_done(Done(*key, outcome, 0, flag.count if loads else 0, *times)))
+    engine.flags.give_back(key[0])
+
+
+def told(daemon: Daemon, name: str) -> tuple[str, str]:
+    """Return the last line of `explain` for a request, and what `top` prints."""
+    eventually(lambda: [e for e in daemon.records("request.done") if e["request_id"] == name], what="its line")
+    explained = kvprefetchd("explain", name, given="\n".join(daemon.lines))
+    assert explained.returncode == 0, explained
+    top = kvprefetchd("top", "--once", "--interval", "0.1", "--socket", daemon.socket)
+    assert top.returncode == 0, top
+    return explained.stdout.strip().splitlines()[-1], top.stdout
+
+
+def save(engine: FakeEngine, values: dict[bytes, bytes]) -> None:
+    """Save in parts that fit the save slots, until all are with the daemon."""
+    left = dict(values)
+    while left:
+        room = eventually(engine.credits.available, 60, "credits")
+        part = dict(list(left.items())[:room])
+        engine.save(part)
+        left = {digest: value for digest, value in left.items() if digest not in part}
+
+
+def saved_blocks(line: dict[str, Any]) -> int:
+    return int(line["stored_blocks"]) + int(line["failed_blocks"])
+
+
+def large(name: str, count: int) -> dict[bytes, bytes]:
+    """Blocks of 1 MiB."""
+    return {digest: value * (MB // len(value)) for digest, value in blocks(name, count).items()}
+
+
+def keep_fetching(daemon: Daemon, engine: FakeEngine, prompts: list[list[bytes]], path: str, slices: float = 1) -> int:
+    """Load prompts that do not fit staging together, until the daemon knows how fast the store usually is.
+
+    Return the number of the prompt that is longest out of staging.
+    """
+    until, turn = time.monotonic() + 5.0 * slices, 0
+    while time.monotonic() < until or "hour" not in ask_daemon(daemon.socket).rates.get(path, {}):
+        assert engine.load(prompts[turn % len(prompts)], name=f"usual-{turn}") is not None
+        turn += 1
+    return turn % len(prompts)
+
+
+# --- the store, the link, the disk ------------------------------------------------------------------------------------
+
+
+def on_a_slow_link(slices: float, then: Callable[[Daemon, FakeEngine, list[list[bytes]], int], None]) -> None:
+    """Store eight prompts, learn the link's usual pace for so many slices, make it 20 Mbit/s, and go on with `then`."""
+    if why_not := link.available():
+        pytest.skip(why_not)
+    with link.LimitedLink() as wire, Store(memory="512 MB", link=wire) as store:
+        with Daemon(mooncake_config=store.config, staging="48MiB") as daemon:
+            engine = FakeEngine(daemon.socket, block_bytes=MB)
+            prompts = [large(f"link-{number}", 8) for number in range(8)]
+            for prompt in prompts:
+                save(engine, prompt)
+            stored(daemon, 64)
+            names = [list(prompt) for prompt in prompts]
+            turn = keep_fetching(daemon, engine, names, "memory", slices)
+            wire.limit(20)
+            then(daemon, engine, names, turn)
+            engine.close()
+
+
+def test_a_slow_link() -> None:
+    def then(daemon: Daemon, engine: FakeEngine, names: list[list[bytes]], turn: int) -> None:
+        wait_for(engine, names[turn], "on-a-slow-link")
+        cause, top = told(daemon, "on-a-slow-link")
+        assert cause.startswith("Cause: the link was slow: the store gave "), cause
+        assert "; its last hour " in cause
+        assert "slow link" in top
+        assert "fetches from memory: now " in top
+
+    on_a_slow_link(1, then)
+
+
+@pytest.mark.stress  # half a minute
+def test_a_slow_link_is_warned_of() -> None:
+    def then(daemon: Daemon, engine: FakeEngine, names: list[list[bytes]], turn: int) -> None:
+        ends = time.monotonic() + 60
+        while not daemon.records("fetch.slow"):
+            assert time.monotonic() < ends, "fetch.slow did not come"
+            wait_for(engine, names[turn % len(names)], f"slow-{turn}")
+            turn += 1
+        [slow, *_] = daemon.records("fetch.slow")
+        assert slow["path"] == "memory"
+        assert slow["bytes_s"] < 0.25 * slow["hour_bytes_s"]
+
+    on_a_slow_link(3, then)
+
+
+def test_a_slow_disk(tmp_path: Path) -> None:
+    if why_not := slow_disk.available(tmp_path):
+        pytest.skip(why_not)
+    extra = ("--chunk", "2MiB", "--call-timeout-ms", "60000")
+    with Daemon(memory="256MiB", disk=f"{tmp_path}/disk:512MiB", staging="24MiB", extra=extra) as daemon:
+        engine = FakeEngine(daemon.socket, block_bytes=MB)
+        prompts = [large(f"disk-{number}", 4) for number in range(8)]
+        for prompt in prompts:
+            save(engine, prompt)
+        stored(daemon, 32)
+        engine.close()
+        assert daemon.sigterm(60) == 0
+        daemon.start()
+        engine = FakeEngine(daemon.socket, block_bytes=MB)
+        names = [list(prompt) for prompt in prompts]
+        turn = keep_fetching(daemon, engine, names, "disk")
+        with slow_disk.SlowDisk(tmp_path / "disk", 0.15):
+            wait_for(engine, names[turn], "on-a-slow-disk")
+        cause, top = told(daemon, "on-a-slow-disk")
+        assert cause.startswith("Cause: the disk was slow: the store gave "), cause
+        assert "; its last hour " in cause
+        assert "slow disk" in top
+        engine.close()
+
+
+def test_a_frozen_master_and_a_dead_storage_node() -> None:
+    with Store(memory="64 MB") as store:
+        with Daemon(mooncake_config=store.config, staging="1MiB", extra=("--rpc-timeout-ms", "500")) as daemon:
+            engine = FakeEngine(daemon.socket)
+            values = blocks("cluster", 8)
+            engine.save(values)
+            stored(daemon, 8)
+            with frozen(store.master_pid):
+                wait_for(engine, list(values), "master-frozen")
+            cause, top = told(daemon, "master-frozen")
+            assert cause.startswith("Cause: the store's master did not answer the look-up within "), cause
+            assert "slow master" in top
+            eventually(lambda: ask_daemon(daemon.socket).store_answering, 30, "the master")
+            os.kill(store.node_pid, signal.SIGKILL)
+            wait_for(engine, list(values), "node-dead")
+            cause, top = told(daemon, "node-dead")
+            assert re.fullmatch(r"Cause: a storage node did not deliver: 127\.0\.0\.1:\d+\.", cause), cause
+            assert "storage node" in top
+            engine.close()
+
+
+# --- staging, the engine, and what the store does not have ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon(memory="64MiB", staging="1MiB") as daemon:
+        yield daemon
+
+
+def test_a_small_staging(daemon: Daemon) -> None:
+    engine = FakeEngine(daemon.socket, prefix="small")
+    [numbers] = ask_daemon(daemon.socket).engines
+    slots = int(numbers["slots"])
+    values = blocks("small", 2 * slots)
+    save(engine, values)
+    stored(daemon, 2 * slots)
+    first, second = list(values)[:slots], list(values)[slots:]
+    holder = engine.hint(first, name="holder")
+    assert engine.settled(holder).count == slots
+    assert engine.move(holder, FlagState.CLAIMED)
+
+    def hold() -> None:
+        time.sleep(0.7)
+        assert engine.move(holder, FlagState.RELEASED)
+        engine.done(holder, loaded=slots)
+
+    wait_for(engine, second, "no-room", meanwhile=hold)
+    cause, top = told(daemon, "no-room")
+    assert cause.startswith("Cause: staging was too small: its next fetch waited "), cause
+    assert "staging full" in top
+    engine.close()
+
+
+def test_full_places_and_a_long_prefill(daemon: Daemon) -> None:
+    engine = FakeEngine(daemon.socket, prefix="busy")
+    values = blocks("busy", 8)
+    engine.save(values)
+    eventually(lambda: engine.load(list(values)), what="the save")
+    wait_for(engine, list(values), "queued", asks=False, step_s=0.5)
+    cause, top = told(daemon, "queued")
+    assert cause.startswith("Cause: the engine's places or tokens went to other requests for 50"), cause
+    assert "places full" in top
+    wait_for(engine, list(values), "behind-a-step", step_s=0.5)
+    cause, top = told(daemon, "behind-a-step")
+    assert cause.startswith("Cause: the engine's step of other requests, a long prefill, went on for "), cause
+    assert "long step" in top
+    engine.close()
+
+
+def test_a_cold_store_and_another_fingerprint(daemon: Daemon) -> None:
+    engine = FakeEngine(daemon.socket, prefix="model@fp:1")
+    values = blocks("fingerprint", 4)
+    wait_for(engine, list(values), "cold")
+    cause, top = told(daemon, "cold")
+    assert cause.startswith("Cause: the store is cold for it: nobody stored its blocks through this daemon")
+    assert "never stored" in top
+    engine.save(values)
+    eventually(lambda: engine.load(list(values)), what="the save")
+    other = FakeEngine(daemon.socket, engine_id="other", prefix="model@fp:2")
+    wait_for(other, list(values), "elsewhere")
+    cause, top = told(daemon, "elsewhere")
+    assert cause.startswith("Cause: its blocks lie under another namespace, model@fp:1@tp_rank:*@: the fingerprint")
+    assert "other namespace" in top
+    other.close()
+    engine.close()
+
+
+def test_an_evicted_prefix() -> None:
+    with Daemon(memory="64MiB", staging="16MiB") as daemon:
+        engine = FakeEngine(daemon.socket, block_bytes=MB)
+        first = large("first", 4)
+        save(engine, first)
+        stored(daemon, 4)
+        for turn in range(25):
+            save(engine, large(f"more-{turn}", 4))
+        done = daemon.records
+        eventually(lambda: sum(map(saved_blocks, done("save.done"))) >= 104, 60, "the saves")
+        wait_for(engine, list(first), "gone")
+        cause, top = told(daemon, "gone")
+        assert cause == "Cause: the store had its blocks and evicted them since, or they were purged."
+        assert "evicted" in top
+        engine.close()
