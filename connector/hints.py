@@ -6,13 +6,15 @@ and nobody reads it.  A flag in a state that only this side writes raises Segmen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.flags import GENERATION_SHIFT, STATE_SHIFT, Flag
 from ..shmring.wire.records import (
+    NO_TRACE,
     Ask,
     Done,
     FlagState,
@@ -33,6 +35,7 @@ _HINTED, _READY, _CLAIMED, _EXPIRED = (
 )
 _FREE, _RELEASED, _CANCELLED = int(FlagState.FREE), int(FlagState.RELEASED), int(FlagState.CANCELLED)
 _MINE = (_HINTED, _READY, _CLAIMED, _EXPIRED)
+_TRACEPARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 _HINT, _ASK, _DONE = int(RecordKind.HINT), int(RecordKind.ASK), int(RecordKind.DONE)
 
 
@@ -79,9 +82,19 @@ def push(
         hash_bytes,
         hashes,
         flags.tables[index],
+        NO_TRACE if request.trace_headers is None else trace_of(request.trace_headers),
     )
     producer.push(_HINT, *parts)  # it fits, and nobody else pushes
     return Handle(session, index, generation, blocks, local_blocks, hashes)
+
+
+def trace_of(headers: Mapping[str, str]) -> bytes:
+    """Return the trace of a request's W3C Trace Context headers; NO_TRACE where it is not sampled, or not understood.
+
+    https://www.w3.org/TR/trace-context/: `traceparent` is version-trace_id-parent_id-flags, in hex digits.
+    """
+    found = _TRACEPARENT.fullmatch(headers.get("traceparent", ""))
+    return bytes.fromhex(found[1] + found[2]) if found is not None and int(found[3], 16) & 1 else NO_TRACE
 
 
 def room(session: SchedulerSession, request_id: str, blocks: int, hash_bytes: int) -> bool:

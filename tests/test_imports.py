@@ -21,7 +21,7 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
     "connector": ({"shmring"}, {"vllm", "torch", "numpy", "pydantic"}),
     "daemon": (
         {"shmring"},
-        {"mooncake", "structlog", "prometheus_client", "rich", "numpy", "pydantic", "tomli", "vllm"},
+        {"mooncake", "structlog", "prometheus_client", "rich", "numpy", "opentelemetry", "pydantic", "tomli", "vllm"},
     ),
 }
 # The only module of the connector that knows differences between releases of vLLM.
@@ -36,6 +36,7 @@ ALSO = {
 # Packages with a border of their own: only these files may import them, whatever the folder allows.
 BORDERS: dict[str, tuple[str, ...]] = {
     "mooncake": ("daemon/store/joining.py",),
+    "opentelemetry": ("daemon/telemetry/otlp.py",),
     "rich": ("daemon/cli/top_view.py",),
     "vllm": ("daemon/cli/prompts.py", "connector/*"),
     "cupy": ("shmring/gpu/cuda.py",),

@@ -37,6 +37,7 @@ TAIL = HelpPage(
         ("kvprefetchd serve | kvprefetchd tail", "a daemon's log as it comes"),
         ("kvprefetchd tail -f --event 'request.*' --slow 20 kvprefetchd.log", "requests that waited 20 ms or more"),
         ("kvprefetchd tail --journal --level warning -n 50", "recent trouble, under systemd"),
+        ("kvprefetchd tail -f --otlp http://localhost:4318/v1/traces kvprefetchd.log", "requests as spans of traces"),
         ("kvprefetchd tail --json --engine 3f2a kvprefetchd.log > engine.jsonl", "one engine's lines, for a program"),
     ),
     exits={0: "read to its end, or interrupted", 69: "the log cannot be read, or the journal has nothing of the unit"},
@@ -73,6 +74,12 @@ def add(commands: Commands) -> None:
     option("--level", choices=LEVELS, help="only this level and above")
     option("--slow", metavar="MS", type=_ms, help="only requests that made the scheduler wait at least MS milliseconds")
     option("--json", action="store_true", help="print the lines as JSON, as they were written")
+    option(
+        "--otlp",
+        metavar="URL",
+        help="print nothing, but send requests as OpenTelemetry spans to this OTLP/HTTP receiver, such as "
+        "http://localhost:4318/v1/traces (needs the extra kvprefetch[otel])",
+    )
     request = declare(commands, "explain", run_explain, EXPLAIN)
     request.add_argument("request", metavar="REQUEST_ID", help="its id, or a part of it that no other request has")
     add_log_source(request)
@@ -136,7 +143,36 @@ def lines(
         raise Unavailable(f"the log cannot be read: {error.strerror or error}: {error.filename or name!r}") from None
 
 
+def run_otlp(arguments: argparse.Namespace) -> int:
+    """Send the requests of the log that the filters let through. Raises Unavailable where nobody takes them."""
+    try:
+        from ..telemetry.otlp import Exporter, ExportError
+    except ImportError as error:
+        raise Unavailable(f"--otlp needs OpenTelemetry: pip install 'kvprefetch[otel]': {error}") from None
+    exporter = Exporter(arguments.otlp)
+    try:
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            to_the_end(arguments),
+            lines(arguments, following=arguments.follow, last=arguments.lines) as log,
+        ):
+            for record in reader.records(log):
+                if record["event"] == "request.done" and wanted(record, arguments):
+                    exporter.add(record)
+                    if arguments.follow or arguments.file in (None, "-"):
+                        exporter.send()
+        exporter.send()
+    except ExportError as error:
+        raise Unavailable(str(error)) from None
+    finally:
+        exporter.close()
+    print(f"requests sent: {exporter.requests}")
+    return 0
+
+
 def run_tail(arguments: argparse.Namespace) -> int:
+    if arguments.otlp is not None:
+        return run_otlp(arguments)
     filters = (arguments.event, arguments.request, arguments.engine, arguments.level, arguments.slow)
     everything = all(each is None for each in filters)
     for name in arguments.event or ():

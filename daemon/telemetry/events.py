@@ -118,6 +118,7 @@ FIELDS: dict[str, Field] = {
         "string", "storage nodes that hold the values, or that a fetch waits for, HOST:PORT; empty: a disk"
     ),
     "cause": Field("string?", "what made it slow, see [causes](#causes); null: nothing did"),
+    "traceparent": Field("string?", "its place in vLLM's trace (W3C Trace Context); null: it is not traced"),
     # fetches and saves
     "blocks": Field("integer", "blocks of one store call, or of one copy to device memory"),
     "good_blocks": Field("integer", "of these, fetched and of the right size"),
@@ -273,7 +274,7 @@ EVENTS: dict[str, Event] = {
     "engine.detached": Event("info", "An engine's epoch is over; all of its memory but `kept_bytes` is free again.",
                              _COUNTERS),
     "request.done": Event("info", "A hinted request ended: its trace, in one line for each hint.",
-                          tuple(FIELDS)[: tuple(FIELDS).index("cause") + 1]),
+                          tuple(FIELDS)[: tuple(FIELDS).index("traceparent") + 1]),
     "record.bad": Event("warning", "A hint-ring record did not follow the protocol and was skipped.",
                         ("error", "count"), floods=True),
     "wait.lost": Event("warning", "In the last minute much of the time for which schedulers waited was lost: its "

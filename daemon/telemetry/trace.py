@@ -44,6 +44,7 @@ class Trace:
         self.arrived_ns = hint.arrival_ns
         self.hint_seen_ns = seen_ns
         self.prompt_tokens = hint.prompt_tokens
+        self.trace = hint.trace
         self.looked_up_ns = 0
         self.asked_ns = 0
         self.found_blocks = hint.local_blocks
@@ -108,7 +109,8 @@ class Trace:
             "hidden_fraction": round(hidden, 4) if request.last_byte_ns or loaded_blocks else None,
             **self._reasons(request, work),
         }
-        return {**line, "cause": cause(line)}
+        parent = f"00-{self.trace[:16].hex()}-{self.trace[16:].hex()}-01" if any(self.trace) else None
+        return {**line, "cause": cause(line), "traceparent": parent}
 
     def _reasons(self, request: Request, work: Work) -> dict[str, Any]:
         """Return what the cause of a slow request is judged by; `work`: what its lane did until now."""

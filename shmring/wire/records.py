@@ -26,9 +26,12 @@ from typing import Any, NamedTuple
 
 from ..layout import PAGE_ENTRIES, pages_of
 
-PROTOCOL = 8
+PROTOCOL = 9
 MAX_REQUEST_ID_BYTES = 512
 GROUPS = 1  # KV-cache groups of one engine that are served
+
+
+NO_TRACE = bytes(24)
 
 
 class ProtocolError(Exception):
@@ -73,8 +76,8 @@ class Outcome(enum.IntEnum):
 
 
 # version, groups, hash bytes, request-id bytes, flag, blocks, local blocks, priority, prompt tokens, generation,
-# arrival ns
-_HINT = struct.Struct("<BBHHxxIIIiIQQ")
+# arrival ns, trace id and parent span id
+_HINT = struct.Struct("<BBHHxxIIIiIQQ24s")
 _PAGE = struct.Struct("<I")
 _ASK = struct.Struct("<BxxxIQQ")
 # version, outcome, flag, loaded from, loaded blocks, generation, asked ns, waited ns, claimed ns, loaded ns
@@ -87,7 +90,8 @@ class Hint(NamedTuple):
     """A request arrived: `hashes` holds `blocks` raw digests of `hash_bytes`, one per block of tokens, in order.
 
     Blocks [0, local_blocks) were in the engine's own prefix cache. Times are CLOCK_MONOTONIC nanoseconds. `pages` of
-    the segment are the flag's slot table, as many as `blocks` need.
+    the segment are the flag's slot table, as many as `blocks` need.  `trace`: the request's place in a trace, as W3C's
+    Trace Context has it: 16 bytes of trace id and 8 of the parent span's; zeros without one.
     """
 
     flag: int
@@ -101,6 +105,7 @@ class Hint(NamedTuple):
     hash_bytes: int
     hashes: memoryview
     pages: Sequence[int]
+    trace: bytes = NO_TRACE
 
     def digest(self, block: int) -> bytes:
         start = block * self.hash_bytes
@@ -163,6 +168,7 @@ def encode_hint(
     hash_bytes: int,
     hashes: memoryview,
     pages: Sequence[int],
+    trace: bytes = NO_TRACE,
 ) -> tuple[bytes, memoryview]:
     """Return the parts of a HINT record, in order, of the fields of Hint; the hashes are not copied."""
     name = request_id.encode(errors="replace")[:MAX_REQUEST_ID_BYTES]
@@ -178,6 +184,7 @@ def encode_hint(
         prompt_tokens,
         generation,
         arrival_ns,
+        trace,
     )
     return b"".join((head, name, *map(_PAGE.pack, pages))), hashes
 
@@ -185,7 +192,7 @@ def encode_hint(
 def decode_hint(payload: memoryview) -> Hint:
     """Parse a HINT record; `hashes` is a view into it. Raises ProtocolError."""
     fields = _unpack(_HINT, payload)
-    _, groups, hash_bytes, id_bytes, flag, blocks, local, priority, tokens, generation, arrival = fields
+    _, groups, hash_bytes, id_bytes, flag, blocks, local, priority, tokens, generation, arrival, trace = fields
     _check_groups(groups)
     pages_at = _HINT.size + id_bytes
     hashes_at = pages_at + 4 * pages_of(blocks)
@@ -197,7 +204,7 @@ def decode_hint(payload: memoryview) -> Hint:
     name = bytes(payload[_HINT.size : pages_at]).decode(errors="replace")
     pages = struct.unpack_from(f"<{pages_of(blocks)}I", payload, pages_at)
     hashes = payload[hashes_at:]
-    return Hint(flag, generation, name, blocks, local, priority, tokens, arrival, hash_bytes, hashes, pages)
+    return Hint(flag, generation, name, blocks, local, priority, tokens, arrival, hash_bytes, hashes, pages, trace)
 
 
 def encode_ask(ask: Ask) -> bytes:

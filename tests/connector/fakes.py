@@ -193,6 +193,7 @@ class Request:
         self.resumable = False
         self.skip_reading_prefix_cache = False
         self.priority = 0
+        self.trace_headers: dict[str, str] | None = None
         self.lora_request: Any = None
         self.cache_salt: str | None = None
         self.mm_features: list[Any] = []

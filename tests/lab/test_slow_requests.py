@@ -107,18 +107,21 @@ def on_a_slow_link(slices: float, then: Callable[[Daemon, FakeEngine, list[list[
     """Store eight prompts, learn the link's usual pace for so many slices, make it 20 Mbit/s, and go on with `then`."""
     if why_not := link.available():
         pytest.skip(why_not)
-    with link.LimitedLink() as wire, Store(memory="512 MB", link=wire) as store:
-        with Daemon(mooncake_config=store.config, staging="48MiB") as daemon:
-            engine = FakeEngine(daemon.socket, block_bytes=MB)
-            prompts = [large(f"link-{number}", 8) for number in range(8)]
-            for prompt in prompts:
-                save(engine, prompt)
-            stored(daemon, 64)
-            names = [list(prompt) for prompt in prompts]
-            turn = keep_fetching(daemon, engine, names, "memory", slices)
-            wire.limit(20)
-            then(daemon, engine, names, turn)
-            engine.close()
+    with (
+        link.LimitedLink() as wire,
+        Store(memory="512 MB", link=wire) as store,
+        Daemon(mooncake_config=store.config, staging="48MiB") as daemon,
+    ):
+        engine = FakeEngine(daemon.socket, block_bytes=MB)
+        prompts = [large(f"link-{number}", 8) for number in range(8)]
+        for prompt in prompts:
+            save(engine, prompt)
+        stored(daemon, 64)
+        names = [list(prompt) for prompt in prompts]
+        turn = keep_fetching(daemon, engine, names, "memory", slices)
+        wire.limit(20)
+        then(daemon, engine, names, turn)
+        engine.close()
 
 
 def test_a_slow_link() -> None:
@@ -174,24 +177,26 @@ def test_a_slow_disk(tmp_path: Path) -> None:
 
 
 def test_a_frozen_master_and_a_dead_storage_node() -> None:
-    with Store(memory="64 MB") as store:
-        with Daemon(mooncake_config=store.config, staging="1MiB", extra=("--rpc-timeout-ms", "500")) as daemon:
-            engine = FakeEngine(daemon.socket)
-            values = blocks("cluster", 8)
-            engine.save(values)
-            stored(daemon, 8)
-            with frozen(store.master_pid):
-                wait_for(engine, list(values), "master-frozen")
-            cause, top = told(daemon, "master-frozen")
-            assert cause.startswith("Cause: the store's master did not answer the look-up within "), cause
-            assert "slow master" in top
-            eventually(lambda: ask_daemon(daemon.socket).store_answering, 30, "the master")
-            os.kill(store.node_pid, signal.SIGKILL)
-            wait_for(engine, list(values), "node-dead")
-            cause, top = told(daemon, "node-dead")
-            assert re.fullmatch(r"Cause: a storage node did not deliver: 127\.0\.0\.1:\d+\.", cause), cause
-            assert "storage node" in top
-            engine.close()
+    with (
+        Store(memory="64 MB") as store,
+        Daemon(mooncake_config=store.config, staging="1MiB", extra=("--rpc-timeout-ms", "500")) as daemon,
+    ):
+        engine = FakeEngine(daemon.socket)
+        values = blocks("cluster", 8)
+        engine.save(values)
+        stored(daemon, 8)
+        with frozen(store.master_pid):
+            wait_for(engine, list(values), "master-frozen")
+        cause, top = told(daemon, "master-frozen")
+        assert cause.startswith("Cause: the store's master did not answer the look-up within "), cause
+        assert "slow master" in top
+        eventually(lambda: ask_daemon(daemon.socket).store_answering, 30, "the master")
+        os.kill(store.node_pid, signal.SIGKILL)
+        wait_for(engine, list(values), "node-dead")
+        cause, top = told(daemon, "node-dead")
+        assert re.fullmatch(r"Cause: a storage node did not deliver: 127\.0\.0\.1:\d+\.", cause), cause
+        assert "storage node" in top
+        engine.close()
 
 
 # --- staging, the engine, and what the store does not have ------------------------------------------------------------

@@ -34,6 +34,7 @@ LINE: dict[str, Any] = {
     "loaded_ms": 99.9, "ended_ms": 100.4, "exposed_ms": 26.2, "unseen_ms": 0.8,
     "hidden_fraction": 0.7359, "answered_ms": 96.4, "medium": "memory", "store_bytes_s": 99000000, "hour_bytes_s": None,
     "room_ms": 0.0, "failed": None, "nowhere": "never_stored", "namespace": None, "owners": "", "cause": "places",
+    "traceparent": None,
 }  # fmt: skip
 
 

@@ -1,0 +1,75 @@
+"""Exports `request.done` lines as OpenTelemetry spans over OTLP: one for the request, one for each part of its life.
+
+A request's spans belong to vLLM's trace (`traceparent`).  The only importer of OpenTelemetry.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import datetime
+
+from opentelemetry import context, trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from .reader import Record
+from .trace_picture import spans
+
+AT_ONCE = 512  # spans of one message
+
+
+class ExportError(Exception):
+    """The receiver did not take the spans; one line."""
+
+
+class _Collected(SpanProcessor):
+    def __init__(self) -> None:
+        self.spans: list[ReadableSpan] = []
+
+    def on_end(self, span: ReadableSpan) -> None:
+        self.spans.append(span)
+
+
+class Exporter:
+    """Sends to the OTLP/HTTP receiver at `url`, such as http://localhost:4318/v1/traces. Not for the main loop."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._collected, self._exporter = url, _Collected(), OTLPSpanExporter(endpoint=url)
+        self.requests = 0
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # `send` says what failed
+        provider = TracerProvider(resource=Resource.create({"service.name": "kvprefetchd"}))
+        provider.add_span_processor(self._collected)
+        self._tracer = provider.get_tracer("kvprefetch")
+
+    def add(self, record: Record) -> None:
+        """Add a `request.done` record; what is full of them is sent. Raises ExportError."""
+        parts = spans(record)
+        ended_ms = record.get("ended_ms")
+        if not parts or not isinstance(ended_ms, (int, float)):
+            return
+        written = datetime.fromisoformat(str(record["ts"]).replace("Z", "+00:00"))
+        arrived_ns = int(written.timestamp() * 1e6) * 1000 - int(ended_ms * 1e6)
+        headers = {"traceparent": str(record.get("traceparent") or "")}
+        parent = TraceContextTextMapPropagator().extract(headers, context.Context())
+        fields = {f"kvprefetch.{name}": value for name, value in record.items() if isinstance(value, (str, int, float))}
+        whole = self._tracer.start_span("kvprefetch request", parent, start_time=arrived_ns, attributes=fields)
+        inside = trace.set_span_in_context(whole, parent)
+        for part in parts:
+            span = self._tracer.start_span(part.name, inside, start_time=arrived_ns + int(part.start_ms * 1e6))
+            span.end(arrived_ns + int(part.end_ms * 1e6))
+        whole.end(arrived_ns + int(max(part.end_ms for part in parts) * 1e6))
+        self.requests += 1
+        if len(self._collected.spans) >= AT_ONCE:
+            self.send()
+
+    def send(self) -> None:
+        """Send what waits. Raises ExportError."""
+        waiting, self._collected.spans = self._collected.spans, []
+        if waiting and self._exporter.export(waiting) is not SpanExportResult.SUCCESS:
+            raise ExportError(f"the OTLP receiver did not take {len(waiting)} spans: url={self._url}")
+
+    def close(self) -> None:
+        self._exporter.shutdown()
