@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm.v1.core.kv_cache_manager")
@@ -47,7 +47,7 @@ def a_request(groups: Groups, tokens: int, shared: int = 1 << 16) -> Any:
 
 
 def servable(groups: Groups) -> bool:
-    """As connector/groups.py has it: beside states nothing but full attention, with prefixes of whole blocks.
+    """As connector/groups.py has it: beside states nothing but full attention.
 
     Of one group vLLM hashes whole blocks.
     """
@@ -55,10 +55,7 @@ def servable(groups: Groups) -> bool:
         return False
     states = [one for one in groups.groups if one.kind is Kind.STATE]
     others = [one for one in groups.groups if one.kind is not Kind.STATE]
-    return not states or (
-        all(one.kind is Kind.FULL and one == others[0] for one in others)
-        and all(one.block_tokens == groups.hash_tokens for one in states)
-    )
+    return not states or all(one.kind is Kind.FULL and one == others[0] for one in others)
 
 
 @given(layouts().filter(servable), st.integers(0, 9), st.integers(1, 9), st.integers(1, 20))
@@ -77,6 +74,7 @@ def test_a_load_fills_all_that_vllm_gave_it_and_what_is_local_is_whole(
     local, cache = found[1], {block for table in found[0].get_block_ids() for block in table} | {0}
     assert local % unit == 0
     tokens = (cached + more) * unit
+    assume(local < tokens)  # of chunks alone vLLM counts those that ended as local, although nothing is cached
     assert manager.allocate_slots(
         request,
         0,

@@ -18,7 +18,8 @@ def layouts(draw: st.DrawFn) -> Groups:
     unit = Groups(tuple(Group(Kind.FULL, block) for block in blocks), hash_tokens).unit_tokens
     groups = []
     for block in blocks:
-        kinds = [Kind.FULL, Kind.FULL, Kind.WINDOW, Kind.WINDOW, Kind.STATE] + [Kind.CHUNK] * (block == unit)
+        kinds = [Kind.FULL, Kind.FULL, Kind.WINDOW, Kind.WINDOW] + [Kind.CHUNK] * (block == unit)
+        kinds += [Kind.STATE] * (block == hash_tokens)  # of larger ones prefixes may end inside a block
         kind, window = draw(st.sampled_from(kinds)), 0
         if kind is Kind.WINDOW:
             window = draw(st.integers(2, 6 * block))
