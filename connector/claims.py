@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -94,10 +95,12 @@ class Claims:
         if local_blocks >= blocks:
             self.dropped.pop(request.request_id, None)
             return False
-        ratio, digests = self._geometry.hashes_per_block, request.block_hashes
-        if len(digests) != blocks:  # otherwise a slice would copy the whole list
+        ratio, digests, groups = self._geometry.hashes_per_block, request.block_hashes, self._geometry.groups
+        if groups is not None:
+            digests = digests[: blocks * ratio]
+        elif len(digests) != blocks:  # otherwise a slice would copy the whole list
             digests = digests[ratio - 1 : blocks * ratio : ratio]
-        handle = hints.push(session, request, digests, local_blocks, now_ns)
+        handle = hints.push(session, request, digests, local_blocks, now_ns, groups)
         if handle is None:
             if request.request_id not in self.dropped:
                 self.dropped[request.request_id] = state
@@ -110,6 +113,11 @@ class Claims:
         self._counters["hints"] += 1
         return True
 
+    def _digests(self, request: Any) -> int:
+        """How many digests a hint carries."""
+        blocks = self.usable_blocks(request)
+        return blocks if self._geometry.groups is None else blocks * self._geometry.hashes_per_block
+
     def send_dropped(self, session: SchedulerSession, local_blocks: Callable[[Any], int]) -> None:
         """Send hints that found no room before, as far as there is room now."""
         sent = 0
@@ -118,7 +126,9 @@ class Claims:
             request = state.request
             if not state.queued:
                 del self.dropped[name]
-            elif not hints.room(session, name, self.usable_blocks(request), len(request.block_hashes[0])):
+            elif not hints.room(
+                session, name, self._digests(request), len(request.block_hashes[0]), self._geometry.groups
+            ):
                 return  # before the look at what is local, which costs time by the request's blocks
             elif self.hint(state, session, local_blocks(request), self._now_ns()):
                 assert state.handle is not None
@@ -268,6 +278,8 @@ class Claims:
             self._policy.fetches.saw(state.wait, max(visit.start, flag.count), visit.now_ns)
         dropped = int(geometry.drop_last)
         stop = min(flag.count - dropped, visit.usable)
+        if geometry.groups is not None and (stop != flag.count or flag.state != FlagState.READY):
+            stop = 0  # of several groups a prefix is staged as a whole
         if stop <= visit.start:
             self._note_found(handle, flag)
             self.finish(state, outcome)
@@ -275,17 +287,35 @@ class Claims:
         # The dropped block is claimed, too: giving the claim back publishes all of it for the next answer.
         if not hints.claim(handle, flag, stop + dropped, visit.now_ns):
             return PENDING  # the daemon moved the flag in between; the next visit sees where
-        slots = handle.session.flags.read_slots(handle.flag, visit.start, stop)
+        slots = self._slots(handle, visit.start, stop)
         count, mode = stop - visit.start, self._config.load_mode
-        asynchronous = mode == "async" or (
-            mode == "auto"
-            and loads_beside(count * geometry.block_bytes, self._config.sync_load_max_bytes, load=visit.load)
+        # Of several groups vLLM takes back a load that failed only where it waits for it.
+        asynchronous = (
+            mode == "async"
+            or geometry.groups is not None
+            or (
+                mode == "auto"
+                and loads_beside(count * geometry.block_bytes, self._config.sync_load_max_bytes, load=visit.load)
+            )
         )
         self._note_found(handle, flag)
         if flag.state == FlagState.HINTED:
             self._counters["cut_short"] += 1
         state.claim(Answer(visit.start, count, asynchronous, slots))
         return count * geometry.block_tokens, asynchronous
+
+    def _slots(self, handle: Handle, start: int, stop: int) -> array[int]:
+        """Read the slots of blocks [start, stop) under the claim; with several groups of the items that they need."""
+        groups, tokens = self._geometry.groups, self._geometry.block_tokens
+        if groups is None:
+            return handle.session.flags.read_slots(handle.flag, start, stop)
+        staged = groups.items(handle.local_blocks * tokens, stop * tokens)
+        entries = handle.session.flags.read_slots(handle.flag, 0, sum(map(len, staged)))
+        slots, at = array("I"), 0
+        for items, needed in zip(staged, groups.items(start * tokens, stop * tokens), strict=True):
+            slots += entries[at + needed.start - items.start : at + needed.stop - items.start]
+            at += len(items)
+        return slots
 
     def _settle(self, state: RequestState, outcome: Outcome) -> Reply:
         """There is nothing to take, and there will be nothing."""
@@ -300,8 +330,11 @@ class Claims:
         """Learn from a finished look-up which blocks need no save."""
         if self._saves is None or flag.state != FlagState.READY:
             return  # the found word is written before READY
-        hash_bytes, local = len(handle.hashes) // handle.blocks, handle.local_blocks
         found = min(handle.session.flags.found(handle.flag), handle.blocks)
+        if self._geometry.groups is not None:
+            self._saves.note_prefix(self._geometry.groups, handle, found)
+            return
+        hash_bytes, local = len(handle.hashes) // handle.blocks, handle.local_blocks
         self._saves.note_look_up(handle.hashes[local * hash_bytes :], hash_bytes, max(0, found - local))
 
     def withdraw(self, state: RequestState) -> None:

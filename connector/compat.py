@@ -54,7 +54,7 @@ USED: Mapping[str, str] = {
     " total_num_scheduled_tokens",
     "vllm.v1.kv_cache_interface.AttentionSpec": "block_size dtype head_size kv_quant_mode num_kv_heads",
     "vllm.v1.kv_cache_interface.KVCacheConfig": "hisparse_host_num_blocks kv_cache_groups kv_cache_tensors num_blocks"
-    " prefix_cacheable_group_ids",
+    " prefix_cache_retention_interval prefix_cacheable_group_ids",
     "vllm.v1.kv_cache_interface.ChunkedLocalAttentionSpec": "attention_chunk_size",
     "vllm.v1.kv_cache_interface.KVCacheGroupSpec": "is_eagle_group kv_cache_spec layer_names",
     "vllm.v1.kv_cache_interface.KVCacheTensor": "size",

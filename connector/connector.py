@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
@@ -79,7 +80,9 @@ class _PrefixCache(LocalCache):
         self._manager, self._pool = manager, manager.block_pool
         self._cached, self._ratio = manager.block_pool.cached_block_hash_to_block, geometry.hashes_per_block
         # What vLLM appends to a digest for the key of a group's block.
-        self._suffix = make_block_hash_with_group_id(BlockHash(b""), geometry.group)
+        self._suffix, self._named = make_block_hash_with_group_id(BlockHash(b""), geometry.group), False
+        if (groups := geometry.groups) is not None:  # then a digest's last byte is the number of its group
+            self._ratio, self._named = groups.groups[geometry.group].block_tokens // groups.hash_tokens, True
 
     def tokens(self, request: Request) -> int:
         first = request.block_hashes[self._ratio - 1 : self._ratio]
@@ -92,6 +95,9 @@ class _PrefixCache(LocalCache):
         return len(self._cached)
 
     def holds(self, block_id: int, digest: bytes) -> bool:
+        if self._named:
+            expected = make_block_hash_with_group_id(BlockHash(digest[:-1]), digest[-1])
+            return bool(self._pool.blocks[block_id].block_hash == expected)
         return bool(self._pool.blocks[block_id].block_hash == digest + self._suffix)
 
 
@@ -243,17 +249,17 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Nothing is pinned, so the engine may have the blocks back at once: always (False, None)."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         if self.scheduler_side is not None:
             try:
                 self.scheduler_side.finished(request, block_ids)
             except Exception:
                 log.exception(_FAILED, "request_finished")
         return False, None
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[self._geometry.group])
 
     @_guarded(dict)
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
@@ -338,6 +344,10 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             key_prefix=where.prefix,
             put_factor=keys.replicas,
             put_turn=keys.replica_index,
+            other_prefixes=[
+                namespace.of_group(where.prefix, group)
+                for group in range(1, len(self._kv_cache_config.kv_cache_groups))
+            ],
             device=device,
             fingerprint=where.fingerprint,
         )
@@ -379,8 +389,16 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             return None, None
         return None, self.worker_side.received() or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """With several groups, failed loads too: vLLM cannot tell their blocks apart."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self.worker_side is not None and self._geometry.groups is not None:
+            results.failed_recving = self.worker_side.failed_requests()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self.worker_side is None else self.worker_side.failed_blocks()
+        failed = set() if self.worker_side is None else self.worker_side.failed_blocks()
+        return failed if self._geometry.groups is None else set()
 
     def build_connector_worker_meta(self) -> KVPrefetchWorkerMeta | None:
         return None if self.worker_side is None else self.worker_side.report()

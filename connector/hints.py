@@ -13,6 +13,7 @@ from typing import Any
 
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.flags import GENERATION_SHIFT, STATE_SHIFT, Flag
+from ..shmring.groups import Groups
 from ..shmring.wire.records import (
     NO_TRACE,
     Ask,
@@ -55,21 +56,31 @@ class Handle:
 
 
 def push(
-    session: SchedulerSession, request: Any, digests: Sequence[bytes], local_blocks: int, now_ns: int
+    session: SchedulerSession,
+    request: Any,
+    digests: Sequence[bytes],
+    local_blocks: int,
+    now_ns: int,
+    groups: Groups | None = None,
 ) -> Handle | None:
-    """Hint at `digests`: one per block, in order, more than local_blocks. None when there is no flag or no room.
+    """Hint at `digests`, in order, of more than local_blocks. None when there is no flag or no room.
 
-    Without room the cost does not depend on the number of blocks.
+    One per block; with several KV groups one per `hash_tokens`. Without room the cost does not depend on the number of
+    blocks.
     """
     hash_bytes, flags, producer, request_id = len(digests[0]), session.flags, session.producer, request.request_id
-    blocks = min(len(digests), flags.table_entries)
-    if blocks <= local_blocks or not producer.fits(hint_bytes(blocks, hash_bytes, request_id)):
+    if groups is None:
+        blocks = items = count = min(len(digests), flags.table_entries)
+    else:
+        count = len(digests)
+        blocks, items = _whole(groups, count, local_blocks)
+    if blocks <= local_blocks or not producer.fits(hint_bytes(count, hash_bytes, items, request_id)):
         return None
-    taken = session.allocator.take(_HINTED, blocks)
+    taken = session.allocator.take(_HINTED, items)
     if taken is None:
         return None
     index, generation = taken
-    hashes = memoryview(b"".join(digests if blocks == len(digests) else digests[:blocks]))
+    hashes = memoryview(b"".join(digests if count == len(digests) else digests[:count]))
     parts = encode_hint(
         index,
         generation,
@@ -97,10 +108,21 @@ def trace_of(headers: Mapping[str, str]) -> bytes:
     return bytes.fromhex(found[1] + found[2]) if found is not None and int(found[3], 16) & 1 else NO_TRACE
 
 
-def room(session: SchedulerSession, request_id: str, blocks: int, hash_bytes: int) -> bool:
-    """Whether a hint at so many blocks finds room now: a flag, its pages, and bytes in the ring."""
-    blocks = min(blocks, session.flags.table_entries)
-    return session.producer.fits(hint_bytes(blocks, hash_bytes, request_id)) and session.allocator.room(blocks)
+def room(
+    session: SchedulerSession, request_id: str, digests: int, hash_bytes: int, groups: Groups | None = None
+) -> bool:
+    """Whether a hint at so many digests finds room now: a flag, its pages, and bytes in the ring."""
+    if groups is None:
+        items = digests = min(digests, session.flags.table_entries)
+    else:
+        _, items = _whole(groups, digests, 0)
+    return session.producer.fits(hint_bytes(digests, hash_bytes, items, request_id)) and session.allocator.room(items)
+
+
+def _whole(groups: Groups, digests: int, local_blocks: int) -> tuple[int, int]:
+    """Return the blocks that these digests cover, and a bound for the items that they take in a slot table."""
+    unit, tokens = groups.unit_tokens, digests * groups.hash_tokens
+    return tokens // unit, groups.most_items(local_blocks * unit, tokens)
 
 
 def look(handle: Handle) -> Flag:

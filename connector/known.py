@@ -24,6 +24,13 @@ def joined(digests: Sequence[bytes]) -> Keys:
     return keys_of(b"".join(digests), len(digests[0])) if digests else np.empty(0, np.uint64)
 
 
+def joined_names(names: Sequence[bytes]) -> Keys:
+    """Return the keys of names with the number of a group in the last byte: equal digests of two groups differ."""
+    groups = np.fromiter((name[-1] for name in names), np.uint64, len(names))
+    keys: Keys = joined(names) ^ (groups * np.uint64(0x9E3779B97F4A7C16))
+    return keys
+
+
 class Known:
     """A bounded set of keys: each has one place, and a newer key there replaces it. What it forgot is saved once more.
 

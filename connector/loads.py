@@ -52,8 +52,11 @@ class Loads:
         answer, _ = self.kept.get(state.request.request_id, (state.answer, None))
         return 0 if answer is None else answer.count * self._geometry.block_tokens
 
-    def dispatch(self, state: RequestState, block_ids: Sequence[int], tokens: int) -> None:
-        """Order the load of the first `tokens` of the request's answer into its blocks; the answer is used up."""
+    def dispatch(self, state: RequestState, block_ids: Sequence[Sequence[int]], tokens: int) -> None:
+        """Order the load of the first `tokens` of the request's answer into its blocks; the answer is used up.
+
+        `block_ids`: of each of vLLM's groups.
+        """
         request_id, count = state.request.request_id, tokens // self._geometry.block_tokens
         answer, handle = self.kept.get(request_id) or state.promise()
         stop = answer.start + count
@@ -63,8 +66,7 @@ class Loads:
             request_id,
             handle.session.epoch,
             answer.asynchronous,
-            block_ids=array("I", block_ids[answer.start : stop]),
-            slots=answer.slots[:count],
+            *self._blocks(answer, count, block_ids),
         )
         self._orders.append(order)
         load = Load(request_id, handle, range(answer.start, stop), self._geometry.world_size)
@@ -73,6 +75,25 @@ class Loads:
         state.dispatch(stop)
         self._counters["loads"] += 1
         self._counters["load_blocks"] += count
+
+    def _blocks(
+        self, answer: Answer, count: int, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[array[int], Sequence[int]]:
+        """Return the block ids to load and the slots of each; nothing where vLLM's blocks are not our rules'."""
+        groups, unit = self._geometry.groups, self._geometry.block_tokens
+        if groups is None:
+            chosen = block_ids[self._geometry.group][answer.start : answer.start + count]
+            return array("I", chosen), answer.slots[:count]
+        ids = array("I")
+        start, stop = answer.start * unit, (answer.start + count) * unit
+        for group, table, items in zip(groups.groups, block_ids, groups.items(start, stop), strict=True):
+            before = table[start // group.block_tokens : items.start]
+            ids.extend(table[items.start : items.stop])
+            if any(before):
+                return array("I"), array("I")  # the engine counts on blocks that nobody fills
+        if count != answer.count or len(ids) != len(answer.slots) or not all(ids):
+            return array("I"), array("I")
+        return ids, answer.slots
 
     def take_orders(self) -> list[LoadOrder]:
         """The loads dispatched since the last call."""

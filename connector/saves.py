@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..shmring.groups import Groups
 from ..shmring.wire.records import RecordKind, Saved, encode_saved
 from .events import SavedBlocks
-from .known import Keys, Known, joined
+from .hints import Handle
+from .known import Keys, Known, joined, joined_names
 from .metadata import SaveOrder
 from .request_state import Progress, RequestState
 from .session import SchedulerSession
@@ -122,9 +124,11 @@ class Saves:
         stop = self.storable_blocks(request, scheduled_tokens, progress)
         if progress.tainted or stop <= progress.saved:
             return None
-        held = block_ids()[self._geometry.group]
-        progress.storable = stop = max(progress.saved, min(stop, len(held)))
-        wanted, progress.saved = self._wanted(request, range(progress.saved, stop), held, session.credits.available())
+        held = block_ids()
+        progress.storable = stop = max(progress.saved, min(stop, self._held_blocks(held)))
+        wanted, progress.saved = self._wanted(
+            request, progress, range(progress.saved, stop), held, session.credits.available()
+        )
         if not wanted:
             return None
         order = self._order(session, [block for _, block in wanted])
@@ -133,20 +137,68 @@ class Saves:
         return order
 
     def _wanted(
-        self, request: Any, blocks: range, block_ids: Sequence[int], room: int
+        self, request: Any, progress: Progress, blocks: range, block_ids: Sequence[Sequence[int]], room: int
     ) -> tuple[list[tuple[int, _Block]], int]:
-        """Return up to `room` numbered blocks that are not known to be stored, and where the search ended."""
-        ratio = self._geometry.hashes_per_block
+        """Return up to `room` numbered blocks that are not known to be stored, and where the search ended.
+
+        `block_ids`: of each of vLLM's groups.  With several groups a number stands for all blocks that end there.
+        """
+        if self._geometry.groups is not None:
+            return self._wanted_of(self._geometry.groups, request, progress, blocks, block_ids, room)
+        ratio, table = self._geometry.hashes_per_block, block_ids[self._geometry.group]
         wanted: list[tuple[int, _Block]] = []
         digests = request.block_hashes[(blocks.start + 1) * ratio - 1 : blocks.stop * ratio : ratio]
         for at in np.flatnonzero(~self._known.holds(joined(digests))).tolist():
             number = blocks.start + at
-            if block_ids[number] != NULL_BLOCK:
+            if table[number] != NULL_BLOCK:
                 if len(wanted) >= room:
                     return wanted, number
                 event = None if self._events is None else self._events.describe(request, number)
-                wanted.append((number, _Block(block_ids[number], bytes(digests[at]), event)))
+                wanted.append((number, _Block(table[number], bytes(digests[at]), event)))
         return wanted, blocks.stop
+
+    def _wanted_of(
+        self,
+        groups: Groups,
+        request: Any,
+        progress: Progress,
+        blocks: range,
+        block_ids: Sequence[Sequence[int]],
+        room: int,
+    ) -> tuple[list[tuple[int, _Block]], int]:
+        """`_wanted` of several groups; an item is named by its digest and, in a last byte, the number of its group."""
+        unit, found = groups.unit_tokens, list[tuple[int, int, int]]()
+        chosen = groups.saved(
+            blocks.start * unit, blocks.stop * unit, progress.prefill_tokens, self._geometry.retention
+        )
+        for group, numbers in enumerate(chosen):
+            size = groups.groups[group].block_tokens
+            found += ((number * size // unit, group, number) for number in numbers.tolist())
+        wanted: list[tuple[int, _Block]] = []
+        for at, group, number in sorted(found):
+            if (block_id := block_ids[group][number]) == NULL_BLOCK:
+                continue
+            digest = request.block_hashes[int(groups.digests(group, range(number, number + 1))[0])]
+            name = bytes(digest) + bytes([group])
+            if not self._knows(name):
+                if len(wanted) >= room:
+                    return wanted, at
+                wanted.append((at, _Block(block_id, name, None)))
+        return wanted, blocks.stop
+
+    def _held_blocks(self, block_ids: Sequence[Sequence[int]]) -> int:
+        """Return how many blocks the tables of all groups reach."""
+        geometry = self._geometry
+        if geometry.groups is None:
+            return len(block_ids[geometry.group])
+        tables = zip(geometry.groups.groups, block_ids, strict=True)
+        return min(len(table) * group.block_tokens for group, table in tables) // geometry.block_tokens
+
+    def _keys(self, names: Sequence[bytes]) -> Keys:
+        return joined(names) if self._geometry.groups is None else joined_names(names)
+
+    def _knows(self, name: bytes) -> bool:
+        return bool(self._known.holds(self._keys([name]))[0])
 
     def _order(self, session: SchedulerSession, blocks: Sequence[_Block]) -> SaveOrder:
         """Order copies of the first of these blocks: as many as one record can name and free slots can hold."""
@@ -158,21 +210,24 @@ class Saves:
         self.waiting[save_id] = save
         if self._events is not None:
             self._events.save(save_id, slots, [block.event for block in taken])
-        self.note_stored(joined(save.digests))
+        self.note_stored(self._keys(save.digests))
         self._counters["saves"] += 1
         self._counters["save_blocks"] += len(slots)
         return SaveOrder(save_id, session.epoch, [block.block_id for block in taken], slots)
 
     # --- blocks that finished requests left ---------------------------------------------------------------------------
 
-    def leave(self, state: RequestState, block_ids: Sequence[int]) -> None:
-        """Remember blocks of an ending request that found no slot: saved later if the engine's cache has them then."""
+    def leave(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
+        """Remember blocks of an ending request that found no slot: saved later if the engine's cache has them then.
+
+        `block_ids`: of each of vLLM's groups.
+        """
         progress = state.progress
         if progress.tainted or progress.storable <= progress.saved:
             return
-        held = max(progress.saved, min(progress.storable, len(block_ids)))
+        held = max(progress.saved, min(progress.storable, self._held_blocks(block_ids)))
         room = MAX_LEFT - len(self.left)
-        left, end = self._wanted(state.request, range(progress.saved, held), block_ids, room)
+        left, end = self._wanted(state.request, progress, range(progress.saved, held), block_ids, room)
         self.left.extend(block for _, block in left)
         self._counters["save_blocks_unsaved"] += progress.storable - end
 
@@ -186,7 +241,7 @@ class Saves:
         chosen: list[_Block] = []
         while self.left and len(chosen) < room:
             block = self.left.popleft()
-            if block.digest in self._known:
+            if self._knows(block.digest):
                 continue
             if cache.holds(block.block_id, block.digest):
                 chosen.append(block)
@@ -233,7 +288,7 @@ class Saves:
         """Some KV does not match its tokens: slots that were copied and not reported go back unused."""
         for save in (*self.waiting.values(), *(save for _, save in self.copied)):
             save.dropped = True
-            self.note_absent(joined(save.digests))
+            self.note_absent(self._keys(save.digests))
         self.forget_left()
 
     def flush(self) -> None:
@@ -247,7 +302,7 @@ class Saves:
                 return
             self.copied.popleft()
             if dropped:
-                self.note_absent(joined(save.digests))
+                self.note_absent(self._keys(save.digests))
                 self._counters["saves_dropped"] += len(save.slots)
                 if self._events is not None:
                     self._events.saving.pop(save_id, None)
@@ -255,6 +310,18 @@ class Saves:
     def note_look_up(self, hashes: memoryview, hash_bytes: int, found: int) -> None:
         """The store holds the first `found` of these digests and not the others, by a finished look-up."""
         self._known.note(hashes, hash_bytes, found)
+
+    def note_prefix(self, groups: Groups, handle: Handle, found: int) -> None:
+        """A look-up of a hint to several groups found this many blocks."""
+        unit, hashes = groups.unit_tokens, handle.hashes
+        size = len(hashes) * groups.hash_tokens // (handle.blocks * unit)
+        local = handle.local_blocks * unit
+        there, all_blocks = groups.items(local, found * unit), groups.wanted(local, handle.blocks * unit)
+        for group, (items, blocks) in enumerate(zip(there, all_blocks, strict=True)):
+            after = blocks[blocks >= found * unit // groups.groups[group].block_tokens]
+            for note, numbers in ((self.note_stored, items), (self.note_absent, after)):
+                at = groups.digests(group, numbers) * size
+                note(self._keys([bytes(hashes[i : i + size]) + bytes([group]) for i in at.tolist()]))
 
     def note_stored(self, keys: Keys) -> None:
         """These are in the store or on their way: they are not copied again."""

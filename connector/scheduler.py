@@ -185,7 +185,7 @@ class SchedulerSide:
                     f"tokens={num_external_tokens}"
                 )
             self._answered.discard(request.request_id)
-            self.loads.dispatch(state, block_ids()[self._geometry.group], num_external_tokens)
+            self.loads.dispatch(state, block_ids(), num_external_tokens)
         elif state is not None:
             self._admitted_without_load(state)
         if state is not None and self._saving and not self.saves.complete(state.progress):
@@ -339,7 +339,7 @@ class SchedulerSide:
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
-    def finished(self, request: Any, block_ids: Sequence[int] = ()) -> None:
+    def finished(self, request: Any, block_ids: Sequence[Sequence[int]] = ((),)) -> None:
         """The request has ended, for whatever reason, and gives these blocks back; a dispatched load goes on."""
         request_id = request.request_id
         self.running.discard(request_id)

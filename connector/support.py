@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..shmring.wire.attach import HASH_PROBE_TOKENS, Hello, SchedulerInfo, WorkerInfo
-from ..shmring.wire.records import GROUPS, PROTOCOL, hint_bytes
+from ..shmring.groups import Kind
+from ..shmring.wire.attach import HASH_PROBE_TOKENS, GroupInfo, Hello, SchedulerInfo, WorkerInfo
+from ..shmring.wire.records import PROTOCOL, hint_bytes
 from . import compat, groups
 from .namespace import RankKeys, rank_keys
 
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-    from ..shmring.groups import Groups
+    from ..shmring.groups import Group, Groups
     from .metadata import KVPrefetchNode
 
-# Whether engines with more than one KV group are served: not yet, as hints and loads know one group only.
-SEVERAL_GROUPS = False
+# Kinds of groups that engines with several are served with, full attention among them: none until tokens were compared.
+SERVED_KINDS: set[Kind] = set()
 # The longest digest vLLM's hash algorithms make is 32 bytes; the record's field allows 64.
 MAX_HASH_BYTES = 64
 # Of the running kernel: containers of one node have the same one. See random(4).
@@ -54,6 +55,8 @@ class Geometry:
     lockstep: bool
     # Rules of the KV groups; None: one group of full attention.
     groups: Groups | None = None
+    # vLLM's prefix_cache_retention_interval.
+    retention: int | None = None
 
 
 def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -174,9 +177,14 @@ def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> No
             f"replicas={','.join(map(str, sorted(replicas)))} "
             f"tensor_parallel_size={vllm_config.parallel_config.tensor_parallel_size}"
         )
-    if rules is not None and not SEVERAL_GROUPS:
+    if rules is None:
+        return
+    group_kinds = [group.kind for group in rules.groups]
+    if Kind.FULL not in group_kinds or not SERVED_KINDS.issuperset(group_kinds):
         names = ",".join(sorted(kind.__name__ for kind in found))
-        raise _refused(f"one KV group of full attention or MLA is served: groups={count} kv_cache_spec={names}{advice}")
+        raise _refused(
+            f"KV groups of these kinds are not served together: groups={count} kv_cache_spec={names}{advice}"
+        )
 
 
 def _rules(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups | None:
@@ -197,11 +205,11 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometr
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
     block_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    transfer = vllm_config.kv_transfer_config
+    transfer, rules = vllm_config.kv_transfer_config, _rules(vllm_config, kv_cache_config)
     return Geometry(
         block_tokens=block_tokens,
         hashes_per_block=block_tokens // hash_tokens,
-        group=kv_cache_config.prefix_cacheable_group_ids[0],
+        group=0 if rules is None else rules.first_full,
         world_size=vllm_config.parallel_config.world_size,
         # All layers of all blocks lie in one allocation, whose size each of its tensors names.
         block_bytes=kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks,
@@ -213,7 +221,8 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometr
         spec_kind=get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[0].kv_cache_spec).value,
         # vLLM tells ranks that need not step together that there is but one (EngineCoreProc.run_engine_core).
         lockstep=vllm_config.parallel_config.data_parallel_size > 1,
-        groups=_rules(vllm_config, kv_cache_config),
+        groups=rules,
+        retention=None if rules is None else kv_cache_config.prefix_cache_retention_interval,
     )
 
 
@@ -287,9 +296,15 @@ def hash_probe(algorithm: str) -> str:
 
 def scheduler_hello(vllm_config: VllmConfig, geometry: Geometry, *, reset_timeout_ms: int | None) -> Hello:
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    digests = items = blocks = geometry.max_blocks
+    if (rules := geometry.groups) is not None:
+        tokens = blocks * rules.unit_tokens
+        digests, items = tokens // rules.hash_tokens, rules.most_items(0, tokens)
     wants = SchedulerInfo(
-        max_blocks=geometry.max_blocks,
-        max_hint_bytes=hint_bytes(geometry.max_blocks, MAX_HASH_BYTES),
+        max_blocks=blocks,
+        max_hint_bytes=hint_bytes(digests, MAX_HASH_BYTES, items),
+        groups=[] if rules is None else [_told(each) for each in rules.groups],
+        hash_tokens=1 if rules is None else rules.hash_tokens,
         loads=geometry.loads,
         saves=geometry.saves,
         events=publishes_events(vllm_config),
@@ -298,6 +313,10 @@ def scheduler_hello(vllm_config: VllmConfig, geometry: Geometry, *, reset_timeou
         hash_probe=hash_probe(algorithm) if geometry.hashes_per_block == 1 else "",
     )
     return Hello(**_common(vllm_config, geometry), role="scheduler", rank=0, scheduler=wants)
+
+
+def _told(group: Group) -> GroupInfo:
+    return GroupInfo(kind=group.kind.value, block_tokens=group.block_tokens, window_tokens=group.window_tokens)
 
 
 def with_epochs(hello: Hello, live_epochs: Iterable[int]) -> Hello:
@@ -318,7 +337,7 @@ def _common(vllm_config: VllmConfig, geometry: Geometry) -> dict[str, Any]:
         "engine_id": vllm_config.kv_transfer_config.engine_id,
         "incarnation": incarnation(vllm_config),
         "world_size": geometry.world_size,
-        "groups": GROUPS,
+        "groups": 1 if geometry.groups is None else len(geometry.groups.groups),
         "block_tokens": geometry.block_tokens,
     }
 

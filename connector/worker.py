@@ -42,6 +42,7 @@ class WorkerSide:
         self._running: list[_Batch] = []
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._report = KVPrefetchWorkerMeta()
         self.counters: Counter[str] = Counter()
         self.tally = Tally(self.counters)
@@ -69,6 +70,8 @@ class WorkerSide:
             try:
                 if (session := self.link.mapped(order.epoch)) is None:
                     raise LookupError(f"epoch is not mapped: epoch={order.epoch}")
+                if not order.slots:
+                    raise ValueError("the engine's blocks are not those that the groups' rules name")
                 batch.copies.append(checked(self.paged, session, order.slots, order.block_ids))
                 good.append(order)
             except Exception as error:
@@ -87,6 +90,8 @@ class WorkerSide:
         # A bug or a broken machine: the scheduler side answers only for mapped, verified blocks.
         log.error("kvprefetch: load failed: request=%s: %s", order.request_id, error)
         self._failed_blocks.update(order.block_ids)
+        if order.asynchronous:
+            self._failed_requests.add(order.request_id)
         batch.failed_loads.append(order.load_id)
 
     def _count_loads(self, copies: list[Copy]) -> None:
@@ -133,6 +138,11 @@ class WorkerSide:
         self._collect()
         received, self._received = self._received, set()
         return received
+
+    def failed_requests(self) -> set[str]:
+        """Requests whose asynchronous load failed, and ended, since the last call."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
 
     def failed_blocks(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()

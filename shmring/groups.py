@@ -68,6 +68,11 @@ class Groups(NamedTuple):
         """Prefixes are multiples of it."""
         return math.lcm(*(group.block_tokens for group in self.groups))
 
+    @property
+    def first_full(self) -> int:
+        """Return the number of the first group that needs all its blocks; 0 where there is none."""
+        return next((number for number, group in enumerate(self.groups) if group.kind is Kind.FULL), 0)
+
     def check(self) -> None:
         """Raise ValueError, in one line, for groups without rules here."""
         if not 1 <= len(self.groups) <= MAX_GROUPS:
@@ -128,6 +133,20 @@ class Groups(NamedTuple):
             last = np.maximum.accumulate(missing)[ends - 1]
             good &= last < np.maximum(group.first(tokens) - base, 0)
         return int(tokens[good][-1]) if good.any() else local
+
+    def most_items(self, local: int, usable: int) -> int:
+        """Return a bound for the items of a prefix of more than `local`, up to `usable` tokens."""
+        most = 0
+        for group in self.groups:
+            blocks = (usable - local) // group.block_tokens
+            if group.kind is Kind.WINDOW:
+                blocks = min(blocks, group.window_blocks)
+            elif group.kind is Kind.CHUNK:
+                blocks = min(blocks, group.window_tokens // group.block_tokens)
+            elif group.kind is Kind.STATE:
+                blocks = min(blocks, 1)
+            most += blocks
+        return most
 
     def items(self, local: int, tokens: int) -> list[range]:
         """Return, for each group, the blocks to load for a prefix of `tokens`. Both are multiples of the unit."""

@@ -14,7 +14,7 @@ from collections import Counter
 
 from ...shmring.wire.attach import Hello, Mapped, Notice, Reset
 from ...shmring.wire.codec import send_message
-from ...shmring.wire.records import GROUPS, ProtocolError
+from ...shmring.wire.records import ProtocolError
 from ..engine.epoch import Epoch
 from ..engine.memory import EngineMemory
 from ..engine.transfers import check_replicas
@@ -135,7 +135,7 @@ class Handshake:
         engine, shared = group.engine(), self._shared.config.namespaces == "shared"
         group.placed = True
         try:
-            check_replicas(engine.workers)
+            check_replicas(engine.workers, 1 if engine.groups is None else len(engine.groups.groups))
             self._shared.namespaces.check(group.uid, engine.namespaces, shared=shared)
         except ValueError as error:
             self._refuse_engine(group, error)
@@ -235,10 +235,11 @@ class Handshake:
 
 def _check(hello: Hello) -> None:
     """Raise ProtocolError for a hello that contradicts itself or that this daemon cannot serve."""
-    if hello.groups != GROUPS:
-        raise ProtocolError(f"only one KV-cache group is served: groups={hello.groups} max={GROUPS}")
     if (hello.worker if hello.role == "worker" else hello.scheduler) is None:
         raise ProtocolError(f"{hello.role}: field required: role={hello.role}")
+    named = _groups(hello)
+    if named != hello.groups:
+        raise ProtocolError(f"{hello.role}: number of KV groups differs: groups={hello.groups} named={named}")
     if hello.rank >= (hello.world_size if hello.role == "worker" else 1):
         raise ProtocolError(f"rank out of bounds: rank={hello.rank} world_size={hello.world_size}")
     if hello.world_size >= MAX_PROCESSES:
@@ -246,3 +247,21 @@ def _check(hello: Hello) -> None:
             f"world_size out of bounds: world_size={hello.world_size} max={MAX_PROCESSES - 1}: "
             "one daemon serves the processes of one node"
         )
+
+
+def _groups(hello: Hello) -> int:
+    """Return how many KV groups the hello describes. Raises ProtocolError for groups without rules."""
+    if hello.worker is not None:
+        return len(hello.worker.key_prefixes)
+    assert hello.scheduler is not None
+    if (groups := hello.scheduler.kv_groups) is None:
+        return 1
+    try:
+        groups.check()
+    except ValueError as error:
+        raise ProtocolError(str(error)) from None
+    if groups.unit_tokens != hello.block_tokens:
+        raise ProtocolError(
+            f"block_tokens must be the groups' unit: block_tokens={hello.block_tokens} unit_tokens={groups.unit_tokens}"
+        )
+    return len(groups.groups)

@@ -8,11 +8,12 @@ from ...shmring._atomics import Words
 from ...shmring.credits import CreditGranter
 from ...shmring.errors import SegmentCorrupt
 from ...shmring.flags import FlagTable, pack, unpack
-from ...shmring.layout import Layout
+from ...shmring.groups import Groups
+from ...shmring.layout import Layout, pages_of
 from ...shmring.liveness import Liveness
 from ...shmring.ring import Consumer
 from ...shmring.segment import Segment
-from ...shmring.wire.records import Done, FlagState, Hint, ProtocolError
+from ...shmring.wire.records import Done, FlagState, Hint, ProtocolError, Saved
 from ..planning.copies import Move
 from ..planning.requests import Key, Publication
 
@@ -27,8 +28,8 @@ class Channel:
     A transition of a flag is a compare-and-swap by generation; it says whether it came before the engine's.
     """
 
-    def __init__(self, segment: Segment, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, segment: Segment, layout: Layout, groups: Groups | None = None) -> None:
+        self.layout, self._groups = layout, groups
         self.words = Words(segment.buffer)
         self.ring = Consumer(segment.buffer, self.words, layout)
         self.table = FlagTable(segment.buffer, self.words, layout)
@@ -49,7 +50,10 @@ class Channel:
         flag, generation = request.key
         self.table.write_slots(flag, publication.start, slots)
         # A block that is fetched again counts once.
-        self.table.set_disk(flag, min(request.disk_blocks, request.blocks - request.local))
+        disk = min(request.disk_blocks, request.blocks - request.local)
+        if request.whole:  # as a share of the prefix: its blocks are those of several groups
+            disk = disk * (publication.ready - request.none_of_them) // max(1, request.blocks)
+        self.table.set_disk(flag, disk)
         state = FlagState.READY if publication.final else FlagState.HINTED
         return self._move(request.key, (FlagState.HINTED,), pack(generation, state, publication.ready))
 
@@ -94,11 +98,20 @@ class Channel:
 
     def check_hint(self, hint: Hint) -> None:
         """Raise ProtocolError for a hint that names what the segment does not have."""
-        layout, page = self.layout, max(hint.pages)
-        if hint.flag >= layout.flag_count or hint.blocks > layout.table_entries or page >= layout.page_count:
+        layout, groups, page = self.layout, self._groups, max(hint.pages)
+        digests = items = hint.blocks
+        if groups is not None:
+            local, usable = hint.local_blocks * groups.unit_tokens, hint.blocks * groups.unit_tokens
+            digests, items = usable // groups.hash_tokens, groups.most_items(local, usable)
+        if hint.flag >= layout.flag_count or items > layout.table_entries or page >= layout.page_count:
             raise ProtocolError(
-                f"hint out of bounds: flag={hint.flag} max={layout.flag_count - 1} blocks={hint.blocks} "
+                f"hint out of bounds: flag={hint.flag} max={layout.flag_count - 1} items={items} "
                 f"max={layout.table_entries} page={page} max={layout.page_count - 1}"
+            )
+        if len(hint.hashes) != digests * hint.hash_bytes or len(hint.pages) != max(1, pages_of(items)):
+            raise ProtocolError(
+                f"hint does not fit its blocks: blocks={hint.blocks} digests={len(hint.hashes) // hint.hash_bytes} "
+                f"expected={digests} pages={len(hint.pages)} expected={pages_of(items)}"
             )
 
     def lend(self, hint: Hint) -> None:
@@ -122,6 +135,12 @@ class Channel:
             del self._lent[flag]
             self._pages_in_use.difference_update(pages)
         return True
+
+    def check_saved(self, saved: Saved) -> None:
+        """Raise ProtocolError for a block of a KV group that the engine does not have."""
+        count = len(self._groups.groups) if self._groups is not None else 0
+        if count and any(digest[-1] >= count for digest in saved.hashes):
+            raise ProtocolError(f"saved block of an unknown KV group: groups={count}")
 
     def check_done(self, done: Done) -> None:
         """Raise ProtocolError for an end that names what the segment does not have."""

@@ -155,7 +155,9 @@ class Epoch(EpochCalls):
             self._done(records.decode_done(record.payload))
         elif record.kind == RecordKind.SAVED:
             if not self.closing:
-                self._count_puts(self.saver.saved(records.decode_saved(record.payload), saving=self._saving))
+                saved = records.decode_saved(record.payload)
+                self.channel.check_saved(saved)
+                self._count_puts(self.saver.saved(saved, saving=self._saving))
         else:
             raise ProtocolError(f"unknown record kind: kind={record.kind}")
 
@@ -168,15 +170,21 @@ class Epoch(EpochCalls):
         self.channel.lend(hint)
         self.counters.hints += 1
         now = self._services.clock_ns()
-        hashes = bytes(hint.hashes)
-        request = self.planner.hint(key, hashes, hint.hash_bytes, hint.local_blocks, hint.priority)
+        hashes, size, wanted = bytes(hint.hashes), hint.hash_bytes, None
+        if self.prefixes is None:
+            request = self.planner.hint(key, hashes, size, hint.local_blocks, hint.priority)
+        else:
+            request = self.planner.hint_whole(key, hint.local_blocks, hint.priority)
+            wanted = self.prefixes.begin(key, hashes, size, hint.local_blocks, hint.blocks)
         self.traces.begin(key, hint, now)
         self.counters.push_to_seen.observe(max(0, now - hint.arrival_ns) / 1e9)
         # Cancelled before we looked, read after the end, keys of old weights may still be there, or switched
         # off: nothing to look up.
         if seen.state != FlagState.HINTED or self.closing or self.saver.resetting or self._mode == "off":
+            if request.whole:
+                self.planner.choose(request, b"", 1, request.none_of_them)
             self.planner.looked_up(key, request.local)
-        elif (answer := self.look_ups.add(request, now, answering=self._store.answering)) is not None:
+        elif (answer := self.look_ups.add(request, now, answering=self._store.answering, wanted=wanted)) is not None:
             self._answer([answer], now)
 
     def _done(self, done: records.Done) -> None:
@@ -186,10 +194,13 @@ class Epoch(EpochCalls):
             self._finish((done.flag, done.generation), Ending[done.outcome.name], done)
 
     def _finish(self, key: Key, ending: Ending, done: records.Done | None = None) -> None:
-        loaded = range(done.loaded_from, done.loaded_from + done.loaded_blocks) if done is not None else range(0)
+        loaded = [range(done.loaded_from, done.loaded_from + done.loaded_blocks)] if done is not None else []
         self.orphaned.ended(key)
-        request = self.planner.finish(key, loaded)
-        self.counters.device_blocks += min(len(loaded), self.promotions.named(key))
+        if self.prefixes is not None:
+            loaded = [each for some in loaded for each in self.prefixes.loaded(key, some.start, some.stop)]
+            self.prefixes.end(key)
+        request = self.planner.finish(key, *loaded)
+        self.counters.device_blocks += min(sum(map(len, loaded)), self.promotions.named(key))
         self.promotions.dropped(key)
         self.channel.free(key)
         if request is not None:
@@ -210,6 +221,9 @@ class Epoch(EpochCalls):
         """Stage blocks that no request wants yet. Raises ProtocolError for an order that is too large."""
         if (count := sum(map(len, order.chains))) > MAX_WARM_DIGESTS:
             raise ProtocolError(f"too many hashes in one order: hashes={count} max={MAX_WARM_DIGESTS}")
+        if self.prefixes is not None:
+            reply(Report(ok=False, text="an engine with several KV groups cannot be warmed"))
+            return
         off = "" if self._mode == "on" else f"mode is {self._mode}"
         if why := "its weights change" if self.saver.resetting else off:
             reply(Report(ok=False, text=f"nothing is staged for this engine now: {why}"))
@@ -226,6 +240,8 @@ class Epoch(EpochCalls):
         self.warming.stop("its weights changed")
         for request in self.contain(self.planner.reset, list[Request]()):
             self.promotions.dropped(request.key)
+            if self.prefixes is not None:
+                self.prefixes.end(request.key)
             self._write(request, Ending.RESET)
         self.promotions.reset()
         self._carry_on()

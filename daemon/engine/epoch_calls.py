@@ -17,8 +17,9 @@ from ..config.model import Mode
 from ..planning.copies import Steps, carry_out
 from ..planning.negative import NegativeCache
 from ..planning.planner import Planner
+from ..planning.prefixes import Choice, Prefixes
 from ..planning.promotion import Promotions
-from ..planning.requests import Failure, Order, TakenBack
+from ..planning.requests import Broken, Failure, Order, Request, TakenBack
 from ..planning.runs import Lane
 from ..store.client import Store
 from ..store.errors import ErrorClass
@@ -77,8 +78,8 @@ class EpochCalls(Caller):
         self._services, self._store, self._pools = services, services.store, services.pools
         self.since_ns = services.clock_ns()
         self.counters, self.waits = Counters(), LostWaits()
-        self.ranks = transfers.RankLayout.of(engine.workers, memory.staging)
-        self.channel = Channel(memory.control, memory.layout)
+        self.ranks = transfers.RankLayout.of(engine.workers, memory.staging, named=engine.groups is not None)
+        self.channel = Channel(memory.control, memory.layout, engine.groups)
         self.channel.liveness.beat(self.since_ns)
         self.traces = Traces(memory.block_bytes)
         chunk_blocks = max(1, services.chunk_bytes // memory.block_bytes)
@@ -91,6 +92,7 @@ class EpochCalls(Caller):
             disk_chunk_blocks=min(chunk_blocks, services.disk_call_bytes // part_bytes),
         )
         self._negative = NegativeCache()
+        self.prefixes = None if engine.groups is None else Prefixes(engine.groups)
         self.look_ups = LookUps(
             self.planner.requests, self._negative, timeout_ns=self._pools.timeout_ns, lease_ns=services.lease_ns
         )
@@ -153,6 +155,12 @@ class EpochCalls(Caller):
                 self.promotions.dropped(change.key)
                 self.traces.answered(change.key, 0, None)
                 continue
+            if isinstance(change, Broken):
+                if self.planner.requests.get(change.request.key) is change.request and self.prefixes is not None:
+                    holds = self.planner.blocks.holds
+                    choice = self.prefixes.lost(change.request.key, change.blocks, holds, self._room)
+                    self._choose(change.request, choice)
+                continue
             if change.final:
                 now, key = self._services.clock_ns(), change.request.key
                 self.traces.answered(key, now, self.reasons.work(self.traces.lane(key), now))
@@ -190,7 +198,17 @@ class EpochCalls(Caller):
         self._carry_on()
 
     def _answer(self, answers: Sequence[Answer], now_ns: int) -> None:
-        for request, blocks, on_disk, unavailable, renewal in answers:
+        for request, blocks, on_disk, unavailable, renewal, present in answers:
+            if self.prefixes is not None and not renewal:
+                holds = self.planner.blocks.holds
+                choice = self.prefixes.found(request.key, present, on_disk, holds, self._room)
+                self._choose(request, choice)
+                left, disk = request.blocks - request.issued, sum(request.on_disk[request.issued :])
+                missing = self.reasons.lacks(choice.missing, self._store.aside)
+                work = self.reasons.work(Lane(2 * disk > left), now_ns)
+                self.traces.looked_up(request.key, choice.blocks, now_ns, None if unavailable else missing, work)
+                self.counters.hit_blocks.update(staging=request.issued, memory=left - disk, disk=disk)
+                continue
             if not renewal:
                 staged, disk = request.issued - request.local, sum(on_disk)
                 missing = self.reasons.missing(request, blocks, self._store.aside)
@@ -200,6 +218,18 @@ class EpochCalls(Caller):
                 self.counters.hit_blocks.update(staging=staged, memory=memory, disk=disk)
                 self.channel.table.set_found(request.key[0], blocks)
             self.planner.looked_up(request.key, blocks if renewal or self._mode == "on" else request.local, on_disk)
+
+    @property
+    def _room(self) -> int:
+        """Return how many blocks one request may have in staging, wherever they come from."""
+        return self.planner.blocks.disk_slots - self.planner.blocks.lost
+
+    def _choose(self, request: Request, choice: Choice) -> None:
+        """Stage the longest prefix of a whole request, or nothing of it."""
+        self.channel.table.set_found(request.key[0], choice.blocks)
+        if self._mode != "on":
+            choice = Choice(b"", 1, request.none_of_them, b"", b"")
+        self.planner.choose(request, choice.names, choice.name_bytes, choice.blocks, choice.on_disk)
 
     # --- fetching ---------------------------------------------------------------------------------------------------
 

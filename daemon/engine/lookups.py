@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ..planning.negative import NegativeCache
 from ..planning.requests import Key, Request, Urgency
+from .transfers import Found
 
 BATCH_DIGESTS = 1024  # of one store call, about a millisecond; of a part that is renewed
 RENEWED_AT_ONCE = 2 * BATCH_DIGESTS  # at least; new requests wait 3 ms for them
@@ -42,7 +43,8 @@ class Batch(NamedTuple):
 class Answer(NamedTuple):
     """The store, or staging, has a request's blocks up to `blocks`.
 
-    `renewal`: a later answer, which says what is left.  `unavailable`: the store could not say.
+    `renewal`: a later answer, which says what is left.  `unavailable`: the store could not say.  For a whole request
+    `present` and `on_disk` have a byte for each block that it asked for.
     """
 
     request: Request
@@ -50,6 +52,7 @@ class Answer(NamedTuple):
     on_disk: bytes = b""
     unavailable: bool = False
     renewal: bool = False
+    present: bytes = b""
 
 
 class LookUps:
@@ -77,18 +80,23 @@ class LookUps:
         """Entries of the queue: outdated ones of requests that were asked for count too."""
         return len(self._queue)
 
-    def add(self, request: Request, now_ns: int, *, answering: bool) -> Answer | None:
-        """Take a new request; return its answer if that needs no question."""
-        if request.issued == request.blocks:
+    def add(
+        self, request: Request, now_ns: int, *, answering: bool, wanted: Sequence[bytes] | None = None
+    ) -> Answer | None:
+        """Take a new request, a whole one with all that it may want; return its answer if that needs no question."""
+        digests = request.digests(request.issued, request.blocks) if wanted is None else wanted
+        if not digests:
             self._renew_later(request, request.blocks, now_ns)
             return Answer(request, request.issued)
         if not answering:
             return Answer(request, request.issued, unavailable=True)
-        digests = request.digests(request.issued, request.blocks)
         known = self._negative.first(digests, now_ns)
         if known == 0:
             return Answer(request, request.issued)
-        self._waiting[request.key] = (now_ns, Question(request, request.issued, digests[:known]))
+        self._waiting[request.key] = (
+            now_ns,
+            Question(request, request.issued, digests[: known if wanted is None else None]),
+        )
         heapq.heappush(self._queue, (request.urgency, request.key))
         return None
 
@@ -137,15 +145,15 @@ class LookUps:
                 self._room -= len(blocks)
         return questions
 
-    def answered(self, number: int, found: Sequence[tuple[int, bytes]] | None, now_ns: int) -> list[Answer]:
-        """Take (run, on_disk) of each question of a batch; None: the store cannot say."""
+    def answered(self, number: int, found: Sequence[Found] | None, now_ns: int) -> list[Answer]:
+        """Take what was found for each question of a batch; None: the store cannot say."""
         if self._flight is None or number != self._flight.number:
             return []  # given up before
         batch, self._flight = self._flight, None
         if found is None:
             return [] if batch.renewal else self._give_up(batch.questions, now_ns)
         answers = []
-        for question, (run, on_disk) in zip(batch.questions, found, strict=True):
+        for question, (run, on_disk, present) in zip(batch.questions, found, strict=True):
             shorter = run < len(question.digests)
             if shorter:
                 self._negative.add(question.digests[run], now_ns)
@@ -153,13 +161,27 @@ class LookUps:
             if not self._lives(request):
                 continue
             before, blocks = question.start - request.local, question.start + run
-            if not batch.renewal:
+            if request.whole:
+                answers += self._whole(batch, question, Found(run, on_disk, present), now_ns)
+            elif not batch.renewal:
                 where = request.on_disk[:before].ljust(before, b"\0") + on_disk
                 answers.append(Answer(request, blocks, where))
                 self._renew_later(request, max(blocks, request.limit), batch.asked_ns)
             elif shorter:
                 answers.append(Answer(request, blocks, request.on_disk, renewal=True))
         return answers
+
+    def _whole(self, batch: Batch, question: Question, found: Found, now_ns: int) -> list[Answer]:
+        """Answer a whole request; it may want other blocks by now than those that were asked for again."""
+        request, digests, run = question.request, question.digests, question.start + found.run
+        if not batch.renewal:
+            present = bytearray(found.present)
+            for index in self._negative.lasting(digests, now_ns):
+                present[index] = 0
+            self._renew_later(request, len(digests), batch.asked_ns)
+            return [Answer(request, 0, found.on_disk, present=bytes(present))]
+        lost = found.run < len(digests) and run < request.limit and request.digest(run) == digests[found.run]
+        return [Answer(request, run, request.on_disk, renewal=True)] if lost else []
 
     def give_up(self, now_ns: int) -> list[Answer]:
         """Answer every waiting request, since the store does not; those of a batch that is out wait for its end.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ...shmring.doorbell import Doorbell
 from ...shmring.errors import DeviceError, SegmentError
 from ...shmring.gpu.calls import calls
+from ...shmring.groups import Groups
 from ...shmring.layout import PAGE_ENTRIES, Layout, pages_of, power_of_two_at_least
 from ...shmring.segment import Segment
 from ...shmring.wire.attach import SchedulerInfo, WorkerInfo
@@ -44,14 +45,19 @@ class EngineInfo(NamedTuple):
         return self.workers[0].key_prefix.partition("@tp_rank:")[0].rpartition("@")[2]
 
     @property
+    def groups(self) -> Groups | None:
+        """Return the rules of its KV groups; None for one group."""
+        return self.scheduler.kv_groups
+
+    @property
     def block_bytes(self) -> list[int]:
         """Return the size of each rank's part of a block."""
         return [worker.block_bytes for worker in self.workers]
 
     @property
     def namespaces(self) -> dict[str, Fingerprint]:
-        """Return the namespaces of its keys, one unless ranks differ, each with the fingerprint of its first rank."""
-        return {name_of(worker.key_prefix): worker.fingerprint for worker in reversed(self.workers)}
+        """Return the namespaces of its keys, one per group unless ranks differ, with the first rank's fingerprint."""
+        return {name_of(key): worker.fingerprint for worker in reversed(self.workers) for key in worker.key_prefixes}
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,10 @@ def layout_for(config: DaemonConfig, epoch: int, engine: EngineInfo, device_slot
     """
     wants, slots = engine.scheduler, slots_for(config.staging, engine.block_bytes)
     save_slots = min(slots - 1, max(1, int(slots * config.save_share))) if wants.saves else 0
-    longest = pages_of(wants.max_blocks)
+    items = wants.max_blocks
+    if (groups := engine.groups) is not None:
+        items = groups.most_items(0, wants.max_blocks * groups.unit_tokens)
+    longest = pages_of(items)
     page_count = max(LONGEST * longest, min(FLAGS * longest, TABLE_BYTES // (4 * PAGE_ENTRIES)))
     ring_bytes = power_of_two_at_least(4 * wants.max_hint_bytes)
     most = max(CONTROL_BYTES, config.staging // 4)
@@ -149,7 +158,7 @@ def layout_for(config: DaemonConfig, epoch: int, engine: EngineInfo, device_slot
         ring_bytes=max(config.hint_ring, ring_bytes),
         flag_count=FLAGS,
         page_count=page_count,
-        table_entries=wants.max_blocks,
+        table_entries=items,
         credit_entries=power_of_two_at_least(max(1, save_slots)),
         slot_count=slots,
         epoch=epoch,

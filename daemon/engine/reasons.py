@@ -39,9 +39,12 @@ class Reasons:
 
     def missing(self, request: Request, blocks: int, aside: Collection[str]) -> Missing:
         """Say why the store lacks the request's block behind `blocks`, while it sets the storage nodes `aside`."""
-        if blocks >= request.blocks:
+        return self.lacks(request.digest(blocks) if blocks < request.blocks else b"", aside)
+
+    def lacks(self, digest: bytes, aside: Collection[str]) -> Missing:
+        """Say why the store lacks this block; nothing for none."""
+        if not digest:
             return Missing()
-        digest = request.digest(blocks)
         if digest in self.stored:
             return Missing("storage_node", owners=_names(aside)) if aside else Missing("evicted")
         if namespace := self._histories.holder(digest, self._uid, self.stored):

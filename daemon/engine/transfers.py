@@ -42,48 +42,59 @@ class _Values(NamedTuple):
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Where one engine's blocks lie: the store key prefix of each rank (fixed at attach) and its staging.
+    """Where one engine's blocks lie: the store key prefixes of the ranks (fixed at attach) and their staging.
 
-    Ranks with one prefix are replicas: they hold the same bytes.  Rank r fills the save slots with slot % count ==
-    index, where (count, index) = replicas[r].
+    `prefixes[g][r]`: of rank r's blocks of KV group g.  Ranks with one prefix are replicas, the same ranks in each
+    group: they hold the same bytes.  Rank r fills the save slots with slot % count == index, where (count, index) =
+    replicas[r].  `named`: a block's name is its digest and, in a last byte, the number of its group.
     """
 
-    key_prefixes: tuple[str, ...]
+    prefixes: tuple[tuple[str, ...], ...]
     replicas: tuple[tuple[int, int], ...]
     staging: HostStaging
+    named: bool = False
+
+    @property
+    def key_prefixes(self) -> list[str]:
+        """Return the key prefixes of all ranks and groups."""
+        return list(chain.from_iterable(self.prefixes))
 
     @cached_property
-    def shards(self) -> list[tuple[str, list[int]]]:
-        """Return each key prefix and the ranks that hold its bytes."""
-        found: dict[str, list[int]] = {}
-        for rank, prefix in enumerate(self.key_prefixes):
-            found.setdefault(prefix, []).append(rank)
-        return list(found.items())
+    def shards(self) -> list[list[int]]:
+        """Return the ranks that hold the same bytes, for each different part of a block."""
+        return _replicas(self.prefixes[0])
 
     @classmethod
-    def of(cls, workers: Sequence[WorkerInfo], staging: HostStaging) -> RankLayout:
+    def of(cls, workers: Sequence[WorkerInfo], staging: HostStaging, *, named: bool = False) -> RankLayout:
         """Return the layout of ranks that `check_replicas` accepted."""
         replicas = tuple((worker.put_factor, worker.put_turn) for worker in workers)
-        return cls(tuple(worker.key_prefix for worker in workers), replicas, staging)
+        return cls(tuple(zip(*(worker.key_prefixes for worker in workers), strict=True)), replicas, staging, named)
+
+    @cached_property
+    def _prefixes(self) -> list[list[str]]:
+        """Return, for each group, the key prefix of each shard."""
+        return [[prefixes[first] for first, *_ in self.shards] for prefixes in self.prefixes]
 
     @cached_property
     def _firsts(self) -> list[tuple[int, int]]:
-        """Return (address of slot 0, bytes of a slot) of the first rank of each key prefix."""
+        """Return (address of slot 0, bytes of a slot) of the first rank of each shard."""
         addresses = self.staging.addresses(0)
-        return [(addresses[ranks[0]], self.staging.block_bytes[ranks[0]]) for _, ranks in self.shards]
+        return [(addresses[first], self.staging.block_bytes[first]) for first, *_ in self.shards]
 
     def _filled(self, slot: int) -> list[tuple[int, int]]:
         """Return the same of the ranks that filled this slot."""
         addresses, sizes = self.staging.addresses(0), self.staging.block_bytes
         turns = [
             next(rank for rank in ranks if slot % self.replicas[rank][0] == self.replicas[rank][1])
-            for _, ranks in self.shards
+            for ranks in self.shards
         ]
         return [(addresses[rank], sizes[rank]) for rank in turns]
 
     def keys(self, digests: Iterable[bytes]) -> list[str]:
-        """Return the keys of these blocks, block by block: one for each key prefix."""
-        prefix, *others = [prefix for prefix, _ in self.shards]
+        """Return the keys of these blocks, block by block: one for each shard."""
+        if self.named:
+            return [prefix + each[:-1].hex() for each in digests for prefix in self._prefixes[each[-1]]]
+        prefix, *others = self._prefixes[0]
         if not others:
             return [prefix + name for name in map(bytes.hex, digests)]
         return [each + name for name in map(bytes.hex, digests) for each in (prefix, *others)]
@@ -91,7 +102,7 @@ class RankLayout:
     def values(self, blocks: Sequence[tuple[bytes, int]], *, saving: bool = False) -> _Values:
         """Return the values of (digest, slot) blocks, in the order of `keys`.
 
-        They lie with the first rank that has the prefix, or with the one that filled the slot.
+        They lie with the first rank of a shard, or with the one that filled the slot.
         """
         slots, keys = [slot for _, slot in blocks], self.keys([digest for digest, _ in blocks])
         if not saving and len(self._firsts) == 1:
@@ -106,24 +117,39 @@ class RankLayout:
         )
 
 
-def check_replicas(workers: Sequence[WorkerInfo]) -> None:
-    """Raise ValueError unless ranks that share a key prefix have parts of one size, and one of them each save slot."""
-    sharing: dict[str, list[tuple[int, int]]] = {}
-    sizes: dict[str, set[int]] = {}
+def check_replicas(workers: Sequence[WorkerInfo], groups: int = 1) -> None:
+    """Raise ValueError unless ranks that share a key prefix have parts of one size, and one of them each save slot.
+
+    The same ranks must share one in each KV group, and no two groups.
+    """
     for worker in workers:
-        sharing.setdefault(worker.key_prefix, []).append((worker.put_factor, worker.put_turn))
-        sizes.setdefault(worker.key_prefix, set()).add(worker.block_bytes)
-    for prefix, turns in sharing.items():
-        if len(sizes[prefix]) > 1:
+        if len(worker.key_prefixes) != groups:
+            raise ValueError(f"number of KV groups differs: groups={len(worker.key_prefixes)} expected={groups}")
+    sharing = [_replicas(prefixes) for prefixes in zip(*(worker.key_prefixes for worker in workers), strict=True)]
+    names = {prefix for worker in workers for prefix in worker.key_prefixes}
+    if any(each != sharing[0] for each in sharing) or len(names) != groups * len(sharing[0]):
+        raise ValueError(f"the same ranks must share keys in each KV group, and no two groups: ranks={sharing}")
+    for ranks in sharing[0]:
+        prefix, sizes = workers[ranks[0]].key_prefix, {workers[rank].block_bytes for rank in ranks}
+        if len(sizes) > 1:
             raise ValueError(
                 f"ranks with one key prefix must have blocks of one size: key_prefix={prefix!r} "
-                f"block_bytes={sorted(sizes[prefix])}"
+                f"block_bytes={sorted(sizes)}"
             )
+        turns = [(workers[rank].put_factor, workers[rank].put_turn) for rank in ranks]
         if sorted(turns) != [(len(turns), turn) for turn in range(len(turns))]:
             raise ValueError(
                 f"ranks with one key prefix must take turns: key_prefix={prefix!r} (put_factor, put_turn)={turns} "
                 f"expected=({len(turns)}, 0 to {len(turns) - 1})"
             )
+
+
+def _replicas(prefixes: Sequence[str]) -> list[list[int]]:
+    """Return the ranks of each prefix."""
+    found: dict[str, list[int]] = {}
+    for rank, prefix in enumerate(prefixes):
+        found.setdefault(prefix, []).append(rank)
+    return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -145,10 +171,14 @@ class SaveResult:
 
 
 class Found(NamedTuple):
-    """The store holds `run` leading digests of a question for every rank; `on_disk` has a 1 for each on disk alone."""
+    """The store holds `run` leading digests of a question for every rank; `on_disk` has a 1 for each on disk alone.
+
+    With several KV groups `present` and `on_disk` have a byte for each digest of the question.
+    """
 
     run: int
     on_disk: bytes
+    present: bytes = b""
 
 
 def look_up(
@@ -160,6 +190,8 @@ def look_up(
     `media`: ask also where the values lie, about 3 us for each hit.  An object of another size is a miss then.
     """
     try:
+        if layout.named:
+            return _presence(store, layout, questions, media=media)
         if sum(map(len, questions)) <= AT_ONCE:
             runs = _runs(store, layout, questions)
         else:
@@ -168,9 +200,9 @@ def look_up(
             runs = [run + more for run, more in zip(runs, _runs(store, layout, others), strict=True)]
         if not media:
             return [Found(run, b"") for run in runs]
-        prefix, (rank, *_) = layout.shards[0]
+        prefix, size = layout.prefixes[0][0], layout.staging.block_bytes[0]
         keys = [prefix + digest.hex() for digests, run in zip(questions, runs, strict=True) for digest in digests[:run]]
-        where = iter(store.media(keys, layout.staging.block_bytes[rank]))
+        where = iter(store.media(keys, size))
     except StoreUnavailable:
         return None
     return [_found(list(islice(where, run))) for run in runs]
@@ -182,6 +214,34 @@ def _runs(store: Store, layout: RankLayout, questions: Sequence[Sequence[bytes]]
     present = iter(store.exist(layout.keys(chain.from_iterable(questions))))
     here = [list(islice(present, parts * len(digests))) for digests in questions]
     return [(each.index(False) if False in each else len(each)) // parts for each in here]
+
+
+def _presence(store: Store, layout: RankLayout, questions: Sequence[Sequence[bytes]], *, media: bool) -> list[Found]:
+    """Return which digests the store holds for every rank; none of a question whose first is absent.
+
+    Raises StoreUnavailable.
+    """
+    first = _there(store, layout, [digests[0] for digests in questions])
+    asked = [digests if there else () for digests, there in zip(questions, first, strict=True)]
+    names = list(chain.from_iterable(asked))
+    present = _there(store, layout, names)
+    on_disk = bytearray(len(names))
+    if media and (held := [at for at, each in enumerate(present) if each]):
+        keys = layout.keys(names[at] for at in held)[:: len(layout.shards)]
+        for at, medium in zip(held, store.media(keys, layout.staging.block_bytes[0]), strict=True):
+            present[at], on_disk[at] = medium is not None, medium == "disk"
+    found, start = list[Found](), 0
+    for digests, some in zip(questions, asked, strict=True):
+        there, disk = (bytes(each[start : start + len(some)]).ljust(len(digests), b"\0") for each in (present, on_disk))
+        found.append(Found((there + b"\0").index(0), disk, there))
+        start += len(some)
+    return found
+
+
+def _there(store: Store, layout: RankLayout, digests: Sequence[bytes]) -> bytearray:
+    """Return a byte for each digest: whether the store holds it for every rank."""
+    parts, there = len(layout.shards), store.exist(layout.keys(digests))
+    return bytearray(all(there[at : at + parts]) for at in range(0, len(there), parts))
 
 
 def _found(where: Sequence[Medium | None]) -> Found:
@@ -215,7 +275,7 @@ def fetch(
     per_block, block_bytes = len(layout.shards), layout.staging.block_bytes
     for _, slot in blocks if per_block < len(block_bytes) else ():
         addresses = layout.staging.addresses(slot)
-        for _, (first, *others) in layout.shards:
+        for first, *others in layout.shards:
             for other in others:
                 ctypes.memmove(addresses[other], addresses[first], block_bytes[first])  # without the GIL
     if _all_ok(results):

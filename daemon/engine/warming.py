@@ -114,7 +114,7 @@ class Warming:
             self._batches.popleft()
             self._refuse(number, "the store does not answer")
             return
-        for i, (chain, (run, on_disk)) in enumerate(zip(batch.chains, found, strict=True)):
+        for i, (chain, (run, on_disk, _)) in enumerate(zip(batch.chains, found, strict=True)):
             start = batch.found[i]
             batch.found[i] += run
             batch.counts["absent"] += len(chain) - batch.found[i]

@@ -73,6 +73,10 @@ class Blocks:
             self._split(run, same)
         return run
 
+    def holds(self, digest: bytes) -> bool:
+        """Whether the block is in staging, or on its way."""
+        return digest in self._index
+
     def missing(self, digests: Sequence[bytes]) -> int:
         """Count the leading digests that are absent and differ from each other."""
         new = set(digests)

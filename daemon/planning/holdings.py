@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 
 from .blocks import Blocks
 from .queues import Queues
-from .requests import Publication, Request, TakenBack
+from .requests import Broken, Failure, Publication, Request, TakenBack
 from .runs import BlockState, Run
 
 
 class Holdings:
-    """Pins, publishes and unpins blocks for requests. `changes`: publications and requests taken back, in order."""
+    """Pins, publishes and unpins blocks for requests. `changes`: what became of requests, in order."""
 
     def __init__(self, blocks: Blocks, queues: Queues) -> None:
         self._blocks, self._queues = blocks, queues
-        self.changes: deque[Publication | TakenBack] = deque()
+        self.changes: deque[Broken | Publication | TakenBack] = deque()
         self.served: set[int] = set()  # numbers of requests that hold slots and want no more
 
     def pin_known(self, request: Request, stop: int) -> None:
@@ -44,6 +45,9 @@ class Holdings:
         if ready < request.issued:
             if run.state is BlockState.FAILED:
                 request.failure = run.failure
+                if request.whole:
+                    self.lose(request, range(ready, ready + len(run)))
+                    return
                 self.shorten(request, ready)
             elif request.waits is not run:
                 run.waiters.append(request)
@@ -53,9 +57,12 @@ class Holdings:
             request.last_byte_ns = now_ns
             self._blocks.join(held, start - local, ready - local)
         final = ready >= request.limit
-        if ready == start and not final:
-            return
-        self.changes.append(Publication(request, start, held[start - local : ready - local], ready, final))
+        if request.whole:
+            if final:
+                count = request.all_of_them if ready == request.blocks else request.none_of_them
+                self.changes.append(Publication(request, 0, held[:ready], count, final))
+        elif ready > start or final:
+            self.changes.append(Publication(request, start, held[start - local : ready - local], ready, final))
         if final:
             self.end(request)
 
@@ -70,6 +77,30 @@ class Holdings:
         request.limit = limit
         self._unpin(request, limit - request.local)
         request.issued = min(request.issued, limit)
+
+    def stop(self, request: Request, failure: Failure) -> None:
+        """No more blocks can come: go on with those that it has, or, for a whole request, without the others."""
+        request.failure = failure
+        if request.whole:
+            self.lose(request, range(request.issued, request.blocks))
+        else:
+            request.limit = request.issued
+            self.advance(request)
+
+    def lose(self, request: Request, blocks: range) -> None:
+        """These blocks of a whole request will not come."""
+        request.limit = -1
+        self.changes.append(Broken(request, blocks))
+
+    def choose(self, request: Request, hashes: bytes) -> None:
+        """Give a whole request other blocks. Of those that it holds, the leading ones of them keep their pins."""
+        before, request.held = request.held, array("I")
+        request.hashes, request.issued, request.ready, request.waits = hashes, 0, 0, None
+        request.limit = request.blocks
+        self.pin_known(request, request.limit)
+        if before:
+            self._blocks.unpin(before, request.sequence)
+            self._queues.changed()
 
     def take_back(self, request: Request) -> None:
         """Give up all blocks for now; the request finds those that still lie in staging when its turn comes."""
@@ -99,7 +130,7 @@ class Holdings:
     def _withdraw(self, request: Request) -> None:
         """Drop the publications of this request that nobody carried out yet."""
         if self.changes:
-            kept = [each for each in self.changes if isinstance(each, TakenBack) or each.request is not request]
+            kept = [each for each in self.changes if not isinstance(each, Publication) or each.request is not request]
             self.changes = deque(kept)
 
     def _unpin(self, request: Request, start: int) -> None:

@@ -34,6 +34,13 @@ class NegativeCache:
                 del self._until[digest]
         return len(digests)
 
+    def lasting(self, digests: Sequence[bytes], now_ns: int) -> list[int]:
+        """Return the indices of known misses that last, whatever the store says of them."""
+        if not self._until or self._until.keys().isdisjoint(digests):
+            return []
+        known = ((index, self._until.get(digest, (0, False))) for index, digest in enumerate(digests))
+        return [index for index, (until, lasting) in known if lasting and until > now_ns]
+
     def stored(self, digests: Iterable[bytes]) -> None:
         """Forget plain misses that we put. A lasting one remains: a put does not replace the store's old object."""
         for digest in digests:

@@ -17,7 +17,7 @@ from collections.abc import Sequence, Set
 from .blocks import Blocks
 from .holdings import Holdings
 from .queues import Queues, Stop, Victims
-from .requests import Failure, FlagPort, Key, Order, Publication, Request, TakenBack, Urgency
+from .requests import Broken, Failure, FlagPort, Key, Order, Publication, Request, TakenBack, Urgency
 from .runs import BlockState, Lane, Run
 
 DISK_SHARE = 0.75  # of the slots, at most, for blocks from disk that are pinned or being fetched
@@ -56,6 +56,27 @@ class Planner:
         self._holdings.pin_known(request, request.blocks)
         return request
 
+    def hint_whole(self, key: Key, local: int, priority: int) -> Request:
+        """A request arrived whose blocks, all or none, `choose` names; `local`: what its flag shows without them."""
+        self._sequence += 1
+        request = Request(key, b"", 1, 0, priority, self._sequence, whole=True, none_of_them=local)
+        self.requests[key] = self._numbers[request.sequence] = request
+        return request
+
+    def choose(self, request: Request, hashes: bytes, hash_bytes: int, count: int, on_disk: bytes = b"") -> None:
+        """A whole request gets these blocks, which the store holds, and shows `count` when all are staged.
+
+        Where some will not come, there is a Broken, and the caller chooses again.
+        """
+        if request.final:
+            return
+        request.hash_bytes, request.all_of_them = hash_bytes, count
+        request.on_disk = on_disk if any(on_disk) else b""
+        self._holdings.choose(request, hashes)
+        self._holdings.advance(request)
+        if request.wants_work:
+            self._queues.enter(request)
+
     def looked_up(self, key: Key, found: int, on_disk: bytes = b"") -> None:
         """The store holds blocks [local, found).
 
@@ -66,6 +87,10 @@ class Planner:
         if request is None or request.final:
             return
         limit = max(request.local, min(found, request.blocks))
+        if request.whole:
+            if max(request.issued, limit) < request.limit:
+                self._holdings.lose(request, range(limit, limit + 1))
+            return
         request.on_disk = on_disk if any(on_disk) else b""
         if request.limit < 0:
             self._holdings.shorten(request, limit)
@@ -87,12 +112,12 @@ class Planner:
         if request.wants_work:
             self._queues.enter(request)
 
-    def finish(self, key: Key, loaded: range = range(0)) -> Request | None:
+    def finish(self, key: Key, *loaded: range) -> Request | None:
         """The engine released or cancelled it and `loaded` these blocks. This unpins all of it."""
         request = self.requests.get(key)
         if request is not None:
-            if loaded:
-                start, stop = (max(0, block - request.local) for block in (loaded.start, loaded.stop))
+            for some in filter(None, loaded):
+                start, stop = (max(0, block - request.local) for block in (some.start, some.stop))
                 self.blocks.loaded(request.held, start, stop)
             self._holdings.drop(request)
             del self.requests[key], self._numbers[request.sequence]
@@ -168,14 +193,13 @@ class Planner:
     def give_up(self, lane: Lane) -> None:
         """This lane can fetch nothing: requests that wait for it go on with the blocks that they have."""
         while (request := self._queues.head(lane)) is not None:
-            request.limit, request.failure = request.issued, Failure("overdue")
-            self._holdings.advance(request)
+            self._holdings.stop(request, Failure("overdue"))
         self._queues.changed()
 
     # --- publications -----------------------------------------------------------------------------------------------
 
-    def next_change(self) -> Publication | TakenBack | None:
-        """Return the next publication or request taken back. Call this after every event and order, until None."""
+    def next_change(self) -> Broken | Publication | TakenBack | None:
+        """Return what became of a request. Call this after every event and order, until None."""
         return self._holdings.changes.popleft() if self._holdings.changes else None
 
     def refused(self, request: Request) -> None:
@@ -301,9 +325,8 @@ class Planner:
             if first is None:
                 return False
             request = first
-        request.limit, request.failure = request.issued, Failure("no_room")
-        self._holdings.advance(request)
-        return True
+        self._holdings.stop(request, Failure("no_room"))
+        return not request.whole  # it gives room back when it has other blocks
 
     # --- what others see --------------------------------------------------------------------------------------------
 

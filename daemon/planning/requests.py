@@ -35,7 +35,11 @@ class Failure(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One hinted request. Blocks [local, ready) are published, [local, issued) pinned, [local, limit) in the store."""
+    """One hinted request. Blocks [local, ready) are published, [local, issued) pinned, [local, limit) in the store.
+
+    A *whole* request, of an engine with several KV groups, is of use only when all its blocks are staged: then its flag
+    shows `all_of_them`, and until then or without them `none_of_them`. Its blocks are those of any group, `local` is 0.
+    """
 
     key: Key
     hashes: bytes
@@ -58,6 +62,9 @@ class Request:
     disk_blocks: int = 0
     first_byte_ns: int = 0
     last_byte_ns: int = 0
+    whole: bool = False
+    none_of_them: int = 0
+    all_of_them: int = 0
 
     @property
     def blocks(self) -> int:
@@ -93,13 +100,20 @@ class Request:
 
 
 class Publication(NamedTuple):
-    """An order to enter `slots` from block `start` on, then to publish `ready` blocks; `final`: no more will come."""
+    """An order to enter `slots` from block `start` on, then to publish a count; `final`: no more will come."""
 
     request: Request
     start: int
     slots: Sequence[int]
     ready: int
     final: bool
+
+
+class Broken(NamedTuple):
+    """The notice that these blocks of a whole request will not come: it waits for `choose`."""
+
+    request: Request
+    blocks: range
 
 
 class TakenBack(NamedTuple):

@@ -45,6 +45,7 @@ class Trace:
         self.hint_seen_ns = seen_ns
         self.prompt_tokens = hint.prompt_tokens
         self.trace = hint.trace
+        self.hint_blocks, self.local_blocks = hint.blocks, hint.local_blocks
         self.looked_up_ns = 0
         self.asked_ns = 0
         self.found_blocks = hint.local_blocks
@@ -85,8 +86,8 @@ class Trace:
             "request_id": self.request_id,
             "outcome": ending.value,
             "prompt_tokens": self.prompt_tokens,
-            "hint_blocks": request.blocks,
-            "local_blocks": request.local,
+            "hint_blocks": self.hint_blocks,
+            "local_blocks": self.local_blocks,
             "found_blocks": self.found_blocks,
             "loaded_blocks": loaded_blocks,
             "bytes": request.fetched_blocks * block_bytes,
@@ -116,7 +117,7 @@ class Trace:
         """Return what the cause of a slow request is judged by; `work`: what its lane did until now."""
         missing, failure, after = self.missing or Missing(), request.failure, self.after or work
         moved, busy_ns = after.moved_bytes - self.before.moved_bytes, after.busy_ns - self.before.busy_ns
-        wanted = self.looked_up_ns > 0 and self.found_blocks > request.local
+        wanted = self.looked_up_ns > 0 and self.found_blocks > self.local_blocks
         return {
             "medium": self.before.lane.name.lower() if wanted else None,
             "store_bytes_s": round(moved / busy_ns * 1e9) if wanted and busy_ns else None,

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
+from ..groups import MAX_GROUPS, Group, Groups, Kind
 from .checks import Fingerprint, KeyPrefix, Packet
 
 HASH_PROBE_TOKENS = (1, 2, 3)  # of SchedulerInfo.hash_probe
@@ -13,11 +14,21 @@ HASH_PROBE_TOKENS = (1, 2, 3)  # of SchedulerInfo.hash_probe
 Handle = Annotated[str, Field(pattern=r"^([0-9a-f]{128})?$")]
 
 
+class GroupInfo(Packet):
+    """A KV group's rule (see groups.Group), for an engine with several."""
+
+    kind: Literal["full", "window", "chunk", "state"]
+    block_tokens: int = Field(ge=1, le=1 << 20)
+    window_tokens: int = Field(ge=0, le=1 << 31)
+
+
 class WorkerInfo(Packet):
     """One rank's share of a block, and where its objects lie in the store (keys as vLLM's own connector has them)."""
 
     block_bytes: int = Field(ge=1, le=1 << 32)
     key_prefix: KeyPrefix
+    # Key prefixes of the KV groups after the first; a block has the same size in each.
+    other_prefixes: list[KeyPrefix] = Field(default=[], max_length=MAX_GROUPS - 1)
     # Replicas of this shard among the ranks, and this rank's index: it fills the save slots with
     # slot % put_factor == put_turn.
     put_factor: int = Field(ge=1, le=4096)
@@ -26,6 +37,11 @@ class WorkerInfo(Packet):
     device: str = Field(default="", max_length=96)
     # Names and values behind the digest in `key_prefix`, for people; the daemon compares none of them.
     fingerprint: Fingerprint = Field(default_factory=dict)
+
+    @property
+    def key_prefixes(self) -> list[str]:
+        """Return the key prefix of each group."""
+        return [self.key_prefix, *self.other_prefixes]
 
 
 class SchedulerInfo(Packet):
@@ -43,8 +59,17 @@ class SchedulerInfo(Packet):
     # HASH_PROBE_TOKENS. There is no probe where hashes begin with a number that is random in each process.
     hash_algorithm: str = Field(default="", max_length=64)
     hash_probe: str = Field(default="", pattern=r"^([0-9a-f]{2}){0,64}$")
+    # The rules of several KV groups, none for one of full attention, and the tokens of one digest of a hint then.
+    groups: list[GroupInfo] = Field(default=[], max_length=MAX_GROUPS)
+    hash_tokens: int = Field(default=1, ge=1, le=1 << 20)
     # Earlier epochs that its steps may still name; the daemon sends them to the workers, which forget all others.
     live_epochs: list[int] = Field(default=[], max_length=1024)
+
+    @property
+    def kv_groups(self) -> Groups | None:
+        """Return the rules of several groups, unchecked; None for one group."""
+        groups = tuple(Group(Kind(one.kind), one.block_tokens, one.window_tokens) for one in self.groups)
+        return Groups(groups, self.hash_tokens) if groups else None
 
 
 class Hello(Packet):
@@ -58,7 +83,8 @@ class Hello(Packet):
     role: Literal["scheduler", "worker"]
     rank: int = Field(ge=0, le=4095)
     world_size: int = Field(ge=1, le=4096)
-    groups: int = Field(ge=1, le=16)
+    # KV groups, and tokens of a block; of several groups the least common multiple of theirs.
+    groups: int = Field(ge=1, le=MAX_GROUPS)
     block_tokens: int = Field(ge=1, le=1 << 20)
     worker: WorkerInfo | None = None
     scheduler: SchedulerInfo | None = None

@@ -24,11 +24,10 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..layout import PAGE_ENTRIES, pages_of
+from ..layout import PAGE_ENTRIES
 
 PROTOCOL = 9
 MAX_REQUEST_ID_BYTES = 512
-GROUPS = 1  # KV-cache groups of one engine that are served
 
 
 NO_TRACE = bytes(24)
@@ -75,22 +74,23 @@ class Outcome(enum.IntEnum):
     RECOMPUTED = 7
 
 
-# version, groups, hash bytes, request-id bytes, flag, blocks, local blocks, priority, prompt tokens, generation,
+# version, hash bytes, request-id bytes, pages, flag, blocks, local blocks, priority, prompt tokens, generation,
 # arrival ns, trace id and parent span id
-_HINT = struct.Struct("<BBHHxxIIIiIQQ24s")
+_HINT = struct.Struct("<BxHHHIIIiIQQ24s")
 _PAGE = struct.Struct("<I")
 _ASK = struct.Struct("<BxxxIQQ")
 # version, outcome, flag, loaded from, loaded blocks, generation, asked ns, waited ns, claimed ns, loaded ns
 _DONE = struct.Struct("<BBxxIIIQQQQQ")
-# version, groups, hash bytes, dropped, blocks, reset generation, save id
-_SAVED = struct.Struct("<BBHBxxxIxxxxQQ")
+# version, hash bytes, dropped, blocks, reset generation, save id
+_SAVED = struct.Struct("<BxHBxxxIxxxxQQ")
 
 
 class Hint(NamedTuple):
-    """A request arrived: `hashes` holds `blocks` raw digests of `hash_bytes`, one per block of tokens, in order.
+    """A request arrived: `hashes` holds raw digests of `hash_bytes`, one per block of tokens, in order.
 
+    With several KV groups a block has the tokens of `Groups.unit_tokens`, and a digest those of `hash_tokens`.
     Blocks [0, local_blocks) were in the engine's own prefix cache. Times are CLOCK_MONOTONIC nanoseconds. `pages` of
-    the segment are the flag's slot table, as many as `blocks` need.  `trace`: the request's place in a trace, as W3C's
+    the segment are the flag's slot table, as many as its items need.  `trace`: the request's place in a trace, as W3C's
     Trace Context has it: 16 bytes of trace id and 8 of the parent span's; zeros without one.
     """
 
@@ -148,11 +148,11 @@ class Saved(NamedTuple):
     hashes: list[bytes]
 
 
-def hint_bytes(blocks: int, hash_bytes: int, request_id: str | None = None) -> int:
-    """Return the size of a HINT record's payload; without an id its bound."""
+def hint_bytes(digests: int, hash_bytes: int, items: int, request_id: str | None = None) -> int:
+    """Return the size of a HINT record's payload, with a slot table for so many items; without an id its bound."""
     id_bytes = MAX_REQUEST_ID_BYTES if request_id is None else len(request_id.encode(errors="replace"))
     return (
-        _HINT.size + min(id_bytes, MAX_REQUEST_ID_BYTES) - (-blocks // PAGE_ENTRIES) * 4 + blocks * hash_bytes
+        _HINT.size + min(id_bytes, MAX_REQUEST_ID_BYTES) - (-items // PAGE_ENTRIES) * 4 + digests * hash_bytes
     )  # as pages_of
 
 
@@ -174,9 +174,9 @@ def encode_hint(
     name = request_id.encode(errors="replace")[:MAX_REQUEST_ID_BYTES]
     head = _HINT.pack(
         PROTOCOL,
-        GROUPS,
         hash_bytes,
         len(name),
+        len(pages),
         flag,
         blocks,
         local_blocks,
@@ -192,17 +192,16 @@ def encode_hint(
 def decode_hint(payload: memoryview) -> Hint:
     """Parse a HINT record; `hashes` is a view into it. Raises ProtocolError."""
     fields = _unpack(_HINT, payload)
-    _, groups, hash_bytes, id_bytes, flag, blocks, local, priority, tokens, generation, arrival, trace = fields
-    _check_groups(groups)
+    _, hash_bytes, id_bytes, page_count, flag, blocks, local, priority, tokens, generation, arrival, trace = fields
     pages_at = _HINT.size + id_bytes
-    hashes_at = pages_at + 4 * pages_of(blocks)
-    wanted = hashes_at + blocks * hash_bytes
-    if not 1 <= hash_bytes <= 64 or len(payload) != wanted or id_bytes > MAX_REQUEST_ID_BYTES:
-        raise ProtocolError(f"hint size differs: bytes={len(payload)} expected={wanted} hash_bytes={hash_bytes}")
-    if local > blocks or blocks == 0:
-        raise ProtocolError(f"local_blocks out of bounds: local_blocks={local} blocks={blocks}")
+    hashes_at = pages_at + 4 * page_count
+    size = len(payload) - hashes_at
+    if not 1 <= hash_bytes <= 64 or size <= 0 or size % hash_bytes or id_bytes > MAX_REQUEST_ID_BYTES:
+        raise ProtocolError(f"hint size differs: bytes={len(payload)} hashes_at={hashes_at} hash_bytes={hash_bytes}")
+    if local > blocks or blocks == 0 or page_count == 0:
+        raise ProtocolError(f"hint out of bounds: local_blocks={local} blocks={blocks} pages={page_count}")
     name = bytes(payload[_HINT.size : pages_at]).decode(errors="replace")
-    pages = struct.unpack_from(f"<{pages_of(blocks)}I", payload, pages_at)
+    pages = struct.unpack_from(f"<{page_count}I", payload, pages_at)
     hashes = payload[hashes_at:]
     return Hint(flag, generation, name, blocks, local, priority, tokens, arrival, hash_bytes, hashes, pages, trace)
 
@@ -230,13 +229,12 @@ def decode_done(payload: memoryview) -> Done:
 
 def encode_saved(saved: Saved) -> bytes:
     count, hash_bytes = len(saved.slots), len(saved.hashes[0]) if saved.hashes else 0
-    head = _SAVED.pack(PROTOCOL, GROUPS, hash_bytes, saved.dropped, count, saved.reset_generation, saved.save_id)
+    head = _SAVED.pack(PROTOCOL, hash_bytes, saved.dropped, count, saved.reset_generation, saved.save_id)
     return b"".join((head, struct.pack(f"<{count}I", *saved.slots), *saved.hashes))
 
 
 def decode_saved(payload: memoryview) -> Saved:
-    _, groups, hash_bytes, dropped, blocks, reset_generation, save_id = _unpack(_SAVED, payload)
-    _check_groups(groups)
+    _, hash_bytes, dropped, blocks, reset_generation, save_id = _unpack(_SAVED, payload)
     wanted = _SAVED.size + blocks * 4 + (0 if dropped else blocks * hash_bytes)
     if len(payload) != wanted or hash_bytes > 64 or (not dropped and hash_bytes == 0):
         raise ProtocolError(f"saved size differs: bytes={len(payload)} expected={wanted} hash_bytes={hash_bytes}")
@@ -254,8 +252,3 @@ def _unpack(record: struct.Struct, payload: memoryview) -> tuple[Any, ...]:
     if fields[0] != PROTOCOL:
         raise ProtocolError(f"record protocol differs: protocol={fields[0]} expected={PROTOCOL}")
     return fields
-
-
-def _check_groups(groups: int) -> None:
-    if groups != GROUPS:
-        raise ProtocolError(f"only one KV-cache group is served: groups={groups} max={GROUPS}")

@@ -40,6 +40,7 @@ def kv_cache_config(specs: list[Any] | None = None, cacheable: int = 1, blocks: 
         kv_cache_tensors=[SimpleNamespace(size=blocks * 4096)],
         num_blocks=blocks,
         hisparse_host_num_blocks=None,
+        prefix_cache_retention_interval=0,
     )
 
 
@@ -115,19 +116,18 @@ def refusals() -> list[tuple[str, dict[str, Any], Any]]:
     mamba = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
     sink = SinkFullAttentionSpec(**common, sink_len=4)
     advice = r" \(start vLLM with --disable-hybrid-kv-cache-manager\)$"
-    one_group = "one KV group of full attention or MLA is served: groups="
+    full_only = "KV groups of these kinds are not served together: groups="
     return [
-        (f"{one_group}2 kv_cache_spec=FullAttentionSpec{advice}", {}, kv_cache_config([full, full], 2)),
         (
-            f"{one_group}3 kv_cache_spec=Chunked.*,Full.*,Sliding.*{advice}",
+            f"{full_only}3 kv_cache_spec=Chunked.*,Full.*,Sliding.*{advice}",
             {},
             kv_cache_config([full, window, chunks], 3),
         ),
         ("outside the prefix cache .*=0$", {}, kv_cache_config([full], 0)),
         # vLLM cannot make one group of these, so nothing is advised.
-        (f"{one_group}1 kv_cache_spec=SlidingWindowSpec$", {}, kv_cache_config([window])),
-        (f"{one_group}2 kv_cache_spec=SlidingWindowSpec$", {}, kv_cache_config([window, window], 2)),
-        (f"{one_group}2 kv_cache_spec=FullAttentionSpec,MambaSpec$", {}, kv_cache_config([full, mamba], 2)),
+        (f"{full_only}1 kv_cache_spec=SlidingWindowSpec$", {}, kv_cache_config([window])),
+        (f"{full_only}2 kv_cache_spec=SlidingWindowSpec$", {}, kv_cache_config([window, window], 2)),
+        (f"{full_only}2 kv_cache_spec=FullAttentionSpec,MambaSpec$", {}, kv_cache_config([full, mamba], 2)),
         ("of this kind is not served: kv_cache_spec=SinkFullAttentionSpec$", {}, kv_cache_config([sink])),
         ("enable_prefix_caching=False", {"cache": {"enable_prefix_caching": False}}, kv_cache_config()),
         ("encoder-decoder", {"model": {"is_encoder_decoder": True}}, kv_cache_config()),

@@ -36,6 +36,7 @@ from kvprefetch.daemon.store import client
 from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.errors import ErrorClass, classify
 from kvprefetch.daemon.store.joining import Joined
+from kvprefetch.shmring.wire.attach import WorkerInfo
 from tests.lab.checkpoint import TINY, make_checkpoint
 from tests.support.descriptors import targets
 
@@ -84,8 +85,9 @@ def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_ap
         settings: Any = SimpleNamespace(enable_ssd_offload=False, private=True)
         store = Store(settings, structlog.get_logger())
         store.adopt(Joined(SimpleNamespace(batch_get_into=lambda *_: [size], get_size=lambda key: size)))
+        rank = WorkerInfo(block_bytes=64, key_prefix="model@", put_factor=1, put_turn=0)
         staging: Any = SimpleNamespace(block_bytes=[64], addresses=lambda slot: [0], lost=set())
-        return transfers.fetch(store, transfers.RankLayout(("model@",), ((1, 0),), staging), [(b"digest", 0)])
+        return transfers.fetch(store, transfers.RankLayout.of([rank], staging), [(b"digest", 0)])
 
     def check() -> None:
         assert fetched(64) == [ErrorClass.OK]

@@ -114,7 +114,7 @@ def test_p12_request_finished_never_keeps_blocks(make: Make, monkeypatch: Patch)
 
     def keeps(self: KVPrefetchConnector, request: Any, block_ids: Any) -> tuple[bool, None]:
         assert self.scheduler_side is not None
-        self.scheduler_side.finished(request, block_ids[0])
+        self.scheduler_side.finished(request, block_ids)
         return True, None
 
     fails_with(check, monkeypatch, KVPrefetchConnector, "request_finished_all_groups", keeps)

@@ -20,7 +20,7 @@ def finish(engine: Engine, request: Request, blocks: int, *, cached: bool = True
     ids = [100 + number for number in range(blocks)]
     if cached:
         engine.cache.digests.update(zip(ids, request.digests(0, blocks), strict=True))
-    engine.side.finished(request, ids)
+    engine.side.finished(request, [ids])
 
 
 def run_short(engine: Engine, name: str, blocks: int) -> Request:

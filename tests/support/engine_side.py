@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.credits import CreditTaker
 from kvprefetch.shmring.flags import Flag, FlagAllocator, FlagTable, pack, unpack
+from kvprefetch.shmring.groups import Groups
 from kvprefetch.shmring.layout import Layout
 from kvprefetch.shmring.liveness import Liveness
 from kvprefetch.shmring.ring import Producer
 from kvprefetch.shmring.wire import records
-from kvprefetch.shmring.wire.attach import Hello, SchedulerInfo, WorkerInfo
+from kvprefetch.shmring.wire.attach import GroupInfo, Hello, SchedulerInfo, WorkerInfo
 from kvprefetch.shmring.wire.records import FlagState, Outcome, RecordKind
 from tests.support.waiting import eventually
 
@@ -40,6 +41,7 @@ class EngineSpec:
     max_blocks: int = 512
     events: bool = False
     saves: bool = True
+    groups: Groups | None = None
 
     def worker(self, rank: int = 0) -> WorkerInfo:
         return WorkerInfo(
@@ -47,20 +49,36 @@ class EngineSpec:
             key_prefix=f"{self.prefix}@tp_rank:{rank}@",
             put_factor=1,
             put_turn=0,
+            other_prefixes=[f"{self.prefix}@tp_rank:{rank}@group:{group}@" for group in range(1, self._group_count)],
             device=self.device,
             fingerprint=dict(self.fingerprint),
         )
 
     def scheduler(self) -> SchedulerInfo:
         size = 64 * self.max_blocks
+        rules = self.groups.groups if self.groups is not None else ()
+        named = [
+            GroupInfo(kind=each.kind.value, block_tokens=each.block_tokens, window_tokens=each.window_tokens)
+            for each in rules
+        ]
         return SchedulerInfo(
-            max_blocks=self.max_blocks, max_hint_bytes=size, loads=True, saves=self.saves, events=self.events
+            max_blocks=self.max_blocks,
+            max_hint_bytes=size,
+            loads=True,
+            saves=self.saves,
+            events=self.events,
+            groups=named,
+            hash_tokens=self.groups.hash_tokens if self.groups is not None else 1,
         )
+
+    @property
+    def _group_count(self) -> int:
+        return 1 if self.groups is None else len(self.groups.groups)
 
     def hello(self, role: str, rank: int = 0, **changes: object) -> Hello:
         fields: dict[str, object] = {"protocol": records.PROTOCOL, "version": "test", "role": role, "rank": rank}
         fields |= {"engine_id": self.engine_id, "incarnation": self.incarnation}
-        fields |= {"world_size": self.ranks, "groups": 1, "block_tokens": BLOCK_TOKENS}
+        fields |= {"world_size": self.ranks, "groups": self._group_count, "block_tokens": BLOCK_TOKENS}
         fields |= {"worker": self.worker(rank)} if role == "worker" else {"scheduler": self.scheduler()}
         return Hello.model_validate({**fields, **changes})
 

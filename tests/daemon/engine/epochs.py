@@ -19,6 +19,7 @@ from kvprefetch.daemon.work.calls import Call, Caller, Kind
 from kvprefetch.daemon.work.concurrency import ConcurrencyLimit
 from kvprefetch.daemon.work.link_share import LinkShare
 from kvprefetch.daemon.work.rates import Rates
+from kvprefetch.shmring.groups import Groups
 from kvprefetch.shmring.wire.records import FlagState
 from tests.support.engine_side import BLOCK_TOKENS, EngineSide, EngineSpec, Key
 
@@ -72,9 +73,10 @@ def make_epoch(
     chunk_blocks: int = 1,
     events: bool = False,
     max_blocks: int = 8,
+    groups: Groups | None = None,
 ) -> Epoch:
     """An epoch with twelve slots to fetch into and four for saves, of 4 KiB for one rank."""
-    spec = EngineSpec(ranks=ranks, max_blocks=max_blocks, events=events)
+    spec = EngineSpec(ranks=ranks, max_blocks=max_blocks, events=events, groups=groups)
     engine = EngineInfo("e", BLOCK_TOKENS, spec.scheduler(), [spec.worker(rank) for rank in range(ranks)])
     memory = EngineMemory.create(load({"staging": "64KiB"}), 7, engine)
     services = Services(

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, RENEWED_AT_ONCE, Answer, Batch, LookUps
+from kvprefetch.daemon.engine.transfers import Found
 from kvprefetch.daemon.planning.negative import LASTING_NS, MAX_ENTRIES, MISS_NS, NegativeCache
 from kvprefetch.daemon.planning.requests import Key, Request
 from kvprefetch.daemon.planning.runs import Lane
@@ -51,7 +52,7 @@ class Setup:
         self.apply(self.look_ups.tick(now))
         self.ask(now)
 
-    def answered(self, number: int, found: Sequence[tuple[int, bytes]] | None, now: int) -> None:
+    def answered(self, number: int, found: Sequence[Found] | None, now: int) -> None:
         self.apply(self.look_ups.answered(number, found, now))
         self.ask(now)
 
@@ -73,10 +74,10 @@ class Setup:
         return [question.request.key for question in self.sent[-1].questions]
 
     def answer(self, now: int = 0) -> None:
-        batch, runs = self.sent[-1], []
+        batch, runs = self.sent[-1], list[Found]()
         for question in batch.questions:
             run = next((i for i, d in enumerate(question.digests) if d not in self.stored), len(question.digests))
-            runs.append((run, bytes(run)))
+            runs.append(Found(run, bytes(run)))
         self.answered(batch.number, runs, now)
 
 
@@ -149,7 +150,7 @@ def test_an_answer_that_comes_past_its_deadline_is_not_taken_for_the_next_questi
     key = setup.hint(2, "x", "y")
     setup.ask(4 * SECOND)
     assert len(setup.sent) == 2
-    setup.answered(setup.sent[0].number, [(2, bytes(2))], 5 * SECOND)
+    setup.answered(setup.sent[0].number, [Found(2, bytes(2))], 5 * SECOND)
     assert key not in setup.answers
     setup.answer(5 * SECOND)
     assert setup.answers[key] == (0, False)
@@ -247,11 +248,11 @@ def test_a_renewal_keeps_what_is_known_of_the_blocks_before_it() -> None:
     setup = Setup()
     key = setup.hint(1, "a", "b", "c")
     setup.ask(0)
-    setup.answered(setup.sent[-1].number, [(3, b"\1\0\1")], 0)
+    setup.answered(setup.sent[-1].number, [Found(3, b"\1\0\1")], 0)
     assert setup.planner.next_order(Lane.DISK) is not None
     setup.tick(5 * SECOND)
     assert setup.sent[-1].questions[0].start == 1
-    setup.answered(setup.sent[-1].number, [(1, b"")], 5 * SECOND)
+    setup.answered(setup.sent[-1].number, [Found(1, b"")], 5 * SECOND)
     assert setup.planner.requests[key].limit == 2
     assert setup.planner.requests[key].on_disk == b"\1\0\1"
 
@@ -309,7 +310,7 @@ def held(prompts: int, *, new_ms: int = 0) -> list[int]:
                 stop, (number, _) = question.start + len(question.digests), question.request.key
                 for part in range(question.start, stop, BATCH_DIGESTS) if number < prompts else ():
                     ends[number, part] = batch.asked_ns + 2 * SECOND
-            found = [(len(question.digests), b"") for question in batch.questions]
+            found = [Found(len(question.digests), b"") for question in batch.questions]
             for answer in look_ups.answered(batch.number, found, now):
                 planner.looked_up(answer.request.key, answer.blocks, answer.on_disk)
             batch = None

@@ -74,7 +74,11 @@ def layout() -> Iterator[Callable[..., RankLayout]]:
     def make(*prefixes: str, slots: int = 8) -> RankLayout:
         made.append(HostStaging(slots, [64] * len(prefixes)))
         replicas = [(prefixes.count(name), prefixes[:rank].count(name)) for rank, name in enumerate(prefixes)]
-        return RankLayout(prefixes, tuple(replicas), made[-1])
+        workers = [
+            WorkerInfo(block_bytes=64, key_prefix=name, put_factor=factor, put_turn=turn)
+            for name, (factor, turn) in zip(prefixes, replicas, strict=True)
+        ]
+        return RankLayout.of(workers, made[-1])
 
     yield make
     while made:

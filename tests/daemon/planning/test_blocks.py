@@ -111,11 +111,11 @@ def test_blocks_that_a_load_left_are_waste_once_their_room_is_reused() -> None:
     planner, _ = planned(4, 4)
     key = hit(planner, 1, *"abcde", local=1)
     run(planner)
-    planner.finish(key, loaded=range(2, 4))
+    planner.finish(key, range(2, 4))
     assert planner.blocks.wasted == [0, 0], "they are still there for others"
     assert wasted_after(planner, 2, "e", "x") == [0, 0], "of the others the last was loaded"
     assert wasted_after(planner, 3, "y", "z") == [1, 0]
-    planner.finish((2, 1), loaded=range(1))
+    planner.finish((2, 1), range(1))
     for _ in range(2):
         planner.blocks.waste_rest()
         assert planner.blocks.wasted == [4, 0], "x, y and z as well, once"

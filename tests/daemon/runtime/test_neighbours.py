@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 from kvprefetch.shmring.flags import pack
+from kvprefetch.shmring.groups import Group, Groups, Kind
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import PeerStatus
 from kvprefetch.shmring.wire import records
@@ -111,7 +112,7 @@ def test_bad_records_are_counted_and_skipped(shared_daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"groups": 2}, "only one KV-cache group is served: groups=2 max=1"),
+        ({"groups": 2}, "worker: number of KV groups differs: groups=2 named=1"),
         ({"rank": 3}, "rank out of bounds: rank=3 world_size=1"),
         (
             {"rank": 7, "world_size": 4096},
@@ -123,6 +124,29 @@ def test_a_wrong_hello_is_refused_in_one_line(shared_daemon: Daemon, changes: di
     engine = FakeEngine(shared_daemon.socket, attach=False)
     sock = engine.greet("worker", **changes)
     assert answer(sock, Refused) == Refused(error=message, final=True)
+    assert sock.recv(1) == b""
+
+
+FULL, WINDOW = Group(Kind.FULL, 32), Group(Kind.WINDOW, 32, 64)
+
+
+@pytest.mark.parametrize(
+    ("rules", "changes", "message"),
+    [
+        (Groups((FULL, WINDOW), 32), {"groups": 1}, "scheduler: number of KV groups differs: groups=1 named=2"),
+        (Groups((FULL, WINDOW), 32), {"block_tokens": 64}, "block_tokens must be the groups' unit: block_tokens=64 un"),
+        (Groups((FULL, Group(Kind.WINDOW, 32)), 32), {}, "KV group's window is out of bounds: group=1 kind=window"),
+        (Groups((FULL, WINDOW), 48), {}, "KV group's block is no multiple of the hash block: group=0"),
+    ],
+)
+def test_groups_without_rules_are_refused_in_one_line(
+    shared_daemon: Daemon, rules: Groups, changes: dict[str, Any], message: str
+) -> None:
+    engine = FakeEngine(shared_daemon.socket, attach=False, groups=rules)
+    sock = engine.greet("scheduler", **changes)
+    refused = answer(sock, Refused)
+    assert refused.error.startswith(message)
+    assert refused.final
     assert sock.recv(1) == b""
 
 

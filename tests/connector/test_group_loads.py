@@ -1,0 +1,209 @@
+"""The scheduler side with two KV groups: what hints carry, which slots and blocks a load names, and what is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvprefetch.connector.known import Known, joined_names
+from kvprefetch.connector.metadata import KVPrefetchMetadata, LoadOrder
+from kvprefetch.shmring.groups import Group, Groups, Kind
+from kvprefetch.shmring.wire.records import FlagState
+
+from .fakes import BLOCK, Engine, Request, scheduled_output
+from .test_worker import EPOCH, make
+
+# A window of two blocks beside full attention.
+GROUPS = Groups((Group(Kind.WINDOW, BLOCK, 2 * BLOCK + 1), Group(Kind.FULL, BLOCK)), BLOCK)
+PENDING, NOTHING = (None, False), (0, False)
+WINDOWS, FULL = [0, 0, 0, 0, 14, 15, 16], [21, 22, 23, 24, 25, 26, 27]
+
+
+def make_engine(**options: Any) -> Engine:
+    return Engine(groups=GROUPS, group=1, **options)
+
+
+def stage(engine: Engine, name: str, blocks: int, *, ready: bool = True) -> list[int]:
+    """Publish a prefix of so many blocks; return its slots, in the order of the items."""
+    hint = engine.daemon.hint(name)
+    count = sum(map(len, GROUPS.items(hint.local_blocks * BLOCK, blocks * BLOCK)))
+    slots = list(range(40, 40 + count))
+    engine.daemon.flags.write_slots(hint.flag, 0, slots)
+    engine.daemon.flags.set_found(hint.flag, blocks)
+    engine.daemon.move(hint.flag, FlagState.READY if ready else FlagState.HINTED, blocks)
+    return slots
+
+
+def allocated(
+    engine: Engine, request: Request, tokens: int, tables: Sequence[list[int]] = (WINDOWS, FULL)
+) -> LoadOrder:
+    engine.side.allocated(request, lambda: tables, tokens)
+    (order,) = engine.side.take_loads().loads
+    return order
+
+
+def test_a_hint_carries_every_digest_and_pages_for_what_a_prefix_may_need() -> None:
+    fine = Groups((Group(Kind.WINDOW, BLOCK // 2, BLOCK), Group(Kind.FULL, BLOCK)), BLOCK // 4)
+    engine = Engine(groups=fine, group=1, hashes_per_block=4)
+    request = engine.add("r", 3 * BLOCK + 1, ratio=4)
+    hint = engine.daemon.hint("r")
+    assert (hint.blocks, hint.local_blocks, len(hint.pages)) == (3, 0, 1)
+    assert bytes(hint.hashes) == b"".join(request.block_hashes[:12])
+
+
+def test_a_load_names_each_groups_blocks_and_the_slots_that_hold_them() -> None:
+    engine = make_engine()
+    request = engine.add("r", 6 * BLOCK + 5, local=BLOCK)
+    assert engine.match(request) == PENDING
+    slots = stage(engine, "r", 6)
+    assert engine.match(request) == (5 * BLOCK, True), "asynchronous: no other load can be taken back"
+    order = allocated(engine, request, 5 * BLOCK)
+    assert (list(order.block_ids), list(order.slots)) == ([14, 15, 22, 23, 24, 25, 26], slots)
+
+
+def test_where_the_local_prefix_grew_only_the_rest_is_loaded() -> None:
+    engine = make_engine()
+    request = engine.add("r", 6 * BLOCK + 5, local=BLOCK)
+    slots = stage(engine, "r", 6)
+    assert engine.match(request, 5 * BLOCK) == (BLOCK, True)
+    order = allocated(engine, request, BLOCK)
+    assert (list(order.block_ids), list(order.slots)) == ([15, 26], [slots[1], slots[-1]])
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        ([0, 0, 0, 13, 14, 15, 16], FULL),  # a block that the rules do not fill
+        ([0, 0, 0, 0, 0, 15, 16], FULL),  # none where the rules want one
+        ([0, 0, 0, 0, 14], FULL),
+    ],
+)
+def test_where_vllms_blocks_are_not_the_rules_the_load_fails_and_nothing_is_computed_on_them(
+    tables: Sequence[list[int]],
+) -> None:
+    """The worker reports the request, and vLLM recomputes it."""
+    engine = make_engine()
+    request = engine.add("r", 6 * BLOCK + 5, local=BLOCK)
+    stage(engine, "r", 6)
+    assert engine.match(request) == (5 * BLOCK, True)
+    order = allocated(engine, request, 5 * BLOCK, tables)
+    assert (list(order.block_ids), list(order.slots)) == ([], [])
+    worker, cache, _, _ = make()
+    worker.load(KVPrefetchMetadata(loads=[LoadOrder(order.load_id, "r", EPOCH, True, [], [])], live_epochs=(EPOCH,)))
+    assert worker.failed_requests() == {"r"} == worker.received()
+    assert worker.failed_requests() == set()
+    assert not cache.any()
+
+
+def test_an_answer_is_for_a_whole_prefix() -> None:
+    """What a daemon publishes before it is ready, or beyond the prompt, is not taken."""
+    engine = make_engine(wait_policy="best_effort")
+    request = engine.add("r", 6 * BLOCK + 5)
+    stage(engine, "r", 4, ready=False)
+    assert engine.match(request) == NOTHING
+    late = engine.add("shorter", 6 * BLOCK + 5)
+    stage(engine, "shorter", 6)
+    late.num_tokens = 5 * BLOCK
+    assert engine.match(late) == NOTHING
+
+
+def test_part_of_an_answer_cannot_be_loaded() -> None:
+    engine = make_engine()
+    request = engine.add("r", 6 * BLOCK + 5)
+    stage(engine, "r", 6)
+    assert engine.match(request) == (6 * BLOCK, True)
+    order = allocated(engine, request, 4 * BLOCK)
+    assert list(order.block_ids) == []
+
+
+def test_each_groups_block_is_saved_once_under_its_own_name() -> None:
+    """Of the window only the last blocks before a later request goes on."""
+    engine = make_engine(credits=range(20), retention=0)
+    request = engine.admitted("r", 6 * BLOCK + 5)
+    output = scheduled_output([(request, 6 * BLOCK + 5)], {"r": ([11, 12, 13, 14, 15, 16, 17], FULL)})
+    meta = engine.side.take_loads()
+    engine.side.plan_step(output, meta)
+    (order,) = meta.saves
+    assert sorted(order.block_ids) == [15, 16, 21, 22, 23, 24, 25, 26]
+    engine.acknowledge(meta)
+    engine.daemon.drain()
+    digests = request.block_hashes
+    wanted = [digests[i] + b"\1" for i in range(6)] + [digests[i] + b"\0" for i in (4, 5)]
+    (saved,) = engine.daemon.saved
+    assert sorted(saved.hashes) == sorted(wanted)
+    named = {15: b"\0", 16: b"\0"}
+    assert all(name[-1:] == named.get(block, b"\1") for name, block in zip(saved.hashes, order.block_ids, strict=True))
+
+
+def test_without_enough_slots_the_blocks_of_the_rest_are_saved_later() -> None:
+    engine = make_engine(credits=range(3), retention=0)
+    request = engine.admitted("r", 6 * BLOCK + 5)
+    tables: Any = {"r": ([11, 12, 13, 14, 15, 16, 17], FULL)}
+    found: list[int] = []
+    for step, tokens in enumerate((6 * BLOCK + 4, 1, 0, 0)):
+        output = scheduled_output([(request, tokens)], tables)
+        meta = engine.side.take_loads()
+        engine.side.plan_step(output, meta)
+        request.num_computed_tokens += tokens
+        found += [block for save in meta.saves for block in save.block_ids]
+        engine.daemon.credits.grant(list(range(3 * step + 3, 3 * step + 6)))
+    assert sorted(found) == [15, 16, 21, 22, 23, 24, 25, 26]
+    assert len(set(found)) == len(found)
+
+
+def test_a_finished_requests_blocks_of_both_groups_are_saved_from_the_engines_cache() -> None:
+    engine = make_engine(retention=0)
+    request = engine.admitted("r", 2 * BLOCK + 5)
+    output = scheduled_output([(request, 2 * BLOCK + 5)], {"r": ([11, 12, 13], [21, 22, 23])})
+    engine.side.plan_step(output, engine.side.take_loads())
+    names = {11: b"\0", 12: b"\0", 21: b"\1", 22: b"\1"}
+    engine.cache.digests = {block: request.block_hashes[block % 10 - 1] + group for block, group in names.items()}
+    del engine.cache.digests[12]  # given to another request meanwhile
+    engine.side.finished(request, ([11, 12, 13], [21, 22, 23]))
+    engine.daemon.credits.grant(list(range(9)))
+    meta = engine.side.take_loads()
+    engine.side.plan_step(scheduled_output([]), meta)
+    assert sorted(block for save in meta.saves for block in save.block_ids) == [11, 21, 22]
+
+
+def test_what_is_known_of_one_groups_block_says_nothing_of_anothers() -> None:
+    known, digest = Known(), bytes(range(32))
+    known.add(joined_names([digest + b"\0"]))
+    assert known.holds(joined_names([digest + bytes([group]) for group in range(4)])).tolist() == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_a_look_up_says_what_is_stored_of_each_group() -> None:
+    """Of the found prefix the blocks that it needs, of what lies behind it nothing."""
+    engine = make_engine(credits=range(20), retention=0)
+    request = engine.add("r", 6 * BLOCK + 5)
+    stage(engine, "r", 4)
+    assert engine.match(request) == (4 * BLOCK, True)
+    windows = [0, 0, 13, 14, 15, 16, 17]
+    engine.side.allocated(request, lambda: (windows, FULL), 4 * BLOCK)
+    engine.acknowledge(engine.side.take_loads())
+    engine.side.allocated(request, lambda: (windows, FULL), 0)
+    request.num_computed_tokens = 4 * BLOCK
+    meta = engine.side.take_loads()
+    engine.side.plan_step(scheduled_output([(request, 2 * BLOCK + 5)], {"r": (windows, FULL)}), meta)
+    assert sorted(block for save in meta.saves for block in save.block_ids) == [15, 16, 25, 26]
+
+
+def test_vllm_hears_of_requests_not_of_blocks_whose_load_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvprefetch.connector.connector import KVPrefetchConnector
+
+    for groups, requests, blocks in ((GROUPS, {"r"}, set[int]()), (None, set[str](), {1})):
+        worker = SimpleNamespace(failed_requests=lambda: {"r"}, failed_blocks=lambda: {1}, received=lambda: {"r"})
+        connector: Any = object.__new__(KVPrefetchConnector)
+        monkeypatch.setattr(connector, "worker_side", worker, raising=False)
+        monkeypatch.setattr(connector, "_geometry", SimpleNamespace(groups=groups), raising=False)
+        results = connector.get_transfer_results(set())
+        assert (results.finished_recving, results.failed_recving) == ({"r"}, requests)
+        assert connector.get_block_ids_with_load_errors() == blocks

@@ -1,0 +1,197 @@
+"""An engine with two KV groups: its keys, its hints and saves, and the prefix that its flags show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvprefetch.daemon.engine import transfers
+from kvprefetch.daemon.engine.transfers import Found, RankLayout
+from kvprefetch.daemon.planning.runs import Lane
+from kvprefetch.daemon.store.errors import ErrorClass
+from kvprefetch.daemon.work.calls import Kind as CallKind
+from kvprefetch.shmring.flags import Flag
+from kvprefetch.shmring.groups import Group, Groups, Kind
+from kvprefetch.shmring.wire.admin import Report, Warm
+from kvprefetch.shmring.wire.attach import WorkerInfo
+from kvprefetch.shmring.wire.records import FlagState, RecordKind, Saved, encode_saved
+from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, digest, make_epoch
+from tests.support.engine_side import BLOCK_TOKENS
+
+from .test_transfers import FakeStore
+
+# A window of one block beside full attention.
+GROUPS = Groups((Group(Kind.WINDOW, BLOCK_TOKENS, BLOCK_TOKENS), Group(Kind.FULL, BLOCK_TOKENS)), BLOCK_TOKENS)
+OK, MISS = ErrorClass.OK, ErrorClass.MISS
+
+
+def worker(*prefixes: str, size: int = 64, turn: tuple[int, int] = (1, 0)) -> WorkerInfo:
+    first, *others = prefixes
+    return WorkerInfo(block_bytes=size, key_prefix=first, put_factor=turn[0], put_turn=turn[1], other_prefixes=others)
+
+
+def test_a_blocks_group_is_in_its_key_and_not_in_its_hash() -> None:
+    staging: Any = SimpleNamespace(block_bytes=[64, 64])
+    ranked = RankLayout.of([worker("a@", "c@"), worker("b@", "d@")], staging, named=True)
+    names = [b"\x01\x00", b"\x02\x01"]
+    assert ranked.keys(names) == ["a@01", "b@01", "c@02", "d@02"]
+    assert ranked.key_prefixes == ["a@", "b@", "c@", "d@"]
+    store: Any = FakeStore(["a@01", "b@01", "c@02", "c@03", "d@03"])
+    found = transfers.look_up(store, ranked, [[*names, b"\x03\x01"], [b"\x09\x00", *names]], media=False)
+    assert found == [Found(1, bytes(3), b"\1\0\1"), Found(0, bytes(3), bytes(3))]
+    assert store.keys("exist")[0] == ["a@01", "b@01", "a@09", "b@09"], "the first of each question goes alone"
+    found = transfers.look_up(store, ranked, [[b"\x01\x00", b"\x03\x01"]], media=True)
+    assert found == [Found(2, b"\1\0", b"\1\1")]
+
+
+@pytest.mark.parametrize(
+    ("workers", "message"),
+    [
+        ([worker("a@", "b@"), worker("c@")], "number of KV groups differs: groups=1 expected=2"),
+        ([worker("a@", "a@")], "no two groups"),
+        ([worker("a@", "b@", turn=(2, 0)), worker("a@", "c@", turn=(2, 1))], "the same ranks must share keys"),
+    ],
+)
+def test_ranks_whose_groups_do_not_fit_are_refused(workers: list[WorkerInfo], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        transfers.check_replicas(workers, 2)
+
+
+class Setup(Engine):
+    """An epoch of an engine with two groups; a call ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.now, self.pools = SECOND_NS, Pools()
+        super().__init__(make_epoch(None, 1, self.pools, lambda: self.now, chunk_blocks=12, groups=GROUPS))
+
+    def hinted(self, number: int, *names: str, local: int = 0) -> Any:
+        return self.hint([digest(name) for name in names], key=(number, 1), local=local)
+
+    def looked_up(self, present: list[int], on_disk: list[int] | None = None) -> None:
+        """The look-up ends; full attention's blocks come first."""
+        assert self.pools.calls[-1].kind is CallKind.LOOK_UP
+        run = [*present, 0].index(0)
+        self.pools.end([Found(run, bytes(on_disk or [0] * len(present)), bytes(present))])
+
+    def fetched(self, *outcome: ErrorClass) -> None:
+        assert any(self.epoch.start_fetch(lane) for lane in Lane)
+        self.pools.end(list(outcome))
+
+
+@pytest.fixture
+def setup() -> Iterator[Setup]:
+    setup = Setup()
+    yield setup
+    setup.leave()
+
+
+def test_a_flag_shows_the_prefix_once_all_its_blocks_are_there(setup: Setup) -> None:
+    key = setup.hinted(0, "a", "b", "c")
+    setup.looked_up([1, 1, 1, 0, 0, 1])
+    assert setup.table.found(0) == 3
+    setup.fetched(OK, OK, OK, OK)
+    assert setup.flag(key) == Flag(1, FlagState.READY, 3)
+    assert len(set(setup.slots(key, 0, 4))) == 4
+    setup.put(key, FlagState.CLAIMED, 3)
+    setup.loaded(key, range(1, 3))
+    assert setup.epoch.planner.gauges()["blocks_pinned"] == 0
+    again = setup.hinted(1, "a", "b", "c", local=1)
+    setup.looked_up([0, 0, 0, 0])
+    assert setup.flag(again) == Flag(1, FlagState.READY, 3), "what is staged counts, whatever the store has by now"
+    (line,) = [line for _, line in setup.epoch.traces.recent]
+    assert (line["hint_blocks"], line["local_blocks"], line["found_blocks"], line["loaded_blocks"]) == (3, 0, 3, 2)
+    assert line["bytes"] == 4 * 4096
+    assert setup.epoch.counters.hit_blocks == {"staging": 3, "memory": 4, "disk": 0}
+
+
+def test_of_what_came_from_disk_the_flag_shows_the_share_in_blocks_of_the_prefix(setup: Setup) -> None:
+    key = setup.hinted(0, "a", "b", "c", local=1)
+    setup.looked_up([1, 1, 0, 1], on_disk=[1, 1, 0, 1])
+    setup.fetched(OK, OK, OK)
+    assert setup.flag(key) == Flag(1, FlagState.READY, 3)
+    assert setup.table.disk(0) == 2
+
+
+def test_where_a_block_fails_the_next_shorter_complete_prefix_is_shown(setup: Setup) -> None:
+    key = setup.hinted(0, "a", "b", "c")
+    setup.looked_up([1, 1, 1, 1, 1, 1])
+    setup.fetched(OK, OK, MISS, OK)  # of the last window, then of a, b and c
+    assert setup.flag(key) == Flag(1, FlagState.HINTED, 0)
+    assert setup.table.found(0) == 1
+    setup.fetched(OK)
+    assert setup.flag(key) == Flag(1, FlagState.READY, 1)
+
+
+def test_a_value_that_is_known_to_be_bad_is_not_chosen_again(setup: Setup) -> None:
+    setup.hinted(0, "a", "b")
+    setup.looked_up([1, 1, 1, 1])
+    setup.fetched(ErrorClass.CORRUPT, OK, OK)
+    setup.fetched(OK)
+    again = setup.hinted(1, "a", "b")
+    setup.looked_up([1, 1, 1, 1])
+    assert setup.flag(again) == Flag(1, FlagState.READY, 1)
+
+
+def test_a_miss_a_store_that_is_away_and_a_mode_that_fetches_nothing_are_shown_as_nothing(setup: Setup) -> None:
+    miss = setup.hinted(0, "x", "y", local=1)
+    setup.looked_up([0, 0])
+    assert setup.flag(miss) == Flag(1, FlagState.READY, 1)
+    setup.epoch.switch("shadow")
+    shadow = setup.hinted(1, "a", "b")
+    setup.looked_up([1, 1, 1, 1])
+    assert setup.flag(shadow) == Flag(1, FlagState.READY, 0)
+    assert setup.table.found(1) == 2
+    setup.epoch.switch("off")
+    assert setup.flag(setup.hinted(2, "a", "b")) == Flag(1, FlagState.READY, 0)
+    setup.epoch.switch("on")
+    waiting = setup.hinted(3, "a", "b")
+    setup.epoch.tick(setup.now + 2 * SECOND_NS)
+    assert setup.flag(waiting).state == FlagState.HINTED, "its batch is out"
+    setup.pools.end(RuntimeError("planted"))
+    assert setup.flag(waiting) == Flag(1, FlagState.READY, 0)
+
+
+def test_a_lease_that_was_lost_shortens_the_prefix(setup: Setup) -> None:
+    key = setup.hinted(0, "a", "b")
+    setup.looked_up([1, 1, 1, 1])
+    setup.now += 6 * SECOND_NS
+    setup.epoch.tick(setup.now)
+    assert setup.pools.calls[-1].kind is CallKind.LOOK_UP
+    setup.pools.end([Found(0, bytes(3), b"\0\1\1")])
+    setup.fetched(OK, OK)
+    assert setup.flag(key) == Flag(1, FlagState.READY, 1)
+
+
+def test_a_reset_ends_it_and_forgets_its_prompt(setup: Setup) -> None:
+    key = setup.hinted(0, "a", "b")
+    setup.looked_up([1, 1, 1, 1])
+    setup.fetched(OK, OK, OK)
+    setup.epoch.reset(1, 1.0)
+    assert setup.flag(key).state == FlagState.EXPIRED
+    assert setup.epoch.prefixes is not None
+    assert len(setup.epoch.prefixes) == 0
+
+
+def test_records_that_do_not_fit_the_groups_are_counted_and_skipped(setup: Setup) -> None:
+    from kvprefetch.shmring.wire import records
+
+    slots = setup.credits.take(1)
+    setup.push(RecordKind.SAVED, encode_saved(Saved(1, 0, False, slots, [digest("a") + b"\2"])))
+    assert setup.epoch.counters.bad_records == 1
+    setup.push(RecordKind.SAVED, encode_saved(Saved(1, 0, False, slots, [digest("a") + b"\1"])))
+    assert setup.epoch.counters.bad_records == 1
+    setup.put((0, 1), FlagState.HINTED)
+    for blocks, pages in ((3, [0]), (2, [0, 1])):
+        hint = records.encode_hint(0, 1, "r", blocks, 0, 0, 99, 5, 32, memoryview(bytes(64)), pages)
+        setup.push(RecordKind.HINT, *hint)
+    assert setup.epoch.counters.bad_records == 3
+
+
+def test_an_engine_with_groups_cannot_be_warmed(setup: Setup) -> None:
+    answers: list[Any] = []
+    setup.epoch.warm(Warm(run="0" * 32), answers.append)
+    assert [type(each) for each in answers] == [Report]
+    assert not answers[0].ok
