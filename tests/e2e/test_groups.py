@@ -1,0 +1,145 @@
+"""Tokens never change with two KV groups, sliding windows beside full attention, and vLLM's hybrid manager on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import BLOCK, PATIENT, Site, hits, served, whole_blocks
+from tests.lab import control
+from tests.lab.connectors import ours, upstream
+from tests.lab.daemon import Daemon
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.hybrid import WINDOW, make_gemma3
+from tests.lab.passes import Abort
+from tests.lab.prompts import make_prompts
+from tests.lab.store import Store
+from tests.support.auditor import Auditor
+
+PROMPTS = make_prompts(6, 300, seed=81)
+LONG = [prompt + more for prompt, more in zip(PROMPTS, make_prompts(6, 300, seed=82), strict=True)]
+WINDOW_BLOCKS = -(-(WINDOW - 1) // BLOCK)
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_gemma3(tmp_path_factory.mktemp("models") / "gemma3")
+
+
+@pytest.fixture(scope="module")
+def reference(gemma: Path, engines: Callable[..., Engine]) -> Engine:
+    """The plain engine, whose tokens are right."""
+    return engines(EngineSpec(model=gemma))
+
+
+@pytest.fixture(scope="module")
+def right(reference: Engine) -> list[list[int]]:
+    return reference.run(PROMPTS).tokens
+
+
+@pytest.fixture(scope="module")
+def right_long(reference: Engine) -> list[list[int]]:
+    return reference.run(LONG).tokens
+
+
+def test_loaded_tokens_equal_recomputed_ones_beside_local_hits(
+    site: Site, gemma: Path, right: list[list[int]], right_long: list[list[int]]
+) -> None:
+    engine = site.engine(model=gemma, extra={"cache_prefix": "groups"})
+    served(engine.run(PROMPTS), right, [0] * len(PROMPTS))
+    assert engine.run(LONG).tokens == right_long
+    for _ in range(2):
+        site.fresh(engine)
+        served(engine.run(PROMPTS), right, hits(PROMPTS))
+        loads = engine.call("tests.e2e.probes:counters")["load_blocks"]
+        served(engine.run(LONG), right_long, hits(LONG))
+        beside = sum(whole_blocks(long) - whole_blocks(short) for long, short in zip(LONG, PROMPTS, strict=True))
+        assert engine.call("tests.e2e.probes:counters")["load_blocks"] - loads == beside // BLOCK
+        served(engine.run(LONG), right_long, hits(LONG))
+    site.fresh(engine)
+    engine.call("tests.e2e.probes:load_a_foreign_block")
+    spoiled = engine.run(PROMPTS, concurrency=1)
+    assert [got == want for got, want in zip(spoiled.tokens, right, strict=True)] == [True] + 5 * [False]
+    site.assert_idle()
+    engine.stop()
+
+
+def test_under_preemption_and_with_aborted_requests(site: Site, gemma: Path, reference: Engine) -> None:
+    prompts = [prompt[:200] for prompt in PROMPTS]
+    first = reference.run(prompts, max_tokens=160)
+    engine = site.engine(model=gemma, extra={"cache_prefix": "preempted"}, num_gpu_blocks=34, max_model_len=512)
+    engine.call("tests.e2e.probes:count_preemptions")
+    assert engine.run(prompts, max_tokens=160).tokens == first.tokens
+    assert engine.call("tests.e2e.probes:preemptions") > 0
+    for steps in range(4):
+        site.fresh(engine)
+        aborts = [Abort(index, after_steps=steps + index) for index in range(0, len(PROMPTS), 2)]
+        again = engine.run(prompts, max_tokens=160, aborts=aborts)
+        for request in again.requests[1::2]:
+            assert request.tokens == first.tokens[request.index]
+    site.assert_idle()
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def shared(cluster: Store) -> Iterator[Daemon]:
+    with Daemon(mooncake_config=cluster.config, staging="64MiB", extra=PATIENT) as daemon:
+        yield daemon
+        assert daemon.sigterm(30) == 0
+
+
+def keys(gemma: Path, prompt: list[int], group: int) -> list[str]:
+    """Upstream's keys; group 0 has the windows, since the first layer has one."""
+    return [key.replace("@group:0@", f"@group:{group}@") for key in control.block_keys(gemma, prompt)]
+
+
+def test_without_a_lost_block_the_next_shorter_complete_prefix_is_loaded(
+    gemma: Path, cluster: Store, shared: Daemon, engines: Callable[..., Engine], module_auditor: Auditor
+) -> None:
+    """With a window's blocks saved before every second block, each lost block costs what lies behind it."""
+    site = Site(shared, gemma, module_auditor, engines)
+    transfer = ours(shared.socket, key_format="vllm", cache_prefix="lost")
+    spec = EngineSpec(model=gemma, kv_transfer=transfer, extra={"prefix_cache_retention_interval": WINDOW})
+    engine = site.engine(spec)
+    prompts = make_prompts(3, 300, seed=83)
+    tokens = engine.run(prompts).tokens
+    site.fresh(engine)
+    served(engine.run(prompts), tokens, hits(prompts))
+    for group, block, left in ((1, 6, 6), (0, 8, 8), (1, 0, 0)):
+        control.remove(cluster.config, [f"lost@{keys(gemma, prompts[0], group)[block]}"])
+        site.assert_idle()
+        engine.stop()
+        engine = site.engine(spec)  # with staging of its own, where nothing is yet
+        served(engine.run(prompts), tokens, [left * BLOCK, *hits(prompts[1:])])
+        site.fresh(engine)
+        served(engine.run(prompts), tokens, hits(prompts))  # it was saved again
+    site.assert_idle()
+    engine.stop()
+
+
+def test_each_connector_reads_what_the_other_wrote(
+    gemma: Path, cluster: Store, reference: Engine, shared: Daemon, engines: Callable[..., Engine]
+) -> None:
+    mine = engines(EngineSpec(model=gemma, kv_transfer=ours(shared.socket, key_format="vllm")))
+    theirs = engines(EngineSpec(model=gemma, kv_transfer=upstream(), mooncake_config=cluster.config))
+    for seed, writer, reader in ((84, mine, theirs), (85, theirs, mine)):
+        prompts = make_prompts(4, 300, seed=seed)
+        tokens = reference.run(prompts).tokens
+        before = cluster.keys
+        assert writer.run(prompts).tokens == tokens
+        wanted = before + len(prompts) * (300 // BLOCK + WINDOW_BLOCKS)
+        assert cluster.wait_keys(wanted) == wanted
+        served(reader.run(prompts), tokens, hits(prompts))
+    prompts, digests = make_prompts(2, 300, seed=86), []
+    names = [key for prompt in prompts for group in (0, 1) for key in keys(gemma, prompt, group)]
+    for writer in (mine, theirs):
+        assert writer.reset_prefix_cache()
+        before = cluster.keys
+        writer.run(prompts, concurrency=1)
+        wanted = before + len(prompts) * (300 // BLOCK + WINDOW_BLOCKS)
+        assert cluster.wait_keys(wanted) == wanted
+        digests.append(control.read_digests(cluster.config, names))
+        control.remove(cluster.config, [name for name, digest in zip(names, digests[-1], strict=True) if digest])
+    assert digests[0] == digests[1]
