@@ -104,17 +104,15 @@ def model(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield "bad", f"state-space and linear-attention layers are not served: {', '.join(stateful[:3])}", advice
     elif kinds and not kinds & set(_FULL):
         yield "bad", f"sliding windows alone are not served: {', '.join(sorted(kinds))}", advice
-    elif kinds & set(_WINDOWED):
+    elif "chunked_attention" in kinds:
         yield "note", f"layers: {', '.join(sorted(kinds))}", "start vLLM with --disable-hybrid-kv-cache-manager"
     elif window and not kinds:
         what = f"sliding_window={window}, and {path} does not say in which layers: in all of them it is not served"
         yield "note", what, "with full attention in others, start vLLM with --disable-hybrid-kv-cache-manager"
     else:
-        yield (
-            "ok",
-            f"{', '.join(text.get('architectures') or said.get('architectures') or ['model'])}: full attention",
-            "",
-        )
+        name = ", ".join(text.get("architectures") or said.get("architectures") or ["model"])
+        beside = " and sliding windows" if kinds & set(_WINDOWED) else ""
+        yield "ok", f"{name}: full attention{beside}", ""
 
 
 def daemon(arguments: argparse.Namespace) -> Iterator[Finding]:

@@ -17,9 +17,11 @@ from tests.lab.passes import Abort
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
 from tests.support.auditor import Auditor
+from tests.support.host_kernel import needs_cxx
 
 PROMPTS = make_prompts(6, 300, seed=81)
 LONG = [prompt + more for prompt, more in zip(PROMPTS, make_prompts(6, 300, seed=82), strict=True)]
+FAMILY = "full attention and sliding windows"
 WINDOW_BLOCKS = -(-(WINDOW - 1) // BLOCK)
 
 
@@ -44,6 +46,7 @@ def right_long(reference: Engine) -> list[list[int]]:
     return reference.run(LONG).tokens
 
 
+@pytest.mark.shows("saved, then loaded: tokens equal", FAMILY)
 def test_loaded_tokens_equal_recomputed_ones_beside_local_hits(
     site: Site, gemma: Path, right: list[list[int]], right_long: list[list[int]]
 ) -> None:
@@ -66,6 +69,8 @@ def test_loaded_tokens_equal_recomputed_ones_beside_local_hits(
     engine.stop()
 
 
+@pytest.mark.shows("aborts", FAMILY)
+@pytest.mark.shows("preemption", FAMILY)
 def test_under_preemption_and_with_aborted_requests(site: Site, gemma: Path, reference: Engine) -> None:
     prompts = [prompt[:200] for prompt in PROMPTS]
     first = reference.run(prompts, max_tokens=160)
@@ -79,6 +84,22 @@ def test_under_preemption_and_with_aborted_requests(site: Site, gemma: Path, ref
         again = engine.run(prompts, max_tokens=160, aborts=aborts)
         for request in again.requests[1::2]:
             assert request.tokens == first.tokens[request.index]
+    site.assert_idle()
+    engine.stop()
+
+
+@pytest.mark.shows("two tensor-parallel ranks", FAMILY)
+@needs_cxx
+def test_on_two_ranks(site: Site, engines: Callable[..., Engine], tmp_path: Path) -> None:
+    model = make_gemma3(tmp_path / "gemma3", kv_heads=2)
+    plain = engines(EngineSpec(model=model, tensor_parallel_size=2))
+    right = plain.run(PROMPTS).tokens
+    plain.stop()
+    engine = site.engine(model=model, tensor_parallel_size=2, extra={"cache_prefix": "groups of two ranks"})
+    assert engine.run(PROMPTS).tokens == right
+    for _ in range(2):
+        site.fresh(engine)
+        served(engine.run(PROMPTS), right, hits(PROMPTS))
     site.assert_idle()
     engine.stop()
 
@@ -119,6 +140,7 @@ def test_without_a_lost_block_the_next_shorter_complete_prefix_is_loaded(
     engine.stop()
 
 
+@pytest.mark.shows("vLLM's own connector reads ours, and the reverse", FAMILY)
 def test_each_connector_reads_what_the_other_wrote(
     gemma: Path, cluster: Store, reference: Engine, shared: Daemon, engines: Callable[..., Engine]
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 WINDOW = 64  # tokens
 
 
-def make_gemma3(folder: Path) -> Path:
+def make_gemma3(folder: Path, kv_heads: int = 1) -> Path:
     """Write (or find) the checkpoint; return its folder. Its greedy output depends on every block of the prompt."""
     import torch
     import transformers
@@ -16,7 +16,7 @@ def make_gemma3(folder: Path) -> Path:
         return folder
     config = transformers.Gemma3TextConfig(
         vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=64, max_position_embeddings=4096, sliding_window=WINDOW,
+        num_key_value_heads=kv_heads, head_dim=64, max_position_embeddings=4096, sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"] * 2, query_pre_attn_scalar=64,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
