@@ -73,12 +73,12 @@ def _guarded(default: Any) -> Callable[[_F], _F]:
     return wrap
 
 
-class _PrefixCache(LocalCache):
+class PrefixCache(LocalCache):
     """The engine's own prefix cache."""
 
     def __init__(self, manager: KVCacheManager, geometry: Geometry) -> None:
         self._manager, self._pool = manager, manager.block_pool
-        self._cached, self._ratio = manager.block_pool.cached_block_hash_to_block, geometry.hashes_per_block
+        self._ratio = geometry.hashes_per_block
         # What vLLM appends to a digest for the key of a group's block.
         self._suffix, self._named = make_block_hash_with_group_id(BlockHash(b""), geometry.group), False
         if (groups := geometry.groups) is not None:  # then a digest's last byte is the number of its group
@@ -86,13 +86,14 @@ class _PrefixCache(LocalCache):
 
     def tokens(self, request: Request) -> int:
         first = request.block_hashes[self._ratio - 1 : self._ratio]
-        if not first or self._cached.get_one_block(first[0] + self._suffix) is None:
+        # A reset of the pool replaces its map.
+        if not first or self._pool.cached_block_hash_to_block.get_one_block(first[0] + self._suffix) is None:
             return 0  # without the first block there is no prefix; vLLM's own look costs much more
         tokens: int = self._manager.get_computed_blocks(request)[1]
         return tokens
 
     def blocks(self) -> int:
-        return len(self._cached)
+        return len(self._pool.cached_block_hash_to_block)
 
     def holds(self, block_id: int, digest: bytes) -> bool:
         if self._named:
@@ -200,7 +201,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         if self.scheduler_side is not None:
-            self.scheduler_side.cache = _PrefixCache(kv_cache_manager, self._geometry)
+            self.scheduler_side.cache = PrefixCache(kv_cache_manager, self._geometry)
 
     # vLLM calls the hooks below for every request or step, with cold caches: they guard themselves, as each call of a
     # Python function costs 2 to 3 us there.
