@@ -21,8 +21,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .layout import MAX_GROUPS
+
 Numbers = npt.NDArray[np.int64]
-MAX_GROUPS = 32
 
 
 class Kind(str, Enum):
@@ -115,13 +116,17 @@ class Groups(NamedTuple):
             found.append(np.flatnonzero(needed.cumsum()) + base)
         return found
 
-    def longest(self, local: int, usable: int, present: Sequence[npt.NDArray[np.bool_]]) -> int:
+    def longest(
+        self, local: int, usable: int, present: Sequence[npt.NDArray[np.bool_]], room: int | None = None
+    ) -> int:
         """Return the tokens of the longest prefix, up to `usable`, for which each group has its blocks; else `local`.
 
-        `present[g][i]`: whether there is block wanted(local, usable)[g][i] of group g.
+        `present[g][i]`: whether there is block wanted(local, usable)[g][i] of group g.  `room`: the most items.
         """
         tokens = self._prefixes(local, usable)
-        good = np.ones(len(tokens), dtype=np.bool_)
+        firsts = [(group, np.maximum(group.first(tokens), local // group.block_tokens)) for group in self.groups]
+        items = sum((tokens // group.block_tokens - first for group, first in firsts), np.zeros_like(tokens))
+        good = items <= (items if room is None else max(room, 0))
         for group, blocks, there in zip(self.groups, self.wanted(local, usable), present, strict=True):
             if not len(blocks):
                 continue

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...shmring._atomics import Words
 from ...shmring.credits import CreditGranter
 from ...shmring.errors import SegmentCorrupt
-from ...shmring.flags import FlagTable, pack, unpack
+from ...shmring.flags import MAX_COUNT, FlagTable, pack, unpack
 from ...shmring.groups import Groups
 from ...shmring.layout import Layout, pages_of
 from ...shmring.liveness import Liveness
@@ -99,10 +99,13 @@ class Channel:
     def check_hint(self, hint: Hint) -> None:
         """Raise ProtocolError for a hint that names what the segment does not have."""
         layout, groups, page = self.layout, self._groups, max(hint.pages)
-        digests = items = hint.blocks
+        digests = items = names = hint.blocks
         if groups is not None:
             local, usable = hint.local_blocks * groups.unit_tokens, hint.blocks * groups.unit_tokens
             digests, items = usable // groups.hash_tokens, groups.most_items(local, usable)
+            names = sum((usable - local) // group.block_tokens for group in groups.groups)
+        if max(hint.blocks, names) > MAX_COUNT:  # of a flag; and what a look-up asks for is the loop's work
+            raise ProtocolError(f"hint is too long: blocks={hint.blocks} blocks of all groups={names} max={MAX_COUNT}")
         if hint.flag >= layout.flag_count or items > layout.table_entries or page >= layout.page_count:
             raise ProtocolError(
                 f"hint out of bounds: flag={hint.flag} max={layout.flag_count - 1} items={items} "

@@ -175,7 +175,7 @@ class LookUps:
         """Answer a whole request; it may want other blocks by now than those that were asked for again."""
         request, digests, run = question.request, question.digests, question.start + found.run
         if not batch.renewal:
-            present = bytearray(found.present)
+            present = bytearray(found.present.ljust(len(digests), b"\0"))
             for index in self._negative.lasting(digests, now_ns):
                 present[index] = 0
             self._renew_later(request, len(digests), batch.asked_ns)

@@ -114,14 +114,7 @@ class Prefixes:
 
     def _choose(self, prompt: _Prompt, room: int) -> Choice:
         groups = self._groups
-        tokens = groups.longest(prompt.local, prompt.usable, prompt.present)
-        per_unit = sum(self._unit // group.block_tokens for group in groups.groups)
-        while (over := sum(map(len, groups.items(prompt.local, tokens))) - max(room, 0)) > 0:
-            most = tokens - max(1, over // per_unit) * self._unit
-            for one, wanted, there in zip(groups.groups, prompt.wanted, prompt.present, strict=True):
-                there[wanted >= most // one.block_tokens] = False
-            tokens = groups.longest(prompt.local, prompt.usable, prompt.present)
-        prompt.chosen = tokens
+        prompt.chosen = tokens = groups.longest(prompt.local, prompt.usable, prompt.present, room)
         names, on_disk = list[bytes](), list[bytes]()
         for group, items in enumerate(groups.items(prompt.local, tokens)):
             names += self._names(prompt, group, np.arange(items.start, items.stop))
@@ -133,9 +126,10 @@ class Prefixes:
         """Return the name of a block that the prefix one unit longer lacks; empty if there is none."""
         if tokens >= prompt.usable:
             return b""
-        for group, items in enumerate(self._groups.items(prompt.local, tokens + self._unit)):
+        items = self._groups.items(prompt.local, tokens + self._unit)
+        for group in self._asked_first:  # of the others `found` may not know which are staged
             wanted = prompt.wanted[group]
-            absent = wanted[np.isin(wanted, items) & ~prompt.present[group]]
+            absent = wanted[np.isin(wanted, items[group]) & ~prompt.present[group]]
             if len(absent):
                 return self._names(prompt, group, absent[:1])[0]
         return b""

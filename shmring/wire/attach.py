@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from ..groups import MAX_GROUPS, Group, Groups, Kind
+from ..layout import MAX_GROUPS
 from .checks import Fingerprint, KeyPrefix, Packet
+
+if TYPE_CHECKING:
+    from ..groups import Groups
 
 HASH_PROBE_TOKENS = (1, 2, 3)  # of SchedulerInfo.hash_probe
 # A CUDA IPC memory handle: 64 bytes in hexadecimal digits, or none.
@@ -68,6 +71,8 @@ class SchedulerInfo(Packet):
     @property
     def kv_groups(self) -> Groups | None:
         """Return the rules of several groups, unchecked; None for one group."""
+        from ..groups import Group, Groups, Kind  # numpy, which the command line does without
+
         groups = tuple(Group(Kind(one.kind), one.block_tokens, one.window_tokens) for one in self.groups)
         return Groups(groups, self.hash_tokens) if groups else None
 

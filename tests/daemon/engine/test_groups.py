@@ -17,7 +17,7 @@ from kvprefetch.shmring.flags import Flag
 from kvprefetch.shmring.groups import Group, Groups, Kind
 from kvprefetch.shmring.wire.admin import Report, Warm
 from kvprefetch.shmring.wire.attach import WorkerInfo
-from kvprefetch.shmring.wire.records import FlagState, RecordKind, Saved, encode_saved
+from kvprefetch.shmring.wire.records import FlagState, Hint, ProtocolError, RecordKind, Saved, encode_saved
 from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, digest, make_epoch
 from tests.support.engine_side import BLOCK_TOKENS
 
@@ -188,6 +188,31 @@ def test_records_that_do_not_fit_the_groups_are_counted_and_skipped(setup: Setup
         hint = records.encode_hint(0, 1, "r", blocks, 0, 0, 99, 5, 32, memoryview(bytes(64)), pages)
         setup.push(RecordKind.HINT, *hint)
     assert setup.epoch.counters.bad_records == 3
+
+
+def test_a_hint_with_more_blocks_than_a_flag_can_count_is_skipped(setup: Setup) -> None:
+    """All of them local, so that its slot table would be empty: no word of a flag holds their number."""
+    blocks = (1 << 20) + 1
+    setup.put((0, 1), FlagState.HINTED)
+    hint = Hint(0, 1, "r", blocks, blocks, 0, 1, 1, 1, memoryview(bytes(blocks)), [0])
+    with pytest.raises(ProtocolError, match="hint is too long"):
+        setup.epoch.channel.check_hint(hint)
+
+
+def test_a_look_up_of_before_a_reset_ends_after_a_fetch_that_failed(setup: Setup) -> None:
+    """Its request was cancelled meanwhile, and the daemon has not read that yet."""
+    setup.hinted(0, "a", "b")
+    setup.looked_up([1, 1, 1, 1])
+    assert any(setup.epoch.start_fetch(lane) for lane in Lane)
+    fetch = setup.pools.calls[-1]
+    cancelled = setup.hinted(1, "a", "b")
+    look_up = setup.pools.calls[-1]
+    setup.put(cancelled, FlagState.CANCELLED)
+    setup.epoch.reset(1, 1.0)
+    for call, result in ((fetch, [ErrorClass.CORRUPT] * 3), (look_up, [Found(0, bytes(4), b"\1\1\1\1")])):
+        setup.pools.calls.remove(call)
+        call.finish(result)
+    assert setup.table.found(1) == 0
 
 
 def test_an_engine_with_groups_cannot_be_warmed(setup: Setup) -> None:
