@@ -52,7 +52,7 @@ class Known:
         Applied when somebody asks, many at once: a NumPy call with cold caches takes 10 us.
         """
         self._noted.append((hashes, found * hash_bytes))
-        self._noted_bytes += len(hashes)
+        self._noted_bytes += memoryview(hashes.obj).nbytes  # kept whole
         self._hash_bytes = hash_bytes
         if self._noted_bytes > NOTED_BYTES:
             self._apply()

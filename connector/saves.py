@@ -167,23 +167,24 @@ class Saves:
         room: int,
     ) -> tuple[list[tuple[int, _Block]], int]:
         """`_wanted` of several groups; an item is named by its digest and, in a last byte, the number of its group."""
-        unit, found = groups.unit_tokens, list[tuple[int, int, int]]()
+        unit, found = groups.unit_tokens, list[tuple[int, int, int, bytes]]()
         chosen = groups.saved(
             blocks.start * unit, blocks.stop * unit, progress.prefill_tokens, self._geometry.retention
         )
         for group, numbers in enumerate(chosen):
-            size = groups.groups[group].block_tokens
-            found += ((number * size // unit, group, number) for number in numbers.tolist())
+            size, table, last = groups.groups[group].block_tokens, block_ids[group], bytes([group])
+            found += (
+                (number * size // unit, group, table[number], bytes(request.block_hashes[at]) + last)
+                for number, at in zip(numbers.tolist(), groups.digests(group, numbers).tolist(), strict=True)
+                if table[number] != NULL_BLOCK
+            )
+        found.sort(key=lambda each: each[:2])  # stable: the blocks of a group stay in order
         wanted: list[tuple[int, _Block]] = []
-        for at, group, number in sorted(found):
-            if (block_id := block_ids[group][number]) == NULL_BLOCK:
-                continue
-            digest = request.block_hashes[int(groups.digests(group, range(number, number + 1))[0])]
-            name = bytes(digest) + bytes([group])
-            if not self._knows(name):
-                if len(wanted) >= room:
-                    return wanted, at
-                wanted.append((at, _Block(block_id, name, None)))
+        for index in np.flatnonzero(~self._known.holds(self._keys([name for *_, name in found]))).tolist():
+            at, _, block_id, name = found[index]
+            if len(wanted) >= room:
+                return wanted, at
+            wanted.append((at, _Block(block_id, name, None)))
         return wanted, blocks.stop
 
     def _held_blocks(self, block_ids: Sequence[Sequence[int]]) -> int:
