@@ -185,6 +185,11 @@ def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> No
         raise _refused(
             f"KV groups of these kinds are not served together: groups={count} kv_cache_spec={names}{advice}"
         )
+    if publishes_events(vllm_config):
+        raise _refused(
+            "KV events of several KV groups are not served: enable_kv_cache_events=True (blocks in the store would "
+            f"have none): groups={count}{advice}"
+        )
 
 
 def _rules(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups | None:

@@ -74,7 +74,7 @@ def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute
             is_kv_consumer=role != "kv_producer", is_kv_producer=role != "kv_consumer",
         ),
         speculative_config=None,
-        kv_events_config=None,
+        kv_events_config=changes.pop("kv_events_config", None),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
         compilation_config=SimpleNamespace(static_forward_context={}),
         instance_id="123",
@@ -122,6 +122,11 @@ def refusals() -> list[tuple[str, dict[str, Any], Any]]:
             f"{full_only}3 kv_cache_spec=Chunked.*,Full.*,Sliding.*{advice}",
             {},
             kv_cache_config([full, window, chunks], 3),
+        ),
+        (
+            f"KV events of several KV groups are not served: .*groups=2{advice}",
+            {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)},
+            kv_cache_config([full, window], 2),
         ),
         ("outside the prefix cache .*=0$", {}, kv_cache_config([full], 0)),
         # vLLM cannot make one group of these, so nothing is advised.
