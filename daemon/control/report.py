@@ -28,7 +28,7 @@ def numbers(epoch: Epoch, now_ns: int) -> dict[str, int | str]:
     return {
         "engine": epoch.engine.engine_id,
         "namespace": ", ".join(sorted(epoch.engine.namespaces)).encode()[:MAX_NAMESPACE_BYTES].decode(errors="ignore"),
-        "model": epoch.engine.model,
+        "model": epoch.engine.model.encode()[:MAX_NAMESPACE_BYTES].decode(errors="ignore"),
         "pid": epoch.engine.pid,
         "uid": epoch.engine.uid,
         "mode": epoch.mode,

@@ -15,6 +15,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from .pretty import figure
 from .reader import Record
 from .trace_picture import spans
 
@@ -46,12 +47,17 @@ class Exporter:
 
     def add(self, record: Record) -> None:
         """Add a `request.done` record; what is full of them is sent. Raises ExportError."""
-        parts = spans(record)
-        ended_ms = record.get("ended_ms")
-        if not parts or not isinstance(ended_ms, (int, float)):
+        parts, ended_ms = spans(record), figure(record, "ended_ms")
+        if not parts or ended_ms is None:
             return
-        written = datetime.fromisoformat(str(record["ts"]).replace("Z", "+00:00"))
+        try:
+            written = datetime.fromisoformat(str(record["ts"]).replace("Z", "+00:00"))
+        except ValueError:  # a foreign line
+            return
         arrived_ns = int(written.timestamp() * 1e6) * 1000 - int(ended_ms * 1e6)
+        # An engine says its times itself; OTLP has none outside of these.
+        if not all(0 <= arrived_ns + at * 1e6 < 1 << 63 for part in parts for at in (0, part.start_ms, part.end_ms)):
+            return
         headers = {"traceparent": str(record.get("traceparent") or "")}
         parent = TraceContextTextMapPropagator().extract(headers, context.Context())
         fields = {f"kvprefetch.{name}": value for name, value in record.items() if isinstance(value, (str, int, float))}
