@@ -1,44 +1,30 @@
-"""Shows the whole path in one command: a daemon with memory and disk, real engines, four ways to get the KV.
+"""Shows what a user has without kvprefetch and with it, in one command: real engines, a real store that is far.
 
-The same prompts are recomputed, loaded only when the scheduler asks, prefetched from arrival on, and taken from the
-engine's own cache (the ideal). The store's memory is smaller than the data, so that loads come from disk.
+The same requests are recomputed, loaded by vLLM's own Mooncake connector, loaded by kvprefetch on demand, prefetched
+from arrival on, and served with all KV local (the ideal).  The ways take turns, so that a slow moment of the machine
+meets all of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import shutil
+import statistics
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from tests.lab import connectors, process
-from tests.lab.checkpoint import Shape, make_checkpoint
-from tests.lab.daemon import Daemon, Record
-from tests.lab.engine import Engine, EngineError, EngineSpec
-from tests.lab.passes import Pass
-from tests.lab.prompts import make_prompts
+from rich.bar import Bar
+from rich.console import Console
+from rich.table import Table
 
-# float32: recomputed and loaded tokens are then exactly equal. Recompute takes several times as long as loading.
-MODEL = Shape(hidden=512, intermediate=1024, layers=8, heads=8, kv_heads=1, head_dim=64)
-BLOCK = 32
-PROMPTS = 24
-PROMPT_TOKENS = 1000
-OUTPUT_TOKENS = 16
-OUTSTANDING = 12
-MEMORY_MIB = 32
-STAGING_MIB = 64
-# So many prompts are stored at a time, with a pause in which the store moves them to disk.
-FILL_AT_ONCE = 3
-FILL_PAUSE_S = 3.0
+from benchmarks.far_store import LOCAL, PREFETCHED, FarStore, Load
+from tests.lab import process
+from tests.lab.daemon import Record
+from tests.lab.engine import EngineError
+from tests.lab.passes import RequestResult, percentile
 
-HIT_TOKENS = (PROMPT_TOKENS - 1) // BLOCK * BLOCK
-DATA_MIB = PROMPTS * (PROMPT_TOKENS // BLOCK) * BLOCK * MODEL.kv_bytes_per_token / 2**20
-CHANCE = (
-    "This shows that everything works, and what recomputing costs. What parts the other three rows is chance in one\n"
-    "pass of so few requests, the more so beside other programs: `make bench-ttft` compares (docs/BENCHMARKS.md)."
-)
 TIMES = ("hint_seen", "looked_up", "first_byte", "last_byte", "asked", "claimed", "loaded")
 WORDS = {
     "hint_seen": "the daemon read the hint",
@@ -49,108 +35,93 @@ WORDS = {
     "claimed": "the scheduler claimed it",
     "loaded": "the engine had loaded it",
 }
+COLORS = {PREFETCHED: "green", LOCAL: "bright_black"}
+BAR_WIDTH = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """One way to get the KV, and its result."""
+@dataclass(slots=True)
+class Way:
+    """The requests that were served in one way, of all rounds."""
 
     name: str
-    result: Pass
-    records: list[Record]
+    requests: list[RequestResult] = field(default_factory=list)
 
-    def bytes_from(self, medium: str) -> int:
-        """Bytes read from "disk" or "memory" for this pass, as the daemon logged them."""
-        return sum(int(each.get(f"bytes_{medium}") or 0) for each in self.records)
+    @property
+    def ttft_s(self) -> list[float]:
+        return [each.ttft_s for each in self.requests]
 
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.ttft_s)
 
-class Demo:
-    """Runs the four modes and prints each step with the time since the start."""
+    @property
+    def mean_s(self) -> float:
+        return statistics.mean(self.ttft_s)
 
-    def __init__(self) -> None:
-        self._begun = time.monotonic()
-        self.prompts = make_prompts(PROMPTS, PROMPT_TOKENS, vocab=MODEL.vocab, seed=7)
-
-    def say(self, line: str) -> None:
-        print(f"[{time.monotonic() - self._begun:5.1f} s] {line}", flush=True)
-
-    def run(self) -> list[Mode]:
-        """Measure the four modes."""
-        model = make_checkpoint(process.REPO / "build" / "checkpoints", MODEL)
-        plain = EngineSpec(model=model, num_gpu_blocks=2 * PROMPTS * PROMPT_TOKENS // BLOCK)
-        with contextlib.ExitStack() as stack:
-            work = process.scratch("demo")
-            stack.callback(shutil.rmtree, work, ignore_errors=True)
-            (work / "disk").mkdir()
-            self.say(f"starting the daemon: {MEMORY_MIB} MiB of memory, and disk for {DATA_MIB:.0f} MiB of KV")
-            daemon = stack.enter_context(
-                Daemon(memory=f"{MEMORY_MIB}MiB", staging=f"{STAGING_MIB}MiB", disk=str(work / "disk"))
-            )
-            # A pool for four requests: with more, KV could be loaded ahead into free blocks, which load does not leave.
-            tight = plain.but(num_gpu_blocks=4 * (PROMPT_TOKENS + OUTPUT_TOKENS + BLOCK) // BLOCK + 8)
-            prefetch = self._engine(
-                stack, "prefetch", tight.but(kv_transfer=connectors.ours(daemon.socket, wait_policy="adaptive"))
-            )
-            late = connectors.ours(daemon.socket, wait_policy="adaptive", hint_on_arrival=False)
-            demand = self._engine(stack, "on demand", tight.but(kv_transfer=late))
-            bare = self._engine(stack, "without connector", plain)
-
-            self._fill(prefetch)
-            modes = [self._measure("recomputed", bare, daemon, reset=True)]
-            for warm_up in (True, False):
-                for name, engine in (("on demand", demand), ("prefetched", prefetch)):
-                    mode = self._measure(name, engine, daemon, reset=True, warm_up=warm_up)
-                    if not warm_up:
-                        modes.append(mode)
-            self._measure("all local", bare, daemon, reset=False, warm_up=True)
-            modes.append(self._measure("all local", bare, daemon, reset=False))
-            self.say("stopping")
-        return modes
-
-    def _engine(self, stack: contextlib.ExitStack, name: str, spec: EngineSpec) -> Engine:
-        self.say(f"starting a vLLM engine: {name}")
-        return stack.enter_context(Engine(spec))
-
-    def _fill(self, engine: Engine) -> None:
-        for start in range(0, PROMPTS, FILL_AT_ONCE):
-            self.say(f"filling the store: {start} of {PROMPTS} prompts")
-            engine.run(self.prompts[start : start + FILL_AT_ONCE], max_tokens=1)
-            time.sleep(FILL_PAUSE_S)
-
-    def _measure(self, name: str, engine: Engine, daemon: Daemon, *, reset: bool, warm_up: bool = False) -> Mode:
-        if reset and not engine.reset_prefix_cache():
-            self.say(f"WARNING: the prefix cache could not be emptied before: {name}")
-        uses_daemon = engine.spec.kv_transfer is not None
-        before = len(daemon.records("request.done"))
-        result = engine.run(self.prompts, max_tokens=OUTPUT_TOKENS, concurrency=OUTSTANDING, timeout_s=90)
-        if uses_daemon:
-            daemon.wait_record("request.done", count=before + PROMPTS, timeout_s=5)
-        records = daemon.records("request.done")[before:] if uses_daemon else []
-        what = f"{name} (warm-up)" if warm_up else name
-        self.say(f"{what}: {PROMPTS} requests in {result.total_s:.2f} s, TTFT p50 {result.ttft_s(0.5):.3f} s")
-        return Mode(name, result, records)
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [each.tokens for each in self.requests]
 
 
-def table(modes: list[Mode]) -> list[str]:
-    """Return a line for each mode, and compare its tokens with the recomputed ones."""
-    reference = modes[0].result.tokens
-    lines = [
-        f"{'':12}{'TTFT p50':>10}{'TTFT p99':>10}{'total':>9}{'hit tokens':>12}{'equal tokens':>14}"
-        f"{'from disk':>12}{'from memory':>13}"
-    ]
-    for mode in modes:
-        result = mode.result
-        hits = f"{sum(result.cached_tokens) / len(result.requests):.0f}/{PROMPT_TOKENS}"
-        line = (
-            f"{mode.name:12}{result.ttft_s(0.5):>8.3f} s{result.ttft_s(0.99):>8.3f} s{result.total_s:>7.2f} s{hits:>12}"
+def measure(far: FarStore) -> tuple[list[Way], list[Record]]:
+    """Serve all rounds in every way. Return the results, and the daemon's lines about prefetched requests."""
+    load, lines = far.load, list[Record]()
+    ways = [Way(name) for name in far.ways]
+    for number in range(load.rounds):
+        for way in ways:
+            before = len(far.daemon.records("request.done"))
+            result = far.serve(way.name, number)
+            way.requests += result.requests
+            mean = statistics.mean(each.ttft_s for each in result.requests)
+            far.say(f"round {number + 1} of {load.rounds}: {way.name}, time to first token {mean:.2f} s on average")
+            if way.name == PREFETCHED:
+                far.daemon.wait_record("request.done", count=before + len(result.requests), timeout_s=5)
+                lines += far.daemon.records("request.done")[before:]
+    return ways, lines
+
+
+def table(ways: Sequence[Way]) -> Table:
+    """A row for each way, with a bar of its mean time to first token."""
+    shown = Table(box=None, header_style="bold", pad_edge=False)
+    shown.add_column("time to first token", no_wrap=True)
+    for column in ("median", "mean", "p99"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    shown.add_column("mean", width=BAR_WIDTH)
+    shown.add_column("tokens loaded", justify="right", no_wrap=True)
+    longest = max(way.mean_s for way in ways)
+    for way in ways:
+        tokens = statistics.mean(each.cached_tokens for each in way.requests)
+        shown.add_row(
+            way.name,
+            f"{way.median_s:.3f} s",
+            f"{way.mean_s:.3f} s",
+            f"{percentile(way.ttft_s, 0.99):.3f} s",
+            Bar(longest, 0, way.mean_s, width=BAR_WIDTH, color=COLORS.get(way.name, "default")),
+            f"{tokens:.0f}",
         )
-        line += f"{'yes' if result.tokens == reference else 'NO':>14}"
-        if mode.records:
-            line += "".join(
-                f"{mode.bytes_from(medium) / 2**20:>{width}.1f} MiB" for medium, width in (("disk", 8), ("memory", 9))
-            )
-        lines.append(line)
-    return lines
+    return shown
+
+
+def picture(ways: Sequence[Way], path: Path, note: str) -> None:
+    """Write the distribution of the time to first token as a PNG: the share of requests that had one by then."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for way in ways:
+        times = sorted(way.ttft_s)
+        shares = [(index + 1) / len(times) for index in range(len(times))]
+        style, width = "--" if way.name == LOCAL else "-", 2 if way.name == PREFETCHED else 1.3
+        axes.step(times, shares, where="post", linestyle=style, linewidth=width, label=way.name)
+    axes.set_xlabel("time to first token, s")
+    axes.set_ylabel("share of requests")
+    axes.set_xlim(left=0)
+    axes.set_ylim(0, 1)
+    axes.grid(visible=True, alpha=0.25)
+    axes.set_title(note, fontsize=9)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
 
 
 def timeline(record: Record) -> list[str]:
@@ -163,34 +134,55 @@ def timeline(record: Record) -> list[str]:
     return lines
 
 
+def verdict(ways: Sequence[Way]) -> list[str]:
+    """Say by how much prefetch is ahead, or behind, of every other way that had nothing local."""
+    ours = next(way for way in ways if way.name == PREFETCHED)
+    lines = []
+    for other in ways:
+        if other.name not in (PREFETCHED, LOCAL):
+            mean, median = ours.mean_s / other.mean_s - 1, ours.median_s / other.median_s - 1
+            lines.append(f"kvprefetch against {other.name}: mean {mean:+.0%}, median {median:+.0%}")
+    return lines
+
+
 def main(argv: list[str] | None = None) -> int:
-    argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__).parse_args(argv)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
+    parser.add_argument("--picture", type=Path, default=process.REPO / "build" / "demo.png", help="a PNG of the result")
+    options = parser.parse_args(argv)
     process.exit_on_sigterm()
+    begun, console = time.monotonic(), Console(highlight=False)
+
+    def say(line: str) -> None:
+        print(f"[{time.monotonic() - begun:5.1f} s] {line}", flush=True)
+
     try:
-        modes = Demo().run()
+        far = FarStore(Load(), process.REPO / "build", say)
+        with far.started():
+            note = (
+                f"{far.load.seats} seats, {far.load.users} users; a request holds its seat for {far.seat_s:.2f} s, "
+                f"and fetching its KV takes {far.fetch_s:.2f} s"
+            )
+            say(note)
+            ways, lines = measure(far)
+            say("stopping")
     except EngineError as error:
         print(f"demo: an engine failed: {error}", file=sys.stderr)
         return 1
     print()
-    print("\n".join(table(modes)))
-    prefetched = next(mode for mode in modes if mode.name == "prefetched")
-    loaded = sorted((each for each in prefetched.records if each.get("loaded_ms")), key=lambda each: each["loaded_ms"])
+    console.print(table(ways))
+    print(f"\n{note}.")
+    print("On demand a request waits for a seat and then for its KV; prefetched it waits for the longer of the two.\n")
+    print("\n".join(verdict(ways)))
+    loaded = sorted((each for each in lines if each.get("loaded_ms")), key=lambda each: float(each["loaded_ms"]))
     if loaded:
         middle = loaded[len(loaded) // 2]
         print(f"\nOne prefetched request ({middle.get('request_id')}):")
         print("\n".join(timeline(middle)))
-    print()
-    failed = False
-    for mode in modes[1:]:
-        if mode.result.tokens != modes[0].result.tokens:
-            failed = True
-            print(f"FAILED: {mode.name}: tokens differ from the recomputed ones")
-        short = sum(hit != HIT_TOKENS for hit in mode.result.cached_tokens)
-        if short:
-            print(f"note: {mode.name}: {short} of {PROMPTS} requests had fewer than {HIT_TOKENS} hit tokens")
-    print("All modes gave the same tokens." if not failed else "The modes did not give the same tokens.")
-    print(CHANCE)
-    return 1 if failed else 0
+    picture(ways, options.picture, note)
+    print(f"\nThe picture is {options.picture}.")
+    wrong = [way.name for way in ways[1:] if way.tokens != ways[0].tokens]
+    print(f"FAILED: other tokens than recomputed: {', '.join(wrong)}" if wrong else "All ways gave the same tokens.")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

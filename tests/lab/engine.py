@@ -229,6 +229,7 @@ class Engine:
         *,
         max_tokens: int | Sequence[int] = 32,
         concurrency: int | None = None,
+        pauses_s: Sequence[float] | None = None,
         arrivals_s: Sequence[float] | None = None,
         priorities: Sequence[int] | None = None,
         aborts: Sequence[Abort] = (),
@@ -239,7 +240,8 @@ class Engine:
     ) -> None:
         """Start a pass and return at once, so that the caller can disturb it; :meth:`finish` collects it.
 
-        ``concurrency`` closes the loop: so many requests are outstanding, the next is added when one ends.
+        ``concurrency`` closes the loop: so many requests are outstanding, the next is added when one ends, or the
+        `pauses_s` of the one that ended later.
         ``arrivals_s`` are offsets from the start of the pass; ``max_tokens`` is one for all or each prompt's own.
         ``request_options`` are more arguments of vLLM's ``add_request``; ``lora`` among them is (name, id, path).
         """
@@ -250,6 +252,7 @@ class Engine:
                 "prompts": [list(prompt) for prompt in prompts],
                 "max_tokens": [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens),
                 "concurrency": concurrency,
+                "pauses_s": None if pauses_s is None else list(pauses_s),
                 "arrivals_s": None if arrivals_s is None else list(arrivals_s),
                 "priorities": None if priorities is None else list(priorities),
                 "aborts": [asdict(each) for each in aborts],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import importlib
 import json
 import os
@@ -125,7 +126,8 @@ class Child:
         prompts: list[list[int]] = message["prompts"]
         arrivals: list[float] = message["arrivals_s"] or [0.0] * len(prompts)
         order = deque(sorted(range(len(prompts)), key=arrivals.__getitem__))
-        limit: int = message["concurrency"] or len(prompts)
+        users = [0.0] * (message["concurrency"] or len(prompts))  # when each may send its next request
+        pauses: list[float] = message["pauses_s"] or [0.0] * len(prompts)
         aborts = {each["index"]: each for each in message["aborts"]}
         settings = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, **message["sampling"]}
         max_tokens: list[int] = message["max_tokens"]
@@ -140,7 +142,8 @@ class Child:
             return time.monotonic() - begun
 
         while order or outstanding:
-            while order and len(outstanding) < limit and arrivals[order[0]] <= now():
+            while order and users and max(users[0], arrivals[order[0]]) <= now():
+                heapq.heappop(users)
                 index = order.popleft()
                 request_id = f"pass{self._passes}-{index}"
                 options = dict(message["request_options"])
@@ -158,7 +161,7 @@ class Child:
                 requests[request_id] = _Request(index, request_id, internal, added, steps)
                 outstanding.add(request_id)
             if not outstanding:
-                time.sleep(min(IDLE_STEP_S, max(0.0, arrivals[order[0]] - now())))
+                time.sleep(min(IDLE_STEP_S, max(0.0, users[0] - now(), arrivals[order[0]] - now())))
                 continue
             outputs = self._step()
             steps += 1
@@ -173,11 +176,13 @@ class Child:
                         self.send({"event": "first_token", "index": request.index})
                 if output.finished:
                     self._end(request, seen, str(output.outputs[0].finish_reason), outstanding, message["events"])
+                    heapq.heappush(users, seen + pauses[request.index])
             for request_id in list(outstanding) if aborts else ():
                 request = requests[request_id]
                 if request.index in aborts and _due(aborts[request.index], request, steps):
                     engine.abort_request([request_id])
                     self._end(request, now(), "abort", outstanding, message["events"])
+                    heapq.heappush(users, now() + pauses[request.index])
             if time.monotonic() > deadline:
                 left = sorted(requests[request_id].index for request_id in outstanding)
                 engine.abort_request(list(outstanding))

@@ -93,7 +93,6 @@ class LimitedLink:
         pair = self._free_pair()
         self.host_ip, self.remote_ip = str(pair[1]), str(pair[2])
         outer, inner, inside = self.namespace, "far0", ["ip", "netns", "exec", self.namespace]
-        limit = _shape(self.rate_mbit, self.burst_kib)
         try:
             _run("ip", "netns", "add", self.namespace)
             _run("ip", "link", "add", outer, "type", "veth", "peer", "name", inner, "netns", self.namespace)
@@ -102,8 +101,7 @@ class LimitedLink:
             _run(*inside, "ip", "addr", "add", f"{self.remote_ip}/30", "dev", inner)
             _run(*inside, "ip", "link", "set", inner, "up")
             _run(*inside, "ip", "link", "set", "lo", "up")
-            _run("tc", "qdisc", "add", "dev", outer, "root", "tbf", *limit)
-            _run(*inside, "tc", "qdisc", "add", "dev", inner, "root", "tbf", *limit)
+            self.limit(self.rate_mbit)
         except BaseException:
             _remove(self.namespace)
             raise
@@ -113,11 +111,10 @@ class LimitedLink:
         _remove(self.namespace)
 
     def limit(self, rate_mbit: float) -> None:
-        """Change the rate of both directions."""
-        change = ["qdisc", "change", "dev"]
-        shape = ["root", "tbf", *_shape(rate_mbit, self.burst_kib)]
-        _run("tc", *change, self.namespace, *shape)
-        _run("ip", "netns", "exec", self.namespace, "tc", *change, "far0", *shape)
+        """Give both directions this rate from now on."""
+        self.rate_mbit, shape = rate_mbit, _shape(rate_mbit, self.burst_kib)
+        _run("tc", "qdisc", "replace", "dev", self.namespace, "root", "tbf", *shape)
+        _run(*self.in_namespace(["tc", "qdisc", "replace", "dev", "far0", "root", "tbf", *shape]))
 
     @property
     def received_bytes(self) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import demo
 from tests.lab import connectors, control, link, process
 from tests.lab.checkpoint import TINY, make_checkpoint
 from tests.lab.engine import Engine, EngineError, EngineSpec
@@ -125,6 +124,14 @@ def test_a_closed_loop_keeps_so_many_requests_outstanding(engine: Engine) -> Non
     assert [len(tokens) for tokens in result.tokens] == [4] * 6
 
 
+def test_a_user_pauses_between_an_answer_and_the_next_request(engine: Engine) -> None:
+    result = engine.run(make_prompts(4, 64, seed=7), max_tokens=4, concurrency=1, pauses_s=[0.0, 0.3, 0.0, 0.0])
+    ends = [each.finished_s or 0.0 for each in result.requests]
+    gaps = [each.arrival_s - end for each, end in zip(result.requests[1:], ends, strict=False)]
+    assert gaps[1] >= 0.3
+    assert min(gaps) >= 0.0
+
+
 def test_arrivals_and_aborts_are_followed(engine: Engine) -> None:
     prompts = make_prompts(3, 64, seed=5)
     aborts = [Abort(1, after_tokens=3), Abort(2, after_steps=1)]
@@ -144,18 +151,6 @@ def test_functions_run_in_the_schedulers_process(engine: Engine) -> None:
     assert engine.scheduler_pid != os.getpid()
     with pytest.raises(EngineError, match="AttributeError"):
         engine.call("tests.lab.test_lab:no_such_function")
-
-
-def test_the_demo_says_that_an_engine_failed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def failing(_: demo.Demo) -> list[demo.Mode]:
-        raise EngineError("no answer in time")
-
-    monkeypatch.setattr(process, "exit_on_sigterm", lambda: None)
-    monkeypatch.setattr(demo.Demo, "run", failing)
-    assert demo.main([]) == 1
-    assert capsys.readouterr().err == "demo: an engine failed: no answer in time\n"
 
 
 def test_a_killed_parent_of_a_child_takes_it_along(tmp_path: Path) -> None:
