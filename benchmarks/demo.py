@@ -36,7 +36,7 @@ WORDS = {
     "loaded": "the engine had loaded it",
 }
 COLORS = {PREFETCHED: "green", LOCAL: "bright_black"}
-BAR_WIDTH = 20
+BAR_WIDTH = 14
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ def table(ways: Sequence[Way]) -> Table:
     for column in ("median", "mean", "p99"):
         shown.add_column(column, justify="right", no_wrap=True)
     shown.add_column("mean", width=BAR_WIDTH)
-    shown.add_column("tokens loaded", justify="right", no_wrap=True)
+    shown.add_column("loaded", justify="right", no_wrap=True)
     longest = max(way.mean_s for way in ways)
     for way in ways:
         tokens = statistics.mean(each.cached_tokens for each in way.requests)
@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
         far = FarStore(Load(), process.REPO / "build", say)
         with far.started():
             note = (
-                f"{far.load.seats} seats, {far.load.users} users; a request holds its seat for {far.seat_s:.2f} s, "
+                f"{far.load.places} places, {far.load.users} users; a request holds its place for {far.place_s:.2f} s, "
                 f"and fetching its KV takes {far.fetch_s:.2f} s"
             )
             say(note)
@@ -171,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     print()
     console.print(table(ways))
     print(f"\n{note}.")
-    print("On demand a request waits for a seat and then for its KV; prefetched it waits for the longer of the two.\n")
+    print("On demand a request waits for a place and then for its KV; prefetched it waits for the longer of the two.\n")
     print("\n".join(verdict(ways)))
     loaded = sorted((each for each in lines if each.get("loaded_ms")), key=lambda each: float(each["loaded_ms"]))
     if loaded:

@@ -1,8 +1,8 @@
-"""A load in which fetching takes about as long as waiting: few seats, long answers, and a store that is far.
+"""A load in which fetching takes about as long as waiting: few places, long answers, and a store that is far.
 
 Every way to get the KV is an engine of its own; all are alive at once, take turns with the same requests, and load
 from one store.  With root the store is behind a limited link; otherwise it is a disk with a slow open.  Pauses and the
-time of a fetch follow this machine: they are shares of the time that a request holds its seat with all KV local.
+time of a fetch follow this machine: they are shares of the time that a request holds its place with all KV local.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Load:
     """What is asked of an engine.
 
     Each of the `users` sends a request, reads the answer, and sends the next one after a pause. `pause` is the mean
-    pause, `fetch` the time to fetch one prompt's KV alone, both as shares of the time that a request holds its seat.
+    pause, `fetch` the time to fetch one prompt's KV alone, both as shares of the time that a request holds its place.
     """
 
     requests: int = 30
     rounds: int = 3
     users: int = 3
-    seats: int = 2
+    places: int = 2
     prompt_tokens: int = 1900
     output_tokens: tuple[int, int] = (100, 160)
     pause: float = 0.3
@@ -66,10 +66,10 @@ class Load:
         source = random.Random(self.seed)
         return [source.randint(*self.output_tokens) for _ in range(self.requests)]
 
-    def pauses_s(self, seat_s: float) -> list[float]:
-        """Seconds from the end of each request to its user's next one; a request holds its seat for `seat_s`."""
+    def pauses_s(self, place_s: float) -> list[float]:
+        """Seconds from the end of each request to its user's next one; a request holds its place for `place_s`."""
         source = random.Random(self.seed)
-        return [source.expovariate(1 / (self.pause * seat_s)) for _ in range(self.requests)]
+        return [source.expovariate(1 / (self.pause * place_s)) for _ in range(self.requests)]
 
     def of_round(self, number: int, each: Sequence[T]) -> list[T]:
         """The part of `each` request's that this round serves."""
@@ -93,7 +93,7 @@ class FarStore:
         self.load, self.say, self._work = load, say, work
         self.prompts = make_prompts(load.requests, load.prompt_tokens, vocab=MODEL.vocab, seed=load.seed)
         self.engines: dict[str, Engine] = {}
-        self.seat_s = 0.0
+        self.place_s = 0.0
         self.fetch_s = 0.0
         why_not = available()
         self.link = LimitedLink(rate_mbit=FILL_MBIT) if why_not is None else None
@@ -117,7 +117,7 @@ class FarStore:
         daemon = self.daemon = stack.enter_context(Daemon(mooncake_config=store.config, staging=self._staging))
         self._start_engines(stack, {"mooncake_config": store.config, "host_ip": store.host_ip})
         self._fill(daemon)
-        self.fetch_s = self.load.fetch * self.seat_s
+        self.fetch_s = self.load.fetch * self.place_s
         link.limit(8e-6 * self.load.fetched_bytes / self.fetch_s)
 
     def _on_disk(self, stack: contextlib.ExitStack) -> None:
@@ -130,7 +130,7 @@ class FarStore:
         self._fill(daemon)
         daemon.sigterm(60)  # a restart leaves all of it on disk
         daemon.start()
-        self.fetch_s = self.load.fetch * self.seat_s
+        self.fetch_s = self.load.fetch * self.place_s
         stack.enter_context(slow_disk.SlowDisk(folder, self.fetch_s / self.load.hit_blocks))
         if daemon.wait_record("engine.attached", count=2, timeout_s=30) is None:
             raise EngineError("the engines did not come back to the daemon after its restart")
@@ -156,8 +156,8 @@ class FarStore:
             block_size=BLOCK,
             max_model_len=per_request * BLOCK,
             max_num_batched_tokens=per_request * BLOCK,
-            max_num_seqs=load.seats,
-            num_gpu_blocks=(load.seats + 2) * per_request,
+            max_num_seqs=load.places,
+            num_gpu_blocks=(load.places + 2) * per_request,
             **options,
         )
         self.say("starting a vLLM engine: without connector")
@@ -179,10 +179,10 @@ class FarStore:
             time.sleep(0.05)
         bare.run(self.prompts, max_tokens=1, concurrency=1, timeout_s=180)
         few = load.of_round(0, self.prompts)
-        result = bare.run(few, max_tokens=load.of_round(0, load.outputs()), concurrency=load.seats, timeout_s=180)
-        self.seat_s = load.seats * result.total_s / len(few)
+        result = bare.run(few, max_tokens=load.of_round(0, load.outputs()), concurrency=load.places, timeout_s=180)
+        self.place_s = load.places * result.total_s / len(few)
         for engine in self.engines.values():  # the first requests are slower: code and memory are cold
-            engine.run(self.prompts[: 2 * load.seats], max_tokens=8, concurrency=load.seats)
+            engine.run(self.prompts[: 2 * load.places], max_tokens=8, concurrency=load.places)
 
     def serve(self, way: str, number: int) -> Pass:
         """Serve the requests of a round, from an empty prefix cache but for LOCAL."""
@@ -193,7 +193,7 @@ class FarStore:
             load.of_round(number, self.prompts),
             max_tokens=load.of_round(number, load.outputs()),
             concurrency=load.users,
-            pauses_s=load.of_round(number, load.pauses_s(self.seat_s)),
+            pauses_s=load.of_round(number, load.pauses_s(self.place_s)),
             sampling={"skip_reading_prefix_cache": True} if way == RECOMPUTED else {},
             timeout_s=300,
         )
