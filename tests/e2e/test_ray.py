@@ -21,6 +21,8 @@ from tests.lab.engine import Engine, EngineError, EngineSpec
 from tests.lab.prompts import make_prompts
 from tests.support.host_kernel import needs_cxx
 
+pytestmark = pytest.mark.stress  # Ray's processes import vLLM anew for each engine: minutes on two cores
+
 pytest.importorskip("ray", reason="Ray is not installed")
 PROMPTS = make_prompts(4, 300, seed=1)
 
