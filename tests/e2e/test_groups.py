@@ -21,7 +21,6 @@ from tests.support.host_kernel import needs_cxx
 
 PROMPTS = make_prompts(6, 300, seed=81)
 LONG = [prompt + more for prompt, more in zip(PROMPTS, make_prompts(6, 300, seed=82), strict=True)]
-FAMILY = "full attention and sliding windows"
 WINDOW_BLOCKS = -(-(WINDOW - 1) // BLOCK)
 
 
@@ -46,7 +45,7 @@ def right_long(reference: Engine) -> list[list[int]]:
     return reference.run(LONG).tokens
 
 
-@pytest.mark.shows("saved, then loaded: tokens equal", FAMILY)
+@pytest.mark.shows("saved, then loaded: tokens equal", "full attention and sliding windows")
 def test_loaded_tokens_equal_recomputed_ones_beside_local_hits(
     site: Site, gemma: Path, right: list[list[int]], right_long: list[list[int]]
 ) -> None:
@@ -69,8 +68,8 @@ def test_loaded_tokens_equal_recomputed_ones_beside_local_hits(
     engine.stop()
 
 
-@pytest.mark.shows("aborts", FAMILY)
-@pytest.mark.shows("preemption", FAMILY)
+@pytest.mark.shows("aborts", "full attention and sliding windows")
+@pytest.mark.shows("preemption", "full attention and sliding windows")
 def test_under_preemption_and_with_aborted_requests(site: Site, gemma: Path, reference: Engine) -> None:
     prompts = [prompt[:200] for prompt in PROMPTS]
     first = reference.run(prompts, max_tokens=160)
@@ -88,7 +87,7 @@ def test_under_preemption_and_with_aborted_requests(site: Site, gemma: Path, ref
     engine.stop()
 
 
-@pytest.mark.shows("two tensor-parallel ranks", FAMILY)
+@pytest.mark.shows("two tensor-parallel ranks", "full attention and sliding windows")
 @needs_cxx
 def test_on_two_ranks(site: Site, engines: Callable[..., Engine], tmp_path: Path) -> None:
     model = make_gemma3(tmp_path / "gemma3", kv_heads=2)
@@ -140,7 +139,7 @@ def test_without_a_lost_block_the_next_shorter_complete_prefix_is_loaded(
     engine.stop()
 
 
-@pytest.mark.shows("vLLM's own connector reads ours, and the reverse", FAMILY)
+@pytest.mark.shows("vLLM's own connector reads ours, and the reverse", "full attention and sliding windows")
 def test_each_connector_reads_what_the_other_wrote(
     gemma: Path, cluster: Store, reference: Engine, shared: Daemon, engines: Callable[..., Engine]
 ) -> None:
