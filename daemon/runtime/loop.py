@@ -22,6 +22,8 @@ from .signals import Signals
 DRAIN_LIMIT = 256  # records of one ring in a turn
 EVENTS_PER_TURN = 16  # readable descriptors that are handled before the rings are read again
 TICK_NS = 100_000_000
+IDLE_TICK_NS = 250_000_000
+IDLE_AFTER_NS = 5_000_000_000  # since the loop had something to do
 QUIET_NS = 20_000_000  # after the last record of engines without a request
 LOOKS_SHARE = 0.02  # of a core, for all looks
 LOOK_NS = range(150_000, 2_000_000)  # between two of them
@@ -36,9 +38,14 @@ class Loop:
         self._shared, self._control, self._epochs = shared, control, control.epochs
         self._epoll, self._signals = epoll, signals
         self._look_ns = 0.0  # CPU time of one look
+        self._active_ns = 0  # when there was something to do last
         self._next = 0  # the engine whose turn it is to start a fetch
         self._saver = 0  # and a put
         epoll.register(shared.pools.fd, select.EPOLLIN)
+
+    def tick_ns(self, now_ns: int) -> int:
+        """Return the period of the work beside the loop: longer in an idle daemon, whose wake-ups are its cost."""
+        return IDLE_TICK_NS if now_ns - self._active_ns > IDLE_AFTER_NS else TICK_NS
 
     def turn(self, now_ns: int, until_ns: int) -> None:
         """Do the work that is there, and wait for more until the next tick."""
@@ -60,6 +67,8 @@ class Loop:
             self._look([epoch.channel.ring for epoch in busy], rarer, until_ns)
         wait_s = max(0, until_ns - time.monotonic_ns()) / 1e9
         events = self._epoll.poll(0.0 if busy or not all(empty) else wait_s, EVENTS_PER_TURN)
+        if busy or events:
+            self._active_ns = now_ns
         for ring in quiet:
             ring.wake()
         # The kernel goes round: a descriptor that was returned stands behind those that were not.

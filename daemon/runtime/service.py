@@ -23,7 +23,7 @@ from ..work.pools import Pools
 from . import requirements
 from .backend import Backend
 from .housekeeping import Housekeeping
-from .loop import TICK_NS, Loop
+from .loop import Loop
 from .notify import Notifier
 from .reload import reloaded
 from .signals import Signals
@@ -93,7 +93,8 @@ class Daemon:
         ticked_ns = 0
         while not self._signals.stop and not self._backend.master_died:
             now_ns = time.monotonic_ns()
-            if now_ns - ticked_ns >= TICK_NS:
+            tick_ns = loop.tick_ns(now_ns)
+            if now_ns - ticked_ns >= tick_ns:
                 ticked_ns = now_ns
                 housekeeping.tick(now_ns)
             if self._signals.reload:
@@ -101,7 +102,7 @@ class Daemon:
                 self._notifier.reloading()
                 control.reload(reloaded(shared.config, self._reread, self._log))
                 self._notifier.ready(housekeeping.summary())
-            loop.turn(now_ns, ticked_ns + TICK_NS)
+            loop.turn(now_ns, ticked_ns + tick_ns)
 
     def _shut_down(self, pools: Pools) -> None:
         """End engines first (they fall back at once), then calls in flight, then the store, then its master."""

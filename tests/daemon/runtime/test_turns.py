@@ -82,6 +82,19 @@ def test_the_puts_of_engines_take_turns(turns: Turns) -> None:
     assert [turns.turn() for _ in range(12)] == [1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, None]
 
 
+def test_a_loop_with_nothing_to_do_for_a_while_wakes_up_less_often(turns: Turns) -> None:
+    turns.turn()  # a descriptor is readable
+    now_ns = time.monotonic_ns()
+    assert turns.loop.tick_ns(now_ns + loop.IDLE_AFTER_NS - 1_000_000_000) == TICK_NS
+    assert turns.loop.tick_ns(now_ns + loop.IDLE_AFTER_NS + 1) == loop.IDLE_TICK_NS
+    os.eventfd_read(turns.pools.fd)
+    turns.loop.turn(now_ns + loop.IDLE_AFTER_NS, 0)  # a turn that finds nothing
+    assert turns.loop.tick_ns(now_ns + loop.IDLE_AFTER_NS + 1) == loop.IDLE_TICK_NS
+    turns.engines[0].stage((1, 1), "a")
+    turns.loop.turn(now_ns + loop.IDLE_AFTER_NS, 0)
+    assert turns.loop.tick_ns(now_ns + loop.IDLE_AFTER_NS + 1) == TICK_NS, "a request waits"
+
+
 def test_puts_wait_while_fetches_of_any_engine_are_in_flight(turns: Turns) -> None:
     turns.pools.fetches_in_flight = 1
     turns.save(0)
