@@ -16,12 +16,9 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import structlog
-
 from .client import Store
-from .embedded import EmbeddedMaster
-from .errors import EmbeddedError, ErrorClass, StoreError, StoreUnavailable
-from .settings import MooncakeSettings, SettingsError
+from .errors import ErrorClass
+from .probe import FAILURES, opened
 
 VALUE_BYTES = 1 << 20
 VALUES = 64  # they lie on nodes that the master chooses: with few values a node may get none
@@ -74,24 +71,12 @@ def _node(store: Store, node: str, keys: list[str], address: int) -> Iterator[di
 
 
 def main(arguments: Sequence[str]) -> None:
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    log, master = structlog.get_logger(), None
     try:
-        if arguments:
-            settings = MooncakeSettings.from_file(arguments[0])
-        else:
-            master = EmbeddedMaster(256 << 20, None, log)
-            settings = master.start()
-        store = Store(settings, log)
-        store.open()
-        for found in measure(store):
-            print(json.dumps(found), flush=True)
-        store.close()
-    except (StoreError, StoreUnavailable, EmbeddedError, SettingsError) as error:
+        with opened(arguments, 256 << 20) as store:
+            for found in measure(store):
+                print(json.dumps(found), flush=True)
+    except FAILURES as error:
         print(json.dumps({"failed": str(error)}), flush=True)
-    finally:
-        if master is not None:
-            master.stop()
 
 
 if __name__ == "__main__":

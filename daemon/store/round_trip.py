@@ -12,12 +12,9 @@ import sys
 import time
 import uuid
 
-import structlog
-
 from .client import Store
-from .embedded import EmbeddedMaster
-from .errors import EmbeddedError, ErrorClass, StoreError, StoreUnavailable
-from .settings import MooncakeSettings, SettingsError
+from .errors import ErrorClass
+from .probe import FAILURES, opened
 
 SIZE = 4096
 _buffers: list[object] = []  # memory that Mooncake got stays until the process ends, see give_up.py
@@ -55,26 +52,14 @@ def round_trip(store: Store) -> str | None:
 
 def main(arguments: list[str]) -> str:
     """Make the round trip; return the last line."""
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    log, master = structlog.get_logger(), None
     try:
-        if arguments:
-            settings = MooncakeSettings.from_file(arguments[0])
-        else:
-            master = EmbeddedMaster(16 << 20, None, log)
-            settings = master.start()
-        store = Store(settings, log)
-        store.open()
-        started = time.monotonic()
-        problem = round_trip(store)
-        took_ms = (time.monotonic() - started) * 1e3
-        store.close()
-        return f"failed {problem}" if problem else f"ok {took_ms:.1f}"
-    except (StoreError, StoreUnavailable, EmbeddedError, SettingsError) as error:
+        with opened(arguments, 16 << 20) as store:
+            started = time.monotonic()
+            problem = round_trip(store)
+            took_ms = (time.monotonic() - started) * 1e3
+    except FAILURES as error:
         return f"failed {error}"
-    finally:
-        if master is not None:
-            master.stop()
+    return f"failed {problem}" if problem else f"ok {took_ms:.1f}"
 
 
 if __name__ == "__main__":
