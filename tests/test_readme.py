@@ -35,6 +35,12 @@ def test_a_table_has_a_row_for_each_key_in_the_model_s_order() -> None:
 def test_the_compatibility_page_has_what_the_tests_showed() -> None:
     """The table is that of the recorded results, and each result is of a test that still says so."""
     assert shown.table() in shown.PAGE.read_text(), "print it: python -m tests.support.shown"
+
+
+def test_the_markers_of_the_table_can_be_read_without_running_the_tests() -> None:
+    """A run with `--record` reads them when it ends."""
+    found = {marker for path in Path(__file__).parent.rglob("test_*.py") for marker in shown.said(path)}
+    assert len(found) > 50
     recorded = [each for path in sorted(shown.FOLDER.glob("*.json")) for each in shown.load(path)]
     assert recorded
     assert [each for each in recorded if each.stale()] == []

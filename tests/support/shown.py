@@ -92,7 +92,7 @@ class Shown:
     def stale(self) -> bool:
         """Whether the test no longer exists, or no longer says this."""
         file, _, name = self.test.partition("::")
-        return (name, self.feature, self.family, self.level == "refused") not in _said(ROOT / file)
+        return (name, self.feature, self.family, self.level == "refused") not in said(ROOT / file)
 
 
 def table() -> str:
@@ -126,17 +126,17 @@ def load(path: Path) -> set[Shown]:
 
 
 @functools.cache
-def _said(path: Path) -> set[tuple[str, str, str, bool]]:
-    """(test, feature, family, refused) of each marker in a file, without importing it."""
+def said(path: Path) -> set[tuple[str, str, str, bool]]:
+    """(test, feature, family, refused) of each marker in a file, without importing it. ValueError: no literal."""
     if not path.exists():
         return set()
     tree = ast.parse(path.read_text())
-    whole_file = [said for each in tree.body if isinstance(each, ast.Assign) for said in _markers(each)]
+    whole_file = [words for each in tree.body if isinstance(each, ast.Assign) for words in _markers(each)]
     functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)]
     return {
-        (each.name, *said)
+        (each.name, *words)
         for each in functions
-        for said in (*whole_file, *(one for decorator in each.decorator_list for one in _markers(decorator)))
+        for words in (*whole_file, *(one for decorator in each.decorator_list for one in _markers(decorator)))
     }
 
 
