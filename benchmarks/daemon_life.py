@@ -25,7 +25,7 @@ from benchmarks.daemon import SHAPES, STAGED_PROMPTS, Shape
 from benchmarks.instant_store import InstantClient
 from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.engine.epoch import Epoch
-from kvprefetch.daemon.engine.epoch_calls import Services
+from kvprefetch.daemon.engine.epoch_parts import Services
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
 from kvprefetch.daemon.engine.stored import Histories
 from kvprefetch.daemon.planning.runs import Lane

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..config.model import DaemonConfig, Mode
 from ..engine.epoch import Epoch
-from ..engine.epoch_calls import Services
+from ..engine.epoch_parts import Services
 from ..engine.memory import EngineInfo, EngineMemory
 from ..engine.reservations import Reservations
 from ..engine.stored import Histories

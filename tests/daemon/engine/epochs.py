@@ -10,7 +10,7 @@ import structlog
 
 from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.engine.epoch import Epoch
-from kvprefetch.daemon.engine.epoch_calls import Services
+from kvprefetch.daemon.engine.epoch_parts import Services
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
 from kvprefetch.daemon.engine.stored import Histories
 from kvprefetch.daemon.planning.runs import Lane

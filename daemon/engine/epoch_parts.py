@@ -1,0 +1,122 @@
+"""The parts of one epoch as they are made, and the two ways in which they reach the outside: a call, and a step.
+
+The parts are pure: they take events and results with the time, and hand out what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from ...shmring.wire.codec import Message
+from ..config.model import Mode
+from ..planning.copies import Steps, carry_out
+from ..planning.negative import NegativeCache
+from ..planning.planner import Planner
+from ..planning.prefixes import Prefixes
+from ..planning.promotion import Promotions
+from ..store.client import Store
+from ..telemetry.counters import Counters
+from ..telemetry.logs import Log
+from ..telemetry.trace import Traces
+from ..telemetry.waits import LostWaits
+from ..work.calls import Call, Caller, Kind
+from ..work.pools import Pools
+from . import transfers
+from .channel import Channel
+from .lookups import LookUps
+from .memory import EngineInfo, EngineMemory
+from .orphaned import Orphaned
+from .promoter import COPY_BYTES, Promoter
+from .reasons import Reasons
+from .saver import Saver
+from .stored import Histories
+from .warming import Warming, about
+
+PUTS_PER_CHUNK = 4  # a put may have a quarter of a chunk on the slowest link
+SAVING_AT_ONCE = 4  # a put takes at most one of so many parts of the save slots, so that slots come back early
+_T = TypeVar("_T")
+Run = Callable[[], Any]
+OnResult = Callable[[Any], None]
+OnOverdue = Callable[[], None]
+
+
+class Services(NamedTuple):
+    """What the daemon lends to its epochs.
+
+    `chunk_bytes`: of one store call; `disk_call_bytes`: the most of one that reads from disks.  `media`: look-ups ask
+    where values lie.
+    """
+
+    store: Store
+    pools: Pools
+    log: Log
+    clock_ns: Callable[[], int]
+    chunk_bytes: int
+    disk_call_bytes: int
+    lease_ns: int
+    media: bool
+    histories: Histories
+
+
+class EpochParts(Caller):
+    """The parts of one epoch. `send` reaches the engine's scheduler, once it is set."""
+
+    def __init__(self, services: Services, memory: EngineMemory, engine: EngineInfo) -> None:
+        super().__init__(services.log.bind(engine=engine.engine_id, epoch=memory.layout.epoch))
+        self.engine, self.memory, self.number = engine, memory, memory.layout.epoch
+        self.removal_ms = services.store.removal_ms
+        self._services, self._store, self._pools = services, services.store, services.pools
+        self.since_ns = services.clock_ns()
+        self.counters, self.waits = Counters(), LostWaits()
+        self.ranks = transfers.RankLayout.of(engine.workers, memory.staging, named=engine.groups is not None)
+        self.channel = Channel(memory.control, memory.layout, engine.groups)
+        self.channel.liveness.beat(self.since_ns)
+        self.traces = Traces(memory.block_bytes)
+        chunk_blocks = max(1, services.chunk_bytes // memory.block_bytes)
+        part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in memory.staging.block_bytes)  # as a disk counts
+        self.planner = Planner(
+            memory.save_slots_from,
+            self.channel,
+            chunk_blocks=chunk_blocks,
+            lost=memory.staging.lost,
+            disk_chunk_blocks=min(chunk_blocks, services.disk_call_bytes // part_bytes),
+        )
+        self._negative = NegativeCache()
+        self.prefixes = None if engine.groups is None else Prefixes(engine.groups)
+        self.look_ups = LookUps(
+            self.planner.requests, self._negative, timeout_ns=self._pools.timeout_ns, lease_ns=services.lease_ns
+        )
+        save_slots = range(memory.save_slots_from, memory.layout.slot_count)
+        namespace = ", ".join(sorted(engine.namespaces))
+        self.reasons = Reasons(self._pools.rates, services.histories, engine.uid, namespace)
+        self.saver = Saver(save_slots, memory.staging.lost, self.reasons.stored)
+        self._put_blocks = (max(1, chunk_blocks // PUTS_PER_CHUNK), max(1, len(save_slots) // SAVING_AT_ONCE))
+        self.channel.credits.grant(self.saver.next_grant(saving=True))
+        self.warming = Warming(self.planner, self._negative, about(engine, self.number))
+        self.promotions = Promotions(
+            memory.layout.slot_count, memory.layout.device_slots, chunk_blocks=COPY_BYTES // memory.block_bytes
+        )
+        self._promoter = Promoter(memory.device, self.promotions)
+        self.orphaned = Orphaned()
+        self.heard_ns = 0  # when the last record came
+        self._mode: Mode = "on"
+        self._ended_ns = 0  # when it ended, until the log said that something keeps its memory
+        self._replies: dict[int, Callable[[Message], None]] = {}  # of warm orders, by number
+        self._orders = 0
+        self.send: Callable[[Message], None] = lambda _: None
+
+    @property
+    def idle(self) -> bool:
+        """No call touches this epoch's memory."""
+        return self.running == 0
+
+    @property
+    def _saving(self) -> bool:
+        return self._mode == "on"
+
+    def _start(self, kind: Kind, run: Run, on_result: OnResult, on_overdue: OnOverdue | None = None) -> None:
+        self._pools.start(Call(kind, run, on_result, on_overdue, self))
+
+    def _steps(self, steps: Steps[_T], default: _T) -> _T:
+        return self.contain(carry_out, default, steps, self.channel.move)
