@@ -32,7 +32,7 @@ class Cause(enum.Enum):
         return member
 
     DAEMON = "daemon", "daemon late", "the daemon read its hint after {daemon} ms; it is short of CPU."
-    MASTER = "master", "slow master", "the store's master did not answer the look-up within {master} ms."
+    MASTER = "master", "slow master", "the store's master was slow or away: the look-up ended after {master} ms."
     NODE = "storage_node", "storage node", "a storage node did not deliver: {owners}."
     LINK = "link", "slow link", "the link was slow: {gave}."
     DISK = "disk", "slow disk", "the disk was slow: {gave}."
@@ -143,7 +143,7 @@ def _parts(record: Record) -> dict[Cause, float]:
     asked, claimed = figure(record, "asked_ms"), figure(record, "claimed_ms")
     end = claimed if claimed is not None else ended
     turn = asked if asked is not None else end
-    start, left = turn, turn + (_ms(record, "exposed_ms") if asked is not None else 0.0)
+    start, left = turn, turn + _ms(record, "exposed_ms")
     if record.get("outcome") in _WAITED:
         start, left = 0.0, end
     marks = [0.0]

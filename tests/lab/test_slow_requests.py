@@ -1,6 +1,7 @@
 """Ten requests that are slow for ten reasons: `kvprefetchd explain` and `top` alone name each reason.
 
-The daemon, the store, the link and the disk are real; the engine's scheduler is played, but for `tests/e2e`.
+The daemon, the store, the link and the disk are real, and the engine's scheduler is played;
+`tests/e2e/test_slow_requests.py` has a slow link and full places with a real engine.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def wait_for(
 
 
 def told(daemon: Daemon, name: str) -> tuple[str, str]:
-    """Return the last line of `explain` for a request, and what `top` prints."""
-    eventually(lambda: [e for e in daemon.records("request.done") if e["request_id"] == name], what="its line")
+    """Return the last line of `explain` for the request with this in its id, and what `top` prints."""
+    eventually(lambda: [e for e in daemon.records("request.done") if name in e["request_id"]], what="its line")
     explained = kvprefetchd("explain", name, given="\n".join(daemon.lines))
     assert explained.returncode == 0, explained
     top = kvprefetchd("top", "--once", "--interval", "0.1", "--socket", daemon.socket)
@@ -88,12 +89,12 @@ def large(name: str, count: int) -> dict[bytes, bytes]:
     return {digest: value * (MB // len(value)) for digest, value in blocks(name, count).items()}
 
 
-def keep_fetching(daemon: Daemon, engine: FakeEngine, prompts: list[list[bytes]], path: str, slices: float = 1) -> int:
+def keep_fetching(daemon: Daemon, engine: FakeEngine, prompts: list[list[bytes]], path: str) -> int:
     """Load prompts that do not fit staging together, until the daemon knows how fast the store usually is.
 
     Return the number of the prompt that is longest out of staging.
     """
-    until, turn = time.monotonic() + 5.0 * slices, 0
+    until, turn = time.monotonic() + 5.0, 0
     while time.monotonic() < until or "hour" not in ask_daemon(daemon.socket).rates.get(path, {}):
         assert engine.load(prompts[turn % len(prompts)], name=f"usual-{turn}") is not None
         turn += 1
@@ -103,8 +104,7 @@ def keep_fetching(daemon: Daemon, engine: FakeEngine, prompts: list[list[bytes]]
 # --- the store, the link, the disk ------------------------------------------------------------------------------------
 
 
-def on_a_slow_link(slices: float, then: Callable[[Daemon, FakeEngine, list[list[bytes]], int], None]) -> None:
-    """Store eight prompts, learn the link's usual pace for so many slices, make it 20 Mbit/s, and go on with `then`."""
+def test_a_slow_link() -> None:
     if why_not := link.available():
         pytest.skip(why_not)
     with (
@@ -118,37 +118,15 @@ def on_a_slow_link(slices: float, then: Callable[[Daemon, FakeEngine, list[list[
             save(engine, prompt)
         stored(daemon, 64)
         names = [list(prompt) for prompt in prompts]
-        turn = keep_fetching(daemon, engine, names, "memory", slices)
+        turn = keep_fetching(daemon, engine, names, "memory")
         wire.limit(20)
-        then(daemon, engine, names, turn)
-        engine.close()
-
-
-def test_a_slow_link() -> None:
-    def then(daemon: Daemon, engine: FakeEngine, names: list[list[bytes]], turn: int) -> None:
         wait_for(engine, names[turn], "on-a-slow-link")
         cause, top = told(daemon, "on-a-slow-link")
         assert cause.startswith("Cause: the link was slow: the store gave "), cause
         assert "; its last hour " in cause
         assert "slow link" in top
         assert "fetches from memory: now " in top
-
-    on_a_slow_link(1, then)
-
-
-@pytest.mark.stress  # half a minute
-def test_a_slow_link_is_warned_of() -> None:
-    def then(daemon: Daemon, engine: FakeEngine, names: list[list[bytes]], turn: int) -> None:
-        ends = time.monotonic() + 60
-        while not daemon.records("fetch.slow"):
-            assert time.monotonic() < ends, "fetch.slow did not come"
-            wait_for(engine, names[turn % len(names)], f"slow-{turn}")
-            turn += 1
-        [slow, *_] = daemon.records("fetch.slow")
-        assert slow["path"] == "memory"
-        assert slow["bytes_s"] < 0.25 * slow["hour_bytes_s"]
-
-    on_a_slow_link(3, then)
+        engine.close()
 
 
 def test_a_slow_disk(tmp_path: Path) -> None:
@@ -188,7 +166,7 @@ def test_a_frozen_master_and_a_dead_storage_node() -> None:
         with frozen(store.master_pid):
             wait_for(engine, list(values), "master-frozen")
         cause, top = told(daemon, "master-frozen")
-        assert cause.startswith("Cause: the store's master did not answer the look-up within "), cause
+        assert cause.startswith("Cause: the store's master was slow or away: the look-up ended after "), cause
         assert "slow master" in top
         eventually(lambda: ask_daemon(daemon.socket).store_answering, 30, "the master")
         os.kill(store.node_pid, signal.SIGKILL)
