@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,46 +13,10 @@ from kvprefetch.daemon.telemetry import trace_picture
 from kvprefetch.shmring.wire.records import NO_TRACE
 from tests.daemon.telemetry.test_trace_picture import LINE
 from tests.support.command import kvprefetchd, one_line
+from tests.support.otlp_receiver import Receiver
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACED = {**LINE, "traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
-
-
-class Receiver(ThreadingHTTPServer):
-    """An OTLP/HTTP receiver; it keeps the spans. `status`: of its answers."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        self.spans: list[Any] = []
-        self.services: set[str] = set()
-        self.status = 200
-        super().__init__(("127.0.0.1", 0), Handler)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/v1/traces"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Receiver
-
-    def do_POST(self) -> None:
-        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.headers.get("Content-Encoding") == "gzip":
-            body = gzip.decompress(body)
-        if self.server.status == 200:
-            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                named = {each.key: each.value.string_value for each in resource.resource.attributes}
-                self.server.services.add(named["service.name"])
-                self.server.spans += [span for scope in resource.scope_spans for span in scope.spans]
-        self.send_response(self.server.status)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None: ...
 
 
 @pytest.fixture
@@ -64,11 +24,7 @@ def receiver() -> Iterator[Receiver]:
     pytest.importorskip("opentelemetry.proto")
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     with Receiver() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def test_a_request_is_a_span_of_vllm_s_trace_with_a_span_for_each_part(receiver: Receiver, tmp_path: Path) -> None:
