@@ -32,6 +32,7 @@ setup: ## build the virtual environment (VENV=.venv; PYTHON=python3.12 to choose
 
 $(CHECK_VENV)/.done: pyproject.toml shmring/_atomics.c
 	@$(or $(PYTHON),python3) -m venv $(CHECK_VENV)
+	@rm -f shmring/_atomics.*.so  # one of an older build may hide the new one
 	@$(CHECK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[check]'
 	@touch $@
 

@@ -1,3 +1,8 @@
 """KV cache prefetching for vLLM: the connector in the engine, the daemon, and the shared memory between them."""
 
-__version__ = "0.2.0.dev0"
+try:
+    from ._version import __commit_id__, __version__  # written by the build; the commit begins with "g"
+except ImportError:  # sources that nobody has built
+    __version__, __commit_id__ = "0.0.0+unknown", None
+
+__all__ = ["__commit_id__", "__version__"]

@@ -59,13 +59,22 @@ ORDER void order_fence(void)
 
 #ifndef SHMRING_ORDERS_ONLY
 
+/* One extension serves Python 3.10 and all later ones (docs/adr/0091).  Python 3.10's limited API has no Py_buffer: a
+ * memoryview holds the buffer instead, and two old functions give its address.  Newer headers leave them out, but the
+ * stable ABI keeps them. */
+#define Py_LIMITED_API 0x030A0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
 
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+PyAPI_FUNC(int) PyObject_AsReadBuffer(PyObject *, const void **, Py_ssize_t *);
+PyAPI_FUNC(int) PyObject_AsWriteBuffer(PyObject *, void **, Py_ssize_t *);
+
 typedef struct {
     PyObject_HEAD
-    Py_buffer view;
+    PyObject *view; /* a memoryview; NULL after release() */
+    void *words;
     Py_ssize_t count; /* words; 0 after release() */
     char writable;
 } Words;
@@ -77,29 +86,32 @@ static PyObject *Words_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     int writable = 1;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|p:Words", names, &source, &writable))
         return NULL;
-    Words *self = (Words *)type->tp_alloc(type, 0);
+    Words *self = (Words *)PyType_GenericAlloc(type, 0);
     if (self == NULL)
         return NULL;
-    if (PyObject_GetBuffer(source, &self->view, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0) {
-        self->view.obj = NULL;
+    Py_ssize_t size;
+    if ((self->view = PyMemoryView_FromObject(source)) == NULL
+        || (writable ? PyObject_AsWriteBuffer(self->view, &self->words, &size)
+                     : PyObject_AsReadBuffer(self->view, (const void **)&self->words, &size)) < 0) {
         Py_DECREF(self);
         return NULL;
     }
-    if ((uintptr_t)self->view.buf % 8 != 0) {
+    if ((uintptr_t)self->words % 8 != 0) {
         PyErr_SetString(PyExc_ValueError, "buffer must start on an 8-byte boundary");
         Py_DECREF(self);
         return NULL;
     }
-    self->count = self->view.len / 8;
+    self->count = size / 8;
     self->writable = (char)writable;
     return (PyObject *)self;
 }
 
 static void Words_dealloc(Words *self)
 {
-    if (self->view.obj != NULL)
-        PyBuffer_Release(&self->view);
-    Py_TYPE(self)->tp_free((PyObject *)self);
+    PyTypeObject *type = Py_TYPE(self);
+    Py_XDECREF(self->view);
+    PyObject_Free(self);
+    Py_DECREF(type);
 }
 
 /* Returns the address of one word, or NULL with IndexError set. */
@@ -112,7 +124,7 @@ static _Atomic uint64_t *word_at(Words *self, PyObject *index_object)
         PyErr_Format(PyExc_IndexError, "word index=%zd is outside 0..%zd", index, self->count - 1);
         return NULL;
     }
-    return (_Atomic uint64_t *)self->view.buf + index;
+    return (_Atomic uint64_t *)self->words + index;
 }
 
 static int value_of(PyObject *object, uint64_t *value)
@@ -182,8 +194,7 @@ static PyObject *Words_publish(Words *self, PyObject *const *args, Py_ssize_t na
 static PyObject *Words_release(Words *self, PyObject *Py_UNUSED(ignored))
 {
     self->count = 0;
-    if (self->view.obj != NULL)
-        PyBuffer_Release(&self->view);
+    Py_CLEAR(self->view);
     Py_RETURN_NONE;
 }
 
@@ -205,18 +216,21 @@ static PyMemberDef Words_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static PySequenceMethods Words_as_sequence = {.sq_length = (lenfunc)Words_length};
+static PyType_Slot Words_slots[] = {
+    {Py_tp_doc, "Words(buffer, writable=True): aligned 64-bit words shared between processes"},
+    {Py_tp_new, Words_new},
+    {Py_tp_dealloc, Words_dealloc},
+    {Py_tp_methods, Words_methods},
+    {Py_tp_members, Words_members},
+    {Py_sq_length, Words_length},
+    {0, NULL},
+};
 
-static PyTypeObject WordsType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "kvprefetch.shmring._atomics.Words",
-    .tp_doc = "Words(buffer, writable=True): aligned 64-bit words shared between processes",
-    .tp_basicsize = sizeof(Words),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = Words_new,
-    .tp_dealloc = (destructor)Words_dealloc,
-    .tp_methods = Words_methods,
-    .tp_members = Words_members,
-    .tp_as_sequence = &Words_as_sequence,
+static PyType_Spec Words_spec = {
+    .name = "kvprefetch.shmring._atomics.Words",
+    .basicsize = sizeof(Words),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = Words_slots,
 };
 
 static PyObject *atomics_fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
@@ -237,15 +251,11 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__atomics(void)
 {
-    if (PyType_Ready(&WordsType) < 0)
-        return NULL;
     PyObject *m = PyModule_Create(&module);
-    if (m == NULL)
-        return NULL;
-    if (PyModule_AddObjectRef(m, "Words", (PyObject *)&WordsType) < 0) {
-        Py_DECREF(m);
-        return NULL;
-    }
+    PyObject *words = m == NULL ? NULL : PyType_FromSpec(&Words_spec);
+    if (words == NULL || PyModule_AddObjectRef(m, "Words", words) < 0)
+        Py_CLEAR(m);
+    Py_XDECREF(words);
     return m;
 }
 
