@@ -1,4 +1,4 @@
-"""Serves metrics and health over HTTP, on threads of its own: /metrics, /healthz, /readyz."""
+"""Serves metrics, health and the status page over HTTP, on threads of its own."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, ProcessCollector, exposition
 
 from ..config.model import ConfigError, Taken
+from . import status_page
 from .logs import EventCounts
 from .metrics import SnapshotCollector
 from .snapshot import Snapshot, judge
@@ -62,6 +63,8 @@ class _Server(ThreadingHTTPServer):
 
     def page(self, path: str, accept: str) -> tuple[int, str, bytes]:
         """Return (status, content type, body) of a path."""
+        if path == "/":
+            return 200, "text/html; charset=utf-8", status_page.page(self._snapshot)
         if path == "/metrics":
             encode, content_type = exposition.choose_encoder(accept)
             try:
@@ -74,7 +77,7 @@ class _Server(ThreadingHTTPServer):
             return 200 if health.healthy else 503, "application/json", body
         if path == "/readyz":
             return 200 if health.ready else 503, "application/json", body
-        return 404, "text/plain", b"/metrics /healthz /readyz\n"
+        return 404, "text/plain", b"/ /metrics /healthz /readyz\n"
 
     def server_bind(self) -> None:
         TCPServer.server_bind(self)  # HTTPServer's asks the name service for our name
@@ -117,6 +120,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
+        for name, value in status_page.HEADERS.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
 

@@ -1,0 +1,142 @@
+"""The status page: what it shows, and that nothing which it shows can become markup, as a browser sees it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from kvprefetch.daemon.store.fill import StoreFill
+from kvprefetch.daemon.telemetry import status_page
+from kvprefetch.daemon.telemetry.counters import Counters
+from kvprefetch.daemon.telemetry.logs import EventCounts
+from kvprefetch.daemon.telemetry.snapshot import Snapshot
+from kvprefetch.daemon.telemetry.web import MetricsServer
+from tests.lab.daemon import Daemon
+from tests.lab.process import free_ports
+from tests.support.fake_engine import FakeEngine
+from tests.support.waiting import eventually
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+HOSTILE = "<script>document.title='owned'</script><img src=http://203.0.113.1/x onerror=alert(1)>\x1b[2J\"'&"
+FILL = {"memory_used_bytes": 512_000_000, "memory_bytes": 1_024_000_000}
+
+
+class Page(HTMLParser):
+    """The elements and the text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def snapshot(*engines: dict[str, int | str], store_open: bool = True) -> Snapshot:
+    made = Snapshot(lambda: 10**9)
+    made.phase = "serving"
+    counters = Counters()
+    counters.endings.update({HOSTILE: 3, "loaded": 12})
+    made.publish(0, list(engines), [counters], store_open, rates={"memory": {"now": 1.5e6}})
+    made.fill = lambda: StoreFill.model_validate(StoreFill().model_dump() | FILL)
+    return made
+
+
+@contextmanager
+def served(shown: Snapshot) -> Iterator[str]:
+    (port,) = free_ports(1)
+    server = MetricsServer("127.0.0.1", port, shown, EventCounts())
+    try:
+        yield f"http://127.0.0.1:{port}/"
+    finally:
+        server.close()
+
+
+def hostile() -> Snapshot:
+    return snapshot({"engine": HOSTILE, "model": HOSTILE, "mode": HOSTILE, "hints": 10, "requests": 4})
+
+
+def test_the_page_shows_engines_store_rates_and_outcomes() -> None:
+    text = Page(status_page.page(snapshot({"engine": "first", "model": "llama", "mode": "on"})).decode()).text
+    for words in ("ready, serving", "first", "llama", "512.0 MB of 1.0 GB", "now 1.5 MB/s", "loaded"):
+        assert words in text
+    assert "no engine is attached" in Page(status_page.page(snapshot()).decode()).text
+
+
+def test_the_page_says_what_is_wrong() -> None:
+    text = Page(status_page.page(snapshot(store_open=False)).decode()).text
+    assert "not ready, serving" in text
+    assert "the store is not open: everything is a miss" in text
+
+
+def test_names_from_elsewhere_become_no_markup() -> None:
+    """Ids, models and outcomes with markup and control characters are text, and the rest of the page is as without."""
+    page, plain = (Page(status_page.page(each).decode()) for each in (hostile(), snapshot({"engine": "e"})))
+    assert page.tags == plain.tags
+    assert page.text.count(HOSTILE.replace("\x1b", "\N{REPLACEMENT CHARACTER}")) == 4
+    assert not {"script", "img", "link", "iframe", "object", "form"} & {tag for tag, _ in page.tags}
+    links = [value for _, attributes in page.tags for name, value in attributes.items() if name in ("href", "src")]
+    assert links == ["metrics", "readyz", "healthz"]
+
+
+def test_the_page_is_read_only_and_lets_nothing_in() -> None:
+    with served(hostile()) as url:
+        with urllib.request.urlopen(url) as answer:
+            policy = answer.headers["Content-Security-Policy"]
+            assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
+            assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert policy.startswith("default-src 'none'; style-src 'sha256-")
+        assert "unsafe" not in policy
+        for method in ("POST", "PUT", "DELETE"):
+            with pytest.raises(urllib.error.HTTPError, match="501") as refused:
+                urllib.request.urlopen(urllib.request.Request(url, data=b"x", method=method))
+            refused.value.close()
+
+
+def test_a_real_daemon_has_the_page(serve: Callable[..., Daemon]) -> None:
+    (port,) = free_ports(1)
+    daemon = serve(extra=("--metrics-port", str(port)))
+    engine = FakeEngine(daemon.socket, engine_id="shown", prefix="page")
+
+    def text() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/") as answer:
+            return Page(answer.read().decode()).text
+
+    eventually(lambda: "shown" in text() and "ready, serving" in text(), what="the engine")
+    engine.close()
+    eventually(lambda: "no engine is attached" in text(), what="its end")
+
+
+@pytest.mark.stress
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_a_browser_shows_it_and_runs_nothing(tmp_path: Path) -> None:
+    """Headless Chromium: its console is silent, the style applies, and no name from elsewhere became an element."""
+    assert CHROMIUM is not None
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--enable-logging=stderr"]
+
+    def browse(url: str, *more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([CHROMIUM, *flags, *more, url], capture_output=True, text=True, timeout=120, check=True)
+
+    with served(hostile()) as url:
+        shown = browse(url, "--dump-dom")
+        assert ":CONSOLE" not in shown.stderr
+        assert "<title>kvprefetchd: ready</title>" in shown.stdout
+        assert not re.search("<(script|img)", shown.stdout)
+        assert "&lt;script&gt;" in shown.stdout
+        picture = tmp_path / "page.png"
+        browse(url, f"--screenshot={picture}", "--window-size=1200,700")
+        assert picture.stat().st_size > 10_000, "more than an empty page"
