@@ -21,7 +21,8 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
     "connector": ({"shmring"}, {"vllm", "torch", "numpy", "pydantic"}),
     "daemon": (
         {"shmring"},
-        {"mooncake", "structlog", "prometheus_client", "rich", "numpy", "opentelemetry", "pydantic", "tomli", "vllm"},
+        {"mooncake", "structlog", "prometheus_client", "rich", "numpy", "opentelemetry", "pydantic", "tomli", "vllm"}
+        | {"shtab"},
     ),
 }
 # The only module of the connector that knows differences between releases of vLLM.
@@ -38,6 +39,7 @@ BORDERS: dict[str, tuple[str, ...]] = {
     "mooncake": ("daemon/store/joining.py",),
     "opentelemetry": ("daemon/telemetry/otlp.py",),
     "rich": ("daemon/cli/top_view.py",),
+    "shtab": ("daemon/cli/completion.py",),
     "vllm": ("daemon/cli/prompts.py", "connector/*"),
     "cupy": ("shmring/gpu/cuda.py",),
 }

@@ -41,6 +41,7 @@ CONFIGURATION_ENVIRONMENT = {
     FILE_VARIABLE: "the TOML file, where --config is not given",
     "RUNTIME_DIRECTORY, XDG_RUNTIME_DIR": "where the control socket lies by default",
 }
+NO_COLOR = {"NO_COLOR": "not empty: no colours on a terminal"}
 # The help page of a command that asks a running daemon, and of one that takes the configuration.
 SocketPage = partial(
     HelpPage,
@@ -63,7 +64,7 @@ def declare(commands: Commands, name: str, run: Run | None, page: HelpPage) -> a
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run, parser=parser, page=page)
     return parser
 
 

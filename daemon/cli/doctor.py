@@ -13,7 +13,7 @@ import subprocess
 import tarfile
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...shmring.wire.admin import Status, StatusQuery
@@ -30,8 +30,8 @@ from .common import (
     declare,
     find_socket,
 )
+from .configuration import as_toml
 from .findings import Finding, engine, examine, versions
-from .serve import as_toml
 
 PAGE = ConfigurationPage(
     "check libraries, limits, permissions and the store",
@@ -62,6 +62,7 @@ _SECRET = re.compile(
 
 def add(commands: Commands) -> None:
     parser = declare(commands, "doctor", run, PAGE)
+    parser.add_argument("--json", action="store_true", help="print versions and findings as JSON, at the end")
     parser.add_argument("--bundle", metavar="FILE", type=Path, help="also write everything into this tar.gz")
     log = "the daemon's log, for the bundle (default: the journal)"
     parser.add_argument("--log", metavar="FILE", type=Path, help=log)
@@ -80,29 +81,37 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("doctor: --model and --kv-transfer-config need --engine")
     if arguments.engine:
         found = list(engine(arguments.model, arguments.kv_transfer_config))
-        print("\n".join(_line(name, finding) for name, finding in found))
+        print(_json(found) if arguments.json else "\n".join(_line(*each) for each in found))
         return 1 if any(finding.level == "bad" for _, finding in found) else 0
     effective = accepted(sources)
     config = effective.config
     if effective.origin["socket"] == "default":  # look at the daemon that runs, not at the one that would start
         config = config.model_copy(update={"socket": find_socket(os.environ)})
-    lines, bad = [], 0
+    found = []
     for name, finding in examine(config):
-        bad += finding.level == "bad"
-        lines.append(_line(name, finding))
-        print(lines[-1], flush=True)
+        found.append((name, finding))
+        if not arguments.json:
+            print(_line(name, finding), flush=True)
+    if arguments.json:
+        print(_json(found))
     if arguments.bundle is not None:
         texts = {
             "versions.json": json.dumps(versions(), indent=2),
-            "doctor.txt": "\n".join(lines),
+            "doctor.txt": "\n".join(_line(*each) for each in found),
             "config.toml": "\n".join(as_toml(effective)),
         }
         try:
             write_bundle(arguments.bundle, config, texts, arguments.log)
         except OSError as error:
             raise Unavailable(f"bundle cannot be written: {error}") from None
-        print(f"wrote {arguments.bundle}")
-    return 1 if bad else 0
+        if not arguments.json:
+            print(f"wrote {arguments.bundle}")
+    return 1 if any(finding.level == "bad" for _, finding in found) else 0
+
+
+def _json(found: Sequence[tuple[str, Finding]]) -> str:
+    findings = [{"check": name, **finding._asdict()} for name, finding in found]
+    return json.dumps({"versions": versions(), "findings": findings}, indent=2)
 
 
 def _line(name: str, finding: Finding) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 MAX_WIDTH = 110
 _TERM_WIDTH = 28
-_EXITS = {
+EXITS = {
     0: "done",
     69: "the daemon, store or file that it needs does not answer or cannot be used; one line says which",
     78: "a bad command line or configuration; one line names key, value and bound",
@@ -36,8 +36,13 @@ class HelpPage:
     def description(self) -> str:
         return f"{self.summary[0].upper()}{self.summary[1:]}. {self.details}".rstrip()
 
+    @property
+    def statuses(self) -> dict[int, str]:
+        """Return the meaning of each exit status."""
+        return EXITS | dict(self.exits)
+
     def sections(self) -> str:
-        exits = _EXITS | dict(self.exits)
+        exits = self.statuses
         parts = [
             ("examples", [line for command, purpose in self.examples for line in (f"  {command}", f"      {purpose}")]),
             ("exit status", _rows({str(status): exits[status] for status in sorted(exits)}, width=5)),

@@ -19,10 +19,10 @@ from ... import __version__
 from ...shmring.wire.checks import nearest
 from ...shmring.wire.records import PROTOCOL
 from ..config.model import ConfigError, Taken
-from . import doctor, install_unit, latency, serve, status, store, tail, top, warm
+from . import completion, configuration, doctor, install_unit, latency, serve, status, store, tail, top, warm
 from .client import EX_UNAVAILABLE, Unavailable
-from .common import CONFIGURATION_ENVIRONMENT, CONFIGURATION_FILE, SOCKET_FILE
-from .findings import commit
+from .common import CONFIGURATION_ENVIRONMENT, CONFIGURATION_FILE, NO_COLOR, SOCKET_FILE
+from .findings import commit, versions
 from .help_page import HelpFormatter, HelpPage
 
 EX_CONFIG = 78
@@ -40,12 +40,15 @@ PAGE = HelpPage(
         ("kvprefetchd tail -f kvprefetchd.log", "what happens?"),
         ("kvprefetchd explain REQUEST_ID kvprefetchd.log", "why was this one slow?"),
     ),
-    exits={1: "a bad answer: doctor found something bad, the daemon is not ready, or did not carry a command out"},
+    exits={
+        1: "a bad answer: doctor found something bad, the daemon is not ready, or did not carry a command out",
+        130: "interrupted",
+    },
     files=CONFIGURATION_FILE | SOCKET_FILE,
-    environment=CONFIGURATION_ENVIRONMENT,
-    also="README.md, docs/OPERATIONS.md, docs/TUNING.md",
+    environment=CONFIGURATION_ENVIRONMENT | NO_COLOR,
+    also="README.md, docs/OPERATIONS.md, docs/TUNING.md, docs/reference/command-line.md",
 )
-COMMANDS = (serve, status, top, tail, install_unit, doctor, latency, store, warm)
+COMMANDS = (serve, configuration, status, top, tail, install_unit, doctor, latency, store, warm, completion)
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,11 +75,12 @@ class Parser(argparse.ArgumentParser):
 
 
 class ShowVersion(argparse.Action):
-    """Prints version, commit and protocol; finding the commit takes a moment."""
+    """Prints version, commit and protocol, and the libraries' versions; finding them takes a moment."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         version = ", ".join(filter(None, (f"kvprefetchd {__version__}", commit(), f"protocol {PROTOCOL}")))
-        print(version)
+        libraries = (f"{name} {text}" for name, text in versions().items() if name != "kvprefetch")
+        print(version, ", ".join(libraries), sep="\n")
         parser.exit()
 
 
@@ -153,7 +157,9 @@ def build_parser() -> Parser:
     """Return the parser of all commands; each command puts its function under `run`."""
     parser = Parser("kvprefetchd", description=PAGE.description, formatter_class=HelpFormatter, allow_abbrev=False)
     parser.epilog = PAGE.sections()
-    parser.add_argument("-V", "--version", action=ShowVersion, nargs=0, help="print version, commit and protocol")
+    parser.set_defaults(page=PAGE)
+    text = "print version, commit, protocol, and the libraries' versions"
+    parser.add_argument("-V", "--version", action=ShowVersion, nargs=0, help=text)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
     for module in COMMANDS:
         module.add(commands)

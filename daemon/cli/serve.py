@@ -1,24 +1,19 @@
-"""`kvprefetchd serve`, and `check-config`, which takes the same options and prints the configuration that results."""
+"""`kvprefetchd serve`: the daemon itself."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
-from pathlib import Path
-from typing import Any
 
-from ..config.model import NEXT_ATTACH, RELOADABLE, SIZES, ConfigError, DaemonConfig
-from ..config.sizes import size_text
-from ..config.sources import Effective
+from ..config.model import ConfigError
 from .client import EX_UNAVAILABLE, Unavailable
 from .common import (
     CONFIGURATION_ENVIRONMENT,
     CONFIGURATION_FILE,
+    NO_COLOR,
     SYSTEM_SOCKET,
     Commands,
-    ConfigurationPage,
     accepted,
     add_configuration,
     configuration_sources,
@@ -54,26 +49,14 @@ SERVE = HelpPage(
         "NOTIFY_SOCKET, WATCHDOG_USEC": "the daemon reports to systemd that it is ready, alive, reloads and stops",
         "LISTEN_FDS": "the control socket, when systemd opened it",
         "JOURNAL_STREAM": "lines carry the journal's priorities when they go there",
-        "NO_COLOR": "no colours on a terminal",
-    },
+    }
+    | NO_COLOR,
     also="kvprefetchd check-config, install-unit, doctor; docs/OPERATIONS.md, docs/TUNING.md",
-)
-CHECK_CONFIG = ConfigurationPage(
-    "check a configuration and print it as TOML, each value with its source",
-    details="Takes the options of serve and starts nothing. You may save its output and name that file with --config.",
-    examples=(
-        ("kvprefetchd check-config", "the defaults, and what the environment changes"),
-        ("kvprefetchd check-config --config /etc/kvprefetch/kvprefetchd.toml", "before a reload or a restart"),
-        ("kvprefetchd check-config --staging 8GiB > kvprefetchd.toml", "a file to begin with"),
-    ),
-    exits={0: "serve would accept it"},
-    also="kvprefetchd serve, doctor",
 )
 
 
 def add(commands: Commands) -> None:
     add_configuration(declare(commands, "serve", run_serve, SERVE))
-    add_configuration(declare(commands, "check-config", run_check, CHECK_CONFIG))
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
@@ -101,23 +84,3 @@ def run_serve(arguments: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from None
     except (StoreError, EmbeddedError) as error:
         raise Unavailable(f"store: {error}") from None
-
-
-def run_check(arguments: argparse.Namespace) -> int:
-    print("\n".join(as_toml(accepted(configuration_sources(arguments)))))
-    return 0
-
-
-def as_toml(effective: Effective) -> list[str]:
-    """Return the lines of a TOML file with this configuration."""
-    return [_line(name, getattr(effective.config, name), effective.origin[name]) for name in DaemonConfig.model_fields]
-
-
-def _line(name: str, value: Any, origin: str) -> str:
-    """Return one line of TOML; JSON writes strings, numbers and lists as TOML does."""
-    text = str(value) if isinstance(value, Path) else size_text(value) if name in SIZES else value
-    setting = f"{name} = {json.dumps(text)}" if text is not None else f"# {name} is not set"
-    reload = "reload: at once" if name in RELOADABLE else "needs a restart"
-    if name in NEXT_ATTACH:
-        reload = "reload: for engines that attach from then on"
-    return f"{setting:<48} # {origin}; {reload}"

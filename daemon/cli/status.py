@@ -74,6 +74,7 @@ def add(commands: Commands) -> None:
     health = declare(commands, "health", run_health, HEALTH)
     health.add_argument("--json", action="store_true", help="the same, as JSON")
     stat = declare(commands, "stat", run_stat, STAT)
+    stat.add_argument("--json", action="store_true", help="no effect: it prints nothing else")
     mode = declare(commands, "mode", run_mode, MODE)
     mode.add_argument("mode", metavar="{on,shadow,off}", choices=get_args(Mode), help="the mode from now on")
     for parser, until in ((status, "a daemon answers"), (health, "the daemon is ready")):

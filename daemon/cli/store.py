@@ -86,6 +86,7 @@ def add(commands: Commands) -> None:
         parser.add_argument("--prefix", metavar="TEXT", default="", help="only keys that begin so")
         text = "a cluster's master (its --metrics_port)"
         parser.add_argument("--master-http", metavar="HOST:PORT", help=text)
+    ls.add_argument("--json", action="store_true", help="each key as a JSON string")
     stat.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
     which = purge.add_mutually_exclusive_group(required=True)
     which.add_argument("--prefix", metavar="TEXT", help="this namespace, as `store stat` prints it")
@@ -97,7 +98,7 @@ def add(commands: Commands) -> None:
 
 def run_ls(arguments: argparse.Namespace) -> int:
     for key in stored_keys(master_of(arguments)[0], arguments.prefix):
-        sys.stdout.write(key + "\n")
+        sys.stdout.write((json.dumps(key) if arguments.json else key) + "\n")
     return 0
 
 

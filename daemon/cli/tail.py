@@ -19,9 +19,9 @@ from ..config.model import ConfigError
 from ..telemetry import pretty, reader
 from ..telemetry.events import EVENTS, LEVELS
 from ..telemetry.reader import Record
-from ..telemetry.trace_picture import explain
+from ..telemetry.trace_picture import explain, explain_json
 from .client import Unavailable
-from .common import Commands, declare
+from .common import NO_COLOR, Commands, declare
 from .help_page import HelpPage
 
 POLL_S = 0.2
@@ -42,7 +42,7 @@ TAIL = HelpPage(
     ),
     exits={0: "read to its end, or interrupted", 69: "the log cannot be read, or the journal has nothing of the unit"},
     files=LOG_FILE,
-    environment={"NO_COLOR": "no colours on a terminal"},
+    environment=NO_COLOR,
     also="kvprefetchd explain; docs/EVENTS.md has every event and field",
 )
 EXPLAIN = HelpPage(
@@ -53,6 +53,7 @@ EXPLAIN = HelpPage(
         ("kvprefetchd explain cmpl-7 kvprefetchd.log", "from a file"),
         ("kvprefetchd explain cmpl-7 --journal", "from the service's journal"),
         ("kvprefetchd tail --slow 20 kvprefetchd.log", "which requests are worth it"),
+        ("kvprefetchd explain --json cmpl-7 kvprefetchd.log", "for a program"),
     ),
     exits={0: "found", 69: "no such request, several of them, or no log"},
     files=LOG_FILE,
@@ -82,6 +83,7 @@ def add(commands: Commands) -> None:
     )
     request = declare(commands, "explain", run_explain, EXPLAIN)
     request.add_argument("request", metavar="REQUEST_ID", help="its id, or a part of it that no other request has")
+    request.add_argument("--json", action="store_true", help="print the line, its spans and sentences as JSON")
     add_log_source(request)
 
 
@@ -178,7 +180,7 @@ def run_tail(arguments: argparse.Namespace) -> int:
     for name in arguments.event or ():
         if not any(fnmatchcase(event, name) for event in EVENTS):
             print(f"kvprefetchd: note: no event has the name {name!r}{nearest(name, EVENTS)}", file=sys.stderr)
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    colour = pretty.wants_colour(sys.stdout)
     with (
         contextlib.suppress(KeyboardInterrupt),
         to_the_end(arguments),
@@ -242,7 +244,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
         spelt = json.dumps(arguments.request)[1:-1].encode()  # a line without it needs no parsing
         found = reader.records(line for line in log if spelt in line)
         for record in find(found, arguments.request, log_source_name(arguments)):
-            print(explain(record), end="\n\n")
+            print(explain_json(record) if arguments.json else explain(record) + "\n")
     return 0
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ...shmring.wire.admin import Status, StatusQuery
 from ..telemetry import overview
 from .client import ask
-from .common import Commands, SocketPage, add_socket, declare, seconds
+from .common import NO_COLOR, Commands, SocketPage, add_socket, declare, seconds
 
 PAGE = SocketPage(
     "show the daemon's work, live",
@@ -22,11 +24,13 @@ PAGE = SocketPage(
     examples=(
         ("kvprefetchd top", "until q or Ctrl-C; h: legend, s and r: sort, /: filter"),
         ("kvprefetchd top --interval 5", "a calmer one"),
-        ("kvprefetchd top --once", "one look, for a report or a script"),
+        ("kvprefetchd top --once", "one look, for a report"),
+        ("kvprefetchd top --json", "one look, for a program"),
     ),
     exits={0: "interrupted, or --once", 69: "no daemon answers"},
     also="kvprefetchd status, stat; docs/METRICS.md",
 )
+PAGE = replace(PAGE, environment={**PAGE.environment, **NO_COLOR})
 
 
 def add(commands: Commands) -> None:
@@ -35,12 +39,15 @@ def add(commands: Commands) -> None:
     interval = partial(seconds, least=0.1)
     parser.add_argument("--interval", metavar="S", type=interval, default=1.0, help="seconds between looks")
     parser.add_argument("--once", action="store_true", help="look twice, an interval apart, print that, and end")
+    parser.add_argument("--json", action="store_true", help="as --once, as JSON: the status, and `now` with the rates")
 
 
 def run(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(KeyboardInterrupt):
-        if arguments.once or not sys.stdout.isatty():
-            print("\n".join(looked_twice(arguments.socket, arguments.interval)))
+        if arguments.once or arguments.json or not sys.stdout.isatty():
+            now, rates = looked_twice(arguments.socket, arguments.interval)
+            lines = overview.describe(now, rates)
+            print(json.dumps(now.model_dump() | {"now": rates._asdict()}) if arguments.json else "\n".join(lines))
         else:
             from . import top_view  # rich is slow to import, and only this needs it
 
@@ -48,9 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def looked_twice(socket: Path, interval_s: float) -> list[str]:
-    """Return the lines of `status` with the rates between two looks. Raises Unavailable."""
+def looked_twice(socket: Path, interval_s: float) -> tuple[Status, overview.Rates]:
+    """Return the second of two answers, and the rates between them. Raises Unavailable."""
     before, since = ask(socket, StatusQuery(), Status), time.monotonic()
     time.sleep(interval_s)
     now = ask(socket, StatusQuery(), Status)
-    return overview.describe(now, overview.rates(before, now, time.monotonic() - since))
+    return now, overview.rates(before, now, time.monotonic() - since)

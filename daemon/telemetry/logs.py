@@ -118,7 +118,7 @@ def configure(level: str) -> Log:
     writer = LogWriter(sys.stdout.fileno())
     terminal = sys.stdout.isatty()
     prefix = not terminal and goes_to_journald(sys.stdout, os.environ)
-    colour = terminal and "NO_COLOR" not in os.environ
+    colour = pretty.wants_colour(sys.stdout)
 
     def render(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> str:
         ordered = {name: line[name] for name in _ORDER if name in line} | dict(line)

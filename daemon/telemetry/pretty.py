@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from typing import Any
+from typing import IO, Any
 
 _COLOURS = {"debug": "2", "info": "", "warning": "33", "error": "31;1"}
 _FETCH = ("hint_seen_ms", "last_byte_ms")
 _MOST = 1e18  # a number beyond it, or not finite, is none of ours
 _HIDDEN = {"ts", "level", "event", "run_id", "engine", "epoch"}
+
+
+def wants_colour(stream: IO[str]) -> bool:
+    """Tell whether to write colours: to a terminal, unless $NO_COLOR has a value (no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
 def line(record: Mapping[str, Any], *, colour: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple
 
 from . import causes
@@ -35,8 +36,17 @@ class Span(NamedTuple):
 
 
 def explain(record: Record) -> str:
-    said = [sentence(record), causes.sentence(record)]
-    return "\n".join([*headline(record), "", *picture(record), "", *filter(None, said)])
+    return "\n".join([*headline(record), "", *picture(record), "", *said(record)])
+
+
+def explain_json(record: Record) -> str:
+    """Return the same as one line of JSON: the log's line, the spans in ms since the arrival, and the sentences."""
+    parts = [span._asdict() for span in spans(record)]
+    return json.dumps({"record": record, "spans": parts, "said": said(record)})
+
+
+def said(record: Record) -> list[str]:
+    return [text for text in (sentence(record), causes.sentence(record)) if text]
 
 
 def headline(record: Record) -> list[str]:

@@ -1,7 +1,8 @@
 """Prints the tables of the documents from the catalogues and configuration models in the code.
 
 `.venv-check/bin/python -m tests.support.documents TABLE`, with `events` (docs/EVENTS.md), `metrics` (docs/METRICS.md),
-or `connector` or `daemon` (docs/reference/configuration.md). `.venv/bin/python` does it, too.
+`connector` or `daemon` (docs/reference/configuration.md), or `exits` (docs/reference/command-line.md).
+`.venv/bin/python` does it, too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import sys
 
 from kvprefetch.connector.config import ConnectorConfig
 from kvprefetch.daemon.cli.common import default_text, kind_of
+from kvprefetch.daemon.cli.help_page import EXITS
+from kvprefetch.daemon.cli.main import build_parser
 from kvprefetch.daemon.config.model import NEXT_ATTACH, RELOADABLE, SIZES, DaemonConfig
 from kvprefetch.daemon.telemetry.causes import Cause
 from kvprefetch.daemon.telemetry.events import COMMON, EVENTS, FIELDS, Ending, Field
@@ -71,6 +74,18 @@ def daemon() -> str:
     return "\n".join(lines) + "\n"
 
 
+def exits() -> str:
+    """The table of docs/reference/command-line.md."""
+    lines = ["| status | command | meaning |", "| --- | --- | --- |"]
+    commands = [(name, each.get_default) for name, each in build_parser().commands.items()]
+    pages = {name: default("page") for name, default in commands if default("run") is not None}
+    rows = [(status, name, said) for name, page in pages.items() for status, said in page.exits.items()]
+    rows += [(status, "", said) for status, said in EXITS.items()] + [(130, "", "interrupted, where no row says else")]
+    for status, name, said in sorted(rows, key=lambda row: row[:2]):
+        lines.append(f"| {status} | {f'`{name}`' if name else 'any'} | {said} |")
+    return "\n".join(lines) + "\n"
+
+
 # Defaults that are computed when the process starts.
 COMPUTED = {"socket": "see below", "fetch_threads": "half the cores, 2 to 4", "reset_timeout_ms": "5000 or more"}
 
@@ -87,7 +102,7 @@ def command(table: str) -> str:
     return f"the table differs from the code; print it: {sys.executable} -m tests.support.documents {table}"
 
 
-TABLES = {"events": events, "metrics": metrics, "connector": connector, "daemon": daemon}
+TABLES = {"events": events, "metrics": metrics, "connector": connector, "daemon": daemon, "exits": exits}
 
 if __name__ == "__main__":
     print(TABLES[sys.argv[1]](), end="")

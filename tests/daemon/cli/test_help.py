@@ -16,8 +16,10 @@ from kvprefetch.daemon.cli import main
 from kvprefetch.daemon.cli.client import EX_UNAVAILABLE
 from kvprefetch.daemon.cli.findings import commit
 from kvprefetch.daemon.config.model import DaemonConfig, load
+from tests.support import documents
 from tests.support.command import run
 
+ROOT = Path(__file__).resolve().parents[3]
 SECTIONS = ["examples:", "exit status:", "files:", "environment:"]
 
 
@@ -43,7 +45,7 @@ def examples(text: str) -> list[list[str]]:
 
 def test_the_command_line_loads_nothing_that_only_one_command_needs() -> None:
     """NumPy alone would nearly double the time until `kvprefetchd status` answers."""
-    heavy = {"mooncake", "numpy", "prometheus_client", "rich", "structlog", "vllm"}
+    heavy = {"mooncake", "numpy", "prometheus_client", "rich", "shtab", "structlog", "vllm"}
     script = "import sys; import kvprefetch.daemon.cli.main; print(*sys.modules)"
     result = run([sys.executable, "-c", script])
     assert result.returncode == 0, result.stderr
@@ -51,9 +53,12 @@ def test_the_command_line_loads_nothing_that_only_one_command_needs() -> None:
 
 
 def test_every_command_is_there() -> None:
-    expected = "serve check-config status health stat mode top tail explain install-unit doctor latency store warm"
+    expected = (
+        "serve check-config config status health stat mode top tail explain install-unit doctor latency store warm "
+        "completion"
+    )
     assert ["", *expected.split()] == [name for name in NAMES if " " not in name]
-    assert [name for name in NAMES if " " in name] == ["store ls", "store stat", "store purge"]
+    assert [name for name in NAMES if " " in name] == ["config init", "store ls", "store stat", "store purge"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,7 +85,7 @@ def test_the_examples_are_commands(name: str) -> None:
         assert words[0] == "kvprefetchd"
         parsed, unknown = main.build_parser().parse_known_args(words[1:])
         assert not unknown, words
-        if words[1] in ("serve", "check-config", "doctor", "latency"):
+        if words[1] in ("serve", "check-config", "config", "doctor", "latency"):
             load({key: value for key, value in vars(parsed).items() if key in DaemonConfig.model_fields and value})
 
 
@@ -98,7 +103,19 @@ def test_the_version_names_the_protocol(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit) as ended:
         main.main(["--version"])
     assert ended.value.code == 0
-    assert re.fullmatch(r"kvprefetchd \d+\.\d+\.\S+(, commit \S+)?, protocol \d+\n", capsys.readouterr().out)
+    first, libraries = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"kvprefetchd \d+\.\d+\.\S+(, commit \S+)?, protocol \d+", first)
+    for name in ("python", "kernel", "numpy", "pydantic"):
+        assert re.search(rf"\b{name} \d+\.\d+", libraries)
+
+
+def test_the_table_of_exit_statuses_is_that_of_the_help() -> None:
+    """docs/reference/command-line.md has it as the code prints it, with each status that has a name in the code."""
+    assert documents.exits() in (ROOT / "docs/reference/command-line.md").read_text(), documents.command("exits")
+    modules = (main, *main.COMMANDS)
+    named = {value for each in modules for name, value in vars(each).items() if name.startswith("EX_")}
+    assert named == {65, 69, 78, 130}
+    assert named <= {int(status) for status in re.findall(r"^\| (\d+) \|", documents.exits(), re.MULTILINE)}
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
