@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ... import __version__
+from ... import __commit_id__, __version__
 from ...shmring.errors import SegmentError
 from ...shmring.segment import Segment
 from ...shmring.wire.admin import Status, StatusQuery
@@ -61,14 +61,13 @@ ok, note, bad = (partial(Finding, level) for level in ("ok", "note", "bad"))
 
 
 def commit(root: Path = Path(__file__).parents[2]) -> str:
-    """Return the commit of these sources: of the checkout, or the one that pip fetched with git. "" where not known."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError, LookupError, TypeError):
+    """Return the commit of these sources: of the checkout, or the one that they were built from. "" where not known."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         if (root / ".git").exists():
             command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
             said = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
             return f"commit {said.strip()}"
-        origin = importlib.metadata.distribution("kvprefetch").read_text("direct_url.json")  # PEP 610
-        return f"commit {json.loads(origin or '{}')['vcs_info']['commit_id'][:12]}"
+        return f"commit {__commit_id__.removeprefix('g')}" if __commit_id__ else ""
     return ""
 
 

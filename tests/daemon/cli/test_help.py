@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvprefetch.daemon.cli import main
+from kvprefetch.daemon.cli import findings, main
 from kvprefetch.daemon.cli.client import EX_UNAVAILABLE
 from kvprefetch.daemon.cli.findings import commit
 from kvprefetch.daemon.config.model import DaemonConfig, load
@@ -119,8 +119,10 @@ def test_the_table_of_exit_statuses_is_that_of_the_help() -> None:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-def test_the_version_names_the_commit_of_a_checkout_and_no_other(tmp_path: Path) -> None:
-    """`-V` says the commit where the sources lie in a checkout of their own, and says nothing otherwise."""
+def test_the_version_names_the_commit_of_a_checkout_or_of_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sources that lie in another project's checkout have the commit that they were built from, if it is known."""
     git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
     for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
         subprocess.run([*git, *command], check=True)
@@ -129,4 +131,6 @@ def test_the_version_names_the_commit_of_a_checkout_and_no_other(tmp_path: Path)
     assert re.fullmatch("commit [0-9a-f]{7,40}", said)
     assert head.startswith(said.split()[1])
     (tmp_path / "site-packages").mkdir()
-    assert commit(tmp_path / "site-packages") == ""
+    for built_from, expected in (("g2f1aba8", "commit 2f1aba8"), (None, "")):
+        monkeypatch.setattr(findings, "__commit_id__", built_from)
+        assert commit(tmp_path / "site-packages") == expected
