@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"measured": rows, "failed": failed}, indent=2))
     else:
         cells = [[row["what"], *(number(row[name]) for name in ("p50_ms", "p99_ms")), _rate(row)] for row in rows]
-        print("\n".join(aligned([["", "p50 ms", "p99 ms", "MB/s"], *cells]) + [f"failed: {line}" for line in failed]))
+        table = aligned([["", "p50 ms", "p99 ms", "MB/s"], *cells]) if cells else []
+        print("\n".join(table + [f"failed: {line}" for line in failed]))
     return 1 if failed else 0
 
 
@@ -92,6 +94,9 @@ def socket(config: DaemonConfig) -> Iterator[Found]:
 
 def store(config: DaemonConfig) -> Iterator[Found]:
     """In a process that can be killed."""
+    if find_spec("mooncake") is None:
+        yield {"failed": "store: Mooncake is not installed here: run this in the daemon's environment"}
+        return
     where = [str(config.mooncake_config)] if config.mooncake_config is not None else []
     command = [sys.executable, "-m", "kvprefetch.daemon.store.latency", *where]
     said = b""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.daemon.cli import latency
+from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.config.model import load
 from tests.daemon.stores import absent_cluster
 from tests.lab.daemon import Daemon
@@ -45,6 +46,17 @@ def test_each_part_has_its_row(serve: Callable[..., Daemon], tmp_path: Path) -> 
     assert all(0 < row["p50_ms"] <= row["p99_ms"] for row in rows.values())
     assert [what for what, row in rows.items() if row.get("mb_s", 0) > 0] == [node, f"disk {tmp_path}"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_s_environment_has_no_store_to_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(latency, "find_spec", lambda _: None)
+    assert main(["latency", "--staging", "64MiB", "--memory", "64MiB", "--socket", str(tmp_path / "none")]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"failed: no daemon answers: socket='{tmp_path}/none': No such file or directory",
+        "failed: store: Mooncake is not installed here: run this in the daemon's environment",
+    ]
 
 
 @pytest.mark.store
