@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import resource
+import sys
 
 from ..config.model import ConfigError
 from .client import EX_UNAVAILABLE, Unavailable
@@ -55,6 +56,12 @@ SERVE = HelpPage(
 )
 
 
+HARMLESS = (
+    "kvprefetchd: at every start Mooncake says 'Logging before InitGoogleLogging()' and 'Local segment descriptor not "
+    "found': both mean nothing"
+)
+
+
 def add(commands: Commands) -> None:
     add_configuration(declare(commands, "serve", run_serve, SERVE))
 
@@ -65,6 +72,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
     os.umask(0o077)  # for everything made from here on, the files that Mooncake writes to disk included
     # A core file would hold all KV. The hard limit stays, so prlimit --core can raise the soft one again.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    if sys.stderr.isatty():  # Mooncake's lines come there, between ours
+        print(HARMLESS, file=sys.stderr)
     # Imported late: `kvprefetchd --help` and configuration errors need neither Mooncake nor structlog.
     from ..telemetry.logs import unblock_streams
 

@@ -140,6 +140,20 @@ def test_a_socket_of_others_names_its_users(tmp_path: Path, monkeypatch: pytest.
         ask(tmp_path / "s.sock", StatusQuery(), Status)
 
 
+def test_mooncake_s_harmless_lines_are_explained_where_they_appear(tmp_path: Path) -> None:
+    """On a terminal, at every start; elsewhere docs/symptoms.md does."""
+    primary, secondary = os.openpty()
+    try:
+        command = [*COMMAND, "serve", "--socket", str(tmp_path / "s.sock"), "--disk", "/proc/none"]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=secondary, check=False, timeout=60)
+        first = os.read(primary, 4096).decode().splitlines()[0]
+    finally:
+        os.close(primary)
+        os.close(secondary)
+    assert done.returncode != 0
+    assert "'Local segment descriptor not found': both mean nothing" in first
+
+
 def test_an_extension_that_is_not_built_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
