@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .metadata import KVPrefetchNode
 
 # Kinds of groups that engines with several are served with, full attention among them: tokens were compared.
-SERVED_KINDS = {Kind.FULL, Kind.WINDOW}
+SERVED_KINDS = {Kind.FULL, Kind.WINDOW, Kind.CHUNK}
 # The longest digest vLLM's hash algorithms make is 32 bytes; the record's field allows 64.
 MAX_HASH_BYTES = 64
 # Of the running kernel: containers of one node have the same one. See random(4).

@@ -119,11 +119,6 @@ def refusals() -> list[tuple[str, dict[str, Any], Any]]:
     full_only = "KV groups of these kinds are not served together: groups="
     return [
         (
-            f"{full_only}3 kv_cache_spec=Chunked.*,Full.*,Sliding.*{advice}",
-            {},
-            kv_cache_config([full, window, chunks], 3),
-        ),
-        (
             f"KV events of several KV groups are not served: .*groups=2{advice}",
             {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)},
             kv_cache_config([full, window], 2),
@@ -131,7 +126,7 @@ def refusals() -> list[tuple[str, dict[str, Any], Any]]:
         ("outside the prefix cache .*=0$", {}, kv_cache_config([full], 0)),
         # vLLM cannot make one group of these, so nothing is advised.
         (f"{full_only}1 kv_cache_spec=SlidingWindowSpec$", {}, kv_cache_config([window])),
-        (f"{full_only}2 kv_cache_spec=SlidingWindowSpec$", {}, kv_cache_config([window, window], 2)),
+        (f"{full_only}2 kv_cache_spec=Chunked.*,SlidingWindowSpec$", {}, kv_cache_config([window, chunks], 2)),
         (f"{full_only}2 kv_cache_spec=FullAttentionSpec,MambaSpec$", {}, kv_cache_config([full, mamba], 2)),
         ("of this kind is not served: kv_cache_spec=SinkFullAttentionSpec$", {}, kv_cache_config([sink])),
         ("enable_prefix_caching=False", {"cache": {"enable_prefix_caching": False}}, kv_cache_config()),

@@ -1,4 +1,4 @@
-"""Tokens never change with two KV groups, sliding windows beside full attention, and vLLM's hybrid manager on."""
+"""Tokens never change with two KV groups, sliding windows or chunks beside full attention, and vLLM's hybrid manager."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.lab import control
 from tests.lab.connectors import ours, upstream
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
-from tests.lab.hybrid import WINDOW, make_gemma3
+from tests.lab.hybrid import CHUNK, WINDOW, make_gemma3, make_llama4
 from tests.lab.passes import Abort
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
@@ -68,12 +68,35 @@ def test_loaded_tokens_equal_recomputed_ones_beside_local_hits(
     engine.stop()
 
 
-@pytest.mark.shows("aborts", "full attention and sliding windows")
-@pytest.mark.shows("preemption", "full attention and sliding windows")
-def test_under_preemption_and_with_aborted_requests(site: Site, gemma: Path, reference: Engine) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(
+            make_gemma3,
+            marks=[
+                pytest.mark.shows("aborts", "full attention and sliding windows"),
+                pytest.mark.shows("preemption", "full attention and sliding windows"),
+            ],
+        ),
+        pytest.param(
+            make_llama4,
+            marks=[
+                pytest.mark.stress,
+                pytest.mark.shows("aborts", "full attention and chunks"),
+                pytest.mark.shows("preemption", "full attention and chunks"),
+            ],
+        ),
+    ],
+)
+def test_under_preemption_and_with_aborted_requests(
+    site: Site, make: Callable[[Path], Path], tmp_path: Path, engines: Callable[..., Engine]
+) -> None:
+    model = make(tmp_path / "model")
+    plain = engines(EngineSpec(model=model))
     prompts = [prompt[:200] for prompt in PROMPTS]
-    first = reference.run(prompts, max_tokens=160)
-    engine = site.engine(model=gemma, extra={"cache_prefix": "preempted"}, num_gpu_blocks=34, max_model_len=512)
+    first = plain.run(prompts, max_tokens=160)
+    plain.stop()
+    engine = site.engine(model=model, extra={"cache_prefix": "preempted"}, num_gpu_blocks=28, max_model_len=384)
     engine.call("tests.e2e.probes:count_preemptions")
     assert engine.run(prompts, max_tokens=160).tokens == first.tokens
     assert engine.call("tests.e2e.probes:preemptions") > 0
@@ -164,3 +187,42 @@ def test_each_connector_reads_what_the_other_wrote(
         digests.append(control.read_digests(cluster.config, names))
         control.remove(cluster.config, [name for name, digest in zip(names, digests[-1], strict=True) if digest])
     assert digests[0] == digests[1]
+
+
+@pytest.fixture(scope="module")
+def llama4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama4(tmp_path_factory.mktemp("models") / "llama4")
+
+
+@pytest.mark.shows("saved, then loaded: tokens equal", "full attention and chunks")
+@pytest.mark.shows("vLLM's own connector reads ours, and the reverse", "full attention and chunks")
+def test_chunks_beside_local_hits_and_vllms_own_connector(
+    llama4: Path, cluster: Store, shared: Daemon, engines: Callable[..., Engine], module_auditor: Auditor
+) -> None:
+    """Prompts end in the first block of a chunk, in its last, and between; a longer one goes on from what is local."""
+    prompts = [prompt[:length] for prompt, length in zip(LONG, (300, 257, 256, 500, 129, 385), strict=True)]
+    plain = engines(EngineSpec(model=llama4))
+    right, right_long = plain.run(prompts).tokens, plain.run(LONG).tokens
+    plain_tokens = plain.run(PROMPTS).tokens
+    plain.stop()
+    site = Site(shared, llama4, module_auditor, engines)
+    mine = site.engine(EngineSpec(model=llama4, kv_transfer=ours(shared.socket, key_format="vllm")))
+    served(mine.run(prompts), right, [0] * len(prompts))
+    assert mine.run(LONG).tokens == right_long
+    for _ in range(2):
+        site.fresh(mine)
+        served(mine.run(prompts), right, hits(prompts))
+        served(mine.run(LONG), right_long, hits(LONG))
+    theirs = engines(EngineSpec(model=llama4, kv_transfer=upstream(), mooncake_config=cluster.config))
+    served(theirs.run(LONG), right_long, hits(LONG))
+    others, before = make_prompts(4, 300, seed=87), cluster.keys
+    found = theirs.run(others).tokens
+    wanted = before + len(others) * 2 * (300 // BLOCK)
+    assert cluster.wait_keys(wanted) == wanted
+    served(mine.run(others), found, hits(others))
+    site.fresh(mine)
+    mine.call("tests.e2e.probes:load_a_foreign_block")
+    spoiled = mine.run(PROMPTS, concurrency=1)
+    assert [got == want for got, want in zip(spoiled.tokens, plain_tokens, strict=True)] == [True] + 5 * [False]
+    site.assert_idle()
+    mine.stop()
