@@ -12,7 +12,7 @@ from tests.lab import control
 from tests.lab.connectors import ours, upstream
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
-from tests.lab.hybrid import CHUNK, WINDOW, make_gemma3, make_llama4
+from tests.lab.hybrid import WINDOW, make_gemma3, make_llama4
 from tests.lab.passes import Abort
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
