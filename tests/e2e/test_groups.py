@@ -1,4 +1,4 @@
-"""Tokens never change with two KV groups, sliding windows or chunks beside full attention, and vLLM's hybrid manager."""
+"""Tokens never change with two KV groups: sliding windows, or chunks, beside full attention."""
 
 from __future__ import annotations
 
