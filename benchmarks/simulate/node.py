@@ -1,4 +1,4 @@
-"""The simulation's daemon: the real planner, driven as an engine's epoch drives it, on simulated links.
+"""The simulation's daemon: the real planner, driven as an engine's epoch drives it, with real turns on simulated links.
 
 No other file knows the planner's interface.
 """
@@ -16,6 +16,7 @@ from benchmarks.simulate.workload import HASH_BYTES, SimRequest, StoreContents
 from kvprefetch.daemon.planning.planner import Planner
 from kvprefetch.daemon.planning.requests import Key, Order, Publication
 from kvprefetch.daemon.planning.runs import Lane
+from kvprefetch.daemon.store.pace import Asked, Pace
 from kvprefetch.shmring.wire.records import FlagState
 
 MAX_STUCK = 4  # calls past their deadline; with so many no other starts
@@ -36,6 +37,8 @@ class NodeModel:
     """The same for the lane of blocks on disks. 0: look-ups do not say where blocks lie."""
     look_up_s: float = 0.0005
     """One look-up, on the only thread for them."""
+    turns: bool = True
+    """Reads from memory begin one after the other, as the daemon's do over TCP."""
     message_s: float = 0.00005
     """From a push into the hint ring until the daemon has handled it."""
     rpc_timeout_s: float = 2.0
@@ -116,6 +119,7 @@ class Node:
     ) -> None:
         self._loop, self._model, self._contents, self._block_bytes = loop, model, contents, block_bytes
         self._memory, self._disk = Link(loop, model.memory), Link(loop, model.disk)
+        self._pace = Pace()
         self._flags = _Flags(changed)
         self._planner = Planner(model.staging_blocks, self._flags, chunk_blocks=model.chunk_blocks)
         self._message_ns, self._look_up_ns = ns(model.message_s), ns(model.look_up_s)
@@ -286,7 +290,24 @@ class Node:
         deadline = None
         if self._model.call_deadline_s:
             deadline = self._loop.after(ns(self._model.call_deadline_s), partial(self._overdue, order))
-        self._transfer(disk, partial(self._fetched, order, deadline))
+        fetched = partial(self._fetched, order, deadline)
+        if self._model.turns and (size := disk.count(False) * self._block_bytes):
+            self._read(self._pace.ask("memory", size, self._loop.now_ns), disk, fetched)
+        else:
+            self._transfer(disk, fetched)
+
+    def _read(self, asked: Asked, disk: Sequence[bool], done: Callable[[], None]) -> None:
+        """Run one store call when it is its turn, and see its end at once."""
+
+        def ended() -> None:
+            asked.looked_ns = self._loop.now_ns
+            self._pace.ended(asked, self._loop.now_ns, came=True)
+            done()
+
+        if self._pace.turn(asked, self._loop.now_ns):
+            self._transfer(disk, ended)
+        else:
+            self._loop.at(asked.look_ns, partial(self._read, asked, disk, done))
 
     def _overdue(self, order: Order) -> None:
         self.counters.overdue += 1

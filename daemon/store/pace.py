@@ -1,42 +1,63 @@
-"""Predicts when the bytes that were asked of a storage node will be there, from how fast its bytes came before.
+"""Says when a read from a storage node may begin, and predicts its end, from how fast the node's bytes came before.
 
-Pure.  A node sends what is asked of it in order, so a read ends when the bytes asked before it and its own have come.
-A reader looks at half of the predicted time, shortly before its end, and often from then on.  The read ended between
-its last two looks.
+Pure.  Reads that run together share the way to their node, so that the first one ends as late as the last.  So they
+take turns, in the order in which they asked: a read begins when the bytes asked before it should be there within
+TURN_NS.  By the measured pace that is just enough for the way to stay full.  Nodes do not wait for each other.  A read
+that is late holds up nobody: what should be there counts as there.
+
+Where reads overlap, the time between two ends is that of the second one's bytes.  A reader looks at half of the
+predicted time, shortly before its end, and often from then on.  The read ended between its last two looks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+# Before the end of the reads before it a read begins: for the first of its bytes to come, on a busy machine.
+TURN_NS = 2_000_000
 SOONEST_NS, LATEST_NS = 200_000, 50_000_000  # to the next look, which costs some 10 us
 HALF, EARLY = 0.5, 0.97  # of the predicted time: the first two looks
 _FURTHER = 1 / 32  # of the time since the read began: to each further look
-_HEAVY_BYTES = 4 << 20  # a read of so many counts as much as all before it
-
-
-@dataclass
-class _Node:
-    """`ns_per_byte`: 0 while nothing is known. `asked`: bytes that are not there yet."""
-
-    ns_per_byte: float = 0.0
-    asked: int = 0
+_HEAVY_BYTES = 4 << 20  # after a read of so many all before it count half
 
 
 @dataclass(eq=False)
 class Asked:
-    """Bytes asked of a node in one read. `ahead`: they, and those asked before that were not there when it began.
+    """Bytes asked of a node in one read, which begins when `turn` says so.
 
-    `looked_ns`: the last look that did not find its end, or its begin.  `look_ns`: when to look next.
+    `due_ns`: when they should be there.  `looked_ns`: the last look that did not find its end, or its begin.
+    `look_ns`: when to look next.
     """
 
     node: str
     size: int
-    ahead: int
-    predicted_ns: float
-    began_ns: int
-    looked_ns: int
-    look_ns: int = 0
+    due_ns: float
+    look_ns: int
+    began_ns: int = -1
+    looked_ns: int = 0
+
+    @property
+    def begun(self) -> bool:
+        return self.began_ns >= 0
+
+
+@dataclass
+class _Node:
+    """`asked`: reads that have not ended, the first one first.
+
+    `sent` and `ns`: bytes that came and the time they took; older ones count less.  `ended_ns`: the last end of a read.
+    """
+
+    asked: list[Asked] = field(default_factory=list)
+    sent: float = 0.0
+    ns: float = 0.0
+    ended_ns: float = 0.0
+
+    @property
+    def ns_per_byte(self) -> float:
+        """0 while nothing is known."""
+        return self.ns / self.sent if self.sent else 0.0
 
 
 class Pace:
@@ -47,28 +68,49 @@ class Pace:
 
     def waiting(self, node: str) -> int:
         """Return the bytes asked of this node that are not there yet."""
-        return self._nodes[node].asked if node in self._nodes else 0
+        return sum(each.size for each in self._nodes[node].asked) if node in self._nodes else 0
 
     def ask(self, node: str, size: int, now_ns: int) -> Asked:
-        """Enter a read of `size` bytes, at least one, that begins now."""
+        """Enter a read of `size` bytes, at least one. It begins when `turn` says so."""
         each = self._nodes.setdefault(node, _Node())
-        each.asked += size
-        asked = Asked(node, size, each.asked, each.asked * each.ns_per_byte, now_ns, now_ns)
-        self.looked(asked, now_ns)
+        asked = Asked(node, size, _free_ns(each.asked, now_ns) + size * each.ns_per_byte, now_ns)
+        each.asked.append(asked)
         return asked
 
+    def turn(self, asked: Asked, now_ns: int) -> bool:
+        """Whether the read begins now, as it is its turn; False: look again at `look_ns`."""
+        node = self._nodes[asked.node]
+        left_ns = _free_ns(node.asked[: node.asked.index(asked)], now_ns) - now_ns
+        if (wait_ns := left_ns - TURN_NS) > 0:
+            soon_ns = max(wait_ns / 2, min(wait_ns, TURN_NS))  # the reads before it may end sooner
+            asked.look_ns = now_ns + min(LATEST_NS, max(SOONEST_NS, int(soon_ns)))
+            return False
+        asked.began_ns, asked.due_ns = now_ns, now_ns + left_ns + asked.size * node.ns_per_byte
+        self.looked(asked, now_ns)
+        return True
+
     def looked(self, asked: Asked, now_ns: int) -> None:
-        """Enter that the read has not ended."""
+        """Enter that the read, which began, has not ended."""
         asked.looked_ns, elapsed = now_ns, now_ns - asked.began_ns
-        left = (part * asked.predicted_ns - elapsed for part in (HALF, EARLY))
+        left = (part * (asked.due_ns - asked.began_ns) - elapsed for part in (HALF, EARLY))
         wait_ns = next((each for each in left if each > SOONEST_NS), elapsed * _FURTHER)
         asked.look_ns = now_ns + min(LATEST_NS, max(SOONEST_NS, int(wait_ns)))
 
     def ended(self, asked: Asked, now_ns: int, *, came: bool) -> None:
-        """Enter that the read has ended; `came`: all its bytes are there."""
-        each = self._nodes[asked.node]
-        each.asked -= asked.size
-        if came:
-            measured = ((asked.looked_ns + now_ns) / 2 - asked.began_ns) / asked.ahead
-            weight = min(1.0, asked.ahead / _HEAVY_BYTES) / 2 if each.ns_per_byte else 1.0
-            each.ns_per_byte += (measured - each.ns_per_byte) * weight
+        """Enter that the read has ended, or will never begin; `came`: all its bytes are there."""
+        node = self._nodes[asked.node]
+        node.asked.remove(asked)
+        if asked.begun:
+            since_ns, ended_ns = max(node.ended_ns, asked.began_ns), (asked.looked_ns + now_ns) / 2
+            node.ended_ns = max(since_ns, ended_ns)
+            if came:
+                older = 1.0 - min(1.0, asked.size / _HEAVY_BYTES) / 2
+                node.sent, node.ns = older * node.sent + asked.size, older * node.ns + node.ended_ns - since_ns
+        due_ns, ns_per_byte = float(now_ns), node.ns_per_byte
+        for each in node.asked:
+            each.due_ns = due_ns = min(each.due_ns, due_ns + each.size * ns_per_byte)
+
+
+def _free_ns(asked: Sequence[Asked], now_ns: int) -> float:
+    """Return when all of these bytes should be there, `now_ns` at the earliest."""
+    return max([now_ns, *(each.due_ns for each in asked)])

@@ -3,7 +3,7 @@
 Mooncake's transfer engine says without waiting whether a transfer of one piece of memory has ended.  (Of one of several
 pieces it says -1 at the first failure, while others may still write.)  It cancels nothing and gives nothing up: a
 transfer fails when its connection does, or after 30 s without progress.  A read returns when all of its transfers have
-ended, however late that is; no memory is written afterwards.
+ended, however late that is; no memory is written afterwards.  Reads from one node take turns (pace.py).
 
 Values that follow one another in the node's memory and in ours are one piece, up to PIECE_BYTES.  Each transfer costs
 CPU, here and in the node, whatever its size.  The node's memory may consist of areas that Mooncake registered
@@ -67,9 +67,10 @@ class _Piece:
 
 @dataclass(eq=False)
 class _Transfers:
-    """One read's transfers from one node. `left`: those that have not ended."""
+    """One read's pieces from one node. `left`: the transfers that have not ended."""
 
     asked: Asked
+    pieces: Sequence[_Piece]
     left: list[_Piece] = field(default_factory=list)
     came: bool = True  # until one failed
 
@@ -113,11 +114,15 @@ class SleepingReads:
             elif get.late:
                 results[i] = ErrorClass.TRANSFER
             elif places := [place for place in value.places if place.node in reached] if some else value.places:
+                results[i] = ErrorClass.TRANSFER  # until it came
                 self._add(wanted, i, value, places)
-        under_way = [self._start(node, pieces, results, get) for node, pieces in wanted.items()]
-        while under_way:
+        with self._lock:
+            under_way = [
+                _Transfers(self._pace.ask(node, sum(piece.size for piece in pieces), self._clock_ns()), pieces)
+                for node, pieces in wanted.items()
+            ]
+        while under_way := [each for each in under_way if not self._go_on(each, values, results, get)]:
             self._sleep(max(0, min(each.asked.look_ns for each in under_way) - self._clock_ns()) / 1e9)
-            under_way = [each for each in under_way if not self._look(each, values, results)]
         if self._clock_ns() > until_ns:
             results = [ErrorClass.LOOKUP_AGAIN if each is ErrorClass.OK else each for each in results]
         return results
@@ -142,31 +147,40 @@ class SleepingReads:
         """Return the bytes that this node sends first."""
         return self._pace.waiting(node) + sum(piece.size for piece in wanted.get(node, ()))
 
-    def _start(self, node: str, pieces: Sequence[_Piece], results: list[ErrorClass | None], get: Get) -> _Transfers:
-        with self._lock:
-            started = _Transfers(self._pace.ask(node, sum(piece.size for piece in pieces), self._clock_ns()))
-        begin = self._engine.batch_transfer_async_read
-        for piece in pieces:
-            for i in piece.indices:
-                results[i] = ErrorClass.TRANSFER
+    def _go_on(
+        self, transfers: _Transfers, values: Sequence[Value], results: list[ErrorClass | None], get: Get
+    ) -> bool:
+        """Begin them when it is their turn, or look at them; return whether all have ended."""
+        asked, now_ns = transfers.asked, self._clock_ns()
+        if now_ns < asked.look_ns:
+            return False
+        if not asked.begun and not get.late:
+            with self._lock:
+                begins = self._pace.turn(asked, now_ns)
+            if begins:
+                self._begin(transfers, get)
+            return False
+        transfers.came &= asked.begun
+        return self._look(transfers, values, results)
+
+    def _begin(self, transfers: _Transfers, get: Get) -> None:
+        begin, node = self._engine.batch_transfer_async_read, transfers.asked.node
+        for piece in transfers.pieces:
             if not get.late and (number := begin(node, [piece.address], [piece.source], [piece.size])):  # 0: it failed
                 piece.number = number
-                started.left.append(piece)
-        if len(started.left) == len(pieces):
+                transfers.left.append(piece)
+        if len(transfers.left) == len(transfers.pieces):
             self._known.add(node)
         else:
-            self._failed(started)
-        return started
+            self._failed(transfers)
 
     def _failed(self, transfers: _Transfers) -> None:
         transfers.came = False
         self._known.discard(transfers.asked.node)
 
     def _look(self, transfers: _Transfers, values: Sequence[Value], results: list[ErrorClass | None]) -> bool:
-        """Return whether all have ended; False also if it is not time to look."""
+        """Return whether all have ended."""
         asked, left, check = transfers.asked, transfers.left, self._engine.transfer_check_status
-        if self._clock_ns() < asked.look_ns:
-            return False
         while left:
             piece = left[-1]  # the last one ends last
             if (ended := ENDED.get(check(piece.number))) is None:

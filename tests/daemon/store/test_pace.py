@@ -1,10 +1,13 @@
-"""When a read looks whether its bytes are there: how many looks it takes, and how late it sees the end."""
+"""When a read begins, and when it looks whether its bytes are there: how many looks, and how late it sees the end."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
-from kvprefetch.daemon.store.pace import LATEST_NS, SOONEST_NS, Pace
+from kvprefetch.daemon.store import pace as pace_module
+from kvprefetch.daemon.store.pace import LATEST_NS, SOONEST_NS, TURN_NS, Asked, Pace
 
 MIB = 1 << 20
 
@@ -18,6 +21,7 @@ class Node:
     def read(self, size: int) -> tuple[int, float]:
         """Return the looks of one read, and how late the last one saw its end, as a part of the read's time."""
         asked = self.pace.ask("node", size, self.now)
+        assert self.pace.turn(asked, self.now)
         began, end, looks = self.now, self.now + int(size * self.ns_per_byte), 1
         self.now = asked.look_ns
         while self.now < end:
@@ -48,7 +52,7 @@ def test_a_node_that_becomes_faster_or_slower_is_known_again_within_a_few_reads(
         looks, late = node.read(4 * MIB)
         assert looks < 250
     assert late < 0.25 or late * 4 * MIB * node.ns_per_byte < SOONEST_NS
-    assert node.now - began < 8 * 4 * MIB * node.ns_per_byte + 4 * LATEST_NS, "time lost"
+    assert node.now - began < 8 * (4 * MIB * node.ns_per_byte + LATEST_NS), "time lost"
 
 
 def test_a_node_that_crawled_delays_no_later_read_for_long() -> None:
@@ -62,14 +66,118 @@ def test_a_node_that_crawled_delays_no_later_read_for_long() -> None:
     assert node.now - began < 33_600_000 + LATEST_NS
 
 
+@dataclass(eq=False)
+class Read:
+    asked: Asked
+    left: float
+    begins_ns: int = 0  # its bytes come from then on
+    ended_ns: int = 0
+
+
+class SharedWay:
+    """A way of `ns_per_byte` that the reads on it share equally; a read's bytes come `latency_ns` after it begins."""
+
+    STEP_NS = 100_000
+
+    def __init__(self, ns_per_byte: float, latency_ns: int = 1_000_000) -> None:
+        self.ns_per_byte, self.latency_ns, self.now, self.pace = ns_per_byte, latency_ns, 10**12, Pace()
+        self.reads: list[Read] = []
+
+    def ask(self, size: int) -> Read:
+        read = Read(self.pace.ask("node", size, self.now), size)
+        self.reads.append(read)
+        return read
+
+    def step(self) -> None:
+        for read in list(self.reads):
+            asked = read.asked
+            if self.now < asked.look_ns:
+                continue
+            if not asked.begun:
+                if self.pace.turn(asked, self.now):
+                    read.begins_ns = self.now + self.latency_ns
+            elif read.left > 0:
+                self.pace.looked(asked, self.now)
+            else:
+                self.pace.ended(asked, self.now, came=True)
+                read.ended_ns = self.now
+                self.reads.remove(read)
+        moving = [read for read in self.reads if read.left > 0 and 0 < read.begins_ns <= self.now]
+        for read in moving:
+            read.left -= self.STEP_NS / self.ns_per_byte / len(moving)
+        self.now += self.STEP_NS
+
+    def ends_ms(self, *sizes: int) -> list[float]:
+        """Ask for reads of these sizes at once; return when each was seen to end."""
+        began, reads = self.now, [self.ask(size) for size in sizes]
+        while self.reads:
+            self.step()
+        return [(read.ended_ns - began) / 1e6 for read in reads]
+
+    def gapless(self, size: int, count: int, at_a_time: int) -> float:
+        """Return ns for each byte where so many reads are always asked."""
+        began, left = self.now, count
+        while left or self.reads:
+            while left and len(self.reads) < at_a_time:
+                self.ask(size)
+                left -= 1
+            self.step()
+        return (self.now - began) / (size * count)
+
+
+def known(ns_per_byte: float, latency_ns: int = 1_000_000) -> SharedWay:
+    way = SharedWay(ns_per_byte, latency_ns)
+    for _ in range(8):
+        way.ends_ms(4 * MIB)
+    return way
+
+
+@pytest.mark.parametrize("ns_per_byte", [8, 80])
+def test_the_first_of_two_reads_ends_as_if_it_were_alone_and_the_second_no_later_than_both(ns_per_byte: float) -> None:
+    way = known(ns_per_byte)
+    [alone], (first, second) = way.ends_ms(4 * MIB), way.ends_ms(4 * MIB, 4 * MIB)
+    assert first < 1.03 * alone + 3
+    assert second < 2.05 * alone + 1
+
+
+def test_without_turns_both_end_as_late_as_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace_module, "TURN_NS", 10**12)
+    way = known(8)
+    [alone], (first, _) = way.ends_ms(4 * MIB), way.ends_ms(4 * MIB, 4 * MIB)
+    assert first > 1.8 * alone
+
+
+@pytest.mark.parametrize(("ns_per_byte", "size"), [(8, 4 * MIB), (80, 4 * MIB), (8, MIB), (0.5, 4 * MIB)])
+def test_reads_that_take_turns_keep_the_way_full(ns_per_byte: float, size: int) -> None:
+    assert known(ns_per_byte).gapless(size, 40, 2) < 1.02 * ns_per_byte + 300_000 / size
+
+
+def test_a_read_that_waits_begins_when_those_before_it_are_late_or_gone() -> None:
+    """So it waits neither for a node that hangs nor for a read that nobody ended."""
+    pace = Pace()
+    first = pace.ask("node", 4 * MIB, 0)
+    assert pace.turn(first, 0)
+    pace.ended(first, 32 * MIB, came=True)
+    own_ns = pace.ask("node", 4 * MIB, 0).due_ns  # never begins
+    second = pace.ask("node", 4 * MIB, 0)
+    assert not pace.turn(second, 0)
+    assert 0 < second.look_ns < own_ns
+    assert not pace.turn(second, int(own_ns - 1.1 * TURN_NS))
+    assert pace.turn(pace.ask("other", MIB, 0), 0), "nodes do not wait for each other"
+    assert pace.turn(second, int(own_ns - 0.9 * TURN_NS))
+
+
 def test_what_was_asked_before_delays_a_read_and_what_failed_says_nothing_of_the_pace() -> None:
     pace = Pace()
     first = pace.ask("node", 100 * MIB, 0)
+    assert pace.turn(first, 0)
     pace.ended(first, 10**8, came=True)
     ahead, behind = pace.ask("node", 100 * MIB, 0), pace.ask("node", 100 * MIB, 0)
     assert pace.waiting("node") == 200 * MIB
-    assert behind.predicted_ns == pytest.approx(2 * ahead.predicted_ns)
-    assert pace.ask("other", MIB, 0).predicted_ns == 0
+    assert behind.due_ns == pytest.approx(2 * ahead.due_ns)
+    assert pace.ask("other", MIB, 0).due_ns == 0
+    assert pace.turn(ahead, 0)
     pace.ended(ahead, 1, came=False)
-    assert pace.ask("node", 100 * MIB, 0).predicted_ns == pytest.approx(2 * ahead.predicted_ns)
+    pace.ended(behind, 1, came=False)
+    assert pace.ask("node", 100 * MIB, 0).due_ns == pytest.approx(ahead.due_ns)
     assert pace.waiting("nobody") == 0
