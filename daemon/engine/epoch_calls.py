@@ -136,7 +136,8 @@ class EpochCalls(EpochParts):
         """Start one fetch of this lane for requests; False if there is none to start, or no room for it."""
         if self.closing or not self.planner.wants(lane) or not self._pools.fetch_room(lane, self):
             return False
-        order = self.contain(self.planner.next_order, None, lane)
+        most = self._pools.sizes[lane].blocks(self.memory.block_bytes)
+        order = self.contain(self.planner.next_order, None, lane, most)
         self.reasons.room(lane, self._services.clock_ns(), starved=order is None and self.planner.starved(lane))
         self.contain(self._publish, None)
         if order is not None:
@@ -184,7 +185,9 @@ class EpochCalls(EpochParts):
         self.warming.fetched(order, good, now)
         self._pools.limits[order.lane].completed(good_bytes, now, waiting=self.planner.wants(order.lane))
         self._pools.link_share.loaded(good_bytes)
-        self._pools.rates.fetches[order.lane].add(good_bytes)
+        meter = self._pools.rates.fetches[order.lane]
+        meter.add(good_bytes)
+        self._pools.sizes[order.lane].brought(good_bytes, meter.total(now))
         self._carry_on()
 
     def _failed(self, order: Order, outcome: Sequence[ErrorClass], now_ns: int) -> None:

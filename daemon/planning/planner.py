@@ -208,16 +208,19 @@ class Planner:
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
-    def next_order(self, lane: Lane = Lane.MEMORY) -> Order | None:
-        """Return the lane's most urgent blocks for one store call, into free room or room of less urgent requests."""
+    def next_order(self, lane: Lane = Lane.MEMORY, most: int | None = None) -> Order | None:
+        """Return the lane's most urgent blocks for one store call, into free room or room of less urgent requests.
+
+        `most`: blocks of this call, if fewer than the lane's calls may have.
+        """
         digests: list[bytes] = []
         slots = array("I")
-        chunk = self._chunk_blocks[lane]
+        chunk = min(self._chunk_blocks[lane], most or self._chunk_blocks[lane])
         while self.wants(lane) and len(slots) < chunk:
             request = self._queues.head(lane)
             if request is None or self._queues.must_yield(lane, request.urgency):
                 break
-            stop = self._issue(request, lane, digests, slots)
+            stop = self._issue(request, lane, digests, slots, chunk)
             self._holdings.advance(request)
             if stop is Stop.LANE:
                 self._queues.enter(request)
@@ -259,9 +262,9 @@ class Planner:
         """Whether next_order(lane) is worth a call."""
         return self._queues.wants(lane)
 
-    def _issue(self, request: Request, lane: Lane, digests: list[bytes], slots: array[int]) -> Stop:
-        """Pin this request's next blocks, and add the absent ones to an order."""
-        while request.wants_work and (room := self._chunk_blocks[lane] - len(slots)) > 0:
+    def _issue(self, request: Request, lane: Lane, digests: list[bytes], slots: array[int], chunk: int) -> Stop:
+        """Pin this request's next blocks, and add the absent ones to an order of up to `chunk` blocks."""
+        while request.wants_work and (room := chunk - len(slots)) > 0:
             self._holdings.pin_known(request, request.limit)
             start = request.issued
             if start >= request.limit:

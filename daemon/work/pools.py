@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from ..planning.runs import Lane
+from .call_size import CallSize
 from .calls import FETCHES, Call, Caller, Kind
 from .concurrency import ConcurrencyLimit
 from .link_share import LinkShare
@@ -185,8 +186,8 @@ class Pool:
 class Pools:
     """The dispatcher of calls: one pool for each kind. `fd` (an eventfd) announces results.
 
-    `limits`: how many fetches of each lane to have in flight.  `link_share`: when a put may start beside them.
-    `rates`: how fast both were.
+    `limits`: how many fetches of each lane to have in flight; `sizes`: how large one is.  `link_share`: when a put may
+    start beside them.  `rates`: how fast both were.
     """
 
     def __init__(
@@ -206,6 +207,7 @@ class Pools:
             kind: Pool(kind, sizes.get(kind, 1), self._announce, clock_ns, meters.get(kind)) for kind in Kind
         }
         self.limits = tuple(ConcurrencyLimit(fetch_threads, STARTS[lane]) for lane in Lane)
+        self.sizes = tuple(CallSize() for _ in Lane)
         self.link_share = LinkShare()
 
     def start(self, call: Call) -> None:

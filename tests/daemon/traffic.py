@@ -58,6 +58,33 @@ class Traffic:
         [status] = ask_daemon(self._daemon.socket).engines
         return int(status["saved_blocks"])
 
+    def together(self, count: int) -> list[float]:
+        """Load so many prompts that arrive together; return the seconds until any block was there, and each prompt."""
+        began, ends, flying = time.monotonic(), list[float](), {self._next_hint() for _ in range(count)}
+        while flying:
+            if not ends and any(self._engine.flag(key).count for key in flying):
+                ends.append(time.monotonic() - began)
+            for key in [*flying]:
+                if (loaded := self._load(key)) is not None:
+                    assert loaded == self._blocks
+                    ends.append(time.monotonic() - began)
+                    flying.remove(key)
+            time.sleep(0.0003)
+        return ends
+
+    def _next_hint(self) -> tuple[int, int]:
+        self._at = (self._at + 1) % len(self._prompts)
+        return self._engine.hint(self._prompts[self._at])
+
+    def _load(self, key: tuple[int, int]) -> int | None:
+        """Take and release a prompt's blocks when they are ready, and return their number; None: not yet."""
+        flag = self._engine.flag(key)
+        if flag.state != FlagState.READY or not self._engine.move(key, FlagState.CLAIMED):
+            return None
+        assert self._engine.move(key, FlagState.RELEASED)
+        self._engine.done(key, loaded=flag.count)
+        return flag.count
+
     def run(self, seconds: float, *, outstanding: int, saving: bool) -> Figures:
         """Keep so many loads, and saves if wanted, going for so long."""
         figures, flying = Figures(), dict[tuple[int, int], float]()
@@ -65,19 +92,14 @@ class Traffic:
         while (now := time.monotonic()) - began < seconds or flying:
             over = now - began >= seconds
             while len(flying) < outstanding and not over:
-                flying[self._engine.hint(self._prompts[self._at])] = time.monotonic()
-                self._at = (self._at + 1) % len(self._prompts)
+                flying[self._next_hint()] = time.monotonic()
             for key, since in list(flying.items()):
-                if (flag := self._engine.flag(key)).state == FlagState.READY and self._engine.move(
-                    key, FlagState.CLAIMED
-                ):
-                    if flag.count == self._blocks:
+                if (loaded := self._load(key)) is not None:
+                    if loaded == self._blocks:
                         figures.load_s.append(time.monotonic() - since)
                     else:
                         figures.missed += 1
                     del flying[key]
-                    assert self._engine.move(key, FlagState.RELEASED)
-                    self._engine.done(key, loaded=flag.count)
             if saving and not over and (room := self._engine.credits.available()):
                 self._push(self._new(min(room, RECORD_BLOCKS)))
             time.sleep(0.0003)

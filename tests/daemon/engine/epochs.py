@@ -15,6 +15,7 @@ from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
 from kvprefetch.daemon.engine.stored import Histories
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.telemetry.events import Ending
+from kvprefetch.daemon.work.call_size import CallSize
 from kvprefetch.daemon.work.calls import Call, Caller, Kind
 from kvprefetch.daemon.work.concurrency import ConcurrencyLimit
 from kvprefetch.daemon.work.link_share import LinkShare
@@ -33,7 +34,7 @@ class Pools:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.limits = (ConcurrencyLimit(4), ConcurrencyLimit(4))
+        self.limits, self.sizes = (ConcurrencyLimit(4), ConcurrencyLimit(4)), (CallSize(), CallSize())
         self.link_share, self.rates = LinkShare(), Rates()
         self.room = True
 

@@ -103,8 +103,8 @@ def hit(planner: Planner, number: int, *names: str, disk: bytes = b"", local: in
     return key
 
 
-def ordered(planner: Planner, lane: Lane = Lane.MEMORY) -> Order:
-    order = planner.next_order(lane)
+def ordered(planner: Planner, lane: Lane = Lane.MEMORY, most: int | None = None) -> Order:
+    order = planner.next_order(lane, most)
     assert order is not None
     return order
 

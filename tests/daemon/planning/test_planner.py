@@ -15,6 +15,13 @@ def test_a_hit_is_fetched_in_prefix_order_and_published_in_full() -> None:
     assert len(set(flags.slots[key].values())) == 3
 
 
+def test_an_order_may_have_fewer_blocks_than_the_lane_s_calls() -> None:
+    planner, _ = planned(8, 4)
+    hit(planner, 1, "a", "b", "c", "d", "e")
+    sizes = [len(ordered(planner, most=most).slots) for most in (1, 9)]
+    assert sizes == [1, 4]
+
+
 def test_a_miss_is_published_at_once_without_an_order() -> None:
     planner, flags = planned(8, 4)
     key = hint(planner, 1, "a", "b", local=1)

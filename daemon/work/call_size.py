@@ -1,0 +1,32 @@
+"""How large one fetch is: as large as its lane carries in CALL_NS, so that its request's first blocks show soon.
+
+Pure.  Blocks are published when their call has returned.  An engine decides by them whether it waits, and an urgent
+request waits for the calls in flight.  The rate is bytes by the time in which a fetch of the lane was in flight.
+"""
+
+from __future__ import annotations
+
+CALL_NS = 100_000_000
+_RATE_NS = 10 * CALL_NS  # of fetches; older ones count half, or less
+
+
+class CallSize:
+    """The size of one lane's calls; unbounded until one brought something."""
+
+    def __init__(self) -> None:
+        self._total = (0, 0)
+        self._bytes = self._ns = 0.0
+
+    def brought(self, count: int, total: tuple[int, int]) -> None:
+        """Enter a call's good bytes, and the lane's bytes and time (ns) since the start, which include it."""
+        moved, busy_ns = total[0] - self._total[0], total[1] - self._total[1]
+        self._total = total
+        if not count:
+            return  # it failed, or hung: that is no rate
+        self._bytes, self._ns = self._bytes + moved, self._ns + busy_ns
+        while self._ns > _RATE_NS:
+            self._bytes, self._ns = self._bytes / 2, self._ns / 2
+
+    def blocks(self, block_bytes: int) -> int | None:
+        """Return how many blocks of this size a call has, at least one; None: as many as it may."""
+        return max(1, int(self._bytes * CALL_NS / self._ns) // block_bytes) if self._ns else None

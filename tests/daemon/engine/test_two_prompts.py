@@ -1,0 +1,36 @@
+"""Prompts that arrive together, fetched over a limited link one after the other. Needs root."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import pytest
+
+from tests.daemon.traffic import Traffic
+from tests.lab.daemon import Daemon
+from tests.lab.link import LimitedLink, available
+from tests.lab.store import Store
+
+
+def test_the_first_of_two_prompts_has_the_link_for_itself(serve: Callable[..., Daemon]) -> None:
+    """It is there in little more than its own time, and the second one no later than both together would be.
+
+    Its first blocks are there before, so that the engine can tell how fast they come.
+    """
+    if why_not := available():
+        pytest.skip(why_not)
+    with LimitedLink() as link, Store(memory="1 GB", link=link) as store:
+        env = {"MC_TCP_BIND_ADDRESS": link.host_ip}
+        daemon = serve(memory=None, staging="16MB", mooncake_config=store.config, env=env)
+        traffic = Traffic(daemon, block_bytes=64 << 10, blocks=48, prompts=12)
+        link.limit(100)  # 0.26 s for a prompt
+        for _ in range(3):
+            traffic.together(1)  # the pace becomes known
+        (some, alone), (_, first, second) = (
+            [statistics.median(ends) for ends in zip(*(traffic.together(count) for _ in range(5)), strict=True)]
+            for count in (1, 2)
+        )
+    assert some < 0.6 * alone, "all blocks came in one call"
+    assert first < 1.25 * alone, "both shared the link"
+    assert second < 2.3 * alone, "the link was idle"

@@ -1,0 +1,57 @@
+"""How large a fetch is, over links of different rates and delays."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvprefetch.daemon.work.call_size import CALL_NS, CallSize
+
+BLOCK = 64 << 10
+CHUNK = 64  # blocks
+MS = 1_000_000
+
+
+def ends_at(ns_per_byte: float, delay_ns: int, at_a_time: int, calls: int = 200) -> tuple[int, int]:
+    """Run calls over a link; return the blocks of the last call, and the ns that it took.
+
+    So many calls are in flight; each takes the delay, and its bytes take the link from the others.
+    """
+    size, now, moved, took = CallSize(), 0, 0, 0
+    for _ in range(calls):
+        blocks = min(CHUNK, size.blocks(BLOCK) or CHUNK)
+        took = int(max(blocks * BLOCK * ns_per_byte, (delay_ns + blocks * BLOCK * ns_per_byte) / at_a_time))
+        now, moved = now + took, moved + blocks * BLOCK
+        size.brought(blocks * BLOCK, (moved, now))
+    return blocks, took
+
+
+def test_a_call_is_as_large_as_it_may_until_one_brought_something() -> None:
+    size = CallSize()
+    assert size.blocks(BLOCK) is None
+    size.brought(0, (0, 10**12))
+    assert size.blocks(BLOCK) is None
+    size.brought(CHUNK * BLOCK, (CHUNK * BLOCK, 10**12 + 2 * CALL_NS))
+    assert size.blocks(BLOCK) == CHUNK // 2, "the time of what failed does not count"
+
+
+@pytest.mark.parametrize(("ns_per_byte", "blocks"), [(0.8, 64), (8, 64), (80, 19), (800, 1)])
+def test_a_call_takes_no_longer_than_it_may_unless_it_has_one_block(ns_per_byte: float, blocks: int) -> None:
+    found, took = ends_at(ns_per_byte, MS, 2)
+    assert found == blocks
+    assert took <= CALL_NS or blocks == 1
+
+
+@pytest.mark.parametrize("delay_ms", [1, 20, 90])
+def test_calls_stay_large_where_each_has_a_delay(delay_ms: int) -> None:
+    """Small calls would make such a link slow, and a slow link would make them smaller."""
+    assert ends_at(0.8, delay_ms * MS, 1)[0] == CHUNK
+
+
+def test_a_link_that_becomes_fast_gets_large_calls_again() -> None:
+    size, moved, now = CallSize(), 0, 0
+    for ns_per_byte, calls in ((800, 10), (0.8, 40)):
+        for _ in range(calls):
+            blocks = min(CHUNK, size.blocks(BLOCK) or CHUNK)
+            moved, now = moved + blocks * BLOCK, now + int(blocks * BLOCK * ns_per_byte) + MS
+            size.brought(blocks * BLOCK, (moved, now))
+    assert blocks == CHUNK
