@@ -173,7 +173,7 @@ class Groups(NamedTuple):
         found = []
         for group in self.groups:
             block = group.block_tokens
-            blocks = np.arange(before // unit * unit // block, after // unit * unit // block)
+            blocks: Numbers = np.arange(before // unit * unit // block, after // unit * unit // block)
             if group.kind is Kind.STATE:
                 blocks = blocks[:0]
             elif group.kind is Kind.WINDOW:

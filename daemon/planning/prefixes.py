@@ -64,7 +64,7 @@ class Prefixes:
         digests: npt.NDArray[np.uint8] = np.frombuffer(hashes, np.uint8).reshape(-1, hash_bytes)
         local, usable = local_blocks * self._unit, blocks * self._unit
         wanted = self._groups.wanted(local, usable)
-        nothing = [np.zeros(len(each), np.bool_) for each in wanted]
+        nothing: list[Bits] = [np.zeros(len(each), np.bool_) for each in wanted]
         prompt = _Prompt(digests, local, usable, wanted, nothing, [each.copy() for each in nothing], local)
         self._prompts[key] = prompt
         return [name for group in self._asked_first for name in self._names(prompt, group, wanted[group])]
