@@ -31,6 +31,6 @@ def test_the_first_of_two_prompts_has_the_link_for_itself(serve: Callable[..., D
             [statistics.median(ends) for ends in zip(*(traffic.together(count) for _ in range(5)), strict=True)]
             for count in (1, 2)
         )
-    assert some < 0.6 * alone, "all blocks came in one call"
-    assert first < 1.25 * alone, "both shared the link"
-    assert second < 2.3 * alone, "the link was idle"
+    assert some < 0.7 * alone, "all blocks came in one call"
+    assert first < 1.5 * alone, "both shared the link"
+    assert second < 2.5 * alone, "the link was idle"
