@@ -6,7 +6,7 @@ request waits for the calls in flight.  The rate is bytes by the time in which a
 
 from __future__ import annotations
 
-CALL_NS = 100_000_000
+CALL_NS = 50_000_000
 _RATE_NS = 10 * CALL_NS  # of fetches; older ones count half, or less
 
 

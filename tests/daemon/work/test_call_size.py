@@ -34,14 +34,14 @@ def test_a_call_is_as_large_as_it_may_until_one_brought_something() -> None:
     assert size.blocks(BLOCK) == CHUNK // 2, "the time of what failed does not count"
 
 
-@pytest.mark.parametrize(("ns_per_byte", "blocks"), [(0.8, 64), (8, 64), (80, 19), (800, 1)])
+@pytest.mark.parametrize(("ns_per_byte", "blocks"), [(0.8, 64), (8, 64), (80, 9), (800, 1)])
 def test_a_call_takes_no_longer_than_it_may_unless_it_has_one_block(ns_per_byte: float, blocks: int) -> None:
     found, took = ends_at(ns_per_byte, MS, 2)
     assert found == blocks
     assert took <= CALL_NS or blocks == 1
 
 
-@pytest.mark.parametrize("delay_ms", [1, 20, 90])
+@pytest.mark.parametrize("delay_ms", [1, 10, 20])
 def test_calls_stay_large_where_each_has_a_delay(delay_ms: int) -> None:
     """Small calls would make such a link slow, and a slow link would make them smaller."""
     assert ends_at(0.8, delay_ms * MS, 1)[0] == CHUNK
@@ -49,7 +49,7 @@ def test_calls_stay_large_where_each_has_a_delay(delay_ms: int) -> None:
 
 def test_a_link_that_becomes_fast_gets_large_calls_again() -> None:
     size, moved, now = CallSize(), 0, 0
-    for ns_per_byte, calls in ((800, 10), (0.8, 40)):
+    for ns_per_byte, calls in ((800, 10), (0.8, 100)):
         for _ in range(calls):
             blocks = min(CHUNK, size.blocks(BLOCK) or CHUNK)
             moved, now = moved + blocks * BLOCK, now + int(blocks * BLOCK * ns_per_byte) + MS
