@@ -91,7 +91,8 @@ class FarStore:
 
     def __init__(self, load: Load, work: Path, say: Callable[[str], None]) -> None:
         self.load, self.say, self._work = load, say, work
-        self.prompts = make_prompts(load.requests, load.prompt_tokens, vocab=MODEL.vocab, seed=load.seed)
+        prompts = make_prompts(load.requests + 2 * load.places, load.prompt_tokens, vocab=MODEL.vocab, seed=load.seed)
+        self.prompts, self.warm_up = prompts[: load.requests], prompts[load.requests :]
         self.engines: dict[str, Engine] = {}
         self.place_s = 0.0
         self.fetch_s = 0.0
@@ -171,18 +172,29 @@ class FarStore:
     def _fill(self, daemon: Daemon) -> None:
         """Store all prompts, and compute them in the engine that has all local, which then serves at its own pace."""
         load, bare = self.load, self.engines[LOCAL]
-        self.say(f"storing the KV of {load.requests} prompts, {load.requests * load.fetched_bytes >> 20} MiB")
-        self.engines[PREFETCHED].run(self.prompts, max_tokens=1, concurrency=1, timeout_s=180)
-        stored, deadline = 0, time.monotonic() + 30
-        while stored < load.requests * load.hit_blocks and time.monotonic() < deadline:
-            stored = sum(int(each["stored_blocks"]) for each in daemon.records("save.done"))
-            time.sleep(0.05)
+        stored = [*self.warm_up, *self.prompts]
+        self.say(f"storing the KV of {len(stored)} prompts, {len(stored) * load.fetched_bytes >> 20} MiB")
+        self._store(daemon, stored)
         bare.run(self.prompts, max_tokens=1, concurrency=1, timeout_s=180)
         few = load.of_round(0, self.prompts)
         result = bare.run(few, max_tokens=load.of_round(0, load.outputs()), concurrency=load.places, timeout_s=180)
         self.place_s = load.places * result.total_s / len(few)
         for engine in self.engines.values():  # the first requests are slower: code and memory are cold
-            engine.run(self.prompts[: 2 * load.places], max_tokens=8, concurrency=load.places)
+            engine.run(self.warm_up, max_tokens=8, concurrency=load.places)
+
+    def _store(self, daemon: Daemon, prompts: Sequence[list[int]]) -> None:
+        """Have the engine compute and save the prompts; what it had no room to save, on a busy machine, once more."""
+        engine, wanted, there = self.engines[PREFETCHED], len(prompts) * self.load.hit_blocks, 0
+        for _ in range(3):
+            engine.run(prompts, max_tokens=1, concurrency=1, timeout_s=180)
+            deadline = time.monotonic() + 10
+            while there < wanted and time.monotonic() < deadline:
+                there = sum(int(each["stored_blocks"]) for each in daemon.records("save.done"))
+                time.sleep(0.05)
+            if there >= wanted:
+                return
+            engine.reset_prefix_cache()
+        raise EngineError(f"the store took {there} of {wanted} blocks")
 
     def serve(self, way: str, number: int) -> Pass:
         """Serve the requests of a round, from an empty prefix cache but for LOCAL."""

@@ -55,6 +55,12 @@ def test_rounds_share_out_all_requests() -> None:
     assert {len(part) for part in parts} == {load.requests // load.rounds}
 
 
+def test_no_request_s_kv_is_staged_before_its_round(tmp_path: Path) -> None:
+    far = FarStore(Load(), tmp_path, lambda _: None)
+    assert len(far.prompts) == far.load.requests
+    assert not {tuple(each) for each in far.prompts} & {tuple(each) for each in far.warm_up}
+
+
 def test_it_says_that_an_engine_failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     @contextlib.contextmanager
     def failing(_: FarStore):  # type: ignore[no-untyped-def]
