@@ -1,7 +1,8 @@
 """Prints the tables of the documents from the catalogues and configuration models in the code.
 
 `.venv-check/bin/python -m tests.support.documents TABLE`, with `events` (docs/EVENTS.md), `metrics` (docs/METRICS.md),
-`connector` or `daemon` (docs/reference/configuration.md), or `exits` (docs/reference/command-line.md).
+`connector` or `daemon` (docs/reference/configuration.md), `exits` (docs/reference/command-line.md), or `chart`
+(charts/kvprefetchd/values.schema.json).
 `.venv/bin/python` does it, too.
 """
 
@@ -9,6 +10,10 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from kvprefetch.connector.config import ConnectorConfig
 from kvprefetch.daemon.cli.common import default_text, kind_of
@@ -18,6 +23,8 @@ from kvprefetch.daemon.config.model import NEXT_ATTACH, RELOADABLE, SIZES, Daemo
 from kvprefetch.daemon.telemetry.causes import Cause
 from kvprefetch.daemon.telemetry.events import COMMON, EVENTS, FIELDS, Ending, Field
 from kvprefetch.daemon.telemetry.metrics import CATALOGUE, PREFIX
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def events() -> str:
@@ -86,6 +93,33 @@ def exits() -> str:
     return "\n".join(lines) + "\n"
 
 
+def chart() -> str:
+    """The schema of the chart's values: Helm refuses unknown keys before anything is installed."""
+    values = yaml.safe_load((ROOT / "charts/kvprefetchd/values.yaml").read_text())
+    values |= {name: {} for name in ("resources", "updateStrategy", "global")}  # Kubernetes' own, and Helm's
+    schema: dict[str, Any] = {"$schema": "http://json-schema.org/draft-07/schema#", **_schema(values)}
+    config = {name: field.description for name, field in DaemonConfig.model_fields.items() if name not in OF_THE_CHART}
+    schema["properties"]["config"] = {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {name: {"description": text} for name, text in config.items()},
+    }
+    return json.dumps(schema, indent=2) + "\n"
+
+
+def _schema(value: Any) -> dict[str, Any]:
+    """Return the schema of values like this one. An empty object may have any keys."""
+    kinds = {bool: "boolean", int: "integer", str: "string", list: "array", dict: "object"}
+    schema: dict[str, Any] = {"type": kinds[type(value)]}
+    if isinstance(value, dict) and value:
+        schema["additionalProperties"] = False
+        schema["properties"] = {name: _schema(each) for name, each in value.items()}
+    return schema
+
+
+# Keys of the configuration that the chart sets.
+OF_THE_CHART = {"socket", "metrics_address", "metrics_port", "disk", "mooncake_config"}
+
 # Defaults that are computed when the process starts.
 COMPUTED = {"socket": "see below", "fetch_threads": "half the cores, 2 to 4", "reset_timeout_ms": "5000 or more"}
 
@@ -102,7 +136,14 @@ def command(table: str) -> str:
     return f"the table differs from the code; print it: {sys.executable} -m tests.support.documents {table}"
 
 
-TABLES = {"events": events, "metrics": metrics, "connector": connector, "daemon": daemon, "exits": exits}
+TABLES = {
+    "events": events,
+    "metrics": metrics,
+    "connector": connector,
+    "daemon": daemon,
+    "exits": exits,
+    "chart": chart,
+}
 
 if __name__ == "__main__":
     print(TABLES[sys.argv[1]](), end="")
