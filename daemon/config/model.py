@@ -112,7 +112,7 @@ class DaemonConfig(BaseModel):
         default="local",
         description="local: no embedded store where other machines could reach its memory; any: start it all the same",
     )
-    chunk: Annotated[Size, _within(4096, 1 << 30)] = Field(default=4 << 20, description="bytes of one store call")
+    chunk: Annotated[Size, _within(4096, 1 << 30)] = Field(default=4 << 20, description="most bytes of one store call")
     fetch_threads: Number = Field(
         default_factory=lambda: max(2, min(4, usable_cores() // 2)),
         ge=1,

@@ -136,7 +136,7 @@ class EpochCalls(EpochParts):
         """Start one fetch of this lane for requests; False if there is none to start, or no room for it."""
         if self.closing or not self.planner.wants(lane) or not self._pools.fetch_room(lane, self):
             return False
-        most = self._pools.sizes[lane].blocks(self.memory.block_bytes)
+        most = self._pools.memory_size.blocks(self.memory.block_bytes) if lane is Lane.MEMORY else None
         order = self.contain(self.planner.next_order, None, lane, most)
         self.reasons.room(lane, self._services.clock_ns(), starved=order is None and self.planner.starved(lane))
         self.contain(self._publish, None)
@@ -187,7 +187,8 @@ class EpochCalls(EpochParts):
         self._pools.link_share.loaded(good_bytes)
         meter = self._pools.rates.fetches[order.lane]
         meter.add(good_bytes)
-        self._pools.sizes[order.lane].brought(good_bytes, meter.total(now))
+        if order.lane is Lane.MEMORY:
+            self._pools.memory_size.brought(good_bytes, meter.total(now))
         self._carry_on()
 
     def _failed(self, order: Order, outcome: Sequence[ErrorClass], now_ns: int) -> None:

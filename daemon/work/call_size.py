@@ -1,7 +1,8 @@
-"""How large one fetch is: as large as its lane carries in CALL_NS, so that its request's first blocks show soon.
+"""How large one fetch from memory is: what the link carries in CALL_NS, so that a request's first blocks show soon.
 
 Pure.  Blocks are published when their call has returned.  An engine decides by them whether it waits, and an urgent
-request waits for the calls in flight.  The rate is bytes by the time in which a fetch of the lane was in flight.
+request waits for the calls in flight.  The rate is bytes by the time in which such a fetch was in flight.  Not for
+disks: where a call has a delay of more than CALL_NS, small calls make it slow, and a slow one makes them smaller.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ _RATE_NS = 10 * CALL_NS  # of fetches; older ones count half, or less
 
 
 class CallSize:
-    """The size of one lane's calls; unbounded until one brought something."""
+    """The size of calls; unbounded until one brought something."""
 
     def __init__(self) -> None:
         self._total = (0, 0)
         self._bytes = self._ns = 0.0
 
     def brought(self, count: int, total: tuple[int, int]) -> None:
-        """Enter a call's good bytes, and the lane's bytes and time (ns) since the start, which include it."""
+        """Enter a call's good bytes, and all bytes and their time (ns) since the start, which include it."""
         moved, busy_ns = total[0] - self._total[0], total[1] - self._total[1]
         self._total = total
         if not count:

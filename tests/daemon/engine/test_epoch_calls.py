@@ -12,6 +12,7 @@ from kvprefetch.daemon.engine.transfers import Found
 from kvprefetch.daemon.planning.negative import LASTING_NS, MISS_NS
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
+from kvprefetch.daemon.work.call_size import CALL_NS
 from kvprefetch.daemon.work.calls import FETCHES, Call, Kind
 from kvprefetch.shmring.wire.admin import Warm, Warmed
 from kvprefetch.shmring.wire.attach import ResetDone, Stored
@@ -77,6 +78,23 @@ def test_what_a_fetch_brought_and_missed_is_counted_by_its_lane(setup: Setup) ->
     assert counters.failed_blocks == {"memory": 1, "disk": 1}
     assert (counters.fetch_memory.sum_s, counters.fetch_disk.sum_s) == (0.02, 0.02)
     assert [request.fetched_blocks for request in requests] == [2, 1]
+
+
+@pytest.mark.parametrize(("lane", "left"), [(Lane.MEMORY, 1), (Lane.DISK, 0)])
+def test_after_a_slow_fetch_the_next_one_from_memory_is_smaller_and_one_from_a_disk_is_not(
+    setup: Setup, lane: Lane, left: int
+) -> None:
+    """A disk may have a delay for each call, which many small calls would multiply."""
+    meter = setup.pools.rates.fetches[lane]
+    setup.want((0, 1), "a", "b", on_disk=lane is Lane.DISK)
+    setup.start(lane)
+    meter.began(setup.now)
+    setup.now += 2 * CALL_NS
+    meter.ended(setup.now)
+    setup.pools.end([OK, OK])
+    setup.want((1, 1), "c", "d", on_disk=lane is Lane.DISK)
+    setup.start(lane)
+    assert setup.epoch.gauges()["leases"] == left
 
 
 def test_what_cannot_be_had_is_left_alone_for_as_long_as_its_kind_lasts(setup: Setup) -> None:
