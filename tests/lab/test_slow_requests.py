@@ -160,17 +160,18 @@ def test_a_frozen_master_and_a_dead_storage_node() -> None:
         Daemon(mooncake_config=store.config, staging="1MiB", extra=("--rpc-timeout-ms", "500")) as daemon,
     ):
         engine = FakeEngine(daemon.socket)
-        values = blocks("cluster", 8)
-        engine.save(values)
-        stored(daemon, 8)
+        values = blocks("cluster", 16)
+        save(engine, values)
+        stored(daemon, 16)
+        first, second = list(values)[:8], list(values)[8:]
         with frozen(store.master_pid):
-            wait_for(engine, list(values), "master-frozen")
+            wait_for(engine, first, "master-frozen")
         cause, top = told(daemon, "master-frozen")
         assert cause.startswith("Cause: the store's master was slow or away: the look-up ended after "), cause
         assert "slow master" in top
-        eventually(lambda: ask_daemon(daemon.socket).store_answering, 30, "the master")
+        eventually(lambda: engine.load(first), 30, "the master, and the node")
         os.kill(store.node_pid, signal.SIGKILL)
-        wait_for(engine, list(values), "node-dead")
+        wait_for(engine, second, "node-dead")
         cause, top = told(daemon, "node-dead")
         assert re.fullmatch(r"Cause: a storage node did not deliver: 127\.0\.0\.1:\d+\.", cause), cause
         assert "storage node" in top
