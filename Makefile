@@ -22,7 +22,7 @@ CHECK_TESTS ?= tests/shmring tests/daemon tests/models tests/chart tests/simulat
 CHECK_COVERAGE ?= 78
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save bench-beside bench-engine-thread bench-daemon bench-cuda bench-cuda-sweep simulate simulate-compare clean
+.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save bench-beside bench-engine-thread bench-daemon bench-cuda bench-cuda-sweep simulate simulate-compare release clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -115,6 +115,9 @@ simulate: setup ## planner and wait policies on 10^5 simulated requests per scen
 
 simulate-compare: setup ## the simulation's prediction against a real engine, daemon and store under the same load
 	@$(BIN)/python -m benchmarks.simulate.real $(ARGS)
+
+release: ## build the source distribution and the wheels into dist/ and check them; uploads nothing
+	@.ci/release
 
 clean: ## remove what was built, but not the virtual environments
 	@rm -rf build dist *.egg-info .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis shmring/*.so $(VENV)/.kvprefetch-setup $(CHECK_VENV)/.done
