@@ -211,11 +211,13 @@ class Planner:
     def next_order(self, lane: Lane = Lane.MEMORY, most: int | None = None) -> Order | None:
         """Return the lane's most urgent blocks for one store call, into free room or room of less urgent requests.
 
-        `most`: blocks of this call, if fewer than the lane's calls may have.
+        `most`: blocks of this call, if fewer than the lane's calls may have: then the link is slow, and the call is for
+        one request.
         """
         digests: list[bytes] = []
         slots = array("I")
-        chunk = min(self._chunk_blocks[lane], most or self._chunk_blocks[lane])
+        whole = self._chunk_blocks[lane]
+        chunk = min(whole, most or whole)
         while self.wants(lane) and len(slots) < chunk:
             request = self._queues.head(lane)
             if request is None or self._queues.must_yield(lane, request.urgency):
@@ -229,7 +231,7 @@ class Planner:
                     continue
                 self._queues.stop(lane, stop)
                 break
-            elif 2 * len(slots) >= chunk:
+            elif chunk < whole or 2 * len(slots) >= chunk:
                 break  # this request would wait for the next one's blocks
         return self._order(lane, digests, slots)
 

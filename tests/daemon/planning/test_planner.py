@@ -22,6 +22,14 @@ def test_an_order_may_have_fewer_blocks_than_the_lane_s_calls() -> None:
     assert sizes == [1, 4]
 
 
+def test_over_a_slow_link_a_request_does_not_wait_for_the_next_one_s_blocks() -> None:
+    for most, blocks in ((3, 1), (None, 4)):
+        planner, _ = planned(8, 4)
+        hit(planner, 1, "a")
+        hit(planner, 2, "b", "c", "d")
+        assert len(ordered(planner, most=most).slots) == blocks
+
+
 def test_a_miss_is_published_at_once_without_an_order() -> None:
     planner, flags = planned(8, 4)
     key = hint(planner, 1, "a", "b", local=1)
