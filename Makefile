@@ -18,11 +18,11 @@ ON_GPU  = PYTHONPATH=build/links PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONUNBUFFER
 CHECK_VENV  ?= .venv-check
 CHECK_TESTS ?= tests/shmring tests/daemon tests/models tests/chart tests/simulate/test_real.py tests/lab/test_ttft.py \
 	tests/connector/test_config.py tests/connector/test_policy.py \
-	tests/test_docs.py tests/test_house.py tests/test_imports.py tests/test_operations.py tests/test_private.py tests/test_readme.py
+	tests/test_docs.py tests/test_house.py tests/test_imports.py tests/test_operations.py tests/test_private.py tests/test_readme.py tests/test_site.py
 CHECK_COVERAGE ?= 78
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save bench-beside bench-engine-thread bench-daemon bench-cuda bench-cuda-sweep simulate simulate-compare release clean
+.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save bench-beside bench-engine-thread bench-daemon bench-cuda bench-cuda-sweep simulate simulate-compare docs release clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -118,6 +118,14 @@ simulate-compare: setup ## the simulation's prediction against a real engine, da
 
 release: ## build the source distribution and the wheels into dist/ and check them; uploads nothing
 	@.ci/release
+
+.venv-docs/.done: pyproject.toml
+	@$(or $(PYTHON),python3) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $$(sed -n 's/^docs = \["\(.*\)"\]$$/\1/p' pyproject.toml)
+	@touch $@
+
+docs: .venv-docs/.done ## the documents as a site in build/site, built strictly (an environment of its own, .venv-docs)
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
 
 clean: ## remove what was built, but not the virtual environments
 	@rm -rf build dist *.egg-info .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis shmring/*.so $(VENV)/.kvprefetch-setup $(CHECK_VENV)/.done
