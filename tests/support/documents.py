@@ -98,11 +98,10 @@ def chart() -> str:
     values = yaml.safe_load((ROOT / "charts/kvprefetchd/values.yaml").read_text())
     values |= {name: {} for name in ("resources", "updateStrategy", "global")}  # Kubernetes' own, and Helm's
     schema: dict[str, Any] = {"$schema": "http://json-schema.org/draft-07/schema#", **_schema(values)}
-    config = {name: field.description for name, field in DaemonConfig.model_fields.items() if name not in OF_THE_CHART}
     schema["properties"]["config"] = {
         "type": "object",
         "additionalProperties": False,
-        "properties": {name: {"description": text} for name, text in config.items()},
+        "properties": {name: {} for name in DaemonConfig.model_fields if name not in OF_THE_CHART},
     }
     return json.dumps(schema, indent=2) + "\n"
 
