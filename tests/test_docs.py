@@ -71,7 +71,7 @@ def test_the_files_that_a_document_names_exist(document: Path) -> None:
     """Each path of ours in backticks, and each test file, is one of the checkout; `*` stands for several."""
     text = document.read_text()
     paths = re.findall(
-        r"`((?:daemon|shmring|connector|tests|benchmarks|docs|systemd)/[\w/.*-]*[\w*])(?:/|::\w+)?`", text
+        r"`((?:daemon|shmring|connector|tests|benchmarks|charts|docs|systemd)/[\w/.*-]*[\w*])(?:/|::\w+)?`", text
     )
     names = [f"tests/**/{name}" for name in re.findall(r"`(test_[\w*]+\.py)`", text)]
     assert [path for path in paths + names if not any(ROOT.glob(path))] == []
