@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import stat
+import subprocess
 import sys
 from collections.abc import Mapping
 from importlib import resources
@@ -20,6 +22,7 @@ DROP_INS = {
     "cluster": "let the service reach other machines; without it the network is loopback only",
     "activation": "start the service at the first connection to its socket",
 }
+NOTIFY_RELOAD = 253  # the first systemd with Type=notify-reload
 CONFIG = Path("/etc/kvprefetch/kvprefetchd.toml")
 HOMES = ("/home", "/root", "/run/user")
 PAGE = HelpPage(
@@ -58,7 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = [name for name in DROP_INS if getattr(arguments, name)]
     command = program(sys.prefix, sys.executable)
     files = user_files(Path.home(), os.environ, command) if arguments.user else system_files(wanted, command)
+    reloads = arguments.root == Path("/") and systemd_version() >= NOTIFY_RELOAD
     for path, text in files.items():
+        text = waiting_for_reloads(text) if reloads else text
         target = arguments.root / path.relative_to("/")
         if arguments.dry_run:
             print(f"# {target}\n{text}")
@@ -121,6 +126,21 @@ def fill(text: str, command: list[str], config: Path, homes: str) -> str:
     return (
         text.replace("@KVPREFETCHD@", words).replace("@CONFIG@", quoted(str(config))).replace("@PROTECT_HOME@", homes)
     )
+
+
+def systemd_version() -> int:
+    """Return the release of this machine's systemd; 0 without one."""
+    try:
+        done = subprocess.run(["systemctl", "--version"], capture_output=True, text=True, check=False)
+    except OSError:
+        return 0
+    found = re.match(r"systemd (\d+)", done.stdout)
+    return int(found[1]) if found else 0
+
+
+def waiting_for_reloads(text: str) -> str:
+    """Return a unit of which `systemctl reload` waits until the daemon is done (docs/adr/0090)."""
+    return re.sub(r"^(#.*\n)?ExecReload=.*\n", "", text, flags=re.M).replace("Type=notify\n", "Type=notify-reload\n")
 
 
 def quoted(word: str) -> str:

@@ -56,22 +56,37 @@ def missing() -> str:
     return f"{', '.join(absent)}: not installed" if absent else ""
 
 
-class EmptyRoot:
-    """Debian's essential packages and apt, of this machine's release, in `path`."""
+def _of_release(sources: list[Path], ours: str, release: str, folder: Path) -> list[Path]:
+    """Return copies for another release of those sources that have suites of ours."""
+    folder.mkdir()
+    copies = []
+    for source in sources:
+        text, count = re.subn(rf"(?<![\w-]){ours}\b", release, source.read_text())
+        if count:
+            copies.append(folder / source.name)
+            copies[-1].write_text(text)
+    return copies
 
-    def __init__(self, path: Path) -> None:
+
+class EmptyRoot:
+    """Debian's essential packages and apt in `path`, of this machine's release or of another one."""
+
+    def __init__(self, path: Path, release: str = "") -> None:
         self.path = path
         self._indexes: list[str] = []  # folders that pip's configuration names
-        release = platform.freedesktop_os_release()["VERSION_CODENAME"]
+        ours = platform.freedesktop_os_release()["VERSION_CODENAME"]
         sources = [
             each
             for each in (Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").iterdir()))
             if each.suffix in (".list", ".sources") and each.is_file()
         ]
+        if release and release != ours:
+            sources = _of_release(sources, ours, release, path.with_suffix(".sources"))
         dump = subprocess.run(["apt-config", "dump"], capture_output=True, text=True, check=True).stdout
         options = [f"--aptopt={line}" for line in dump.splitlines() if APT_OPTION.match(line)]
+        made_by = ["nice", "mmdebstrap", "--quiet", "--mode=root", "--variant=minbase"]
         subprocess.run(
-            ["nice", "mmdebstrap", "--quiet", "--mode=root", "--variant=minbase", *options, release, path, *sources],
+            [*made_by, *options, release or ours, path, *sources],
             check=True,
             timeout=600,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -143,6 +144,28 @@ def test_a_reload_needs_no_program_but_the_shell(name: str) -> None:
             child.kill()
 
 
+@pytest.mark.parametrize(
+    ("release", "arguments", "waits"),
+    [
+        ("252 (252.39-1)", [], False),
+        ("253~rc1", ["--user"], True),
+        ("257 (257.8-1)", [], True),
+        ("257 (257.8-1)", ["--root", "image"], False),
+    ],
+)
+def test_a_systemd_that_can_waits_for_a_reload(tmp_path: Path, release: str, arguments: list[str], waits: bool) -> None:
+    """It sends the signal itself then. An image gets the unit that any systemd takes."""
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(f"#!/bin/sh\necho 'systemd {release}'\n")
+    systemctl.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    said = kvprefetchd("install-unit", "--dry-run", *arguments, PATH=path).stdout
+    kind, other = ("notify-reload", "notify") if waits else ("notify", "notify-reload")
+    assert f"\nType={kind}\n" in said
+    assert f"\nType={other}\n" not in said
+    assert ("ExecReload=" in said) is not waits
+
+
 def test_a_program_that_the_service_s_user_cannot_reach_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,7 +184,7 @@ def test_a_program_that_the_service_s_user_cannot_reach_is_noted(
 
 
 def test_what_the_manual_removes_is_what_was_written(tmp_path: Path) -> None:
-    manual = (Path(__file__).parents[3] / "docs/OPERATIONS.md").read_text().split("## Remove it")[1]
+    manual = (Path(__file__).parents[3] / "docs/install/systemd.md").read_text()
     install(tmp_path, *(f"--{name}" for name in install_unit.DROP_INS))
     removal = next(line for line in manual.splitlines() if line.startswith("rm -r /etc/"))
     subprocess.run(["sh", "-ec", removal.replace(" /etc/", f" {tmp_path}/etc/")], timeout=10, check=True)

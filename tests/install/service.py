@@ -1,0 +1,113 @@
+"""Installs the service in a Debian root as docs/install/systemd.md says, and steers it on the booted machine."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lab import process
+from tests.support import empty_root, machine
+from tests.support.empty_root import EmptyRoot
+from tests.support.machine import Machine
+from tests.support.pages import ROOT, blocks, files
+
+PAGE = "docs/install/systemd.md"
+CHECKOUT, ENGINE = "/srv/kvprefetch", "/srv/engine"
+DROP_INS = Path("/run/systemd/system/kvprefetchd.service.d")
+CONFIG = "/etc/kvprefetch/kvprefetchd.toml"
+QUICK = 'staging = "64MiB"\nmemory = "64MiB"\n'
+PROBE = f"{CHECKOUT}/tests/install/probe.py"
+# The machine and another one, behind a link.
+OURS, OTHER = "10.97.0.1", "10.97.0.2"
+LINK = f"""
+ip netns add far && ip link add near type veth peer name far0 && ip link set far0 netns far
+ip addr add {OURS}/24 dev near && ip link set near up
+ip -n far addr add {OTHER}/24 dev far0 && ip -n far link set far0 up
+"""
+
+
+@contextlib.contextmanager
+def installed(release: str = "") -> Iterator[tuple[EmptyRoot, dict[str, str]]]:
+    """A root with what a machine has: systemd, a user with an engine's environment, and then the page's installation.
+    Beside it, the files that it had before the installation."""
+    if why := empty_root.missing() or machine.missing():
+        pytest.skip(why)
+    folder = process.scratch("root")
+    folder.chmod(0o755)
+    root = EmptyRoot(folder / "debian", release)
+    try:
+        root.put_checkout(ROOT, CHECKOUT)
+        packages, install = blocks(PAGE, "root")
+        system = "systemd-sysv dbus libpam-systemd iproute2"
+        root.run(f"{packages}\napt-get install -y --no-install-recommends {system}", timeout_s=900)
+        root.run(
+            f"useradd --create-home engine\nuseradd stranger\npython3 -m venv {ENGINE}\n"
+            f"cp -r {CHECKOUT} /tmp/build\n{ENGINE}/bin/pip install --no-cache-dir /tmp/build pytest\nrm -r /tmp/build",
+            timeout_s=600,
+        )
+        with Machine(root):
+            pass  # the first boot leaves files of its own
+        before = files(root.path, CHECKOUT.lstrip("/"))
+        root.run(f"cd {CHECKOUT}\n{install}", timeout_s=600)
+        yield root, before
+    finally:
+        root.remove()
+        shutil.rmtree(folder)
+
+
+def drop_in(vm: Machine, *lines: str, name: str = "test") -> None:
+    """Change the service until the end of the test."""
+    text = "\n".join(["[Service]", *lines])
+    vm.run(f"mkdir -p {DROP_INS}\ncat > {DROP_INS}/{name}.conf <<'END'\n{text}\nEND\nsystemctl daemon-reload")
+
+
+def configure(vm: Machine, *lines: str) -> None:
+    text = QUICK + "\n".join(lines)
+    vm.run(f"cat > {CONFIG} <<'END'\n{text}\nEND")
+
+
+def shown(vm: Machine, *names: str) -> list[str]:
+    """Properties of the service, as systemctl shows them."""
+    said = vm.run("".join(f"systemctl show --value -p {name} kvprefetchd\n" for name in names))
+    return said.splitlines()
+
+
+def engine(what: str, name: str) -> str:
+    return f"cd {CHECKOUT} && {ENGINE}/bin/python -m tests.install.engine {what} {name}"
+
+
+def ready(vm: Machine) -> None:
+    vm.run("kvprefetchd health --wait 60")
+
+
+def running(vm: Machine) -> list[str]:
+    """Names of the processes of ours and of the store."""
+    return re.findall(r"^kvprefetch.*|^mooncake.*", vm.run("cat /proc/[0-9]*/comm"), re.MULTILINE)
+
+
+def pid(vm: Machine) -> int:
+    return int(shown(vm, "MainPID")[0])
+
+
+def failing(vm: Machine, script: str, *, user: str = "root") -> str:
+    with pytest.raises(AssertionError, match=r"^exit status") as caught:
+        vm.run(script, user=user)
+    return str(caught.value)
+
+
+def reached(vm: Machine, port: int, *, far: bool) -> bool:
+    """Whether a connection to this machine's own address succeeds, from here or from behind the link."""
+    code = f"import socket; socket.create_connection(('{OURS}', {port}), 2)"
+    said = vm.run(f'{"ip netns exec far " if far else ""}python3 -c "{code}" 2>&1 || true')
+    return "Error" not in said
+
+
+def open_ports(vm: Machine) -> list[int]:
+    """Ports on which the daemon or its store listens for all addresses or for an interface."""
+    said = vm.run("ss -Hltn")
+    return [int(port) for port in re.findall(r"(?:0\.0\.0\.0|\*|\[::\])(?:%\w+)?:(\d+) ", said)]
