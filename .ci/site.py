@@ -22,6 +22,7 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
 }
 _LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)#\s]+)(#[^)]*)?(\))")
+_MARK = re.compile(r"^(```\w+) .*$", re.MULTILINE)  # a second word, which tests read and Markdown's parser does not
 _CODE = re.compile(r"(^```.*?^```$|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 
 
@@ -52,7 +53,8 @@ def on_page_markdown(text: str, page: Any, config: Any, files: Any) -> str:
             return f"{before}{config.repo_url.rstrip('/')}/blob/main/{target}{anchor}{after}"
         return match[0]
 
-    return "".join(part if i % 2 else _LINK.sub(link, part) for i, part in enumerate(_CODE.split(text)))
+    parts = _CODE.split(_MARK.sub(r"\1", text))
+    return "".join(part if i % 2 else _LINK.sub(link, part) for i, part in enumerate(parts))
 
 
 def on_config(config: Any) -> Any:

@@ -75,6 +75,8 @@ def test_the_site_is_built_and_a_dead_link_fails(tmp_path: Path, planted: str, c
     assert done.returncode == bool(planted), done.stderr
     assert complaint in done.stderr
     if not planted:
+        built = list((tmp_path / "build/site").rglob("*.html"))
+        assert [path.name for path in built if "```" in path.read_text()] == [], "a fence that was not understood"
         text = (tmp_path / "build/site/index.html").read_text()
         assert re.search(r'href="https://[^"]*/blob/main/shmring/wire/records.py"', text)
         assert 'href="overview.html"' in text
