@@ -8,7 +8,6 @@ function that does nothing in each hook's place: the floor of what a hook can co
 
 from __future__ import annotations
 
-import argparse
 import functools
 import inspect
 import json
@@ -19,15 +18,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from benchmarks import arguments
 from benchmarks.ttft import Bench, Setting, machine
-from tests.lab import lmcache
 from tests.lab.checkpoint import PEERS, make_checkpoint
 from tests.lab.interference import Interference, cpu_s
 from tests.lab.passes import percentile
-from tests.lab.process import REPO, exit_on_sigterm
+from tests.lab.process import exit_on_sigterm
 
 VARIANTS = ("ours", "upstream-async")
 LMCACHE = ("lmcache", "lmcache-eager")
@@ -209,27 +207,10 @@ def table(variant: str, figures: Figures) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine_thread", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=4, help="timed rounds after the warm-up (default %(default)s)")
-    parser.add_argument("--variants", help=f"of {','.join(VARIANTS + LMCACHE)} (default all that can run)")
-    parser.add_argument(
-        "--lmcache-python",
-        type=lambda path: Path(path).absolute(),
-        metavar="PYTHON",
-        help="an interpreter with LMCache and vLLM (docs/BENCHMARKS.md)",
-    )
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write settings and all figures to this file")
-    parser.add_argument("--work", type=Path, default=REPO / "build", help="where the checkpoint is kept")
+    parser = arguments.parser("engine_thread", __doc__, VARIANTS + LMCACHE, rounds=4)
     options = parser.parse_args(argv)
     exit_on_sigterm()
-    possible = VARIANTS if options.lmcache_python is None else VARIANTS + LMCACHE
-    variants = list(possible) if options.variants is None else options.variants.split(",")
-    if unknown := [each for each in variants if each not in possible]:
-        parser.error(f"unknown variants {unknown}: choose from {','.join(possible)}")
-    if options.lmcache_python is not None and (why_not := lmcache.missing(options.lmcache_python)):
-        parser.error(f"--lmcache-python: {why_not}")
-    if options.rounds < 1:
-        parser.error(f"--rounds must be at least 1, not {options.rounds}")
+    variants = arguments.variants_of(parser, options, VARIANTS, LMCACHE)
 
     def say(line: str) -> None:
         print(line, flush=True)

@@ -6,7 +6,6 @@ machine meets all. The ideal is the same slots with a roomy KV pool and everythi
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.metadata
 import json
@@ -20,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import arguments
 from tests.lab import connectors, lmcache
 from tests.lab.checkpoint import PEERS, make_checkpoint
 from tests.lab.daemon import Daemon
@@ -28,7 +28,7 @@ from tests.lab.interference import Interference, cpu_s, ours
 from tests.lab.link import LimitedLink, available
 from tests.lab.lmcache import LMCache
 from tests.lab.passes import Pass
-from tests.lab.process import REPO, exit_on_sigterm
+from tests.lab.process import exit_on_sigterm
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
 
@@ -293,15 +293,7 @@ def agreement(tokens: dict[str, list[list[int]]]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ttft", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds after the warm-up (default 5)")
-    parser.add_argument("--variants", help=f"of {','.join(VARIANTS + LMCACHE)} (default all that can run)")
-    parser.add_argument(
-        "--lmcache-python",
-        type=lambda path: Path(path).absolute(),
-        metavar="PYTHON",
-        help="an interpreter with LMCache and vLLM, for the variants that need it (docs/BENCHMARKS.md)",
-    )
+    parser = arguments.parser("ttft", __doc__, VARIANTS + LMCACHE, rounds=5)
     parser.add_argument(
         "--prompts", type=int, default=Setting().prompts, help="number of prompts (default %(default)s)"
     )
@@ -311,19 +303,9 @@ def main(argv: list[str] | None = None) -> int:
         default=Setting().output_spread,
         help="outputs are up to so many tokens longer or shorter than their mean; 0: all alike (default %(default)s)",
     )
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write settings and all figures to this file")
-    parser.add_argument("--work", type=Path, default=REPO / "build", help="where the checkpoint is kept")
     options = parser.parse_args(argv)
     exit_on_sigterm()
-    possible = VARIANTS if options.lmcache_python is None else VARIANTS + LMCACHE
-    variants = list(possible) if options.variants is None else options.variants.split(",")
-    if unknown := [each for each in variants if each not in possible]:
-        parser.error(f"unknown variants {unknown}: choose from {','.join(possible)}")
-    if options.lmcache_python is not None and (why_not := lmcache.missing(options.lmcache_python)):
-        parser.error(f"--lmcache-python: {why_not}")
-    if options.rounds < 1:
-        parser.error(f"--rounds must be at least 1, not {options.rounds}")
-
+    variants = arguments.variants_of(parser, options, VARIANTS, LMCACHE)
     if not 0 <= options.output_spread < Setting().output_tokens:
         parser.error(f"--output-spread must be from 0 to {Setting().output_tokens - 1}, not {options.output_spread}")
 
