@@ -30,7 +30,7 @@ help: ## print this list
 setup: ## build the virtual environment (VENV=.venv; PYTHON=python3.12 to choose the interpreter)
 	@.ci/setup
 
-$(CHECK_VENV)/.done: pyproject.toml shmring/_atomics.c
+$(CHECK_VENV)/.done: pyproject.toml $(wildcard shmring/_*.[ch])
 	@$(or $(PYTHON),python3) -m venv $(CHECK_VENV)
 	@rm -f shmring/_atomics.*.so  # one of an older build may hide the new one
 	@$(CHECK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[check]'
@@ -54,7 +54,13 @@ vllm-names: links ## compare the hooks and names of the newest vLLM with those t
 # The linters need no vLLM: those of $(VENV) where it has them, else those of the quick tier.
 LINT_BIN := $(if $(wildcard $(BIN)/mypy),$(BIN),$(CHECK_VENV)/bin)
 
-lint: $(if $(wildcard $(BIN)/mypy),,$(CHECK_VENV)/.done) links ## ruff (rules and format), mypy (package, benchmarks and tests) and codespell
+# A checkout that was updated: the extension is older than its sources.
+EXTENSION := shmring/_atomics.abi3.so
+$(EXTENSION): $(wildcard shmring/_*.[ch])
+	@rm -f shmring/_atomics.*.so
+	@cc -std=c11 -O2 -Wall -Wextra -shared -fPIC -I"$$($(LINT_BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["include"])')" $(filter %.c,$^) -o $@
+
+lint: $(if $(wildcard $(BIN)/mypy),,$(CHECK_VENV)/.done) links $(EXTENSION) ## ruff (rules and format), mypy (package, benchmarks and tests) and codespell
 	@$(LINT_BIN)/python -m ruff check --quiet $(LINTED)
 	@$(LINT_BIN)/python -m ruff format --quiet --check $(LINTED) || { $(LINT_BIN)/python -m ruff format --diff $(LINTED); exit 1; }
 	@$(LINT_BIN)/python -m mypy --no-error-summary

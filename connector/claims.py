@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..shmring.flags import Flag
+from ..shmring.groups import Groups
 from ..shmring.wire.records import FlagState, Outcome
 from . import hints
 from .config import ConnectorConfig, override
@@ -34,6 +35,10 @@ PAUSE_S = 50e-6
 Reply = tuple[int | None, bool]
 NOTHING: Reply = (0, False)
 PENDING: Reply = (None, False)
+# Plain numbers and tuple.__new__: with cold caches a member of an enum, or the function that makes a named tuple,
+# costs 2 us more.
+HINTED, READY, EXPIRED = int(FlagState.HINTED), int(FlagState.READY), int(FlagState.EXPIRED)
+_tuple = tuple.__new__
 # Stands for the flag of a request without a hint: nothing is ready, nothing has ended.
 UNHINTED = Flag(0, FlagState.HINTED, 0)
 # A request's own wishes in kv_transfer_params: {"kvprefetch": {"wait_policy": ..., "wait_timeout_ms": ...}}.
@@ -75,7 +80,8 @@ class Claims:
     ) -> None:
         self._config, self._geometry, self._saves, self._counters = config, geometry, saves, counters
         self._policy, self._now_ns, self._pause = policy, clock.now_ns, clock.pause
-        self._shadow = config.mode == "shadow"
+        self._shadow, self._load_mode = config.mode == "shadow", config.load_mode
+        self._sync_bytes = config.sync_load_max_bytes
         self._spin_ns, self._idle_wait_ns = config.spin_us * 1000, config.idle_wait_us * 1000
         self._warned_ns = -_WARN_EVERY_NS
         self.dropped: dict[str, RequestState] = {}  # found no room for their hint, the oldest first
@@ -90,12 +96,12 @@ class Claims:
 
     def hint(self, state: RequestState, session: SchedulerSession, local_blocks: int, now_ns: int) -> bool:
         """Hint at all usable blocks; False when all are local, or when there was no room (counted)."""
-        request = state.request
+        request, geometry = state.request, self._geometry
+        ratio, digests, groups = geometry.hashes_per_block, request.block_hashes, geometry.groups
         blocks = self.usable_blocks(request)
         if local_blocks >= blocks:
             self.dropped.pop(request.request_id, None)
             return False
-        ratio, digests, groups = self._geometry.hashes_per_block, request.block_hashes, self._geometry.groups
         if groups is not None:
             digests = digests[: blocks * ratio]
         elif len(digests) != blocks:  # otherwise a slice would copy the whole list
@@ -148,7 +154,7 @@ class Claims:
         local, block_tokens = handle.local_blocks, self._geometry.block_tokens
         if not local * block_tokens <= num_computed_tokens < handle.blocks * block_tokens:
             return False
-        return hints.look(handle).state == FlagState.HINTED
+        return hints.look(handle).state == HINTED
 
     def match(self, state: RequestState, session: SchedulerSession, start: int, *, running: int) -> Reply:
         """The reply for a request with blocks [0, start) local; a claim is left in `state.answer`.
@@ -156,18 +162,18 @@ class Claims:
         `running`: requests that hold a place, as far as is known here; with none, a pending answer costs the engine's
         sleep.
         """
-        usable = self.usable_blocks(state.request)
+        usable, geometry = self.usable_blocks(state.request), self._geometry
         if start >= usable:
             return NOTHING
-        places = self._geometry.max_running
+        places = geometry.max_running
         if self._kept_places and running + self._kept_places >= places:
             return PENDING  # the last free places are kept, for this pass, for requests before this one
         # vLLM asks only for a request that it has a place for.
-        visit = Visit(start, usable, self._now_ns(), min(running, places - 1) / places)
+        visit = _tuple(Visit, (start, usable, self._now_ns(), min(running, places - 1) / places))
         flag, handle = UNHINTED, state.handle
         if handle is not None and not self._shadow:
             flag = hints.look(handle)
-            if flag.state == FlagState.EXPIRED:
+            if flag.state == EXPIRED:
                 self.finish(state, Outcome.LOST)
                 flag = UNHINTED
             elif start < handle.local_blocks:
@@ -175,7 +181,7 @@ class Claims:
                 self.finish(state, Outcome.EVICTED)
                 state.count_late_hint(-1)  # the next hint is free: each counts on fewer local blocks
                 flag = UNHINTED
-            elif flag.state != FlagState.HINTED:
+            elif flag.state != HINTED:
                 return self._take(state, flag, visit, Outcome.MISS)
         if not session.alive(visit.now_ns):
             return NOTHING
@@ -278,7 +284,7 @@ class Claims:
             self._policy.fetches.saw(state.wait, max(visit.start, flag.count), visit.now_ns)
         dropped = int(geometry.drop_last)
         stop = min(flag.count - dropped, visit.usable)
-        if geometry.groups is not None and (stop != flag.count or flag.state != FlagState.READY):
+        if geometry.groups is not None and (stop != flag.count or flag.state != READY):
             stop = 0  # of several groups a prefix is staged as a whole
         if stop <= visit.start:
             self._note_found(handle, flag)
@@ -287,28 +293,34 @@ class Claims:
         # The dropped block is claimed, too: giving the claim back publishes all of it for the next answer.
         if not hints.claim(handle, flag, stop + dropped, visit.now_ns):
             return PENDING  # the daemon moved the flag in between; the next visit sees where
-        slots = self._slots(handle, visit.start, stop)
-        count, mode = stop - visit.start, self._config.load_mode
+        session, groups = handle.session, geometry.groups
+        if groups is None:
+            slots = session.flags.read_slots(handle.flag, visit.start, stop)
+        else:
+            slots = self._slots(groups, handle, visit.start, stop)
+        count, mode = stop - visit.start, self._load_mode
         # Of several groups vLLM takes back a load that failed only where it waits for it.
         asynchronous = (
             mode == "async"
-            or geometry.groups is not None
-            or (
-                mode == "auto"
-                and loads_beside(count * geometry.block_bytes, self._config.sync_load_max_bytes, load=visit.load)
-            )
+            or groups is not None
+            or (mode == "auto" and loads_beside(count * geometry.block_bytes, self._sync_bytes, load=visit.load))
         )
-        self._note_found(handle, flag)
-        if flag.state == FlagState.HINTED:
+        saves = self._saves
+        if saves is not None and groups is None and flag.state == READY:  # as _note_found: one call less
+            local = handle.local_blocks
+            saves.note_look_up(
+                handle.digests, local, max(local, min(session.flags.found(handle.flag), handle.blocks)), handle.blocks
+            )
+        else:
+            self._note_found(handle, flag)
+        if flag.state == HINTED:
             self._counters["cut_short"] += 1
         state.claim(Answer(visit.start, count, asynchronous, slots))
         return count * geometry.block_tokens, asynchronous
 
-    def _slots(self, handle: Handle, start: int, stop: int) -> array[int]:
-        """Read the slots of blocks [start, stop) under the claim; with several groups of the items that they need."""
-        groups, tokens = self._geometry.groups, self._geometry.block_tokens
-        if groups is None:
-            return handle.session.flags.read_slots(handle.flag, start, stop)
+    def _slots(self, groups: Groups, handle: Handle, start: int, stop: int) -> array[int]:
+        """Read the slots of the items that blocks [start, stop) of several groups need, under the claim."""
+        tokens = self._geometry.block_tokens
         staged = groups.items(handle.local_blocks * tokens, stop * tokens)
         entries = handle.session.flags.read_slots(handle.flag, 0, sum(map(len, staged)))
         slots, at = array("I"), 0
@@ -328,14 +340,14 @@ class Claims:
 
     def _note_found(self, handle: Handle, flag: Flag) -> None:
         """Learn from a finished look-up which blocks need no save."""
-        if self._saves is None or flag.state != FlagState.READY:
+        if self._saves is None or flag.state != READY:
             return  # the found word is written before READY
         found = min(handle.session.flags.found(handle.flag), handle.blocks)
         if self._geometry.groups is not None:
             self._saves.note_prefix(self._geometry.groups, handle, found)
             return
-        hash_bytes, local = len(handle.hashes) // handle.blocks, handle.local_blocks
-        self._saves.note_look_up(handle.hashes[local * hash_bytes :], hash_bytes, max(0, found - local))
+        local = handle.local_blocks
+        self._saves.note_look_up(handle.digests, local, max(local, found), handle.blocks)
 
     def withdraw(self, state: RequestState) -> None:
         """Take back an answer that was not used."""

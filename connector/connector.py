@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -22,16 +22,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
-from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from ..shmring.wire.attach import WorkerInfo
 from . import compat, fingerprint, namespace, register, support
 from . import config as configuration
 from . import copies as copying
+from .guards import FAILED, guarded
 from .link import Link
 from .metadata import KVPrefetchMetadata, KVPrefetchNode, KVPrefetchWorkerMeta
 from .paged import PagedCache
-from .saves import LocalCache
+from .prefix_cache import PrefixCache
 from .scheduler import SchedulerSide
 from .session import SchedulerSession, WorkerSession
 from .stats import KVPrefetchPromMetrics, KVPrefetchStats
@@ -47,59 +47,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from ..shmring.wire.attach import Hello
-    from .support import Geometry
 
 log = logging.getLogger("vllm.kvprefetch")
-
-_FAILED = "kvprefetch: %s failed; the engine goes on without it"
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _guarded(default: Any) -> Callable[[_F], _F]:
-    """Return `default` (called, when it is callable) where the method raises."""
-
-    def wrap(method: _F) -> _F:
-        @functools.wraps(method)
-        def call(self: KVPrefetchConnector, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(self, *args, **kwargs)
-            except Exception:
-                log.exception(_FAILED, method.__name__)
-                return default() if callable(default) else default
-
-        return call  # type: ignore[return-value]
-
-    return wrap
-
-
-class PrefixCache(LocalCache):
-    """The engine's own prefix cache."""
-
-    def __init__(self, manager: KVCacheManager, geometry: Geometry) -> None:
-        self._manager, self._pool = manager, manager.block_pool
-        self._ratio = geometry.hashes_per_block
-        # What vLLM appends to a digest for the key of a group's block.
-        self._suffix, self._named = make_block_hash_with_group_id(BlockHash(b""), geometry.group), False
-        if (groups := geometry.groups) is not None:  # then a digest's last byte is the number of its group
-            self._ratio, self._named = groups.groups[geometry.group].block_tokens // groups.hash_tokens, True
-
-    def tokens(self, request: Request) -> int:
-        first = request.block_hashes[self._ratio - 1 : self._ratio]
-        # A reset of the pool replaces its map.
-        if not first or self._pool.cached_block_hash_to_block.get_one_block(first[0] + self._suffix) is None:
-            return 0  # without the first block there is no prefix; vLLM's own look costs much more
-        tokens: int = self._manager.get_computed_blocks(request)[1]
-        return tokens
-
-    def blocks(self) -> int:
-        return len(self._pool.cached_block_hash_to_block)
-
-    def holds(self, block_id: int, digest: bytes) -> bool:
-        if self._named:
-            expected = make_block_hash_with_group_id(BlockHash(digest[:-1]), digest[-1])
-            return bool(self._pool.blocks[block_id].block_hash == expected)
-        return bool(self._pool.blocks[block_id].block_hash == digest + self._suffix)
 
 
 class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
@@ -174,7 +123,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         if self.link is not None:
             self.link.close()
 
-    @_guarded(False)
+    @guarded(False)
     def reset_cache(self) -> bool | None:
         """Scheduler: True when nothing of the old weights can be served or stored any more. None for a worker."""
         return None if self.scheduler_side is None else self.scheduler_side.reset()
@@ -211,14 +160,14 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             try:
                 self.scheduler_side.arrived(request)
             except Exception:
-                log.exception(_FAILED, "on_new_request")
+                log.exception(FAILED, "on_new_request")
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.scheduler_side is not None:
             try:
                 return self.scheduler_side.match(request, num_computed_tokens)
             except Exception:
-                log.exception(_FAILED, "get_num_new_matched_tokens")
+                log.exception(FAILED, "get_num_new_matched_tokens")
         return 0, False
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -226,18 +175,26 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler_side.allocated(request, blocks.get_block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVPrefetchMetadata:
-        if self.scheduler_side is None:
+        side = self.scheduler_side
+        if side is None:
             return KVPrefetchMetadata()
         try:
-            if (quiet := self.scheduler_side.quiet_step(scheduler_output)) is not None:
-                return quiet
+            running = len(side.running)
+            if (
+                side.quiet_steps
+                and len(scheduler_output.num_scheduled_tokens) == running
+                and scheduler_output.total_num_scheduled_tokens == running
+            ):
+                side.quiet_steps -= 1
+                side.steps.begun += 1
+                return side.quiet
         except Exception:
-            log.exception(_FAILED, "quiet_step")
-        meta = self.scheduler_side.take_loads()
+            log.exception(FAILED, "build_connector_meta")
+        meta = side.take_loads()
         try:
-            self.scheduler_side.plan_step(scheduler_output, meta)
+            side.plan_step(scheduler_output, meta)
         except Exception:
-            log.exception(_FAILED, "plan_step")
+            log.exception(FAILED, "plan_step")
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -246,7 +203,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             try:
                 self.scheduler_side.outputs(reports, failed_blocks=bool(failed))
             except Exception:
-                log.exception(_FAILED, "update_connector_output")
+                log.exception(FAILED, "update_connector_output")
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Nothing is pinned, so the engine may have the blocks back at once: always (False, None)."""
@@ -259,10 +216,10 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             try:
                 self.scheduler_side.finished(request, block_ids)
             except Exception:
-                log.exception(_FAILED, "request_finished")
+                log.exception(FAILED, "request_finished")
         return False, None
 
-    @_guarded(dict)
+    @guarded(dict)
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """Memory or disk, as the daemon found it; unspecified where the daemon does not ask the store."""
         kinds = compat.CacheHitSource
@@ -277,11 +234,11 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         side = self.scheduler_side
         return () if side is None or side.events is None else self._events(side)
 
-    @_guarded(tuple)
+    @guarded(tuple)
     def _events(self, side: SchedulerSide) -> Iterable[KVCacheEvent]:
         return side.take_events()
 
-    @_guarded(False)
+    @guarded(False)
     def has_pending_push_work(self) -> bool:
         return self.scheduler_side is not None and self.scheduler_side.has_pending_work()
 
@@ -289,14 +246,18 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVPrefetchStats | None:
         """Counts since the last report. vLLM asks the scheduler side once per step, when the step has ended."""
-        if self.scheduler_side is not None and not self.scheduler_side.step_ended():
+        side = self.scheduler_side
+        if side is not None and side.steps.skip:
+            side.steps.skip -= 1
             return None
         return self._stats()
 
-    @_guarded(None)
+    @guarded(None)
     def _stats(self) -> KVPrefetchStats | None:
         side = self.scheduler_side or self.worker_side
-        return None if side is None else side.tally.take()
+        if side is None or (side is self.scheduler_side and not self.scheduler_side.step_ended()):
+            return None
+        return side.tally.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVPrefetchStats:
@@ -365,7 +326,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         self._step_begins()
 
-    @_guarded(None)
+    @guarded(None)
     def _step_begins(self) -> None:
         if self.worker_side is not None:
             self.worker_side.step_begins(self._metadata())

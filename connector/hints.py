@@ -7,15 +7,16 @@ and nobody reads it.  A flag in a state that only this side writes raises Segmen
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
+from ..shmring import _atomics
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.flags import GENERATION_SHIFT, STATE_SHIFT, Flag
 from ..shmring.groups import Groups
 from ..shmring.wire.records import (
     NO_TRACE,
+    PROTOCOL,
     Ask,
     Done,
     FlagState,
@@ -23,7 +24,6 @@ from ..shmring.wire.records import (
     RecordKind,
     encode_ask,
     encode_done,
-    encode_hint,
     hint_bytes,
 )
 from .session import SchedulerSession
@@ -40,25 +40,16 @@ _TRACEPARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2
 _HINT, _ASK, _DONE = int(RecordKind.HINT), int(RecordKind.ASK), int(RecordKind.DONE)
 
 
-@dataclass(slots=True)
-class Handle:
-    """A flag this engine holds. Times are CLOCK_MONOTONIC ns, 0 where the event did not happen."""
-
-    session: SchedulerSession
-    flag: int
-    generation: int
-    blocks: int
-    local_blocks: int
-    hashes: memoryview  # as hinted
-    asked_ns: int = 0
-    waited_ns: int = 0  # how long the scheduler waited for it
-    claimed_ns: int = 0
+# A flag this engine holds, and its hint: `session`, `flag`, `generation`, `blocks`, `local_blocks`, and `digests`, of
+# which the first ones were hinted.  Times are CLOCK_MONOTONIC ns, 0 where the event did not happen: `asked_ns`,
+# `claimed_ns`, and `waited_ns`, how long the scheduler waited for it.
+Handle = _atomics.Handle[SchedulerSession]
 
 
 def push(
     session: SchedulerSession,
     request: Any,
-    digests: Sequence[bytes],
+    digests: list[bytes],
     local_blocks: int,
     now_ns: int,
     groups: Groups | None = None,
@@ -68,35 +59,31 @@ def push(
     One per block; with several KV groups one per `hash_tokens`. Without room the cost does not depend on the number of
     blocks.
     """
-    hash_bytes, flags, producer, request_id = len(digests[0]), session.flags, session.producer, request.request_id
     if groups is None:
-        blocks = items = count = min(len(digests), flags.table_entries)
+        blocks = items = count = min(len(digests), session.flags.table_entries)
     else:
         count = len(digests)
         blocks, items = _whole(groups, count, local_blocks)
-    if blocks <= local_blocks or not producer.fits(hint_bytes(count, hash_bytes, items, request_id)):
+    if blocks <= local_blocks:
         return None
-    taken = session.allocator.take(_HINTED, items)
-    if taken is None:
-        return None
-    index, generation = taken
-    hashes = memoryview(b"".join(digests if count == len(digests) else digests[:count]))
-    parts = encode_hint(
-        index,
-        generation,
-        request_id,
+    headers = request.trace_headers
+    return session.producer.hint(
+        _HINT,
+        PROTOCOL,
+        _HINTED,
+        items,
+        count,
         blocks,
         local_blocks,
-        request.priority,
         request.num_prompt_tokens,
         now_ns,
-        hash_bytes,
-        hashes,
-        flags.tables[index],
-        NO_TRACE if request.trace_headers is None else trace_of(request.trace_headers),
+        session,
+        session.allocator,
+        digests,
+        request.request_id,
+        request.priority,
+        NO_TRACE if headers is None else trace_of(headers),
     )
-    producer.push(_HINT, *parts)  # it fits, and nobody else pushes
-    return Handle(session, index, generation, blocks, local_blocks, hashes)
 
 
 def trace_of(headers: Mapping[str, str]) -> bytes:
@@ -146,7 +133,9 @@ def ask(handle: Handle, now_ns: int) -> None:
 
 def claim(handle: Handle, seen: Flag, count: int, now_ns: int) -> bool:
     """Take blocks [0, count) of a HINTED or READY flag as seen; False when the daemon moved it meanwhile."""
-    if not _exchange(handle, seen, _CLAIMED, count):
+    use = handle.generation << GENERATION_SHIFT
+    expected, desired = use | seen.state << STATE_SHIFT | seen.count, use | _CLAIMED << STATE_SHIFT | count
+    if not handle.session.flags.exchange(handle.flag, expected, desired):  # as _exchange: one call less
         return False
     handle.claimed_ns = now_ns
     return True

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
+from ..shmring import _atomics
+
 PLACES = 1 << 20  # a power of two, of 8 bytes each; a page of them is memory only once it is used
-NOTED_BYTES = 1 << 17  # of digests that wait to be applied
+NOTED_DIGESTS = 1 << 12  # that wait to be applied
 
 Keys = npt.NDArray[np.uint64]
 
 
-def keys_of(hashes: bytes | memoryview, hash_bytes: int) -> Keys:
-    """Return the first 63 bits of each digest in `hashes`, without 0. A digest has at least 8 bytes."""
-    keys: Keys = np.ndarray(len(hashes) // hash_bytes, "<u8", hashes, strides=(hash_bytes,))
-    return keys | np.uint64(1)
+def joined(digests: list[bytes], start: int = 0, stop: int | None = None) -> Keys:
+    """Return the keys of these digests. Their other bytes are not touched."""
+    heads = _atomics.heads(digests, start, len(digests) if stop is None else stop)
+    keys: Keys = np.frombuffer(heads, "<u8") | np.uint64(1)
+    return keys
 
 
-def joined(digests: Sequence[bytes]) -> Keys:
-    """Return the keys of these digests."""
-    return keys_of(b"".join(digests), len(digests[0])) if digests else np.empty(0, np.uint64)
-
-
-def joined_names(names: Sequence[bytes]) -> Keys:
+def joined_names(names: list[bytes]) -> Keys:
     """Return the keys of names with the number of a group in the last byte: equal digests of two groups differ."""
     groups = np.fromiter((name[-1] for name in names), np.uint64, len(names))
     keys: Keys = joined(names) ^ (groups * np.uint64(0x9E3779B97F4A7C16))
@@ -43,26 +39,25 @@ class Known:
     def clear(self) -> None:
         self._places: Keys = np.zeros(PLACES, np.uint64)
         self._mask = np.uint64(PLACES - 1)
-        self._noted: list[tuple[memoryview, int]] = []
-        self._noted_bytes = 0
+        self._noted: list[tuple[list[bytes], int, int, int]] = []
+        self._noted_digests = 0
 
-    def note(self, hashes: memoryview, hash_bytes: int, found: int) -> None:
-        """A look-up found the first `found` of these digests in the store, and not the others. All have one size.
+    def note(self, digests: list[bytes], start: int, found: int, stop: int) -> None:
+        """A look-up found digests [start, found) in the store, and not [found, stop). All have one size.
 
-        Applied when somebody asks, many at once: a NumPy call with cold caches takes 10 us.
+        Applied when somebody asks, many at once: a NumPy call with cold caches takes 10 us. The list may
+        grow until then.
         """
-        self._noted.append((hashes, found * hash_bytes))
-        self._noted_bytes += memoryview(hashes.obj).nbytes  # kept whole
-        self._hash_bytes = hash_bytes
-        if self._noted_bytes > NOTED_BYTES:
+        self._noted.append((digests, start, found, stop))
+        self._noted_digests += stop - start
+        if self._noted_digests > NOTED_DIGESTS:
             self._apply()
 
     def _apply(self) -> None:
-        noted, self._noted, self._noted_bytes = self._noted, [], 0
-        found, missed = [hashes[:end] for hashes, end in noted], [hashes[end:] for hashes, end in noted]
-        self.add(keys_of(found[0] if len(noted) == 1 else b"".join(found), self._hash_bytes))
+        noted, self._noted, self._noted_digests = self._noted, [], 0
+        self.add(np.concatenate([joined(digests, start, found) for digests, start, found, _ in noted]))
         # Last: a block that one look-up missed may be saved once more, and is never left out.
-        self.remove(keys_of(missed[0] if len(noted) == 1 else b"".join(missed), self._hash_bytes))
+        self.remove(np.concatenate([joined(digests, found, stop) for digests, _, found, stop in noted]))
 
     def add(self, keys: Keys) -> None:
         if self._noted:

@@ -168,9 +168,12 @@ class Fetches:
         self._blocks += blocks
 
     def _fade(self, passed_ns: float, now_ns: int) -> None:
-        keep = 0.5 ** (passed_ns / _MEMORY_NS) if self._known(now_ns) else 0.0
-        for name in ("_latency_ns", "_firsts", "_first_blocks", "_pace_ns", "_blocks"):
-            setattr(self, name, keep * getattr(self, name))
+        keep = 0.5 ** (passed_ns / _MEMORY_NS) if now_ns - self._seen_ns < _FORGET_NS else 0.0
+        self._latency_ns *= keep
+        self._firsts *= keep
+        self._first_blocks *= keep
+        self._pace_ns *= keep
+        self._blocks *= keep
         self._seen_ns = now_ns
 
 

@@ -12,7 +12,7 @@ Other modules read the fields; only the methods below write them, and each asser
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .hints import Handle
@@ -29,22 +29,12 @@ class Answer:
     slots: Sequence[int]
 
 
-@dataclass(slots=True)
-class Progress:
-    """Saves of a request's current admission: blocks [0, saved) need none. `Saves` advances `saved` and `storable`."""
-
-    saved: int = 0
-    # Tokens of the prefill: all that are known at the admission, when nothing of them is computed.
-    prefill_tokens: int = 0
-    # Its KV may come from other weights or from blocks that nobody filled: never saved.
-    tainted: bool = False
-    # Blocks [saved, storable) could be saved, but found no slot so far.
-    storable: int = 0
-
-
-@dataclass(slots=True)
+@dataclass(init=False)
 class RequestState:
-    """`handle` belongs to the current epoch. `loadable`: whether the engine wants stored KV for this request."""
+    """`handle` belongs to the current epoch. `loadable`: whether the engine wants stored KV for this request.
+
+    Defaults are attributes of the class: a request that arrives sets few.  Times are CLOCK_MONOTONIC ns.
+    """
 
     request: Any
     loadable: bool
@@ -61,11 +51,18 @@ class RequestState:
     deferred_ns: int = 0
     deferred_in: int = 0
     waited: bool = False
-    progress: Progress = field(default_factory=Progress)
+    # Saves of the current admission: blocks [0, saved) need none, blocks [saved, storable) could be saved, but found no
+    # slot so far. `Saves` advances both.
+    saved: int = 0
+    storable: int = 0
+    # Tokens of the prefill: all that are known at the admission, when nothing of them is computed.
+    prefill_tokens: int = 0
+    # Its KV may come from other weights or from blocks that nobody filled: never saved.
+    tainted: bool = False
 
-    def __post_init__(self) -> None:
-        params = self.request.kv_transfer_params
-        if self.loadable and params and params.get("do_remote_prefill"):
+    def __init__(self, request: Any, loadable: bool) -> None:
+        self.request, self.loadable, self.preemptions = request, loadable, request.num_preemptions
+        if loadable and (params := request.kv_transfer_params) and params.get("do_remote_prefill"):
             self.loadable, self.brought = False, True
 
     def check(self) -> None:
@@ -121,18 +118,18 @@ class RequestState:
         assert answer is not None and handle is not None, self  # noqa: PT018
         self.loading, self.settled = answer.asynchronous, True
         self.handle = self.answer = self.wait = None
-        self.progress.prefill_tokens = self.request.num_tokens
+        self.prefill_tokens = self.request.num_tokens
         return answer, handle
 
     def dispatch(self, stop: int) -> None:
         """The blocks up to `stop` of the answer taken are being loaded."""
         assert self.settled or self.loading, self
-        self.progress.saved = stop
+        self.saved = stop
 
     def settle(self) -> Handle | None:
         """Admitted without a load, or nothing to take. Return the handle, which the caller gives back."""
         self.settled, self.loading, self.wait = True, False, None
-        self.progress.prefill_tokens = self.request.num_tokens
+        self.prefill_tokens = self.request.num_tokens
         return self.drop()
 
     def not_brought(self) -> bool:
@@ -154,19 +151,20 @@ class RequestState:
         self.preemptions = self.request.num_preemptions
         self.loadable, self.brought = self.loadable or self.brought, False
         self.settled, self.late_hints, self.wait, self.waited = False, 0, None, False
-        self.progress = Progress()
+        self.saved = self.storable = self.prefill_tokens = 0
+        self.tainted = False
 
     def reset(self) -> bool:
         """The weights changed: hint again. Return whether it computed with the old ones; then it is never saved."""
         assert self.handle is None, self
         self.settled, self.late_hints, self.wait = False, 0, None
         old: bool = self.request.num_computed_tokens > 0
-        self.progress.tainted |= old
+        self.tainted |= old
         return old
 
     def taint(self) -> None:
         """Some of its KV rests on other weights or on blocks that nobody filled."""
-        self.progress.tainted = True
+        self.tainted = True
 
     # --- waiting time (waits.py) ------------------------------------------------------------------------------------
 

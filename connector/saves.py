@@ -21,7 +21,7 @@ from .events import SavedBlocks
 from .hints import Handle
 from .known import Keys, Known, joined, joined_names
 from .metadata import SaveOrder
-from .request_state import Progress, RequestState
+from .request_state import RequestState
 from .session import SchedulerSession
 from .support import Geometry
 
@@ -80,15 +80,17 @@ class Saves:
         self.waiting: dict[int, Save] = {}
         self.left: deque[_Block] = deque()
         self._known = Known()
+        # note_look_up(digests, start, found, stop): a finished look-up found [start, found), and not [found, stop).
+        self.note_look_up = self._known.note
         self.copied: deque[tuple[int, Save]] = deque()
         self._next_id = 1
         self._generation = 0
 
-    def complete(self, progress: Progress) -> bool:
+    def complete(self, state: RequestState) -> bool:
         """Whether nothing of this admission will be saved any more."""
-        if progress.tainted:
+        if state.tainted:
             return True
-        return not self._decode and (progress.saved + 1) * self._geometry.block_tokens > progress.prefill_tokens
+        return not self._decode and (state.saved + 1) * self._geometry.block_tokens > state.prefill_tokens
 
     def plan_step(self, session: SchedulerSession, output: Any, cache: LocalCache) -> Iterator[SaveOrder]:
         """Plan the saves of a step (vLLM's SchedulerOutput). Raises SegmentCorrupt.
@@ -97,13 +99,13 @@ class Saves:
         """
         scheduled, block_tokens = output.num_scheduled_tokens, self._geometry.block_tokens
         for request_id, state in list(self.unsaved.items()):
-            tokens, saved = scheduled.get(request_id), state.progress.saved
+            tokens, saved = scheduled.get(request_id), state.saved
             if tokens is None or state.request.num_computed_tokens + tokens < (saved + 1) * block_tokens:
                 continue  # not in this step, or no block of it ends in this step
             block_ids = functools.partial(output.kv_connector_block_state.get_block_ids, request_id)
             if (order := self.plan(session, state, tokens, block_ids)) is not None:
                 yield order
-            if self.complete(state.progress):
+            if self.complete(state):
                 del self.unsaved[request_id]
         if (order := self.plan_left(session, cache)) is not None:
             yield order
@@ -120,32 +122,30 @@ class Saves:
         `request.num_computed_tokens` does not count this step yet; `block_ids()` gives its block ids per group.  Raises
         SegmentCorrupt.
         """
-        request, progress = state.request, state.progress
-        stop = self.storable_blocks(request, scheduled_tokens, progress)
-        if progress.tainted or stop <= progress.saved:
+        stop = self.storable_blocks(state, scheduled_tokens)
+        if state.tainted or stop <= state.saved:
             return None
         held = block_ids()
-        progress.storable = stop = max(progress.saved, min(stop, self._held_blocks(held)))
-        wanted, progress.saved = self._wanted(
-            request, progress, range(progress.saved, stop), held, session.credits.available()
-        )
+        state.storable = stop = max(state.saved, min(stop, self._held_blocks(held)))
+        wanted, state.saved = self._wanted(state, range(state.saved, stop), held, session.credits.available())
         if not wanted:
             return None
         order = self._order(session, [block for _, block in wanted])
         if len(order.slots) < len(wanted):
-            progress.saved = wanted[len(order.slots)][0]
+            state.saved = wanted[len(order.slots)][0]
         return order
 
     def _wanted(
-        self, request: Any, progress: Progress, blocks: range, block_ids: Sequence[Sequence[int]], room: int
+        self, state: RequestState, blocks: range, block_ids: Sequence[Sequence[int]], room: int
     ) -> tuple[list[tuple[int, _Block]], int]:
         """Return up to `room` numbered blocks that are not known to be stored, and where the search ended.
 
         `block_ids`: of each of vLLM's groups.  With several groups a number stands for all blocks that end there.
         """
         if self._geometry.groups is not None:
-            return self._wanted_of(self._geometry.groups, request, progress, blocks, block_ids, room)
-        ratio, table = self._geometry.hashes_per_block, block_ids[self._geometry.group]
+            return self._wanted_of(self._geometry.groups, state, blocks, block_ids, room)
+        request, ratio = state.request, self._geometry.hashes_per_block
+        table = block_ids[self._geometry.group]
         wanted: list[tuple[int, _Block]] = []
         digests = request.block_hashes[(blocks.start + 1) * ratio - 1 : blocks.stop * ratio : ratio]
         for at in np.flatnonzero(~self._known.holds(joined(digests))).tolist():
@@ -160,21 +160,18 @@ class Saves:
     def _wanted_of(
         self,
         groups: Groups,
-        request: Any,
-        progress: Progress,
+        state: RequestState,
         blocks: range,
         block_ids: Sequence[Sequence[int]],
         room: int,
     ) -> tuple[list[tuple[int, _Block]], int]:
         """`_wanted` of several groups; an item is named by its digest and, in a last byte, the number of its group."""
         unit, found = groups.unit_tokens, list[tuple[int, int, int, bytes]]()
-        chosen = groups.saved(
-            blocks.start * unit, blocks.stop * unit, progress.prefill_tokens, self._geometry.retention
-        )
+        chosen = groups.saved(blocks.start * unit, blocks.stop * unit, state.prefill_tokens, self._geometry.retention)
         for group, numbers in enumerate(chosen):
             size, table, last = groups.groups[group].block_tokens, block_ids[group], bytes([group])
             found += (
-                (number * size // unit, group, table[number], bytes(request.block_hashes[at]) + last)
+                (number * size // unit, group, table[number], bytes(state.request.block_hashes[at]) + last)
                 for number, at in zip(numbers.tolist(), groups.digests(group, numbers).tolist(), strict=True)
                 if table[number] != NULL_BLOCK
             )
@@ -195,7 +192,7 @@ class Saves:
         tables = zip(geometry.groups.groups, block_ids, strict=True)
         return min(len(table) * group.block_tokens for group, table in tables) // geometry.block_tokens
 
-    def _keys(self, names: Sequence[bytes]) -> Keys:
+    def _keys(self, names: list[bytes]) -> Keys:
         return joined(names) if self._geometry.groups is None else joined_names(names)
 
     def _knows(self, name: bytes) -> bool:
@@ -223,14 +220,12 @@ class Saves:
 
         `block_ids`: of each of vLLM's groups.
         """
-        progress = state.progress
-        if progress.tainted or progress.storable <= progress.saved:
+        if state.tainted or state.storable <= state.saved:
             return
-        held = max(progress.saved, min(progress.storable, self._held_blocks(block_ids)))
-        room = MAX_LEFT - len(self.left)
-        left, end = self._wanted(state.request, progress, range(progress.saved, held), block_ids, room)
+        held = max(state.saved, min(state.storable, self._held_blocks(block_ids)))
+        left, end = self._wanted(state, range(state.saved, held), block_ids, MAX_LEFT - len(self.left))
         self.left.extend(block for _, block in left)
-        self._counters["save_blocks_unsaved"] += progress.storable - end
+        self._counters["save_blocks_unsaved"] += state.storable - end
 
     def plan_left(self, session: SchedulerSession, cache: LocalCache) -> SaveOrder | None:
         """Save blocks that finished requests left, as far as there are slots. Raises SegmentCorrupt.
@@ -261,14 +256,14 @@ class Saves:
 
     # --- the saved range --------------------------------------------------------------------------------------------
 
-    def storable_blocks(self, request: Any, scheduled_tokens: int, progress: Progress) -> int:
+    def storable_blocks(self, state: RequestState, scheduled_tokens: int) -> int:
         """Full blocks with known tokens and with KV that is written when this step's forward is done."""
-        geometry = self._geometry
+        request, geometry = state.request, self._geometry
         tokens: int = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
         if not self._decode:
-            tokens = min(tokens, progress.prefill_tokens)
+            tokens = min(tokens, state.prefill_tokens)
         blocks: int = min(tokens // geometry.block_tokens, len(request.block_hashes) // geometry.hashes_per_block)
-        if geometry.drop_last and tokens > progress.prefill_tokens:
+        if geometry.drop_last and tokens > state.prefill_tokens:
             # The drafter may not have written its KV of the newest block's last token yet.
             blocks -= 1
         return max(blocks, 0)
@@ -308,21 +303,16 @@ class Saves:
                 if self._events is not None:
                     self._events.saving.pop(save_id, None)
 
-    def note_look_up(self, hashes: memoryview, hash_bytes: int, found: int) -> None:
-        """The store holds the first `found` of these digests and not the others, by a finished look-up."""
-        self._known.note(hashes, hash_bytes, found)
-
     def note_prefix(self, groups: Groups, handle: Handle, found: int) -> None:
         """A look-up of a hint to several groups found this many blocks."""
-        unit, hashes = groups.unit_tokens, handle.hashes
-        size = len(hashes) * groups.hash_tokens // (handle.blocks * unit)
+        unit, digests = groups.unit_tokens, handle.digests
         local = handle.local_blocks * unit
         there, all_blocks = groups.items(local, found * unit), groups.wanted(local, handle.blocks * unit)
         for group, (items, blocks) in enumerate(zip(there, all_blocks, strict=True)):
             after = blocks[blocks >= found * unit // groups.groups[group].block_tokens]
             for note, numbers in ((self.note_stored, items), (self.note_absent, after)):
-                at = groups.digests(group, numbers) * size
-                note(self._keys([bytes(hashes[i : i + size]) + bytes([group]) for i in at.tolist()]))
+                at = groups.digests(group, numbers)
+                note(self._keys([digests[i] + bytes([group]) for i in at.tolist()]))
 
     def note_stored(self, keys: Keys) -> None:
         """These are in the store or on their way: they are not copied again."""

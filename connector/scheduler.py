@@ -13,10 +13,9 @@ Rules that keep the engine's contract:
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.wire.records import Outcome
@@ -24,6 +23,7 @@ from . import compat, hints
 from .claims import NOTHING, PENDING, Claims, Clock, Reply, SystemClock
 from .config import ConnectorConfig
 from .events import SavedBlocks
+from .guards import detaching
 from .link import Link
 from .loads import Loads
 from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
@@ -39,25 +39,6 @@ from .waits import Waits
 
 # Of the steps with nothing to do one in MEASURED_STEPS is measured. With requests, REPORT_STEPS go by between reports.
 MEASURED_STEPS, REPORT_STEPS = 8, 64
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _detaching(default: Any) -> Callable[[_F], _F]:
-    """Where the daemon's memory cannot be right, drop the session and answer `default`."""
-
-    def wrap(method: _F) -> _F:
-        @functools.wraps(method)
-        def guarded(self: SchedulerSide, *args: Any, **options: Any) -> Any:
-            try:
-                return method(self, *args, **options)
-            except SegmentCorrupt as error:
-                self._detach(error)
-                return default
-
-        return guarded  # type: ignore[return-value]
-
-    return wrap
 
 
 class SchedulerSide:
@@ -79,7 +60,7 @@ class SchedulerSide:
         self.requests: dict[str, RequestState] = {}
         self.running: set[str] = set()  # scheduled by the step before, and not finished since
         self.resets = Resets(link, config.reset_timeout_ms)
-        self._config, self._geometry, self.link, self._now_ns = config, geometry, link, clock.now_ns
+        self._geometry, self.link, self._now_ns, self._hinting = geometry, link, clock.now_ns, config.hint_on_arrival
         self._session: SchedulerSession | None = None
         self._answered: set[str] = set()
         self._saving = geometry.saves and config.mode == "on"
@@ -92,9 +73,10 @@ class SchedulerSide:
         saves = self.saves if self._saving else None
         self.claims = Claims(config, geometry, self.policy, saves, self.counters, clock)
         self._admitted = 0  # in this pass
-        self._still = False  # nothing goes on, and vLLM asked about and admitted no request in this pass
-        self._quiet = KVPrefetchMetadata()  # of a step with nothing to do
-        self._unmeasured = self._unreported = 0  # steps
+        # While nothing goes on, and vLLM asked about and admitted no request in this pass: the steps that may go by
+        # with the metadata `quiet` before plan_step has to see one (the hook build_connector_meta counts them).
+        self.quiet_steps, self.quiet = 0, KVPrefetchMetadata()
+        self._reported = 0  # the step of the last report
         self._stale_local = False
 
     # --- arrival ----------------------------------------------------------------------------------------------------
@@ -104,17 +86,19 @@ class SchedulerSide:
         if request.resumable:
             return  # vLLM never asks about a session's later chunks, and may cut its tokens back
         loadable = self._geometry.loads and not request.skip_reading_prefix_cache
-        self.requests[request.request_id] = state = RequestState(request, loadable, request.num_preemptions)
-        if not state.loadable or not self._config.hint_on_arrival:
+        self.requests[request.request_id] = state = RequestState(request, loadable)
+        if not state.loadable or not self._hinting:
             return
         try:
-            session = self._usable_session()
+            session, link = self._session, self.link
+            if session is not link.session or link.confirmed_reset < self.resets.generation:
+                session = self._usable_session()
             if session is not None and session.alive(now := self._now_ns()):
                 local_blocks = self.cache.tokens(request) // self._geometry.block_tokens
                 if not self.claims.hint(state, session, local_blocks, now):
-                    self._still = False  # it may have been dropped
+                    self.quiet_steps = 0  # it may have been dropped
         except SegmentCorrupt as error:
-            self._detach(error)
+            self.detach(error)
 
     def _local_blocks(self, request: Any) -> int:
         return self.cache.tokens(request) // self._geometry.block_tokens
@@ -123,7 +107,7 @@ class SchedulerSide:
 
     def match(self, request: Any, num_computed_tokens: int) -> Reply:
         """vLLM's get_num_new_matched_tokens: may be asked any number of times, makes no system call while pending."""
-        self._still = False
+        self.quiet_steps = 0
         state = self.requests.get(request.request_id)
         if state is None:
             return NOTHING
@@ -136,10 +120,10 @@ class SchedulerSide:
                 ):
                     self._waits.go_on(state)
                     return PENDING
-                self._waits.over(state, self._now_ns())
+                self.counters["wait_ns"] += state.resume(self._now_ns())
             return self._match(state, request, num_computed_tokens)
         except SegmentCorrupt as error:
-            self._detach(error)
+            self.detach(error)
             return NOTHING
 
     def _match(self, state: RequestState, request: Any, num_computed_tokens: int) -> Reply:
@@ -160,7 +144,9 @@ class SchedulerSide:
                 return answer.count * self._geometry.block_tokens, answer.asynchronous
             self.claims.withdraw(state)
             self._answered.discard(request.request_id)
-        session = self._usable_session()
+        session, link = self._session, self.link
+        if session is not link.session or link.confirmed_reset < self.resets.generation:
+            session = self._usable_session()
         if session is None:
             return NOTHING
         reply = self.claims.match(state, session, start, running=len(self.running) + self._admitted)
@@ -174,7 +160,7 @@ class SchedulerSide:
 
     def allocated(self, request: Any, block_ids: Callable[[], Any], num_external_tokens: int) -> None:
         """vLLM's update_state_after_alloc; `block_ids()` gives the request's block ids per group."""
-        self._still = False
+        self.quiet_steps = 0
         self._admitted += 1
         state = self.requests.get(request.request_id)
         if num_external_tokens > 0:
@@ -188,16 +174,16 @@ class SchedulerSide:
             self.loads.dispatch(state, block_ids(), num_external_tokens)
         elif state is not None:
             self._admitted_without_load(state)
-        if state is not None and self._saving and not self.saves.complete(state.progress):
+        if state is not None and self._saving and not self.saves.complete(state):
             self.saves.unsaved[request.request_id] = state
 
-    @_detaching(None)
+    @detaching(None)
     def disk_tokens(self, request: Any) -> int | None:
         """Tokens that came from disk of this request's load, if it is the one dispatched last; None: not known."""
         blocks = self.loads.disk_blocks(request.request_id, self._session)
         return None if blocks is None else blocks * self._geometry.block_tokens
 
-    @_detaching(None)
+    @detaching(None)
     def _admitted_without_load(self, state: RequestState) -> None:
         """Recomputed, all local, or another connector's: also the second call after an asynchronous load."""
         request_id = state.request.request_id
@@ -207,27 +193,8 @@ class SchedulerSide:
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
-    def quiet_step(self, output: Any) -> KVPrefetchMetadata | None:
-        """The metadata of a step with nothing to do, as most are; None: take_loads and plan_step have to see the step.
-
-        Every running request decodes one token, no wait, load or save goes on, and the step need not be measured.
-        """
-        running = len(self.running)
-        if (
-            self._still
-            and self._unmeasured < MEASURED_STEPS
-            and running == len(output.num_scheduled_tokens)
-            and running == output.total_num_scheduled_tokens
-            and self.link.session is self._session
-        ):
-            self._unmeasured += 1
-            self.steps.begun += 1
-            return self._quiet
-        self._unmeasured = 0
-        return None
-
     def _is_still(self) -> bool:
-        """Whether nothing goes on that the next step would have to see."""
+        """Whether nothing goes on that the next step would have to see, if it only decodes."""
         return not (
             self.loads.running
             or self.loads.kept
@@ -274,23 +241,20 @@ class SchedulerSide:
             if self.saves.copied:
                 self.saves.flush()
         except SegmentCorrupt as error:
-            self._detach(error)
-        self._still = self._is_still()
+            self.detach(error)
+        self.quiet_steps = MEASURED_STEPS if self._is_still() else 0
 
     def step_ended(self) -> bool:
-        """The output of the oldest step in flight was processed: called exactly once per step, empty ones included.
+        """The output of the oldest step in flight was processed, and `steps.skip` is 0.
 
         Return whether the statistics are to be reported: now and then while there are requests.
         """
         steps = self.steps
-        if steps.passed + 1 < steps.due:
-            steps.passed += 1
-        else:
-            steps.ended(self._now_ns())
-        self._unreported += 1
-        if self._unreported < REPORT_STEPS and self.requests:
+        steps.ended(self._now_ns())
+        if steps.passed < self._reported + REPORT_STEPS and self.requests:
+            steps.skip_to(self._reported + REPORT_STEPS)
             return False
-        self._unreported = 0
+        self._reported = steps.passed
         return True
 
     def outputs(self, worker_meta: Any, *, failed_blocks: bool = False) -> None:
@@ -317,10 +281,13 @@ class SchedulerSide:
             if self.saves.copied:
                 self.saves.flush()
         except SegmentCorrupt as error:
-            self._detach(error)
-        self._still = self._is_still()
+            self.detach(error)
+        if not self._is_still():
+            self.quiet_steps = 0
+        elif not self.quiet_steps:
+            self.quiet_steps = MEASURED_STEPS
 
-    @_detaching(False)
+    @detaching(False)
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although it has no request: acknowledgements come with steps."""
         if self.loads.running or self.saves.waiting:
@@ -345,6 +312,8 @@ class SchedulerSide:
         self.running.discard(request_id)
         self.saves.unsaved.pop(request_id, None)
         state = self.requests.pop(request_id, None)
+        if not self.requests:
+            self.steps.skip_to(0)
         if state is None:
             return
         if state.preemptions == request.num_preemptions and not self._stale_local:
@@ -354,7 +323,7 @@ class SchedulerSide:
         if not state.settled or self.loads.kept or self.claims.dropped:
             self._abort(state, request_id)
 
-    @_detaching(None)
+    @detaching(None)
     def _abort(self, state: RequestState, request_id: str) -> None:
         """A request has ended that vLLM may not have admitted."""
         self._answered.discard(request_id)
@@ -362,7 +331,7 @@ class SchedulerSide:
         self.claims.give_back(request_id, kept, Outcome.ABORTED)
         self.claims.finish(state, Outcome.ABORTED)
 
-    @_detaching(None)
+    @detaching(None)
     def _give_up_handles(self) -> None:
         for state in self.requests.values():
             self.claims.finish(state, Outcome.LOST)
@@ -394,7 +363,7 @@ class SchedulerSide:
             return None
         return session
 
-    def _detach(self, error: SegmentCorrupt) -> None:
+    def detach(self, error: SegmentCorrupt) -> None:
         """The daemon's memory cannot be right: drop the session."""
         self.counters["detached"] += 1
         self.link.detach(str(error))
@@ -403,7 +372,7 @@ class SchedulerSide:
     def adopt(self, session: SchedulerSession | None) -> None:
         """Another epoch: handles, undispatched claims and saves of the old one are void."""
         old, self._session = self._session, session
-        self._quiet = KVPrefetchMetadata(live_epochs=() if session is None else (session.epoch,))
+        self.quiet = KVPrefetchMetadata(live_epochs=() if session is None else (session.epoch,))
         for state in self.requests.values():
             state.drop()
         self._answered.clear()
@@ -420,14 +389,11 @@ class SchedulerSide:
 
     def held(self) -> list[str]:
         """Name all that is held; [] when nothing goes on."""
-        return [
-            f"{what} still held: {list(items)}"
-            for what, items in (
-                ("requests", self.requests),
-                ("requests with unsaved blocks", self.saves.unsaved),
-                ("loads", self.loads.running),
-                ("answers taken", self.loads.kept),
-                ("saves", self.saves.waiting),
-            )
-            if items
-        ]
+        held: dict[str, Collection[Any]] = {
+            "requests": self.requests,
+            "requests with unsaved blocks": self.saves.unsaved,
+            "loads": self.loads.running,
+            "answers taken": self.loads.kept,
+            "saves": self.saves.waiting,
+        }
+        return [f"{what} still held: {list(items)}" for what, items in held.items() if items]

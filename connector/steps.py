@@ -20,9 +20,6 @@ _MEMORY_TOKENS2 = 8192.0**2
 _MAX_IN_FLIGHT = 64
 
 
-_NEVER = 1 << 62
-
-
 class _Step(NamedTuple):
     number: int
     began_ns: int
@@ -34,36 +31,43 @@ class _Step(NamedTuple):
 class StepTimes:
     """One engine's steps. `step_ns` is the average duration of a step that executed something, 0 before the first.
 
-    The caller counts a step that need not be measured in `begun` itself, and an end before that of step `due` in
-    `passed`: two calls less.
+    The caller counts a step that need not be measured in `begun` itself. Of the next `skip` ends it calls `ended` for
+    none, and counts `skip` down instead: a call less in nearly every step.
     """
 
     def __init__(self) -> None:
-        self.begun = self.passed = 0
-        self.due = _NEVER
+        self.begun = self.skip = 0
         self.step_ns = 0.0
+        self._passed = 0  # if all of `skip` were called
+        self._last = 0
         self._decode_ns = 0.0
         self._flying: deque[_Step] = deque()  # those that are measured
         self._ended_ns = 0
         self._xy = self._xx = 0.0
 
+    @property
+    def passed(self) -> int:
+        """Steps that have ended."""
+        return self._passed - self.skip
+
     def began(self, now_ns: int, prefill_tokens: int, *, executed: bool, typical: bool = True) -> None:
         """A step was scheduled. `typical`: it does nothing else that takes time, such as a load."""
-        if not self.passed <= self.begun <= self.passed + _MAX_IN_FLIGHT:
+        self._passed, self.skip = self._passed - self.skip, 0
+        if not self._passed <= self.begun <= self._passed + _MAX_IN_FLIGHT:
             self._flying.clear()
-            self.passed = self.begun
+            self._passed = self.begun
         self.begun += 1
         self._flying.append(_Step(self.begun, now_ns, prefill_tokens, executed, typical))
-        self._set_due()
+        self.skip_to(self._last)
 
     def ended(self, now_ns: int) -> None:
         """The output of the oldest step in flight is there."""
-        if self.passed >= self.begun:
+        self._passed, self.skip = self._passed - self.skip, 0
+        if self._passed >= self.begun:
             return
-        self.passed += 1
+        self._passed += 1
         ended_ns, self._ended_ns = self._ended_ns, now_ns
-        step = self._flying.popleft() if self._flying and self._flying[0].number == self.passed else None
-        self._set_due()
+        step = self._flying.popleft() if self._flying and self._flying[0].number == self._passed else None
         if step is None or not step.executed or not step.typical:
             return
         duration = float(now_ns - max(step.began_ns, ended_ns))
@@ -76,9 +80,14 @@ class StepTimes:
         self._xy = keep * self._xy + tokens * max(0.0, duration - self._decode_ns)
         self._xx = keep * self._xx + tokens * tokens
 
-    def _set_due(self) -> None:
-        """A measured step begins with the end of the one before it, if that is still in flight."""
-        self.due = max(self.passed + 1, self._flying[0].number - 1) if self._flying else _NEVER
+    def skip_to(self, last: int) -> None:
+        """`ended` is to be called for the end of step number `last`, and before it for each end that is measured."""
+        passed, self._last = self._passed - self.skip, last
+        due = last
+        if self._flying:  # a measured step begins with the end of the one before it, if that is still in flight
+            due = min(due, max(passed + 1, self._flying[0].number - 1))
+        self.skip = max(0, due - passed - 1)
+        self._passed = passed + self.skip
 
     def prefill_ns(self, tokens: int) -> float:
         """Time that computing so many more tokens takes, with batches as they have been lately."""

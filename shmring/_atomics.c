@@ -1,4 +1,4 @@
-/* The only place that orders accesses to shared memory.
+/* The only place, with _words.h, _flags.c and _ring.c, that orders accesses to shared memory.
  *
  * Words(buffer) views a buffer as aligned 64-bit words.  Each method has one C11 order:
  *
@@ -14,70 +14,11 @@
  * Python does not order memoryview accesses, and struct.pack_into may expose a transient zero.  So neither ever touches
  * a word that two processes share.
  */
-#include <stdatomic.h>
-#include <stdint.h>
-
-_Static_assert(sizeof(_Atomic uint64_t) == 8, "64-bit atomics must be plain words");
-_Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "64-bit atomics must be lock-free to work between processes");
-
-/* With SHMRING_ORDERS_ONLY this file needs no Python headers and exports only these five functions, for a test with a
- * cross compiler. */
-#ifdef SHMRING_ORDERS_ONLY
-#define ORDER
-#else
-#define ORDER static inline
-#endif
-
-ORDER uint64_t order_load_acquire(_Atomic uint64_t *word)
-{
-    return atomic_load_explicit(word, memory_order_acquire);
-}
-
-ORDER void order_store_release(_Atomic uint64_t *word, uint64_t value)
-{
-    atomic_store_explicit(word, value, memory_order_release);
-}
-
-/* Returns the earlier value; it equals `expected` when `desired` was stored. */
-ORDER uint64_t order_compare_exchange(_Atomic uint64_t *word, uint64_t expected, uint64_t desired)
-{
-    atomic_compare_exchange_strong_explicit(word, &expected, desired, memory_order_seq_cst, memory_order_seq_cst);
-    return expected;
-}
-
-ORDER uint64_t order_publish(_Atomic uint64_t *word, uint64_t value, _Atomic uint64_t *look)
-{
-    atomic_store_explicit(word, value, memory_order_release);
-    atomic_thread_fence(memory_order_seq_cst);
-    return atomic_load_explicit(look, memory_order_relaxed);
-}
-
-ORDER void order_fence(void)
-{
-    atomic_thread_fence(memory_order_seq_cst);
-}
+#include "_words.h"
 
 #ifndef SHMRING_ORDERS_ONLY
 
-/* One extension serves Python 3.10 and all later ones (docs/adr/0091).  Python 3.10's limited API has no Py_buffer: a
- * memoryview holds the buffer instead, and two old functions give its address.  Newer headers leave them out, but the
- * stable ABI keeps them. */
-#define Py_LIMITED_API 0x030A0000
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <structmember.h>
-
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
-PyAPI_FUNC(int) PyObject_AsReadBuffer(PyObject *, const void **, Py_ssize_t *);
-PyAPI_FUNC(int) PyObject_AsWriteBuffer(PyObject *, void **, Py_ssize_t *);
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *view; /* a memoryview; NULL after release() */
-    void *words;
-    Py_ssize_t count; /* words; 0 after release() */
-    char writable;
-} Words;
+PyTypeObject *words_type;
 
 static PyObject *Words_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -90,9 +31,7 @@ static PyObject *Words_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (self == NULL)
         return NULL;
     Py_ssize_t size;
-    if ((self->view = PyMemoryView_FromObject(source)) == NULL
-        || (writable ? PyObject_AsWriteBuffer(self->view, &self->words, &size)
-                     : PyObject_AsReadBuffer(self->view, (const void **)&self->words, &size)) < 0) {
+    if ((self->view = hold(source, writable, &self->words, &size)) == NULL) {
         Py_DECREF(self);
         return NULL;
     }
@@ -120,11 +59,7 @@ static _Atomic uint64_t *word_at(Words *self, PyObject *index_object)
     Py_ssize_t index = PyLong_AsSsize_t(index_object);
     if (index == -1 && PyErr_Occurred())
         return NULL;
-    if (index < 0 || index >= self->count) {
-        PyErr_Format(PyExc_IndexError, "word index=%zd is outside 0..%zd", index, self->count - 1);
-        return NULL;
-    }
-    return (_Atomic uint64_t *)self->words + index;
+    return word_of(self, index);
 }
 
 static int value_of(PyObject *object, uint64_t *value)
@@ -191,6 +126,24 @@ static PyObject *Words_publish(Words *self, PyObject *const *args, Py_ssize_t na
     return PyLong_FromUnsignedLongLong(order_publish(word, value, look));
 }
 
+static PyObject *Words_fresh(Words *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    uint64_t expected, limit, now;
+    if (check_call(self, nargs, 6, 0) < 0)
+        return NULL;
+    _Atomic uint64_t *gone = word_at(self, args[0]);
+    _Atomic uint64_t *state = gone == NULL ? NULL : word_at(self, args[1]);
+    if (state == NULL || value_of(args[2], &expected) < 0)
+        return NULL;
+    _Atomic uint64_t *beat = word_at(self, args[3]);
+    if (beat == NULL || value_of(args[4], &limit) < 0 || value_of(args[5], &now) < 0)
+        return NULL;
+    if (order_load_acquire(gone) != 0 || order_load_acquire(state) != expected)
+        Py_RETURN_FALSE;
+    uint64_t beaten = order_load_acquire(beat);
+    return PyBool_FromLong((now > beaten ? now - beaten : beaten - now) <= limit);
+}
+
 static PyObject *Words_release(Words *self, PyObject *Py_UNUSED(ignored))
 {
     self->count = 0;
@@ -207,6 +160,9 @@ static PyMethodDef Words_methods[] = {
      "compare_exchange(index, expected, desired) -> int: the earlier value; equal to expected after an exchange"},
     {"publish", (PyCFunction)(void (*)(void))Words_publish, METH_FASTCALL,
      "publish(index, value, look) -> int: store (release), sequentially consistent fence, load of the word `look`"},
+    {"fresh", (PyCFunction)(void (*)(void))Words_fresh, METH_FASTCALL,
+     "fresh(gone, state, expected, beat, limit, now) -> bool: the word `gone` is 0, `state` is as expected, and `beat` is "
+     "at most `limit` away from now"},
     {"release", (PyCFunction)Words_release, METH_NOARGS, "release(): release the buffer; every later access raises"},
     {NULL, NULL, 0, NULL},
 };
@@ -240,6 +196,8 @@ static PyObject *atomics_fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(
 }
 
 static PyMethodDef module_methods[] = {
+    {"heads", (PyCFunction)(void (*)(void))heads, METH_FASTCALL,
+     "heads(digests, start, stop) -> bytes: the first 8 bytes of each digest of a list"},
     {"fence", atomics_fence, METH_NOARGS, "fence(): a sequentially consistent fence"},
     {NULL, NULL, 0, NULL},
 };
@@ -252,10 +210,10 @@ static struct PyModuleDef module = {
 PyMODINIT_FUNC PyInit__atomics(void)
 {
     PyObject *m = PyModule_Create(&module);
-    PyObject *words = m == NULL ? NULL : PyType_FromSpec(&Words_spec);
-    if (words == NULL || PyModule_AddObjectRef(m, "Words", words) < 0)
+    words_type = m == NULL ? NULL : (PyTypeObject *)PyType_FromSpec(&Words_spec); /* for the life of the process */
+    if (words_type == NULL || PyModule_AddObjectRef(m, "Words", (PyObject *)words_type) < 0 || add_flag_types(m) < 0
+        || add_ring_types(m) < 0)
         Py_CLEAR(m);
-    Py_XDECREF(words);
     return m;
 }
 

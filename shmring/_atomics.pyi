@@ -1,6 +1,13 @@
 """Ordered access to 64-bit words in shared memory (types of the C extension)."""
 
-from typing_extensions import Buffer
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from typing_extensions import Buffer, Self
+
+S = TypeVar("S")
+F = TypeVar("F")
 
 class Words:
     @property
@@ -11,6 +18,72 @@ class Words:
     def store_release(self, index: int, value: int, /) -> None: ...
     def compare_exchange(self, index: int, expected: int, desired: int, /) -> int: ...
     def publish(self, index: int, value: int, look: int, /) -> int: ...
+    def fresh(self, gone: int, state: int, expected: int, beat: int, limit: int, now: int, /) -> bool: ...
     def release(self) -> None: ...
 
+class Flags(Generic[F]):
+    def __new__(
+        cls, words: Words, tables: list[Sequence[int]], table: Buffer, slot_bound: int, flag_type: type[F]
+    ) -> Self: ...
+    def load(self, index: int, /) -> int: ...
+    def flag(self, index: int, /) -> F: ...
+    def exchange(self, index: int, expected: int, desired: int, /) -> bool: ...
+    def found(self, index: int, /) -> int: ...
+    def disk(self, index: int, /) -> int | None: ...
+    def read_slots(self, index: int, start: int, stop: int, /) -> array[int]: ...
+
+class Allocator:
+    def __new__(cls, flags: Flags[Any], free: list[int], pages: list[int]) -> Self: ...
+    def take(self, state: int, items: int, /) -> tuple[int, int] | None: ...
+
+class Handle(Generic[S]):
+    @property
+    def session(self) -> S: ...
+    @property
+    def digests(self) -> list[bytes]: ...
+    @property
+    def flag(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def local_blocks(self) -> int: ...
+    asked_ns: int
+    waited_ns: int
+    claimed_ns: int
+
+class Pusher:
+    def __new__(
+        cls,
+        ring: Buffer,
+        words: Words,
+        lines: tuple[int, int, int],
+        tail: int,
+        head: int,
+        ring_bell: Callable[[], object],
+    ) -> Self: ...
+    def push(self, kind: int, payload: Buffer = b"", /) -> bool: ...
+    def fits(self, length: int, /) -> bool: ...
+    def hint(
+        self,
+        kind: int,
+        version: int,
+        state: int,
+        items: int,
+        count: int,
+        blocks: int,
+        local_blocks: int,
+        prompt_tokens: int,
+        arrival_ns: int,
+        session: S,
+        allocator: Allocator,
+        digests: list[bytes],
+        request_id: str,
+        priority: int,
+        trace: bytes,
+        /,
+    ) -> Handle[S] | None: ...
+
+def heads(digests: list[bytes], start: int, stop: int, /) -> bytes: ...
 def fence() -> None: ...

@@ -24,7 +24,6 @@ check this protocol under a weak memory model and show that each of these orders
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -32,8 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ._atomics import Words, fence
-from .errors import SegmentCorrupt
+from ._atomics import Allocator, Flags, Words, fence
 from .layout import LINE_BYTES, PAGE_ENTRIES, Layout, pages_of
 
 STATE_BITS, COUNT_BITS = 4, 20
@@ -49,7 +47,7 @@ _FOUND = 1  # word of the line: leading blocks that the store holds
 _DISK = 2  # word of the line: blocks fetched from disk for this use
 _WORDS = {_FOUND: "found", _DISK: "disk"}
 _BLOCK_BITS = 24
-_STATES = (1 << STATE_BITS) - 1
+STATES = (1 << STATE_BITS) - 1
 _LOOKS_PER_TAKE = 64
 
 
@@ -61,9 +59,6 @@ class Flag(NamedTuple):
     count: int  # type: ignore[assignment]  # a field of ours, not tuple.count
 
 
-_tuple = tuple.__new__  # makes a Flag without the Python function that a named tuple's own __new__ is
-
-
 def pack(generation: int, state: int, count: int) -> int:
     """Return the flag word. Raises ValueError for a part that does not fit its bits."""
     if not (0 <= generation <= MAX_GENERATION and 0 <= state < 1 << STATE_BITS and 0 <= count <= MAX_COUNT):
@@ -72,91 +67,57 @@ def pack(generation: int, state: int, count: int) -> int:
 
 
 def unpack(word: int) -> Flag:
-    return Flag(word >> GENERATION_SHIFT, word >> STATE_SHIFT & _STATES, word & MAX_COUNT)
+    return Flag(word >> GENERATION_SHIFT, word >> STATE_SHIFT & STATES, word & MAX_COUNT)
 
 
 def states(buffer: memoryview, layout: Layout) -> npt.NDArray[np.uint64]:
     """Return the state of every flag, shape [flag_count]. The read orders nothing: only for a view of the segment."""
     lines = np.frombuffer(buffer[layout.flags_offset : layout.table_offset], dtype="<u8")
-    return lines[::_WORDS_PER_LINE] >> np.uint64(STATE_SHIFT) & np.uint64(_STATES)
+    return lines[::_WORDS_PER_LINE] >> np.uint64(STATE_SHIFT) & np.uint64(STATES)
 
 
-class FlagTable:
-    """The flags of one segment, seen from either side."""
+class FlagTable(Flags[Flag]):
+    """The flags of one segment, seen from either side.
 
-    def __init__(self, buffer: memoryview, words: Words, layout: Layout) -> None:
+    In C (_flags.c), each raising IndexError outside 0..flag_count-1:
+
+    * `load(index)`: the flag word, by one acquire load; `flag(index)`: the same taken apart.
+    * `exchange(index, expected, desired)`: compare-and-swap of the whole word (acquire and release). False when another
+      transition came first.
+    * `found(index)`: how many leading blocks the store holds for the flag's present use; 0 until the daemon wrote it.
+    * `disk(index)`: how many blocks came from disk for the present use; None until the daemon wrote it.
+    * `read_slots(index, start, stop)`: the entries [start, stop) as array("I"), under the engine's claim.  Raises
+      SegmentCorrupt for a slot out of bounds.
+    """
+
+    flag_count: int
+    page_count: int
+    table_entries: int
+    _words: Words
+    _pages: npt.NDArray[np.uint32]
+    _tables: list[Sequence[int]]  # of each flag: the pages lent to it
+
+    def __new__(cls, buffer: memoryview, words: Words, layout: Layout) -> FlagTable:
+        end = layout.table_offset + layout.page_count * PAGE_ENTRIES * 4
+        # Only the flag lines: an index out of bounds is an IndexError, never another word.
+        lines = Words(buffer[layout.flags_offset : layout.table_offset], writable=words.writable)
+        table, tables = buffer[layout.table_offset : end], list[Sequence[int]]([()] * layout.flag_count)
+        self = super().__new__(cls, lines, tables, table, layout.slot_bound, Flag)
         self.flag_count, self.page_count = layout.flag_count, layout.page_count
         self.table_entries = layout.table_entries
-        self._slot_bound = layout.slot_bound
-        # Only the flag lines: an index out of bounds is an IndexError, never another word.
-        self._words = Words(buffer[layout.flags_offset : layout.table_offset], writable=words.writable)
-        self._load_acquire = self._words.load_acquire
-        end = layout.table_offset + layout.page_count * PAGE_ENTRIES * 4
-        self._table = buffer[layout.table_offset : end]
-        pages: npt.NDArray[np.uint32] = np.frombuffer(self._table, dtype="<u4")
+        self._words = lines
+        pages: npt.NDArray[np.uint32] = np.frombuffer(table, dtype="<u4")
         self._pages = pages.reshape(layout.page_count, PAGE_ENTRIES)
-        self.tables: list[Sequence[int]] = [()] * layout.flag_count  # of each flag: the pages lent to it
-
-    # The engine's forward empties the caches, and each Python function that a hook then calls costs 2 to 3 us: so the
-    # methods below repeat a line or two of each other.
-
-    def load(self, index: int) -> int:
-        """Return the flag word, by one acquire load. Raises IndexError outside 0..flag_count-1 (here and below)."""
-        # SYNC flag: slot table and found word visible with the count
-        # SYNC slots: slots read before they are given up
-        return self._load_acquire(index * _WORDS_PER_LINE)
-
-    def flag(self, index: int) -> Flag:
-        """Return the flag word, taken apart."""
-        # SYNC flag: slot table and found word visible with the count
-        # SYNC slots: slots read before they are given up
-        word = self._load_acquire(index * _WORDS_PER_LINE)
-        return _tuple(Flag, (word >> GENERATION_SHIFT, word >> STATE_SHIFT & _STATES, word & MAX_COUNT))
-
-    def begin(self, index: int, state: int, pages: Sequence[int]) -> int:
-        """Engine: begin a use of the flag in `state`, with these pages. Return its generation; 0 unless it was FREE."""
-        # SYNC flag: slot table and found word visible with the count
-        # SYNC slots: slots read before they are given up
-        word = self._load_acquire(index * _WORDS_PER_LINE)
-        generation = (word >> GENERATION_SHIFT) % MAX_GENERATION + 1
-        after = generation << GENERATION_SHIFT | state << STATE_SHIFT
-        if word >> STATE_SHIFT & _STATES != FREE or (
-            self._words.compare_exchange(index * _WORDS_PER_LINE, word, after) != word
-        ):
-            return 0
-        self.tables[index] = pages
-        return generation
-
-    def exchange(self, index: int, expected: int, desired: int) -> bool:
-        """Compare-and-swap the whole word (acquire and release). Returns False when another transition came first."""
-        # SYNC flag: slot table and found word visible with the count
-        # SYNC slots: slots read before they are given up
-        return self._words.compare_exchange(index * _WORDS_PER_LINE, expected, desired) == expected
-
-    def found(self, index: int) -> int:
-        """Return how many leading blocks the store holds for the flag's present use; 0 until the daemon wrote it."""
-        return self._read_blocks(index, _FOUND) or 0
+        self._tables = tables
+        return self
 
     def set_found(self, index: int, blocks: int) -> None:
         """Daemon: write the found blocks, before the exchange that publishes a count of them (SYNC flag)."""
         self._write_blocks(index, _FOUND, blocks)
 
-    def disk(self, index: int) -> int | None:
-        """Return how many blocks came from disk for the flag's present use; None until the daemon wrote it."""
-        return self._read_blocks(index, _DISK)
-
     def set_disk(self, index: int, blocks: int) -> None:
         """Daemon: write the blocks from disk, before the exchange that publishes a count of them (SYNC flag)."""
         self._write_blocks(index, _DISK, blocks)
-
-    def _read_blocks(self, index: int, word: int) -> int | None:
-        # SYNC flag: slot table and found word visible with the count
-        generation, blocks = divmod(self._load_acquire(index * _WORDS_PER_LINE + word), 1 << _BLOCK_BITS)
-        if generation != self._load_acquire(index * _WORDS_PER_LINE) >> GENERATION_SHIFT:
-            return None
-        if blocks > MAX_COUNT:
-            raise SegmentCorrupt(f"{_WORDS[word]} blocks out of bounds: blocks={blocks} max={MAX_COUNT}")
-        return blocks
 
     def _write_blocks(self, index: int, word: int, blocks: int) -> None:
         if not 0 <= blocks <= MAX_COUNT:
@@ -167,13 +128,13 @@ class FlagTable:
 
     def lend(self, index: int, pages: Sequence[int]) -> None:
         """Use these pages, each in 0..page_count-1, as the flag's slot table from now on."""
-        self.tables[index] = pages
+        self._tables[index] = pages
 
     def lent(self, index: int) -> Sequence[int]:
         """Return the pages of the flag's slot table. Raises IndexError."""
         if not 0 <= index < self.flag_count:
             raise IndexError(f"flag outside the slot table: flag={index} max={self.flag_count - 1}")
-        return self.tables[index]
+        return self._tables[index]
 
     def write_slots(self, index: int, start: int, slots: npt.ArrayLike) -> None:
         """Daemon: write slot numbers from block `start` on, before the exchange that publishes them (SYNC flag)."""
@@ -201,57 +162,25 @@ class FlagTable:
         # SYNC claim: entry and claim cross
         fence()
 
-    def read_slots(self, index: int, start: int, stop: int) -> array[int]:
-        """Engine: return the entries [start, stop), under its claim. Raises SegmentCorrupt for a slot out of bounds."""
-        pages = self.lent(index)
-        if not 0 <= start <= stop <= len(pages) * PAGE_ENTRIES:
-            raise SegmentCorrupt(
-                f"block range outside the slot table: start={start} stop={stop} max={len(pages) * PAGE_ENTRIES}"
-            )
-        # Plain Python for a page: NumPy's calls cost ten times as much where the engine's forward emptied the caches.
-        slots = array("I")
-        # SYNC claim: entry and claim cross
-        fence()
-        while start < stop:
-            page, at = divmod(start, PAGE_ENTRIES)
-            count = min(PAGE_ENTRIES - at, stop - start)
-            first = (pages[page] * PAGE_ENTRIES + at) * 4
-            slots.frombytes(self._table[first : first + count * 4])
-            start += count
-        # SYNC copy: the copy visible with the entry
-        fence()
-        if slots:
-            highest = max(slots) if len(slots) <= PAGE_ENTRIES else int(np.frombuffer(slots, np.uint32).max())
-            if highest >= self._slot_bound:
-                raise SegmentCorrupt(f"slot number out of bounds: slot={highest} bound={self._slot_bound}")
-        return slots
 
+class FlagAllocator(Allocator):
+    """Engine: hands out free flags, each with a new generation and pages. The daemon frees a flag by an exchange.
 
-class FlagAllocator:
-    """Engine: hands out free flags, each with a new generation and pages. The daemon frees a flag by an exchange."""
+    `take(state, items)`, in C, returns (index, generation) of a flag now in `state` with count 0 and a slot table for
+    so many items; None when no flag or too few pages are found free.  It looks only at the 64 flags given back longest
+    ago, so a daemon that frees nothing costs a bounded time.
+    """
 
-    def __init__(self, table: FlagTable) -> None:
-        self._table = table
-        self._free = list(range(table.flag_count - 1, -1, -1))
-        self._pages = list(range(table.page_count - 1, -1, -1))
-        self._returning: deque[int] = deque()
+    _table: FlagTable
+    _free: list[int]
+    _pages: list[int]
+    _returning: deque[int]
 
-    def take(self, state: int, blocks: int) -> tuple[int, int] | None:
-        """Return (index, generation) of a flag now in `state` with count 0 and a slot table for so many blocks.
-
-        None when no flag or too few pages are found free.  It looks only at the 64 flags given back longest ago, so a
-        daemon that frees nothing costs a bounded time.
-        """
-        wanted, free, pages = -(-blocks // PAGE_ENTRIES), self._free, self._pages
-        if (not free or len(pages) < wanted) and not self.room(blocks):
-            return None
-        while free:
-            index = free.pop()
-            if generation := self._table.begin(index, state, pages[len(pages) - wanted :]):
-                del pages[len(pages) - wanted :]
-                return index, generation
-            self._returning.append(index)
-        return None
+    def __new__(cls, table: FlagTable) -> FlagAllocator:
+        free, pages = list(range(table.flag_count - 1, -1, -1)), list(range(table.page_count - 1, -1, -1))
+        self = super().__new__(cls, table, free, pages)
+        self._table, self._free, self._pages, self._returning = table, free, pages, deque()
+        return self
 
     def room(self, blocks: int) -> bool:
         """Whether there are a flag and pages for so many blocks, as far as is known. The cost is bounded as above."""

@@ -7,6 +7,8 @@ Hung: its heartbeat is too old (SIGSTOP, a GIL held by a foreign library); it ma
 from __future__ import annotations
 
 import enum
+import functools
+from collections.abc import Callable
 
 from ._atomics import Words
 from .layout import Line
@@ -48,6 +50,13 @@ class Liveness:
         self._my_state = Line.CONSUMER_STATE if consumer else Line.PRODUCER_STATE
         self._peer_state = int(Line.PRODUCER_STATE if consumer else Line.CONSUMER_STATE)
         self._peer_gone = int(Line.PRODUCER_GONE if consumer else Line.CONSUMER_GONE)
+        # Whether `peer` is ALIVE at a time, in one call of C: peer_alive(now_ns).
+        # SYNC gone: the watcher's earlier stores visible with the word
+        # SYNC state: earlier stores visible with the state
+        # SYNC beat: read as it is, orders nothing
+        self.peer_alive: Callable[[int], bool] = functools.partial(
+            words.fresh, self._peer_gone, self._peer_state, _ACTIVE, self._peer_beat, hung_after_ns
+        )
 
     def beat(self, now_ns: int) -> None:
         # SYNC beat: read as it is, orders nothing
@@ -61,16 +70,6 @@ class Liveness:
         """Record the end of the control connection, from the thread that saw it."""
         # SYNC gone: the watcher's earlier stores visible with the word
         self._words.store_release(self._peer_gone, 1)
-
-    def peer_alive(self, now_ns: int) -> bool:
-        """Return whether `peer` is ALIVE, for callers with cold caches."""
-        load = self._load_acquire
-        # SYNC gone: the watcher's earlier stores visible with the word
-        # SYNC state: earlier stores visible with the state
-        if load(self._peer_gone) or load(self._peer_state) != _ACTIVE:
-            return False
-        # SYNC beat: read as it is, orders nothing
-        return abs(now_ns - load(self._peer_beat)) <= self._hung_after_ns
 
     def peer(self, now_ns: int) -> PeerStatus:
         """Return the other side's status, by two or three acquire loads."""

@@ -23,7 +23,7 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ._atomics import Words
+from ._atomics import Pusher, Words
 from .errors import SegmentCorrupt
 from .layout import Layout, Line
 
@@ -34,11 +34,8 @@ PADDING = 0xFFFFFFFF
 
 # Plain names: an attribute of an enum class would cost as much as a load in the calls below.
 _TAIL, _HEAD, _SLEEPING = int(Line.TAIL), int(Line.HEAD), int(Line.SLEEPING)
-_pack_header = _HEADER.pack_into
 _unpack_header = _HEADER.unpack_from
 _ROUND = HEADER_BYTES + ALIGN - 1
-
-Payload = bytes | bytearray | memoryview
 
 
 class Record(NamedTuple):
@@ -48,84 +45,33 @@ class Record(NamedTuple):
     payload: memoryview
 
 
-class Producer:
-    """The right to push: one per ring, in the engine's scheduler process."""
+class Producer(Pusher):
+    """The right to push: one per ring, in the engine's scheduler process. `push`, `fits` and `hint` are in C.
 
-    def __init__(self, buffer: memoryview, words: Words, layout: Layout, ring_bell: Callable[[], None]) -> None:
+    `push(kind, payload)` appends one record and returns False when the ring is full; `fits(length)` tells whether a
+    payload of so many bytes can be pushed now.  Both raise ValueError for a record that never fits or a kind outside
+    0..PADDING-1, and SegmentCorrupt for an impossible head.  An exception leaves the ring as it was.
+    `hint` also takes a flag from a FlagAllocator; connector/hints.py calls it.
+    """
+
+    max_payload_bytes: int
+    _words: Words
+    _dropped: int
+
+    def __new__(cls, buffer: memoryview, words: Words, layout: Layout, ring_bell: Callable[[], object]) -> Producer:
         """Continue where the ring's words stand. Raises SegmentCorrupt for an impossible position."""
-        self._words = words
-        self._dropped = 0
-        self._ring = buffer[layout.ring_offset : layout.ring_offset + layout.ring_bytes]
-        self._publish = words.publish
-        self._load_acquire = words.load_acquire
-        self._capacity = layout.ring_bytes
-        self._mask = layout.ring_bytes - 1
-        self._ring_bell = ring_bell
-        self._tail, self._head = _position(words, layout)
+        tail, head = _position(words, layout)
+        ring = buffer[layout.ring_offset : layout.ring_offset + layout.ring_bytes]
+        self = super().__new__(cls, ring, words, (_TAIL, _HEAD, _SLEEPING), tail, head, ring_bell)
         self.max_payload_bytes = max_payload_bytes(layout)
+        self._words, self._dropped = words, 0
+        return self
 
     def count_dropped(self) -> None:
         """Count a hint that was not pushed, for readers of the segment."""
         self._dropped += 1
         # SYNC dropped: read as it is, orders nothing
         self._words.store_release(Line.HINTS_DROPPED, self._dropped)
-
-    def push(self, kind: int, *parts: Payload) -> bool:
-        """Append one record made of `parts`, each of items of one byte. Returns False when the ring is full.
-
-        Raises ValueError for a record that never fits or a kind outside 0..PADDING-1, and SegmentCorrupt for an
-        impossible head.  An exception leaves the ring as it was.
-        """
-        length = 0
-        for part in parts:
-            length += len(part)
-        if length > self.max_payload_bytes:
-            raise ValueError(f"record too large: payload_bytes={length} max={self.max_payload_bytes}")
-        if not 0 <= kind < PADDING:
-            raise ValueError(f"record kind out of bounds: kind={kind} max={PADDING - 1}")
-        need = length + _ROUND & -ALIGN
-        start = tail = self._tail
-        position = tail & self._mask
-        to_end = self._capacity - position
-        total = need if need <= to_end else to_end + need
-        if tail + total - self._head > self._capacity and not self._has_room(total):
-            return False
-        ring = self._ring
-        if need > to_end:
-            _pack_header(ring, position, 0, PADDING, tail)
-            start += to_end
-            position = 0
-        _pack_header(ring, position, length, kind, start)
-        at = position + HEADER_BYTES
-        for part in parts:
-            end = at + len(part)
-            ring[at:end] = part
-            at = end
-        self._tail = tail = tail + total
-        # SYNC tail: record content visible in peek
-        # SYNC sleep: tail and sleeping cross
-        if self._publish(_TAIL, tail, _SLEEPING):
-            self._ring_bell()
-        return True
-
-    def fits(self, length: int) -> bool:
-        """Return whether a record of so many bytes can be pushed now. Raises SegmentCorrupt for an impossible head."""
-        need = length + _ROUND & -ALIGN
-        to_end = self._capacity - (self._tail & self._mask)
-        total = need if need <= to_end else to_end + need
-        return length <= self.max_payload_bytes and (
-            self._tail + total - self._head <= self._capacity or self._has_room(total)
-        )
-
-    def _has_room(self, total: int) -> bool:
-        # SYNC head: record space free in push
-        self._head = self._load_acquire(_HEAD)
-        used = self._tail - self._head
-        if not 0 <= used <= self._capacity:
-            raise SegmentCorrupt(
-                f"ring head is impossible: head={self._head} tail={self._tail} capacity={self._capacity}"
-            )
-        return used + total <= self._capacity
 
 
 class Consumer:

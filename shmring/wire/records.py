@@ -74,10 +74,10 @@ class Outcome(enum.IntEnum):
     RECOMPUTED = 7
 
 
+# As Pusher.hint writes it (shmring/_ring.c).
 # version, hash bytes, request-id bytes, pages, flag, blocks, local blocks, priority, prompt tokens, generation,
 # arrival ns, trace id and parent span id
 _HINT = struct.Struct("<BxHHHIIIiIQQ24s")
-_PAGE = struct.Struct("<I")
 _ASK = struct.Struct("<BxxxIQQ")
 # version, outcome, flag, loaded from, loaded blocks, generation, asked ns, waited ns, claimed ns, loaded ns
 _DONE = struct.Struct("<BBxxIIIQQQQQ")
@@ -154,39 +154,6 @@ def hint_bytes(digests: int, hash_bytes: int, items: int, request_id: str | None
     return (
         _HINT.size + min(id_bytes, MAX_REQUEST_ID_BYTES) - (-items // PAGE_ENTRIES) * 4 + digests * hash_bytes
     )  # as pages_of
-
-
-def encode_hint(
-    flag: int,
-    generation: int,
-    request_id: str,
-    blocks: int,
-    local_blocks: int,
-    priority: int,
-    prompt_tokens: int,
-    arrival_ns: int,
-    hash_bytes: int,
-    hashes: memoryview,
-    pages: Sequence[int],
-    trace: bytes = NO_TRACE,
-) -> tuple[bytes, memoryview]:
-    """Return the parts of a HINT record, in order, of the fields of Hint; the hashes are not copied."""
-    name = request_id.encode(errors="replace")[:MAX_REQUEST_ID_BYTES]
-    head = _HINT.pack(
-        PROTOCOL,
-        hash_bytes,
-        len(name),
-        len(pages),
-        flag,
-        blocks,
-        local_blocks,
-        priority if -(1 << 31) <= priority < 1 << 31 else (1 << 31) - 1 if priority > 0 else -(1 << 31),
-        prompt_tokens,
-        generation,
-        arrival_ns,
-        trace,
-    )
-    return b"".join((head, name, *map(_PAGE.pack, pages))), hashes
 
 
 def decode_hint(payload: memoryview) -> Hint:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.connector import config as configuration
+from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
 from kvprefetch.connector.saves import LocalCache
 from kvprefetch.connector.scheduler import SchedulerSide
@@ -287,6 +288,9 @@ class Engine:
         link: Any = self.link
         self.side = SchedulerSide(config, geometry, link, clock=self.clock, publish=publish)
         self.side.cache = self.cache
+        # Hooks that do more than to call the scheduler side.
+        self.hooks = KVPrefetchConnector.__new__(KVPrefetchConnector)
+        self.hooks.scheduler_side = self.side
 
     def add(self, request_id: str, tokens: int, *, local: int = 0, staged: int | None = None, **fields: Any) -> Request:
         """A request arrives; the blocks up to `staged` of its hint are there."""
@@ -331,15 +335,12 @@ class Engine:
         pairs = list(scheduled)
         tables = {r.request_id: ([100 + i for i in range((r.num_tokens + BLOCK - 1) // BLOCK)],) for r, _ in pairs}
         output = scheduled_output(pairs, tables)
-        meta = self.side.quiet_step(output)
-        if meta is None:
-            meta = self.side.take_loads()
-            self.side.plan_step(output, meta)
+        meta = self.hooks.build_connector_meta(output)
         self.side.check()
         self.clock.advance_ms(step_ms)
         for request, tokens in pairs:
             request.num_computed_tokens += tokens
-        self.side.step_ended()
+        self.hooks.get_kv_connector_stats()
         return meta
 
     def acknowledge(

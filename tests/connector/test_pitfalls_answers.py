@@ -136,7 +136,7 @@ def test_p05_a_request_that_skips_reading_is_left_alone(make: Make, monkeypatch:
 
     assert check().daemon.hints == []
     made = request_state.RequestState
-    monkeypatch.setattr(scheduler, "RequestState", lambda request, _, preemptions: made(request, True, preemptions))
+    monkeypatch.setattr(scheduler, "RequestState", lambda request, _: made(request, True))
     assert len(check().daemon.hints) == 1, "without the guard a hint for nothing; still nothing leaks"
 
 
@@ -300,9 +300,14 @@ def test_p27_a_full_ring_drops_the_hint_and_never_blocks(monkeypatch: Patch) -> 
 
     check()
 
-    from kvprefetch.shmring.ring import Producer
+    original, made = hints.push, list[Any]()
 
-    fails_with(check, monkeypatch, Producer, "fits", lambda *_: True)
+    def always(*arguments: Any) -> Any:
+        """A ring without room is taken for one that took the hint."""
+        made.append(original(*arguments) or made[-1])
+        return made[-1]
+
+    fails_with(check, monkeypatch, hints, "push", always)
 
 
 def test_p25_both_roles_answer_what_vllm_asks_of_both(make: Make, monkeypatch: Patch) -> None:

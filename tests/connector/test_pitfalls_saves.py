@@ -47,8 +47,8 @@ def test_p14_only_known_and_computed_tokens_are_saved(make: Make, monkeypatch: P
 
     original = Saves.storable_blocks
 
-    def longer(self: Saves, request: Any, *rest: Any) -> int:
-        return min(original(self, request, *rest) + 1, len(request.block_hashes))
+    def longer(self: Saves, state: Any, *rest: Any) -> int:
+        return min(original(self, state, *rest) + 1, len(state.request.block_hashes))
 
     fails_with(check, monkeypatch, Saves, "storable_blocks", longer)
 

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from kvprefetch.connector.connector import PrefixCache
+from kvprefetch.connector.prefix_cache import PrefixCache
 
 TOKENS = 16
 

@@ -26,7 +26,7 @@ def decoding() -> tuple[Engine, Request]:
 
 
 def quiet(engine: Engine, request: Request, tokens: int = 1) -> bool:
-    return engine.side.quiet_step(scheduled_output([(request, tokens)])) is not None
+    return engine.hooks.build_connector_meta(scheduled_output([(request, tokens)])) is engine.side.quiet
 
 
 def test_one_quiet_step_in_so_many_is_measured(decoding: tuple[Engine, Request]) -> None:
@@ -40,8 +40,8 @@ def test_one_quiet_step_in_so_many_is_measured(decoding: tuple[Engine, Request])
 
 def test_a_quiet_step_names_the_epoch_of_its_session(decoding: tuple[Engine, Request]) -> None:
     engine, request = decoding
-    meta = engine.side.quiet_step(scheduled_output([(request, 1)]))
-    assert meta is not None
+    meta = engine.hooks.build_connector_meta(scheduled_output([(request, 1)]))
+    assert meta is engine.side.quiet
     assert (meta.loads, meta.saves, meta.live_epochs) == ([], [], engine.side.live_epochs())
 
 
@@ -78,17 +78,13 @@ def promises(engine: Engine) -> None:
     assert engine.side.loads.kept
 
 
-def detaches(engine: Engine) -> None:
-    engine.link.session = None
-
-
 def drops(engine: Engine) -> None:
     """A hint finds no flag."""
     while not engine.side.claims.dropped:
         engine.add(f"r{len(engine.side.requests)}", 3 * BLOCK)
 
 
-@pytest.mark.parametrize("event", [answers, waits, loads, promises, detaches, drops])
+@pytest.mark.parametrize("event", [answers, waits, loads, promises, drops])
 def test_a_step_in_which_something_goes_on_is_planned(
     decoding: tuple[Engine, Request], event: Callable[[Engine], None]
 ) -> None:
@@ -96,6 +92,13 @@ def test_a_step_in_which_something_goes_on_is_planned(
     assert quiet(engine, request)
     event(engine)
     assert not quiet(engine, request)
+
+
+def test_the_end_of_a_session_is_seen_within_so_many_steps(decoding: tuple[Engine, Request]) -> None:
+    engine, request = decoding
+    engine.link.session = None
+    metas = [engine.step([(request, 1)]) for _ in range(MEASURED_STEPS + 1)]
+    assert metas[-1].live_epochs == () != metas[0].live_epochs
 
 
 def test_a_step_with_a_prefill_is_planned(decoding: tuple[Engine, Request]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.connector.request_state import Answer, Progress, RequestState
+from kvprefetch.connector.request_state import Answer, RequestState
 
 CONNECTOR = Path(__file__).resolve().parents[2] / "connector"
 
@@ -62,7 +63,7 @@ STATES: dict[tuple[str, ...], set[str]] = {
 
 def reached(way: tuple[str, ...]) -> RequestState:
     state = RequestState(
-        SimpleNamespace(num_tokens=33, num_computed_tokens=0, num_preemptions=1, kv_transfer_params=None), True, 0
+        SimpleNamespace(num_tokens=33, num_computed_tokens=0, num_preemptions=1, kv_transfer_params=None), True
     )
     for name in way:
         TRANSITIONS[name](state)
@@ -75,7 +76,7 @@ def test_each_state_allows_its_transitions_and_no_other(way: tuple[str, ...]) ->
     allowed = set()
     for name, transition in TRANSITIONS.items():
         state = reached(way)
-        before = dataclasses.replace(state)
+        before = copy.copy(state)
         try:
             transition(state)
         except AssertionError:
@@ -91,8 +92,10 @@ def test_each_state_allows_its_transitions_and_no_other(way: tuple[str, ...]) ->
     [{"answer": 1}, {"handle": 1, "settled": True}, {"handle": 1, "loading": True}, {"wait": 1, "settled": True}],
 )
 def test_an_illegal_combination_is_found(fields: dict[str, Any]) -> None:
+    state = reached(())
+    vars(state).update(fields)
     with pytest.raises(AssertionError):
-        dataclasses.replace(reached(()), **fields).check()
+        state.check()
 
 
 def writes(path: Path) -> set[str]:
@@ -106,8 +109,8 @@ def writes(path: Path) -> set[str]:
 
 
 def test_only_request_state_changes_a_request() -> None:
-    """Of its progress, `Saves` advances two fields."""
-    fields = {each.name for record in (RequestState, Progress) for each in dataclasses.fields(record)}
+    """`Saves` advances two fields."""
+    fields = {each.name for each in dataclasses.fields(RequestState)}
     for path in CONNECTOR.glob("*.py"):
         expected = {"saved", "storable"} if path.name == "saves.py" else set()
         if path.name != "request_state.py":

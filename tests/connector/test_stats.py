@@ -24,7 +24,7 @@ from kvprefetch.connector.scheduler import REPORT_STEPS
 from kvprefetch.connector.stats import COUNTERS, KVPrefetchStats, Tally
 from tests.lab.connectors import multi, ours
 
-from .fakes import BLOCK, Engine
+from .fakes import BLOCK, Engine, scheduled_output
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -149,12 +149,15 @@ def test_each_role_reports_its_own_side_and_nothing_when_there_is_nothing() -> N
     connector.scheduler_side = engine.side
     assert connector.get_kv_connector_stats() is None
     request = engine.add("r", 3 * BLOCK)
-    reports = [connector.get_kv_connector_stats() for _ in range(REPORT_STEPS)]
+    reports = []
+    for _ in range(REPORT_STEPS):
+        connector.build_connector_meta(scheduled_output([]))
+        reports.append(connector.get_kv_connector_stats())
     assert [stats.data for stats in reports if stats is not None] == [{"hints": 1}]
-    engine.add("s", 3 * BLOCK)
+    last = engine.add("s", 3 * BLOCK)
     engine.side.finished(request)
     assert connector.get_kv_connector_stats() is None, "another request runs"
-    engine.side.requests.clear()
+    engine.side.finished(last)
     stats = connector.get_kv_connector_stats()
     assert stats is not None, "no step comes any more"
     assert stats.data == {"hints": 1}

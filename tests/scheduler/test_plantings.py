@@ -185,7 +185,7 @@ def _of_generation(generation: int) -> Any:
 
 
 def test_requests_that_outlive_a_reset_and_are_saved_are_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_state.Progress, "tainted", property(lambda self: False, lambda self, value: None))
+    monkeypatch.setattr(request_state.RequestState, "tainted", property(lambda self: False, lambda self, value: None))
     finds(site, "is not as computed", queue=2)
 
 

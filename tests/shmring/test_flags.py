@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,8 @@ from kvprefetch.shmring.flags import FREE, MAX_COUNT, MAX_GENERATION, Flag, Flag
 from kvprefetch.shmring.layout import LINE_BYTES, PAGE_ENTRIES
 
 from .conftest import Control, small_layout
+
+SOURCE = Path(__file__).resolve().parents[2] / "shmring" / "_flags.c"
 
 HINTED, READY, CLAIMED, RELEASED = 1, 2, 3, 4
 Make = Callable[..., Control]
@@ -118,8 +121,11 @@ def test_entries_are_read_behind_one_fence_and_written_between_two(make: Make, m
     monkeypatch.setattr(flags, "fence", lambda: steps.append(entries.tolist()))
     table.move(0, [(0, 5), (1, 6)])
     assert steps == [[1, 2], [5, 6]]
-    monkeypatch.setattr(flags, "fence", lambda: entries.__setitem__(0, 9))
-    assert list(table.read_slots(0, 0, 2)) == [9, 6]
+    assert list(table.read_slots(0, 0, 2)) == [5, 6]
+    body = SOURCE.read_text().partition("Flags_read_slots(")[2]
+    order = [body.index(part) for part in ("SYNC claim", "order_fence()", "memcpy(to", "SYNC copy")]
+    assert order == sorted(order), "in C: a fence, the copy, a fence"
+    assert body[order[-1] :].index("order_fence()") < body[order[-1] :].index("slot_bound")
 
 
 def test_a_table_of_several_pages_reads_as_one(make: Make) -> None:

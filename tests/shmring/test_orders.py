@@ -25,9 +25,12 @@ from .conftest import Control, small_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("shmring", "daemon", "connector")
-ACCESSES = {"load_acquire", "store_release", "compare_exchange", "publish"}
+ACCESSES = {"load_acquire", "store_release", "compare_exchange", "publish", "fresh"}
 # The modules that may access shared words; outside shmring `publish` is an ordinary verb.
 HOMES = {f"shmring/{name}.py" for name in ("ring", "flags", "credits", "liveness", "view")}
+ACCESS = r"\.?_?(load_acquire|store_release|compare_exchange|publish|fresh)\b[(,]"
+# The engine's side in C accesses them, too.
+IN_C, ACCESS_IN_C = {"shmring/_flags.c", "shmring/_ring.c"}, r"order_\w+\("
 # Other modules that know where the hot words lie, and why.
 LINES = {"shmring/layout.py": "defines them"}
 # Plain accesses to shared memory, each beside the order that covers it.
@@ -96,8 +99,10 @@ def test_outside_shmring_nobody_takes_a_control_segment_apart(folder: str) -> No
 def sync_names() -> dict[str, Counter[str]]:
     """SYNC name -> {its words: how often they stand in code comments}."""
     names: dict[str, Counter[str]] = {}
-    for home in sorted(HOMES - {"shmring/view.py"}):
-        for name, words in re.findall(r"^\s+# SYNC (\w+): (.+)$", (ROOT / home).read_text(), re.MULTILINE):
+    for home in sorted(HOMES - {"shmring/view.py"} | IN_C):
+        for name, words in re.findall(
+            r"^\s+(?:#|/\*) SYNC (\w+): (.+?)(?: \*/)?$", (ROOT / home).read_text(), re.MULTILINE
+        ):
             names.setdefault(name, Counter())[words] += 1
     return names
 
@@ -114,10 +119,10 @@ def test_every_order_stands_at_both_ends_in_the_same_words() -> None:
 def test_every_access_to_a_shared_word_names_its_order() -> None:
     """A SYNC comment stands at most five lines above each access, in the same function."""
     unnamed = []
-    for home in sorted(HOMES - {"shmring/view.py"}):
+    for home in sorted(HOMES - {"shmring/view.py"} | IN_C):
         lines = (ROOT / home).read_text().splitlines()
         for number, line in enumerate(lines):
-            if re.search(r"\.?_?(load_acquire|store_release|compare_exchange|publish)\(", line):
+            if re.search(ACCESS_IN_C if home in IN_C else ACCESS, line):
                 above = "\n".join(lines[max(0, number - 5) : number + 1])
                 if "SYNC" not in above and "SYNC" not in docstring_above(lines, number):
                     unnamed.append(f"{home}:{number + 1}: {line.strip()}")

@@ -20,6 +20,7 @@ from kvprefetch.shmring.ring import Producer
 from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.attach import GroupInfo, Hello, SchedulerInfo, WorkerInfo
 from kvprefetch.shmring.wire.records import FlagState, Outcome, RecordKind
+from tests.support.encoded import encode_hint
 from tests.support.waiting import eventually
 
 BLOCK_BYTES = 4096
@@ -102,8 +103,8 @@ class EngineSide:
 
     # --- records ------------------------------------------------------------------------------------------------------
 
-    def push(self, kind: int, *parts: bytes | memoryview) -> None:
-        assert self.producer.push(kind, *parts)
+    def push(self, kind: int, payload: bytes) -> None:
+        assert self.producer.push(kind, payload)
 
     def hint(
         self,
@@ -124,7 +125,7 @@ class EngineSide:
         size, tokens = len(digests[0]), BLOCK_TOKENS * len(digests) + 1
         now, hashes = time.monotonic_ns(), memoryview(b"".join(digests))
         hint = records.Hint(*key, name, len(digests), local, 0, tokens, now, size, hashes, self.table.lent(key[0]))
-        self.push(RecordKind.HINT, *records.encode_hint(*hint))
+        self.push(RecordKind.HINT, encode_hint(hint))
         return key
 
     def ask(self, key: Key) -> None:

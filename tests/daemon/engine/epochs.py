@@ -127,9 +127,9 @@ class Engine(EngineSide):
         self.put(key, FlagState.RELEASED, blocks.stop)
         self.done(key, loaded=len(blocks), start=blocks.start)
 
-    def push(self, kind: int, *parts: bytes | memoryview) -> None:
+    def push(self, kind: int, payload: bytes) -> None:
         """Push a record, which the epoch takes at once."""
-        super().push(kind, *parts)
+        super().push(kind, payload)
         assert self.epoch.drain(10) == 1
 
     def leave(self) -> None:

@@ -28,10 +28,10 @@ from kvprefetch.shmring.wire.records import (
     Saved,
     encode_ask,
     encode_done,
-    encode_hint,
     encode_saved,
 )
 from tests.daemon.engine.epochs import Pools, make_epoch
+from tests.support.encoded import encode_hint
 from tests.support.engine_side import EngineSide
 
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
@@ -126,7 +126,7 @@ def records(epoch: Epoch, chance: Random) -> Iterator[tuple[int, bytes]]:
                 memoryview(hashes),
                 [pick([0, 1, flags - 1, flags, U32])],
             )
-            yield RecordKind.HINT, b"".join(encode_hint(*hint))
+            yield RecordKind.HINT, encode_hint(hint)
         elif kind == 2:
             yield RecordKind.ASK, encode_ask(Ask(flag, generation, pick([0, 1, U64])))
         elif kind == 3:

@@ -19,6 +19,7 @@ from kvprefetch.shmring.wire.admin import Report, Warm
 from kvprefetch.shmring.wire.attach import WorkerInfo
 from kvprefetch.shmring.wire.records import FlagState, Hint, ProtocolError, RecordKind, Saved, encode_saved
 from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, digest, make_epoch
+from tests.support.encoded import encode_hint
 from tests.support.engine_side import BLOCK_TOKENS
 
 from .test_transfers import FakeStore
@@ -176,7 +177,6 @@ def test_a_reset_ends_it_and_forgets_its_prompt(setup: Setup) -> None:
 
 
 def test_records_that_do_not_fit_the_groups_are_counted_and_skipped(setup: Setup) -> None:
-    from kvprefetch.shmring.wire import records
 
     slots = setup.credits.take(1)
     setup.push(RecordKind.SAVED, encode_saved(Saved(1, 0, False, slots, [digest("a") + b"\2"])))
@@ -185,8 +185,8 @@ def test_records_that_do_not_fit_the_groups_are_counted_and_skipped(setup: Setup
     assert setup.epoch.counters.bad_records == 1
     setup.put((0, 1), FlagState.HINTED)
     for blocks, pages in ((3, [0]), (2, [0, 1])):
-        hint = records.encode_hint(0, 1, "r", blocks, 0, 0, 99, 5, 32, memoryview(bytes(64)), pages)
-        setup.push(RecordKind.HINT, *hint)
+        hint = Hint(0, 1, "r", blocks, 0, 0, 99, 5, 32, memoryview(bytes(64)), pages)
+        setup.push(RecordKind.HINT, encode_hint(hint))
     assert setup.epoch.counters.bad_records == 3
 
 

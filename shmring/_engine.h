@@ -1,0 +1,57 @@
+/* What _flags.c and _ring.c share: types of the engine's side, which Python subclasses give their checks and slow paths
+ * (flags.FlagTable, flags.FlagAllocator, ring.Producer).  The rules and the orders (SYNC) are those of flags.py and ring.py.
+ * The other side may write anything into the memory: a word is copied once, checked, and used.
+ */
+#ifndef KVPREFETCH_ENGINE_H
+#define KVPREFETCH_ENGINE_H
+
+#include "_words.h"
+
+#include <string.h>
+
+/* As in layout.py and flags.py. */
+enum { PAGE_ENTRIES = 256, WORDS_PER_LINE = 8, STATE_SHIFT = 20, GENERATION_SHIFT = 24 };
+enum { STATES = 15, FREE = 0, MAX_COUNT = (1 << 20) - 1 };
+#define MAX_GENERATION ((1ull << 40) - 1)
+
+#pragma GCC visibility push(hidden)
+
+typedef struct {
+    PyObject_HEAD
+    Words *words;     /* the flag lines alone */
+    PyObject *tables; /* list: of each flag, the pages lent to it */
+    PyObject *view; /* a memoryview of the slot tables */
+    uint8_t *table;
+    Py_ssize_t table_bytes;
+    uint64_t slot_bound;
+    PyTypeObject *flag_type; /* a subclass of tuple: generation, state, count */
+} Flags;
+
+typedef struct {
+    PyObject_HEAD
+    Flags *flags;
+    PyObject *free, *pages; /* lists: flags and pages to hand out, the next one last */
+} Allocator;
+
+extern PyTypeObject *allocator_type;
+
+static inline Py_ssize_t pages_of(Py_ssize_t items) { return items / PAGE_ENTRIES + (items % PAGE_ENTRIES != 0); }
+
+/* Returns whether there are a flag and pages for so many items, as far as is known; -1 with an exception. */
+int has_flag(Allocator *self, Py_ssize_t items);
+
+/* Takes a flag with pages for so many items. Returns its generation; 0 where there is none; -1 with an exception. */
+int64_t take(Allocator *self, uint64_t state, Py_ssize_t items, Py_ssize_t *index);
+
+/* Raises SegmentCorrupt. */
+PyObject *corrupt(const char *format, ...);
+
+/* Frees an object of a type made with add_type, or of a Python subclass. */
+void release(PyObject *self);
+
+/* Makes a type, for the life of the process; NULL with an exception set. */
+PyTypeObject *add_type(PyObject *module, PyType_Spec *spec, const char *name);
+
+#pragma GCC visibility pop
+
+#endif

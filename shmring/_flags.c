@@ -1,0 +1,362 @@
+/* Flags and slot tables as the engine reads them, and the flags that it takes: in C, because its thread calls this for each
+ * request with cold caches.
+ */
+#include "_engine.h"
+
+static PyTypeObject *flags_type;
+PyTypeObject *allocator_type;
+
+PyTypeObject *add_type(PyObject *module, PyType_Spec *spec, const char *name)
+{
+    PyObject *type = PyType_FromSpec(spec);
+    if (type != NULL && PyModule_AddObjectRef(module, name, type) < 0)
+        Py_CLEAR(type);
+    return (PyTypeObject *)type;
+}
+
+void release(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyObject *Flags_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"words", "tables", "table", "slot_bound", "flag_type", NULL};
+    PyObject *words, *tables, *table, *flag_type;
+    unsigned long long slot_bound;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OKO!:Flags", names, words_type, &words, &PyList_Type, &tables,
+                                     &table, &slot_bound, &PyType_Type, &flag_type))
+        return NULL;
+    if (!PyType_IsSubtype((PyTypeObject *)flag_type, &PyTuple_Type))
+        return PyErr_Format(PyExc_TypeError, "flag_type must be a subclass of tuple");
+    Flags *self = (Flags *)PyType_GenericAlloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    if ((self->view = hold(table, 0, (void **)&self->table, &self->table_bytes)) == NULL) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    if (((Words *)words)->count % WORDS_PER_LINE != 0) {
+        Py_DECREF(self);
+        return PyErr_Format(PyExc_ValueError, "flags are whole lines: words=%zd", ((Words *)words)->count);
+    }
+    self->words = (Words *)Py_NewRef(words);
+    self->tables = Py_NewRef(tables);
+    self->slot_bound = slot_bound;
+    self->flag_type = (PyTypeObject *)Py_NewRef(flag_type);
+    return (PyObject *)self;
+}
+
+static void Flags_dealloc(Flags *self)
+{
+    Py_XDECREF(self->view);
+    Py_XDECREF(self->words);
+    Py_XDECREF(self->tables);
+    Py_XDECREF(self->flag_type);
+    release((PyObject *)self);
+}
+
+PyObject *corrupt(const char *format, ...)
+{
+    PyObject *module = PyImport_ImportModule("kvprefetch.shmring.errors");
+    PyObject *kind = module == NULL ? NULL : PyObject_GetAttrString(module, "SegmentCorrupt");
+    va_list values;
+    va_start(values, format);
+    if (kind != NULL)
+        PyErr_FormatV(kind, format, values);
+    va_end(values);
+    Py_XDECREF(kind);
+    Py_XDECREF(module);
+    return NULL;
+}
+
+/* Returns the address of a flag word, or NULL with IndexError set. */
+static _Atomic uint64_t *flag_of(Flags *self, PyObject *index_object)
+{
+    Py_ssize_t index = PyLong_AsSsize_t(index_object);
+    if (index == -1 && PyErr_Occurred())
+        return NULL;
+    if (index >= 0 && index < self->words->count / WORDS_PER_LINE)
+        return word_of(self->words, index * WORDS_PER_LINE);
+    PyErr_Format(PyExc_IndexError, "flag index=%zd is outside 0..%zd", index, self->words->count / WORDS_PER_LINE - 1);
+    return NULL;
+}
+
+static PyObject *Flags_load(Flags *self, PyObject *index)
+{
+    _Atomic uint64_t *flag = flag_of(self, index);
+    /* SYNC flag: slot table and found word visible with the count */
+    /* SYNC slots: slots read before they are given up */
+    return flag == NULL ? NULL : PyLong_FromUnsignedLongLong(order_load_acquire(flag));
+}
+
+static newfunc new_tuple; /* of the type tuple */
+
+static PyObject *Flags_flag(Flags *self, PyObject *index)
+{
+    _Atomic uint64_t *flag = flag_of(self, index);
+    if (flag == NULL)
+        return NULL;
+    /* SYNC flag: slot table and found word visible with the count */
+    /* SYNC slots: slots read before they are given up */
+    uint64_t word = order_load_acquire(flag);
+    PyObject *parts = Py_BuildValue("((Kii))", (unsigned long long)(word >> GENERATION_SHIFT),
+                                    (int)(word >> STATE_SHIFT & STATES), (int)(word & MAX_COUNT));
+    PyObject *result = parts == NULL ? NULL : new_tuple(self->flag_type, parts, NULL);
+    Py_XDECREF(parts);
+    return result;
+}
+
+static PyObject *Flags_exchange(Flags *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3)
+        return PyErr_Format(PyExc_TypeError, "expected 3 arguments, got %zd", nargs);
+    _Atomic uint64_t *flag = flag_of(self, args[0]);
+    if (flag == NULL)
+        return NULL;
+    uint64_t expected = PyLong_AsUnsignedLongLong(args[1]), desired = PyLong_AsUnsignedLongLong(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (!self->words->writable)
+        return PyErr_Format(PyExc_TypeError, "these words are a read-only view");
+    /* SYNC flag: slot table and found word visible with the count */
+    /* SYNC slots: slots read before they are given up */
+    return PyBool_FromLong(order_compare_exchange(flag, expected, desired) == expected);
+}
+
+/* Returns a word of a flag's line that carries the generation: its blocks, or None where it is of an earlier use. */
+static PyObject *blocks_of(Flags *self, PyObject *index_object, Py_ssize_t at, const char *name)
+{
+    _Atomic uint64_t *flag = flag_of(self, index_object);
+    if (flag == NULL)
+        return NULL;
+    /* SYNC flag: slot table and found word visible with the count */
+    uint64_t word = order_load_acquire(flag + at); /* of the same line: Flags_new has whole lines */
+    if (word >> GENERATION_SHIFT != order_load_acquire(flag) >> GENERATION_SHIFT)
+        Py_RETURN_NONE;
+    word &= (1u << GENERATION_SHIFT) - 1;
+    if (word > MAX_COUNT)
+        return corrupt("%s blocks out of bounds: blocks=%llu max=%d", name, (unsigned long long)word, MAX_COUNT);
+    return PyLong_FromUnsignedLongLong(word);
+}
+
+static PyObject *Flags_found(Flags *self, PyObject *index)
+{
+    PyObject *blocks = blocks_of(self, index, 1, "found");
+    if (blocks != Py_None)
+        return blocks;
+    Py_DECREF(blocks);
+    return PyLong_FromLong(0);
+}
+
+static PyObject *Flags_disk(Flags *self, PyObject *index) { return blocks_of(self, index, 2, "disk"); }
+
+static PyObject *array_type; /* array.array */
+
+static PyObject *Flags_read_slots(Flags *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3)
+        return PyErr_Format(PyExc_TypeError, "expected 3 arguments, got %zd", nargs);
+    Py_ssize_t index = PyLong_AsSsize_t(args[0]), start = PyLong_AsSsize_t(args[1]), stop = PyLong_AsSsize_t(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (index < 0 || index >= PyList_Size(self->tables))
+        return PyErr_Format(PyExc_IndexError, "flag outside the slot table: flag=%zd max=%zd", index,
+                            PyList_Size(self->tables) - 1);
+    PyObject *pages = PyList_GetItem(self->tables, index); /* borrowed: nothing below runs Python code */
+    Py_ssize_t lent = PySequence_Size(pages), most = lent * PAGE_ENTRIES;
+    if (lent < 0)
+        return NULL;
+    PyObject *bytes = NULL, *slots = NULL;
+    if (start < 0 || start > stop || stop > most) {
+        corrupt("block range outside the slot table: start=%zd stop=%zd max=%zd", start, stop, most);
+        goto end;
+    }
+    if ((bytes = PyBytes_FromStringAndSize(NULL, (stop - start) * 4)) == NULL)
+        goto end;
+    uint32_t *to = (uint32_t *)PyBytes_AsString(bytes), highest = 0;
+    /* SYNC claim: entry and claim cross */
+    order_fence();
+    while (start < stop) {
+        Py_ssize_t at = start % PAGE_ENTRIES, count = PAGE_ENTRIES - at < stop - start ? PAGE_ENTRIES - at : stop - start;
+        PyObject *number = PySequence_GetItem(pages, start / PAGE_ENTRIES);
+        Py_ssize_t page = number == NULL ? -1 : PyLong_AsSsize_t(number);
+        Py_XDECREF(number);
+        if (page < 0 || page >= self->table_bytes / (PAGE_ENTRIES * 4)) {
+            PyErr_Format(PyExc_IndexError, "page outside the slot tables: page=%zd", page);
+            goto end;
+        }
+        memcpy(to, self->table + (page * PAGE_ENTRIES + at) * 4, (size_t)count * 4);
+        for (Py_ssize_t i = 0; i < count; i++)
+            highest = to[i] > highest ? to[i] : highest;
+        to += count;
+        start += count;
+    }
+    /* SYNC copy: the copy visible with the entry */
+    order_fence();
+    if (PyBytes_Size(bytes) > 0 && highest >= self->slot_bound)
+        corrupt("slot number out of bounds: slot=%u bound=%llu", highest, (unsigned long long)self->slot_bound);
+    else
+        slots = PyObject_CallFunction(array_type, "sO", "I", bytes);
+end:
+    Py_XDECREF(bytes);
+    return slots;
+}
+
+static PyMethodDef Flags_methods[] = {
+    {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, "for type checkers"},
+    {"load", (PyCFunction)Flags_load, METH_O, "load(index) -> int: the flag word"},
+    {"flag", (PyCFunction)Flags_flag, METH_O, "flag(index) -> flag_type: the flag word, taken apart"},
+    {"exchange", (PyCFunction)(void (*)(void))Flags_exchange, METH_FASTCALL, "exchange(index, expected, desired) -> bool"},
+    {"found", (PyCFunction)Flags_found, METH_O, "found(index) -> int"},
+    {"disk", (PyCFunction)Flags_disk, METH_O, "disk(index) -> int or None"},
+    {"read_slots", (PyCFunction)(void (*)(void))Flags_read_slots, METH_FASTCALL,
+     "read_slots(index, start, stop) -> array('I')"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot Flags_slots[] = {
+    {Py_tp_doc, "Flags(words, tables, table, slot_bound): the engine's reads of flag lines and slot tables"},
+    {Py_tp_new, Flags_new},
+    {Py_tp_dealloc, Flags_dealloc},
+    {Py_tp_methods, Flags_methods},
+    {0, NULL},
+};
+
+static PyType_Spec Flags_spec = {
+    .name = "kvprefetch.shmring._atomics.Flags",
+    .basicsize = sizeof(Flags),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .slots = Flags_slots,
+};
+
+/* --- Allocator ----------------------------------------------------------------------------------------------------- */
+
+static PyObject *Allocator_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"flags", "free", "pages", NULL};
+    PyObject *flags, *free, *pages;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!:Allocator", names, flags_type, &flags, &PyList_Type, &free,
+                                     &PyList_Type, &pages))
+        return NULL;
+    Allocator *self = (Allocator *)PyType_GenericAlloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->flags = (Flags *)Py_NewRef(flags);
+    self->free = Py_NewRef(free);
+    self->pages = Py_NewRef(pages);
+    return (PyObject *)self;
+}
+
+static void Allocator_dealloc(Allocator *self)
+{
+    Py_XDECREF(self->flags);
+    Py_XDECREF(self->free);
+    Py_XDECREF(self->pages);
+    release((PyObject *)self);
+}
+
+/* Begins a use of a flag. Returns its generation; 0 unless the flag was FREE; -1 with an exception. */
+static int64_t begin(Allocator *self, Py_ssize_t index, uint64_t state)
+{
+    _Atomic uint64_t *flag = word_of(self->flags->words, index * WORDS_PER_LINE);
+    if (flag == NULL)
+        return -1;
+    /* SYNC flag: slot table and found word visible with the count */
+    /* SYNC slots: slots read before they are given up */
+    uint64_t word = order_load_acquire(flag), generation = (word >> GENERATION_SHIFT) % MAX_GENERATION + 1;
+    if ((word >> STATE_SHIFT & STATES) != FREE ||
+        order_compare_exchange(flag, word, generation << GENERATION_SHIFT | state << STATE_SHIFT) != word)
+        return 0;
+    return (int64_t)generation;
+}
+
+int has_flag(Allocator *self, Py_ssize_t items)
+{
+    if (PyList_Size(self->free) > 0 && PyList_Size(self->pages) >= pages_of(items))
+        return 1;
+    PyObject *answer = PyObject_CallMethod((PyObject *)self, "room", "n", items);
+    int room = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
+    return room;
+}
+
+int64_t take(Allocator *self, uint64_t state, Py_ssize_t items, Py_ssize_t *index)
+{
+    Py_ssize_t left, wanted = pages_of(items);
+    int room = has_flag(self, items);
+    if (room <= 0)
+        return room;
+    while ((left = PyList_Size(self->free)) > 0) {
+        *index = PyLong_AsSsize_t(PyList_GetItem(self->free, left - 1));
+        if ((*index == -1 && PyErr_Occurred()) || PyList_SetSlice(self->free, left - 1, left, NULL) < 0)
+            return -1;
+        int64_t generation = begin(self, *index, state);
+        if (generation < 0)
+            return -1;
+        if (generation == 0) {
+            PyObject *done = PyObject_CallMethod((PyObject *)self, "give_back", "n", *index);
+            Py_XDECREF(done);
+            if (done == NULL)
+                return -1;
+            continue;
+        }
+        Py_ssize_t pages = PyList_Size(self->pages);
+        PyObject *lent = PyList_GetSlice(self->pages, pages - wanted, pages);
+        if (lent == NULL || PyList_SetSlice(self->pages, pages - wanted, pages, NULL) < 0 ||
+            PyList_SetItem(self->flags->tables, *index, lent) < 0)
+            return -1;
+        return generation;
+    }
+    return 0;
+}
+
+static PyObject *Allocator_take(Allocator *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    Py_ssize_t index = 0;
+    if (nargs != 2)
+        return PyErr_Format(PyExc_TypeError, "expected 2 arguments, got %zd", nargs);
+    Py_ssize_t state = PyLong_AsSsize_t(args[0]), items = PyLong_AsSsize_t(args[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (state < 0 || state > STATES || items < 0)
+        return PyErr_Format(PyExc_ValueError, "flag out of bounds: state=%zd items=%zd", state, items);
+    int64_t generation = take(self, (uint64_t)state, items, &index);
+    if (generation == 0)
+        Py_RETURN_NONE;
+    return generation < 0 ? NULL : Py_BuildValue("nL", index, (long long)generation);
+}
+
+static PyMethodDef Allocator_methods[] = {
+    {"take", (PyCFunction)(void (*)(void))Allocator_take, METH_FASTCALL,
+     "take(state, items) -> (index, generation) of a flag now in `state` with pages for so many items, or None"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot Allocator_slots[] = {
+    {Py_tp_doc, "Allocator(flags, free, pages): takes flags; a subclass has room(items) and give_back(index)"},
+    {Py_tp_new, Allocator_new},
+    {Py_tp_dealloc, Allocator_dealloc},
+    {Py_tp_methods, Allocator_methods},
+    {0, NULL},
+};
+
+static PyType_Spec Allocator_spec = {
+    .name = "kvprefetch.shmring._atomics.Allocator",
+    .basicsize = sizeof(Allocator),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .slots = Allocator_slots,
+};
+
+int add_flag_types(PyObject *module)
+{
+    PyObject *array = PyImport_ImportModule("array");
+    array_type = array == NULL ? NULL : PyObject_GetAttrString(array, "array");
+    Py_XDECREF(array);
+    new_tuple = (newfunc)PyType_GetSlot(&PyTuple_Type, Py_tp_new);
+    if (array_type == NULL || (flags_type = add_type(module, &Flags_spec, "Flags")) == NULL)
+        return -1;
+    return (allocator_type = add_type(module, &Allocator_spec, "Allocator")) == NULL ? -1 : 0;
+}

@@ -1,0 +1,188 @@
+"""The one call that makes a hint: it takes a flag and pushes the record that the daemon decodes, or changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvprefetch.shmring._atomics import Handle
+from kvprefetch.shmring.errors import SegmentCorrupt
+from kvprefetch.shmring.flags import FREE, Flag, FlagAllocator, FlagTable, pack
+from kvprefetch.shmring.layout import PAGE_ENTRIES, Line
+from kvprefetch.shmring.wire.records import NO_TRACE, PROTOCOL, FlagState, Hint, RecordKind, decode_hint
+from tests.support.encoded import encode_hint
+
+from .conftest import Control, small_layout
+
+HINTED = int(FlagState.HINTED)
+KIND = int(RecordKind.HINT)
+
+
+class Side:
+    """The engine's and the daemon's side of one segment."""
+
+    def __init__(self, **sizes: int) -> None:
+        self.control = Control(small_layout(**sizes))
+        self.table = FlagTable(self.control.buffer, self.control.words, self.control.layout)
+        self.allocator = FlagAllocator(self.table)
+        self.producer, self.consumer = self.control.producer(), self.control.consumer()
+
+    def hint(self, digests: Any, **changes: Any) -> Handle[str] | None:
+        fields: dict[str, Any] = {
+            "kind": KIND,
+            "version": PROTOCOL,
+            "state": HINTED,
+            "items": len(digests),
+            "count": len(digests),
+            "blocks": len(digests),
+            "local_blocks": 0,
+            "prompt_tokens": 99,
+            "arrival_ns": 5,
+            "session": "session",
+            "allocator": self.allocator,
+            "digests": digests,
+            "request_id": "request",
+            "priority": 0,
+            "trace": NO_TRACE,
+        } | changes
+        return self.producer.hint(*fields.values())
+
+    def taken(self) -> bytes | None:
+        record = self.consumer.peek()
+        if record is None:
+            return None
+        assert record.kind == KIND
+        payload = bytes(record.payload)
+        self.consumer.advance()
+        return payload
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 64),
+    st.integers(1, 20),
+    st.text(max_size=600),
+    st.integers(-(1 << 70), 1 << 70),
+    st.integers(0, 19),
+    st.integers(0, (1 << 32) - 1),
+    st.integers(0, (1 << 64) - 1),
+    st.binary(min_size=24, max_size=24),
+    st.integers(0, 3),
+)
+def test_the_daemon_decodes_what_the_engine_hinted(
+    size: int, count: int, name: str, priority: int, local: int, tokens: int, now: int, trace: bytes, more: int
+) -> None:
+    side = Side()
+    digests = [bytes([number]) * size for number in range(count + more)]  # the list may go on
+    fields = {"request_id": name, "priority": priority, "local_blocks": min(local, count), "prompt_tokens": tokens}
+    handle = side.hint(digests, count=count, blocks=count, items=count, arrival_ns=now, trace=trace, **fields)
+    assert handle is not None
+    assert (handle.session, handle.digests, handle.blocks, handle.generation) == ("session", digests, count, 1)
+    assert (handle.local_blocks, handle.asked_ns, handle.waited_ns, handle.claimed_ns) == (min(local, count), 0, 0, 0)
+    assert side.table.flag(handle.flag) == Flag(1, HINTED, 0)
+    payload, pages = side.taken(), side.table.lent(handle.flag)
+    hashes = memoryview(b"".join(digests[:count]))
+    hint = Hint(handle.flag, 1, name, count, min(local, count), priority, tokens, now, size, hashes, pages, trace)
+    assert payload == encode_hint(hint)
+    decoded = decode_hint(memoryview(payload))
+    assert (decoded.flag, decoded.hashes, list(decoded.pages)) == (handle.flag, hashes, list(pages))
+    side.control.close()
+
+
+def test_a_request_id_that_is_no_valid_text_still_makes_a_hint() -> None:
+    side = Side()
+    assert side.hint([bytes(8)], request_id="a\ud800b" + "é" * 600) is not None
+    payload = side.taken()
+    assert payload is not None
+    assert decode_hint(memoryview(payload)).request_id.startswith("a?b")
+
+
+def test_without_a_flag_pages_or_room_there_is_no_hint_and_nothing_is_taken() -> None:
+    side = Side(flag_count=2, page_count=2)
+    assert side.hint([bytes(32)] * 3, items=3 * PAGE_ENTRIES) is None
+    assert side.hint([bytes(64)] * 40) is None, "the record would be longer than half of the ring"
+    assert side.hint([bytes(64)] * 20) is not None
+    assert side.hint([bytes(64)] * 20) is not None
+    assert side.hint([bytes(64)]) is None, "no flag"
+    assert [side.taken() is not None for _ in range(3)] == [True, True, False]
+    full = Side()
+    while full.producer.push(1, bytes(48)):
+        pass
+    assert full.hint([bytes(8)]) is None
+    assert all(full.table.flag(index).state == FREE for index in range(4))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"digests": []},
+        {"digests": [bytes(8), bytes(9)]},
+        {"digests": [bytes(8), 8]},
+        {"digests": [8]},
+        {"digests": (bytes(8),)},
+        {"digests": [b""]},
+        {"digests": [bytes(65)]},
+        {"count": 0},
+        {"count": 3},
+        {"count": 1 << 40},
+        {"items": 1 << 40},
+        {"items": -1},
+        {"state": 16},
+        {"kind": 0xFFFFFFFF},
+        {"prompt_tokens": 1 << 32},
+        {"arrival_ns": 1 << 64},
+        {"arrival_ns": "now"},
+        {"allocator": None},
+        {"request_id": 7},
+        {"priority": "high"},
+        {"trace": b"short"},
+        {"trace": None},
+    ],
+    ids=str,
+)
+def test_wrong_arguments_raise_and_change_nothing(wrong: dict[str, Any]) -> None:
+    side = Side()
+    with pytest.raises((TypeError, ValueError, OverflowError)):
+        side.hint(**{"digests": [bytes(8)] * 2, **wrong})
+    assert side.taken() is None
+    assert all(side.table.load(index) == 0 for index in range(4))
+    handle = side.hint([bytes(8)])
+    assert handle is not None
+    assert (handle.flag, handle.generation) == (0, 1)
+
+
+def test_a_flag_that_the_daemon_wrote_while_it_was_free_is_passed_over() -> None:
+    side = Side()
+    side.table.exchange(0, 0, pack(7, FlagState.CLAIMED, 3))
+    handle = side.hint([bytes(8)])
+    assert handle is not None
+    assert handle.flag == 1
+    assert side.table.flag(0) == Flag(7, FlagState.CLAIMED, 3)
+
+
+def test_an_impossible_head_is_reported_and_takes_no_flag() -> None:
+    side = Side()
+    while side.producer.push(1, bytes(48)):
+        pass
+    side.control.words.store_release(Line.HEAD, 1 << 50)
+    for use in (lambda: side.hint([bytes(8)]), lambda: side.producer.push(1), lambda: side.producer.fits(1)):
+        with pytest.raises(SegmentCorrupt, match="ring head is impossible"):
+            use()
+    assert side.table.load(0) == 0
+
+
+def test_words_that_were_released_are_an_error_and_no_access() -> None:
+    side = Side()
+    side.control.words.release()
+    for use in (lambda: side.hint([bytes(8)]), lambda: side.producer.push(1)):
+        with pytest.raises(IndexError):
+            use()
+    assert side.table.load(0) == 0
+
+
+def test_only_a_hint_makes_a_handle() -> None:
+    with pytest.raises(TypeError):
+        Handle()
