@@ -188,7 +188,7 @@ class EpochCalls(EpochParts):
         meter = self._pools.rates.fetches[order.lane]
         meter.add(good_bytes)
         if order.lane is Lane.MEMORY:
-            self._pools.memory_size.brought(good_bytes, meter.total(now))
+            self._pools.memory_size.brought(good_bytes, duration_ns, meter.total(now))
         self._carry_on()
 
     def _failed(self, order: Order, outcome: Sequence[ErrorClass], now_ns: int) -> None:

@@ -22,6 +22,7 @@ from .runs import BlockState, Lane, Run
 
 DISK_SHARE = 0.75  # of the slots, at most, for blocks from disk that are pinned or being fetched
 NONE = frozenset[int]()
+SMALLEST_SHARE = 16  # of a chunk: the least that a call over a slow link has
 WARM_SHARE = 4  # a warming takes a quarter of a call and of the slots at a time
 
 
@@ -217,7 +218,7 @@ class Planner:
         digests: list[bytes] = []
         slots = array("I")
         whole = self._chunk_blocks[lane]
-        chunk = min(whole, most or whole)
+        chunk = min(whole, max(most, whole // SMALLEST_SHARE)) if most else whole
         while self.wants(lane) and len(slots) < chunk:
             request = self._queues.head(lane)
             if request is None or self._queues.must_yield(lane, request.urgency):

@@ -20,6 +20,8 @@ SOONEST_NS, LATEST_NS = 200_000, 50_000_000  # to the next look, which costs som
 HALF, EARLY = 0.5, 0.97  # of the predicted time: the first two looks
 _FURTHER = 1 / 32  # of the time since the read began: to each further look
 _HEAVY_BYTES = 4 << 20  # after a read of so many all before it count half
+_RECENT_NS = 500_000_000  # of reads: what took longer counts half, or less
+_MOST_NS = 1_000_000_000  # that a read is predicted to take: others wait no longer for one that hangs
 
 
 @dataclass(eq=False)
@@ -59,6 +61,10 @@ class _Node:
         """0 while nothing is known."""
         return self.ns / self.sent if self.sent else 0.0
 
+    def takes_ns(self, size: int) -> float:
+        """Return the predicted time of so many bytes."""
+        return min(size * self.ns_per_byte, _MOST_NS)
+
 
 class Pace:
     """How fast each node sends, and what is asked of it. Times in ns, of one clock."""
@@ -73,7 +79,7 @@ class Pace:
     def ask(self, node: str, size: int, now_ns: int) -> Asked:
         """Enter a read of `size` bytes, at least one. It begins when `turn` says so."""
         each = self._nodes.setdefault(node, _Node())
-        asked = Asked(node, size, _free_ns(each.asked, now_ns) + size * each.ns_per_byte, now_ns)
+        asked = Asked(node, size, _free_ns(each.asked, now_ns) + each.takes_ns(size), now_ns)
         each.asked.append(asked)
         return asked
 
@@ -85,7 +91,7 @@ class Pace:
             soon_ns = max(wait_ns / 2, min(wait_ns, TURN_NS))  # the reads before it may end sooner
             asked.look_ns = now_ns + min(LATEST_NS, max(SOONEST_NS, int(soon_ns)))
             return False
-        asked.began_ns, asked.due_ns = now_ns, now_ns + left_ns + asked.size * node.ns_per_byte
+        asked.began_ns, asked.due_ns = now_ns, now_ns + left_ns + node.takes_ns(asked.size)
         self.looked(asked, now_ns)
         return True
 
@@ -106,9 +112,12 @@ class Pace:
             if came:
                 older = 1.0 - min(1.0, asked.size / _HEAVY_BYTES) / 2
                 node.sent, node.ns = older * node.sent + asked.size, older * node.ns + node.ended_ns - since_ns
-        due_ns, ns_per_byte = float(now_ns), node.ns_per_byte
+                while node.ns > _RECENT_NS:  # after a stall
+                    node.sent, node.ns = node.sent / 2, node.ns / 2
+        free_ns = float(now_ns)
         for each in node.asked:
-            each.due_ns = due_ns = min(each.due_ns, due_ns + each.size * ns_per_byte)
+            each.due_ns = min(each.due_ns, free_ns + node.takes_ns(each.size))
+            free_ns = max(free_ns, each.due_ns)  # one that is late holds up nobody, and hurries nobody
 
 
 def _free_ns(asked: Sequence[Asked], now_ns: int) -> float:

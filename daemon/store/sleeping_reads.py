@@ -71,6 +71,7 @@ class _Transfers:
 
     asked: Asked
     pieces: Sequence[_Piece]
+    known: bool  # the node, when the read was asked for
     left: list[_Piece] = field(default_factory=list)
     came: bool = True  # until one failed
 
@@ -118,10 +119,14 @@ class SleepingReads:
                 self._add(wanted, i, value, places)
         with self._lock:
             under_way = [
-                _Transfers(self._pace.ask(node, sum(piece.size for piece in pieces), self._clock_ns()), pieces)
+                _Transfers(
+                    self._pace.ask(node, sum(piece.size for piece in pieces), self._clock_ns()),
+                    pieces,
+                    node in self._known,
+                )
                 for node, pieces in wanted.items()
             ]
-        while under_way := [each for each in under_way if not self._go_on(each, values, results, get)]:
+        while under_way := [each for each in under_way if not self._go_on(each, values, results, get, until_ns)]:
             self._sleep(max(0, min(each.asked.look_ns for each in under_way) - self._clock_ns()) / 1e9)
         if self._clock_ns() > until_ns:
             results = [ErrorClass.LOOKUP_AGAIN if each is ErrorClass.OK else each for each in results]
@@ -148,13 +153,16 @@ class SleepingReads:
         return self._pace.waiting(node) + sum(piece.size for piece in wanted.get(node, ()))
 
     def _go_on(
-        self, transfers: _Transfers, values: Sequence[Value], results: list[ErrorClass | None], get: Get
+        self, transfers: _Transfers, values: Sequence[Value], results: list[ErrorClass | None], get: Get, until_ns: int
     ) -> bool:
         """Begin them when it is their turn, or look at them; return whether all have ended."""
         asked, now_ns = transfers.asked, self._clock_ns()
         if now_ns < asked.look_ns:
             return False
-        if not asked.begun and not get.late:
+        if not asked.begun and now_ns > until_ns:  # their bytes would not count, and would delay others
+            for i in (index for piece in transfers.pieces for index in piece.indices):
+                results[i] = ErrorClass.LOOKUP_AGAIN
+        elif not asked.begun and not get.late:
             with self._lock:
                 begins = self._pace.turn(asked, now_ns)
             if begins:
@@ -165,7 +173,9 @@ class SleepingReads:
 
     def _begin(self, transfers: _Transfers, get: Get) -> None:
         begin, node = self._engine.batch_transfer_async_read, transfers.asked.node
-        for piece in transfers.pieces:
+        # A read of another thread failed while this one waited for its turn.
+        gone = transfers.known and node not in self._known and self._engine.send_probe(node) != 0
+        for piece in () if gone else transfers.pieces:
             if not get.late and (number := begin(node, [piece.address], [piece.source], [piece.size])):  # 0: it failed
                 piece.number = number
                 transfers.left.append(piece)

@@ -1,13 +1,15 @@
 """How large one fetch from memory is: what the link carries in CALL_NS, so that a request's first blocks show soon.
 
 Pure.  Blocks are published when their call has returned.  An engine decides by them whether it waits, and an urgent
-request waits for the calls in flight.  The rate is bytes by the time in which such a fetch was in flight.  Not for
-disks: where a call has a delay of more than CALL_NS, small calls make it slow, and a slow one makes them smaller.
+request waits for the calls in flight.  The rate is bytes by the time in which such a fetch was in flight.  Most of a
+short call is its own delay, so it may show that the link is faster, but not that it is slower.  Not for disks: where a
+call has a delay of more than CALL_NS, small calls make it slow, and a slow one makes them smaller.
 """
 
 from __future__ import annotations
 
 CALL_NS = 50_000_000
+_SHORT_NS = CALL_NS // 2
 _RATE_NS = 10 * CALL_NS  # of fetches; older ones count half, or less
 
 
@@ -18,12 +20,15 @@ class CallSize:
         self._total = (0, 0)
         self._bytes = self._ns = 0.0
 
-    def brought(self, count: int, total: tuple[int, int]) -> None:
-        """Enter a call's good bytes, and all bytes and their time (ns) since the start, which include it."""
+    def brought(self, count: int, duration_ns: int, total: tuple[int, int]) -> None:
+        """Enter a call's good bytes and time, and all bytes and their time (ns) since the start, which include it."""
         moved, busy_ns = total[0] - self._total[0], total[1] - self._total[1]
+        busy_ns = min(busy_ns, duration_ns)  # the rest is of a call that hangs
         self._total = total
         if not count:
             return  # it failed, or hung: that is no rate
+        if busy_ns < _SHORT_NS and moved * self._ns <= self._bytes * busy_ns:
+            return
         self._bytes, self._ns = self._bytes + moved, self._ns + busy_ns
         while self._ns > _RATE_NS:
             self._bytes, self._ns = self._bytes / 2, self._ns / 2

@@ -145,3 +145,27 @@ def opened(
     store = Store(SETTINGS, structlog.get_logger(), clock=model.clock.now_s, lease_ns=LEASE_NS)
     store.adopt(Joined(model, model))
     return store
+
+
+def made(*names: str) -> Model:
+    return Model({name: Node(bytearray(8 * 2 * SIZE)) for name in names})
+
+
+class Sleeper:
+    """Sleeps on the model's clock; at each sleep the next of `steps` happens, or all transfers arrive."""
+
+    def __init__(self, model: Model, *steps: Callable[[], object]) -> None:
+        self.model, self.steps, self.slept = model, list(steps), 0
+
+    def __call__(self, seconds: float) -> None:
+        self.slept += 1
+        assert self.slept < 100_000
+        self.model.clock.ns += int(seconds * 1e9)
+        if self.steps:
+            self.steps.pop(0)()
+        else:
+            self.all()
+
+    def all(self) -> None:
+        for transfer in list(self.model.transfers.values()):
+            self.model.go_on(transfer, SIZE)

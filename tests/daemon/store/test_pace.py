@@ -181,3 +181,29 @@ def test_what_was_asked_before_delays_a_read_and_what_failed_says_nothing_of_the
     pace.ended(behind, 1, came=False)
     assert pace.ask("node", 100 * MIB, 0).due_ns == pytest.approx(ahead.due_ns)
     assert pace.waiting("nobody") == 0
+
+
+def test_after_a_stall_small_reads_are_soon_seen_again() -> None:
+    """It is no more than half a second of reads that the pace remembers."""
+    node = Node(1.0)
+    node.read(4 * MIB)
+    node.ns_per_byte = 5_000.0  # 21 s
+    node.read(4 * MIB)
+    node.ns_per_byte, began = 1.0, node.now
+    for _ in range(256):
+        node.read(MIB // 4)
+    assert node.now - began < 3 * 10**9, "0.07 s without the stall"
+
+
+def test_a_read_that_is_late_hurries_nobody() -> None:
+    """The others take their turns, as if it were not there."""
+    way = known(8)
+    late = way.pace.ask("node", 4 * MIB, way.now)
+    assert way.pace.turn(late, way.now)
+    way.now += 10**9
+    first, second, third = (way.ask(4 * MIB) for _ in range(3))
+    began = way.now
+    while not third.ended_ns:
+        way.step()
+    assert (first.ended_ns - began) / 1e6 < 45, "33.6 ms alone"
+    assert (second.ended_ns - began) / 1e6 < 80

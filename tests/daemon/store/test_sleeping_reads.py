@@ -12,34 +12,10 @@ from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.store.replicas import Place
 from kvprefetch.daemon.store.sleeping_reads import SleepingReads
 from kvprefetch.daemon.store.storage_nodes import Get
-from tests.daemon.store.sleeping import LEASE_NS, SIZE, Model, Node, Transfer, opened
+from tests.daemon.store.sleeping import LEASE_NS, SIZE, Model, Sleeper, Transfer, made, opened
 
 Patch = pytest.MonkeyPatch
 OK, MISS, TRANSFER, AGAIN = ErrorClass.OK, ErrorClass.MISS, ErrorClass.TRANSFER, ErrorClass.LOOKUP_AGAIN
-
-
-def made(*names: str) -> Model:
-    return Model({name: Node(bytearray(8 * 2 * SIZE)) for name in names})
-
-
-class Sleeper:
-    """Sleeps on the model's clock; at each sleep the next of `steps` happens, or all transfers arrive."""
-
-    def __init__(self, model: Model, *steps: Callable[[], object]) -> None:
-        self.model, self.steps, self.slept = model, list(steps), 0
-
-    def __call__(self, seconds: float) -> None:
-        self.slept += 1
-        assert self.slept < 100_000
-        self.model.clock.ns += int(seconds * 1e9)
-        if self.steps:
-            self.steps.pop(0)()
-        else:
-            self.all()
-
-    def all(self) -> None:
-        for transfer in list(self.model.transfers.values()):
-            self.model.go_on(transfer, SIZE)
 
 
 def test_values_of_several_nodes_come_without_a_get_of_mooncake_s(monkeypatch: Patch) -> None:
