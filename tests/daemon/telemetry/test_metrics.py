@@ -371,9 +371,9 @@ def test_the_document_is_the_catalogue() -> None:
 def test_a_server_without_clients_ends_at_once() -> None:
     (port,) = free_ports(1)
     began = time.monotonic()
-    for _ in range(10):
+    for _ in range(20):
         MetricsServer("127.0.0.1", port, Snapshot(), EventCounts()).close()
-    assert time.monotonic() - began < 2, "Python's own shutdown takes half a second"
+    assert time.monotonic() - began < 7, "Python's own shutdown takes half a second"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
 
