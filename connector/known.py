@@ -49,7 +49,7 @@ class Known:
         grow until then.
         """
         self._noted.append((digests, start, found, stop))
-        self._noted_digests += stop - start
+        self._noted_digests += len(digests)  # the list is kept whole
         if self._noted_digests > NOTED_DIGESTS:
             self._apply()
 
