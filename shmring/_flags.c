@@ -241,6 +241,8 @@ static PyObject *Allocator_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!:Allocator", names, flags_type, &flags, &PyList_Type, &free,
                                      &PyList_Type, &pages))
         return NULL;
+    if (!((Flags *)flags)->words->writable)
+        return PyErr_Format(PyExc_TypeError, "these words are a read-only view");
     Allocator *self = (Allocator *)PyType_GenericAlloc(type, 0);
     if (self == NULL)
         return NULL;

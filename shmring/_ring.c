@@ -79,6 +79,8 @@ static PyObject *Pusher_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!(nnn)KKO:Pusher", names, &ring, words_type, &words, &lines[0],
                                      &lines[1], &lines[2], &tail, &head, &ring_bell))
         return NULL;
+    if (!((Words *)words)->writable)
+        return PyErr_Format(PyExc_TypeError, "these words are a read-only view");
     Pusher *self = (Pusher *)PyType_GenericAlloc(type, 0);
     if (self == NULL)
         return NULL;
@@ -294,7 +296,7 @@ static PyObject *Pusher_hint(Pusher *self, PyObject *const *args, Py_ssize_t nar
     at = pages + 4 * wanted;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *digest = PyList_GetItem(digests, i);
-        if (!PyBytes_Check(digest) || PyBytes_Size(digest) != size) {
+        if (digest == NULL || !PyBytes_Check(digest) || PyBytes_Size(digest) != size) {
             PyErr_Format(PyExc_ValueError, "digests differ: number=%zd expected_bytes=%zd", i, size);
             goto end;
         }

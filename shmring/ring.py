@@ -49,8 +49,8 @@ class Producer(Pusher):
     """The right to push: one per ring, in the engine's scheduler process. `push`, `fits` and `hint` are in C.
 
     `push(kind, payload)` appends one record and returns False when the ring is full; `fits(length)` tells whether a
-    payload of so many bytes can be pushed now.  Both raise ValueError for a record that never fits or a kind outside
-    0..PADDING-1, and SegmentCorrupt for an impossible head.  An exception leaves the ring as it was.
+    payload of so many bytes can be pushed now.  `push` raises ValueError for a record that never fits or a kind outside
+    0..PADDING-1, and both raise SegmentCorrupt for an impossible head.  An exception leaves the ring as it was.
     `hint` also takes a flag from a FlagAllocator; connector/hints.py calls it.
     """
 

@@ -232,6 +232,8 @@ def test_a_read_only_table_refuses_every_transition(make: Make) -> None:
     for use in (lambda: view.exchange(0, 0, 1), lambda: view.set_found(0, 1), lambda: view.set_disk(0, 1)):
         with pytest.raises(TypeError, match="read-only"):
             use()
+    with pytest.raises(TypeError, match="read-only"):
+        FlagAllocator(view)
 
 
 def test_every_use_of_a_flag_has_a_new_generation(make: Make) -> None:
