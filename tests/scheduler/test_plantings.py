@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import traceback
 from typing import Any, cast
@@ -36,8 +35,8 @@ def finds(site: Site, finding: str, **options: Any) -> None:
 def test_a_saved_range_too_long_by_one_block_is_found(site: Site, monkeypatch: pytest.MonkeyPatch, queue: int) -> None:
     original = saves.Saves.storable_blocks
 
-    def longer(self: saves.Saves, request: Any, *args: Any) -> int:
-        return min(original(self, request, *args) + 1, len(request.block_hashes))
+    def longer(self: saves.Saves, state: Any, *args: Any) -> int:
+        return min(original(self, state, *args) + 1, len(state.request.block_hashes))
 
     monkeypatch.setattr(saves.Saves, "storable_blocks", longer)
     finds(site, "is not as computed", queue=queue)
@@ -48,8 +47,8 @@ def test_counting_a_step_ahead_is_found(site: Site, monkeypatch: pytest.MonkeyPa
     """num_computed_tokens taken as if this step were already behind it."""
     original = saves.Saves.storable_blocks
 
-    def ahead(self: saves.Saves, request: Any, scheduled_tokens: int, *args: Any) -> int:
-        return original(self, request, 2 * scheduled_tokens, *args)
+    def ahead(self: saves.Saves, state: Any, scheduled_tokens: int, *args: Any) -> int:
+        return original(self, state, 2 * scheduled_tokens, *args)
 
     monkeypatch.setattr(saves.Saves, "storable_blocks", ahead)
     finds(site, "is not as computed", queue=queue)
@@ -75,8 +74,12 @@ def test_placeholders_counted_as_tokens_are_found(site: Site, monkeypatch: pytes
     original = saves.Saves.plan
 
     def counting(self: saves.Saves, session: Any, state: Any, *args: Any) -> Any:
-        padded = dataclasses.replace(state, request=_WithPlaceholders(state.request))
-        return original(self, session, padded, *args)
+        request = state.request
+        state.request = _WithPlaceholders(request)
+        try:
+            return original(self, session, state, *args)
+        finally:
+            state.request = request
 
     monkeypatch.setattr(saves.Saves, "plan", counting)
     finds(site, "before its tokens exist", queue=queue, decode=True)
