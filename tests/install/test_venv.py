@@ -16,9 +16,10 @@ from tests.support.pages import ROOT, blocks, files, traces
 
 PAGE = "docs/install/venv.md"
 HOME, CHECKOUT, MODEL = "/home/somebody", "/home/somebody/kvprefetch", "/srv/model"
+SCRIPT = "srv/script"  # the test's own
 # vLLM's caches, not ours.
 OF_VLLM = ("home/somebody/.cache", "home/somebody/.config/vllm", "home/somebody/.triton")
-AS_USER = f"HOME={HOME} setpriv --reuid=somebody --regid=somebody --init-groups bash -e /srv/script"
+AS_USER = f"HOME={HOME} setpriv --reuid=somebody --regid=somebody --init-groups bash -e /{SCRIPT}"
 # The environment that has vLLM: its build for CPUs, of the versions that the tests run against.
 VLLM = """
 python3 -m venv ~/vllm
@@ -60,7 +61,7 @@ def root() -> Iterator[EmptyRoot]:
 
 def as_user(script: str) -> str:
     """The script as the user, in the checkout."""
-    return f"cat > /srv/script <<'END-OF-SCRIPT'\ncd {CHECKOUT}\n{script}\nEND-OF-SCRIPT\n{AS_USER}"
+    return f"cat > /{SCRIPT} <<'END-OF-SCRIPT'\ncd {CHECKOUT}\n{script}\nEND-OF-SCRIPT\n{AS_USER}"
 
 
 def without_network(script: str) -> str:
@@ -72,7 +73,7 @@ def without_network(script: str) -> str:
 @pytest.mark.timeout(3600)
 def test_a_user_serves_and_removes_it_again(root: EmptyRoot) -> None:
     """Two environments, a daemon, an engine that serves a request of which the daemon says a line, and nothing left."""
-    before = files(root.path, CHECKOUT.lstrip("/"), *OF_VLLM)
+    before = files(root.path, CHECKOUT.lstrip("/"), SCRIPT, *OF_VLLM)
     install, *serve_and_remove = blocks(PAGE, "user")
     root.run(as_user(install), timeout_s=600)
     said = root.run(without_network(as_user("\n".join((MACHINE, *serve_and_remove, LEFT)))), timeout_s=600)
@@ -81,4 +82,4 @@ def test_a_user_serves_and_removes_it_again(root: EmptyRoot) -> None:
     assert re.search(r"request\.done .* miss: 0 of \d+ blocks", said), said
     assert "\nbad " not in said
     assert re.search(r"^left: *$", said, re.MULTILINE), said
-    assert "\n".join(traces(before, files(root.path, CHECKOUT.lstrip("/"), *OF_VLLM))) == ""
+    assert "\n".join(traces(before, files(root.path, CHECKOUT.lstrip("/"), SCRIPT, *OF_VLLM))) == ""
