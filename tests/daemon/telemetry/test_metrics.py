@@ -24,7 +24,7 @@ from kvprefetch.daemon.telemetry.counters import Counters, Histogram
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.logs import EventCounts
 from kvprefetch.daemon.telemetry.metrics import CATALOGUE, Described, SnapshotCollector
-from kvprefetch.daemon.telemetry.snapshot import CALL_HEALTHY_S, LOOP_HEALTHY_S, Snapshot, judge
+from kvprefetch.daemon.telemetry.snapshot import Snapshot
 from kvprefetch.daemon.telemetry.web import MAX_CLIENTS, MetricsServer
 from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.stores import blocks
@@ -34,20 +34,12 @@ from tests.support import documents
 from tests.support.auditor import ask_daemon
 from tests.support.command import kvprefetchd, one_line
 from tests.support.fake_engine import BLOCK_BYTES, FakeEngine
+from tests.support.telemetry import get, snapshot_at
 from tests.support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[3]
 Serve = Callable[..., Daemon]
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-def get(port: int, path: str, timeout_s: float = 10.0) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=timeout_s) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
 
 
 def scrape(port: int) -> Samples:
@@ -223,65 +215,6 @@ def test_a_port_in_use_is_one_line_and_69(tmp_path: Path) -> None:
 
 
 # --- without a daemon ---------------------------------------------------------------------------------------------
-
-
-def snapshot_at(
-    now_s: float, *, beat_s: float, running: dict[str, float] | None = None, phase: str = "serving"
-) -> Snapshot:
-    snapshot = Snapshot(lambda: int(now_s * 1e9))
-    snapshot.phase, snapshot.beat_ns = phase, int(beat_s * 1e9)
-    snapshot.publish(0, [], [], store_open=True)
-    snapshot.running = lambda: {call: int(since * 1e9) for call, since in (running or {}).items()}
-    return snapshot
-
-
-@pytest.mark.parametrize(
-    ("snapshot", "ready", "healthy"),
-    [
-        (snapshot_at(100, beat_s=99.9), True, True),
-        (snapshot_at(100, beat_s=95), False, True),
-        (snapshot_at(100, beat_s=99 - LOOP_HEALTHY_S), False, False),
-        (snapshot_at(100, beat_s=100, running={"fetch": 99}), True, True),
-        (snapshot_at(100, beat_s=100, running={"fetch": 80, "save": 99}), False, True),
-        (snapshot_at(200, beat_s=200, running={"save": 199 - CALL_HEALTHY_S}), False, False),
-        (snapshot_at(200, beat_s=200, running={"copy": 199 - CALL_HEALTHY_S}), True, True),
-        (snapshot_at(100, beat_s=0, phase="starting"), False, True),
-        (snapshot_at(100, beat_s=0, phase="stopping"), False, True),
-    ],
-)
-def test_health_is_judged_by_ages(snapshot: Snapshot, ready: bool, healthy: bool) -> None:
-    health = judge(snapshot)
-    assert (health.ready, health.healthy) == (ready, healthy)
-    assert bool(health.problems) == (not ready)
-
-
-def test_health_is_the_status_over_http() -> None:
-    """503 of /healthz is the restart that is due."""
-    (port,) = free_ports(1)
-    snapshot = snapshot_at(100, beat_s=100)
-    server = MetricsServer("127.0.0.1", port, snapshot, EventCounts())
-    try:
-        for beat_s, statuses in ((100, (200, 200)), (97, (503, 200)), (99 - LOOP_HEALTHY_S, (503, 503))):
-            snapshot.beat_ns = int(beat_s * 1e9)
-            assert (get(port, "/readyz")[0], get(port, "/healthz")[0]) == statuses
-    finally:
-        server.close()
-
-
-@pytest.mark.parametrize(("is_open", "problem"), [(False, "is not open"), (True, "does not answer")])
-def test_a_store_that_is_closed_or_silent_is_not_ready_but_healthy(is_open: bool, problem: str) -> None:
-    snapshot = snapshot_at(1, beat_s=1)
-    snapshot.publish(0, [], [], store_open=is_open, store_answering=False)
-    health = judge(snapshot)
-    assert (health.ready, health.healthy) == (False, True)
-    assert problem in health.problems[0]
-
-
-def test_a_disk_that_keeps_nothing_is_a_problem_and_no_reason_not_to_be_ready() -> None:
-    snapshot = snapshot_at(1, beat_s=1)
-    snapshot.disk_fault = lambda: "nothing can be kept on disk"
-    health = judge(snapshot)
-    assert (health.ready, health.healthy, health.problems) == (True, True, ("nothing can be kept on disk",))
 
 
 def test_two_engines_of_one_name_make_one_series() -> None:

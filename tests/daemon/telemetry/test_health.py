@@ -1,0 +1,60 @@
+"""Health as it is judged from a snapshot: ready, healthy, and what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvprefetch.daemon.telemetry.logs import EventCounts
+from kvprefetch.daemon.telemetry.snapshot import CALL_HEALTHY_S, LOOP_HEALTHY_S, Snapshot, judge
+from kvprefetch.daemon.telemetry.web import MetricsServer
+from tests.lab.process import free_ports
+from tests.support.telemetry import get, snapshot_at
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "ready", "healthy"),
+    [
+        (snapshot_at(100, beat_s=99.9), True, True),
+        (snapshot_at(100, beat_s=95), False, True),
+        (snapshot_at(100, beat_s=99 - LOOP_HEALTHY_S), False, False),
+        (snapshot_at(100, beat_s=100, running={"fetch": 99}), True, True),
+        (snapshot_at(100, beat_s=100, running={"fetch": 80, "save": 99}), False, True),
+        (snapshot_at(200, beat_s=200, running={"save": 199 - CALL_HEALTHY_S}), False, False),
+        (snapshot_at(200, beat_s=200, running={"copy": 199 - CALL_HEALTHY_S}), True, True),
+        (snapshot_at(100, beat_s=0, phase="starting"), False, True),
+        (snapshot_at(100, beat_s=0, phase="stopping"), False, True),
+    ],
+)
+def test_health_is_judged_by_ages(snapshot: Snapshot, ready: bool, healthy: bool) -> None:
+    health = judge(snapshot)
+    assert (health.ready, health.healthy) == (ready, healthy)
+    assert bool(health.problems) == (not ready)
+
+
+def test_health_is_the_status_over_http() -> None:
+    """503 of /healthz is the restart that is due."""
+    (port,) = free_ports(1)
+    snapshot = snapshot_at(100, beat_s=100)
+    server = MetricsServer("127.0.0.1", port, snapshot, EventCounts())
+    try:
+        for beat_s, statuses in ((100, (200, 200)), (97, (503, 200)), (99 - LOOP_HEALTHY_S, (503, 503))):
+            snapshot.beat_ns = int(beat_s * 1e9)
+            assert (get(port, "/readyz")[0], get(port, "/healthz")[0]) == statuses
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(("is_open", "problem"), [(False, "is not open"), (True, "does not answer")])
+def test_a_store_that_is_closed_or_silent_is_not_ready_but_healthy(is_open: bool, problem: str) -> None:
+    snapshot = snapshot_at(1, beat_s=1)
+    snapshot.publish(0, [], [], store_open=is_open, store_answering=False)
+    health = judge(snapshot)
+    assert (health.ready, health.healthy) == (False, True)
+    assert problem in health.problems[0]
+
+
+def test_a_disk_that_keeps_nothing_is_a_problem_and_no_reason_not_to_be_ready() -> None:
+    snapshot = snapshot_at(1, beat_s=1)
+    snapshot.disk_fault = lambda: "nothing can be kept on disk"
+    health = judge(snapshot)
+    assert (health.ready, health.healthy, health.problems) == (True, True, ("nothing can be kept on disk",))
