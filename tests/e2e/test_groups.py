@@ -45,6 +45,14 @@ def right_long(reference: Engine) -> list[list[int]]:
     return reference.run(LONG).tokens
 
 
+def a_foreign_block_shows(site: Site, engine: Engine, right: list[list[int]]) -> None:
+    """All prompts but the first load a block of the first: their tokens differ, so equal tokens mean something."""
+    site.fresh(engine)
+    engine.call("tests.e2e.probes:load_a_foreign_block")
+    spoiled = engine.run(PROMPTS, concurrency=1)
+    assert [got == want for got, want in zip(spoiled.tokens, right, strict=True)] == [True] + 5 * [False]
+
+
 @pytest.mark.shows("saved, then loaded: tokens equal", "full attention and sliding windows")
 def test_loaded_tokens_equal_recomputed_ones_beside_local_hits(
     site: Site, gemma: Path, right: list[list[int]], right_long: list[list[int]]
@@ -60,10 +68,7 @@ def test_loaded_tokens_equal_recomputed_ones_beside_local_hits(
         beside = sum(whole_blocks(long) - whole_blocks(short) for long, short in zip(LONG, PROMPTS, strict=True))
         assert engine.call("tests.e2e.probes:counters")["load_blocks"] - loads == beside // BLOCK
         served(engine.run(LONG), right_long, hits(LONG))
-    site.fresh(engine)
-    engine.call("tests.e2e.probes:load_a_foreign_block")
-    spoiled = engine.run(PROMPTS, concurrency=1)
-    assert [got == want for got, want in zip(spoiled.tokens, right, strict=True)] == [True] + 5 * [False]
+    a_foreign_block_shows(site, engine, right)
     site.assert_idle()
     engine.stop()
 
@@ -220,9 +225,6 @@ def test_chunks_beside_local_hits_and_vllms_own_connector(
     wanted = before + len(others) * 2 * (300 // BLOCK)
     assert cluster.wait_keys(wanted) == wanted
     served(mine.run(others), found, hits(others))
-    site.fresh(mine)
-    mine.call("tests.e2e.probes:load_a_foreign_block")
-    spoiled = mine.run(PROMPTS, concurrency=1)
-    assert [got == want for got, want in zip(spoiled.tokens, plain_tokens, strict=True)] == [True] + 5 * [False]
+    a_foreign_block_shows(site, mine, plain_tokens)
     site.assert_idle()
     mine.stop()
