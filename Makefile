@@ -16,13 +16,13 @@ ON_GPU  = PYTHONPATH=build/links PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONUNBUFFER
 
 # The quick tier: an environment of its own without vLLM, torch and Mooncake, and the tests that can do without.
 CHECK_VENV  ?= .venv-check
-CHECK_TESTS ?= tests/shmring tests/daemon tests/models tests/chart tests/simulate/test_real.py tests/lab/test_ttft.py \
+CHECK_TESTS ?= tests/shmring tests/daemon tests/models tests/chart tests/simulate/test_real.py tests/lab/test_ttft.py tests/bench \
 	tests/connector/test_config.py tests/connector/test_policy.py \
 	tests/test_docs.py tests/test_house.py tests/test_imports.py tests/test_operations.py tests/test_private.py tests/test_readme.py tests/test_site.py tests/test_release.py
 CHECK_COVERAGE ?= 78
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress gpu demo bench-ttft bench-miss bench-ring bench-save bench-beside bench-engine-thread bench-daemon bench-cuda bench-cuda-sweep simulate simulate-compare docs release clean
+.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress gpu demo bench bench-ttft bench-miss bench-ring bench-save bench-beside bench-engine-thread bench-daemon bench-cuda bench-cuda-sweep simulate simulate-compare docs release clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -88,6 +88,9 @@ gpu: links ## the tests that need a CUDA device (PYTHON: with torch, cupy, numpy
 
 demo: setup ## a daemon with memory and disk, and a real engine: recomputed, on demand, prefetched, all local
 	@$(BIN)/python -m benchmarks.demo $(ARGS)
+
+bench: setup ## sweeps over real engines, one JSON each: ARGS="PIECE ... [--quick] [--publish]" (docs/BENCHMARKS.md)
+	@$(BIN)/python -m benchmarks.bench $(ARGS)
 
 bench-ttft: setup ## time to first token against vLLM's own Mooncake connector
 	@$(BIN)/python -m benchmarks.ttft $(ARGS)

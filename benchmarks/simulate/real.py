@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import machine
 from benchmarks.simulate.client import over_when_asked
 from benchmarks.simulate.engine import EngineModel
 from benchmarks.simulate.link import MediumModel
@@ -24,7 +25,6 @@ from benchmarks.simulate.node import NodeModel
 from benchmarks.simulate.run import Result, Scenario, simulate
 from benchmarks.simulate.waiting import POLICIES
 from benchmarks.simulate.workload import Load, fixed
-from benchmarks.ttft import machine
 from tests.lab import connectors
 from tests.lab.checkpoint import PEERS, make_checkpoint
 from tests.lab.daemon import Daemon

@@ -1,0 +1,145 @@
+"""Figures of a point, made from raw requests: each the median over rounds, with the least and the greatest. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tests.lab.passes import percentile
+
+Passed = Mapping[str, Any]
+"""A pass as the result keeps it (benchmarks/bench/served.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Median, least and greatest over rounds."""
+
+    middle: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Figure:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def below(self, other: Figure) -> bool:
+        """Whether every round of this was below every round of the other."""
+        return self.high < other.low
+
+
+def ttft_s(passed: Passed) -> list[float]:
+    """Time to first token of each request."""
+    requests = passed["requests"]
+    return [first - at for first, at in zip(requests["first_token_s"], requests["arrival_s"], strict=True)]
+
+
+def after_wait_s(passed: Passed) -> list[float]:
+    """Of requests that came while another one held the only place: their time to first token after it was free."""
+    return [ttft - waited for ttft, waited in zip(ttft_s(passed), passed["requests"]["waited_s"], strict=True)]
+
+
+def free_place_s(passed: Passed, places: int) -> float:
+    """Seconds of places, summed, that were free while requests waited: without a first token, yet arrived.
+
+    A request runs from its first token to its end, so its own prefill counts as free; compare with the ideal.
+    """
+    requests = passed["requests"]
+    changes = []
+    for arrived, first, ended in zip(
+        requests["arrival_s"], requests["first_token_s"], requests["finished_s"], strict=True
+    ):
+        changes += [(arrived, 1, 0), (first, -1, 1), (ended, 0, -1)]
+    waiting = running = 0
+    total = before = 0.0
+    for at, more_waiting, more_running in sorted(changes):
+        total += min(waiting, max(0, places - running)) * (at - before)
+        waiting, running, before = waiting + more_waiting, running + more_running, at
+    return total
+
+
+def per_round(passed: Passed, setting: Mapping[str, Any], block_bytes: int) -> dict[str, float]:
+    """All figures of one pass that it has; see FIGURES for their names and units."""
+    times = ttft_s(passed)
+    count = len(times)
+    found = {
+        "mean_s": statistics.fmean(times),
+        "p50_s": percentile(times, 0.5),
+        "p99_s": percentile(times, 0.99),
+        "requests_s": count / passed["total_s"],
+        "engine_cpu_s": passed["engine_cpu_s"] / count,
+        "other_cpu_s": passed["other_cpu_s"] / count,
+        "cached_tokens": statistics.fmean(passed["requests"]["cached_tokens"]),
+    }
+    if passed["requests"]["waited_s"]:
+        found["wait_s"] = statistics.fmean(passed["requests"]["waited_s"])
+        found["after_wait_s"] = statistics.fmean(after_wait_s(passed))
+    else:
+        found["free_places_s"] = free_place_s(passed, setting["places"] * setting["engines"]) / count
+    if passed["link_bytes"] is not None:
+        found["store_bytes"] = passed["link_bytes"] / count
+    if (daemon := passed["daemon"]) is not None:
+        pairs = zip(daemon["fetched_bytes"], daemon["loaded_blocks"], strict=True)
+        found["wasted_bytes"] = sum(max(0, fetched - blocks * block_bytes) for fetched, blocks in pairs) / count
+        if daemon["hidden"]:
+            found["hidden"] = statistics.fmean(daemon["hidden"])
+        if daemon["transfer_s"]:
+            found["transfer_s"] = statistics.fmean(daemon["transfer_s"])
+    return found
+
+
+FIGURES = {
+    "mean_s": "TTFT mean, s",
+    "p50_s": "TTFT p50, s",
+    "p99_s": "TTFT p99, s",
+    "requests_s": "requests/s",
+    "hidden": "hidden fraction",
+    "store_bytes": "store MB a request",
+    "wasted_bytes": "wasted MB a request",
+    "engine_cpu_s": "CPU of the engine, s a request",
+    "other_cpu_s": "CPU of all else, s a request",
+    "free_places_s": "places free while requests wait, s a request",
+    "cached_tokens": "tokens not computed, a request",
+    "wait_s": "W: wait for the place, s",
+    "after_wait_s": "TTFT after the place was free, s",
+    "transfer_s": "hint to last byte, s",
+}
+
+
+def point_figures(point: Mapping[str, Any], block_bytes: int) -> dict[str, dict[str, Figure]]:
+    """By variant, then by name: each figure over the point's rounds."""
+    rounds: dict[str, list[dict[str, float]]] = {}
+    for passed in point["passes"]:
+        rounds.setdefault(passed["variant"], []).append(per_round(passed, point["setting"], block_bytes))
+    return {
+        variant: {
+            name: Figure.of([each[name] for each in several]) for name in several[0] if all(name in e for e in several)
+        }
+        for variant, several in rounds.items()
+    }
+
+
+def exposed_bound_s(wait_s: float, fetch_s: float) -> float:
+    """The least of a fetch that a request notices when it waits for a place anyway: max(0, F - W)."""
+    return max(0.0, fetch_s - wait_s)
+
+
+def token_differences(passes: Sequence[tuple[str, object, Mapping[int, Sequence[int]]]]) -> tuple[int, dict[str, int]]:
+    """Compare tokens of equal prompts, as far as both answers go.
+
+    Each pass: variant, name of its set of prompts, tokens by prompt. Returns the number of comparisons, and by variant
+    how many answers differ from the first variant's.
+    """
+    first: dict[tuple[object, int], Sequence[int]] = {}
+    compared, different = 0, dict[str, int]()
+    for variant, name, answers in passes:
+        for prompt, tokens in answers.items():
+            known = first.setdefault((name, prompt), tokens)
+            if known is not tokens:
+                compared += 1
+                both = min(len(known), len(tokens))
+                if list(known[:both]) != list(tokens[:both]):
+                    different[variant] = different.get(variant, 0) + 1
+    return compared, different

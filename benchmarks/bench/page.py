@@ -1,0 +1,182 @@
+"""The words and tables of the results, made from the JSONs alone. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.bench.figures import FIGURES, Figure, point_figures
+from benchmarks.bench.hiding import hiding
+from benchmarks.bench.variants import LOCAL, ON_DEMAND, OURS, RECOMPUTED, ours
+
+Result = Mapping[str, Any]
+MEGABYTES = {"store_bytes", "wasted_bytes"}
+# Other programs kept less than this busy on a quiet machine: interrupts and the kernel's own threads.
+DISTURBED_CORES = 0.2
+
+
+def number(value: float) -> str:
+    """Three figures, without an exponent."""
+    return (
+        f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) >= 0.01 or value == 0 else f"{value:.4f}"
+    )
+
+
+def spread(figure: Figure, *, scale: float = 1.0) -> str:
+    """Median, and least to greatest where they differ."""
+    middle, low, high = (number(value / scale) for value in (figure.middle, figure.low, figure.high))
+    return middle if low == high else f"{middle} ({low}–{high})"
+
+
+def variants_of(result: Result) -> list[str]:
+    """All variants that ran, in the order of their first pass."""
+    return list(dict.fromkeys(each["variant"] for point in result["points"] for each in point["passes"]))
+
+
+def row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def heading(*cells: str) -> list[str]:
+    return [row(*cells), row(*("---" for _ in cells))]
+
+
+def means(result: Result) -> list[str]:
+    """A row for each point, a column for each variant: mean time to first token, and its ratio to the ideal."""
+    names = variants_of(result)
+    lines = heading(result["axis"], *(f"{name}, s" for name in names))
+    for point in result["points"]:
+        figures = point_figures(point, result["block_bytes"])
+        ideal = figures.get(LOCAL)
+        cells = []
+        for name in names:
+            if name not in figures:
+                cells.append("")
+                continue
+            mean = figures[name]["mean_s"]
+            ratio = "" if ideal is None or name == LOCAL else f", {mean.middle / ideal['mean_s'].middle:.2f} ×"
+            cells.append(f"{spread(mean)}{ratio}")
+        lines.append(row(f"{point['at']:g}", *cells))
+    return lines
+
+
+def waits(result: Result) -> list[str]:
+    """A row for each point and variant of a piece in which requests come behind another."""
+    lines = heading(
+        "W/F", "W, s", "F, s", "variant", "noticed of the fetch, s", "bound, s", "TTFT over max(W, F) and the ideal's"
+    )
+    for point in result["points"]:
+        for name, each in hiding(point, result["block_bytes"]).items():
+            shown = [number(value) for value in (each.wait_s / each.fetch_s, each.wait_s, each.fetch_s)]
+            lines.append(row(*shown, name, spread(each.exposed), number(each.bound_s), f"{each.over_bound:.2f}"))
+    return lines
+
+
+def reading(result: Result) -> list[str]:
+    """Say where ours is ahead of each other variant by more than the spread, where behind, and where neither."""
+    if any(hiding(point, result["block_bytes"]) for point in result["points"]):
+        return _hidden_reading(result)
+    mine = next((name for name in (OURS, *variants_of(result)) if name in variants_of(result) and ours(name)), None)
+    if mine is None:
+        return []
+    lines = []
+    for other in variants_of(result):
+        if other in (LOCAL, mine) or (ours(other) and other != ON_DEMAND):
+            continue
+        ahead, behind, equal = list[str](), list[str](), list[str]()
+        for point in result["points"]:
+            figures = point_figures(point, result["block_bytes"])
+            if mine in figures and other in figures:
+                us, they = figures[mine]["mean_s"], figures[other]["mean_s"]
+                (ahead if us.below(they) else behind if they.below(us) else equal).append(f"{point['at']:g}")
+        parts = [
+            f"{text} at {', '.join(points)}" for text, points in (("ahead", ahead), ("**behind**", behind)) if points
+        ]
+        parts += [f"within the spread at {', '.join(equal)}"] if equal else []
+        lines.append(f"* {mine} against {other}, mean: {'; '.join(parts)}.")
+    return lines
+
+
+def _hidden_reading(result: Result) -> list[str]:
+    names = [name for name in variants_of(result) if name not in (LOCAL, RECOMPUTED)]
+    lines = []
+    for name in names:
+        overs = [
+            each[name].over_bound
+            for point in result["points"]
+            if name in (each := hiding(point, result["block_bytes"]))
+        ]
+        lines.append(f"* {name}: the time to first token is {min(overs):.2f} to {max(overs):.2f} of the bound's.")
+    return lines
+
+
+def provenance(result: Result) -> list[str]:
+    """What was run, on what, and all that a reader should know before trusting it."""
+    ran, rounds = result["machine"], result["rounds"]
+    packages = ", ".join(f"{name} {version}" for name, version in ran["versions"].items())
+    others = [each["others_cores"] for point in result["points"] for each in point["passes"]]
+    disturbed = sum(cores > DISTURBED_CORES for cores in others)
+    lines = [
+        f"`{result['command']}`, {result['begun']}, {result['seconds'] / 60:.1f} minutes; {rounds['done']} of "
+        f"{rounds['wanted']} rounds; {ran['cores']} cores ({ran['cpu']}), {ran['memory_gib']} GiB, Linux "
+        f"{ran['kernel']}, Python {ran['python']}; {packages}; load before {ran['load_at_start']:g}, at the end "
+        f"{result['load_at_end']:g}; other programs used more than {DISTURBED_CORES} cores in {disturbed} of "
+        f"{len(others)} passes; tokens: {result['tokens']['compared']} answers compared, "
+        f"{sum(result['tokens']['different'].values())} differ.",
+    ]
+    reasons: dict[str, list[str]] = {}
+    for name, points in result["left_out"].items():
+        for at, why in points.items():
+            reasons.setdefault(f"{name} ({why})", []).append(at)
+    lines += [f"Left out: {name} at {', '.join(at)}." for name, at in reasons.items()]
+    lines += [f"Problem: {line}." for line in result["problems"]]
+    return lines
+
+
+def section(result: Result, folder: str) -> list[str]:
+    """A piece on the page; `folder`: where the page finds its picture and its JSON."""
+    name = result["piece"]
+    waited = waits(result) if any(hiding(each, result["block_bytes"]) for each in result["points"]) else []
+    return [
+        f"### {name}: {result['question'][0].lower()}{result['question'][1:]}",
+        "",
+        f"![{result['question']}]({folder}/{name}.svg)",
+        "",
+        *(waited or means(result)),
+        "",
+        *reading(result),
+        "",
+        f"[All figures]({folder}/README.md#{name}), [raw]({folder}/{name}.json).",
+        "",
+    ]
+
+
+def details(results: Sequence[Result], date: str) -> list[str]:
+    """The page of one day: all figures of all its pieces."""
+    lines = [
+        f"# Benchmark of {date}",
+        "",
+        "Generated by `python -m benchmarks.report`. Medians over rounds (least–greatest).",
+        "",
+    ]
+    for result in results:
+        lines += [f"## {result['piece']}", "", *[line for part in provenance(result) for line in (part, "")]]
+        columns = [
+            name
+            for name in FIGURES
+            if any(
+                name in each
+                for point in result["points"]
+                for each in point_figures(point, result["block_bytes"]).values()
+            )
+        ]
+        lines += heading(result["axis"], "variant", *(FIGURES[name] for name in columns))
+        for point in result["points"]:
+            for variant, figures in point_figures(point, result["block_bytes"]).items():
+                cells = [
+                    spread(figures[name], scale=1e6 if name in MEGABYTES else 1.0) if name in figures else ""
+                    for name in columns
+                ]
+                lines.append(row(f"{point['at']:g}", variant, *cells))
+        lines.append("")
+    return lines

@@ -1,0 +1,149 @@
+"""The pieces of `make bench`: each is a question, an axis with its points, and a load. A new sweep is ten lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.bench.setting import Setting
+from benchmarks.bench.variants import DEFAULT, LOCAL, ON_DEMAND, OURS
+
+BASE = Setting()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A sweep. `vary` makes the setting of a point from `base` and the point's place on the axis.
+
+    `quick` are the points of a short run; `unit` of the axis is written behind a number.
+    """
+
+    name: str
+    question: str
+    axis: str
+    points: tuple[float, ...]
+    quick: tuple[float, ...]
+    vary: Callable[[Setting, float], Setting]
+    base: Setting = BASE
+    variants: tuple[str, ...] = DEFAULT
+    rounds: int = 3
+    logarithmic: bool = False
+
+    def settings(self, *, quick: bool) -> list[tuple[float, Setting]]:
+        """The points and their settings; a quick run has a third of the requests."""
+        base = self.base.but(requests=max(4, self.base.requests // 3)) if quick else self.base
+        return [(point, self.vary(base, point)) for point in (self.quick if quick else self.points)]
+
+
+DISK = 0.0  # the place of the slow disk on the axis of links
+
+PIECES = {
+    piece.name: piece
+    for piece in (
+        Piece(
+            "hide",
+            "How much of a fetch does the wait for a place hide?",
+            "wait for a place / time to fetch (W/F)",
+            (0.1, 0.25, 0.5, 1, 2, 4, 10),
+            (0.5, 2),
+            lambda base, at: base.but(level=at),
+            Setting(arrivals="behind", requests=6, places=1, output_tokens=(8, 8), link_mbit=150),
+            variants=(LOCAL, ON_DEMAND, "kvprefetch-wait"),
+            rounds=2,
+            logarithmic=True,
+        ),
+        Piece(
+            "link",
+            "How far may the store be?",
+            "link, Gbit/s; 0: the slow disk",
+            (0.1, 0.25, 1, 2.5, 8, DISK),
+            (0.25, 1),
+            lambda base, at: base.but(far="disk", link_mbit=250) if at == DISK else base.but(link_mbit=1000 * at),
+            logarithmic=True,
+        ),
+        Piece(
+            "open",
+            "What does prefetch bring at which load?",
+            "rate of arrivals / capacity with all KV local",
+            (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1),
+            (0.5, 0.9),
+            lambda base, at: base.but(level=at),
+        ),
+        Piece(
+            "closed",
+            "What does prefetch bring with how many users?",
+            "users of a closed loop",
+            (1, 2, 3, 4, 8, 16),
+            (3, 8),
+            lambda base, at: base.but(arrivals="closed", level=at),
+        ),
+        Piece(
+            "burst",
+            "What does prefetch bring when requests come at once?",
+            "requests in a burst",
+            (2, 4, 8, 16),
+            (4,),
+            lambda base, at: base.but(arrivals="burst", level=at),
+            Setting(requests=32),
+        ),
+        Piece(
+            "output",
+            "Does the length of answers matter?",
+            "output tokens, mean",
+            (10, 40, 80, 160, 320),
+            (10, 80),
+            lambda base, at: base.but(output_tokens=(round(0.75 * at), round(1.25 * at))),
+            Setting(requests=16, link_mbit=250),
+        ),
+        Piece(
+            "prompt",
+            "Does the length of prompts matter?",
+            "prompt tokens",
+            (250, 500, 1000, 2000, 3500),
+            (500, 2000),
+            lambda base, at: base.but(prompt_tokens=int(at)),
+            Setting(requests=16, link_mbit=250),
+        ),
+        Piece(
+            "hits",
+            "What if the store has only a part of each prompt?",
+            "share of the prompt that the store has",
+            (0, 0.25, 0.5, 0.75, 1),
+            (0, 0.5),
+            lambda base, at: base.but(hit=at),
+            Setting(requests=16, level=0.35),
+        ),
+        Piece(
+            "shared",
+            "What if prompts have a first part in common?",
+            "share of the prompt that eight requests have in common",
+            (0, 0.25, 0.5, 0.75),
+            (0, 0.5),
+            lambda base, at: base.but(shared=at),
+        ),
+        Piece(
+            "pool",
+            "What if the engine has room for the KV of requests that wait?",
+            "requests for which the KV pool has room beyond those that run",
+            (1, 4, 16),
+            (1, 8),
+            lambda base, at: base.but(spare=int(at)),
+        ),
+        Piece(
+            "engines",
+            "What if several engines share a node, a daemon and a link?",
+            "engines on the node, same load in all",
+            (1, 2, 4),
+            (2,),
+            lambda base, at: base.but(engines=int(at)),
+            variants=(LOCAL, "upstream-async", OURS),
+        ),
+    )
+}
+
+
+def chosen(names: Sequence[str]) -> list[Piece]:
+    """The pieces of these names, all without one; raises ValueError for a name that is none."""
+    if unknown := [each for each in names if each not in PIECES]:
+        raise ValueError(f"no such piece: {', '.join(unknown)}: choose from {', '.join(PIECES)}")
+    return [PIECES[each] for each in names] if names else list(PIECES.values())

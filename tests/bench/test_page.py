@@ -1,0 +1,145 @@
+"""The page and the pictures come from the published JSONs alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import report
+from benchmarks.bench import __main__ as bench
+from benchmarks.bench import page, plots
+from benchmarks.bench.served import Requests, Served
+from benchmarks.bench.setting import Setting
+
+DAYS = report.published(report.PUBLISHED)
+RESULTS = [(day, each) for day, results in DAYS.items() for each in results]
+
+
+def result(name: str = "open", **ttft: tuple[float, ...]) -> dict[str, Any]:
+    """A result with one point; by variant (`_` for `-`) the time to first token of each round."""
+    passes = []
+    for variant, times in ttft.items():
+        for number, each in enumerate(times):
+            columns = Requests([0], [0.0], [each], [each + 1], [64], [])
+            kept = Served(columns, total_s=2.0, link_bytes=2_500_000).kept()
+            passes.append({"variant": variant.replace("_", "-"), "round": number, "set": 0, **kept})
+    machine = {
+        "cpu": "C",
+        "cores": 2,
+        "memory_gib": 24,
+        "python": "3",
+        "kernel": "6",
+        "load_at_start": 0.1,
+        "versions": {},
+    }
+    return {
+        "piece": name,
+        "question": "Why?",
+        "axis": "x",
+        "logarithmic": False,
+        "quick": False,
+        "command": "c",
+        "begun": "2026-11-23T00:00:00+00:00",
+        "seconds": 60,
+        "load_at_end": 1,
+        "machine": machine,
+        "failed": None,
+        "rounds": {"wanted": 2, "done": 1},
+        "left_out": {"lmcache": {"0.5": "no reason"}},
+        "block_bytes": 1000,
+        "tokens": {"compared": 4, "different": {}},
+        "problems": ["a problem"],
+        "points": [{"at": 0.5, "setting": asdict(Setting()), "pace": {"fetch_s": 0.2}, "passes": passes}],
+    }
+
+
+def test_the_page_is_what_the_published_results_say() -> None:
+    """Run `python -m benchmarks.report` after publishing."""
+    text = report.PAGE.read_text()
+    assert text == report.replaced(text, report.generated(DAYS))
+
+
+@pytest.mark.parametrize("day", DAYS)
+def test_a_day_s_page_is_what_its_results_say(day: str) -> None:
+    assert (report.PUBLISHED / day / "README.md").read_text() == "\n".join(page.details(DAYS[day], day))
+
+
+@pytest.mark.parametrize(("day", "each"), RESULTS, ids=lambda each: each if isinstance(each, str) else each["piece"])
+def test_a_published_result_is_whole_and_its_picture_shows_it(day: str, each: dict[str, Any]) -> None:
+    assert each["failed"] is None
+    assert each["tokens"]["different"] == {}
+    assert plots.drawing(each).digest in (report.PUBLISHED / day / f"{each['piece']}.svg").read_text()
+
+
+def test_a_table_has_medians_ranges_and_ratios() -> None:
+    assert page.means(result(local=(0.1, 0.3, 0.2), kvprefetch=(0.4, 0.5, 0.3)))[2:] == [
+        "| 0.5 | 0.2 (0.1–0.3) | 0.4 (0.3–0.5), 2.00 × |"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mine", "said"),
+    [((0.1, 0.2), "ahead at 0.5"), ((0.7, 0.8), "**behind** at 0.5"), ((0.2, 0.4), "within the spread at 0.5")],
+)
+def test_the_reading_says_who_is_ahead(mine: tuple[float, ...], said: str) -> None:
+    some = result(local=(0.1, 0.1), upstream_async=(0.3, 0.5), kvprefetch=mine, kvprefetch_wait=(9.0, 9.0))
+    assert page.reading(some) == [f"* kvprefetch against upstream-async, mean: {said}."]
+
+
+def test_details_name_all_that_a_reader_should_know() -> None:
+    text = "\n".join(page.details([result(local=(0.1,))], "2026-11-23"))
+    for part in ("1 of 2 rounds", "Problem: a problem.", "Left out: lmcache (no reason) at 0.5.", "| 2.5 |", "`c`"):
+        assert part in text
+
+
+def test_each_piece_s_newest_result_is_on_the_page(tmp_path: Path) -> None:
+    for day, name in (("2026-01-01", "open"), ("2026-01-02", "open"), ("2026-01-01", "hide")):
+        (tmp_path / day).mkdir(exist_ok=True)
+        (tmp_path / day / f"{name}.json").write_text(json.dumps(result(name, local=(0.1,))))
+    text = report.generated(report.published(tmp_path))
+    assert re.findall(r"^### (\w+)", text, re.MULTILINE) == ["hide", "open"]
+    assert "benchmarks/2026-01-02/open.svg" in text
+    assert "benchmarks/2026-01-01/open.svg" not in text
+
+
+def test_the_page_keeps_what_is_not_generated() -> None:
+    text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter"
+    assert report.replaced(text, "new\n") == f"before\n{report.BEGIN}\nnew\n{report.END}\nafter"
+    with pytest.raises(ValueError, match="the page needs one"):
+        report.replaced("nothing", "new")
+
+
+def test_another_figure_is_another_digest() -> None:
+    digests = {plots.drawing(result(local=(ttft,))).digest for ttft in (0.1, 0.2)}
+    assert len(digests) == 2
+
+
+def test_a_picture_names_what_it_shows(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    made = plots.drawing(result(local=(0.1, 0.2), kvprefetch=(0.4, 0.5)))
+    plots.draw(made, tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text()
+    assert made.digest in text
+    assert "kvprefetch" in text
+    assert len(text) < 40_000
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["nope"], "no such piece: nope: choose from hide,"),
+        (["open", "--variants", "ours"], "no such variant: ours: choose from local,recomputed,"),
+        (["open", "--rounds", "0"], "--rounds must be at least 1, not 0"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_starts(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(argv)
+    assert said in capsys.readouterr().err.splitlines()[-1]
