@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from tests.e2e.conftest import BLOCK, Site, whole_blocks
 from tests.lab.engine import Engine, EngineSpec
+from tests.lab.process import free_ports
 from tests.lab.prompts import make_prompts
 
 pytest.importorskip("nixl", reason="NIXL is not installed")
@@ -30,12 +30,6 @@ def configurations() -> dict[str, dict[str, Any]]:
     return {name: json.loads(text) for name, text in re.findall(r"(\w+):\n\n```json\n(.*?)```", PAGE, re.DOTALL)}
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def start(site: Site) -> Callable[..., Engine]:
     def start(name: str, order: Callable[[list[Any]], list[Any]] = list) -> Engine:
@@ -47,7 +41,7 @@ def start(site: Site) -> Callable[..., Engine]:
                 waits = {"wait_policy": "timeout", "wait_timeout_ms": 60_000}
                 child |= {"kv_connector_extra_config": {"socket": str(site.daemon.socket), **waits}}
         transfer["kv_connector_extra_config"]["connectors"] = order(children)
-        env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(1)[0])}
         return site.engine(EngineSpec(model=site.model, kv_transfer=transfer, env=env | {"UCX_TLS": "tcp,self"}))
 
     return start
@@ -95,7 +89,7 @@ def test_a_decode_engine_takes_from_its_peer_and_from_the_store(
     alone = decoder == "NIXL alone"
     check("store", [None] * len(PROMPTS), everything if alone else stored)
 
-    gone = {"remote_engine_id": str(uuid.uuid4()), "remote_port": free_port()}
+    gone = {"remote_engine_id": str(uuid.uuid4()), "remote_port": free_ports(1)[0]}
     lost = [each | gone for each in handed_over(prefill, f"q {decoder}")]
     check("gone", lost, everything if alone else stored)
 
