@@ -29,14 +29,24 @@ PUBLISHED = REPO / "docs" / "benchmarks"
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench", description=__doc__)
-    parser.add_argument("pieces", nargs="*", metavar="PIECE", help=f"of {', '.join(pieces.PIECES)} (default all)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(["pieces:", *(f"  {each.name:10}{each.question}" for each in pieces.PIECES.values())]),
+    )
+    parser.add_argument("pieces", nargs="*", metavar="PIECE", help="see below (default all)")
     parser.add_argument(
         "--variants", help=f"of {','.join(variants.ALL)}; all: all that can run (default: each piece's own)"
     )
     parser.add_argument("--rounds", type=int, help="measured rounds (default: each piece's own)")
-    parser.add_argument("--minutes", type=float, default=6.0, help="for each piece: rounds that do not fit are dropped")
-    parser.add_argument("--quick", action="store_true", help="few points, a third of the requests, one round")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=8.0,
+        help="of each piece: rounds that do not fit are dropped (default %(default)g)",
+    )
+    parser.add_argument("--quick", action="store_true", help="few points, half of the requests, one round")
     parser.add_argument("--publish", action="store_true", help=f"also write to {PUBLISHED.relative_to(REPO)}/DATE")
     parser.add_argument("--disk", action="store_true", help="the store is a slow disk, as it is without root")
     parser.add_argument(
@@ -70,7 +80,7 @@ def write(result: dict[str, Any], folder: Path) -> Path:
 
 
 def measure(piece: Piece, options: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
-    """Run one piece; what was measured before a failure is in the result, with the failure."""
+    """Run one piece and write its result; what was measured before a failure or SIGTERM is in it, with the reason."""
     from benchmarks.bench.lab import Lab
 
     begun = time.monotonic()
@@ -96,16 +106,19 @@ def measure(piece: Piece, options: argparse.Namespace, command: Sequence[str]) -
         "machine": machine(),
         "environment": ENVIRONMENT,
         "block_bytes": BLOCK * MODEL.kv_bytes_per_token,
-        "failed": None,
+        "failed": "it was ended",
     }
     try:
         runner.run(lambda some, runs: Lab(some, runs, say, options.lmcache_python), options.lmcache_python)
+        result["failed"] = None
     except Exception as error:
         traceback.print_exc()
-        result["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    result["seconds"] = round(time.monotonic() - begun, 1)
-    result["load_at_end"] = round(os.getloadavg()[0], 2)
-    return {**result, **runner.result}
+        result["failed"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    finally:
+        result |= {"seconds": round(time.monotonic() - begun, 1), "load_at_end": round(os.getloadavg()[0], 2)}
+        result |= runner.result
+        say(f"written: {write(result, options.out)}")
+    return result
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -130,7 +143,6 @@ def main(argv: list[str] | None = None) -> int:
     bad = []
     for piece in some:
         result = measure(piece, options, command)
-        print(f"{piece.name}: {write(result, options.out)}", flush=True)
         if result["failed"] or result["tokens"]["different"]:
             bad.append(f"{piece.name}: {result['failed'] or 'other tokens'}")
         elif options.publish:

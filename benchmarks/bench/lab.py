@@ -14,7 +14,7 @@ from benchmarks.bench.served import Daemon, Served, merged
 from benchmarks.bench.setting import BLOCK, MODEL, SETS, SHORT_TOKENS, Pace, Setting, plan, prompts, stored
 from tests.lab import process
 from tests.lab.checkpoint import make_checkpoint
-from tests.lab.engine import Engine, EngineSpec
+from tests.lab.engine import Engine, EngineError, EngineSpec
 from tests.lab.interference import Interference, cpu_s, ours
 from tests.lab.passes import Pass
 from tests.lab.prompts import make_prompts
@@ -70,6 +70,7 @@ class Lab:
         with contextlib.ExitStack() as stack:
             self._engines = {}
             count = settings[0].engines
+            known = len(self._far.daemon.records("engine.attached"))
             for variant in [variants.LOCAL, *self.variants]:
                 if variant in self._engines:
                     continue
@@ -78,6 +79,9 @@ class Lab:
                     continue
                 self._say(f"starting {'an engine' if count == 1 else f'{count} engines'}: {variant}")
                 self._engines[variant] = [stack.enter_context(self._engine(variant, settings)) for _ in range(count)]
+            attached = sum(len(several) for variant, several in self._engines.items() if variants.ours(variant))
+            if attached and self._far.daemon.wait_record("engine.attached", count=known + attached) is None:
+                raise EngineError("an engine did not attach to the daemon")
             self._far.away(max(each.rate_mbit(1.0) for each in settings))
             if not self._partial:
                 for setting in settings:

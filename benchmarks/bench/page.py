@@ -80,6 +80,13 @@ def reading(result: Result) -> list[str]:
     if mine is None:
         return []
     lines = []
+    ratios = [
+        figures[mine]["mean_s"].middle / figures[LOCAL]["mean_s"].middle
+        for point in result["points"]
+        if {mine, LOCAL} <= set(figures := point_figures(point, result["block_bytes"]))
+    ]
+    if ratios:
+        lines.append(f"* {mine}: {min(ratios):.2f} to {max(ratios):.2f} × the ideal's mean.")
     for other in variants_of(result):
         if other in (LOCAL, mine) or (ours(other) and other != ON_DEMAND):
             continue

@@ -30,8 +30,8 @@ class Piece:
     logarithmic: bool = False
 
     def settings(self, *, quick: bool) -> list[tuple[float, Setting]]:
-        """The points and their settings; a quick run has a third of the requests."""
-        base = self.base.but(requests=max(4, self.base.requests // 3)) if quick else self.base
+        """The points and their settings; a quick run has half of the requests."""
+        base = self.base.but(requests=self.base.requests // 2) if quick else self.base
         return [(point, self.vary(base, point)) for point in (self.quick if quick else self.points)]
 
 
@@ -56,7 +56,7 @@ PIECES = {
             "link",
             "How far may the store be?",
             "link, Gbit/s; 0: the slow disk",
-            (0.1, 0.25, 1, 2.5, 8, DISK),
+            (0.1, 0.25, 1, 8, DISK),
             (0.25, 1),
             lambda base, at: base.but(far="disk", link_mbit=250) if at == DISK else base.but(link_mbit=1000 * at),
             logarithmic=True,
@@ -65,7 +65,7 @@ PIECES = {
             "open",
             "What does prefetch bring at which load?",
             "rate of arrivals / capacity with all KV local",
-            (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1),
+            (0.5, 0.7, 0.9, 1.1),
             (0.5, 0.9),
             lambda base, at: base.but(level=at),
         ),
@@ -84,16 +84,15 @@ PIECES = {
             (2, 4, 8, 16),
             (4,),
             lambda base, at: base.but(arrivals="burst", level=at),
-            Setting(requests=32),
         ),
         Piece(
             "output",
             "Does the length of answers matter?",
             "output tokens, mean",
-            (10, 40, 80, 160, 320),
+            (10, 40, 80, 160),
             (10, 80),
             lambda base, at: base.but(output_tokens=(round(0.75 * at), round(1.25 * at))),
-            Setting(requests=16, link_mbit=250),
+            Setting(link_mbit=250),
         ),
         Piece(
             "prompt",
@@ -102,7 +101,7 @@ PIECES = {
             (250, 500, 1000, 2000, 3500),
             (500, 2000),
             lambda base, at: base.but(prompt_tokens=int(at)),
-            Setting(requests=16, link_mbit=250),
+            Setting(requests=12, link_mbit=250),
         ),
         Piece(
             "hits",
@@ -111,7 +110,7 @@ PIECES = {
             (0, 0.25, 0.5, 0.75, 1),
             (0, 0.5),
             lambda base, at: base.but(hit=at),
-            Setting(requests=16, level=0.35),
+            Setting(requests=10, level=0.5),
         ),
         Piece(
             "shared",
@@ -136,6 +135,7 @@ PIECES = {
             (1, 2, 4),
             (2,),
             lambda base, at: base.but(engines=int(at)),
+            Setting(requests=24),
             variants=(LOCAL, "upstream-async", OURS),
         ),
     )

@@ -49,7 +49,7 @@ class Setting:
 
     arrivals: Literal["closed", "open", "burst", "behind"] = "open"
     level: float = 0.75
-    requests: int = 24
+    requests: int = 16
     prompt_tokens: int = 1500
     output_tokens: tuple[int, int] = (60, 100)
     hit: float = 1.0
