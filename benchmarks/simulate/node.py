@@ -13,6 +13,7 @@ from functools import partial
 from benchmarks.simulate.events import Event, Loop, ns
 from benchmarks.simulate.link import Link, MediumModel
 from benchmarks.simulate.workload import HASH_BYTES, SimRequest, StoreContents
+from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.planning.planner import Planner
 from kvprefetch.daemon.planning.requests import Key, Order, Publication
 from kvprefetch.daemon.planning.runs import Lane
@@ -37,6 +38,8 @@ class NodeModel:
     """The same for the lane of blocks on disks. 0: look-ups do not say where blocks lie."""
     look_up_s: float = 0.0005
     """One look-up, on the only thread for them."""
+    wasted_share: float = DaemonConfig.model_fields["wasted_share"].default
+    """The planner's ceiling of waste; 1: none."""
     turns: bool = True
     """Reads from memory begin one after the other, as the daemon's do over TCP."""
     message_s: float = 0.00005
@@ -58,6 +61,7 @@ class Flag:
     slots: list[int] = field(default_factory=list)
     found: int = 0
     """Leading blocks that the store holds; 0 before the look-up."""
+    loaded: range = range(0)
 
 
 @dataclass(slots=True)
@@ -121,7 +125,9 @@ class Node:
         self._memory, self._disk = Link(loop, model.memory), Link(loop, model.disk)
         self._pace = Pace()
         self._flags = _Flags(changed)
-        self._planner = Planner(model.staging_blocks, self._flags, chunk_blocks=model.chunk_blocks)
+        self._planner = Planner(
+            model.staging_blocks, self._flags, chunk_blocks=model.chunk_blocks, wasted_share=model.wasted_share
+        )
         self._message_ns, self._look_up_ns = ns(model.message_s), ns(model.look_up_s)
         self._requests: dict[Key, SimRequest] = {}
         self._look_ups: deque[Key] = deque()
@@ -161,7 +167,9 @@ class Node:
 
     def loaded(self, key: Key, start: int, stop: int, local: int) -> None:
         """The engine has copied blocks [start, stop) of this hint, whose slots begin at block `local`."""
-        for slot in self._flags.of[key].slots[start - local : stop - local]:
+        flag = self._flags.of[key]
+        flag.loaded = range(start, stop)
+        for slot in flag.slots[start - local : stop - local]:
             if slot in self._unloaded:
                 self._unloaded.remove(slot)
                 self.counters.loaded_first += 1
@@ -247,7 +255,7 @@ class Node:
         self._pump()
 
     def _finished(self, key: Key, report: Callable[[int], None] | None) -> None:
-        request = self._planner.finish(key)
+        request = self._planner.finish(key, self._flags.of[key].loaded)
         self.counters.taken_back += request.taken_back if request is not None else 0
         if report is not None:
             report(request.last_byte_ns if request is not None else 0)

@@ -56,6 +56,7 @@ class Services(NamedTuple):
     disk_call_bytes: int
     lease_ns: int
     media: bool
+    wasted_share: float
     histories: Histories
 
 
@@ -81,6 +82,7 @@ class EpochParts(Caller):
             chunk_blocks=chunk_blocks,
             lost=memory.staging.lost,
             disk_chunk_blocks=min(chunk_blocks, services.disk_call_bytes // part_bytes),
+            wasted_share=services.wasted_share,
         )
         self._negative = NegativeCache()
         self.prefixes = None if engine.groups is None else Prefixes(engine.groups)

@@ -2,7 +2,7 @@
 
 Each request pins the blocks that it wants.  Unpinned blocks stay until another block needs their room; the least
 recently used goes first.  Blocks from disk use only part of the slots, so that blocks from memory always find room.
-A fetched block is waste if its slot is given up before any request loads it.
+A fetched block is waste if its slot is given up before any request loads it; ceiling.py says when that is too much.
 
 Blocks that follow one another in a prompt and have all else in common form one run.  The table finds, pins and unpins
 whole runs, so a prompt costs as much work as it meets runs, not blocks.  It cuts a run where a request wants or gets
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from .ceiling import Ceiling
 from .runs import BlockState, Lane, Run
 
 
@@ -29,7 +30,8 @@ class Blocks:
     A slot that is in `lost` when it comes back is never used again; the caller adds to that set.
     """
 
-    def __init__(self, slot_count: int, disk_slots: int, lost: Set[int]) -> None:
+    def __init__(self, slot_count: int, disk_slots: int, lost: Set[int], ceiling: Ceiling) -> None:
+        self.ceiling = ceiling
         self.slot_count = slot_count
         self.disk_slots = disk_slots
         self.lost = 0  # slots that are never used again
@@ -104,6 +106,7 @@ class Blocks:
             for digest in run.digests[kept:]:
                 del self._index[digest]
             self._map(run.slots[kept:], None)
+            self._rests(run, kept - len(run))
             self._waste(run, len(run) - kept)
             slots += run.slots[kept:]
             del run.digests[kept:], run.slots[kept:]
@@ -124,9 +127,11 @@ class Blocks:
         if (slot := self._index.get(digest)) is None:
             return False
         run = self.at(slot)
-        run.warming = warming
-        if run in self._idle:
+        idle = run in self._idle
+        if idle:
             self._idle.move_to_end(run)
+            self._rests(run, -len(run))
+        run.warming = warming
         return True
 
     def add_warm(self, digests: Sequence[bytes], lane: Lane, warming: str) -> array[int]:
@@ -148,7 +153,7 @@ class Blocks:
             self._count_sole(number, len(run))
             self.pinned += len(run)
             if not run.in_call:
-                del self._idle[run]
+                self._wakes(run)
                 self.used[run.lane] += len(run)
         elif run.pins == 1:
             self._count_sole(run.holders, -len(run))
@@ -191,7 +196,7 @@ class Blocks:
         for digest in run.digests:
             del self._index[digest]
         if run in self._idle:
-            del self._idle[run]
+            self._wakes(run)
             self._release(run)
 
     def detach_all(self) -> None:
@@ -204,6 +209,7 @@ class Blocks:
         for run in {run for run in self._runs if run is not None}:
             self._waste(run, len(run))
             run.unloaded = False
+        self.ceiling.unused = 0
 
     def cut(self, slot: int) -> Run:
         """Return the run that begins with this slot, cut there if need be."""
@@ -250,6 +256,7 @@ class Blocks:
             self._release(run)
         else:
             self._idle[run] = None
+            self._rests(run, len(run))
 
     def _release(self, run: Run) -> None:
         self._waste(run, len(run))
@@ -258,9 +265,20 @@ class Blocks:
         self.lost += len(run) - len(back)
         self._free.extend(back)
 
+    def _wakes(self, run: Run) -> None:
+        del self._idle[run]
+        self._rests(run, -len(run))
+
+    def _rests(self, run: Run, change: int) -> None:
+        """Change how many idle blocks no request loaded."""
+        if run.unloaded and not run.warming:
+            self.ceiling.unused += change
+
     def _waste(self, run: Run, blocks: int) -> None:
         if run.unloaded:
             self.wasted[run.lane] += blocks
+            if not run.warming:
+                self.ceiling.wasted(blocks)
 
     def _count_sole(self, number: int, change: int) -> None:
         """Change how many blocks only this request pins."""
@@ -281,6 +299,9 @@ class Blocks:
             "slots_free": len(self._free),
             "slots_idle": self.slot_count - len(self._free) - sum(self.used) - self.lost,
             "slots_lost": self.lost,
+            "slots_unused": self.ceiling.unused,
+            "blocks_wasted": sum(self.wasted),
+            "prefetch_limited": int(self.ceiling.passed),
             "blocks_pinned": self.pinned,
         }
 
@@ -312,6 +333,7 @@ class Blocks:
         assert self.used == [sum(len(run) for run in runs - idle if run.lane is lane) for lane in Lane]
         gauges = self.gauges()
         assert (gauges["slots_idle"], gauges["slots_lost"]) == (sum(map(len, idle)), len(gone))
+        assert gauges["slots_unused"] == sum(len(run) for run in idle if run.unloaded and not run.warming)
         assert gauges["blocks_pinned"] == sum(len(run) for run in runs if run.pins)
         assert self.sole == Counter(numbers[0] for numbers in holders.values() if len(numbers) == 1)
         return {slot for run in runs if run.unloaded for slot in run.slots}

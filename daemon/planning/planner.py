@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Sequence, Set
 
 from .blocks import Blocks
+from .ceiling import Ceiling
 from .holdings import Holdings
 from .queues import Queues, Stop, Victims
 from .requests import Broken, Failure, FlagPort, Key, Order, Publication, Request, TakenBack, Urgency
@@ -30,11 +31,19 @@ class Planner:
     """Plans one engine's staging slots [0, slot_count), without those that are in `lost` when they come back."""
 
     def __init__(
-        self, slot_count: int, flags: FlagPort, *, chunk_blocks: int, disk_chunk_blocks: int = 0, lost: Set[int] = NONE
+        self,
+        slot_count: int,
+        flags: FlagPort,
+        *,
+        chunk_blocks: int,
+        disk_chunk_blocks: int = 0,
+        lost: Set[int] = NONE,
+        wasted_share: float = 1.0,
     ) -> None:
         self._flags = flags
         self._chunk_blocks = (max(1, chunk_blocks), max(1, disk_chunk_blocks or chunk_blocks))
-        self.blocks = Blocks(slot_count, max(1, int(slot_count * DISK_SHARE)), lost)
+        ceiling = Ceiling(wasted_share, slot_count)
+        self.blocks = Blocks(slot_count, max(1, int(slot_count * DISK_SHARE)), lost, ceiling)
         self.requests: dict[Key, Request] = {}
         self._numbers: dict[int, Request] = {}
         self._queues = Queues(self._numbers)
@@ -54,6 +63,7 @@ class Planner:
         self._sequence += 1
         request = Request(key, hashes, hash_bytes, local, priority, self._sequence, ready=local, issued=local)
         self.requests[key] = self._numbers[request.sequence] = request
+        self._queues.arrived(request)
         self._holdings.pin_known(request, request.blocks)
         return request
 
@@ -62,6 +72,7 @@ class Planner:
         self._sequence += 1
         request = Request(key, b"", 1, 0, priority, self._sequence, whole=True, none_of_them=local)
         self.requests[key] = self._numbers[request.sequence] = request
+        self._queues.arrived(request)
         return request
 
     def choose(self, request: Request, hashes: bytes, hash_bytes: int, count: int, on_disk: bytes = b"") -> None:
@@ -128,6 +139,8 @@ class Planner:
         """An order came back. The first failed block of a request ends its usable prefix; `failure` says why."""
         if (overdue := self._overdue.pop(number, None)) is not None:
             self.blocks.wasted[overdue.lane] += sum(results)
+            self.blocks.ceiling.fetched(sum(results))
+            self.blocks.ceiling.wasted(sum(results))
             for run in list(self.blocks.runs(overdue.slots)):
                 self.blocks.returned(run)
             self._queues.changed()
@@ -142,6 +155,8 @@ class Planner:
             ok, at = results[at], at + len(run)
             if ok:
                 run.state, run.unloaded = BlockState.STAGED, True
+                if not run.warming:
+                    self.blocks.ceiling.fetched(len(run))
                 if run.first_requester is not None:
                     run.first_requester.fetched_blocks += len(run)
                     run.first_requester.disk_blocks += run.lane * len(run)
@@ -223,6 +238,9 @@ class Planner:
             request = self._queues.head(lane)
             if request is None or self._queues.must_yield(lane, request.urgency):
                 break
+            if self.blocks.ceiling.passed and not self._queues.is_near(request):
+                self._queues.stop(lane, Stop.TOO_EARLY)
+                break
             stop = self._issue(request, lane, digests, slots, chunk)
             self._holdings.advance(request)
             if stop is Stop.LANE:
@@ -259,7 +277,7 @@ class Planner:
 
     def starved(self, lane: Lane) -> bool:
         """Whether a request of this lane waits for room in staging."""
-        return not self._queues.wants(lane) and self._queues.head(lane) is not None
+        return self._queues.starved(lane)
 
     def wants(self, lane: Lane) -> bool:
         """Whether next_order(lane) is worth a call."""

@@ -37,6 +37,7 @@ class Stop(enum.Enum):
     LANE = "its next block belongs to the other lane"
     NO_ROOM = "no slot"
     NO_BUDGET = "its lane holds as many slots as it may"
+    TOO_EARLY = "too many fetched blocks went unused, and the scheduler is not near this request"
 
 
 class Queues:
@@ -46,6 +47,7 @@ class Queues:
         self._numbers = numbers
         self._heaps: tuple[list[Urgency], list[Urgency]] = ([], [])
         self._stopped: list[Stop | None] = [None, None]
+        self._arrived: list[Urgency] = []  # of requests that the scheduler has not asked for
 
     def enter(self, request: Request) -> None:
         """Enter a request, also after a change of its lane or urgency; a new head starts a stopped lane again."""
@@ -65,6 +67,18 @@ class Queues:
             heapq.heappop(heap)
         return None
 
+    def arrived(self, request: Request) -> None:
+        push(self._arrived, request.urgency, self._numbers)
+
+    def is_near(self, request: Request) -> bool:
+        """Whether the scheduler asked for this request, or it is the first of the others that has or may get blocks."""
+        while not request.asked and self._arrived:
+            first = self._numbers.get(self._arrived[0][2])
+            if first is not None and not first.asked and (first.held or not first.final):
+                return first is request
+            heapq.heappop(self._arrived)
+        return True
+
     def wants(self, lane: Lane) -> bool:
         """Whether an order of this lane is worth a try."""
         return self._stopped[lane] is None and bool(self._heaps[lane])
@@ -76,6 +90,10 @@ class Queues:
     def changed(self) -> None:
         """There may be room now."""
         self._stopped = [None, None]
+
+    def starved(self, lane: Lane) -> bool:
+        """Whether this lane waits for room."""
+        return self._stopped[lane] in (Stop.NO_ROOM, Stop.NO_BUDGET) and self.head(lane) is not None
 
     def must_yield(self, lane: Lane, urgency: Urgency) -> bool:
         """Whether a more urgent request of the other lane waits for the next slot that comes back."""

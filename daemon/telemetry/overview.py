@@ -17,7 +17,21 @@ Numbers = Mapping[str, int | str]
 _GROWING = ("hints", "fetched_blocks", "transfer_ms", "hidden_ms")
 _PATHS = {"memory": "fetches from memory", "disk": "fetches from disk", "save": "puts"}
 _WINDOWS = {"5m": "last 5 min", "hour": "last hour", "day": "last day"}
-COLUMNS = ("ENGINE", "PEND", "FETCH", "PINNED", "IDLE", "FREE", "SAVES", "HINTS", "HIT", "HIDDEN", "DROP", "BAD")
+COLUMNS = (
+    "ENGINE",
+    "PEND",
+    "FETCH",
+    "PINNED",
+    "IDLE",
+    "FREE",
+    "SAVES",
+    "HINTS",
+    "HIT",
+    "HIDDEN",
+    "WASTED",
+    "DROP",
+    "BAD",
+)
 
 
 class SlowRequest(BaseModel):
@@ -73,9 +87,16 @@ def row(engine: Numbers) -> list[str]:
         *(str(_int(engine, name)) for name in counts),
         percent(hit / (hit + miss) if hit + miss else None),
         percent(hidden_fraction([engine])),
+        wasted(engine),
         str(_int(engine, "dropped_hints")),
         str(_int(engine, "bad_records")),
     ]
+
+
+def wasted(engine: Numbers) -> str:
+    """Return the share of fetched blocks that no request loaded, marked while prefetch holds back for it."""
+    fetched, unused = _int(engine, "fetched_blocks"), _int(engine, "blocks_wasted") + _int(engine, "slots_unused")
+    return percent(unused / fetched if fetched else None) + ("!" if _int(engine, "prefetch_limited") else "")
 
 
 def headline(status: Status) -> str:

@@ -163,6 +163,18 @@ def test_every_request_ends_once_and_every_fetched_block_is_accounted_for(name: 
     assert math.isnan(result.hidden_fraction) or 0.0 <= result.hidden_fraction <= 1.0
 
 
+@pytest.mark.parametrize("policy", ["wait", "best_effort"])
+def test_past_the_ceiling_of_waste_all_are_served_with_less_of_it(policy: str) -> None:
+    load = replace(SCENARIOS["aborts"].load, requests=1500 if policy == "wait" else 400)
+    aborts = replace(SCENARIOS["aborts"], load=load)
+    free, held = (
+        simulate(replace(aborts, node=replace(aborts.node, wasted_share=share)), POLICIES[policy])
+        for share in (1.0, 0.0)
+    )
+    assert held.finished + held.aborted == held.arrived == load.requests
+    assert held.node.wasted < 0.9 * free.node.wasted
+
+
 def test_equal_seeds_give_equal_runs_and_others_do_not() -> None:
     first, again, other = (run_named("aborts", "wait", 80, seed) for seed in (7, 7, 8))
     assert outcome(first) == outcome(again)

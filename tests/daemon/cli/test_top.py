@@ -42,6 +42,7 @@ ENGINE = {
     "engine": "e", "epoch": 1, "block_bytes": 1000, "transfer_ms": 400, "hidden_ms": 300, "hints": 10,
     "fetched_blocks": 50, "hit_blocks": 60, "miss_blocks": 20, "requests": 3, "orders": 1, "blocks_pinned": 4,
     "slots_idle": 5, "slots_free": 6, "saves_queued": 2, "dropped_hints": 8, "bad_records": 9,
+    "slots_unused": 2, "blocks_wasted": 3,
 }  # fmt: skip
 AT_REST = overview.Rates(0.0, 0.0, None)
 
@@ -81,8 +82,10 @@ def test_a_row_has_a_cell_for_each_column() -> None:
     cells = dict(zip(overview.COLUMNS, overview.row(engine()), strict=True))
     assert cells == {
         "ENGINE": "e", "PEND": "3", "FETCH": "1", "PINNED": "4", "IDLE": "5", "FREE": "6", "SAVES": "2",
-        "HINTS": "10", "HIT": "75 %", "HIDDEN": "75 %", "DROP": "8", "BAD": "9",
+        "HINTS": "10", "HIT": "75 %", "HIDDEN": "75 %", "WASTED": "10 %", "DROP": "8", "BAD": "9",
     }  # fmt: skip
+    assert overview.wasted(engine(prefetch_limited=1)) == "10 %!"
+    assert overview.wasted({}) == "–"
     assert overview.row({"engine": "x\x1b[2J"})[0] == "x\N{REPLACEMENT CHARACTER}[2J"
     assert overview.row(engine(engine="4f1c" * 9))[0] == "4f1c" * 9, "whole: --engine takes it"
 
@@ -166,7 +169,7 @@ def test_a_narrow_terminal_cuts_names_short_and_no_number() -> None:
     one = slow("cmpl-" + "9" * 40, "e" * 36, "recomputed", 31.6, cause="link")
     lines = shown(status(engine(engine="4f1c" * 8, hints=1234567, slots_idle=76800), slowest=[one]), 80)
     line = next(line for line in lines if line.startswith("4f1c"))
-    assert line.split()[1:] == ["3", "1", "4", "76800", "6", "2", "1234567", "75", "%", "75", "%", "8", "9"]
+    assert line.split()[1:] == ["3", "1", "4", "76800", "6", "2", "1234567", "75", "%", "75", "%", "10", "%", "8", "9"]
     line = next(line for line in lines if "recomputed" in line)
     assert line.split()[:9] == ["31.6", "ms", "recomputed", "slow", "link", "99.9", "MB", "118", "s"]
     assert "cmpl-" in line

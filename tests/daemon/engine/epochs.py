@@ -86,6 +86,7 @@ def make_epoch(
         structlog.get_logger(),
         clock_ns,
         chunk_bytes=4096 * chunk_blocks,
+        wasted_share=1.0,
         disk_call_bytes=1 << 20,
         lease_ns=10 * SECOND_NS,
         media=False,

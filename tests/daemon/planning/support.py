@@ -80,10 +80,12 @@ class Planner(module.Planner):
     next_order, reset, finish = map(_pulled, ("next_order", "reset", "finish"))
 
 
-def planned(slots: int, chunk: int, lost: Set[int] = frozenset()) -> tuple[Planner, FlagsModel]:
+def planned(
+    slots: int, chunk: int, lost: Set[int] = frozenset(), *, wasted_share: float = 1.0
+) -> tuple[Planner, FlagsModel]:
     """Return a planner of so many slots with orders of up to `chunk` blocks, and its flags."""
     flags = FlagsModel()
-    return Planner(slots, flags, chunk_blocks=chunk, lost=lost), flags
+    return Planner(slots, flags, chunk_blocks=chunk, lost=lost, wasted_share=wasted_share), flags
 
 
 def digests(*names: str) -> bytes:
