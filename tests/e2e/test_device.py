@@ -132,7 +132,7 @@ def test_loads_from_device_slots_give_the_same_tokens_and_nothing_survives_a_kil
 @pytest.mark.parametrize(
     ("options", "extra"),
     [
-        ((), {"load_mode": "async"}),
+        pytest.param((), {"load_mode": "async"}, marks=pytest.mark.stress),
         (("--device-owner", "engine"), {}),
         (("--device-owner", "engine"), {"load_mode": "async", "wait_policy": "adaptive"}),
     ],

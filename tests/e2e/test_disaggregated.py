@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,6 @@ import pytest
 
 from tests.e2e.conftest import BLOCK, Site, whole_blocks
 from tests.lab.engine import Engine, EngineSpec
-from tests.lab.process import free_ports
 from tests.lab.prompts import make_prompts
 
 pytest.importorskip("nixl", reason="NIXL is not installed")
@@ -30,6 +30,12 @@ def configurations() -> dict[str, dict[str, Any]]:
     return {name: json.loads(text) for name, text in re.findall(r"(\w+):\n\n```json\n(.*?)```", PAGE, re.DOTALL)}
 
 
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
 @pytest.fixture(scope="module")
 def start(site: Site) -> Callable[..., Engine]:
     def start(name: str, order: Callable[[list[Any]], list[Any]] = list) -> Engine:
@@ -41,7 +47,7 @@ def start(site: Site) -> Callable[..., Engine]:
                 waits = {"wait_policy": "timeout", "wait_timeout_ms": 60_000}
                 child |= {"kv_connector_extra_config": {"socket": str(site.daemon.socket), **waits}}
         transfer["kv_connector_extra_config"]["connectors"] = order(children)
-        env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(1)[0])}
+        env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
         return site.engine(EngineSpec(model=site.model, kv_transfer=transfer, env=env | {"UCX_TLS": "tcp,self"}))
 
     return start
@@ -63,7 +69,14 @@ def handed_over(prefill: Engine, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.shows("prefill/decode, beside a peer-to-peer connector")
-@pytest.mark.parametrize("decoder", ["NIXL alone", "NIXL first", "ours first"])
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        pytest.param("NIXL alone", marks=pytest.mark.stress),
+        "NIXL first",
+        pytest.param("ours first", marks=pytest.mark.stress),
+    ],
+)
 def test_a_decode_engine_takes_from_its_peer_and_from_the_store(
     site: Site, start: Callable[..., Engine], prefill: Engine, plain: Engine, decoder: str
 ) -> None:
@@ -89,7 +102,7 @@ def test_a_decode_engine_takes_from_its_peer_and_from_the_store(
     alone = decoder == "NIXL alone"
     check("store", [None] * len(PROMPTS), everything if alone else stored)
 
-    gone = {"remote_engine_id": str(uuid.uuid4()), "remote_port": free_ports(1)[0]}
+    gone = {"remote_engine_id": str(uuid.uuid4()), "remote_port": free_port()}
     lost = [each | gone for each in handed_over(prefill, f"q {decoder}")]
     check("gone", lost, everything if alone else stored)
 

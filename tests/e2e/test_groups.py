@@ -115,6 +115,7 @@ def test_under_preemption_and_with_aborted_requests(
     engine.stop()
 
 
+@pytest.mark.stress
 @pytest.mark.shows("two tensor-parallel ranks", "full attention and sliding windows")
 @needs_cxx
 def test_on_two_ranks(site: Site, engines: Callable[..., Engine], tmp_path: Path) -> None:

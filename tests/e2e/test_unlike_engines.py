@@ -39,7 +39,11 @@ def pair_of(differing: str, model: Path, folder: Path) -> tuple[EngineSpec, Engi
 
 
 @pytest.mark.shows("engines with other KV share nothing")
-@pytest.mark.parametrize("differing", ["weights", "config", "dtype", "kv_dtype"])
+@pytest.mark.parametrize(
+    "differing",
+    # tests/connector/test_fingerprint.py shows each of the others without an engine.
+    ["weights", *(pytest.param(each, marks=pytest.mark.stress) for each in ("config", "dtype", "kv_dtype"))],
+)
 def test_engines_whose_kv_differs_each_store_and_load_their_own(
     site: Site, engines: Callable[..., Engine], tmp_path: Path, differing: str
 ) -> None:
@@ -103,6 +107,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
+@pytest.mark.stress
 @needs_cxx
 def test_an_equal_engine_of_another_folder_after_a_restart_and_of_a_later_vllm_shares_what_is_stored(
     site: Site, engines: Callable[..., Engine], tmp_path: Path

@@ -84,6 +84,7 @@ def test_an_engine_serves_on_beside_an_older_daemon_and_attaches_to_its_successo
             engine.stop()
 
 
+@pytest.mark.stress
 def test_an_older_engine_serves_on_beside_the_daemon(
     model: Path, right: list[list[int]], engines: Callable[..., Engine], tmp_path: Path
 ) -> None:

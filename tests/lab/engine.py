@@ -118,12 +118,13 @@ class EngineSpec:
 class Engine:
     """A running engine; use as a context manager.
 
-    With a `template` it is forked of that, unless the spec asks for what a process takes up before or in its imports.
+    With a `template` it is forked of that, unless the spec asks for what a process takes up before or in its imports:
+    of `env` that is PYTHONPATH.
     """
 
     def __init__(self, spec: EngineSpec, *, template: Template | None = None) -> None:
         self.spec = spec
-        own = spec.env or spec.threads != 1 or spec.python != Path(sys.executable)
+        own = "PYTHONPATH" in spec.env or spec.threads != 1 or spec.python != Path(sys.executable)
         self._template = None if own else template
         self.scratch = process.scratch("engine")
         self.log = self.scratch / "engine.log"

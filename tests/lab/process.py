@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -37,19 +36,12 @@ def scratch(name: str) -> Path:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports that were free on every address a moment ago; all are held open together, so they differ.
-
-    They lie below those that the kernel gives to outgoing connections: one of these would take a port in between.
-    """
-    outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    """TCP ports that were free on every address a moment ago; all are held open together, so they differ."""
     with contextlib.ExitStack() as stack:
-        ports: list[int] = []
-        while len(ports) < count:
-            port = random.SystemRandom().randrange(20_000, max(outgoing, 21_000))
-            with contextlib.suppress(OSError):
-                stack.enter_context(socket.socket()).bind(("", port))
-                ports.append(port)
-        return ports
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
 
 
 def listens(host: str, port: int) -> bool:
