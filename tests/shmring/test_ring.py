@@ -219,6 +219,13 @@ def test_the_bell_rings_for_a_sleeper_and_for_nobody_else(make: Make) -> None:
 def test_clearing_the_bell_waits_for_nobody_whatever_the_producer_does_to_it() -> None:
     """Both sides share an open file: the producer can clear its O_NONBLOCK, and take a ring that the consumer saw."""
     bell = Doorbell.create()
+    try:
+        os.preadv(bell.fd, [bytearray(8)], -1, os.RWF_NOWAIT)
+    except BlockingIOError:
+        pass
+    except OSError:
+        bell.close()
+        pytest.skip("no read that promises not to wait for an eventfd (Linux before 5.8; QEMU's user mode)")
     bell.ring()
     bell.clear()
     os.set_blocking(bell.fd, True)

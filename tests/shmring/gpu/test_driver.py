@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import threading
 import time
@@ -39,6 +40,8 @@ int cuGetErrorName(int code, const char **text) { *text = code == 101 ? "INVALID
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    if shutil.which("cc") is None:
+        pytest.skip("cc is not installed")
     folder: Path = tmp_path_factory.mktemp("driver")
     (folder / "driver.c").write_text(LIBRARY)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", "driver.so", "driver.c"], cwd=folder, check=True)
