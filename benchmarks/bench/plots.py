@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench.figures import point_figures
+from benchmarks.bench.figures import exposed_bound_s, point_figures
 from benchmarks.bench.hiding import hiding
 from benchmarks.bench.variants import LOCAL, RECOMPUTED
 
@@ -28,6 +28,8 @@ COLORS = {
     "kvprefetch-best-effort": "#0072B2",
 }
 BOUND = "bound: max(0, F - W)"
+# Steps of the bound's curve.
+CURVE = 40
 
 
 @dataclass(slots=True)
@@ -45,6 +47,7 @@ class Drawing:
     x: str
     y: str
     logarithmic: bool
+    ticks: list[float]
     lines: dict[str, Line] = field(default_factory=dict)
 
     def add(self, name: str, x: float, y: float, low: float, high: float) -> None:
@@ -61,7 +64,8 @@ def drawing(result: Mapping[str, Any]) -> Drawing:
     block_bytes = result["block_bytes"]
     behind = any(hiding(point, block_bytes) for point in result["points"])
     y = "part of the fetch that the request notices (1: all)" if behind else "time to first token, mean, s"
-    made = Drawing(result["question"], result["axis"], y, result["logarithmic"])
+    ticks = [point["at"] for point in result["points"]]
+    made = Drawing(result["question"], result["axis"], y, result["logarithmic"], ticks)
     for point in result["points"]:
         if behind:
             for variant, each in hiding(point, block_bytes).items():
@@ -70,13 +74,16 @@ def drawing(result: Mapping[str, Any]) -> Drawing:
                     value / each.fetch_s for value in (each.exposed.low, each.exposed.middle, each.exposed.high)
                 )
                 made.add(variant, x, middle, low, high)
-                made.add(
-                    BOUND, x, each.bound_s / each.fetch_s, each.bound_s / each.fetch_s, each.bound_s / each.fetch_s
-                )
             continue
         for variant, figures in point_figures(point, block_bytes).items():
             mean = figures["mean_s"]
             made.add(variant, point["at"], mean.middle, mean.low, mean.high)
+    if behind:
+        xs = [x for line in made.lines.values() for x, *_ in line.points]
+        for step in range(CURVE + 1):
+            x = min(xs) * (max(xs) / min(xs)) ** (step / CURVE)
+            bound = exposed_bound_s(x, 1.0)
+            made.add(BOUND, x, bound, bound, bound)
     return made
 
 
@@ -102,7 +109,12 @@ def draw(made: Drawing, path: Path) -> None:
                 xs, ys, yerr=spread, color=COLORS.get(name), linestyle=dashes, linewidth=1.3, marker=".", label=name
             )
         if made.logarithmic:
-            axes.set_xscale("symlog", linthresh=0.1)
+            if min(made.ticks) > 0:
+                axes.set_xscale("log")
+            else:
+                axes.set_xscale("symlog", linthresh=min(each for each in made.ticks if each > 0))
+        axes.set_xticks(made.ticks, [f"{each:g}" for each in made.ticks])
+        axes.minorticks_off()
         axes.set_xlabel(made.x)
         axes.set_ylabel(made.y, fontsize=8)
         axes.set_ylim(bottom=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -56,6 +56,19 @@ class Budget:
 def built(setting: Setting) -> tuple[object, ...]:
     """What engines are started anew for."""
     return (setting.places, setting.spare, setting.engines)
+
+
+def unexpected(variant: str, setting: Setting, served: Served) -> Iterator[str]:
+    """What a pass should not have: other hits than the store has, or KV that an earlier pass had staged."""
+    if setting.shared or variant not in {*variants.PATIENT, variants.RECOMPUTED}:
+        return
+    hits = 0 if variant == variants.RECOMPUTED else setting.hit_tokens
+    if seen := set(served.requests.cached_tokens) - {hits}:
+        yield f"requests with {sorted(seen)} tokens of their prompt not computed instead of {hits}"
+    if served.daemon is not None:
+        fetched, wanted = sum(served.daemon.fetched_bytes), setting.requests * setting.fetched_bytes
+        if fetched < wanted:
+            yield f"{fetched} bytes were fetched instead of {wanted}"
 
 
 class Runner:
@@ -135,7 +148,5 @@ class Runner:
                 f"  CPU {served.engine_cpu_s:.1f} + {served.other_cpu_s:.1f} s"
                 + (f"  (others used {served.others_cores:.1f} cores)" if served.others_cores > 0.2 else "")
             )
-            hits = {0 if variant == variants.RECOMPUTED else setting.hit_tokens}
-            known = variant in variants.PATIENT or variant == variants.RECOMPUTED
-            if known and not setting.shared and set(served.requests.cached_tokens) != hits:
-                self._problem(f"{variant} at {point['at']:g}: hits {sorted(set(served.requests.cached_tokens))}")
+            for line in unexpected(variant, setting, served):
+                self._problem(f"{variant} at {point['at']:g}: {line}")

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from benchmarks.bench.runner import Budget, Runner
-from benchmarks.bench.served import Requests, Served
+from benchmarks.bench.runner import Budget, Runner, unexpected
+from benchmarks.bench.served import Daemon, Requests, Served
 from benchmarks.bench.setting import Pace, Setting
 
 SMALL = Setting(requests=2, prompt_tokens=200)
@@ -118,8 +118,21 @@ def test_unexpected_hits_are_a_problem() -> None:
             served.requests.cached_tokens = [0, setting.hit_tokens]
             return served
 
-    assert run(Cold(), levels(1), "local", rounds=1).result["problems"] == ["local at 1: hits [0, 192]"]
+    assert run(Cold(), levels(1), "local", rounds=1).result["problems"] == [
+        "local at 1: requests with [0] tokens of their prompt not computed instead of 192"
+    ]
     assert run(Cold(), levels(1), "kvprefetch", rounds=1).result["problems"] == [], "adaptive may recompute"
+
+
+def test_kv_that_was_staged_before_is_a_problem() -> None:
+    """Whatever is not fetched in the pass makes the variant look better than it is."""
+    served = Served(
+        Requests(cached_tokens=[192, 192]), total_s=1.0, daemon=Daemon(fetched_bytes=[SMALL.fetched_bytes, 0])
+    )
+    [line] = unexpected("kvprefetch-wait", SMALL, served)
+    assert line == f"{SMALL.fetched_bytes} bytes were fetched instead of {2 * SMALL.fetched_bytes}"
+    served.daemon = Daemon(fetched_bytes=[SMALL.fetched_bytes] * 2)
+    assert list(unexpected("kvprefetch-wait", SMALL, served)) == []
 
 
 def test_points_share_the_time_and_hand_on_what_is_left() -> None:

@@ -29,12 +29,17 @@ def missing(python: Path) -> str | None:
     """Why LMCache cannot be run with this interpreter, or None if it can."""
     if shutil.which("redis-server") is None:
         return "redis-server is not installed (package redis-server)"
-    probe = "import importlib.util as u; print([n for n in ('lmcache', 'vllm') if u.find_spec(n) is None])"
+    probe = (
+        "import importlib.util as u; print([n for n in ('lmcache', 'vllm') if u.find_spec(n) is None] "
+        "or ('' if u.find_spec('tests') is None else 'tests'))"
+    )
     try:
         found = subprocess.run([str(python), "-I", "-c", probe], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         return str(error)
-    return None if found.stdout.strip() == "[]" else f"{python} lacks {found.stdout.strip()}"
+    if found.stdout.strip() == "tests":
+        return f"{python} has a package named tests, which hides ours: pip uninstall cufile-python"
+    return f"{python} lacks {found.stdout.strip()}" if found.stdout.strip() else None
 
 
 class LMCache(Programs):
