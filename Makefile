@@ -18,7 +18,7 @@ ON_GPU  = PYTHONPATH=build/links PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONUNBUFFER
 CHECK_VENV  ?= .venv-check
 CHECK_TESTS ?= tests/shmring tests/daemon tests/models tests/chart tests/simulate/test_real.py tests/lab/test_ttft.py tests/bench \
 	tests/connector/test_config.py tests/connector/test_policy.py \
-	tests/test_docs.py tests/test_house.py tests/test_imports.py tests/test_operations.py tests/test_private.py tests/test_readme.py tests/test_site.py tests/test_release.py
+	tests/test_docs.py tests/test_house.py tests/test_imports.py tests/test_operations.py tests/test_private.py tests/test_readme.py tests/test_site.py tests/install/test_release.py
 CHECK_COVERAGE ?= 78
 
 .DEFAULT_GOAL := help

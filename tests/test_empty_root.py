@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.empty_root import EmptyRoot, missing
+from tests.support.empty_root import EmptyRoot, missing, put_checkout
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKOUT = "/root/kvprefetch"
@@ -69,7 +69,7 @@ def root() -> Iterator[EmptyRoot]:
         Path(folder).chmod(0o755)  # apt fetches as a user of its own
         made = EmptyRoot(Path(folder) / "debian")
         try:
-            made.put_checkout(ROOT, CHECKOUT)
+            put_checkout(ROOT, made.path / CHECKOUT.lstrip("/"))
             yield made
         finally:
             made.remove()

@@ -1,13 +1,15 @@
 """An engine on a booted machine: `python -m tests.install.engine WHAT NAME`, in the environment of an engine there.
 
-`save` saves values under a name and loads them, `load` finds them again; each says what came from the disk. `knock`
-connects again and again until the file NAME is there, and fails when a connection is refused.
+`save` saves values under a name and loads them, `load` finds them again; each says what came from the disk.
+`save-and-stop` then stops the daemon at once, before a disk's heartbeat of a second. `knock` connects again and again
+until the file NAME is there, and fails when a connection is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -33,9 +35,11 @@ def main(what: str, name: str) -> None:
     digests = [hashlib.sha256(f"{name}-{number}".encode()).digest() for number in range(BLOCKS)]
     blocks = {digest: digest * (BLOCK_BYTES // len(digest)) for digest in digests}
     engine = FakeEngine(SOCKET, engine_id=name, block_bytes=BLOCK_BYTES)
-    if what == "save":
+    if what != "load":
         engine.save(blocks)
     eventually(lambda: engine.load(digests, name=f"request-{name}") == [*blocks.values()], 30, "a hit")
+    if what == "save-and-stop":
+        subprocess.run(["systemctl", "stop", "kvprefetchd"], check=True)
     print(f"{engine.disk_blocks} of {BLOCKS} from disk")
     engine.close()
 

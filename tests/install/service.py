@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.install.conftest import Checkout
 from tests.lab import process
 from tests.support import empty_root, machine
-from tests.support.empty_root import EmptyRoot
+from tests.support.empty_root import NO_COMPILER, EmptyRoot, put_checkout
 from tests.support.machine import Machine
 from tests.support.pages import ROOT, blocks, files
 
 PAGE = "docs/install/systemd.md"
-CHECKOUT, ENGINE = "/srv/kvprefetch", "/srv/engine"
+# The tests, a folder with `dist` in it, and the environment of an engine.
+CHECKOUT, RELEASE, ENGINE = "/srv/kvprefetch", "/srv/release", "/srv/engine"
 DROP_INS = Path("/run/systemd/system/kvprefetchd.service.d")
 CONFIG = "/etc/kvprefetch/kvprefetchd.toml"
 QUICK = 'staging = "64MiB"\nmemory = "64MiB"\n'
@@ -32,28 +34,29 @@ ip -n far addr add {OTHER}/24 dev far0 && ip -n far link set far0 up
 
 
 @contextlib.contextmanager
-def installed(release: str = "") -> Iterator[tuple[EmptyRoot, dict[str, str]]]:
-    """A root with what a machine has: systemd, a user with an engine's environment, and then the page's installation.
-    Beside it, the files that it had before the installation."""
+def installed(released: Checkout, release: str = "") -> Iterator[tuple[EmptyRoot, dict[str, str]]]:
+    """A root with what a machine has: systemd, a user with an engine's environment, and then the page's installation
+    from the wheel. Beside it, the files that it had before the installation."""
     if why := empty_root.missing() or machine.missing():
         pytest.skip(why)
     folder = process.scratch("root")
     folder.chmod(0o755)
     root = EmptyRoot(folder / "debian", release)
     try:
-        root.put_checkout(ROOT, CHECKOUT)
+        put_checkout(ROOT, root.path / CHECKOUT.lstrip("/"))
+        released.put_dist(root.path / RELEASE.lstrip("/"))
         packages, install = blocks(PAGE, "root")
         system = "systemd-sysv dbus libpam-systemd iproute2"
         root.run(f"{packages}\napt-get install -y --no-install-recommends {system}", timeout_s=900)
         root.run(
             f"useradd --create-home engine\nuseradd stranger\npython3 -m venv {ENGINE}\n"
-            f"cp -r {CHECKOUT} /tmp/build\n{ENGINE}/bin/pip install --no-cache-dir /tmp/build pytest\nrm -r /tmp/build",
+            f"{ENGINE}/bin/pip install --no-cache-dir {RELEASE}/dist/*_$(uname -m).whl pytest\n{NO_COMPILER}",
             timeout_s=600,
         )
         with Machine(root):
             pass  # the first boot leaves files of its own
         before = files(root.path, CHECKOUT.lstrip("/"))
-        root.run(f"cd {CHECKOUT}\n{install}", timeout_s=600)
+        root.run(f"cd {RELEASE}\n{install}", timeout_s=600)
         yield root, before
     finally:
         root.remove()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.install import probe
+from tests.install.conftest import Checkout
 from tests.install.service import (
     CHECKOUT,
     DROP_INS,
@@ -41,9 +42,9 @@ pytestmark = [pytest.mark.stress, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
-def there() -> Iterator[tuple[Machine, EmptyRoot, dict[str, str]]]:
+def there(released: tuple[Checkout, str]) -> Iterator[tuple[Machine, EmptyRoot, dict[str, str]]]:
     """The machine on which the page's commands ran, up to a daemon that serves."""
-    with installed() as (root, before), Machine(root) as booted:
+    with installed(released[0]) as (root, before), Machine(root) as booted:
         serve, *_ = blocks(PAGE, "booted")
         said = booted.run(f"{LINK}\n{serve}")
         assert re.search(r"^ready: pid \d+, mode on", said, re.MULTILINE), said
@@ -117,17 +118,27 @@ def test_a_daemon_that_hangs_is_killed_and_comes_back(vm: Machine) -> None:
     ready(vm)
 
 
-def test_a_stop_writes_to_the_disk_and_a_start_finds_it(vm: Machine) -> None:
+def stop_after_saves(vm: Machine) -> None:
     configure(vm, 'disk = "/var/lib/kvprefetch/disk:256MiB"')
     vm.run("systemctl restart kvprefetchd")
-    assert vm.run(engine("save", "kept")) == FROM_MEMORY
-    vm.run("systemctl stop kvprefetchd")
+    assert vm.run(engine("save-and-stop", "kept")) == FROM_MEMORY
+
+
+def test_a_stop_writes_to_the_disk_and_a_start_finds_it(vm: Machine) -> None:
+    stop_after_saves(vm)
     assert shown(vm, "ActiveState", "Result") == ["inactive", "success"]
     vm.run("systemctl start kvprefetchd")
     assert vm.run(engine("load", "kept")) == FROM_DISK
     folder = "/var/lib/kvprefetch"
     closed = vm.run(f"stat -c '%a %U' {folder} {folder}/disk; find {folder}/disk -type f -perm /077")
     assert closed == "700 kvprefetch\n" * 2
+
+
+def test_a_stop_that_the_store_s_master_hears_too_loses_values(vm: Machine) -> None:
+    """Why the unit has KillMode=mixed, and that the test before could see it gone."""
+    drop_in(vm, "KillMode=control-group")
+    stop_after_saves(vm)
+    assert "store.unflushed" in vm.run("journalctl -u kvprefetchd -b -o cat -n 50")
 
 
 def test_a_bad_configuration_is_not_tried_again(vm: Machine) -> None:
@@ -249,15 +260,26 @@ def test_a_user_s_own_unit(vm: Machine) -> None:
 
 
 @pytest.fixture(scope="module")
-def newer() -> Iterator[Machine]:
+def newer(released: tuple[Checkout, str]) -> Iterator[Machine]:
     """The same on the next Debian, with a systemd of 253 or later that may filter by BPF."""
-    with installed("trixie") as (root, _), Machine(root, bpf=True) as booted:
+    with installed(released[0], "trixie") as (root, _), Machine(root, bpf=True) as booted:
         booted.run(f"{LINK}\n{blocks(PAGE, 'booted')[0]}")
         yield booted
 
 
 def test_a_newer_systemd_waits_for_the_reload(newer: Machine) -> None:
+    """A daemon that stands still keeps `systemctl reload` until it goes on; then the new value is there at once."""
     assert newer.run("systemctl show -p Type -p ExecReload kvprefetchd") == "Type=notify-reload\n"
+    configure(newer, 'mode = "off"')
+    newer.run("systemctl kill --kill-whom=main -s STOP kvprefetchd")
+    reloading = newer.start("systemctl reload kvprefetchd")
+    newer.eventually("test $(systemctl show --value -p ActiveState kvprefetchd) = reloading")
+    newer.run("sleep 2")
+    assert reloading.poll() is None, "it waits for the daemon"
+    newer.run("systemctl kill --kill-whom=main -s CONT kvprefetchd")
+    reloading.communicate(timeout=60)
+    assert reloading.returncode == 0
+    assert re.search(r"\bmode:? +off\b", newer.run("kvprefetchd status"))
     for mode in ("shadow", "on", "off", "on"):
         configure(newer, f'mode = "{mode}"')
         newer.run("systemctl reload kvprefetchd")

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.install.conftest import Checkout
 from tests.lab import process
-from tests.support.empty_root import EmptyRoot, missing
+from tests.support.empty_root import NO_COMPILER, EmptyRoot, missing
 from tests.support.pages import ROOT, blocks, files, traces
 
 PAGE = "docs/install/venv.md"
-HOME, CHECKOUT, MODEL = "/home/somebody", "/home/somebody/kvprefetch", "/srv/model"
+HOME, RELEASE, MODEL = "/home/somebody", "/home/somebody/release", "/srv/model"
 SCRIPT = "srv/script"  # the test's own
 # vLLM's caches, not ours.
 OF_VLLM = ("home/somebody/.cache", "home/somebody/.config/vllm", "home/somebody/.triton")
@@ -38,18 +39,19 @@ echo "left: $(ls /dev/shm) $(cat /proc/[0-9]*/comm | grep -E 'kvprefetch|mooncak
 
 
 @pytest.fixture
-def root() -> Iterator[EmptyRoot]:
-    """A machine with Debian's packages of the page, a user with a checkout, and an environment with vLLM."""
+def root(released: tuple[Checkout, str]) -> Iterator[EmptyRoot]:
+    """A machine with Debian's packages of the page, a user with a release, and an environment with vLLM."""
     if why := missing():
         pytest.skip(why)
     folder = process.scratch("root")
     folder.chmod(0o755)
     made = EmptyRoot(folder / "debian")
     try:
-        made.put_checkout(ROOT, CHECKOUT)
+        released[0].put_dist(made.path / RELEASE.lstrip("/"))
         versions = dict(re.findall(r"^(TORCH|VLLM)=(.*)$", (ROOT / ".ci/setup").read_text(), re.MULTILINE))
         packages = f"{blocks(PAGE, 'root')[0]}\napt-get install -y --no-install-recommends iproute2"
-        made.run(f"{packages}\nuseradd --create-home somebody; chown -R somebody: {HOME}", timeout_s=900)
+        made.run(f"{packages}\n{NO_COMPILER}", timeout_s=900)
+        made.run(f"useradd --create-home somebody; chown -R somebody: {HOME}", timeout_s=60)
         made.run(as_user(VLLM.format(**versions)), timeout_s=1500)
         writing = [sys.executable, "-m", "tests.lab.checkpoint", str(made.path / MODEL.lstrip("/"))]
         subprocess.run(writing, cwd=ROOT, check=True, timeout=120)
@@ -60,8 +62,8 @@ def root() -> Iterator[EmptyRoot]:
 
 
 def as_user(script: str) -> str:
-    """The script as the user, in the checkout."""
-    return f"cat > /{SCRIPT} <<'END-OF-SCRIPT'\ncd {CHECKOUT}\n{script}\nEND-OF-SCRIPT\n{AS_USER}"
+    """The script as the user, in the folder of the release."""
+    return f"cat > /{SCRIPT} <<'END-OF-SCRIPT'\ncd {RELEASE}\n{script}\nEND-OF-SCRIPT\n{AS_USER}"
 
 
 def without_network(script: str) -> str:
@@ -73,7 +75,7 @@ def without_network(script: str) -> str:
 @pytest.mark.timeout(3600)
 def test_a_user_serves_and_removes_it_again(root: EmptyRoot) -> None:
     """Two environments, a daemon, an engine that serves a request of which the daemon says a line, and nothing left."""
-    before = files(root.path, CHECKOUT.lstrip("/"), SCRIPT, *OF_VLLM)
+    before = files(root.path, RELEASE.lstrip("/"), SCRIPT, *OF_VLLM)
     install, *serve_and_remove = blocks(PAGE, "user")
     root.run(as_user(install), timeout_s=600)
     said = root.run(without_network(as_user("\n".join((MACHINE, *serve_and_remove, LEFT)))), timeout_s=600)
@@ -82,4 +84,4 @@ def test_a_user_serves_and_removes_it_again(root: EmptyRoot) -> None:
     assert re.search(r"request\.done .* miss: 0 of \d+ blocks", said), said
     assert "\nbad " not in said
     assert re.search(r"^left: *$", said, re.MULTILINE), said
-    assert "\n".join(traces(before, files(root.path, CHECKOUT.lstrip("/"), SCRIPT, *OF_VLLM))) == ""
+    assert "\n".join(traces(before, files(root.path, RELEASE.lstrip("/"), SCRIPT, *OF_VLLM))) == ""

@@ -22,6 +22,7 @@ FILES = ("etc/apt/auth.conf", "etc/resolv.conf", "etc/hosts")
 # The part of apt's configuration that says how to reach a source.
 APT_OPTION = re.compile(r"^Acquire::(https?::|Check-|Retries|ForceIPv).* \"[^\"]+\";$")
 PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+NO_COMPILER = "if command -v cc gcc; then exit 1; fi"
 # $1: the root; $2: the script in it; then the folders to show in it, read-only.
 ENTER = """
 root=$1 script=$2; shift 2
@@ -68,6 +69,28 @@ def _of_release(sources: list[Path], ours: str, release: str, folder: Path) -> l
     return copies
 
 
+def apt_options() -> list[str]:
+    """Return mmdebstrap's arguments for this machine's ways to a source; mmdebstrap reads no configuration itself."""
+    dump = subprocess.run(["apt-config", "dump"], capture_output=True, text=True, check=True).stdout
+    return [f"--aptopt={line}" for line in dump.splitlines() if APT_OPTION.match(line)]
+
+
+def put_checkout(checkout: Path, folder: Path) -> None:
+    """Copy what a clone would have, with the changes that are not committed."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        if (checkout / name).exists():  # else it is deleted, and not committed yet
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(checkout / name, target)
+
+
 class EmptyRoot:
     """Debian's essential packages and apt in `path`, of this machine's release or of another one."""
 
@@ -82,11 +105,9 @@ class EmptyRoot:
         ]
         if release and release != ours:
             sources = _of_release(sources, ours, release, path.with_suffix(".sources"))
-        dump = subprocess.run(["apt-config", "dump"], capture_output=True, text=True, check=True).stdout
-        options = [f"--aptopt={line}" for line in dump.splitlines() if APT_OPTION.match(line)]
         made_by = ["nice", "mmdebstrap", "--quiet", "--mode=root", "--variant=minbase"]
         subprocess.run(
-            [*made_by, *options, release or ours, path, *sources],
+            [*made_by, *apt_options(), release or ours, path, *sources],
             check=True,
             timeout=600,
         )
@@ -120,21 +141,6 @@ class EmptyRoot:
                     self._copy(Path(place))
         lines = [f"{name} = {value}" for name, value in settings.items()]
         (self.path / "etc/pip.conf").write_text("\n".join(["[global]", *lines, ""]))
-
-    def put_checkout(self, checkout: Path, folder: str) -> None:
-        """Copy what a clone would have, with the changes that are not committed."""
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=checkout,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for name in filter(None, listed.split("\0")):
-            if (checkout / name).exists():  # else it is deleted, and not committed yet
-                target = self.path / folder.lstrip("/") / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(checkout / name, target)
 
     def run(self, script: str, *, timeout_s: float) -> str:
         """Run a bash script as root and return its output; raise AssertionError when it fails or takes longer."""
