@@ -41,7 +41,8 @@ check: $(CHECK_VENV)/.done ## lint, types and the tests without vLLM, torch and 
 	@$(CHECK_VENV)/bin/python -m pytest -n $(JOBS) -m "not store and not vllm and not stress" \
 		--cov --cov-fail-under=$(CHECK_COVERAGE) --cov-report= $(CHECK_TESTS)
 
-# Files start in their order.  Otherwise the slowest ones, with few tests, start last, and one process is left alone.
+# Files start in the order of tests/conftest.py.  Otherwise the slowest ones, with few tests, start last, and one
+# process is left alone.
 test: setup lint ## set up, check, and run the default tests, those against real vLLM and Mooncake included
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --record
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Generator
 from dataclasses import astuple
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -55,8 +56,28 @@ def pytest_make_collect_report(
     return report
 
 
+def spread(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Put the files with engines evenly between the others: engines want cores, and most others wait for something.
+
+    Test processes take files in this order. The last tenth has no engines: no process is left alone with a long file.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    kinds: dict[bool, list[list[pytest.Item]]] = {True: [], False: []}
+    for tests in files.values():
+        kinds[any(test.get_closest_marker("e2e") for test in tests)].append(tests)
+    placed = [
+        (index / len(found) * (0.9 if engines else 1.0), tests)
+        for engines, found in kinds.items()
+        for index, tests in enumerate(found)
+    ]
+    return [test for _, tests in sorted(placed, key=lambda place: place[0]) for test in tests]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = spread(items)
     for item in items:
         item.user_properties += [("shows", astuple(each)) for each in shown.shown_by(item)]
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
