@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, compress, islice, repeat
+from itertools import chain, compress, islice
 from typing import Any, NamedTuple
 
 from ...shmring.wire.attach import WorkerInfo
@@ -44,15 +44,16 @@ class _Values(NamedTuple):
 class RankLayout:
     """Where one engine's blocks lie: the store key prefixes of the ranks (fixed at attach) and their staging.
 
-    `prefixes[g][r]`: of rank r's blocks of KV group g.  Ranks with one prefix are replicas, the same ranks in each
-    group: they hold the same bytes.  Rank r fills the save slots with slot % count == index, where (count, index) =
-    replicas[r].  `named`: a block's name is its digest and, in a last byte, the number of its group.
+    `prefixes[g][r]`: of rank r's blocks of KV group g.  Ranks with one prefix hold the same bytes of that group.  Rank
+    r fills the save slots with slot % count == index, where (count, index) = replicas[r].  `named`: a block's name is
+    its digest and, in a last byte, the number of its group.  `padded`: prefixes of values that may have zeros.
     """
 
     prefixes: tuple[tuple[str, ...], ...]
     replicas: tuple[tuple[int, int], ...]
     staging: HostStaging
     named: bool = False
+    padded: frozenset[str] = frozenset()
 
     @property
     def key_prefixes(self) -> list[str]:
@@ -60,35 +61,46 @@ class RankLayout:
         return list(chain.from_iterable(self.prefixes))
 
     @cached_property
-    def shards(self) -> list[list[int]]:
-        """Return the ranks that hold the same bytes, for each different part of a block."""
-        return _replicas(self.prefixes[0])
+    def shards(self) -> list[list[list[int]]]:
+        """Return, for each group, the ranks that hold the same bytes, for each different part of a block."""
+        return [_replicas(prefixes) for prefixes in self.prefixes]
+
+    def of_block(self, name: bytes) -> list[list[int]]:
+        """Return the `shards` of this block."""
+        return self.shards[name[-1] if self.named else 0]
 
     @classmethod
     def of(cls, workers: Sequence[WorkerInfo], staging: HostStaging, *, named: bool = False) -> RankLayout:
         """Return the layout of ranks that `check_replicas` accepted."""
         replicas = tuple((worker.put_factor, worker.put_turn) for worker in workers)
-        return cls(tuple(zip(*(worker.key_prefixes for worker in workers), strict=True)), replicas, staging, named)
+        prefixes = tuple(zip(*(worker.key_prefixes for worker in workers), strict=True))
+        padded = frozenset(
+            prefix
+            for worker in workers
+            for prefix, zeros in zip(worker.key_prefixes, worker.padded, strict=False)
+            if zeros
+        )
+        return cls(prefixes, replicas, staging, named, padded)
 
     @cached_property
     def _prefixes(self) -> list[list[str]]:
         """Return, for each group, the key prefix of each shard."""
-        return [[prefixes[first] for first, *_ in self.shards] for prefixes in self.prefixes]
+        return [
+            [prefixes[first] for first, *_ in shards]
+            for prefixes, shards in zip(self.prefixes, self.shards, strict=True)
+        ]
 
     @cached_property
-    def _firsts(self) -> list[tuple[int, int]]:
-        """Return (address of slot 0, bytes of a slot) of the first rank of each shard."""
-        addresses = self.staging.addresses(0)
-        return [(addresses[first], self.staging.block_bytes[first]) for first, *_ in self.shards]
+    def _places(self) -> list[tuple[int, int]]:
+        """Return (address of slot 0, bytes of a slot) of each rank."""
+        return list(zip(self.staging.addresses(0), self.staging.block_bytes, strict=True))
 
-    def _filled(self, slot: int) -> list[tuple[int, int]]:
-        """Return the same of the ranks that filled this slot."""
-        addresses, sizes = self.staging.addresses(0), self.staging.block_bytes
-        turns = [
-            next(rank for rank in ranks if slot % self.replicas[rank][0] == self.replicas[rank][1])
-            for ranks in self.shards
+    def _filled(self, name: bytes, slot: int) -> list[tuple[int, int]]:
+        """Return the same of a rank that filled this slot, for each shard of the block."""
+        return [
+            self._places[next(rank for rank in ranks if slot % self.replicas[rank][0] == self.replicas[rank][1])]
+            for ranks in self.of_block(name)
         ]
-        return [(addresses[rank], sizes[rank]) for rank in turns]
 
     def keys(self, digests: Iterable[bytes]) -> list[str]:
         """Return the keys of these blocks, block by block: one for each shard."""
@@ -104,38 +116,44 @@ class RankLayout:
 
         They lie with the first rank of a shard, or with the one that filled the slot.
         """
-        slots, keys = [slot for _, slot in blocks], self.keys([digest for digest, _ in blocks])
-        if not saving and len(self._firsts) == 1:
-            [(first, size)] = self._firsts
+        keys = self.keys([name for name, _ in blocks])
+        if not saving and len(keys) == len(blocks):
+            first, size = self._places[0]
+            slots = [slot for _, slot in blocks]
             return _Values(keys, slots, [first + slot * size for slot in slots], [size] * len(slots))
-        ranks = map(self._filled, slots) if saving else repeat(self._firsts)
+        if saving:
+            parts = [(slot, place) for name, slot in blocks for place in self._filled(name, slot)]
+        else:
+            firsts = [[self._places[first] for first, *_ in shards] for shards in self.shards]
+            parts = [(slot, place) for name, slot in blocks for place in firsts[name[-1] if self.named else 0]]
         return _Values(
             keys,
-            [slot for slot in slots for _ in self._firsts],
-            [base + slot * size for slot, theirs in zip(slots, ranks, strict=False) for base, size in theirs],
-            [size for _, size in self._firsts] * len(slots),
+            [slot for slot, _ in parts],
+            [base + slot * size for slot, (base, size) in parts],
+            [size for _, (_, size) in parts],
         )
 
 
 def check_replicas(workers: Sequence[WorkerInfo], groups: int = 1) -> None:
-    """Raise ValueError unless ranks that share a key prefix have parts of one size, and one of them each save slot.
+    """Raise ValueError unless ranks that share a key prefix have parts of one size, and no two KV groups share one.
 
-    The same ranks must share one in each KV group, and no two groups.
+    Of ranks that share those of all groups, one must fill each save slot.
     """
     for worker in workers:
         if len(worker.key_prefixes) != groups:
             raise ValueError(f"number of KV groups differs: groups={len(worker.key_prefixes)} expected={groups}")
-    sharing = [_replicas(prefixes) for prefixes in zip(*(worker.key_prefixes for worker in workers), strict=True)]
-    names = {prefix for worker in workers for prefix in worker.key_prefixes}
-    if any(each != sharing[0] for each in sharing) or len(names) != groups * len(sharing[0]):
-        raise ValueError(f"the same ranks must share keys in each KV group, and no two groups: ranks={sharing}")
-    for ranks in sharing[0]:
-        prefix, sizes = workers[ranks[0]].key_prefix, {workers[rank].block_bytes for rank in ranks}
-        if len(sizes) > 1:
+    named = list(zip(*(worker.key_prefixes for worker in workers), strict=True))
+    sharing = [_replicas(prefixes) for prefixes in named]
+    if len(set(chain.from_iterable(named))) != sum(map(len, sharing)):
+        raise ValueError(f"no two KV groups may share a key prefix: key_prefixes={sorted(set(named[0]))}")
+    for ranks in chain.from_iterable(sharing):
+        if len(sizes := {workers[rank].block_bytes for rank in ranks}) > 1:
             raise ValueError(
-                f"ranks with one key prefix must have blocks of one size: key_prefix={prefix!r} "
-                f"block_bytes={sorted(sizes)}"
+                "ranks with one key prefix must have blocks of one size: "
+                f"key_prefix={workers[ranks[0]].key_prefix!r} block_bytes={sorted(sizes)}"
             )
+    for ranks in _replicas([worker.key_prefixes for worker in workers]):
+        prefix = workers[ranks[0]].key_prefix
         turns = [(workers[rank].put_factor, workers[rank].put_turn) for rank in ranks]
         if sorted(turns) != [(len(turns), turn) for turn in range(len(turns))]:
             raise ValueError(
@@ -144,11 +162,11 @@ def check_replicas(workers: Sequence[WorkerInfo], groups: int = 1) -> None:
             )
 
 
-def _replicas(prefixes: Sequence[str]) -> list[list[int]]:
-    """Return the ranks of each prefix."""
-    found: dict[str, list[int]] = {}
+def _replicas(prefixes: Sequence[str] | Sequence[list[str]]) -> list[list[int]]:
+    """Return the ranks that have each prefix, or each list of them."""
+    found: dict[str | tuple[str, ...], list[int]] = {}
     for rank, prefix in enumerate(prefixes):
-        found.setdefault(prefix, []).append(rank)
+        found.setdefault(prefix if isinstance(prefix, str) else tuple(prefix), []).append(rank)
     return list(found.values())
 
 
@@ -210,7 +228,7 @@ def look_up(
 
 def _runs(store: Store, layout: RankLayout, questions: Sequence[Sequence[bytes]]) -> list[int]:
     """Count the leading digests of each question that the store holds for every rank. Raises StoreUnavailable."""
-    parts = len(layout.shards)
+    parts = len(layout.shards[0])
     present = iter(store.exist(layout.keys(chain.from_iterable(questions))))
     here = [list(islice(present, parts * len(digests))) for digests in questions]
     return [(each.index(False) if False in each else len(each)) // parts for each in here]
@@ -227,7 +245,7 @@ def _presence(store: Store, layout: RankLayout, questions: Sequence[Sequence[byt
     present = _there(store, layout, names)
     on_disk = bytearray(len(names))
     if media and (held := [at for at, each in enumerate(present) if each]):
-        keys = layout.keys(names[at] for at in held)[:: len(layout.shards)]
+        keys = [layout.prefixes[names[at][-1]][0] + names[at][:-1].hex() for at in held]  # of each block's first part
         for at, medium in zip(held, store.media(keys, layout.staging.block_bytes[0]), strict=True):
             present[at], on_disk[at] = medium is not None, medium == "disk"
     found, start = list[Found](), 0
@@ -240,8 +258,8 @@ def _presence(store: Store, layout: RankLayout, questions: Sequence[Sequence[byt
 
 def _there(store: Store, layout: RankLayout, digests: Sequence[bytes]) -> bytearray:
     """Return a byte for each digest: whether the store holds it for every rank."""
-    parts, there = len(layout.shards), store.exist(layout.keys(digests))
-    return bytearray(all(there[at : at + parts]) for at in range(0, len(there), parts))
+    there = iter(store.exist(layout.keys(digests)))
+    return bytearray(all(list(islice(there, len(layout.of_block(each))))) for each in digests)
 
 
 def _found(where: Sequence[Medium | None]) -> Found:
@@ -259,8 +277,14 @@ def fetch(
     """
     values = layout.values(blocks)
 
+    def get_into(keys: list[str], addresses: list[int], sizes: list[int]) -> list[ErrorClass]:
+        if not layout.padded:
+            return store.get_into(keys, addresses, sizes, get)
+        padded = [key.rpartition("@")[0] + "@" in layout.padded for key in keys]
+        return store.get_into(keys, addresses, sizes, get, padded=padded)
+
     def read(values: _Values) -> list[ErrorClass]:
-        return _move(layout, values, lambda keys, addresses, sizes: store.get_into(keys, addresses, sizes, get))
+        return _move(layout, values, get_into)
 
     try:
         results = read(values)
@@ -272,17 +296,21 @@ def fetch(
         with contextlib.suppress(StoreUnavailable):  # then they stay as they are, and the others are there
             for i, each in zip(again, read(values.at(again)), strict=True):
                 results[i] = each
-    per_block, block_bytes = len(layout.shards), layout.staging.block_bytes
-    for _, slot in blocks if per_block < len(block_bytes) else ():
+    block_bytes = layout.staging.block_bytes
+    for name, slot in blocks if len(results) < len(blocks) * len(block_bytes) else ():
         addresses = layout.staging.addresses(slot)
-        for first, *others in layout.shards:
+        for first, *others in layout.of_block(name):
             for other in others:
                 ctypes.memmove(addresses[other], addresses[first], block_bytes[first])  # without the GIL
     if _all_ok(results):
         return results[: len(blocks)]
+    parts = iter(results)
     return [
-        next((each for each in results[i : i + per_block] if each is not ErrorClass.OK), ErrorClass.OK)
-        for i in range(0, len(results), per_block)
+        next(
+            (each for each in list(islice(parts, len(layout.of_block(name)))) if each is not ErrorClass.OK),
+            ErrorClass.OK,
+        )
+        for name, _ in blocks
     ]
 
 
@@ -321,9 +349,9 @@ def save(store: Store, layout: RankLayout, blocks: Sequence[tuple[bytes, int]], 
     again: list[tuple[bytes, int]] = []
     kept: list[tuple[str, int]] = []
     present = failed = 0
-    per_block = len(layout.shards)
-    for i, block in enumerate(blocks):
-        keys = values.keys[i * per_block : (i + 1) * per_block]
+    parts = iter(values.keys)
+    for block in blocks:
+        keys = list(islice(parts, len(layout.of_block(block[0]))))
         results = {written.get(key) for key in keys}  # None: it was there already
         if results <= {None, ErrorClass.OK}:
             kept.append((keys[0], block[1]))

@@ -122,12 +122,19 @@ class Store(Connection):
         return found
 
     def get_into(
-        self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], get: Get | None = None
+        self,
+        keys: Sequence[str],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        get: Get | None = None,
+        *,
+        padded: Sequence[bool] = (),
     ) -> list[ErrorClass]:
         """Read each value to its address. Raises StoreUnavailable: then no transfer is under way.
 
         OK: exactly `size` bytes arrived, from a replica that lay there before and after (replicas.py).
-        CORRUPT: a disk lost a page (zeros.py).  UNDER_WAY: the caller must never use that memory again.
+        CORRUPT: a disk lost a page (zeros.py); nobody can say so of a `padded` value.  UNDER_WAY: the caller must never
+        use that memory again.
         TRANSFER: also without a try, for values of a storage node that is put aside.  The caller sets `get.late` when
         it gives this get up.  Each key may stand once: of two equal ones Mooncake fills the last destination only, and
         says OK for both.
@@ -165,7 +172,7 @@ class Store(Connection):
             if ErrorClass.OK in results:
                 void_what_moved(results, keys, before, self._replicas.read(client, keys))
             if self.disk or not self._settings.private:
-                good = [i for i, result in enumerate(results) if result is ErrorClass.OK]
+                good = [i for i, each in enumerate(results) if each is ErrorClass.OK and not (padded and padded[i])]
                 for i in holed([addresses[i] for i in good], [sizes[i] for i in good]):
                     results[good[i]] = ErrorClass.CORRUPT
         return results

@@ -32,6 +32,8 @@ class WorkerInfo(Packet):
     key_prefix: KeyPrefix
     # Key prefixes of the KV groups after the first; a block has the same size in each.
     other_prefixes: list[KeyPrefix] = Field(default=[], max_length=MAX_GROUPS - 1)
+    # Of each KV group whether its layers leave bytes of a block unwritten, which may be zeros; empty: none does.
+    padded: list[bool] = Field(default=[], max_length=MAX_GROUPS)
     # Replicas of this shard among the ranks, and this rank's index: it fills the save slots with
     # slot % put_factor == put_turn.
     put_factor: int = Field(ge=1, le=4096)

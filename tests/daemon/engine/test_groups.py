@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.daemon.engine import transfers
+from kvprefetch.daemon.engine.staging import HostStaging
 from kvprefetch.daemon.engine.transfers import Found, RankLayout
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
@@ -48,12 +50,47 @@ def test_a_blocks_group_is_in_its_key_and_not_in_its_hash() -> None:
     assert found == [Found(2, b"\1\0", b"\1\1")]
 
 
+def test_ranks_may_share_the_parts_of_one_group_and_not_those_of_another() -> None:
+    """As states beside a head that both ranks hold. Each value is read once and put once, and is there for both."""
+    workers = [worker("a@", "c@"), worker("b@", "c@")]
+    transfers.check_replicas(workers, 2)
+    staging = HostStaging(8, [64, 64])
+    ranked = RankLayout.of(workers, staging, named=True)
+    blocks = [(b"\x01\x00", 2), (b"\x02\x01", 0), (b"\x03\x00", 1)]
+    keys = ["a@01", "b@01", "c@02", "a@03", "b@03"]
+    store: Any = FakeStore(["a@01", "b@01", "c@02", "a@03"], [[OK] * 5, [OK, OK, OK, MISS, OK]])
+    names = [name for name, _ in blocks]
+    assert transfers.look_up(store, ranked, [names], media=True) == [Found(2, b"\1\0\0", b"\1\1\0")]
+    assert transfers.fetch(store, ranked, blocks) == [OK, OK, OK]
+    assert transfers.fetch(store, ranked, blocks) == [OK, OK, MISS]
+    assert store.keys("get_into") == [keys, keys]
+    for slot, filled in ((2, "ab"), (0, "cc")):
+        found = [ctypes.string_at(address, 64) for address in staging.addresses(slot)]
+        assert found == [bytes([ord(name) + (1 if slot else 2)]) * 64 for name in filled]
+    store = FakeStore(["c@02"])
+    assert transfers.save(store, ranked, blocks).digests == [names[0], names[2]]
+    assert store.keys("put_from") == [["a@01", "b@01", "a@03", "b@03"]]
+    assert store.taken["b@03"] == staging.addresses(1)[1]
+    staging.close()
+
+
+def test_values_of_a_group_with_unwritten_bytes_may_have_zeros() -> None:
+    staging = HostStaging(8, [64])
+    found = worker("a@x@", "c@x@").model_copy(update={"padded": [False, True]})
+    ranked = RankLayout.of([found], staging, named=True)
+    store: Any = SimpleNamespace(get_into=lambda keys, *_, padded: [OK if zeros else MISS for zeros in padded])
+    assert transfers.fetch(store, ranked, [(b"\x01\x00", 2), (b"\x02\x01", 0)]) == [MISS, OK]
+    staging.close()
+
+
 @pytest.mark.parametrize(
     ("workers", "message"),
     [
         ([worker("a@", "b@"), worker("c@")], "number of KV groups differs: groups=1 expected=2"),
-        ([worker("a@", "a@")], "no two groups"),
-        ([worker("a@", "b@", turn=(2, 0)), worker("a@", "c@", turn=(2, 1))], "the same ranks must share keys"),
+        ([worker("a@", "a@")], "no two KV groups"),
+        ([worker("a@", "b@"), worker("b@", "c@")], "no two KV groups"),
+        ([worker("a@", "b@", turn=(2, 0)), worker("a@", "c@", turn=(2, 1))], "must take turns"),
+        ([worker("a@", "b@"), worker("c@", "b@", size=32)], "of one size"),
     ],
 )
 def test_ranks_whose_groups_do_not_fit_are_refused(workers: list[WorkerInfo], message: str) -> None:

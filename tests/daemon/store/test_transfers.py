@@ -82,3 +82,5 @@ def test_a_page_of_zeros_is_found_wherever_the_value_is_said_to_lie(
     client.codes = [16384, 16384]
     start = ctypes.addressof(values)
     assert store.get_into(["whole", "holed"], [start, start + 16384], [16384] * 2) == [ErrorClass.OK, kind]
+    padded = store.get_into(["whole", "holed"], [start, start + 16384], [16384] * 2, padded=[False, True])
+    assert padded == [ErrorClass.OK] * 2
