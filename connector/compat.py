@@ -49,7 +49,7 @@ USED: Mapping[str, str] = {
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks": "get_block_ids()",
     "vllm.v1.core.kv_cache_manager.KVCacheManager": "block_pool get_computed_blocks(request)",
     "vllm.v1.core.kv_cache_utils.KVCacheBlock": "block_hash",
-    "vllm.v1.core.sched.output.KVConnectorBlockState": "get_block_ids(request_id)",
+    "vllm.v1.core.sched.output.KVConnectorBlockState": "boundary_state_offloads get_block_ids(request_id)",
     "vllm.v1.core.sched.output.SchedulerOutput": "kv_connector_block_state num_scheduled_tokens"
     " total_num_scheduled_tokens",
     "vllm.v1.kv_cache_interface.AttentionSpec": "block_size dtype head_size kv_quant_mode num_kv_heads",

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 
 from ..shmring.wire.attach import WorkerInfo
-from . import compat, fingerprint, namespace, register, support
+from . import compat, fingerprint, groups, namespace, register, support
 from . import config as configuration
 from . import copies as copying
 from .guards import FAILED, guarded
@@ -287,7 +287,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _worker_hello(self, paged: PagedCache, device: str) -> Hello:
         """Runs on the link's thread, because it reads the model's files. `device`: UUID of the rank's GPU, or ""."""
-        config, keys = self._vllm_config, self.keys
+        config, keys, rules = self._vllm_config, self.keys, self._geometry.groups
         assert keys is not None
         if self._settings.key_format == "vllm":
             where = namespace.vllms_own(keys)
@@ -296,7 +296,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                 fingerprint.of_engine,
                 config,
                 self._kv_cache_config,
-                rules=self._geometry.groups,
+                rules=rules,
                 replicas=keys.replicas,
                 layout=paged.layout,
             )
@@ -307,9 +307,9 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             put_factor=keys.replicas,
             put_turn=keys.replica_index,
             other_prefixes=[
-                namespace.of_group(where.prefix, group)
-                for group in range(1, len(self._kv_cache_config.kv_cache_groups))
+                namespace.of_group(where.prefix, group, keys.tp_ranks[group]) for group in range(1, len(keys.tp_ranks))
             ],
+            padded=[] if rules is None else groups.padded(self._kv_cache_config, paged.block_bytes),
             device=device,
             fingerprint=where.fingerprint,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from ..shmring.groups import Group, Groups, Kind
@@ -65,6 +66,21 @@ def layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     return [*spec.kv_cache_specs.values()] if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+
+
+def padded(kv_cache_config: KVCacheConfig, block_bytes: int) -> list[bool]:
+    """Return of each group whether its layers leave bytes of a block unwritten, as states and few layers do."""
+    found = []
+    for group in kv_cache_config.kv_cache_groups:
+        sizes = [_written(spec) for spec in layer_specs(group.kv_cache_spec)]
+        found.append(sum(sizes) * len(group.layer_names) // len(sizes) < block_bytes)
+    return found
+
+
+def _written(spec: Any) -> int:
+    """Bytes of a block that a layer writes."""
+    size: int = dataclasses.replace(spec, page_size_padded=None).page_size_bytes
+    return size
 
 
 def _group(spec: KVCacheSpec) -> Group:

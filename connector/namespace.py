@@ -8,7 +8,7 @@ Without the fingerprint's part this is, byte for byte, the key of vLLM's Mooncak
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,20 +19,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.kvprefetch")
 
-_FIRST_GROUP = "@group:0@"
+_TP_RANK, _FIRST_GROUP = "@tp_rank:", "@group:0@"
 
 
 @dataclass(frozen=True)
 class RankKeys:
-    """`prefix` + the hash's hex digits is a key of vLLM's own connector.
+    """`prefix` + the hash's hex digits is a key of vLLM's own connector, of a block of KV group 0.
 
-    `replicas` ranks hold the same bytes under the same keys; this one fills the save slots with
-    slot % replicas == replica_index.
+    `tp_ranks`: that keys of each group name.  `replicas` ranks hold the same bytes of all groups under the same keys;
+    this one fills the save slots with slot % replicas == replica_index.
     """
 
     prefix: str
     replicas: int
     replica_index: int
+    tp_ranks: tuple[int, ...] = (0,)
 
     def of(self, fingerprint: str) -> str:
         """Return the prefix of keys that only engines with this fingerprint (hex digits) have."""
@@ -43,21 +44,26 @@ class RankKeys:
         return slot % self.replicas == self.replica_index
 
 
-def rank_keys(*, model: str, tp_rank: int, pp_rank: int, replicas: int, cache_prefix: str = "") -> RankKeys:
-    """Keys of one rank for KV-cache group 0, without context parallelism.
+def rank_keys(
+    *, model: str, tp_rank: int, pp_rank: int, replicas: Sequence[int] = (1,), cache_prefix: str = ""
+) -> RankKeys:
+    """Keys of one rank, without context parallelism.
 
-    `model`: path or name as configured; `replicas`: the number of neighbouring ranks that hold the same bytes.
+    `model`: path or name as configured; `replicas`: for each KV group the number of neighbouring ranks that hold the
+    same bytes.  One number is a multiple of the other where they differ.
     """
     name = model.rstrip("/").split("/")[-1]
     namespace = f"{cache_prefix}@" if cache_prefix else ""
-    prefix = f"{namespace}{name}@tp_rank:{tp_rank // replicas}@pcp0@dcp0@pp_rank:{pp_rank}{_FIRST_GROUP}"
-    return RankKeys(prefix, replicas, tp_rank % replicas)
+    tp_ranks = tuple(tp_rank // each for each in replicas)
+    prefix = f"{namespace}{name}{_TP_RANK}{tp_ranks[0]}@pcp0@dcp0@pp_rank:{pp_rank}{_FIRST_GROUP}"
+    return RankKeys(prefix, min(replicas), tp_rank % min(replicas), tp_ranks)
 
 
-def of_group(prefix: str, group: int) -> str:
-    """Return the prefix of another group's keys from that of group 0."""
-    rank, _, rest = prefix.rpartition(_FIRST_GROUP)
-    return f"{rank}@group:{group}@{rest}"
+def of_group(prefix: str, group: int, tp_rank: int) -> str:
+    """Return the prefix of another group's keys, with that group's rank, from that of group 0."""
+    before, _, rest = prefix.rpartition(_FIRST_GROUP)
+    name, _, ranks = before.rpartition(_TP_RANK)
+    return f"{name}{_TP_RANK}{tp_rank}{ranks[ranks.index('@') :]}@group:{group}@{rest}"
 
 
 class Namespace(NamedTuple):

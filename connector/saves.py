@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from .request_state import RequestState
 from .session import SchedulerSession
 from .support import Geometry
 
-# Blocks of finished requests that wait for a save slot.
+# Blocks of finished requests, and states, that wait for a save slot.
 MAX_LEFT = 1 << 14
 _HEAD_BYTES = 64
 NULL_BLOCK = 0
@@ -71,7 +71,8 @@ class Saves:
     """Save bookkeeping of one engine. `events`: where KV events are on.
 
     `unsaved`: admitted requests that may still have blocks to save; `waiting`: saves that ranks still copy; `copied`:
-    saves of all ranks that the daemon does not know of yet; `left`: blocks of finished requests that wait for a slot.
+    saves of all ranks that the daemon does not know of yet; `left`: blocks that wait for a slot and that no request
+    keeps: those of finished requests, and states.
     """
 
     def __init__(self, geometry: Geometry, *, decode: bool, counters: Counter[str], events: SavedBlocks | None) -> None:
@@ -98,6 +99,10 @@ class Saves:
         vLLM asks about every request (`SchedulerSide.match`) before it schedules it, again when preempted.
         """
         scheduled, block_tokens = output.num_scheduled_tokens, self._geometry.block_tokens
+        if (groups := self._geometry.groups) is not None:
+            offered = self._offered(groups, output.kv_connector_block_state.boundary_state_offloads)
+            if offered and (order := self._plan_states(session, offered)) is not None:
+                yield order
         for request_id, state in list(self.unsaved.items()):
             tokens, saved = scheduled.get(request_id), state.saved
             if tokens is None or state.request.num_computed_tokens + tokens < (saved + 1) * block_tokens:
@@ -109,6 +114,34 @@ class Saves:
                 del self.unsaved[request_id]
         if (order := self.plan_left(session, cache)) is not None:
             yield order
+
+    def _offered(self, groups: Groups, offers: Mapping[str, Sequence[tuple[int, int, int]]]) -> list[_Block]:
+        """Return the states to save of those that vLLM offers: group, block and the tokens of its prefix.
+
+        This step completes them, and vLLM never writes to their blocks again while its cache names them.  Of tokens
+        that a request generated the other groups' blocks are not saved either.
+        """
+        found: dict[bytes, _Block] = {}
+        for request_id, blocks in offers.items():
+            if (state := self.unsaved.get(request_id)) is None or state.tainted:
+                continue
+            for group, block_id, tokens in blocks:
+                if tokens % groups.unit_tokens == 0 and tokens <= state.prefill_tokens:
+                    name = bytes(state.request.block_hashes[tokens // groups.hash_tokens - 1]) + bytes([group])
+                    if not self._knows(name):
+                        found[name] = _Block(block_id, name, None)
+        return [*found.values()]
+
+    def _plan_states(self, session: SchedulerSession, offered: list[_Block]) -> SaveOrder | None:
+        """Save states, before anything that the running requests keep. Raises SegmentCorrupt.
+
+        Those that find no slot wait beside the blocks of finished requests, as vLLM gives their blocks back, too.
+        """
+        order = self._order(session, offered) if session.credits.available() else None
+        left = offered if order is None else offered[len(order.slots) :]
+        self._counters["save_blocks_unsaved"] += max(0, len(left) - (room := MAX_LEFT - len(self.left)))
+        self.left.extend(left[:room])
+        return order
 
     def plan(
         self,

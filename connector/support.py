@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ..shmring.groups import Group, Groups
     from .metadata import KVPrefetchNode
 
-# Kinds of groups that engines with several are served with, full attention among them: tokens were compared.
-SERVED_KINDS = {Kind.FULL, Kind.WINDOW, Kind.CHUNK}
 # The longest digest vLLM's hash algorithms make is 32 bytes; the record's field allows 64.
 MAX_HASH_BYTES = 64
 # Of the running kernel: containers of one node have the same one. See random(4).
@@ -61,6 +59,8 @@ class Geometry:
 
 def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise ValueError, in one line, for an engine this connector cannot serve correctly."""
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
     if vllm_config.model_config.is_encoder_decoder:
         raise _refused(f"encoder-decoder models are not served: model={vllm_config.model_config.model}")
     if not vllm_config.cache_config.enable_prefix_caching:
@@ -103,7 +103,9 @@ def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     if kv_cache_config.hisparse_host_num_blocks is not None:
         raise _refused("host-resident KV caches are not served: hisparse_host_num_blocks is set")
     _check_groups(vllm_config, kv_cache_config)
-    inline_scales = any(one.kv_quant_mode.is_per_token_head for one in _layer_specs(kv_cache_config))
+    inline_scales = any(
+        isinstance(one, AttentionSpec) and one.kv_quant_mode.is_per_token_head for one in _layer_specs(kv_cache_config)
+    )
     if inline_scales and not vllm_config.kernel_config.enable_jit_warmup:
         raise _refused(
             "per-token-head KV scales are not served without the kernels' warm-up: enable_jit_warmup=False (as with "
@@ -171,20 +173,11 @@ def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> No
         rules = _rules(vllm_config, kv_cache_config)
     except ValueError as error:
         raise _refused(f"{error}{advice}") from None
-    if len(replicas := set(_replicas(vllm_config, kv_cache_config))) > 1:
-        raise _refused(
-            "KV groups of which unlike numbers of ranks hold the same are not served: "
-            f"replicas={','.join(map(str, sorted(replicas)))} "
-            f"tensor_parallel_size={vllm_config.parallel_config.tensor_parallel_size}"
-        )
     if rules is None:
         return
-    group_kinds = [group.kind for group in rules.groups]
-    if Kind.FULL not in group_kinds or not SERVED_KINDS.issuperset(group_kinds):
+    if Kind.FULL not in {group.kind for group in rules.groups}:
         names = ",".join(sorted(kind.__name__ for kind in found))
-        raise _refused(
-            f"KV groups of these kinds are not served together: groups={count} kv_cache_spec={names}{advice}"
-        )
+        raise _refused(f"KV groups are served beside full attention only: groups={count} kv_cache_spec={names}")
     if publishes_events(vllm_config):
         raise _refused(
             "KV events of several KV groups are not served: enable_kv_cache_events=True (blocks in the store would "
@@ -237,12 +230,12 @@ def _layer_specs(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
 
 
 def keys_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tp_rank: int, cache_prefix: str) -> RankKeys:
-    """The store keys of this process's rank."""
+    """The store keys of this process's rank, of each KV group."""
     return rank_keys(
         model=vllm_config.model_config.model,
         tp_rank=tp_rank,
         pp_rank=_pp_rank(vllm_config),
-        replicas=_replicas(vllm_config, kv_cache_config)[0],
+        replicas=_replicas(vllm_config, kv_cache_config),
         cache_prefix=cache_prefix,
     )
 

@@ -253,13 +253,17 @@ class FakeCache(LocalCache):
 
 
 def scheduled_output(
-    pairs: Sequence[tuple[Request, int]], tables: Mapping[str, tuple[list[int], ...]] | None = None
+    pairs: Sequence[tuple[Request, int]],
+    tables: Mapping[str, tuple[list[int], ...]] | None = None,
+    offers: Mapping[str, Sequence[tuple[int, int, int]]] | None = None,
 ) -> Any:
-    """vLLM's SchedulerOutput of a step with so many tokens of each request."""
+    """vLLM's SchedulerOutput of a step with so many tokens of each request; `offers`: its boundary states."""
     return SimpleNamespace(
         num_scheduled_tokens={request.request_id: tokens for request, tokens in pairs},
         total_num_scheduled_tokens=sum(tokens for _, tokens in pairs),
-        kv_connector_block_state=SimpleNamespace(get_block_ids=(tables or {}).get),
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids=(tables or {}).get, boundary_state_offloads=dict(offers or {})
+        ),
     )
 
 

@@ -116,7 +116,7 @@ def refusals() -> list[tuple[str, dict[str, Any], Any]]:
     mamba = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
     sink = SinkFullAttentionSpec(**common, sink_len=4)
     advice = r" \(start vLLM with --disable-hybrid-kv-cache-manager\)$"
-    full_only = "KV groups of these kinds are not served together: groups="
+    full_only = "KV groups are served beside full attention only: groups="
     return [
         (
             f"KV events of several KV groups are not served: .*groups=2{advice}",
@@ -127,7 +127,8 @@ def refusals() -> list[tuple[str, dict[str, Any], Any]]:
         # vLLM cannot make one group of these, so nothing is advised.
         (f"{full_only}1 kv_cache_spec=SlidingWindowSpec$", {}, kv_cache_config([window])),
         (f"{full_only}2 kv_cache_spec=Chunked.*,SlidingWindowSpec$", {}, kv_cache_config([window, chunks], 2)),
-        (f"{full_only}2 kv_cache_spec=FullAttentionSpec,MambaSpec$", {}, kv_cache_config([full, mamba], 2)),
+        (f"{full_only}1 kv_cache_spec=MambaSpec$", {}, kv_cache_config([mamba])),
+        ("beside full attention of one kind only: .*,state", {}, kv_cache_config([full, window, mamba], 3)),
         ("of this kind is not served: kv_cache_spec=SinkFullAttentionSpec$", {}, kv_cache_config([sink])),
         ("enable_prefix_caching=False", {"cache": {"enable_prefix_caching": False}}, kv_cache_config()),
         ("encoder-decoder", {"model": {"is_encoder_decoder": True}}, kv_cache_config()),
@@ -143,7 +144,7 @@ SHOWN = {
     "1 kv_cache_spec=SlidingWindowSpec$": pytest.mark.shows(
         "saved, then loaded: tokens equal", "sliding windows alone", refused=True
     ),
-    "=FullAttentionSpec,MambaSpec$": pytest.mark.shows("saved, then loaded: tokens equal", "Mamba", refused=True),
+    "1 kv_cache_spec=MambaSpec$": pytest.mark.shows("saved, then loaded: tokens equal", "Mamba", refused=True),
     "encoder-decoder": pytest.mark.shows("saved, then loaded: tokens equal", "encoder-decoder", refused=True),
     "enable_prefix_caching=False": pytest.mark.shows("prefix caching off", refused=True),
     "sleep mode": pytest.mark.shows("sleep mode", refused=True),

@@ -76,12 +76,15 @@ def groups_of(kinds: str) -> list[Any]:
     [
         (1, 8, "F"), (2, 2, "F"), (8, 2, "F"), (4, 1, "F"), (4, 1, "M"), (4, 8, "U"),
         (1, 1, "FWS"), (4, 4, "FSS"), (4, 2, "FWW"), (4, 8, "Mm"), (4, 8, "UmM"),
+        (4, 2, "FS"), (2, 2, "MS"), (2, 8, "MW"), (4, 1, "SF"), (8, 2, "MFS"),
     ],
 )  # fmt: skip
 def test_keys_equal_upstreams(tp_size: int, kv_heads: int, kinds: str, cache_prefix: str) -> None:
-    """TP1, TP2, fewer KV heads than ranks, MLA, groups: byte-equal keys, each put once, by as many ranks as upstream.
+    """TP1, TP2, fewer KV heads than ranks, MLA, groups: byte-equal keys, each copied by as many ranks as upstream.
 
     Which of these ranks it is decides nothing: they hold the same bytes. Here it goes by the slot, there by the chunk.
+    Where unlike numbers of ranks hold a group's bytes, more ranks copy a block than upstream's, and the daemon puts it
+    once.
     """
     slots = range(64)
     cache = kv_cache_config(groups_of(kinds), len(kinds))
@@ -94,30 +97,21 @@ def test_keys_equal_upstreams(tp_size: int, kv_heads: int, kinds: str, cache_pre
             config.model_config.get_total_num_kv_heads = lambda: kv_heads
             ours = support.keys_of(config, cache, tp_rank, cache_prefix)
             for group, (key, chunks) in enumerate(upstream(config, cache, tp_rank, pp_rank, cache_prefix)):
-                prefix = namespace.of_group(ours.prefix, group)
+                prefix = namespace.of_group(ours.prefix, group, ours.tp_ranks[group])
                 assert prefix + DIGEST.hex() == key
                 mine = [slot for slot in slots if ours.saves(slot)]
-                assert len(mine) == len(chunks)
+                assert len(mine) >= len(chunks)
                 put += [f"{prefix}{slot}" for slot in mine]
                 theirs += [f"{key.removesuffix(DIGEST.hex())}{chunk}" for chunk in chunks]
-        assert sorted(put) == sorted(theirs)
-        assert len(set(put)) == len(put)
-
-
-@pytest.mark.parametrize(("tp_size", "kv_heads", "kinds"), [(4, 2, "FS"), (2, 2, "MS"), (2, 8, "MW")])
-def test_groups_that_unlike_numbers_of_ranks_hold_are_refused(tp_size: int, kv_heads: int, kinds: str) -> None:
-    """Upstream splits the saves of each group by itself."""
-    config = vllm_config(Path("s"), parallel={"tensor_parallel_size": tp_size, "world_size": tp_size})
-    config.model_config.get_total_num_kv_heads = lambda: kv_heads
-    with pytest.raises(ValueError, match=rf"replicas=1,2 tensor_parallel_size={tp_size}$"):
-        support.check(config, kv_cache_config(groups_of(kinds), len(kinds)))
+        assert sorted(set(put)) == sorted(theirs)
+        assert len(set(put)) == len(put) or "S" in kinds or kinds == "MW"
 
 
 def test_a_removal_takes_the_keys_of_one_fingerprint_of_all_ranks_and_no_others() -> None:
     """Of the keys of vLLM's format too, which are those of earlier releases."""
 
     def keys(tp_rank: int) -> RankKeys:
-        return rank_keys(model="m", tp_rank=tp_rank, pp_rank=0, replicas=1, cache_prefix="a.b")
+        return rank_keys(model="m", tp_rank=tp_rank, pp_rank=0, cache_prefix="a.b")
 
     one, other = "1" * 32, "2" * 32
     stored = {

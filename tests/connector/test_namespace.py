@@ -26,7 +26,7 @@ def where(folder: Path, *, start: str = START, tp_rank: int = 0, known: Any = No
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
         speculative_config=None,
     )
-    keys = rank_keys(model="org/tiny", tp_rank=tp_rank, pp_rank=0, replicas=2)
+    keys = rank_keys(model="org/tiny", tp_rank=tp_rank, pp_rank=0, replicas=(2,))
 
     def runs() -> dict[str, str]:
         if isinstance(known, Exception):
@@ -50,13 +50,14 @@ def test_the_prefix_ends_with_the_digest_of_what_the_fingerprint_says(model: Pat
     assert where(model, tp_rank=1) == found, "of ranks with the same bytes each has it"
 
 
-def test_groups_differ_in_their_number_alone(model: Path) -> None:
-    """Also where the model's name looks like the number of a group."""
-    for prefix in (where(model).prefix, "a@group:0@b" + PREFIX, PREFIX):
-        assert namespace.of_group(prefix, 0) == prefix
-        other = namespace.of_group(prefix, 12)
+def test_groups_differ_in_their_number_and_in_the_rank_of_it_alone(model: Path) -> None:
+    """Also where the model's name looks like the number of a group, or like a rank."""
+    for prefix in (where(model).prefix, "a@group:0@b@tp_rank:7@c" + PREFIX, PREFIX):
+        assert namespace.of_group(prefix, 0, 0) == prefix
+        other = namespace.of_group(prefix, 12, 0)
         at = other.rindex("@group:12@")
         assert (other[:at], other[at + 10 :]) == (prefix[:at], prefix[at + 9 :])
+        assert namespace.of_group(prefix, 0, 3) == prefix.replace("@tp_rank:0@", "@tp_rank:3@")
 
 
 def test_engines_whose_kv_differs_in_anything_have_no_key_in_common(model: Path, tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_what_is_not_known_fits_the_hello_and_its_reason_is_in_it(model: Path) -
 
 
 def test_the_log_says_once_who_shares_what_is_stored(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    keys = rank_keys(model="tiny", tp_rank=0, pp_rank=0, replicas=1)
+    keys = rank_keys(model="tiny", tp_rank=0, pp_rank=0)
     with caplog.at_level(logging.DEBUG, "vllm.kvprefetch"):
         for found in (where(model), where(model, known=ValueError("why")), namespace.vllms_own(keys)):
             for first_rank in (True, False):

@@ -43,8 +43,8 @@ def vllm_version(engine: Any) -> str:
     return str(vllm.__version__)
 
 
-def load_a_foreign_block(engine: Any) -> None:
-    """From now on, give every load but the first the second block of the first load's prompt."""
+def load_a_foreign_block(engine: Any, index: int = 1) -> None:
+    """From now on, give every load but the first this block of the first load's prompt: the second one, or a state."""
     side = _side(engine)
     build = side.build_connector_meta
     foreign: list[int] = []
@@ -53,9 +53,9 @@ def load_a_foreign_block(engine: Any) -> None:
         meta = build(scheduler_output)
         for load in meta.loads:
             if foreign:
-                load.slots[1] = foreign[0]
+                load.slots[index] = foreign[0]
             else:
-                foreign.append(load.slots[1])
+                foreign.append(load.slots[index])
         return meta
 
     side.build_connector_meta = spoiled

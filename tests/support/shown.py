@@ -31,7 +31,8 @@ FAMILIES = (
     "full attention and chunks",
     "sliding windows alone",
     "Mamba",
-    "linear attention",
+    "full attention and Mamba",
+    "full attention and linear attention",
     "encoder-decoder",
 )
 FEATURES = (

@@ -1,0 +1,208 @@
+"""Tokens never change with a group of states (Mamba, linear attention) beside full attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import BLOCK, PATIENT, Site, hits, served
+from tests.lab import control
+from tests.lab.connectors import ours, upstream
+from tests.lab.daemon import Daemon
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.hybrid import make_granite, make_qwen3_next
+from tests.lab.passes import Abort
+from tests.lab.prompts import make_prompts
+from tests.lab.store import Store
+from tests.support.auditor import Auditor
+from tests.support.host_kernel import needs_cxx
+
+STATES, FULL = 0, 1  # groups: the first layer has a state
+PROMPTS = make_prompts(6, 300, seed=91)
+LONG = [prompt + more for prompt, more in zip(PROMPTS, make_prompts(6, 308, seed=92), strict=True)]
+# Of these prompts no step has a block's end inside it (see make_granite).
+STEP: Any = {"max_num_batched_tokens": BLOCK + 8}
+
+
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_granite(tmp_path_factory.mktemp("models") / "granite")
+
+
+@pytest.fixture(scope="module")
+def reference(granite: Path, engines: Callable[..., Engine]) -> Engine:
+    """The plain engine, whose tokens are right."""
+    return engines(EngineSpec(model=granite, **STEP))
+
+
+@pytest.mark.shows("saved, then loaded: tokens equal", "full attention and Mamba")
+def test_loaded_tokens_equal_recomputed_ones(site: Site, granite: Path, reference: Engine) -> None:
+    """Beside local hits too; with a foreign state in a load, all else being right, tokens differ."""
+    right, right_long = reference.run(PROMPTS).tokens, reference.run(LONG).tokens
+    engine = site.engine(model=granite, extra={"cache_prefix": "states"}, **STEP)
+    served(engine.run(PROMPTS), right, [0] * len(PROMPTS))
+    assert engine.run(LONG).tokens == right_long
+    site.fresh(engine)
+    served(engine.run(PROMPTS), right, hits(PROMPTS))
+    served(engine.run(LONG), right_long, hits(LONG))
+    counters = engine.call("tests.e2e.probes:counters")
+    assert (counters["loads"], counters["failed_loads"]) == (2 * len(PROMPTS), 0)
+    site.fresh(engine)
+    engine.call("tests.e2e.probes:load_a_foreign_block", 0)  # the state's: its group is the first
+    spoiled = engine.run(PROMPTS, concurrency=1)
+    assert [got == want for got, want in zip(spoiled.tokens, right, strict=True)] == [True] + 5 * [False]
+    site.assert_idle()
+    engine.stop()
+
+
+@pytest.mark.stress
+def test_prompts_that_part_inside_others(site: Site, granite: Path, reference: Engine) -> None:
+    """Where two prompts part there is no state yet: the second computes it, and the third goes on from there."""
+    begin = make_prompts(1, 192, seed=93)[0]
+    prompts = [begin + rest for rest in make_prompts(4, 108, seed=94)]
+    right = [reference.run([prompt]).tokens[0] for prompt in prompts]
+    engine = site.engine(model=granite, extra={"cache_prefix": "parting"}, **STEP)
+    for prompt, tokens in zip(prompts, right, strict=True):
+        served(engine.run([prompt]), [tokens], [0])  # with an empty cache of its own no engine knows where prompts part
+        site.fresh(engine)
+    for prompt, tokens in zip(prompts[:2], right[:2], strict=True):  # now the second one meets the first one's blocks
+        served(engine.run([prompt]), [tokens], [288])
+    others = [begin + rest for rest in make_prompts(2, 108, seed=95)]
+    parted, gone_on = (served(engine.run([each]), reference.run([each]).tokens) for each in others)
+    assert (parted.cached_tokens, gone_on.cached_tokens) == ([0], [192])
+    site.fresh(engine)
+    last = begin + make_prompts(1, 108, seed=96)[0]
+    served(engine.run([last]), reference.run([last]).tokens, [192])
+    site.assert_idle()
+    engine.stop()
+
+
+@pytest.mark.stress
+@pytest.mark.shows("two tensor-parallel ranks", "full attention and Mamba")
+@needs_cxx
+def test_on_two_ranks_that_hold_the_same_head_and_unlike_states(
+    site: Site, engines: Callable[..., Engine], tmp_path: Path
+) -> None:
+    model = make_granite(tmp_path / "granite", kv_heads=1)
+    plain = engines(EngineSpec(model=model, tensor_parallel_size=2, **STEP))
+    right = plain.run(PROMPTS).tokens
+    plain.stop()
+    engine = site.engine(model=model, tensor_parallel_size=2, extra={"cache_prefix": "states of two ranks"}, **STEP)
+    assert engine.run(PROMPTS).tokens == right
+    for _ in range(2):
+        site.fresh(engine)
+        served(engine.run(PROMPTS), right, hits(PROMPTS))
+    site.assert_idle()
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def shared(cluster: Store) -> Iterator[Daemon]:
+    with Daemon(mooncake_config=cluster.config, staging="64MiB", extra=PATIENT) as daemon:
+        yield daemon
+        assert daemon.sigterm(30) == 0
+
+
+def keys(model: Path, prompt: list[int], group: int) -> list[str]:
+    """Upstream's keys of the prompt's blocks in a group."""
+    return [key.replace("@group:0@", f"@group:{group}@") for key in control.block_keys(model, prompt)]
+
+
+@pytest.mark.stress
+@pytest.mark.shows("vLLM's own connector reads ours, and the reverse", "full attention and Mamba")
+def test_each_connector_reads_what_the_other_wrote(
+    granite: Path, cluster: Store, reference: Engine, shared: Daemon, engines: Callable[..., Engine]
+) -> None:
+    """Both store the same keys with the same bytes: of full attention all blocks, of the states the last one."""
+    mine = engines(EngineSpec(model=granite, kv_transfer=ours(shared.socket, key_format="vllm"), **STEP))
+    theirs = engines(EngineSpec(model=granite, kv_transfer=upstream(), mooncake_config=cluster.config, **STEP))
+    stored = 300 // BLOCK + 1
+    for seed, writer, reader in ((97, mine, theirs), (98, theirs, mine)):
+        prompts = make_prompts(4, 300, seed=seed)
+        tokens = reference.run(prompts).tokens
+        before = cluster.keys
+        assert writer.run(prompts).tokens == tokens
+        assert cluster.wait_keys(before + len(prompts) * stored) == before + len(prompts) * stored
+        served(reader.run(prompts), tokens, hits(prompts))
+    prompts, digests = make_prompts(2, 300, seed=99), []
+    names = [key for prompt in prompts for group in (STATES, FULL) for key in keys(granite, prompt, group)]
+    for writer in (mine, theirs):
+        assert writer.reset_prefix_cache()
+        before = cluster.keys
+        writer.run(prompts, concurrency=1)
+        assert cluster.wait_keys(before + len(prompts) * stored) == before + len(prompts) * stored
+        digests.append(control.read_digests(cluster.config, names))
+        control.remove(cluster.config, [name for name, digest in zip(names, digests[-1], strict=True) if digest])
+    assert digests[0] == digests[1]
+    theirs.stop()
+    mine.stop()
+
+
+@pytest.mark.stress
+def test_without_a_lost_state_the_next_shorter_prefix_with_one_is_loaded(
+    granite: Path, cluster: Store, shared: Daemon, engines: Callable[..., Engine], module_auditor: Auditor
+) -> None:
+    """States are kept every two blocks, and before the prompt's end."""
+    site = Site(shared, granite, module_auditor, engines)
+    transfer = ours(shared.socket, key_format="vllm", cache_prefix="lost")
+    spec = EngineSpec(model=granite, kv_transfer=transfer, extra={"prefix_cache_retention_interval": 2 * BLOCK}, **STEP)
+    engine = site.engine(spec)
+    prompts = make_prompts(2, 300, seed=100)
+    tokens = engine.run(prompts).tokens
+    site.fresh(engine)
+    served(engine.run(prompts), tokens, hits(prompts))
+    for group, block, left in ((STATES, 8, 8), (FULL, 5, 4), (STATES, 3, 2)):
+        control.remove(cluster.config, [f"lost@{keys(granite, prompts[0], group)[block]}"])
+        site.assert_idle()
+        engine.stop()
+        engine = site.engine(spec)  # with staging of its own, where nothing is yet
+        assert engine.run(prompts[:1], max_tokens=1).cached_tokens == [left * BLOCK]
+        if group == FULL:
+            control.remove(cluster.config, [f"lost@{keys(granite, prompts[0], group)[block]}"])
+        served(engine.run(prompts), tokens)
+    site.assert_idle()
+    engine.stop()
+
+
+@pytest.mark.stress
+@pytest.mark.shows("saved, then loaded: tokens equal", "full attention and linear attention")
+@pytest.mark.shows("preemption", "full attention and linear attention")
+@pytest.mark.shows("aborts", "full attention and linear attention")
+def test_linear_attention_under_preemption_and_with_aborted_requests(
+    site: Site, tmp_path: Path, engines: Callable[..., Engine]
+) -> None:
+    """In bfloat16, in which not every machine computes the same tokens twice; blocks have 256 tokens."""
+    model = make_qwen3_next(tmp_path / "qwen3-next")
+    plain = engines(EngineSpec(model=model, dtype="bfloat16"))
+    prompts = make_prompts(6, 1200, seed=101)  # a block ends in what is generated
+    passes = []
+    for _ in range(2):
+        passes.append([plain.run(prompts, max_tokens=160, concurrency=users).tokens for users in (1, 4)])
+        assert plain.reset_prefix_cache()
+    plain.stop()
+    if passes[0] != passes[1] or passes[0][0] != passes[0][1]:
+        pytest.skip("this machine does not compute the same tokens twice in bfloat16")
+    right = passes[0][0]
+    engine = site.engine(
+        model=model, dtype="bfloat16", extra={"cache_prefix": "linear"}, num_gpu_blocks=15, max_model_len=1536
+    )
+    engine.call("tests.e2e.probes:count_preemptions")
+    assert engine.run(prompts, max_tokens=160).tokens == right
+    assert engine.call("tests.e2e.probes:preemptions") > 0
+    for steps in range(3):
+        site.fresh(engine)
+        aborts = [Abort(index, after_steps=steps + index) for index in range(0, len(prompts), 2)]
+        again = engine.run(prompts, max_tokens=160, aborts=aborts)
+        for request in again.requests[1::2]:
+            assert request.tokens == right[request.index]
+    site.fresh(engine)
+    loads = engine.call("tests.e2e.probes:counters")["loads"]
+    assert loads > 0
+    engine.call("tests.e2e.probes:load_a_foreign_block", 0)
+    spoiled = engine.run(prompts, max_tokens=160, concurrency=1)
+    assert [got == want for got, want in zip(spoiled.tokens, right, strict=True)] == [True] + 5 * [False]
+    site.assert_idle()
+    engine.stop()
