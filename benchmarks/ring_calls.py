@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from types import SimpleNamespace
 
+from kvprefetch.connector import config as configuration
 from kvprefetch.connector import hints
+from kvprefetch.connector.claims import Claims, SystemClock
+from kvprefetch.connector.policy import WaitPolicy
 from kvprefetch.connector.session import SchedulerSession
+from kvprefetch.connector.steps import StepTimes
+from kvprefetch.connector.support import Geometry
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.doorbell import Doorbell
 from kvprefetch.shmring.flags import FlagTable, pack
@@ -81,11 +87,16 @@ def hint_cost(blocks: int, calls: int) -> Samples:
     attached = Attached(epoch=1, segment_bytes=layout.total_bytes, slot_count=64, slot_bytes=0)
     session = SchedulerSession.map(attached, [os.dup(control.fd), os.dup(bell.fd)])
     hashes = [os.urandom(32) for _ in range(blocks)]
-    request = SimpleNamespace(request_id="request", priority=0, num_prompt_tokens=blocks * 32 + 1)
+    request = SimpleNamespace(
+        request_id="request", priority=0, num_prompt_tokens=blocks * 32 + 1, block_hashes=hashes, trace_headers=None
+    )
+    geometry = Geometry(32, 1, 0, 1, 1, blocks, 1, True, False, False, "full_attention", False)
+    config, policy = configuration.load({"socket": "/nowhere"}), WaitPolicy(StepTimes(), 32)
+    claims = Claims(config, geometry, policy, None, Counter(), SystemClock())
     samples = Samples()
     for number in range(calls):
         start = now_ns()
-        handle = hints.push(session, request, hashes[0:blocks:1], 0, start)
+        handle = claims.push(request, blocks, session, 0, start)
         samples.append((now_ns() - start) / 1000)
         assert handle is not None
         assert consumer.peek() is not None

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..shmring.flags import Flag
-from ..shmring.groups import Groups
-from ..shmring.wire.records import FlagState, Outcome
+from ..shmring.wire.records import NO_TRACE, PROTOCOL, FlagState, Outcome, RecordKind
 from . import hints
 from .config import ConnectorConfig, override
 from .hints import Handle
@@ -39,6 +37,7 @@ PENDING: Reply = (None, False)
 # costs 2 us more.
 HINTED, READY, EXPIRED = int(FlagState.HINTED), int(FlagState.READY), int(FlagState.EXPIRED)
 _tuple = tuple.__new__
+HINT = int(RecordKind.HINT)
 # Stands for the flag of a request without a hint: nothing is ready, nothing has ended.
 UNHINTED = Flag(0, FlagState.HINTED, 0)
 # A request's own wishes in kv_transfer_params: {"kvprefetch": {"wait_policy": ..., "wait_timeout_ms": ...}}.
@@ -89,40 +88,70 @@ class Claims:
         self._looked_ns = self._kept_places = 0
         self._pending_before = False
 
-    def usable_blocks(self, request: Any) -> int:
-        """Full blocks that leave at least one token to compute."""
-        blocks: int = (request.num_tokens - 1) // self._geometry.block_tokens
+    def usable_blocks(self, request: Any, tokens: int) -> int:
+        """Full blocks of a request of so many tokens that leave at least one token to compute."""
+        blocks: int = (tokens - 1) // self._geometry.block_tokens
         return min(blocks, len(request.block_hashes) // self._geometry.hashes_per_block)
 
-    def hint(self, state: RequestState, session: SchedulerSession, local_blocks: int, now_ns: int) -> bool:
-        """Hint at all usable blocks; False when all are local, or when there was no room (counted)."""
-        request, geometry = state.request, self._geometry
-        ratio, digests, groups = geometry.hashes_per_block, request.block_hashes, geometry.groups
-        blocks = self.usable_blocks(request)
-        if local_blocks >= blocks:
-            self.dropped.pop(request.request_id, None)
-            return False
-        if groups is not None:
-            digests = digests[: blocks * ratio]
-        elif len(digests) != blocks:  # otherwise a slice would copy the whole list
-            digests = digests[ratio - 1 : blocks * ratio : ratio]
-        handle = hints.push(session, request, digests, local_blocks, now_ns, groups)
-        if handle is None:
-            if request.request_id not in self.dropped:
-                self.dropped[request.request_id] = state
-                session.producer.count_dropped()
-                self._counters["hints_dropped"] += 1
-            return False
-        if self.dropped:
-            self.dropped.pop(request.request_id, None)
-        state.hint(handle)
-        self._counters["hints"] += 1
-        return True
+    def push(
+        self, request: Any, usable: int, session: SchedulerSession, local_blocks: int, now_ns: int
+    ) -> Handle | None:
+        """Hint at all usable blocks, of which some are not local. None when there is no flag or no room.
 
-    def _digests(self, request: Any) -> int:
-        """How many digests a hint carries."""
-        blocks = self.usable_blocks(request)
-        return blocks if self._geometry.groups is None else blocks * self._geometry.hashes_per_block
+        A digest for each block; with several KV groups one for each `hash_tokens`. Without room the cost does not
+        depend on the number of blocks.
+        """
+        geometry, digests = self._geometry, request.block_hashes
+        ratio, groups, headers = geometry.hashes_per_block, geometry.groups, request.trace_headers
+        if groups is None:
+            blocks = items = count = min(usable, session.table_entries)
+            if len(digests) != usable:  # otherwise a slice would copy the whole list
+                digests = digests[ratio - 1 : usable * ratio : ratio]
+        else:
+            digests, count = digests[: usable * ratio], usable * ratio
+            blocks, items = hints.whole(groups, count, local_blocks)
+        if blocks <= local_blocks:
+            return None
+        handle: Handle | None = session.producer.hint(
+            HINT,
+            PROTOCOL,
+            HINTED,
+            items,
+            count,
+            blocks,
+            local_blocks,
+            request.num_prompt_tokens,
+            now_ns,
+            session,
+            session.allocator,
+            digests,
+            request.request_id,
+            request.priority,
+            NO_TRACE if headers is None else hints.trace_of(headers),
+        )
+        if handle is not None:
+            self._counters["hints"] += 1
+        return handle
+
+    def drop(self, state: RequestState, session: SchedulerSession) -> None:
+        """There was no room for this request's hint: it is sent again when there is."""
+        if state.request.request_id not in self.dropped:
+            self.dropped[state.request.request_id] = state
+            session.producer.count_dropped()
+            self._counters["hints_dropped"] += 1
+
+    def hint(self, state: RequestState, session: SchedulerSession, local_blocks: int, now_ns: int) -> bool:
+        """Hint at a request again; False when all is local, or when there was no room (counted)."""
+        if local_blocks >= state.usable:
+            self.dropped.pop(state.request.request_id, None)
+            return False
+        handle = self.push(state.request, state.usable, session, local_blocks, now_ns)
+        if handle is None:
+            self.drop(state, session)
+            return False
+        self.dropped.pop(state.request.request_id, None)
+        state.hint(handle)
+        return True
 
     def send_dropped(self, session: SchedulerSession, local_blocks: Callable[[Any], int]) -> None:
         """Send hints that found no room before, as far as there is room now."""
@@ -132,9 +161,7 @@ class Claims:
             request = state.request
             if not state.queued:
                 del self.dropped[name]
-            elif not hints.room(
-                session, name, self._digests(request), len(request.block_hashes[0]), self._geometry.groups
-            ):
+            elif not hints.room(session, name, state.usable, request.block_hashes, self._geometry):
                 return  # before the look at what is local, which costs time by the request's blocks
             elif self.hint(state, session, local_blocks(request), self._now_ns()):
                 assert state.handle is not None
@@ -154,7 +181,7 @@ class Claims:
         local, block_tokens = handle.local_blocks, self._geometry.block_tokens
         if not local * block_tokens <= num_computed_tokens < handle.blocks * block_tokens:
             return False
-        return hints.look(handle).state == HINTED
+        return handle.look().state == HINTED
 
     def match(self, state: RequestState, session: SchedulerSession, start: int, *, running: int) -> Reply:
         """The reply for a request with blocks [0, start) local; a claim is left in `state.answer`.
@@ -162,17 +189,16 @@ class Claims:
         `running`: requests that hold a place, as far as is known here; with none, a pending answer costs the engine's
         sleep.
         """
-        usable, geometry = self.usable_blocks(state.request), self._geometry
+        usable, places = state.usable, self._geometry.max_running
         if start >= usable:
             return NOTHING
-        places = geometry.max_running
         if self._kept_places and running + self._kept_places >= places:
             return PENDING  # the last free places are kept, for this pass, for requests before this one
         # vLLM asks only for a request that it has a place for.
         visit = _tuple(Visit, (start, usable, self._now_ns(), min(running, places - 1) / places))
         flag, handle = UNHINTED, state.handle
         if handle is not None and not self._shadow:
-            flag = hints.look(handle)
+            flag = handle.look()
             if flag.state == EXPIRED:
                 self.finish(state, Outcome.LOST)
                 flag = UNHINTED
@@ -258,7 +284,7 @@ class Claims:
                 self._pause()
             elif found(handle.flag) > handle.local_blocks:
                 break
-            flag, now_ns = hints.look(handle), self._now_ns()
+            flag, now_ns = handle.look(), self._now_ns()
         self._looked_ns += now_ns - began_ns
         self._counters["wait_ns"] += now_ns - began_ns
         handle.waited_ns += now_ns - began_ns
@@ -278,26 +304,29 @@ class Claims:
 
     def _take(self, state: RequestState, flag: Flag, visit: Visit, outcome: Outcome) -> Reply:
         """Claim what is ready and answer it; with nothing to take, settle on recomputing with `outcome`."""
-        handle, geometry = state.handle, self._geometry
+        handle, wait, geometry, groups = state.handle, state.wait, self._geometry, self._geometry.groups
         assert handle is not None
-        if state.wait is not None:
-            self._policy.fetches.saw(state.wait, max(visit.start, flag.count), visit.now_ns)
-        dropped = int(geometry.drop_last)
-        stop = min(flag.count - dropped, visit.usable)
-        if geometry.groups is not None and (stop != flag.count or flag.state != READY):
+        if wait is not None and wait.counts:
+            self._policy.fetches.saw(wait, max(visit.start, flag.count), visit.now_ns)
+        dropped = 1 if geometry.drop_last else 0
+        stop = flag.count - dropped
+        if groups is not None and flag.state != READY:
             stop = 0  # of several groups a prefix is staged as a whole
         if stop <= visit.start:
             self._note_found(handle, flag)
             self.finish(state, outcome)
             return self._settle(state, outcome)
+        first, last = visit.start, stop
+        if groups is not None:
+            unit = geometry.block_tokens
+            staged = groups.items(handle.local_blocks * unit, stop * unit)
+            first, last = 0, sum(map(len, staged))
         # The dropped block is claimed, too: giving the claim back publishes all of it for the next answer.
-        if not hints.claim(handle, flag, stop + dropped, visit.now_ns):
+        slots = handle.claim(flag.state, flag.count, stop + dropped, first, last, visit.now_ns)
+        if slots is None:
             return PENDING  # the daemon moved the flag in between; the next visit sees where
-        session, groups = handle.session, geometry.groups
-        if groups is None:
-            slots = session.flags.read_slots(handle.flag, visit.start, stop)
-        else:
-            slots = self._slots(groups, handle, visit.start, stop)
+        if groups is not None:
+            slots = hints.needed(slots, staged, groups.items(visit.start * unit, stop * unit))
         count, mode = stop - visit.start, self._load_mode
         # Of several groups vLLM takes back a load that failed only where it waits for it.
         asynchronous = (
@@ -307,27 +336,15 @@ class Claims:
         )
         saves = self._saves
         if saves is not None and groups is None and flag.state == READY:  # as _note_found: one call less
-            local = handle.local_blocks
-            saves.note_look_up(
-                handle.digests, local, max(local, min(session.flags.found(handle.flag), handle.blocks)), handle.blocks
-            )
+            local, blocks = handle.local_blocks, handle.blocks
+            found = handle.session.flags.found(handle.flag)
+            saves.note_look_up(handle.digests, local, max(local, min(found, blocks)), blocks)
         else:
             self._note_found(handle, flag)
         if flag.state == HINTED:
             self._counters["cut_short"] += 1
-        state.claim(Answer(visit.start, count, asynchronous, slots))
+        state.claim(_tuple(Answer, (visit.start, count, asynchronous, slots)))
         return count * geometry.block_tokens, asynchronous
-
-    def _slots(self, groups: Groups, handle: Handle, start: int, stop: int) -> array[int]:
-        """Read the slots of the items that blocks [start, stop) of several groups need, under the claim."""
-        tokens = self._geometry.block_tokens
-        staged = groups.items(handle.local_blocks * tokens, stop * tokens)
-        entries = handle.session.flags.read_slots(handle.flag, 0, sum(map(len, staged)))
-        slots, at = array("I"), 0
-        for items, needed in zip(staged, groups.items(start * tokens, stop * tokens), strict=True):
-            slots += entries[at + needed.start - items.start : at + needed.stop - items.start]
-            at += len(items)
-        return slots
 
     def _settle(self, state: RequestState, outcome: Outcome) -> Reply:
         """There is nothing to take, and there will be nothing."""
@@ -363,7 +380,7 @@ class Claims:
         if handle is None:
             return
         if self._shadow:
-            flag = hints.look(handle)
+            flag = handle.look()
             blocks = max(0, flag.count - handle.local_blocks)
             shown = "pending" if flag.state == FlagState.HINTED else "ready"
             self._counters[f"shadow_{shown}"] += 1

@@ -45,8 +45,7 @@ class Known:
     def note(self, digests: list[bytes], start: int, found: int, stop: int) -> None:
         """A look-up found digests [start, found) in the store, and not [found, stop). All have one size.
 
-        Applied when somebody asks, many at once: a NumPy call with cold caches takes 10 us. The list may
-        grow until then.
+        Applied when somebody asks, many at once: each digest is an object to touch. The list may grow until then.
         """
         self._noted.append((digests, start, found, stop))
         self._noted_digests += len(digests)  # the list is kept whole
@@ -55,9 +54,11 @@ class Known:
 
     def _apply(self) -> None:
         noted, self._noted, self._noted_digests = self._noted, [], 0
-        self.add(np.concatenate([joined(digests, start, found) for digests, start, found, _ in noted]))
-        # Last: a block that one look-up missed may be saved once more, and is never left out.
-        self.remove(np.concatenate([joined(digests, found, stop) for digests, _, found, stop in noted]))
+        for digests, start, found, _ in noted:
+            _atomics.mark(digests, start, found, True, self._places.data)
+        for digests, _, found, stop in noted:
+            # Last: a block that one look-up missed may be saved once more, and is never left out.
+            _atomics.mark(digests, found, stop, False, self._places.data)
 
     def add(self, keys: Keys) -> None:
         if self._noted:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
+from ..shmring._atomics import numbers
 from ..shmring.groups import Groups
 from .hints import Handle
 from .metadata import LoadOrder
@@ -15,14 +16,18 @@ from .session import SchedulerSession
 from .support import Geometry
 
 
-@dataclass(slots=True)
-class Load:
+class Load(NamedTuple):
     """`handle`'s slots hold `blocks` of the request until `ranks_left` is 0."""
 
     request_id: str
     handle: Handle
     blocks: range
     ranks_left: int
+
+
+def not_given(request_id: str, tokens: int) -> RuntimeError:
+    """To go on would be wrong: the engine would compute on blocks that nobody fills."""
+    return RuntimeError(f"blocks were allocated for an answer that was not given: request={request_id} tokens={tokens}")
 
 
 class Loads:
@@ -41,39 +46,39 @@ class Loads:
 
     def keep(self, state: RequestState) -> None:
         """vLLM took the request's answer and names its blocks in a later pass: its claim stays until then."""
-        self.kept[state.request.request_id] = state.promise()
+        self.kept[state.request.request_id] = state.promise(0)
 
     def forget(self, request_id: str, session: SchedulerSession | None) -> Handle | None:
         """A kept answer will not be loaded. Return its handle, if it is of this session."""
         _, handle = self.kept.pop(request_id, (None, None))
         return handle if handle is not None and handle.session is session else None
 
-    def answered_tokens(self, state: RequestState) -> int:
-        """Tokens of the answer that vLLM may load."""
-        answer, _ = self.kept.get(state.request.request_id, (state.answer, None))
-        return 0 if answer is None else answer.count * self._geometry.block_tokens
-
-    def dispatch(self, state: RequestState, block_ids: Sequence[Sequence[int]], tokens: int) -> None:
+    def dispatch(self, state: RequestState, block_ids: Sequence[list[int]], tokens: int) -> None:
         """Order the load of the first `tokens` of the request's answer into its blocks; the answer is used up.
 
-        `block_ids`: of each of vLLM's groups.
+        `block_ids`: of each of vLLM's groups.  Raises RuntimeError without an answer of so many tokens.
         """
         request_id, count = state.request.request_id, tokens // self._geometry.block_tokens
-        answer, handle = self.kept.get(request_id) or state.promise()
+        answer, handle = self.kept.get(request_id) or (state.answer, state.handle)
+        if answer is None or handle is None or tokens > answer.count * self._geometry.block_tokens:
+            raise not_given(request_id, tokens)
         stop = answer.start + count
+        if state.answer is answer:
+            state.promise(stop)
+        else:
+            state.dispatch(stop)
         load_id, self._next_id = self._next_id, self._next_id + 1
         if self._geometry.groups is None:
-            chosen = block_ids[self._geometry.group][answer.start : stop]
-            blocks, slots = array("I", chosen), answer.slots if count == answer.count else answer.slots[:count]
+            blocks = numbers(block_ids[self._geometry.group], answer.start, stop)
+            slots = answer.slots if count == answer.count else answer.slots[:count]
         else:
             blocks, slots = self._blocks(self._geometry.groups, answer, count, block_ids)
         # Without the Python function that makes a named tuple: each costs 2 to 3 us with cold caches.
         order = (load_id, request_id, handle.session.epoch, answer.asynchronous, blocks, slots)
         self._orders.append(tuple.__new__(LoadOrder, order))
-        load = Load(request_id, handle, range(answer.start, stop), self._geometry.world_size)
+        load = tuple.__new__(Load, (request_id, handle, range(answer.start, stop), self._geometry.world_size))
         self.running[load_id] = self._last = load
         self.kept.pop(request_id, None)  # after the line before: see `epochs`
-        state.dispatch(stop)
         self._counters["loads"] += 1
         self._counters["load_blocks"] += count
 
@@ -113,9 +118,10 @@ class Loads:
             if load is None:
                 self._counters["unknown_loads"] += 1
                 continue
-            load.ranks_left -= ranks
-            if load.ranks_left <= 0:
+            if load.ranks_left <= ranks:
                 done.append(self.running.pop(load_id))
+            else:
+                self.running[load_id] = load._replace(ranks_left=load.ranks_left - ranks)
         return done
 
     def disk_blocks(self, request_id: str, session: SchedulerSession | None) -> int | None:

@@ -13,18 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .hints import Handle
 from .policy import Wait
 
 
-@dataclass(slots=True)
-class Answer:
+class Answer(NamedTuple):
     """Blocks [start, start + count) of the handle, claimed, and the slots that hold them."""
 
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # a field of ours, not tuple.count
     asynchronous: bool
     slots: Sequence[int]
 
@@ -33,12 +32,17 @@ class Answer:
 class RequestState:
     """`handle` belongs to the current epoch. `loadable`: whether the engine wants stored KV for this request.
 
+    Of one admission: `prefill_tokens`, all tokens that are known when none of them is computed, and `usable`, the full
+    blocks that leave at least one of them to compute.
+
     Defaults are attributes of the class: a request that arrives sets few.  Times are CLOCK_MONOTONIC ns.
     """
 
     request: Any
     loadable: bool
     preemptions: int
+    prefill_tokens: int
+    usable: int
     handle: Handle | None = None
     answer: Answer | None = None
     wait: Wait | None = None
@@ -55,14 +59,16 @@ class RequestState:
     # slot so far. `Saves` advances both.
     saved: int = 0
     storable: int = 0
-    # Tokens of the prefill: all that are known at the admission, when nothing of them is computed.
-    prefill_tokens: int = 0
     # Its KV may come from other weights or from blocks that nobody filled: never saved.
     tainted: bool = False
 
-    def __init__(self, request: Any, loadable: bool) -> None:
+    def __init__(self, request: Any, loadable: bool, tokens: int, usable: int, handle: Handle | None = None) -> None:
+        """A request of so many tokens has arrived; `handle`: of its hint."""
         self.request, self.loadable, self.preemptions = request, loadable, request.num_preemptions
-        if loadable and (params := request.kv_transfer_params) and params.get("do_remote_prefill"):
+        self.prefill_tokens, self.usable = tokens, usable
+        if handle is not None:
+            self.handle = handle
+        elif loadable and brought(request):
             self.loadable, self.brought = False, True
 
     def check(self) -> None:
@@ -112,24 +118,26 @@ class RequestState:
 
     # --- admitted ---------------------------------------------------------------------------------------------------
 
-    def promise(self) -> tuple[Answer, Handle]:
-        """vLLM took the answer. Return it and the handle, which are the load's from now on."""
+    def promise(self, saved: int) -> tuple[Answer, Handle]:
+        """vLLM took the answer. Return it and the handle, which are the load's from now on.
+
+        `saved`: as in `dispatch`, where the load is dispatched now.
+        """
         answer, handle = self.answer, self.handle
         assert answer is not None and handle is not None, self  # noqa: PT018
         self.loading, self.settled = answer.asynchronous, True
         self.handle = self.answer = self.wait = None
-        self.prefill_tokens = self.request.num_tokens
+        self.saved = saved
         return answer, handle
 
     def dispatch(self, stop: int) -> None:
-        """The blocks up to `stop` of the answer taken are being loaded."""
+        """The blocks up to `stop` of an answer taken in an earlier pass are being loaded."""
         assert self.settled or self.loading, self
         self.saved = stop
 
     def settle(self) -> Handle | None:
         """Admitted without a load, or nothing to take. Return the handle, which the caller gives back."""
         self.settled, self.loading, self.wait = True, False, None
-        self.prefill_tokens = self.request.num_tokens
         return self.drop()
 
     def not_brought(self) -> bool:
@@ -145,13 +153,13 @@ class RequestState:
 
     # --- everything again -------------------------------------------------------------------------------------------
 
-    def restart(self) -> None:
-        """Preempted: the blocks are gone, and all tokens are to be matched and saved anew."""
+    def restart(self, tokens: int, usable: int) -> None:
+        """Preempted: the blocks are gone, and all tokens, so many by now, are to be matched and saved anew."""
         assert self.handle is None, self
         self.preemptions = self.request.num_preemptions
         self.loadable, self.brought = self.loadable or self.brought, False
         self.settled, self.late_hints, self.wait, self.waited = False, 0, None, False
-        self.saved = self.storable = self.prefill_tokens = 0
+        self.saved, self.storable, self.prefill_tokens, self.usable = 0, 0, tokens, usable
         self.tainted = False
 
     def reset(self) -> bool:
@@ -184,6 +192,12 @@ class RequestState:
         if self.handle is not None:
             self.handle.waited_ns += waited
         return waited
+
+
+def brought(request: Any) -> bool:
+    """Whether another connector brings the request's KV from a prefill engine."""
+    params = request.kv_transfer_params
+    return bool(params and params.get("do_remote_prefill"))
 
 
 def prefill_tokens(output: Any, requests: Mapping[str, RequestState]) -> int:

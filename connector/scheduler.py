@@ -24,11 +24,12 @@ from .claims import NOTHING, PENDING, Claims, Clock, Reply, SystemClock
 from .config import ConnectorConfig
 from .events import SavedBlocks
 from .guards import detaching
+from .hints import Handle
 from .link import Link
-from .loads import Loads
+from .loads import Loads, not_given
 from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
 from .policy import WaitPolicy
-from .request_state import RequestState, prefill_tokens
+from .request_state import RequestState, brought, prefill_tokens
 from .resets import Resets
 from .saves import LocalCache, Saves
 from .session import SchedulerSession
@@ -85,20 +86,27 @@ class SchedulerSide:
         """A new request: send one hint, unless there is nothing to gain."""
         if request.resumable:
             return  # vLLM never asks about a session's later chunks, and may cut its tokens back
-        loadable = self._geometry.loads and not request.skip_reading_prefix_cache
-        self.requests[request.request_id] = state = RequestState(request, loadable)
-        if not state.loadable or not self._hinting:
-            return
-        try:
-            session, link = self._session, self.link
-            if session is not link.session or link.confirmed_reset < self.resets.generation:
-                session = self._usable_session()
-            if session is not None and session.alive(now := self._now_ns()):
-                local_blocks = self.cache.tokens(request) // self._geometry.block_tokens
-                if not self.claims.hint(state, session, local_blocks, now):
-                    self.quiet_steps = 0  # it may have been dropped
-        except SegmentCorrupt as error:
-            self.detach(error)
+        geometry, claims, tokens = self._geometry, self.claims, request.num_prompt_tokens
+        handle: Handle | None = None
+        full: SchedulerSession | None = None  # that has no room for the hint
+        loadable = geometry.loads and not request.skip_reading_prefix_cache
+        usable = claims.usable_blocks(request, tokens)
+        if loadable and self._hinting and not (request.kv_transfer_params and brought(request)):
+            try:
+                session, link = self._session, self.link
+                if session is not link.session or link.confirmed_reset < self.resets.generation:
+                    session = self._usable_session()
+                if session is not None and session.alive(now := self._now_ns()):
+                    local_blocks = self.cache.tokens(request) // geometry.block_tokens
+                    if local_blocks < usable:
+                        handle = claims.push(request, usable, session, local_blocks, now)
+                        full = session if handle is None else None
+            except SegmentCorrupt as error:
+                self.detach(error)
+        self.requests[request.request_id] = state = RequestState(request, loadable, tokens, usable, handle)
+        if full is not None:
+            claims.drop(state, full)
+            self.quiet_steps = 0
 
     def _local_blocks(self, request: Any) -> int:
         return self.cache.tokens(request) // self._geometry.block_tokens
@@ -121,40 +129,37 @@ class SchedulerSide:
                     self._waits.go_on(state)
                     return PENDING
                 self.counters["wait_ns"] += state.resume(self._now_ns())
-            return self._match(state, request, num_computed_tokens)
+            if state.preemptions != request.num_preemptions:
+                state.restart(tokens := request.num_tokens, self.claims.usable_blocks(request, tokens))
+            start = num_computed_tokens // self._geometry.block_tokens
+            if start and self._stale_local:
+                state.taint()
+            if state.loading:
+                # Its load failed and it holds no blocks, but vLLM keeps it before requests that do.  PENDING lets those
+                # run and free blocks.
+                state.fail_load()
+                return PENDING
+            if (state.settled or not state.loadable) and not state.not_brought():
+                return NOTHING
+            if (answer := state.answer) is not None:
+                if answer.start == start:
+                    return answer.count * self._geometry.block_tokens, answer.asynchronous
+                self.claims.withdraw(state)
+                self._answered.discard(request.request_id)
+            session, link = self._session, self.link
+            if session is not link.session or link.confirmed_reset < self.resets.generation:
+                session = self._usable_session()
+            if session is None:
+                return NOTHING
+            reply = self.claims.match(state, session, start, running=len(self.running) + self._admitted)
+            if state.answer is not None:
+                self._answered.add(request.request_id)
+            if reply[0] is None and state.wait is not None:  # otherwise it only gives way to requests before it
+                self._waits.deferred(state, self._now_ns())
+            return reply
         except SegmentCorrupt as error:
             self.detach(error)
             return NOTHING
-
-    def _match(self, state: RequestState, request: Any, num_computed_tokens: int) -> Reply:
-        if state.preemptions != request.num_preemptions:
-            state.restart()
-        start = num_computed_tokens // self._geometry.block_tokens
-        if start and self._stale_local:
-            state.taint()
-        if state.loading:
-            # Its load failed and it holds no blocks, but vLLM keeps it before requests that do.  PENDING lets those run
-            # and free blocks.
-            state.fail_load()
-            return PENDING
-        if (state.settled or not state.loadable) and not state.not_brought():
-            return NOTHING
-        if (answer := state.answer) is not None:
-            if answer.start == start:
-                return answer.count * self._geometry.block_tokens, answer.asynchronous
-            self.claims.withdraw(state)
-            self._answered.discard(request.request_id)
-        session, link = self._session, self.link
-        if session is not link.session or link.confirmed_reset < self.resets.generation:
-            session = self._usable_session()
-        if session is None:
-            return NOTHING
-        reply = self.claims.match(state, session, start, running=len(self.running) + self._admitted)
-        if state.answer is not None:
-            self._answered.add(request.request_id)
-        if reply[0] is None and state.wait is not None:  # without a wait it only gives way to requests before it
-            self._waits.deferred(state, self._now_ns())
-        return reply
 
     # --- after allocation -------------------------------------------------------------------------------------------
 
@@ -164,12 +169,8 @@ class SchedulerSide:
         self._admitted += 1
         state = self.requests.get(request.request_id)
         if num_external_tokens > 0:
-            if state is None or num_external_tokens > self.loads.answered_tokens(state):
-                # To go on would be wrong: the engine would compute on blocks that nobody fills.
-                raise RuntimeError(
-                    f"blocks were allocated for an answer that was not given: request={request.request_id} "
-                    f"tokens={num_external_tokens}"
-                )
+            if state is None:
+                raise not_given(request.request_id, num_external_tokens)
             self._answered.discard(request.request_id)
             self.loads.dispatch(state, block_ids(), num_external_tokens)
         elif state is not None:

@@ -45,7 +45,7 @@ class SchedulerSession:
             )
         self.epoch = layout.epoch
         self.removal_ms = attached.removal_ms
-        self.layout = layout
+        self.layout, self.table_entries = layout, layout.table_entries
         self.words = Words(segment.buffer)
         self.flags = FlagTable(segment.buffer, self.words, layout)
         self.allocator = FlagAllocator(self.flags)

@@ -1,4 +1,4 @@
-/* The only place, with _words.h, _flags.c and _ring.c, that orders accesses to shared memory.
+/* The only place, with _words.h, _flags.c, _handle.c and _ring.c, that orders accesses to shared memory.
  *
  * Words(buffer) views a buffer as aligned 64-bit words.  Each method has one C11 order:
  *
@@ -198,6 +198,10 @@ static PyObject *atomics_fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(
 static PyMethodDef module_methods[] = {
     {"heads", (PyCFunction)(void (*)(void))heads, METH_FASTCALL,
      "heads(digests, start, stop) -> bytes: the first 8 bytes of each digest of a list"},
+    {"mark", (PyCFunction)(void (*)(void))mark, METH_FASTCALL,
+     "mark(digests, start, stop, known, places): put each digest's key into its place, or take it out"},
+    {"numbers", (PyCFunction)(void (*)(void))numbers, METH_FASTCALL,
+     "numbers(list, start, stop) -> array('I'): list[start:stop], of numbers below 2^32"},
     {"fence", atomics_fence, METH_NOARGS, "fence(): a sequentially consistent fence"},
     {NULL, NULL, 0, NULL},
 };
@@ -212,7 +216,7 @@ PyMODINIT_FUNC PyInit__atomics(void)
     PyObject *m = PyModule_Create(&module);
     words_type = m == NULL ? NULL : (PyTypeObject *)PyType_FromSpec(&Words_spec); /* for the life of the process */
     if (words_type == NULL || PyModule_AddObjectRef(m, "Words", (PyObject *)words_type) < 0 || add_flag_types(m) < 0
-        || add_ring_types(m) < 0)
+        || add_handle_type(m) < 0 || add_ring_types(m) < 0)
         Py_CLEAR(m);
     return m;
 }

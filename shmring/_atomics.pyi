@@ -6,6 +6,8 @@ from typing import Any, Generic, TypeVar
 
 from typing_extensions import Buffer, Self
 
+from .flags import Flag
+
 S = TypeVar("S")
 F = TypeVar("F")
 
@@ -52,6 +54,8 @@ class Handle(Generic[S]):
     asked_ns: int
     waited_ns: int
     claimed_ns: int
+    def look(self) -> Flag: ...
+    def claim(self, state: int, count: int, taken: int, start: int, stop: int, now_ns: int, /) -> array[int] | None: ...
 
 class Pusher:
     def __new__(
@@ -86,4 +90,6 @@ class Pusher:
     ) -> Handle[S] | None: ...
 
 def heads(digests: list[bytes], start: int, stop: int, /) -> bytes: ...
+def mark(digests: list[bytes], start: int, stop: int, known: bool, places: Buffer, /) -> None: ...
+def numbers(values: list[int], start: int, stop: int, /) -> array[int]: ...
 def fence() -> None: ...

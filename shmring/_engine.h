@@ -1,4 +1,4 @@
-/* What _flags.c and _ring.c share: types of the engine's side, which Python subclasses give their checks and slow paths
+/* What _flags.c, _handle.c, _lists.c and _ring.c share: types of the engine's side, which Python subclasses give their checks and slow paths
  * (flags.FlagTable, flags.FlagAllocator, ring.Producer).  The rules and the orders (SYNC) are those of flags.py and ring.py.
  * The other side may write anything into the memory: a word is copied once, checked, and used.
  */
@@ -33,7 +33,22 @@ typedef struct {
     PyObject *free, *pages; /* lists: flags and pages to hand out, the next one last */
 } Allocator;
 
-extern PyTypeObject *allocator_type;
+typedef struct {
+    PyObject_HEAD
+    Flags *flags;
+    PyObject *session, *digests;
+    Py_ssize_t flag, blocks, local_blocks;
+    long long generation, asked_ns, waited_ns, claimed_ns;
+} Handle;
+
+extern PyTypeObject *allocator_type, *handle_type;
+extern PyObject *array_type; /* array.array */
+
+/* Returns a flag word taken apart, as a flag_type. */
+PyObject *flag_of_word(Flags *self, uint64_t word);
+
+/* Returns the entries [start, stop) of a flag's slot table as array("I"), under the engine's claim. */
+PyObject *slots_of(Flags *self, Py_ssize_t index, Py_ssize_t start, Py_ssize_t stop);
 
 static inline Py_ssize_t pages_of(Py_ssize_t items) { return items / PAGE_ENTRIES + (items % PAGE_ENTRIES != 0); }
 

@@ -94,19 +94,21 @@ static PyObject *Flags_load(Flags *self, PyObject *index)
 
 static newfunc new_tuple; /* of the type tuple */
 
-static PyObject *Flags_flag(Flags *self, PyObject *index)
+PyObject *flag_of_word(Flags *self, uint64_t word)
 {
-    _Atomic uint64_t *flag = flag_of(self, index);
-    if (flag == NULL)
-        return NULL;
-    /* SYNC flag: slot table and found word visible with the count */
-    /* SYNC slots: slots read before they are given up */
-    uint64_t word = order_load_acquire(flag);
     PyObject *parts = Py_BuildValue("((Kii))", (unsigned long long)(word >> GENERATION_SHIFT),
                                     (int)(word >> STATE_SHIFT & STATES), (int)(word & MAX_COUNT));
     PyObject *result = parts == NULL ? NULL : new_tuple(self->flag_type, parts, NULL);
     Py_XDECREF(parts);
     return result;
+}
+
+static PyObject *Flags_flag(Flags *self, PyObject *index)
+{
+    _Atomic uint64_t *flag = flag_of(self, index);
+    /* SYNC flag: slot table and found word visible with the count */
+    /* SYNC slots: slots read before they are given up */
+    return flag == NULL ? NULL : flag_of_word(self, order_load_acquire(flag));
 }
 
 static PyObject *Flags_exchange(Flags *self, PyObject *const *args, Py_ssize_t nargs)
@@ -153,15 +155,10 @@ static PyObject *Flags_found(Flags *self, PyObject *index)
 
 static PyObject *Flags_disk(Flags *self, PyObject *index) { return blocks_of(self, index, 2, "disk"); }
 
-static PyObject *array_type; /* array.array */
+PyObject *array_type;
 
-static PyObject *Flags_read_slots(Flags *self, PyObject *const *args, Py_ssize_t nargs)
+PyObject *slots_of(Flags *self, Py_ssize_t index, Py_ssize_t start, Py_ssize_t stop)
 {
-    if (nargs != 3)
-        return PyErr_Format(PyExc_TypeError, "expected 3 arguments, got %zd", nargs);
-    Py_ssize_t index = PyLong_AsSsize_t(args[0]), start = PyLong_AsSsize_t(args[1]), stop = PyLong_AsSsize_t(args[2]);
-    if (PyErr_Occurred())
-        return NULL;
     if (index < 0 || index >= PyList_Size(self->tables))
         return PyErr_Format(PyExc_IndexError, "flag outside the slot table: flag=%zd max=%zd", index,
                             PyList_Size(self->tables) - 1);
@@ -203,6 +200,14 @@ static PyObject *Flags_read_slots(Flags *self, PyObject *const *args, Py_ssize_t
 end:
     Py_XDECREF(bytes);
     return slots;
+}
+
+static PyObject *Flags_read_slots(Flags *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3)
+        return PyErr_Format(PyExc_TypeError, "expected 3 arguments, got %zd", nargs);
+    Py_ssize_t index = PyLong_AsSsize_t(args[0]), start = PyLong_AsSsize_t(args[1]), stop = PyLong_AsSsize_t(args[2]);
+    return PyErr_Occurred() ? NULL : slots_of(self, index, start, stop);
 }
 
 static PyMethodDef Flags_methods[] = {

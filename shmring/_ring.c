@@ -9,55 +9,6 @@ enum { HEADER_BYTES = 16, ALIGN = 64 };
 /* Of a HINT record, as in wire/records.py. */
 enum { HINT_BYTES = 68, MAX_NAME_BYTES = 512, TRACE_BYTES = 24, MAX_HASH_BYTES = 64 };
 
-static PyTypeObject *handle_type;
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *session, *digests;
-    Py_ssize_t flag, blocks, local_blocks;
-    long long generation, asked_ns, waited_ns, claimed_ns;
-} Handle;
-
-static void Handle_dealloc(Handle *self)
-{
-    Py_XDECREF(self->session);
-    Py_XDECREF(self->digests);
-    release((PyObject *)self);
-}
-
-static PyMemberDef Handle_members[] = {
-    {"session", T_OBJECT_EX, offsetof(Handle, session), READONLY, NULL},
-    {"digests", T_OBJECT_EX, offsetof(Handle, digests), READONLY, NULL},
-    {"flag", T_PYSSIZET, offsetof(Handle, flag), READONLY, NULL},
-    {"blocks", T_PYSSIZET, offsetof(Handle, blocks), READONLY, NULL},
-    {"local_blocks", T_PYSSIZET, offsetof(Handle, local_blocks), READONLY, NULL},
-    {"generation", T_LONGLONG, offsetof(Handle, generation), READONLY, NULL},
-    {"asked_ns", T_LONGLONG, offsetof(Handle, asked_ns), 0, NULL},
-    {"waited_ns", T_LONGLONG, offsetof(Handle, waited_ns), 0, NULL},
-    {"claimed_ns", T_LONGLONG, offsetof(Handle, claimed_ns), 0, NULL},
-    {NULL, 0, 0, 0, NULL},
-};
-
-static PyMethodDef Handle_methods[] = {
-    {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, "for type checkers"},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyType_Slot Handle_slots[] = {
-    {Py_tp_doc, "A flag that the engine holds, with its hint: made by Pusher.hint"},
-    {Py_tp_dealloc, Handle_dealloc},
-    {Py_tp_methods, Handle_methods},
-    {Py_tp_members, Handle_members},
-    {0, NULL},
-};
-
-static PyType_Spec Handle_spec = {
-    .name = "kvprefetch.shmring._atomics.Handle",
-    .basicsize = sizeof(Handle),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = Handle_slots,
-};
-
 /* --- Pusher -------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -296,7 +247,7 @@ static PyObject *Pusher_hint(Pusher *self, PyObject *const *args, Py_ssize_t nar
     at = pages + 4 * wanted;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *digest = PyList_GetItem(digests, i);
-        if (digest == NULL || !PyBytes_Check(digest) || PyBytes_Size(digest) != size) {
+        if (digest == NULL || Py_TYPE(digest) != &PyBytes_Type || Py_SIZE(digest) != size) {
             PyErr_Format(PyExc_ValueError, "digests differ: number=%zd expected_bytes=%zd", i, size);
             goto end;
         }
@@ -321,6 +272,7 @@ static PyObject *Pusher_hint(Pusher *self, PyObject *const *args, Py_ssize_t nar
     if (handle == NULL)
         goto end;
     *handle = (Handle){.ob_base = handle->ob_base,
+                       .flags = (Flags *)Py_NewRef(allocator->flags),
                        .session = Py_NewRef(args[SESSION]),
                        .digests = Py_NewRef(digests),
                        .flag = index,
@@ -359,34 +311,7 @@ static PyType_Spec Pusher_spec = {
     .slots = Pusher_slots,
 };
 
-PyObject *heads(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    (void)module;
-    if (nargs != 3 || !PyList_Check(args[0]))
-        return PyErr_Format(PyExc_TypeError, "expected a list and two numbers");
-    Py_ssize_t start = PyLong_AsSsize_t(args[1]), stop = PyLong_AsSsize_t(args[2]);
-    if (PyErr_Occurred())
-        return NULL;
-    if (start < 0 || start > stop || stop > PyList_Size(args[0]))
-        return PyErr_Format(PyExc_IndexError, "outside the list: start=%zd stop=%zd length=%zd", start, stop,
-                            PyList_Size(args[0]));
-    PyObject *result = PyBytes_FromStringAndSize(NULL, (stop - start) * 8);
-    uint8_t *at = result == NULL ? NULL : (uint8_t *)PyBytes_AsString(result);
-    for (; at != NULL && start < stop; start++, at += 8) {
-        PyObject *digest = PyList_GetItem(args[0], start);
-        if (!PyBytes_Check(digest) || PyBytes_Size(digest) < 8) {
-            PyErr_Format(PyExc_ValueError, "a digest has at least 8 bytes: number=%zd", start);
-            Py_CLEAR(result);
-            break;
-        }
-        memcpy(at, PyBytes_AsString(digest), 8);
-    }
-    return result;
-}
-
 int add_ring_types(PyObject *module)
 {
-    if ((handle_type = add_type(module, &Handle_spec, "Handle")) == NULL)
-        return -1;
     return add_type(module, &Pusher_spec, "Pusher") == NULL ? -1 : 0;
 }

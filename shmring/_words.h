@@ -91,12 +91,15 @@ static inline _Atomic uint64_t *word_of(Words *self, Py_ssize_t index)
     return (_Atomic uint64_t *)self->words + index;
 }
 
-/* Add the types of _flags.c and _ring.c, in this order; -1 with an exception set. */
+/* Add the types of _flags.c, _handle.c and _ring.c, in this order; -1 with an exception set. */
 int add_flag_types(PyObject *module);
+int add_handle_type(PyObject *module);
 int add_ring_types(PyObject *module);
 
-/* heads(digests, start, stop) -> bytes: the first 8 bytes of each digest of a list. */
+/* Functions of _lists.c: as in module_methods. */
 PyObject *heads(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *mark(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *numbers(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 
 #pragma GCC visibility pop
 

@@ -92,7 +92,6 @@ class FlagTable(Flags[Flag]):
 
     flag_count: int
     page_count: int
-    table_entries: int
     _words: Words
     _pages: npt.NDArray[np.uint32]
     _tables: list[Sequence[int]]  # of each flag: the pages lent to it
@@ -104,7 +103,6 @@ class FlagTable(Flags[Flag]):
         table, tables = buffer[layout.table_offset : end], list[Sequence[int]]([()] * layout.flag_count)
         self = super().__new__(cls, lines, tables, table, layout.slot_bound, Flag)
         self.flag_count, self.page_count = layout.flag_count, layout.page_count
-        self.table_entries = layout.table_entries
         self._words = lines
         pages: npt.NDArray[np.uint32] = np.frombuffer(table, dtype="<u4")
         self._pages = pages.reshape(layout.page_count, PAGE_ENTRIES)

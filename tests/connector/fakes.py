@@ -362,6 +362,26 @@ class Engine:
                 failed_blocks=bool(failed_loads),
             )
 
+    def before_claim(self, request_id: str, act: Callable[[], object]) -> None:
+        """Let the daemon act between the look at the request's flag and its claim."""
+        state = self.side.requests[request_id]
+        vars(state)["handle"] = _Between(state.handle, act)
+
     def preempt(self, request: Request) -> None:
         request.num_preemptions += 1
         request.num_computed_tokens = 0
+
+
+class _Between:
+    """A handle whose first claim comes after `act`."""
+
+    def __init__(self, handle: Any, act: Callable[[], object]) -> None:
+        self._handle, self._act = handle, act
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+    def claim(self, *args: int) -> Any:
+        act, self._act = self._act, lambda: None
+        act()
+        return self._handle.claim(*args)

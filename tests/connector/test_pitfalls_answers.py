@@ -13,7 +13,7 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core import kv_cache_utils
 
-from kvprefetch.connector import claims, hints, request_state, scheduler
+from kvprefetch.connector import claims, hints
 from kvprefetch.connector.claims import Claims
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.loads import Loads
@@ -41,7 +41,7 @@ def test_p01_a_full_prompt_hit_leaves_a_token_to_compute(make: Make, monkeypatch
         assert [len(order.slots) for order in engine.orders()] == [3]
         assert engine.left() == []
 
-    fails_with(check, monkeypatch, Claims, "usable_blocks", lambda self, request: request.num_tokens // BLOCK)
+    fails_with(check, monkeypatch, Claims, "usable_blocks", lambda self, request, tokens: tokens // BLOCK)
 
 
 def test_p01_nothing_is_never_asynchronous(make: Make, monkeypatch: Patch) -> None:
@@ -135,8 +135,14 @@ def test_p05_a_request_that_skips_reading_is_left_alone(make: Make, monkeypatch:
         return engine
 
     assert check().daemon.hints == []
-    made = request_state.RequestState
-    monkeypatch.setattr(scheduler, "RequestState", lambda request, _: made(request, True))
+    original = SchedulerSide.arrived
+
+    def heedless(self: SchedulerSide, request: Any) -> None:
+        skips, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, False
+        original(self, request)
+        request.skip_reading_prefix_cache = skips
+
+    monkeypatch.setattr(SchedulerSide, "arrived", heedless)
     assert len(check().daemon.hints) == 1, "without the guard a hint for nothing; still nothing leaks"
 
 
@@ -179,7 +185,7 @@ def test_p07_loads_write_only_behind_the_local_blocks(make: Make, monkeypatch: P
     original = Loads.dispatch
 
     def from_the_first(self: Loads, state: Any, *rest: Any) -> None:
-        state.answer.start = 0
+        state.answer = state.answer._replace(start=0)
         original(self, state, *rest)
 
     fails_with(check, monkeypatch, Loads, "dispatch", from_the_first)
@@ -300,14 +306,14 @@ def test_p27_a_full_ring_drops_the_hint_and_never_blocks(monkeypatch: Patch) -> 
 
     check()
 
-    original, made = hints.push, list[Any]()
+    original, made = Claims.push, list[Any]()
 
     def always(*arguments: Any) -> Any:
         """A ring without room is taken for one that took the hint."""
         made.append(original(*arguments) or made[-1])
         return made[-1]
 
-    fails_with(check, monkeypatch, hints, "push", always)
+    fails_with(check, monkeypatch, Claims, "push", always)
 
 
 def test_p25_both_roles_answer_what_vllm_asks_of_both(make: Make, monkeypatch: Patch) -> None:

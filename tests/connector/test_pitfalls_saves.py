@@ -258,7 +258,7 @@ def test_p17_a_preempted_request_starts_over(
 
     check()
     monkeypatch.setattr(
-        RequestState, "restart", lambda self: setattr(self, "preemptions", self.request.num_preemptions)
+        RequestState, "restart", lambda self, *_: setattr(self, "preemptions", self.request.num_preemptions)
     )
     with pytest.raises(AssertionError, match="after the preemption"):
         check()

@@ -36,11 +36,11 @@ TRANSITIONS: dict[str, Callable[[RequestState], Any]] = {
     "claim asynchronously": claimed(True),
     "withdraw": RequestState.withdraw,
     "drop": RequestState.drop,
-    "promise": RequestState.promise,
+    "promise": lambda state: state.promise(2),
     "dispatch": lambda state: state.dispatch(2),
     "settle": RequestState.settle,
     "fail load": RequestState.fail_load,
-    "restart": RequestState.restart,
+    "restart": lambda state: state.restart(40, 2),
     "reset": RequestState.reset,
 }
 # How to get to a state, and the transitions that it allows.
@@ -63,7 +63,7 @@ STATES: dict[tuple[str, ...], set[str]] = {
 
 def reached(way: tuple[str, ...]) -> RequestState:
     state = RequestState(
-        SimpleNamespace(num_tokens=33, num_computed_tokens=0, num_preemptions=1, kv_transfer_params=None), True
+        SimpleNamespace(num_tokens=33, num_computed_tokens=0, num_preemptions=1, kv_transfer_params=None), True, 33, 2
     )
     for name in way:
         TRANSITIONS[name](state)

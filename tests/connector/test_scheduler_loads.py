@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvprefetch.shmring.flags import unpack
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
 from .fakes import BLOCK, BLOCK_BYTES, Engine, FakeDaemon, Request
@@ -19,16 +18,7 @@ def test_slots_are_read_under_the_claim() -> None:
     engine = Engine()
     request = engine.add("r", 3 * BLOCK + 5)
     hint = engine.daemon.stage("r", 3, slots=[9, 3, 7])
-    assert engine.link.session is not None
-    flags = engine.link.session.flags
-    exchange = flags.exchange
-
-    def moved_before(index: int, expected: int, desired: int) -> bool:
-        if unpack(desired).state == FlagState.CLAIMED:
-            engine.daemon.flags.move(hint.flag, [(1, 20)])
-        return exchange(index, expected, desired)
-
-    flags.exchange = moved_before  # type: ignore[method-assign]
+    engine.before_claim("r", lambda: engine.daemon.flags.move(hint.flag, [(1, 20)]))
     engine.take(request, 3 * BLOCK)
     (order,) = engine.step([(request, 5)]).loads
     assert list(order.slots) == [9, 20, 7]
@@ -154,17 +144,13 @@ def test_a_claim_after_a_taking_back_fails_or_reads_the_new_slots(again: bool) -
     engine = Engine()
     request = engine.add("r", 4 * BLOCK)
     hint = engine.daemon.stage("r", 3, slots=[4, 5, 6])
-    flags = engine.link.session.flags  # type: ignore[union-attr]
-    exchange = flags.exchange
 
-    def later(index: int, expected: int, desired: int) -> bool:
-        flags.exchange = exchange  # type: ignore[method-assign]
+    def taken_back() -> None:
         engine.daemon.move(hint.flag, FlagState.HINTED, 0)
         if again:
             engine.daemon.stage("r", 3, slots=[1, 2, 3])
-        return exchange(index, expected, desired)
 
-    flags.exchange = later  # type: ignore[method-assign]
+    engine.before_claim("r", taken_back)
     if not again:
         assert engine.match(request) == PENDING
         assert engine.daemon.flag("r") == (1, FlagState.HINTED, 0)

@@ -24,7 +24,6 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvprefetch.connector import hints
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.shmring.wire.records import FlagState
 from tests.scheduler.model import BLOCK, Truth
@@ -278,7 +277,7 @@ class Engine:
         out = sum(len(save.slots) for save in self.side.saves.waiting.values())
         handles = [state.handle for state in self.side.requests.values() if state.handle is not None]
         return bool(session.credits.available() + out >= self.save_slots) and all(
-            hints.look(handle).state != FlagState.HINTED for handle in handles
+            handle.look().state != FlagState.HINTED for handle in handles
         )
 
     def drain(self) -> None:

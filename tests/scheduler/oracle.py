@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from vllm.v1.request import RequestStatus
 
-from kvprefetch.connector import hints
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.wire.records import FlagState
 from tests.scheduler.model import BLOCK, Truth
@@ -138,7 +137,7 @@ class Oracle:
         """The copy happens now: the slots must still be held, and hold what a plain run computes."""
         what = f"rank {rank}: load {load.order.load_id}"
         try:
-            held = hints.look(load.handle).state == FlagState.CLAIMED
+            held = load.handle.look().state == FlagState.CLAIMED
         except SegmentCorrupt:
             held = False
         if not held:

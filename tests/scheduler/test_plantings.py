@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis.errors import FlakyFailure
@@ -96,9 +96,9 @@ def test_slots_released_before_every_rank_copied_are_found(
     def early(self: scheduler.SchedulerSide, *args: Any) -> None:
         while dispatched:
             hints.finish(dispatched.pop(), Outcome.LOADED)
-        dispatched.extend(load.handle for load in self.loads.running.values() if load.ranks_left)
-        for load in self.loads.running.values():
-            load.ranks_left = 0
+        running = self.loads.running
+        dispatched.extend(load.handle for load in running.values() if load.ranks_left)
+        running.update({number: load._replace(ranks_left=0) for number, load in running.items()})
         original(self, *args)
 
     monkeypatch.setattr(scheduler.SchedulerSide, "plan_step", early)
@@ -118,12 +118,12 @@ def _finish_once(original: Any) -> Any:
 
 
 def test_slots_released_when_one_of_two_ranks_copied_are_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = loads.Load
+    original = loads.Loads.acknowledge
 
-    def hasty(request_id: str, handle: Any, blocks: int, ranks_left: int) -> Any:
-        return original(request_id, handle, cast(Any, blocks), 1)
+    def hasty(self: loads.Loads, counts: dict[int, int], failed: set[int]) -> Any:
+        return original(self, dict.fromkeys(counts, 2), failed)
 
-    monkeypatch.setattr(loads, "Load", hasty)
+    monkeypatch.setattr(loads.Loads, "acknowledge", hasty)
     finds(site, "given back before they were copied", queue=3, ranks=2, load_mode="async")
 
 

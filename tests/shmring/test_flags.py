@@ -122,7 +122,7 @@ def test_entries_are_read_behind_one_fence_and_written_between_two(make: Make, m
     table.move(0, [(0, 5), (1, 6)])
     assert steps == [[1, 2], [5, 6]]
     assert list(table.read_slots(0, 0, 2)) == [5, 6]
-    body = SOURCE.read_text().partition("Flags_read_slots(")[2]
+    body = SOURCE.read_text().partition("*slots_of(")[2]
     order = [body.index(part) for part in ("SYNC claim", "order_fence()", "memcpy(to", "SYNC copy")]
     assert order == sorted(order), "in C: a fence, the copy, a fence"
     assert body[order[-1] :].index("order_fence()") < body[order[-1] :].index("slot_bound")

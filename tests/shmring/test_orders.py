@@ -30,7 +30,7 @@ ACCESSES = {"load_acquire", "store_release", "compare_exchange", "publish", "fre
 HOMES = {f"shmring/{name}.py" for name in ("ring", "flags", "credits", "liveness", "view")}
 ACCESS = r"\.?_?(load_acquire|store_release|compare_exchange|publish|fresh)\b[(,]"
 # The engine's side in C accesses them, too.
-IN_C, ACCESS_IN_C = {"shmring/_flags.c", "shmring/_ring.c"}, r"order_\w+\("
+IN_C, ACCESS_IN_C = {"shmring/_flags.c", "shmring/_handle.c", "shmring/_ring.c"}, r"order_\w+\("
 # Other modules that know where the hot words lie, and why.
 LINES = {"shmring/layout.py": "defines them"}
 # Plain accesses to shared memory, each beside the order that covers it.

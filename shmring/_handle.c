@@ -1,0 +1,100 @@
+/* A flag that the engine holds, with its hint: what the scheduler's questions read and exchange, each in one call. */
+#include "_engine.h"
+
+/* Of a flag that this engine holds, as in wire/records.py. */
+enum { HINTED = 1, READY = 2, CLAIMED = 3, EXPIRED = 6 };
+
+PyTypeObject *handle_type;
+
+static void Handle_dealloc(Handle *self)
+{
+    Py_XDECREF(self->flags);
+    Py_XDECREF(self->session);
+    Py_XDECREF(self->digests);
+    release((PyObject *)self);
+}
+
+static PyMemberDef Handle_members[] = {
+    {"session", T_OBJECT_EX, offsetof(Handle, session), READONLY, NULL},
+    {"digests", T_OBJECT_EX, offsetof(Handle, digests), READONLY, NULL},
+    {"flag", T_PYSSIZET, offsetof(Handle, flag), READONLY, NULL},
+    {"blocks", T_PYSSIZET, offsetof(Handle, blocks), READONLY, NULL},
+    {"local_blocks", T_PYSSIZET, offsetof(Handle, local_blocks), READONLY, NULL},
+    {"generation", T_LONGLONG, offsetof(Handle, generation), READONLY, NULL},
+    {"asked_ns", T_LONGLONG, offsetof(Handle, asked_ns), 0, NULL},
+    {"waited_ns", T_LONGLONG, offsetof(Handle, waited_ns), 0, NULL},
+    {"claimed_ns", T_LONGLONG, offsetof(Handle, claimed_ns), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyObject *Handle_look(Handle *self, PyObject *Py_UNUSED(ignored))
+{
+    _Atomic uint64_t *flag = word_of(self->flags->words, self->flag * WORDS_PER_LINE);
+    if (flag == NULL)
+        return NULL;
+    /* SYNC flag: slot table and found word visible with the count */
+    /* SYNC slots: slots read before they are given up */
+    uint64_t word = order_load_acquire(flag);
+    uint64_t generation = word >> GENERATION_SHIFT, state = word >> STATE_SHIFT & STATES, count = word & MAX_COUNT;
+    int mine = state == HINTED || state == READY || state == CLAIMED || state == EXPIRED;
+    if (!mine || generation != (uint64_t)self->generation || count > (uint64_t)self->blocks)
+        return corrupt("flag cannot be so: flag=%zd state=%llu count=%llu blocks=%zd generation=%llu expected=%lld",
+                       self->flag, (unsigned long long)state, (unsigned long long)count, self->blocks,
+                       (unsigned long long)generation, self->generation);
+    return flag_of_word(self->flags, word);
+}
+
+static PyObject *Handle_claim(Handle *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    enum { STATE, COUNT, TAKEN, START, STOP, NOW_NS, ARGUMENTS };
+    long long n[ARGUMENTS];
+    if (nargs != ARGUMENTS)
+        return PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", ARGUMENTS, nargs);
+    for (int i = 0; i < ARGUMENTS; i++)
+        if ((n[i] = PyLong_AsLongLong(args[i])) == -1 && PyErr_Occurred())
+            return NULL;
+    if ((n[STATE] != HINTED && n[STATE] != READY) || n[COUNT] < 0 || n[COUNT] > MAX_COUNT || n[TAKEN] < 0 ||
+        n[TAKEN] > n[COUNT])
+        return PyErr_Format(PyExc_ValueError, "claim out of bounds: state=%lld count=%lld taken=%lld", n[STATE], n[COUNT],
+                            n[TAKEN]);
+    if (!self->flags->words->writable)
+        return PyErr_Format(PyExc_TypeError, "these words are a read-only view");
+    _Atomic uint64_t *flag = word_of(self->flags->words, self->flag * WORDS_PER_LINE);
+    if (flag == NULL)
+        return NULL;
+    uint64_t use = (uint64_t)self->generation << GENERATION_SHIFT;
+    uint64_t expected = use | (uint64_t)n[STATE] << STATE_SHIFT | (uint64_t)n[COUNT];
+    /* SYNC flag: slot table and found word visible with the count */
+    if (order_compare_exchange(flag, expected, use | (uint64_t)CLAIMED << STATE_SHIFT | (uint64_t)n[TAKEN]) != expected)
+        Py_RETURN_NONE;
+    self->claimed_ns = n[NOW_NS];
+    return slots_of(self->flags, self->flag, (Py_ssize_t)n[START], (Py_ssize_t)n[STOP]);
+}
+
+static PyMethodDef Handle_methods[] = {
+    {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, "for type checkers"},
+    {"look", (PyCFunction)Handle_look, METH_NOARGS, "look() -> flag_type: the flag word, checked"},
+    {"claim", (PyCFunction)(void (*)(void))Handle_claim, METH_FASTCALL,
+     "claim(state, count, taken, start, stop, now_ns) -> array('I') of slots, or None"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot Handle_slots[] = {
+    {Py_tp_doc, "A flag that the engine holds, with its hint: made by Pusher.hint"},
+    {Py_tp_dealloc, Handle_dealloc},
+    {Py_tp_methods, Handle_methods},
+    {Py_tp_members, Handle_members},
+    {0, NULL},
+};
+
+static PyType_Spec Handle_spec = {
+    .name = "kvprefetch.shmring._atomics.Handle",
+    .basicsize = sizeof(Handle),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = Handle_slots,
+};
+
+int add_handle_type(PyObject *module)
+{
+    return (handle_type = add_type(module, &Handle_spec, "Handle")) == NULL ? -1 : 0;
+}
