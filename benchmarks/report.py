@@ -31,7 +31,7 @@ def published(folder: Path) -> dict[str, list[dict[str, Any]]]:
 def newest(days: dict[str, list[dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
     """Each piece's newest result, with its date."""
     last = {result["piece"]: (day, result) for day, results in sorted(days.items()) for result in results}
-    return [last[name] for name in [*PIECES, *(set(last) - set(PIECES))] if name in last]
+    return [last[name] for name in [*PIECES, *sorted(set(last) - set(PIECES))] if name in last]
 
 
 def generated(days: dict[str, list[dict[str, Any]]]) -> str:

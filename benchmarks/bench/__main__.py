@@ -132,6 +132,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     if options.rounds is not None and options.rounds < 1:
         parser.error(f"--rounds must be at least 1, not {options.rounds}")
+    if options.quick and options.publish:
+        parser.error("--publish is for whole runs: leave --quick away")
     if options.lmcache_python is not None and (why_not := lmcache.missing(options.lmcache_python)):
         parser.error(f"--lmcache-python: {why_not}")
     exit_on_sigterm()

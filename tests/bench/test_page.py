@@ -100,11 +100,11 @@ def test_details_name_all_that_a_reader_should_know() -> None:
 
 
 def test_each_piece_s_newest_result_is_on_the_page(tmp_path: Path) -> None:
-    for day, name in (("2026-01-01", "open"), ("2026-01-02", "open"), ("2026-01-01", "hide")):
+    for day, name in [("2026-01-01", name) for name in ("z", "open", "y", "hide", "x")] + [("2026-01-02", "open")]:
         (tmp_path / day).mkdir(exist_ok=True)
         (tmp_path / day / f"{name}.json").write_text(json.dumps(result(name, local=(0.1,))))
     text = report.generated(report.published(tmp_path))
-    assert re.findall(r"^### (\w+)", text, re.MULTILINE) == ["hide", "open"]
+    assert re.findall(r"^### (\w+)", text, re.MULTILINE) == ["hide", "open", "x", "y", "z"]
     assert "benchmarks/2026-01-02/open.svg" in text
     assert "benchmarks/2026-01-01/open.svg" not in text
 
@@ -136,6 +136,7 @@ def test_a_picture_names_what_it_shows(tmp_path: Path) -> None:
     [
         (["nope"], "no such piece: nope: choose from hide,"),
         (["open", "--variants", "ours"], "no such variant: ours: choose from local,recomputed,"),
+        (["open", "--quick", "--publish"], "--publish is for whole runs: leave --quick away"),
         (["open", "--rounds", "0"], "--rounds must be at least 1, not 0"),
     ],
 )

@@ -45,7 +45,7 @@ def missing(python: Path) -> str | None:
 class LMCache(Programs):
     """Server and Redis. One for all engines here, as one daemon is."""
 
-    name, start_timeout_s, term_s = "lmcache", 60.0, 5.0
+    name, start_timeout_s, term_s = "lmcache", 180.0, 5.0
 
     def __init__(self, python: Path, *, link: LimitedLink | None = None, memory_gib: float = 1.0) -> None:
         super().__init__()
