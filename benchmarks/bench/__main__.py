@@ -39,6 +39,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--variants", help=f"of {','.join(variants.ALL)}; all: all that can run (default: each piece's own)"
     )
+    parser.add_argument("--requests", type=int, help="of each pass (default: each piece's own)")
     parser.add_argument("--rounds", type=int, help="measured rounds (default: each piece's own)")
     parser.add_argument(
         "--minutes",
@@ -89,7 +90,7 @@ def measure(piece: Piece, options: argparse.Namespace, command: Sequence[str]) -
         print(f"[{time.monotonic() - begun:6.1f} s] {piece.name}: {line}", flush=True)
 
     say(piece.question)
-    points = piece.settings(quick=options.quick)
+    points = piece.settings(quick=options.quick, requests=options.requests)
     if options.disk:
         points = [(at, setting.but(far="disk")) for at, setting in points]
     rounds = options.rounds or (1 if options.quick else piece.rounds)
@@ -130,8 +131,9 @@ def main(argv: list[str] | None = None) -> int:
             chosen_variants(options.variants, piece)
     except ValueError as error:
         parser.error(str(error))
-    if options.rounds is not None and options.rounds < 1:
-        parser.error(f"--rounds must be at least 1, not {options.rounds}")
+    for name in ("rounds", "requests"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            parser.error(f"--{name} must be at least 1, not {value}")
     if options.quick and options.publish:
         parser.error("--publish is for whole runs: leave --quick away")
     if options.lmcache_python is not None and (why_not := lmcache.missing(options.lmcache_python)):

@@ -29,9 +29,9 @@ class Piece:
     rounds: int = 3
     logarithmic: bool = False
 
-    def settings(self, *, quick: bool) -> list[tuple[float, Setting]]:
-        """The points and their settings; a quick run has half of the requests."""
-        base = self.base.but(requests=self.base.requests // 2) if quick else self.base
+    def settings(self, *, quick: bool, requests: int | None = None) -> list[tuple[float, Setting]]:
+        """The points and their settings; `requests` instead of the piece's own, of which a quick run has half."""
+        base = self.base.but(requests=requests or (self.base.requests // 2 if quick else self.base.requests))
         return [(point, self.vary(base, point)) for point in (self.quick if quick else self.points)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -160,10 +161,11 @@ def plan(setting: Setting, pace: Pace, number: int) -> Plan:
         return Plan(asked, names, outputs, users=round(setting.level))
     capacity = setting.places / pace.place_s
     if setting.arrivals == "open":
-        source, now, at = random.Random(5), 0.0, []
-        for _ in names:
-            at.append(now)
-            now += source.expovariate(setting.level * capacity)
+        source = random.Random(5)
+        gaps = [source.expovariate(1.0) for _ in names]
+        # The mean is met exactly: few requests would be another load than the one asked for.
+        scale = setting.requests / sum(gaps) / (setting.level * capacity)
+        at = [scale * each for each in itertools.accumulate(gaps[:-1], initial=0.0)]
     else:
         size = round(setting.level)
         at = [index // size * size / (BURST_LOAD * capacity) for index in names]

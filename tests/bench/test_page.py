@@ -137,6 +137,7 @@ def test_a_picture_names_what_it_shows(tmp_path: Path) -> None:
         (["nope"], "no such piece: nope: choose from hide,"),
         (["open", "--variants", "ours"], "no such variant: ours: choose from local,recomputed,"),
         (["open", "--quick", "--publish"], "--publish is for whole runs: leave --quick away"),
+        (["open", "--requests", "0"], "--requests must be at least 1, not 0"),
         (["open", "--rounds", "0"], "--rounds must be at least 1, not 0"),
     ],
 )
