@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-WINDOW = 4  # times the slots: of so many fetched blocks, older ones count half, those before them a quarter, and so on
+WINDOW = 16  # times the slots: of so many fetched blocks, older ones count half, those before them a quarter, and so on
 
 
 class Ceiling:

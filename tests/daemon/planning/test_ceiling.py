@@ -8,7 +8,8 @@ from kvprefetch.daemon.planning.ceiling import Ceiling
 from kvprefetch.daemon.planning.runs import Lane
 from tests.daemon.planning.support import Planner, hint, hit, ordered, planned, returned, run
 
-SLOTS = 8  # so half of the window is 16 blocks, and of these a quarter is 4
+SLOTS = 8
+SHARE = 1 / 16  # of half of the window, 64 blocks, this is 4
 
 
 def aborted(planner: Planner, number: int, *names: str) -> None:
@@ -24,7 +25,7 @@ def limited(planner: Planner) -> bool:
 
 def passed() -> Planner:
     """Return a planner past its ceiling, with the blocks of an aborted request in staging."""
-    planner, _ = planned(SLOTS, 4, wasted_share=0.25)
+    planner, _ = planned(SLOTS, 4, wasted_share=SHARE)
     aborted(planner, 1, *"abcde")
     assert limited(planner)
     return planner
@@ -41,7 +42,7 @@ def test_blocks_of_an_aborted_request_count_at_once_and_no_more_once_another_loa
 
 
 def test_blocks_found_local_meanwhile_count_as_unused_and_loaded_ones_do_not() -> None:
-    planner, _ = planned(SLOTS, 4, wasted_share=0.25)
+    planner, _ = planned(SLOTS, 4, wasted_share=SHARE)
     key = hit(planner, 1, *"abcd")
     run(planner)
     planner.finish(key, range(3, 4))
@@ -93,7 +94,7 @@ def test_past_the_ceiling_only_the_first_request_and_those_asked_for_are_fetched
 
 
 def test_below_the_ceiling_all_are_fetched() -> None:
-    planner, _ = planned(SLOTS, 4, wasted_share=0.25)
+    planner, _ = planned(SLOTS, 4, wasted_share=SHARE)
     aborted(planner, 1, *"abcd")
     for number in (2, 3):
         hit(planner, number, f"x{number}", f"y{number}")
@@ -130,11 +131,11 @@ def test_it_comes_back_once_enough_was_fetched_and_used() -> None:
     rounds = 0
     while limited(planner):
         rounds += 1
-        assert rounds < 10
+        assert rounds < 20
         key = hit(planner, 10 + rounds, *(f"{rounds}-{at}" for at in range(SLOTS)))
         run(planner)
         planner.finish(key, range(SLOTS))
-    assert rounds == 2, "21 blocks: five were wasted of them"
+    assert rounds == 10, "85 blocks: five were wasted of them"
 
 
 def test_a_share_of_one_is_no_ceiling() -> None:
@@ -157,12 +158,12 @@ def test_a_long_time_without_waste_does_not_allow_more_of_it() -> None:
     ceiling = Ceiling(0.1, 10)
     for _ in range(10_000):
         ceiling.fetched(1)
-    ceiling.wasted(5)
+    ceiling.wasted(17)
     assert ceiling.passed
 
 
 def test_late_blocks_of_a_call_past_its_deadline_count() -> None:
-    planner, _ = planned(SLOTS, 8, wasted_share=0.25)
+    planner, _ = planned(SLOTS, 8, wasted_share=SHARE)
     hit(planner, 1, *"abcde")
     order = ordered(planner)
     planner.overdue(order.number, 1)
