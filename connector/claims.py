@@ -68,6 +68,8 @@ class SystemClock:
 class Claims:
     """The rules of hinting, waiting and claiming. Every method may raise SegmentCorrupt."""
 
+    last_tokens = 1  # of a prompt, which are computed even when all of it is stored: vLLM samples from them
+
     def __init__(
         self,
         config: ConnectorConfig,
@@ -89,8 +91,8 @@ class Claims:
         self._pending_before = False
 
     def usable_blocks(self, request: Any, tokens: int) -> int:
-        """Full blocks of a request of so many tokens that leave at least one token to compute."""
-        blocks: int = (tokens - 1) // self._geometry.block_tokens
+        """Full blocks of a request of so many tokens that leave its last ones to compute. `arrived` does the same."""
+        blocks: int = (tokens - self.last_tokens) // self._geometry.block_tokens
         return min(blocks, len(request.block_hashes) // self._geometry.hashes_per_block)
 
     def push(

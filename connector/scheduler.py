@@ -4,8 +4,8 @@ Rules that keep the engine's contract:
 
 * An answer is given only for claimed blocks with slot numbers that were read and checked, so a dispatched load cannot
   fail.  It is honoured even when the daemon dies right after: the bytes lie in segments that the workers have mapped
-  and nobody writes any more.  A claim that its pass does not use is given up at the pass's end,
-  but for one whose load vLLM waits for: it names the blocks in a later pass.
+  and nobody writes any more.  A claim that its pass does not use is given up at the pass's end, but for one whose load
+  vLLM waits for: it names the blocks in a later pass.
 * A dispatched load belongs to its load_id: finish, abort, preemption and an ended epoch do not touch it.
 * A request is settled once it was admitted, missed, or used up its late hints: no more hints until it is preempted.
 * After a reset that the daemon has not confirmed, nothing is hinted, loaded or saved.
@@ -86,30 +86,27 @@ class SchedulerSide:
         """A new request: send one hint, unless there is nothing to gain."""
         if request.resumable:
             return  # vLLM never asks about a session's later chunks, and may cut its tokens back
-        geometry, claims, tokens = self._geometry, self.claims, request.num_prompt_tokens
+        geometry, claims = self._geometry, self.claims
+        tokens, hashes = request.num_prompt_tokens, len(request.block_hashes)
         handle: Handle | None = None
         full: SchedulerSession | None = None  # that has no room for the hint
         loadable = geometry.loads and not request.skip_reading_prefix_cache
-        usable = claims.usable_blocks(request, tokens)
+        usable = min((tokens - claims.last_tokens) // geometry.block_tokens, hashes // geometry.hashes_per_block)
         if loadable and self._hinting and not (request.kv_transfer_params and brought(request)):
             try:
                 session, link = self._session, self.link
                 if session is not link.session or link.confirmed_reset < self.resets.generation:
                     session = self._usable_session()
                 if session is not None and session.alive(now := self._now_ns()):
-                    local_blocks = self.cache.tokens(request) // geometry.block_tokens
-                    if local_blocks < usable:
-                        handle = claims.push(request, usable, session, local_blocks, now)
-                        full = session if handle is None else None
+                    local = self.cache.tokens(request) // geometry.block_tokens
+                    if local < usable and (handle := claims.push(request, usable, session, local, now)) is None:
+                        full = session
             except SegmentCorrupt as error:
                 self.detach(error)
         self.requests[request.request_id] = state = RequestState(request, loadable, tokens, usable, handle)
         if full is not None:
             claims.drop(state, full)
             self.quiet_steps = 0
-
-    def _local_blocks(self, request: Any) -> int:
-        return self.cache.tokens(request) // self._geometry.block_tokens
 
     # --- matching ---------------------------------------------------------------------------------------------------
 
@@ -237,7 +234,8 @@ class SchedulerSide:
                     self.claims.withdraw(state)
             wanted = self.saves.unsaved or self.saves.left or self.claims.dropped
             if session is not None and wanted and session.alive(now):
-                self.claims.send_dropped(session, self._local_blocks)
+                block_tokens = self._geometry.block_tokens
+                self.claims.send_dropped(session, lambda request: self.cache.tokens(request) // block_tokens)
                 meta.saves.extend(self.saves.plan_step(session, output, self.cache))
             if self.saves.copied:
                 self.saves.flush()
