@@ -75,6 +75,7 @@ class Handshake:
                 engine=epoch.engine.engine_id,
                 epoch=epoch.number,
                 ranks=peer.group.world_size,
+                kv_groups=epoch.engine.kv_groups,
                 slots=epoch.memory.layout.slot_count,
                 save_slots=epoch.memory.save_slots,
                 block_bytes=epoch.memory.block_bytes,

@@ -222,7 +222,8 @@ class Epoch(EpochCalls):
         if (count := sum(map(len, order.chains))) > MAX_WARM_DIGESTS:
             raise ProtocolError(f"too many hashes in one order: hashes={count} max={MAX_WARM_DIGESTS}")
         if self.prefixes is not None:
-            reply(Report(ok=False, text="an engine with several KV groups cannot be warmed"))
+            why = "which blocks of a window are of use depends on where a prompt ends"
+            reply(Report(ok=False, text=f"an engine with several KV groups cannot be warmed: {why}"))
             return
         off = "" if self._mode == "on" else f"mode is {self._mode}"
         if why := "its weights change" if self.saver.resetting else off:

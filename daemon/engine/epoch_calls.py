@@ -103,10 +103,13 @@ class EpochCalls(EpochParts):
                 choice = self.prefixes.found(request.key, present, on_disk, holds, self._room)
                 self._choose(request, choice)
                 left, disk = request.blocks - request.issued, sum(request.on_disk[request.issued :])
+                hits, of = choice.blocks - request.none_of_them, max(1, request.blocks)
+                staged, from_disk = hits * request.issued // of, hits * disk // of  # as shares of the prefix
                 missing = self.reasons.lacks(choice.missing, self._store.aside)
                 work = self.reasons.work(Lane(2 * disk > left), now_ns)
                 self.traces.looked_up(request.key, choice.blocks, now_ns, None if unavailable else missing, work)
-                self.counters.hit_blocks.update(staging=request.issued, memory=left - disk, disk=disk)
+                memory = hits - staged - from_disk
+                self.counters.hit_blocks.update(staging=staged, memory=memory, disk=from_disk)
                 continue
             if not renewal:
                 staged, disk = request.issued - request.local, sum(on_disk)

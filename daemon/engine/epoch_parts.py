@@ -73,7 +73,7 @@ class EpochParts(Caller):
         self.ranks = transfers.RankLayout.of(engine.workers, memory.staging, named=engine.groups is not None)
         self.channel = Channel(memory.control, memory.layout, engine.groups)
         self.channel.liveness.beat(self.since_ns)
-        self.traces = Traces(memory.block_bytes)
+        self.traces = Traces(memory.block_bytes, engine.kv_groups)
         chunk_blocks = max(1, services.chunk_bytes // memory.block_bytes)
         part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in memory.staging.block_bytes)  # as a disk counts
         self.planner = Planner(

@@ -50,6 +50,11 @@ class EngineInfo(NamedTuple):
         return self.scheduler.kv_groups
 
     @property
+    def kv_groups(self) -> int:
+        """Return the number of its KV groups."""
+        return 1 if self.groups is None else len(self.groups.groups)
+
+    @property
     def block_bytes(self) -> list[int]:
         """Return the size of each rank's part of a block."""
         return [worker.block_bytes for worker in self.workers]

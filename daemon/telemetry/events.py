@@ -79,6 +79,11 @@ FIELDS: dict[str, Field] = {
     "local_blocks": Field("integer", "leading blocks that the engine held itself when the request arrived"),
     "found_blocks": Field("integer", "leading blocks that were local or in the store; the rest is a miss"),
     "loaded_blocks": Field("integer", "blocks that the engine copied out of staging"),
+    "kv_groups": Field(
+        "integer",
+        "its engine's KV groups; with several, these blocks are as long as the prefix grows by, and "
+        "each stands for blocks of all groups",
+    ),
     "bytes": Field("integer", "bytes fetched for it, all ranks; blocks that were staged for others already cost none"),
     "bytes_disk": Field("integer", "of these, from disk"),
     "bytes_memory": Field("integer", "of these, from memory"),
@@ -262,7 +267,7 @@ EVENTS: dict[str, Event] = {
                         "most. Those of attached engines do not count.", ("error", "pid?", "uid?"), floods=True),
     "peer.lost": Event("debug", "A process went away while the daemon spoke to it.", ("error", "pid?")),
     "engine.attached": Event("info", "All processes of an engine mapped their memory: hints are welcome.",
-                             ("ranks", "slots", "save_slots", "block_bytes", "page_bytes")),
+                             ("ranks", "kv_groups", "slots", "save_slots", "block_bytes", "page_bytes")),
     "engine.waiting": Event("warning", "An engine waits for its memory: the kernel lets the daemon's user send no more "
                             "descriptors until some are read. The daemon tries again.", ("error",)),
     "engine.incomplete": Event("warning", "30 s after an engine's scheduler some ranks are still missing; the engine "

@@ -39,7 +39,8 @@ class Missing(NamedTuple):
 class Trace:
     """Collects the times of one hinted request (CLOCK_MONOTONIC nanoseconds; 0: did not happen)."""
 
-    def __init__(self, hint: Hint, seen_ns: int) -> None:
+    def __init__(self, hint: Hint, seen_ns: int, kv_groups: int = 1) -> None:
+        self.kv_groups = kv_groups
         self.request_id = hint.request_id
         self.arrived_ns = hint.arrival_ns
         self.hint_seen_ns = seen_ns
@@ -90,6 +91,7 @@ class Trace:
             "local_blocks": self.local_blocks,
             "found_blocks": self.found_blocks,
             "loaded_blocks": loaded_blocks,
+            "kv_groups": self.kv_groups,
             "bytes": request.fetched_blocks * block_bytes,
             "bytes_disk": request.disk_blocks * block_bytes,
             "bytes_memory": memory_blocks * block_bytes,
@@ -136,13 +138,13 @@ class Trace:
 class Traces:
     """One trace for each planned request, until it ends."""
 
-    def __init__(self, block_bytes: int) -> None:
-        self._block_bytes = block_bytes
+    def __init__(self, block_bytes: int, kv_groups: int = 1) -> None:
+        self._block_bytes, self._kv_groups = block_bytes, kv_groups
         self._traces: dict[Key, Trace] = {}
         self.recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=RECENT)  # (when, request.done), for `top`
 
     def begin(self, key: Key, hint: Hint, now_ns: int) -> None:
-        self._traces[key] = Trace(hint, now_ns)
+        self._traces[key] = Trace(hint, now_ns, self._kv_groups)
 
     def asked(self, key: Key, asked_ns: int) -> None:
         if (trace := self._traces.get(key)) is not None:

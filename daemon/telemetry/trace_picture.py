@@ -59,8 +59,10 @@ def headline(record: Record) -> list[str]:
         f" {hinted - found} nowhere; {_count(record, 'loaded_blocks')} loaded",
     ]
     if record.get("bytes"):
+        groups = _count(record, "kv_groups")
+        of_groups = f" for {groups} KV groups" if groups > 1 else ""
         lines.append(
-            f"{size(_count(record, 'bytes'))} fetched: {size(_count(record, 'bytes_memory'))} from memory, "
+            f"{size(_count(record, 'bytes'))} fetched{of_groups}: {size(_count(record, 'bytes_memory'))} from memory, "
             f"{size(_count(record, 'bytes_disk'))} from disk"
         )
     if times := _count(record, "taken_back"):
@@ -168,7 +170,7 @@ def _wait(record: Record, waited: float) -> str:
     """Say how the time at the head of the queue divides among the daemon's work."""
     asked, found = _ms(record, "asked"), spans(record)
     others = sum(part.end_ms - part.start_ms for part in found if part.name == ELSEWHERE)
-    more = f" For {number(others)} ms more the engine's seats or tokens went to others." if others else ""
+    more = f" For {number(others)} ms more the engine's places or tokens went to others." if others else ""
     if asked is None or waited < 0.05:
         return f"The scheduler did not wait for it.{more}"
     if 2 * (unseen := _number(record, "unseen_ms")) >= waited:

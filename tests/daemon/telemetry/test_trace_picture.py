@@ -28,8 +28,9 @@ README = (ROOT / "README.md").read_text()
 LINE: dict[str, Any] = {
     "ts": "2026-11-21T07:30:00.000000Z", "level": "info", "event": "request.done", "run_id": "5d1c0a7be2f4",
     "engine": "3f2a91c04d11", "epoch": 5, "request_id": "cmpl-7", "outcome": "loaded", "prompt_tokens": 2081,
-    "hint_blocks": 65, "local_blocks": 2, "found_blocks": 64, "loaded_blocks": 62, "bytes": 8126464, "bytes_disk": 0,
-    "bytes_memory": 8126464, "taken_back": 0, "store_unavailable": False, "arrived_ms": 0.0, "hint_seen_ms": 0.21,
+    "hint_blocks": 65, "local_blocks": 2, "found_blocks": 64, "loaded_blocks": 62, "kv_groups": 1,
+    "bytes": 8126464, "bytes_disk": 0, "bytes_memory": 8126464, "taken_back": 0,
+    "store_unavailable": False, "arrived_ms": 0.0, "hint_seen_ms": 0.21,
     "looked_up_ms": 1.32, "first_byte_ms": 14.1, "last_byte_ms": 96.4, "asked_ms": 71.0, "claimed_ms": 97.2,
     "loaded_ms": 99.9, "ended_ms": 100.4, "exposed_ms": 26.2, "unseen_ms": 0.8,
     "hidden_fraction": 0.7359, "answered_ms": 96.4, "medium": "memory", "store_bytes_s": 99000000, "hour_bytes_s": None,
@@ -99,14 +100,14 @@ def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
         (
             {"asked_ms": 0.5, "claimed_ms": 3498.0, "loaded_ms": 3600.0, "exposed_ms": 9.5, "hidden_fraction": 0.9},
             "Of look-up and transfer, which took 96.2 ms, the queue hid 90 %. The scheduler waited 9.50 ms for it: "
-            "8.68 ms for its first fetch, 0.82 ms for the look-up. For 3488 ms more the engine's seats or tokens went "
+            "8.68 ms for its first fetch, 0.82 ms for the look-up. For 3488 ms more the engine's places or tokens went "
             "to others.",
         ),
         (
             {**MISSED, "asked_ms": 0.3, "looked_up_ms": 9.1, "ended_ms": 67812.3, "exposed_ms": 9.5, "unseen_ms": 0.7},
             "The store had nothing beyond what the engine held itself, and it was recomputed. The scheduler waited "
             "9.50 ms for it: 8.80 ms for the look-up, 0.70 ms after it was answered, until the scheduler looked again. "
-            "For 67802 ms more the engine's seats or tokens went to others.",
+            "For 67802 ms more the engine's places or tokens went to others.",
         ),
         (
             STEP,
@@ -124,6 +125,14 @@ def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
 )  # fmt: skip
 def test_the_sentence_says_where_the_time_went(changes: dict[str, Any], expected: str) -> None:
     assert trace_picture.sentence({**LINE, **changes}) == expected
+
+
+def test_bytes_of_several_kv_groups_are_said_to_be_so() -> None:
+    """They are more than the prefix's blocks have: each group has blocks of its own."""
+    assert not any("KV groups" in line for line in trace_picture.headline({**LINE, "kv_groups": 1}))
+    assert "8.1 MB fetched for 2 KV groups: 8.1 MB from memory" in "\n".join(
+        trace_picture.headline({**LINE, "kv_groups": 2})
+    )
 
 
 def test_it_says_how_often_the_room_went_to_others() -> None:
