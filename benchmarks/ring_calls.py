@@ -90,7 +90,7 @@ def hint_cost(blocks: int, calls: int) -> Samples:
     request = SimpleNamespace(
         request_id="request", priority=0, num_prompt_tokens=blocks * 32 + 1, block_hashes=hashes, trace_headers=None
     )
-    geometry = Geometry(32, 1, 0, 1, 1, blocks, 1, True, False, False, "full_attention", False)
+    geometry = Geometry(32, 1, 0, 1, 1, blocks, 1, True, False, False, (("full_attention", None),), False)
     config, policy = configuration.load({"socket": "/nowhere"}), WaitPolicy(StepTimes(), 32)
     claims = Claims(config, geometry, policy, None, Counter(), SystemClock())
     samples = Samples()

@@ -42,7 +42,7 @@ USED: Mapping[str, str] = {
     "vllm.config.SchedulerConfig": "max_num_seqs",
     "vllm.config.SpeculativeConfig": "draft_load_config draft_model_config use_eagle_block_drop()",
     "vllm.distributed.kv_events.BlockStored": "block_hashes parent_block_hash token_ids block_size lora_id medium"
-    " lora_name extra_keys group_idx kv_cache_spec_kind session_id",
+    " lora_name extra_keys group_idx kv_cache_spec_kind kv_cache_spec_sliding_window session_id",
     "vllm.distributed.parallel_state.GroupCoordinator": "cpu_group rank_in_group world_size",
     "vllm.lora.request.LoRARequest": "adapter_id name",
     "vllm.v1.core.block_pool.BlockPool": "blocks cached_block_hash_to_block",

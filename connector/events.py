@@ -29,9 +29,13 @@ class SavedBlocks:
         self._geometry = geometry
         self.saving: dict[int, dict[int, BlockStored]] = {}
 
-    def describe(self, request: Any, block: int) -> BlockStored:
-        """The event of a request's full block, without its medium."""
+    def describe(self, request: Any, block: int, group: int = 0) -> BlockStored:
+        """The event of a request's full block of a KV group, without its medium."""
         hashes, ratio, size = request.block_hashes, self._geometry.hashes_per_block, self._geometry.block_tokens
+        if (groups := self._geometry.groups) is not None:
+            size = groups.groups[group].block_tokens
+            ratio = size // groups.hash_tokens
+        kind, window = self._geometry.spec_kinds[group]
         lora = request.lora_request
         # From feature 0 on: the function skips features that end before the block.
         extra, _ = generate_block_hash_extra_keys(request, block * size, (block + 1) * size, 0)
@@ -44,8 +48,9 @@ class SavedBlocks:
             medium=None,
             lora_name=lora.name if lora else None,
             extra_keys=to_event_extra_keys([extra]),
-            group_idx=self._geometry.group,
-            kv_cache_spec_kind=self._geometry.spec_kind,
+            group_idx=group,
+            kv_cache_spec_kind=kind,
+            kv_cache_spec_sliding_window=window,
             session_id=request.session_id,
         )
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..shmring.groups import Groups
+from ..shmring.groups import Groups, Kind
 from ..shmring.wire.records import RecordKind, Saved, encode_saved
 from .events import SavedBlocks
 from .hints import Handle
@@ -129,7 +129,9 @@ class Saves:
                 if tokens % groups.unit_tokens == 0 and tokens <= state.prefill_tokens:
                     name = bytes(state.request.block_hashes[tokens // groups.hash_tokens - 1]) + bytes([group])
                     if not self._knows(name):
-                        found[name] = _Block(block_id, name, None)
+                        number, events = tokens // groups.groups[group].block_tokens - 1, self._events
+                        event = None if events is None else events.describe(state.request, number, group)
+                        found[name] = _Block(block_id, name, event)
         return [*found.values()]
 
     def _plan_states(self, session: SchedulerSession, offered: list[_Block]) -> SaveOrder | None:
@@ -164,8 +166,7 @@ class Saves:
         if not wanted:
             return None
         order = self._order(session, [block for _, block in wanted])
-        if len(order.slots) < len(wanted):
-            state.saved = wanted[len(order.slots)][0]
+        state.saved = min([state.saved, *(at for at, _ in wanted[len(order.slots) :])])
         return order
 
     def _wanted(
@@ -198,24 +199,30 @@ class Saves:
         block_ids: Sequence[Sequence[int]],
         room: int,
     ) -> tuple[list[tuple[int, _Block]], int]:
-        """`_wanted` of several groups; an item is named by its digest and, in a last byte, the number of its group."""
-        unit, found = groups.unit_tokens, list[tuple[int, int, int, bytes]]()
+        """`_wanted` of several groups; an item is named by its digest and, in a last byte, the number of its group.
+
+        Of full attention come the last ones: they stay, and vLLM gives up a window's block soon after its end.
+        """
+        unit, found, events = groups.unit_tokens, list[tuple[int, int, int, bytes]](), self._events
         chosen = groups.saved(blocks.start * unit, blocks.stop * unit, state.prefill_tokens, self._geometry.retention)
         for group, numbers in enumerate(chosen):
             size, table, last = groups.groups[group].block_tokens, block_ids[group], bytes([group])
             found += (
-                (number * size // unit, group, table[number], bytes(state.request.block_hashes[at]) + last)
+                (number * size // unit, group, number, bytes(state.request.block_hashes[at]) + last)
                 for number, at in zip(numbers.tolist(), groups.digests(group, numbers).tolist(), strict=True)
                 if table[number] != NULL_BLOCK
             )
-        found.sort(key=lambda each: each[:2])  # stable: the blocks of a group stay in order
-        wanted: list[tuple[int, _Block]] = []
+        # Stable: the blocks of a group stay in order.
+        found.sort(key=lambda each: (groups.groups[each[1]].kind is Kind.FULL, each[0]))
+        wanted, end = list[tuple[int, _Block]](), blocks.stop
         for index in np.flatnonzero(~self._known.holds(self._keys([name for *_, name in found]))).tolist():
-            at, _, block_id, name = found[index]
+            at, group, number, name = found[index]
             if len(wanted) >= room:
-                return wanted, at
-            wanted.append((at, _Block(block_id, name, None)))
-        return wanted, blocks.stop
+                end = min(end, at)
+                continue
+            event = None if events is None else events.describe(state.request, number, group)
+            wanted.append((at, _Block(block_ids[group][number], name, event)))
+        return wanted, end
 
     def _held_blocks(self, block_ids: Sequence[Sequence[int]]) -> int:
         """Return how many blocks the tables of all groups reach."""

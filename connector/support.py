@@ -34,7 +34,8 @@ _NAMESPACE = uuid.UUID("8f5a6b0e-6a5c-5f0e-9d9b-2f3f1d6c9a41")
 class Geometry:
     """Numbers of one engine. Sizes in tokens or bytes; `block_bytes` is one rank's share of a block.
 
-    `max_running`: requests that run at a time. `spec_kind`: the kind of cache in vLLM's KV events.
+    `max_running`: requests that run at a time. `spec_kinds`: of each group the kind of cache and the window in vLLM's
+    KV events.
     """
 
     block_tokens: int
@@ -48,7 +49,7 @@ class Geometry:
     saves: bool
     # EAGLE-like drafters: the draft KV of the last matched block depends on the next token, which no hash covers.
     drop_last: bool
-    spec_kind: str
+    spec_kinds: tuple[tuple[str, int | None], ...]
     # Data-parallel ranks of a mixture of experts step together: each waits for whatever another does between steps.
     lockstep: bool
     # Rules of the KV groups; None: one group of full attention.
@@ -178,11 +179,6 @@ def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> No
     if Kind.FULL not in {group.kind for group in rules.groups}:
         names = ",".join(sorted(kind.__name__ for kind in found))
         raise _refused(f"KV groups are served beside full attention only: groups={count} kv_cache_spec={names}")
-    if publishes_events(vllm_config):
-        raise _refused(
-            "KV events of several KV groups are not served: enable_kv_cache_events=True (blocks in the store would "
-            f"have none): groups={count}{advice}"
-        )
 
 
 def _rules(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups | None:
@@ -200,7 +196,7 @@ def _drops_last(vllm_config: VllmConfig) -> bool:
 def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:
     """The numbers of a configuration that `check` accepted."""
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
     block_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     transfer, rules = vllm_config.kv_transfer_config, _rules(vllm_config, kv_cache_config)
@@ -216,7 +212,10 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometr
         loads=transfer.is_kv_consumer,
         saves=transfer.is_kv_producer,
         drop_last=_drops_last(vllm_config),
-        spec_kind=get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[0].kv_cache_spec).value,
+        spec_kinds=tuple(
+            (get_kv_cache_spec_kind(each.kv_cache_spec).value, get_kv_cache_spec_sliding_window(each.kv_cache_spec))
+            for each in kv_cache_config.kv_cache_groups
+        ),
         # vLLM tells ranks that need not step together that there is but one (EngineCoreProc.run_engine_core).
         lockstep=vllm_config.parallel_config.data_parallel_size > 1,
         groups=rules,

@@ -227,7 +227,7 @@ GEOMETRY = Geometry(
     loads=True,
     saves=True,
     drop_last=False,
-    spec_kind="full_attention",
+    spec_kinds=(("full_attention", None),),
     lockstep=False,
 )
 

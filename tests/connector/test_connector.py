@@ -115,14 +115,8 @@ def refusals() -> list[tuple[str, dict[str, Any], Any]]:
     chunks = ChunkedLocalAttentionSpec(**common, attention_chunk_size=64)
     mamba = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
     sink = SinkFullAttentionSpec(**common, sink_len=4)
-    advice = r" \(start vLLM with --disable-hybrid-kv-cache-manager\)$"
     full_only = "KV groups are served beside full attention only: groups="
     return [
-        (
-            f"KV events of several KV groups are not served: .*groups=2{advice}",
-            {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)},
-            kv_cache_config([full, window], 2),
-        ),
         ("outside the prefix cache .*=0$", {}, kv_cache_config([full], 0)),
         # vLLM cannot make one group of these, so nothing is advised.
         (f"{full_only}1 kv_cache_spec=SlidingWindowSpec$", {}, kv_cache_config([window])),

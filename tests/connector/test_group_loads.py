@@ -134,6 +134,16 @@ def test_each_groups_block_is_saved_once_under_its_own_name() -> None:
     assert all(name[-1:] == named.get(block, b"\1") for name, block in zip(saved.hashes, order.block_ids, strict=True))
 
 
+def test_a_windows_blocks_are_saved_before_those_of_full_attention() -> None:
+    """vLLM gives them up some tokens later; the others stay until the request ends."""
+    engine = make_engine(credits=range(3), retention=0)
+    request = engine.admitted("r", 6 * BLOCK + 5)
+    meta = engine.side.take_loads()
+    tables: Any = {"r": ([11, 12, 13, 14, 15, 16, 17], FULL)}
+    engine.side.plan_step(scheduled_output([(request, 6 * BLOCK + 5)], tables), meta)
+    assert [block for save in meta.saves for block in save.block_ids] == [15, 16, 21]
+
+
 def test_without_enough_slots_the_blocks_of_the_rest_are_saved_later() -> None:
     engine = make_engine(credits=range(3), retention=0)
     request = engine.admitted("r", 6 * BLOCK + 5)
