@@ -44,6 +44,7 @@ from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.metadata import KVPrefetchMetadata
 from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.connector.session import WorkerSession
+from kvprefetch.shmring.groups import Group, Groups, Kind
 from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire.attach import Attached
 from tests.lab import connectors
@@ -55,6 +56,7 @@ from tests.support.clock import Clock
 from .fakes import BLOCK, BLOCK_BYTES, FakeDaemon, FakeLink
 
 MAX_MODEL_LEN = 512
+GROUPS = Groups((Group(Kind.FULL, BLOCK),), BLOCK)
 STOP_TOKEN = 2
 
 
@@ -165,7 +167,7 @@ class RealEngine:
         self.tokens: dict[str, list[int]] = {}
         self.metas: list[KVPrefetchMetadata] = []
         config = self._config(folder, options)
-        cache = cache_config(given.blocks, BLOCK)
+        cache = cache_config(given.blocks, GROUPS, page_bytes=BLOCK_BYTES // LAYERS)
         self.workers = [self._worker(config, cache, rank) for rank in range(given.ranks)]
         side = functools.partial(SchedulerSide, clock=self.clock)
         with (
@@ -337,7 +339,7 @@ class RealEngine:
         link = _WorkerLink(WorkerSession(attached, segment))
         blocks = cache.num_blocks
         memory = torch.zeros(LAYERS, blocks, BLOCK, 1, BLOCK_BYTES // LAYERS // BLOCK, dtype=torch.uint8)
-        tensors = {f"layer{i}": memory[i].permute(0, 2, 1, 3) for i in range(LAYERS)}
+        tensors = {f"layer0.{i}": memory[i].permute(0, 2, 1, 3) for i in range(LAYERS)}
         with (
             mock.patch.object(module, "Link", return_value=link),
             mock.patch.object(vllm.distributed, "get_tensor_model_parallel_rank", return_value=rank),

@@ -78,7 +78,7 @@ class Engine:
         self._names = itertools.count()
         self.logged = _Errors()
         config = vllm_config(shape, self.prefix, None if site is None else site.daemon.socket)
-        cache = cache_config(shape.blocks)
+        cache = cache_config(shape.blocks, shape.groups, shape.retention)
         self.workers = Workers(
             shape.ranks,
             shape.blocks,
@@ -95,7 +95,12 @@ class Engine:
                     rank.connector.register_kv_caches(rank.tensors)
         scheduler_class = Scheduler if shape.queue == 1 else AsyncScheduler
         self.scheduler = scheduler_class(
-            config, cache, StructuredOutputManager(config), block_size=BLOCK, log_stats=False
+            config,
+            cache,
+            StructuredOutputManager(config),
+            block_size=shape.groups.unit_tokens,
+            hash_block_size=shape.groups.hash_tokens,
+            log_stats=False,
         )
         self.scheduler.use_v2_model_runner = shape.second_runner
         self._aggregator = KVOutputAggregator(shape.ranks)
@@ -266,9 +271,9 @@ class Engine:
         while self._batches:
             self._process()
 
-    def settle(self) -> None:
+    def settle(self, most_s: float = SETTLE_S) -> None:
         """Give the daemon the time it needs, so that a schedule means the same whenever it runs."""
-        poll(self._quiet, SETTLE_S, pause_s=0.0005)
+        poll(self._quiet, most_s, pause_s=0.0005)
 
     def _quiet(self) -> bool:
         session = self.link.session

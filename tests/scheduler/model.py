@@ -1,38 +1,77 @@
 """A model whose KV bytes are a hash of all before them, so that one wrong byte anywhere changes all that follows.
 
-The KV of a position is the hash of its token and of the KV bytes of *all* positions before it, as attention would read
-them; the next token is a hash of that.  Equal bytes therefore prove that the same tokens were computed, in this order,
-by these weights, on the right KV: nothing else can have written them.
+The KV of a position in a layer is the hash of the KV bytes that the layer reads (of all positions before it, of a
+window, of a chunk), and of what the layer below says of this position; the next token is a hash of every layer's.
+Equal bytes therefore prove that the same tokens were computed, in this order, by these weights, on the right KV:
+nothing else can have written them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-LAYERS = 2
-WIDTH = 32  # KV bytes of one position in one layer
+from kvprefetch.shmring.groups import Group, Groups, Kind
+
+LAYERS = 2  # of each KV group
 VOCAB = 50
-BLOCK = 4  # tokens
-BLOCK_BYTES = LAYERS * BLOCK * WIDTH
+BLOCK = 4  # tokens of the smallest block, and of a digest
+PAGE_BYTES = 128  # of a block in one layer: groups of larger blocks have narrower layers
+BLOCK_BYTES = LAYERS * PAGE_BYTES
+
+FULL = Group(Kind.FULL, BLOCK)
+ONE_GROUP = Groups((FULL,), BLOCK)
+
+Rows = list[list[bytes]]
 
 
-def attention(weights: int, shard: int, layer: int, before: bytes) -> Any:
-    """The state that has read the KV of all earlier positions."""
-    seed = f"{weights}/{shard}/{layer}".encode().ljust(16, b"\0")
-    state = hashlib.blake2b(digest_size=WIDTH, key=seed)
-    state.update(before)
-    return state
+def width(group: Group) -> int:
+    """KV bytes of one position in one layer of a group."""
+    return PAGE_BYTES // group.block_tokens
 
 
-def forward(state: Any, token: int) -> bytes:
-    """KV bytes of the next position, which the state then has read too."""
-    own = state.copy()
-    own.update(token.to_bytes(4, "little", signed=True))
-    kv: bytes = own.digest()
-    state.update(kv)
-    return kv
+def first_read(group: Group, position: int) -> int:
+    """The first position whose KV a layer of the group reads at `position`; it reads all from there."""
+    if group.kind is Kind.WINDOW:
+        return max(0, position - group.window_tokens + 1)
+    if group.kind is Kind.CHUNK:
+        return position // group.window_tokens * group.window_tokens
+    return 0
+
+
+def forward(
+    groups: Groups, seed: str, start: int, tokens: Sequence[int], before: Callable[[int, int, int], bytes]
+) -> Rows:
+    """KV of `tokens` from position `start` on, as [group * LAYERS + layer][position].
+
+    `before(group, layer, first)` are the KV bytes of positions [first, start).
+    """
+    inputs = [token.to_bytes(4, "little", signed=True) for token in tokens]
+    rows: Rows = []
+    for number, group in enumerate(groups.groups):
+        for layer in range(LAYERS):
+            first = first_read(group, start)
+            inputs = _layer(group, f"{seed}/{number}.{layer}", start, inputs, bytearray(before(number, layer, first)))
+            rows.append(inputs)
+    return rows
+
+
+def _layer(group: Group, key: str, start: int, inputs: Sequence[bytes], past: bytearray) -> list[bytes]:
+    size, empty = width(group), hashlib.blake2b(digest_size=width(group), key=key.encode().ljust(16, b"\0"))
+    first = start - len(past) // size
+    all_read, row = empty.copy(), []
+    all_read.update(past)
+    for position, below in enumerate(inputs, start):
+        if group.kind is Kind.FULL:
+            own = all_read.copy()
+        else:
+            own = empty.copy()
+            own.update(past[(first_read(group, position) - first) * size :])
+        own.update(below + position.to_bytes(4, "little"))
+        row.append(own.digest())
+        past += row[-1]
+        all_read.update(row[-1])
+    return row
 
 
 def sample(newest: Sequence[bytes]) -> int:
@@ -46,28 +85,29 @@ class Truth:
     `replicas` neighbouring ranks hold the same bytes, as ranks do that share a KV head.
     """
 
-    def __init__(self, ranks: int, replicas: int = 1) -> None:
-        self.ranks, self.replicas = ranks, replicas
-        self._known: dict[tuple[int, tuple[int, ...]], list[list[bytes]]] = {}
+    def __init__(self, ranks: int, replicas: int = 1, groups: Groups = ONE_GROUP) -> None:
+        self.ranks, self.replicas, self.groups = ranks, replicas, groups
+        self._known: dict[tuple[int, tuple[int, ...]], list[Rows]] = {}
 
-    def kv(self, weights: int, tokens: Sequence[int]) -> list[list[bytes]]:
-        """KV bytes as [rank * LAYERS + layer][position]."""
+    def forward(
+        self, weights: int, rank: int, start: int, tokens: Sequence[int], before: Callable[[int, int, int], bytes]
+    ) -> Rows:
+        """KV that a rank computes, as `forward` has it."""
+        return forward(self.groups, f"{weights}/{rank // self.replicas}", start, tokens, before)
+
+    def kv(self, weights: int, tokens: Sequence[int]) -> list[Rows]:
+        """KV bytes of each rank."""
         key = (weights, tuple(tokens))
-        if (known := self._known.get(key)) is not None:
-            return known
-        rows: list[list[bytes]] = []
-        for rank in range(self.ranks):
-            for layer in range(LAYERS):
-                state = attention(weights, rank // self.replicas, layer, b"")
-                rows.append([forward(state, token) for token in tokens])
-        self._known[key] = rows
-        return rows
+        if key not in self._known:
+            self._known[key] = [self.forward(weights, rank, 0, tokens, lambda *_: b"") for rank in range(self.ranks)]
+        return self._known[key]
 
-    def block(self, weights: int, tokens: Sequence[int], rank: int) -> bytes:
-        """The stored value of the last full block of `tokens`: [layer][position][byte]."""
-        assert len(tokens) % BLOCK == 0
-        rows = self.kv(weights, tokens)[rank * LAYERS : (rank + 1) * LAYERS]
-        return b"".join(b"".join(row[-BLOCK:]) for row in rows)
+    def block(self, weights: int, tokens: Sequence[int], rank: int, group: int) -> bytes:
+        """The stored value of the last full block of `tokens` of a group: [layer][position][byte]."""
+        size = self.groups.groups[group].block_tokens
+        assert len(tokens) % size == 0
+        rows = self.kv(weights, tokens)[rank][group * LAYERS : (group + 1) * LAYERS]
+        return b"".join(b"".join(row[-size:]) for row in rows)
 
     def next_token(self, weights: int, tokens: Sequence[int]) -> int:
-        return sample([row[-1] for row in self.kv(weights, tokens)])
+        return sample([row[-1] for rows in self.kv(weights, tokens) for row in rows])

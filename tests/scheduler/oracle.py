@@ -19,10 +19,14 @@ from vllm.v1.request import RequestStatus
 
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.wire.records import FlagState
-from tests.scheduler.model import BLOCK, Truth
+from tests.scheduler.model import Truth
 from tests.scheduler.workers import Workers
 
 ON_PURPOSE = "made to fail"  # in the text of errors that are no findings
+
+
+# A block: its group, and the tokens up to its end.
+Content = tuple[int, tuple[int, ...]]
 
 
 @dataclass
@@ -31,14 +35,14 @@ class Load:
 
     order: Any
     handle: Any
-    tokens: list[tuple[int, ...]]
+    content: list[Content]
     ranks_left: set[int] = field(default_factory=set)
 
 
 @dataclass
 class Save:
     order: Any
-    tokens: list[tuple[int, ...]]
+    content: list[Content]
     ranks_left: set[int] = field(default_factory=set)
 
 
@@ -54,6 +58,7 @@ class Oracle:
         self.fences: list[_Fence] = []
         self.counts: Counter[str] = Counter()
         self._scheduler, self._side, self._workers, self._truth = scheduler, side, workers, truth
+        self.groups = truth.groups
         self._loads: dict[int, Load] = {}
         self._saves: dict[int, Save] = {}
         self._receiving: Counter[str] = Counter()
@@ -68,12 +73,12 @@ class Oracle:
         for request in self._scheduler.requests.values():
             tokens = tuple(request.all_token_ids)
             for i, digest in enumerate(request.block_hashes):
-                self.tokens.setdefault(bytes(digest), tokens[: (i + 1) * BLOCK])
+                self.tokens.setdefault(bytes(digest), tokens[: (i + 1) * self.groups.hash_tokens])
         self._side.check()
         everyone = {rank.number for rank in self._workers.ranks}
         for order in output.kv_connector_metadata.loads:
             request = self._scheduler.requests[order.request_id]
-            held = self._tokens_of(request, order.block_ids, f"load {order.load_id}")
+            held = self._content(request, order.block_ids, f"load {order.load_id}")
             handle = self._side.loads.running[order.load_id].handle
             self._loads[order.load_id] = Load(order, handle, held, set(everyone))
             if order.asynchronous:
@@ -85,28 +90,31 @@ class Oracle:
         for order in output.kv_connector_metadata.saves:
             save = self._side.saves.waiting[order.save_id]
             ranks = {rank for rank in everyone if any(self._share(rank, order.slots))}
-            self._saves[order.save_id] = Save(order, self._tokens_to_save(order, save.digests), ranks)
+            self._saves[order.save_id] = Save(order, self._content_to_save(order, save.digests), ranks)
 
-    def _tokens_to_save(self, order: Any, digests: Sequence[bytes]) -> list[tuple[int, ...]]:
-        """Tokens of the saved blocks by their hashes, which must be hashes of tokens that exist."""
+    def _content_to_save(self, order: Any, names: Sequence[bytes]) -> list[Content]:
+        """The saved blocks by their names, which must be hashes of tokens that exist."""
         found = []
-        for block_id, digest in zip(order.block_ids, digests, strict=True):
+        for block_id, name in zip(order.block_ids, names, strict=True):
+            group, digest = (name[-1], name[:-1]) if len(self.groups.groups) > 1 else (0, name)
             tokens = self.tokens.get(digest, ())
-            if not tokens:
+            if not tokens or len(tokens) % self.groups.groups[group].block_tokens:
                 self.wrong.append(f"save {order.save_id}: block {block_id} before its tokens exist")
-            found.append(tokens)
+            found.append((group, tokens))
         return found
 
-    def _tokens_of(self, request: Any, block_ids: Sequence[int], what: str) -> list[tuple[int, ...]]:
-        """Tokens of the blocks; each block must be full of tokens that exist now."""
-        table = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+    def _content(self, request: Any, block_ids: Sequence[int], what: str) -> list[Content]:
+        """What belongs into the blocks, by the engine's tables; each must be full of tokens that exist now."""
+        tables = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        where = {block: (group, at) for group, table in enumerate(tables) for at, block in enumerate(table) if block}
         existing = tuple(request.all_token_ids)
         found = []
         for block_id in block_ids:
-            stop = (table.index(block_id) + 1) * BLOCK
+            group, at = where[block_id]
+            stop = (at + 1) * self.groups.groups[group].block_tokens
             if stop > len(existing):
                 self.wrong.append(f"{what}: block before its tokens exist: {stop} of {len(existing)}")
-            found.append(existing[:stop])
+            found.append((group, existing[:stop]))
         return found
 
     def reported(self, output: Any) -> None:
@@ -142,9 +150,9 @@ class Oracle:
             held = False
         if not held:
             self.wrong.append(f"{what}: slots given back before they were copied")
-        for slot, tokens in zip(load.order.slots, load.tokens, strict=True):
-            if rows[slot].tobytes() != self._truth.block(self._workers.weights, tokens, rank):
-                self.wrong.append(f"{what}: slot {slot} holds other bytes")
+        for slot, (group, tokens) in zip(load.order.slots, load.content, strict=True):
+            if rows[slot].tobytes() != self._truth.block(self._workers.weights, tokens, rank, group):
+                self.wrong.append(f"{what}: slot {slot} holds other bytes: group={group} tokens={len(tokens)}")
 
     def fails(self, load: Load, rank: int) -> bool:
         """Whether this load was chosen to fail on this rank."""
@@ -165,10 +173,10 @@ class Oracle:
             self.wrong.append(f"rank {rank}: save that was not ordered: slots={slots}")
             return
         save.ranks_left.discard(rank)
-        for value, tokens in zip(values, itertools.compress(save.tokens, mine), strict=True):
-            if tokens and value.tobytes() != self._truth.block(self._workers.weights, tokens, rank):
-                block = len(tokens) // BLOCK - 1
-                self.wrong.append(f"rank {rank}: save {save.order.save_id}: block {block} is not as computed")
+        for value, (group, tokens) in zip(values, itertools.compress(save.content, mine), strict=True):
+            if tokens and value.tobytes() != self._truth.block(self._workers.weights, tokens, rank, group):
+                what = f"rank {rank}: save {save.order.save_id}"
+                self.wrong.append(f"{what}: block is not as computed: group={group} tokens={len(tokens)}")
 
     def land(self) -> None:
         """All copies queued so far are done, whether their fences were asked or not."""
@@ -190,8 +198,8 @@ class Oracle:
             wrong += [f"{what} {number}: not done by every rank" for number, one in orders.items() if one.ranks_left]  # type: ignore[attr-defined]
         return wrong + self._side.held()
 
-    def value_digest(self, weights: int, tokens: tuple[int, ...], rank: int) -> str:
-        return hashlib.sha256(self._truth.block(weights, tokens, rank)).hexdigest()
+    def value_digest(self, weights: int, tokens: tuple[int, ...], rank: int, group: int) -> str:
+        return hashlib.sha256(self._truth.block(weights, tokens, rank, group)).hexdigest()
 
 
 class _Fence:

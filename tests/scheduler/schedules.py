@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -14,11 +15,12 @@ from vllm.v1.core.sched.interface import PauseState
 
 from tests.scheduler.engine import Engine
 from tests.scheduler.model import VOCAB, Truth
-from tests.scheduler.shape import Shape, Site
+from tests.scheduler.shape import MAX_MODEL_LEN, Shape, Site
 from tests.scheduler.verdict import finish
 
 FAMILIES = [[random.Random(family).randrange(VOCAB) for _ in range(36)] for family in range(2)]
 MAX_STEPS_BETWEEN = 8
+STORED_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -138,14 +140,18 @@ shapes: st.SearchStrategy[Shape] = st.builds(
     drafts=st.booleans(),
     report_before_save=st.booleans(),
     priorities=st.booleans(),
-    blocks=st.sampled_from([18, 24, 40]),  # 17 hold the longest request
+    blocks=st.sampled_from([18, 24, 40]),  # 17 hold the longest request of one group
     seqs=st.integers(2, 4),
     budget=st.sampled_from([8, 16, 64]),
 )
 
 CORNER_SHAPE = Shape(ranks=2, load_mode="async", decode=True, blocks=18, budget=8)
 
-TRUTHS = {(ranks, one_head): Truth(ranks, ranks if one_head else 1) for ranks in (1, 2) for one_head in (False, True)}
+_truth = functools.cache(Truth)
+
+
+def truth_of(shape: Shape) -> Truth:
+    return _truth(shape.ranks, shape.ranks if shape.one_head else 1, shape.groups)
 
 
 def play(engine: Engine, schedule: Schedule) -> None:
@@ -189,13 +195,14 @@ def check(
     site: Site, shape: Shape, schedule: Schedule, prepare: Callable[[Engine], None] | None = None
 ) -> Counter[str]:
     """Play a schedule and check everything. Return counts of what happened."""
-    engine = Engine(shape, site, TRUTHS[shape.ranks, shape.one_head])
+    engine = Engine(shape, site, truth_of(shape))
     try:
         if prepare is not None:
             prepare(engine)
         # What a first engine left in the store, for loads from the start.
-        play(engine, [Add(family, 36, 1, 1) for family in range(len(FAMILIES))] + [Run(20), Forget(running=True)])
-        play(engine, schedule)
+        play(engine, [Add(family, 36, 1, 1) for family in range(len(FAMILIES))] + [Run(60)])
+        engine.settle(STORED_S)
+        play(engine, [Forget(running=True), *schedule])
     except BaseException:
         engine.close()
         raise
@@ -232,7 +239,9 @@ def explore(
     @given(shape=shapes, schedule=schedules)
     def promises_hold(shape: Shape, schedule: Schedule) -> None:
         total["examples"] += 1
-        total.update(check(site, replace(shape, **changes), schedule, prepare))
+        shape = replace(shape, **changes)
+        more = sum(MAX_MODEL_LEN // group.block_tokens for group in shape.groups.groups[1:])
+        total.update(check(site, replace(shape, blocks=shape.blocks + more), schedule, prepare))
 
     for corner in CORNERS:
         promises_hold = example(shape=CORNER_SHAPE, schedule=corner)(promises_hold)

@@ -15,19 +15,20 @@ from unittest import mock
 
 import torch
 import vllm.distributed
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1 import kv_cache_interface as kinds
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.request import Request
 
 from kvprefetch.connector import support
+from kvprefetch.shmring.groups import Group, Groups, Kind
 from tests.lab.connectors import ours
 from tests.lab.control import Reader
 from tests.lab.daemon import Daemon
-from tests.scheduler.model import BLOCK, BLOCK_BYTES, LAYERS, WIDTH
+from tests.scheduler.model import BLOCK, BLOCK_BYTES, LAYERS, ONE_GROUP, PAGE_BYTES
 from tests.support.auditor import Auditor
 
 MAX_MODEL_LEN = 64
@@ -49,9 +50,12 @@ class Site:
 class Shape:
     """The set-up of an engine. `queue` is the batch queue's size: 1 for the synchronous step, else steps in flight.
 
+    `groups`: of the model's layers; `retention`: vLLM's prefix_cache_retention_interval, for several groups.
     `one_head`: all ranks hold the same bytes. `patient`: requests wait for late blocks even if recomputing is sooner.
     """
 
+    groups: Groups = ONE_GROUP
+    retention: int | None = None
     ranks: int = 1
     one_head: bool = False
     patient: bool = False
@@ -63,6 +67,7 @@ class Shape:
     drafts: bool = False
     report_before_save: bool = False
     priorities: bool = False
+    events: bool = False
     blocks: int = 24
     seqs: int = 4
     budget: int = 16
@@ -77,6 +82,7 @@ def vllm_config(shape: Shape, name: str, socket: Path | None) -> Any:
     config.scheduler_config.async_scheduling = shape.queue > 1
     config.scheduler_config.policy = "priority" if shape.priorities else "fcfs"
     config.instance_id = name
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=shape.events, publisher="null")
     config.kv_transfer_config = None
     if socket is not None:
         extra: dict[str, Any] = {
@@ -140,19 +146,40 @@ def use_models(two_heads: Path, one_head: Path) -> None:
     _models[:] = [two_heads, one_head]
 
 
-def cache_config(blocks: int, block_tokens: int = BLOCK) -> KVCacheConfig:
-    """A paged cache of uint8: LAYERS layers, layer-outermost, WIDTH bytes a position and layer."""
-    names = [f"layer{i}" for i in range(LAYERS)]
-    spec = FullAttentionSpec(block_size=block_tokens, num_kv_heads=1, head_size=WIDTH // 2, dtype=torch.uint8)
-    page = spec.page_size_bytes
-    assert page == block_tokens * WIDTH, "the connector takes the block's size from the configuration"
-    size = blocks * page * LAYERS
-    tensor = KVCacheTensor(size=size, layers=names, layer_stride=blocks * page, block_stride=page)
-    groups = [KVCacheGroupSpec(names, spec)]
-    config = KVCacheConfig(blocks, [tensor], groups, kv_cache_layout="LBNHC")
+def cache_config(
+    blocks: int, groups: Groups = ONE_GROUP, retention: int | None = None, page_bytes: int = PAGE_BYTES
+) -> kinds.KVCacheConfig:
+    """A paged cache of uint8: LAYERS layers of each group, layer-outermost, `page_bytes` a block and layer.
+
+    As in vLLM the groups lie over each other: a block id is of one group at a time.
+    """
+    made, tensors = [], []
+    for number, group in enumerate(groups.groups):
+        names = [f"layer{number}.{i}" for i in range(LAYERS)]
+        made.append(kinds.KVCacheGroupSpec(names, _spec(group, page_bytes)))
+        strides = {"layer_stride": blocks * page_bytes, "block_stride": page_bytes}
+        tensors.append(kinds.KVCacheTensor(size=blocks * page_bytes * LAYERS, layers=names, **strides))
+    config = kinds.KVCacheConfig(blocks, tensors, made, retention, kv_cache_layout="LBNHC")
     if "hash_block_size" in {each.name for each in dataclasses.fields(config)}:  # from vLLM 0.32 on
-        config = dataclasses.replace(config, hash_block_size=block_tokens)
+        config = dataclasses.replace(config, hash_block_size=groups.hash_tokens)
     return config
+
+
+def _spec(group: Group, page_bytes: int) -> Any:
+    heads: dict[str, Any] = {
+        "block_size": group.block_tokens,
+        "num_kv_heads": 1,
+        "head_size": page_bytes // group.block_tokens // 2,
+        "dtype": torch.uint8,
+    }
+    if group.kind is Kind.WINDOW:
+        spec = kinds.SlidingWindowSpec(**heads, sliding_window=group.window_tokens)
+    elif group.kind is Kind.CHUNK:
+        spec = kinds.ChunkedLocalAttentionSpec(**heads, attention_chunk_size=group.window_tokens)
+    else:
+        spec = kinds.FullAttentionSpec(**heads)
+    assert spec.page_size_bytes == page_bytes, "the connector takes the block's size from the configuration"
+    return spec
 
 
 @contextmanager

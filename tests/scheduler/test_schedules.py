@@ -13,7 +13,7 @@ from kvprefetch.connector import compat
 from kvprefetch.connector.loads import Loads
 from kvprefetch.connector.request_state import RequestState
 from tests.scheduler.engine import Engine, Sent
-from tests.scheduler.schedules import TRUTHS, explore
+from tests.scheduler.schedules import explore, truth_of
 from tests.scheduler.shape import Shape, Site, make_request
 
 QUEUES = {"Scheduler": 1, "AsyncScheduler, one in flight": 2, "AsyncScheduler, two in flight": 3}
@@ -75,8 +75,9 @@ def test_loads_that_vllm_dispatches_in_a_later_pass(
 @pytest.mark.skipif(vllm.__version__ >= "0.33", reason="vLLM 0.33 has mended it")
 def test_vllm_alone_fails_in_a_session_with_drafts(site: Site) -> None:
     """Why the schedules have no such sessions. They can have them when 0.32 is no longer served."""
+    shape = Shape(drafts=True, blocks=40)
     for out in range(2, 12):
-        engine = Engine(Shape(drafts=True, blocks=40), None, TRUTHS[1, False])
+        engine = Engine(shape, None, truth_of(shape))
         engine.requests["s"] = Sent("s", [[1, 2, 3]], out, True, 0, False)
         first = make_request("s", [1, 2, 3], out, resumable=True, arrival_time=0.0)
         engine.scheduler.add_request(first)

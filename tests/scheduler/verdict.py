@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 
+from kvprefetch.connector import namespace
 from tests.scheduler.engine import Engine
-from tests.scheduler.model import BLOCK, Truth
+from tests.scheduler.model import Truth
 from tests.scheduler.shape import Shape, Site
 
 
@@ -45,15 +46,19 @@ def _wrong_values(engine: Engine, site: Site) -> list[str]:
     """Each stored block against a plain computation of the same tokens with the current weights."""
     assert engine.oracle is not None
     wrong = []
-    known = list(engine.oracle.tokens.items())
-    for rank in engine.workers.ranks:
-        keys = [rank.connector.keys.prefix + digest.hex() for digest, _ in known]
-        for (_, tokens), found in zip(known, site.reader.digests(keys), strict=True):
-            if found is None:
-                continue
-            engine.counts["stored"] += 1
-            if found != engine.oracle.value_digest(engine.workers.weights, tokens, rank.number):
-                wrong.append(f"stored value is wrong: rank={rank.number} block={len(tokens) // BLOCK - 1}")
+    for number, group in enumerate(engine.shape.groups.groups):
+        known = [each for each in engine.oracle.tokens.items() if len(each[1]) % group.block_tokens == 0]
+        for rank in engine.workers.ranks:
+            ours = rank.connector.keys
+            prefix = namespace.of_group(ours.prefix, number, ours.tp_ranks[number])
+            keys = [prefix + digest.hex() for digest, _ in known]
+            for (_, tokens), found in zip(known, site.reader.digests(keys), strict=True):
+                if found is None:
+                    continue
+                engine.counts["stored"] += 1
+                engine.counts[f"stored_{group.kind.value}"] += 1
+                if found != engine.oracle.value_digest(engine.workers.weights, tokens, rank.number, number):
+                    wrong.append(f"stored value is wrong: rank={rank.number} group={number} tokens={len(tokens)}")
     return wrong
 
 
@@ -76,7 +81,7 @@ def _wrong_tokens(engine: Engine) -> list[str]:
 
 @functools.lru_cache(maxsize=512)
 def _plain(truth: Truth, weights: int, chunks: tuple[tuple[int, ...], ...], out: int, session: bool) -> tuple[int, ...]:
-    engine = Engine(Shape(ranks=truth.ranks, blocks=64), None, truth, weights=weights)
+    engine = Engine(Shape(groups=truth.groups, ranks=truth.ranks, blocks=64), None, truth, weights=weights)
     name = engine.add(list(chunks[0]), out, session=session)
     for chunk in chunks[1:]:
         engine.feed(name, list(chunk))

@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from tests.scheduler.model import BLOCK, LAYERS, WIDTH, Truth, attention, forward, sample
+from kvprefetch.shmring.groups import Groups
+from tests.scheduler.model import LAYERS, PAGE_BYTES, Truth, sample, width
 
 
 @dataclass
 class Running:
-    """A request as a model runner knows it: `computed` positions of `tokens` have their KV in `blocks`."""
+    """A request as a model runner knows it: `computed` positions of `tokens` have their KV in `blocks`, per group."""
 
     tokens: list[int]
-    blocks: list[int]
+    blocks: list[list[int]]
     computed: int
     drafts: list[int] = field(default_factory=list)
 
@@ -41,32 +42,40 @@ class Step:
 
 
 class Rank:
-    """One worker: its paged cache as [layer][block][position][byte], its connector, its program."""
+    """One worker: its paged cache, which all groups share, as [layer][block][byte], its connector, its program."""
 
-    def __init__(self, number: int, blocks: int) -> None:
+    def __init__(self, number: int, blocks: int, groups: Groups) -> None:
         self.number = number
-        memory = torch.zeros(LAYERS, blocks, BLOCK, 1, WIDTH, dtype=torch.uint8)
-        self.kv = memory.numpy()[:, :, :, 0, :]
-        # LBNHC: logically [block, head, position, byte].
-        self.tensors = {f"layer{i}": memory[i].permute(0, 2, 1, 3) for i in range(LAYERS)}
+        memory = torch.zeros(LAYERS, blocks, PAGE_BYTES, dtype=torch.uint8)
+        self.kv, self.tensors = [], {}
+        for index, group in enumerate(groups.groups):
+            cache = memory.view(LAYERS, blocks, group.block_tokens, 1, width(group))
+            self.kv.append(cache.numpy()[:, :, :, 0, :])
+            # LBNHC: logically [block, head, position, byte].
+            self.tensors.update({f"layer{index}.{i}": cache[i].permute(0, 2, 1, 3) for i in range(LAYERS)})
         self.connector: Any = None
         self.queue: deque[Step] = deque()
         self.program: Iterator[None] | None = None
 
-    def read(self, layer: int, blocks: Sequence[int], positions: int) -> bytes:
-        used = blocks[: (positions + BLOCK - 1) // BLOCK]
-        data: bytes = self.kv[layer][used].tobytes()
-        return data[: positions * WIDTH]
+    def read(self, group: int, layer: int, blocks: Sequence[int], first: int, stop: int) -> bytes:
+        """KV bytes of positions [first, stop)."""
+        cache = self.kv[group][layer]
+        _, tokens, size = cache.shape
+        at = first // tokens
+        data: bytes = cache[blocks[at : -(-stop // tokens)]].tobytes()
+        return data[(first - at * tokens) * size : (stop - at * tokens) * size]
 
-    def write(self, layer: int, blocks: Sequence[int], position: int, value: bytes) -> None:
-        self.kv[layer, blocks[position // BLOCK], position % BLOCK] = bytearray(value)
+    def write(self, group: int, layer: int, blocks: Sequence[int], position: int, value: bytes) -> None:
+        tokens = self.kv[group].shape[2]
+        assert blocks[position // tokens] != 0, "the scheduler gave no block for a position to compute"
+        self.kv[group][layer, blocks[position // tokens], position % tokens] = bytearray(value)
 
 
 class Workers:
     """All ranks of one engine. `report_before_save` is the order of model runner V1 with speculative decoding."""
 
     def __init__(self, ranks: int, blocks: int, truth: Truth, *, drafts: int, report_before_save: bool = False) -> None:
-        self.ranks = [Rank(number, blocks) for number in range(ranks)]
+        self.ranks = [Rank(number, blocks, truth.groups) for number in range(ranks)]
         self.weights = 0
         self.sequences: dict[str, Running] = {}
         self.steps: deque[Step] = deque()
@@ -175,17 +184,18 @@ class Workers:
             self.sequences.pop(name, None)
         for new in output.scheduled_new_reqs:
             tokens = new.prefill_token_ids if new.prefill_token_ids is not None else new.prompt_token_ids
-            self.sequences[new.req_id] = Running(list(tokens), list(new.block_ids[0]), new.num_computed_tokens)
+            self.sequences[new.req_id] = Running(list(tokens), _copied(new.block_ids), new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for i, name in enumerate(cached.req_ids):
             computed = cached.num_computed_tokens[i]
             blocks = cached.new_block_ids[i]
             if name in cached.resumed_req_ids:
-                self.sequences[name] = Running(list(cached.all_token_ids[name]), list(blocks[0]), computed)
+                self.sequences[name] = Running(list(cached.all_token_ids[name]), _copied(blocks), computed)
                 continue
             sequence = self.sequences[name]
             if blocks is not None:
-                sequence.blocks += blocks[0]
+                for table, more in zip(sequence.blocks, blocks, strict=True):
+                    table += more
             # Less than we have: a failed load is computed again. More: drafts counted that were rejected since.
             sequence.computed = min(sequence.computed, computed)
 
@@ -216,19 +226,22 @@ class Workers:
         sequence.drafts = self._propose(sequence.tokens)
         return sampled
 
-    def _compute(self, blocks: Sequence[int], start: int, tokens: Sequence[int]) -> Callable[[int], int]:
+    def _compute(self, blocks: Sequence[Sequence[int]], start: int, tokens: Sequence[int]) -> Callable[[int], int]:
         """Write the KV of `tokens` from position `start`; the function samples after the i-th of them."""
         rows: list[list[bytes]] = []
         for rank in self.ranks:
-            for layer in range(LAYERS):
-                state = attention(
-                    self.weights, rank.number // self._truth.replicas, layer, rank.read(layer, blocks, start)
-                )
-                row = []
-                for i, token in enumerate(tokens):
-                    row.append(forward(state, token))
-                    rank.write(layer, blocks, start + i, row[-1])
-                rows.append(row)
+            found = self._truth.forward(
+                self.weights,
+                rank.number,
+                start,
+                tokens,
+                lambda group, layer, first, rank=rank: rank.read(group, layer, blocks[group], first, start),
+            )
+            for at, row in enumerate(found):
+                group, layer = divmod(at, LAYERS)
+                for position, value in enumerate(row, start):
+                    rank.write(group, layer, blocks[group], position, value)
+            rows += found
         return lambda i: sample([row[i] for row in rows])
 
     def _propose(self, tokens: list[int]) -> list[int]:
@@ -238,3 +251,7 @@ class Workers:
             right = self._truth.next_token(self.weights, tokens + drafts)
             drafts.append(right if (len(tokens) + right) % 3 else (right + 1) % 50)
         return drafts
+
+
+def _copied(tables: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [list(table) for table in tables]

@@ -1,0 +1,83 @@
+"""Random schedules of engines with several KV groups: sliding windows and chunks beside full attention."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvprefetch.shmring.groups import Group, Groups, Kind
+from tests.scheduler.engine import Engine
+from tests.scheduler.model import BLOCK, FULL
+from tests.scheduler.schedules import STORED_S, Add, Forget, Run, explore, play, truth_of
+from tests.scheduler.shape import Shape, Site
+from tests.scheduler.test_schedules import COVERED, QUEUES
+from tests.scheduler.verdict import finish
+
+WINDOW = Group(Kind.WINDOW, BLOCK, 10)
+CHUNK = Group(Kind.CHUNK, BLOCK, 4 * BLOCK)
+WIDE = Group(Kind.FULL, 2 * BLOCK)
+# Groups, and vLLM's prefix_cache_retention_interval.
+LAYOUTS = {
+    "window": (Groups((WINDOW, FULL), BLOCK), 8),
+    "chunk": (Groups((CHUNK, FULL), BLOCK), None),
+    "unlike blocks": (Groups((WIDE, WINDOW), BLOCK), 16),
+    "two windows": (Groups((WINDOW, FULL, Group(Kind.WINDOW, BLOCK, 5)), BLOCK), 12),
+    "window and chunk": (Groups((FULL, WINDOW, CHUNK), BLOCK), None),
+}
+
+
+def loads_where_the_local_prefix_grew(site: Site, layout: str) -> int:
+    """A hint counts on nothing local; its request waits while another one computes most of its prefix."""
+    groups, retention = LAYOUTS[layout]
+    shape = Shape(groups=groups, retention=retention, seqs=1, budget=2 * BLOCK, blocks=60)
+    engine = Engine(shape, site, truth_of(shape))
+    play(engine, [Add(0, 36, 1, 1)])
+    while engine.step():
+        engine.settle(STORED_S)
+    play(engine, [Forget(running=True), Add(0, 28, 1, 12, "skip"), Add(0, 36, 1, 2), Run(60, 1)])
+    finish(engine)
+    return engine.counts["loads"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_where_the_local_prefix_grew_the_rest_is_loaded(site: Site, layout: str) -> None:
+    assert loads_where_the_local_prefix_grew(site, layout) == 1
+
+
+@pytest.mark.shows("random schedules, `Scheduler` and `AsyncScheduler`", "full attention, sliding windows and chunks")
+def test_some_random_schedules(site: Site) -> None:
+    groups, retention = LAYOUTS["window and chunk"]
+    total = explore(site, 10, queue=2, groups=groups, retention=retention)
+    print(total)
+    for what in ("loads", "preemptions", "aborts", "failed_ranks", "stored_full", "stored_window", "stored_chunk"):
+        assert total[what] > 0, f"no example had any {what}: {total}"
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("queue", QUEUES.values(), ids=QUEUES)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(
+            each,
+            marks=pytest.mark.shows(
+                "random schedules, `Scheduler` and `AsyncScheduler`", "full attention and sliding windows"
+            ),
+        )
+        for each in ("window", "unlike blocks", "two windows")
+    ]
+    + [
+        pytest.param(
+            "chunk",
+            marks=pytest.mark.shows("random schedules, `Scheduler` and `AsyncScheduler`", "full attention and chunks"),
+        ),
+        "window and chunk",
+    ],
+)
+def test_random_schedules(site: Site, layout: str, queue: int) -> None:
+    groups, retention = LAYOUTS[layout]
+    total = explore(site, 35, queue=queue, groups=groups, retention=retention)
+    print(total)
+    covered = (*COVERED, *(f"stored_{group.kind.value}" for group in groups.groups))
+    for what in covered:
+        assert total[what] > 0, f"no example had any {what}: {total}"
