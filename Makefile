@@ -22,7 +22,7 @@ CHECK_TESTS ?= tests/shmring tests/daemon tests/models tests/chart tests/simulat
 CHECK_COVERAGE ?= 78
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress gpu demo bench bench-ttft bench-miss bench-ring bench-save bench-beside bench-engine-thread bench-daemon bench-cuda bench-cuda-sweep simulate simulate-compare docs release clean
+.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress gpu demo bench bench-ttft bench-miss bench-ring bench-save bench-beside bench-engine-thread bench-daemon bench-cuda bench-cuda-sweep simulate simulate-traces simulate-compare docs release clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -122,6 +122,9 @@ bench-cuda-sweep: links ## what the sizes of the copy kernel are worth on a GPU 
 
 simulate: setup ## planner and wait policies on 10^5 simulated requests per scenario (ARGS: --compare, --scenario)
 	@$(BIN)/python -m benchmarks.simulate $(ARGS)
+
+simulate-traces: setup ## recorded traces, unscaled, in the simulation: ARGS="conversation --data DIR"
+	@$(BIN)/python -m benchmarks.simulate.traces $(ARGS)
 
 simulate-compare: setup ## the simulation's prediction against a real engine, daemon and store under the same load
 	@$(BIN)/python -m benchmarks.simulate.real $(ARGS)

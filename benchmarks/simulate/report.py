@@ -53,6 +53,7 @@ def figures(result: Result) -> dict[str, object]:
         "partial_loads": result.client.partial,
         "look_up_timeouts": result.node.look_up_timeouts,
         "taken_back": result.node.taken_back,
+        "ttft_mean_s": _finite(result.mean_ttft_s),
         "ttft_p50_s": _finite(result.ttft_s(0.5)),
         "ttft_p99_s": _finite(result.ttft_s(0.99)),
         "simulated_s": result.end_ns / NS,

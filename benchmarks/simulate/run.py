@@ -52,6 +52,12 @@ class Result:
         return percentile([float(each) for each in values], fraction) / NS if values else float("nan")
 
     @property
+    def mean_ttft_s(self) -> float:
+        """The mean time to first token; NaN without any."""
+        count = sum(map(len, self.ttft_ns.values()))
+        return sum(map(sum, self.ttft_ns.values())) / count / NS if count else float("nan")
+
+    @property
     def hidden_fraction(self) -> float:
         """The mean over requests that loaded something, as the daemon reports it per request; NaN without any."""
         return self.client.hidden_sum / self.client.loads if self.client.loads else float("nan")
