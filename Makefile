@@ -22,7 +22,7 @@ CHECK_TESTS ?= tests/shmring tests/daemon tests/models tests/chart tests/simulat
 CHECK_COVERAGE ?= 78
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress gpu demo bench bench-ttft bench-miss bench-ring bench-save bench-beside bench-engine-thread bench-daemon bench-cuda bench-cuda-sweep simulate simulate-traces simulate-compare docs release clean
+.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress gpu demo bench bench-serve bench-ttft bench-miss bench-ring bench-save bench-beside bench-engine-thread bench-daemon bench-cuda bench-cuda-sweep simulate simulate-traces simulate-compare docs release clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,6 +92,9 @@ demo: setup ## a daemon with memory and disk, and a real engine: recomputed, on 
 
 bench: setup ## sweeps over real engines, one JSON each: ARGS="PIECE ... [--quick] [--publish]" (docs/BENCHMARKS.md)
 	@$(BIN)/python -m benchmarks.bench $(ARGS)
+
+bench-serve: setup ## a recorded trace through vllm serve: ARGS="conversation --data DIR" or "agents …" (root)
+	@$(BIN)/python -m benchmarks.serve $(ARGS)
 
 bench-ttft: setup ## time to first token against vLLM's own Mooncake connector
 	@$(BIN)/python -m benchmarks.ttft $(ARGS)

@@ -71,8 +71,9 @@ def per_round(passed: Passed, setting: Mapping[str, Any], block_bytes: int) -> d
         "requests_s": count / passed["total_s"],
         "engine_cpu_s": passed["engine_cpu_s"] / count,
         "other_cpu_s": passed["other_cpu_s"] / count,
-        "cached_tokens": statistics.fmean(passed["requests"]["cached_tokens"]),
     }
+    if passed["requests"]["cached_tokens"]:
+        found["cached_tokens"] = statistics.fmean(passed["requests"]["cached_tokens"])
     if passed["requests"]["waited_s"]:
         found["wait_s"] = statistics.fmean(passed["requests"]["waited_s"])
         found["after_wait_s"] = statistics.fmean(after_wait_s(passed))
@@ -82,7 +83,8 @@ def per_round(passed: Passed, setting: Mapping[str, Any], block_bytes: int) -> d
         found["store_bytes"] = passed["link_bytes"] / count
     if (daemon := passed["daemon"]) is not None:
         pairs = zip(daemon["fetched_bytes"], daemon["loaded_blocks"], strict=True)
-        found["wasted_bytes"] = sum(max(0, fetched - blocks * block_bytes) for fetched, blocks in pairs) / count
+        bound = sum(max(0, fetched - blocks * block_bytes) for fetched, blocks in pairs)
+        found["wasted_bytes"] = daemon.get("unused_bytes", bound) / count
         if daemon["hidden"]:
             found["hidden"] = statistics.fmean(daemon["hidden"])
         if daemon["transfer_s"]:

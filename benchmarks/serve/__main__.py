@@ -1,0 +1,380 @@
+"""`make bench-serve`: a recorded trace through the HTTP server, by variant; one JSON as of `make bench`.
+
+As root, for the limited link.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import os
+import resource
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench import page, variants
+from benchmarks.bench.__main__ import ENVIRONMENT, FORMAT, PUBLISHED, WORK, write
+from benchmarks.bench.figures import point_figures, token_differences
+from benchmarks.bench.served import Daemon as Columns
+from benchmarks.bench.served import Requests, Served
+from benchmarks.bench.setting import MODEL, Setting
+from benchmarks.machine import machine
+from benchmarks.serve import trace
+from benchmarks.serve.server import Server, replay
+from benchmarks.serve.trace import SHARED, TRACES
+from tests.lab import connectors, link, process
+from tests.lab.checkpoint import make_checkpoint
+from tests.lab.daemon import Daemon
+from tests.lab.engine import EngineSpec
+from tests.lab.interference import Interference, cpu_s
+from tests.lab.link import LimitedLink
+from tests.lab.prompts import make_prompts
+from tests.lab.store import Store
+from tests.support.auditor import ask_daemon
+
+NO_CONNECTOR = "no-connector"
+VARIANTS = (variants.LOCAL, "upstream-async", variants.ON_DEMAND, variants.OURS)
+BLOCK, LONGEST = 32, 4000  # tokens
+PLACES = 4
+CAPACITY_REQUESTS = 60
+START_MIN = {"conversation": 30.0, "agents": 8.0}
+QUESTIONS = {
+    "conversation": "What does prefetch bring in Mooncake's conversations, through the HTTP server?",
+    "agents": "What does prefetch bring in sessions of coding agents, through the HTTP server?",
+}
+KEPT = ("duration", "completed", "request_throughput", "output_throughput", "mean_ttft_ms", "median_ttft_ms",
+        "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "mean_e2el_ms", "p99_e2el_ms")  # fmt: skip
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve", description=__doc__)
+    parser.add_argument("trace", choices=TRACES)
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=SHARED,
+        help=f"folder with {' and '.join(str(each[0]) for each in TRACES.values())}",
+    )
+    parser.add_argument("--variants", default=",".join(VARIANTS), help=f"of {NO_CONNECTOR},{','.join(variants.ALL)}")
+    parser.add_argument("--requests", type=int, default=200, help="of the trace (default %(default)s)")
+    parser.add_argument(
+        "--start-min", type=float, help="minute of the trace that it begins with (default: each its own)"
+    )
+    parser.add_argument("--load", type=float, default=0.7, help="share of what the engine can serve with all KV local")
+    parser.add_argument("--fetch", type=float, default=0.15, help="time to fetch a token / time to compute it")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=8.0, help="no variant begins after so many")
+    parser.add_argument("--out", type=Path, default=WORK, help="folder of the JSON (default build/bench)")
+    parser.add_argument(
+        "--publish", action="store_true", help=f"also write to {PUBLISHED.relative_to(process.REPO)}/DATE"
+    )
+    return parser
+
+
+def columns(result: Mapping[str, Any]) -> tuple[Requests, dict[int, list[int]]]:
+    """The requests' figures out of what `vllm bench serve` saved, and their answers."""
+    requests, first = Requests(), min(result["start_times"])
+    for number, (start, ttft, itl) in enumerate(
+        zip(result["start_times"], result["ttfts"], result["itls"], strict=True)
+    ):
+        requests.prompt.append(number)
+        requests.arrival_s.append(round(start - first, 5))
+        requests.first_token_s.append(round(start - first + ttft, 5))
+        requests.finished_s.append(round(start - first + ttft + sum(itl), 5))
+    return requests, {number: list(text.encode()) for number, text in enumerate(result["generated_texts"])}
+
+
+class Run:
+    """One trace's run. `result` is whole at any moment: what was measured so far."""
+
+    def __init__(self, options: argparse.Namespace, some: trace.Slice) -> None:
+        self._options, self._slice, self._begun = options, some, time.monotonic()
+        self._chosen = options.variants.split(",")
+        longest = -(-max(each.input_tokens + each.output_tokens for each in some.calls) // BLOCK) + 1
+        mean = statistics.fmean((each.input_tokens + each.output_tokens) / BLOCK for each in some.calls)
+        self._model = make_checkpoint(process.REPO / "build" / "checkpoints", MODEL)
+        self._folder = process.scratch("bench-serve")
+        self._trace = trace.write_timed(some.calls, self._folder / "trace.jsonl")
+        self._tokens: list[tuple[str, object, Mapping[int, list[int]]]] = []
+        self._spec = EngineSpec(
+            model=self._model,
+            block_size=BLOCK,
+            max_model_len=longest * BLOCK,
+            max_num_seqs=PLACES,
+            num_gpu_blocks=max(longest + 1, round((PLACES + 2) * mean)),
+        )
+        self._roomy = self._spec.but(num_gpu_blocks=sum(-(-each.input_tokens // BLOCK) + 9 for each in some.calls))
+        self._prompts = self._expand(some.calls)
+        self._stored = self._expand([trace.Call(0.0, len(each) * some.chunk, 1, each) for each in some.stored()])
+        self.result: dict[str, Any] = {
+            "rounds": {"wanted": options.rounds, "done": 0}, "left_out": {}, "problems": [], "points": [],
+            "tokens": {"compared": 0, "different": {}},
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Remove its folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def say(self, line: str) -> None:
+        print(f"[{time.monotonic() - self._begun:6.1f} s] {line}", flush=True)
+
+    def _expand(self, calls: list[trace.Call]) -> list[list[int]]:
+        """The prompts, made by the client's own code. They depend on Python's hash(str), so PYTHONHASHSEED is set."""
+        from transformers import AutoTokenizer
+        from vllm.benchmarks.datasets.datasets import TimedTrace
+
+        path = trace.write_timed(calls, self._folder / "some.jsonl")
+        labels = {
+            f"timed_trace_label_{each}": each for each in ("timestamp", "input_length", "output_length", "hash_ids")
+        }
+        with contextlib.redirect_stdout(sys.stderr):
+            made = TimedTrace(
+                dataset_path=str(path), random_seed=0, timed_trace_chunk_hash_size=self._slice.chunk, **labels
+            )
+            samples = made.sample(AutoTokenizer.from_pretrained(self._model), len(calls))
+        return [list(sample.prompt) for sample in samples]
+
+    def run(self) -> None:
+        some, options = self._slice, self._options
+        inputs = statistics.fmean(each.input_tokens for each in some.calls)
+        outputs = statistics.fmean(each.output_tokens for each in some.calls)
+        self.say(
+            f"{len(some.calls)} requests of {some.span_s:.0f} s, on average {inputs:.0f} tokens in, {outputs:.0f} out; "
+            f"{some.hit_share:.0%} of the input known before; {some.dropped} longer ones left out"
+        )
+        wanted = some.stored_blocks(BLOCK)
+        size = wanted * BLOCK * MODEL.kv_bytes_per_token
+        with contextlib.ExitStack() as stack:
+            self._link = stack.enter_context(LimitedLink(rate_mbit=10_000))
+            self._store = stack.enter_context(Store(memory="2 GB", link=self._link))
+            config, ip = self._store.config, self._store.host_ip
+            self._spec = self._spec.but(mooncake_config=config, host_ip=ip)
+            staging = f"{max(64 << 20, size // 2) >> 20}MiB"
+            self._daemon = stack.enter_context(Daemon(mooncake_config=config, staging=staging))
+            self.say(f"storing {len(self._stored)} prefixes, {size >> 20} MiB")
+            with self._server(self._spec.but(kv_transfer=connectors.upstream())) as server:
+                server.serve(self._stored, [1] * len(self._stored), 1)
+                if (there := self._store.wait_keys(wanted, timeout_s=60)) < wanted:
+                    self._problem(f"the store took {there} of {wanted} blocks")
+            capacity, compute_s = self._capacity()
+            mbit = 8e-6 * MODEL.kv_bytes_per_token / (options.fetch * compute_s)
+            self._link.limit(round(mbit, 3))
+            pace = (len(some.calls) - 1) / (some.span_s * options.load * capacity)
+            self.say(
+                f"capacity {capacity:.2f} requests/s with all KV local, {1e6 * compute_s:.0f} us to compute a token: "
+                f"link {mbit:.0f} Mbit/s, a pass takes {some.span_s * pace:.0f} s"
+            )
+            setting = Setting(
+                arrivals="open", level=options.load, requests=len(some.calls), places=PLACES, link_mbit=mbit
+            )
+            self.result["trace"] = {
+                "name": options.trace,
+                "k": TRACES[options.trace][2],
+                "chunk_tokens": some.chunk,
+                "requests": len(some.calls),
+                "left_out_as_longer": some.dropped,
+                "start_min": options.start_min,
+                "span_s": round(some.span_s, 1),
+                "pace": pace,
+                "mean_input_tokens": inputs,
+                "mean_output_tokens": outputs,
+                "hit_share": some.hit_share,
+                "capacity_requests_s": capacity,
+                "compute_us_per_token": 1e6 * compute_s,
+                "fetch_share": options.fetch,
+                "staging": staging,
+                "pool_blocks": self._spec.num_gpu_blocks,
+            }
+            point = {"at": options.load, "setting": asdict(setting), "passes": list[dict[str, Any]]()}
+            self.result["points"] = [point]
+            for number in range(options.rounds):
+                for variant in self._chosen:
+                    if time.monotonic() - self._begun > 60 * options.minutes:
+                        self._problem(
+                            f"round {number + 1}: {variant} and what follows left out for want of time (--minutes)"
+                        )
+                        return
+                    point["passes"].append({"round": number, "set": 0, **self._pass(variant, pace)})
+                    self._compare()
+                self.result["rounds"]["done"] = number + 1
+
+    def _problem(self, line: str) -> None:
+        self.result["problems"].append(line)
+        self.say(f"WARNING: {line}")
+
+    def _server(self, spec: EngineSpec) -> Server:
+        return Server(spec, dict(os.environ))
+
+    @contextlib.contextmanager
+    def _serving(self, variant: str) -> Iterator[Server]:
+        """A new server, warmed up; for the ideal with all that the store has in its own cache."""
+        spec = self._roomy if variant == variants.LOCAL else self._spec
+        with self._server(spec.but(kv_transfer=variants.transfer(variant, self._daemon.socket))) as server:
+            if variant == variants.LOCAL:
+                server.serve(self._stored, [1] * len(self._stored), 1)
+            warm = make_prompts(PLACES, self._spec.max_model_len // 2, vocab=MODEL.vocab, seed=99)
+            server.serve(warm, [8] * len(warm), PLACES)
+            yield server
+
+    def _capacity(self) -> tuple[float, float]:
+        """Measure requests a second with all KV local, and seconds to compute a token of a prompt."""
+        few = self._prompts[:CAPACITY_REQUESTS]
+        outputs = [each.output_tokens for each in self._slice.calls[:CAPACITY_REQUESTS]]
+        with self._serving(variants.LOCAL) as server:
+            alone = make_prompts(6, self._spec.max_model_len // 2, vocab=MODEL.vocab, seed=98)
+            begun = time.monotonic()
+            server.serve(alone, [1] * len(alone), 1)
+            compute_s = (time.monotonic() - begun) / sum(map(len, alone))
+            begun = time.monotonic()
+            server.serve(few, outputs, 2 * PLACES)
+            return len(few) / (time.monotonic() - begun), compute_s
+
+    def _pass(self, variant: str, pace: float) -> dict[str, Any]:
+        """Serve the trace once with a new server."""
+        self.say(f"starting {variant}")
+        with self._serving(variant) as server:
+            lines = len(self._daemon.records("request.done"))
+            helpers = [self._daemon.pid, self._store.master_pid, *self._store.node_pids]
+            before = (cpu_s(server.pids), cpu_s(helpers), self._link.received_bytes)
+            others, begun, client = Interference(), time.monotonic(), _children_s()
+            limit_s = 120 + 4 * self._slice.span_s * pace
+            told = replay(server, self._model, self._trace, self._slice.chunk, pace, self._folder / "out.json", limit_s)
+            # The client ended, so the processor time that it took counts as others', and is taken from that.
+            cores = max(0.0, others.cores() - (_children_s() - client) / (time.monotonic() - begun))
+            requests, answers = columns(told)
+            served = Served(requests, total_s=round(told["duration"], 4), tokens=answers)
+            served.engine_cpu_s = round(cpu_s(server.pids) - before[0], 2)
+            served.other_cpu_s = round(cpu_s(helpers) - before[1], 2)
+            served.link_bytes = self._link.received_bytes - before[2]
+            served.others_cores, served.load = round(cores, 2), round(os.getloadavg()[0], 2)
+            if variants.ours(variant):
+                served.daemon = self._of_daemon(lines)
+        self._tokens.append((variant, 0, answers))
+        kept = {"variant": variant, **served.kept(), "vllm_bench": {name: told[name] for name in KEPT}}
+        if served.daemon is not None:
+            kept["daemon"]["unused_bytes"] = self._unused_bytes
+        self.say(
+            f"  {variant:22} TTFT mean {told['mean_ttft_ms']:.0f} ms, p50 {told['median_ttft_ms']:.0f}, "
+            f"p99 {told['p99_ttft_ms']:.0f}; {told['request_throughput']:.2f} requests/s; "
+            f"link {served.link_bytes / 1e6:.0f} MB; CPU {served.engine_cpu_s:.1f} + {served.other_cpu_s:.1f} s; "
+            f"others used {served.others_cores:.1f} cores"
+        )
+        return kept
+
+    def _of_daemon(self, lines: int) -> Columns:
+        found = Columns()
+        self._daemon.wait_record("request.done", count=lines + len(self._slice.calls), timeout_s=5)
+        for line in self._daemon.records("request.done")[lines:]:
+            found.add(line)
+        (engine,) = ask_daemon(self._daemon.socket).engines
+        self._unused_bytes = (int(engine["blocks_wasted"]) + int(engine["slots_unused"])) * int(engine["block_bytes"])
+        return found
+
+    def _compare(self) -> None:
+        compared, different = token_differences(self._tokens)
+        self.result["tokens"] = {"compared": compared, "different": different}
+
+
+def _children_s() -> float:
+    """CPU seconds of processes that this one started and saw end."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def shown(result: Mapping[str, Any]) -> list[str]:
+    """The figures of a run by variant, beside their ratio to the ideal."""
+    lines = []
+    for point in result["points"]:
+        found = point_figures(point, result["block_bytes"])
+        ideal = found.get(variants.LOCAL)
+        for variant, figures in found.items():
+            parts = [f"{variant:22}"]
+            for name, scale, unit in (
+                ("mean_s", 1e3, "ms mean"), ("p50_s", 1e3, "ms p50"), ("p99_s", 1e3, "ms p99"), ("hidden", 1, "hidden"),
+                ("store_bytes", 1e-6, "store MB"), ("wasted_bytes", 1e-6, "wasted MB"), ("engine_cpu_s", 1, "CPU s"),
+                ("other_cpu_s", 1, "CPU s beside"), ("free_places_s", 1, "free place s"),
+            ):  # fmt: skip
+                if name in figures:
+                    value = figures[name].middle
+                    of = (
+                        f" ({value / ideal[name].middle:.2f} x)"
+                        if ideal and name.endswith("s") and unit[:2] == "ms"
+                        else ""
+                    )
+                    parts.append(f"{page.number(value * scale)} {unit}{of}")
+            lines.append(", ".join(parts))
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = arguments()
+    options = parser.parse_args(argv)
+    where, tokens_per_hash, k = TRACES[options.trace]
+    path = options.data / where
+    if not path.exists():
+        print(f"bench-serve: no trace here: {path}: give its folder (--data)", file=sys.stderr)
+        return 0
+    if unknown := [
+        each for each in options.variants.split(",") if each not in (NO_CONNECTOR, *VARIANTS, *variants.ALL)
+    ]:
+        parser.error(f"no such variant: {', '.join(unknown)}")
+    if taken := {*variants.LMCACHE, variants.RECOMPUTED} & set(options.variants.split(",")):
+        parser.error(f"not through the HTTP server: {', '.join(sorted(taken))}")
+    if (why_not := link.available()) is not None:
+        print(f"bench-serve needs a limited link: {why_not}", file=sys.stderr)
+        return 1
+    process.exit_on_sigterm()
+    os.environ.update(ENVIRONMENT)
+    calls = trace.conversation(path) if options.trace == "conversation" else trace.agents(path)
+    if options.start_min is None:
+        options.start_min = START_MIN[options.trace]
+    start_s = 60 * options.start_min
+    some = trace.scaled(
+        calls, k=k, tokens_per_hash=tokens_per_hash, start_s=start_s, count=options.requests, longest=LONGEST
+    )
+    begun, at = time.monotonic(), datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    result: dict[str, Any] = {
+        "format": FORMAT,
+        "piece": options.trace,
+        "question": QUESTIONS[options.trace],
+        "axis": "rate of arrivals / capacity with all KV local",
+        "logarithmic": False,
+        "quick": False,
+        "command": " ".join(["python", "-m", "benchmarks.serve", *(sys.argv[1:] if argv is None else argv)]),
+        "begun": at,
+        "machine": machine(),
+        "environment": ENVIRONMENT,
+        "block_bytes": BLOCK * MODEL.kv_bytes_per_token,
+        "failed": None,
+    }
+    run = Run(options, some)
+    try:
+        run.run()
+    except Exception as error:
+        result["failed"] = f"{type(error).__name__}: {error}"
+        print(result["failed"], file=sys.stderr)
+    finally:
+        run.close()
+    result |= {"seconds": round(time.monotonic() - begun, 1), "load_at_end": round(os.getloadavg()[0], 2), **run.result}
+    print("\n".join(shown(result)), flush=True)
+    print(f"{options.trace}: {write(result, options.out)}", flush=True)
+    if options.publish and not result["failed"]:
+        print(f"{options.trace}: {write(result, PUBLISHED / result['begun'][:10])}", flush=True)
+    return 1 if result["failed"] else 0
+
+
+if __name__ == "__main__":
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the prompts of a trace depend on it, and the keys of vLLM's blocks
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "benchmarks.serve", *sys.argv[1:]],
+            {**os.environ, "PYTHONHASHSEED": "0"},
+        )
+    sys.exit(main())
