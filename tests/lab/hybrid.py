@@ -1,6 +1,6 @@
 """Writes small seeded checkpoints of models with several KV groups.
 
-Gemma 3 has sliding windows, Llama 4 chunks; Granite 4 (Mamba 2) and Qwen3-Next (linear attention) have states.
+Gemma 3 has sliding windows, Llama 4 chunks, Granite 4 states (Mamba 2).
 """
 
 from __future__ import annotations
@@ -58,24 +58,6 @@ def make_granite(folder: Path, kv_heads: int = 1) -> Path:
         layer_types=["mamba", "attention"] * 2, num_local_experts=0, num_experts_per_tok=0, mamba_n_heads=4,
         mamba_d_head=64, mamba_n_groups=1, mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=32,
         position_embedding_type="rope", architectures=["GraniteMoeHybridForCausalLM"],
-    )  # fmt: skip
-    _write(folder, config)
-    return folder
-
-
-def make_qwen3_next(folder: Path) -> Path:
-    """Write (or find) the checkpoint; return its folder. vLLM's CPU build runs it in bfloat16 only."""
-    import transformers
-
-    if (folder / "config.json").exists():
-        return folder
-    config = transformers.Qwen3NextConfig(
-        vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=64, max_position_embeddings=4096, num_experts=4, num_experts_per_tok=2,
-        decoder_sparse_step=1, moe_intermediate_size=64, shared_expert_intermediate_size=64,
-        layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=2,
-        linear_key_head_dim=64, linear_value_head_dim=64, linear_conv_kernel_dim=4,
-        architectures=["Qwen3NextForCausalLM"],
     )  # fmt: skip
     _write(folder, config)
     return folder

@@ -33,7 +33,6 @@ FAMILIES = (
     "sliding windows alone",
     "Mamba",
     "full attention and Mamba",
-    "full attention and linear attention",
     "encoder-decoder",
 )
 FEATURES = (
