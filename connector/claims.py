@@ -169,6 +169,8 @@ class Claims:
                 assert state.handle is not None
                 sent += state.handle.blocks
                 self._counters["hints_resent"] += 1
+            elif name in self.dropped:
+                return  # whatever the segment says of its room
 
     def new_pass(self) -> None:
         """The scheduler begins another pass over its queue."""

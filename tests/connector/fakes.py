@@ -280,7 +280,7 @@ class Engine:
             return {name: options.pop(name) for name in names if name in options}
 
         self.clock = clock or Clock()
-        self.daemon = FakeDaemon(self.clock, **taken(("flags", "slots", "ring")))
+        self.daemon = FakeDaemon(self.clock, **taken(("flags", "slots", "ring", "entries")))
         self.daemon.credits.grant(list(credits))
         self.link = FakeLink(self.daemon.session())
         self.cache = FakeCache()

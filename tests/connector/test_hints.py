@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvprefetch.connector import claims
@@ -224,3 +226,14 @@ def test_a_preempted_request_waits_anew_and_once() -> None:
         engine.clock.advance_ms(50)
         engine.daemon.beat()
     assert [engine.match(request) for _ in range(2)] == [NOTHING] * 2
+
+
+def test_a_segment_that_has_room_for_no_hint_does_not_hold_up_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table shorter than what is local: the segment says that there is room, and takes no hint."""
+    engine = Engine(entries=2)
+    request = engine.add("r", 4 * BLOCK, local=2 * BLOCK)
+    looks: list[Any] = []
+    monkeypatch.setattr(engine.cache, "tokens", lambda each: looks.append(each) or min(4, 1 + len(looks)) * BLOCK)
+    engine.step()
+    assert looks == [request], "it does not try until all is local"
+    engine.side.finished(request)
