@@ -134,7 +134,7 @@ class Warming:
         for digest in [each for each in wanted if self._planner.blocks.touch(each, batch.run)]:  # a request came first
             del wanted[digest]
             batch.counts["staged"] += 1
-        if wanted and not self._planner.fetch_waits:
+        if wanted and self._planner.idle:
             self._order = self._planner.warm(list(wanted), lane, batch.run)
             if self._order is None:
                 self._give_up(batch, lane)

@@ -65,6 +65,7 @@ class Planner:
         self.requests[key] = self._numbers[request.sequence] = request
         self._queues.arrived(request)
         self._holdings.pin_known(request, request.blocks)
+        self._queues.nearer()
         return request
 
     def hint_whole(self, key: Key, local: int, priority: int) -> Request:
@@ -86,6 +87,7 @@ class Planner:
         request.on_disk = on_disk if any(on_disk) else b""
         self._holdings.choose(request, hashes)
         self._holdings.advance(request)
+        self._queues.nearer()
         if request.wants_work:
             self._queues.enter(request)
 
@@ -110,6 +112,7 @@ class Planner:
         elif limit < request.limit:
             request.limit, request.failure = max(request.issued, limit), Failure("lease")
         self._holdings.advance(request)
+        self._queues.nearer()
         if request.wants_work:
             self._queues.enter(request)
 
@@ -119,6 +122,7 @@ class Planner:
         if request is None or request.asked:
             return
         request.asked = True
+        self._queues.nearer()
         if request.sequence in self.blocks.sole:
             self.blocks.sole_changed.add(request.sequence)
         if request.wants_work:
@@ -133,15 +137,19 @@ class Planner:
                 self.blocks.loaded(request.held, start, stop)
             self._holdings.drop(request)
             del self.requests[key], self._numbers[request.sequence]
+            self._queues.nearer()
         return request
 
     def fetched(self, number: int, results: Sequence[bool], now_ns: int, failure: Failure | None = None) -> None:
         """An order came back. The first failed block of a request ends its usable prefix; `failure` says why."""
         if (overdue := self._overdue.pop(number, None)) is not None:
             self.blocks.wasted[overdue.lane] += sum(results)
-            self.blocks.ceiling.fetched(sum(results))
-            self.blocks.ceiling.wasted(sum(results))
+            at = 0
             for run in list(self.blocks.runs(overdue.slots)):
+                good, at = sum(results[at : at + len(run)]), at + len(run)
+                if not run.warming:
+                    self.blocks.ceiling.fetched(good)
+                    self.blocks.ceiling.wasted(good)
                 self.blocks.returned(run)
             self._queues.changed()
             return
@@ -274,6 +282,11 @@ class Planner:
     def fetch_waits(self) -> bool:
         """Whether a request waits for a block that no order fetches yet."""
         return any(self._queues.head(lane) is not None for lane in Lane)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request has a fetch to start, now or once there is room: what waits comes too early."""
+        return all(self._queues.idle(lane) for lane in Lane)
 
     def starved(self, lane: Lane) -> bool:
         """Whether a request of this lane waits for room in staging."""

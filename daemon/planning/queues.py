@@ -91,6 +91,14 @@ class Queues:
         """There may be room now."""
         self._stopped = [None, None]
 
+    def nearer(self) -> None:
+        """Another request may be near now, or fewer staged blocks unused."""
+        self._stopped = [None if why is Stop.TOO_EARLY else why for why in self._stopped]
+
+    def idle(self, lane: Lane) -> bool:
+        """Whether no request has a fetch to start in this lane, now or once there is room."""
+        return self._stopped[lane] is Stop.TOO_EARLY or self.head(lane) is None
+
     def starved(self, lane: Lane) -> bool:
         """Whether this lane waits for room."""
         return self._stopped[lane] in (Stop.NO_ROOM, Stop.NO_BUDGET) and self.head(lane) is not None

@@ -15,7 +15,7 @@ from kvprefetch.daemon.planning.requests import Order
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.shmring.wire.admin import Report, Warm, Warmed
 from kvprefetch.shmring.wire.codec import Message
-from tests.daemon.planning.support import FlagsModel, Planner, digests, hint, run
+from tests.daemon.planning.support import FlagsModel, Planner, digests, hint, hit, run
 
 ABOUT = Warmed(engine="e", epoch=1, block_tokens=32, hash_algorithm="", hash_probe="")
 ONE, OTHER = "1" * 32, "2" * 32
@@ -28,9 +28,11 @@ def names(text: str) -> list[bytes]:
 class Setup:
     """`held` is what the store has, `on_disk` what it has only there."""
 
-    def __init__(self, slots: int = 8, *, held: str = "", on_disk: str = "", chunk: int = 8) -> None:
+    def __init__(
+        self, slots: int = 8, *, held: str = "", on_disk: str = "", chunk: int = 8, share: float = 1.0
+    ) -> None:
         self.flags = FlagsModel()
-        self.planner = Planner(slots, self.flags, chunk_blocks=chunk)
+        self.planner = Planner(slots, self.flags, chunk_blocks=chunk, wasted_share=share)
         self.now = 0
         self.held, self.on_disk = set(names(held + on_disk)), set(names(on_disk))
         self.negative = NegativeCache()
@@ -196,6 +198,21 @@ def test_a_request_goes_first_and_finds_room_at_once() -> None:
     assert run(setup.planner) == [["a", "b", "c", "d"]], "the warmed block gives its slot"
     assert setup.fetch() == []
     assert setup.last() == {"fetched": 1, "no_room": 3}
+
+
+def test_requests_that_come_too_early_do_not_hold_it_up() -> None:
+    """Past the ceiling of waste (ceiling.py): their blocks wait for the scheduler, not for the link."""
+    setup = Setup(held="ab", share=0.0)
+    key = hit(setup.planner, 1, "w")
+    assert run(setup.planner) == [["w"]]
+    setup.planner.finish(key)
+    first, second = hit(setup.planner, 2, "x"), hit(setup.planner, 3, "y")
+    assert run(setup.planner) == [["x"]]
+    assert setup.warm("ab") == ["ab"]
+    assert setup.last() == {"fetched": 2}
+    setup.planner.finish(first)
+    assert run(setup.planner) == [["y"]]
+    setup.planner.finish(second)
 
 
 def test_a_block_that_a_request_fetched_meanwhile_counts_as_staged() -> None:

@@ -170,3 +170,59 @@ def test_late_blocks_of_a_call_past_its_deadline_count() -> None:
     assert not limited(planner), "they did not come yet"
     returned(planner, order)
     assert limited(planner)
+
+
+def test_the_next_request_is_fetched_once_the_one_before_it_is_asked_for() -> None:
+    planner = passed()
+    first = hit(planner, 2, "x")
+    assert run(planner) == [["x"]]
+    hit(planner, 3, "y")
+    assert run(planner) == []
+    planner.ask(first)
+    assert run(planner) == [["y"]], "no tick in between"
+
+
+@pytest.mark.parametrize("end", ["miss", "cancelled"])
+def test_the_next_request_is_fetched_once_the_one_before_it_gets_nothing(end: str) -> None:
+    planner = passed()
+    first = hint(planner, 2, "miss")
+    hit(planner, 3, "y")
+    assert run(planner) == []
+    if end == "miss":
+        planner.looked_up(first, 0)
+    else:
+        planner.finish(first)
+    assert run(planner) == [["y"]], "no tick in between"
+
+
+@pytest.mark.parametrize("event", ["choose", "finish"])
+def test_a_whole_request_that_gets_nothing_does_not_hold_up_the_next_one(event: str) -> None:
+    planner = passed()
+    first = planner.hint_whole((2, 1), 0, 0)
+    hit(planner, 3, "y")
+    assert run(planner) == []
+    if event == "choose":
+        planner.choose(first, b"", 1, 0)
+    else:
+        planner.finish(first.key)
+    assert run(planner) == [["y"]], "no tick in between"
+
+
+def test_requests_are_fetched_ahead_again_once_another_one_wants_the_unused_blocks() -> None:
+    planner = passed()
+    hit(planner, 2, "x")
+    hit(planner, 3, "y")
+    assert run(planner) == [["x"]]
+    hit(planner, 4, *"abcde")
+    assert not limited(planner)
+    assert run(planner) == [["y"]], "no tick in between"
+
+
+def test_late_blocks_of_a_warming_do_not_count() -> None:
+    planner, _ = planned(SLOTS, 32, wasted_share=0.0)
+    order = planner.warm([b"a......."], Lane.MEMORY, "list")
+    assert order is not None
+    planner.overdue(order.number, 1)
+    returned(planner, order)
+    assert planner.blocks.wasted == [1, 0]
+    assert not limited(planner)
