@@ -61,8 +61,10 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = configuration.load(transfer.kv_connector_extra_config)
         support.check(vllm_config, kv_cache_config)
         self._geometry = support.geometry(vllm_config, kv_cache_config)
-        if self._settings.mode == "shadow":  # the daemon then keeps no slots for saves
+        told = self._geometry
+        if self._settings.mode == "shadow":  # the daemon then keeps no slots for saves, and counts no block as waste
             self._geometry = dataclasses.replace(self._geometry, saves=False)
+            told = dataclasses.replace(self._geometry, loads=False)
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
         self.link: Link[SchedulerSession] | Link[WorkerSession] | None = None
@@ -78,7 +80,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                     transfer.kv_load_failure_policy,
                 )
             timeout_ms = self._settings.reset_timeout_ms
-            hello = support.scheduler_hello(vllm_config, self._geometry, reset_timeout_ms=timeout_ms)
+            hello = support.scheduler_hello(vllm_config, told, reset_timeout_ms=timeout_ms)
             if hello.scheduler is not None and not hello.scheduler.hash_probe:
                 log.warning(
                     "kvprefetch: prefix_caching_hash_algo=%s begins with a random number in each process, so no other "

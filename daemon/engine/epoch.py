@@ -46,7 +46,7 @@ class Epoch(EpochCalls):
     @property
     def mode(self) -> str:
         """What is done for this engine: the daemon's mode, or the part of it that the engine's role has."""
-        part = {(True, False): "loads only", (False, True): "saves only"}
+        part = {(True, False): "loads only", (False, True): "saves only", (False, False): "shadow"}
         wants = self.engine.scheduler.loads, self.engine.scheduler.saves
         return part.get(wants, "on") if self._mode == "on" else self._mode
 

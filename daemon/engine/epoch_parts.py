@@ -82,7 +82,8 @@ class EpochParts(Caller):
             chunk_blocks=chunk_blocks,
             lost=memory.staging.lost,
             disk_chunk_blocks=min(chunk_blocks, services.disk_call_bytes // part_bytes),
-            wasted_share=services.wasted_share,
+            # In shadow mode an engine loads nothing: it asks what would have been there.
+            wasted_share=services.wasted_share if engine.scheduler.loads else 1.0,
         )
         self._negative = NegativeCache()
         self.prefixes = None if engine.groups is None else Prefixes(engine.groups)

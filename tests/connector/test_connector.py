@@ -183,15 +183,15 @@ def test_roles_decide_what_is_done(tmp_path: Path, role: str, loads: bool, saves
     assert hello.scheduler.reset_timeout_ms == 2500
 
 
-@pytest.mark.parametrize(("mode", "saves"), [("on", True), ("shadow", False)])
-def test_an_engine_in_shadow_mode_says_that_it_saves_nothing(tmp_path: Path, mode: str, saves: bool) -> None:
+@pytest.mark.parametrize(("mode", "on"), [("on", True), ("shadow", False)])
+def test_an_engine_in_shadow_mode_says_that_it_loads_and_saves_nothing(tmp_path: Path, mode: str, on: bool) -> None:
     config = vllm_config(tmp_path / "s", extra={"mode": mode})
     connector = KVPrefetchConnector(config, SCHEDULER, kv_cache_config())
     assert connector.link is not None
     hello = connector.link.hello()
     connector.shutdown()
     assert hello.scheduler is not None
-    assert hello.scheduler.saves is saves
+    assert (hello.scheduler.loads, hello.scheduler.saves) == (on, on)
 
 
 def test_a_hello_names_the_epochs_that_are_live_when_it_is_said(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ class EngineSpec:
     block_bytes: int = BLOCK_BYTES
     max_blocks: int = 512
     events: bool = False
+    loads: bool = True
     saves: bool = True
     groups: Groups | None = None
 
@@ -65,7 +66,7 @@ class EngineSpec:
         return SchedulerInfo(
             max_blocks=self.max_blocks,
             max_hint_bytes=size,
-            loads=True,
+            loads=self.loads,
             saves=self.saves,
             events=self.events,
             groups=named,

@@ -75,9 +75,11 @@ def make_epoch(
     events: bool = False,
     max_blocks: int = 8,
     groups: Groups | None = None,
+    loads: bool = True,
+    wasted_share: float = 1.0,
 ) -> Epoch:
     """An epoch with twelve slots to fetch into and four for saves, of 4 KiB for one rank."""
-    spec = EngineSpec(ranks=ranks, max_blocks=max_blocks, events=events, groups=groups)
+    spec = EngineSpec(ranks=ranks, max_blocks=max_blocks, events=events, groups=groups, loads=loads)
     engine = EngineInfo("e", BLOCK_TOKENS, spec.scheduler(), [spec.worker(rank) for rank in range(ranks)])
     memory = EngineMemory.create(load({"staging": "64KiB"}), 7, engine)
     services = Services(
@@ -86,7 +88,7 @@ def make_epoch(
         structlog.get_logger(),
         clock_ns,
         chunk_bytes=4096 * chunk_blocks,
-        wasted_share=1.0,
+        wasted_share=wasted_share,
         disk_call_bytes=1 << 20,
         lease_ns=10 * SECOND_NS,
         media=False,
