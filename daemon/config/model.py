@@ -100,7 +100,7 @@ class DaemonConfig(BaseModel):
     )
     wasted_share: Annotated[float, BeforeValidator(_number)] = Field(
         default=0.1,
-        ge=0.0,
+        ge=0.01,
         le=1.0,
         description="share of the bytes fetched lately that may go unused; above it prefetch is for the next request "
         "alone; 1: no bound",
