@@ -226,6 +226,11 @@ def disk(config: DaemonConfig) -> Iterator[Finding]:
 
 
 def master(config: DaemonConfig) -> Iterator[Finding]:
+    """Report the running daemon's fault of the lease, then look whether this configuration's master is there."""
+    with contextlib.suppress(Unavailable):
+        if said := ask(config.socket, StatusQuery(), Status).lease_fault:
+            fault, _, advice = said.rpartition(": ")
+            yield bad(fault, advice)
     if config.mooncake_config is None:
         yield ok("embedded store: the daemon starts its own master on loopback")
         return

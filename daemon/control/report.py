@@ -55,6 +55,7 @@ def status(shared: Shared, epochs: Sequence[Epoch], engine_count: int) -> Status
         store_open=shared.store.is_open,
         store_answering=shared.store.answering,
         disk_fault=snapshot.disk_fault(),
+        lease_fault=snapshot.lease_fault(),
         store=fill.model_dump() if (fill := snapshot.fill()) is not None else None,
         store_earlier=earlier.model_dump() if (earlier := snapshot.fill_earlier()) is not None else None,
         engines=[numbers(epoch, now) for epoch in epochs[:MAX_ENGINES]],

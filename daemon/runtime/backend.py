@@ -32,6 +32,7 @@ class Backend:
         self.store: Store | None = None
         self.master: EmbeddedMaster | None = None
         self.master_died = False
+        self._checking: threading.Thread | None = None
 
     @property
     def http(self) -> str:
@@ -54,6 +55,7 @@ class Backend:
         config = self._config
         store = Store(settings, self._log, rpc_timeout_ms=config.rpc_timeout_ms, lease_ns=config.lease_ns)
         self.store = store
+        snapshot.lease_fault = lambda: store.lease_fault
         namespaces = Namespaces(store.disk, self._log)
         for attempt in range(OPEN_TRIES):
             try:
@@ -70,9 +72,13 @@ class Backend:
         return None if self._signals.stop else (store, namespaces)
 
     def tick(self, pools: Pools) -> None:
-        """Probe a store that does not answer, and see whether the master lives."""
+        """Probe a store that does not answer, check its lease, and see whether the master lives."""
         if self.store is not None and self.store.due_for_probe:
             pools.start(Call(Kind.LOOK_UP, self.store.probe, lambda _: None, lambda: None))
+        free = self._checking is None or not self._checking.is_alive()
+        if self.store is not None and free and self.store.lease_check_due:
+            self._checking = threading.Thread(target=self.store.check_lease, name="lease", daemon=True)
+            self._checking.start()
         if self.master is not None:
             self.master.tick()
             if not self.master.alive():

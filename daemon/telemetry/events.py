@@ -315,6 +315,8 @@ EVENTS: dict[str, Event] = {
     "store.opened": Event("info", "The store is ready for calls.", ("master", "protocol", "reads")),
     "reads.blocking": Event("warning", "A fetch that waits keeps a core busy: the test of reads that sleep failed.",
                             ("error",)),
+    "lease.short": Event("error", "The master keeps values for a shorter time than `lease_ms`. Fetches block from now "
+                         "on, and Mooncake judges each lease.", ("error",)),
     "store.exposed": Event("warning", "Other machines may reach the sockets of the store's client: this kernel neither "
                            "binds them to the loopback interface nor filters them.", ("error",)),
     "rdma.absent": Event("warning", "This machine has no RDMA device: Mooncake uses TCP, and reaches only storage nodes"

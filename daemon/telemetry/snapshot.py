@@ -43,6 +43,7 @@ class Snapshot:
         # These answer at any time, on any thread.
         self.running: Callable[[], Mapping[str, int]] = dict  # start of the oldest store call of each kind, ns
         self.disk_fault: Callable[[], str] = str  # why nothing can be kept on disk, or nothing
+        self.lease_fault: Callable[[], str] = str  # that `lease_ms` is not the master's, or nothing
         self.fill: Callable[[], StoreFill | None] = lambda: None  # how full the embedded store is
         self.fill_earlier: Callable[[], StoreFill | None] = lambda: None
         self._retired = Counters()
@@ -118,6 +119,5 @@ def judge(snapshot: Snapshot) -> Health:
         problems.append("the store does not answer: new requests are misses")
     healthy = oldest_s <= CALL_HEALTHY_S and (not serving or loop_age_s <= LOOP_HEALTHY_S)
     ready = not problems
-    if fault := snapshot.disk_fault():
-        problems.append(fault)
+    problems += filter(None, (snapshot.disk_fault(), snapshot.lease_fault()))
     return Health(snapshot.phase, ready, healthy, loop_age_s, call_age_s, published.store_open, tuple(problems))

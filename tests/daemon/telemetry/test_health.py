@@ -58,3 +58,6 @@ def test_a_disk_that_keeps_nothing_is_a_problem_and_no_reason_not_to_be_ready() 
     snapshot.disk_fault = lambda: "nothing can be kept on disk"
     health = judge(snapshot)
     assert (health.ready, health.healthy, health.problems) == (True, True, ("nothing can be kept on disk",))
+    snapshot.lease_fault = lambda: "a shorter lease"
+    health = judge(snapshot)
+    assert (health.ready, health.problems) == (True, ("nothing can be kept on disk", "a shorter lease"))
