@@ -22,6 +22,7 @@ from .signals import Signals
 REOPEN_S = 2.0
 OPEN_TRIES = 3  # of an embedded store, whose master may answer late on a machine that is just starting
 FLUSH_S = 20.0
+CHECK_S = 1.0  # at the end, for a check of the lease, which may wait for a storage node that hangs
 
 
 class Backend:
@@ -88,6 +89,9 @@ class Backend:
 
     def close(self, *, quiet: bool) -> None:
         """Flush values to the disk, leave the store and stop its master. `quiet`: no store call is in flight."""
+        if self._checking is not None:
+            self._checking.join(CHECK_S)
+            quiet = quiet and not self._checking.is_alive()
         if self.store is not None:
             began, flushed = time.monotonic(), not self.store.is_open
             failing = self.master is not None and self.master.disk_fault()

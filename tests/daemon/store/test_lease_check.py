@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.store.lease_check import AGAIN_NS, LEASE_EXPIRED, LeaseCheck
 from tests.daemon.stores import blocks, stored
 from tests.lab.daemon import Daemon
+from tests.lab.process import frozen
 from tests.lab.store import Store as LabStore
 from tests.support.auditor import ask_daemon
 from tests.support.clock import Clock
@@ -134,3 +136,21 @@ def test_a_daemon_whose_lease_is_not_the_master_s_says_so(
         assert eventually(lambda: engine.load(list(values))) == list(values.values()), "loads go on"
     assert len(daemon.records("lease.short")) == (lease_ms != MASTER_MS)
     engine.close()
+
+
+@pytest.mark.store
+def test_a_check_that_waits_for_a_storage_node_does_not_hold_up_the_end(serve: Callable[..., Daemon]) -> None:
+    pytest.importorskip("mooncake")
+    values = blocks("leased", 1)
+    with LabStore(memory="64 MB", lease_ms=LEASE_MS) as cluster:
+        daemon = serve(memory=None, mooncake_config=cluster.config, extra=("--lease-ms", str(LEASE_MS)))
+        engine = FakeEngine(daemon.socket)
+        engine.save(values)
+        stored(daemon, 1)
+        assert eventually(lambda: engine.load(list(values)))
+        engine.close()
+        with frozen(cluster.node_pid):
+            assert daemon.wait_record("lease.short", timeout_s=1.5 * LEASE_MS / 1e3) is None, "its read hangs"
+            began = time.monotonic()
+            assert daemon.sigterm(90) == 0
+            assert time.monotonic() - began < 20
