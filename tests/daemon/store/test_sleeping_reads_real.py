@@ -144,8 +144,7 @@ def test_a_node_that_stops_holds_up_its_own_reads_alone_and_their_slots_until_th
 def test_a_node_that_dies_in_mid_read_fails_soon(two_nodes: LabStore) -> None:
     reader = Reader(two_nodes.config)
     assert reader.get(list(values("a"))) == [OK] * 8
-    with ThreadPoolExecutor() as pool:
-        os.kill(two_nodes.node_pid, signal.SIGSTOP)
+    with ThreadPoolExecutor() as pool, frozen(two_nodes.node_pid):
         get = pool.submit(reader.get, list(values("a")))
         wait([get], 0.3)
         os.kill(two_nodes.node_pid, signal.SIGKILL)

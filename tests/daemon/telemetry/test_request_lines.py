@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -80,14 +78,11 @@ def test_the_end_of_an_engine_ends_its_requests_and_what_it_said_last_counts(sha
     engine.settled(pending)
     ended = engine.hint(list(blocks("gone", 3)), name="ended-in-time")
     engine.settled(ended)
-    os.kill(shared_daemon.pid, signal.SIGSTOP)
-    try:  # the daemon sees the end of file together with the last records
+    with frozen(shared_daemon.pid):  # the daemon sees the end of file together with the last records
         engine.cancel(ended, Outcome.MISS)
         engine.hint(list(blocks("gone", 3)), name="never-read")
         for sock in engine.sockets:
             sock.close()
-    finally:
-        os.kill(shared_daemon.pid, signal.SIGCONT)
     assert outcomes_of(shared_daemon, "pending-at-the-end", "ended-in-time", "never-read") == {
         "pending-at-the-end": ["engine_gone"],
         "ended-in-time": ["miss"],
