@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from benchmarks.bench.far import FILL_MBIT, MEMORY
+from benchmarks.bench.setting import MODEL
 from tests.lab import connectors, process, slow_disk
-from tests.lab.checkpoint import Shape, make_checkpoint
+from tests.lab.checkpoint import make_checkpoint
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineError, EngineSpec
 from tests.lab.link import LimitedLink, available
@@ -35,12 +37,6 @@ RECOMPUTED, UPSTREAM, ON_DEMAND, PREFETCHED, LOCAL = WAYS = (
     "all local",
 )
 BLOCK = 128
-# Float32: recomputed and loaded tokens are then exactly equal. Recomputing takes several times as long as loading.
-MODEL = Shape(hidden=512, intermediate=1024, layers=4, heads=8, kv_heads=1, head_dim=64)
-# The rate of the link while the store is filled.
-FILL_MBIT = 10_000.0
-# Of the store with a disk: a few prompts, so that the others are read from disk.
-MEMORY = "16MiB"
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,14 @@ def cluster(module_auditor: Auditor) -> Iterator[Store]:
 
 
 @pytest.fixture(scope="module")
+def shared(cluster: Store) -> Iterator[Daemon]:
+    """A daemon on the cluster's store."""
+    with Daemon(mooncake_config=cluster.config, staging="64MiB", extra=PATIENT) as daemon:
+        yield daemon
+        assert daemon.sigterm(30) == 0
+
+
+@pytest.fixture(scope="module")
 def at(model: Path, module_auditor: Auditor, engines: Callable[..., Engine]) -> At:
     """at(daemon): the site of a test with a daemon of its own."""
     return lambda daemon: Site(daemon, model, module_auditor, engines)

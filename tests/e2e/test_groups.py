@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import BLOCK, PATIENT, Site, hits, served, whole_blocks
+from tests.e2e.conftest import BLOCK, Site, hits, served, whole_blocks
 from tests.lab import control
 from tests.lab.connectors import ours, upstream
 from tests.lab.daemon import Daemon
@@ -132,18 +132,6 @@ def test_on_two_ranks(site: Site, engines: Callable[..., Engine], tmp_path: Path
     engine.stop()
 
 
-@pytest.fixture(scope="module")
-def shared(cluster: Store) -> Iterator[Daemon]:
-    with Daemon(mooncake_config=cluster.config, staging="64MiB", extra=PATIENT) as daemon:
-        yield daemon
-        assert daemon.sigterm(30) == 0
-
-
-def keys(gemma: Path, prompt: list[int], group: int) -> list[str]:
-    """Upstream's keys; group 0 has the windows, since the first layer has one."""
-    return [key.replace("@group:0@", f"@group:{group}@") for key in control.block_keys(gemma, prompt)]
-
-
 def test_without_a_lost_block_the_next_shorter_complete_prefix_is_loaded(
     gemma: Path, cluster: Store, shared: Daemon, engines: Callable[..., Engine], module_auditor: Auditor
 ) -> None:
@@ -157,7 +145,7 @@ def test_without_a_lost_block_the_next_shorter_complete_prefix_is_loaded(
     site.fresh(engine)
     served(engine.run(prompts), tokens, hits(prompts))
     for group, block, left in ((1, 6, 6), (0, 8, 8), (1, 0, 0)):
-        control.remove(cluster.config, [f"lost@{keys(gemma, prompts[0], group)[block]}"])
+        control.remove(cluster.config, [f"lost@{control.block_keys(gemma, prompts[0], group=group)[block]}"])
         site.assert_idle()
         engine.stop()
         engine = site.engine(spec)  # with staging of its own, where nothing is yet
@@ -183,7 +171,7 @@ def test_each_connector_reads_what_the_other_wrote(
         assert cluster.wait_keys(wanted) == wanted
         served(reader.run(prompts), tokens, hits(prompts))
     prompts, digests = make_prompts(2, 300, seed=86), []
-    names = [key for prompt in prompts for group in (0, 1) for key in keys(gemma, prompt, group)]
+    names = [key for prompt in prompts for group in (0, 1) for key in control.block_keys(gemma, prompt, group=group)]
     for writer in (mine, theirs):
         assert writer.reset_prefix_cache()
         before = cluster.keys

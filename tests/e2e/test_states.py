@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import BLOCK, PATIENT, Site, hits, served
+from tests.e2e.conftest import BLOCK, Site, hits, served
 from tests.lab import control
 from tests.lab.connectors import ours, upstream
 from tests.lab.daemon import Daemon
@@ -98,18 +98,6 @@ def test_on_two_ranks_that_hold_the_same_head_and_unlike_states(
     engine.stop()
 
 
-@pytest.fixture(scope="module")
-def shared(cluster: Store) -> Iterator[Daemon]:
-    with Daemon(mooncake_config=cluster.config, staging="64MiB", extra=PATIENT) as daemon:
-        yield daemon
-        assert daemon.sigterm(30) == 0
-
-
-def keys(model: Path, prompt: list[int], group: int) -> list[str]:
-    """Upstream's keys of the prompt's blocks in a group."""
-    return [key.replace("@group:0@", f"@group:{group}@") for key in control.block_keys(model, prompt)]
-
-
 @pytest.mark.stress
 @pytest.mark.shows("vLLM's own connector reads ours, and the reverse", "full attention and Mamba")
 def test_each_connector_reads_what_the_other_wrote(
@@ -127,7 +115,12 @@ def test_each_connector_reads_what_the_other_wrote(
         assert cluster.wait_keys(before + len(prompts) * stored) == before + len(prompts) * stored
         served(reader.run(prompts), tokens, hits(prompts))
     prompts, digests = make_prompts(2, 300, seed=99), []
-    names = [key for prompt in prompts for group in (STATES, FULL) for key in keys(granite, prompt, group)]
+    names = [
+        key
+        for prompt in prompts
+        for group in (STATES, FULL)
+        for key in control.block_keys(granite, prompt, group=group)
+    ]
     for writer in (mine, theirs):
         assert writer.reset_prefix_cache()
         before = cluster.keys
@@ -154,13 +147,13 @@ def test_without_a_lost_state_the_next_shorter_prefix_with_one_is_loaded(
     site.fresh(engine)
     served(engine.run(prompts), tokens, hits(prompts))
     for group, block, left in ((STATES, 8, 8), (FULL, 5, 4), (STATES, 3, 2)):
-        control.remove(cluster.config, [f"lost@{keys(granite, prompts[0], group)[block]}"])
+        control.remove(cluster.config, [f"lost@{control.block_keys(granite, prompts[0], group=group)[block]}"])
         site.assert_idle()
         engine.stop()
         engine = site.engine(spec)  # with staging of its own, where nothing is yet
         assert engine.run(prompts[:1], max_tokens=1).cached_tokens == [left * BLOCK]
         if group == FULL:
-            control.remove(cluster.config, [f"lost@{keys(granite, prompts[0], group)[block]}"])
+            control.remove(cluster.config, [f"lost@{control.block_keys(granite, prompts[0], group=group)[block]}"])
         served(engine.run(prompts), tokens)
     site.assert_idle()
     engine.stop()
