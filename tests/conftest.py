@@ -18,6 +18,9 @@ from tests.support import shown
 # Packages of `make setup` that `make check` does without.
 FROM_SETUP = {"matplotlib", "mooncake", "posix_ipc", "safetensors", "tokenizers", "torch", "transformers", "vllm"}
 
+# Of `<X object at 0x7f…>`: the text of an object without one of its own.
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
 # How long an example takes says nothing on a busy machine.  Machines with a GPU may lack hypothesis.
 with contextlib.suppress(ImportError):
     from hypothesis import settings
@@ -43,8 +46,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Skip a file that needs what only `make setup` installs, where it is not installed."""
+    """Skip a file that needs what only `make setup` installs, where it is not installed.
+
+    Refuse names with addresses: test processes would not agree on the tests, and pytest-xdist would say no more.
+    """
     report = yield
+    if unlike := [each.nodeid for each in report.result or () if ADDRESS.search(each.nodeid)]:
+        report.outcome, report.result = "failed", []
+        report.longrepr = "\n".join(["These names differ between test processes; give them ids:", *unlike])
     absent = re.search(
         r"ModuleNotFoundError: No module named '([\w.]+)'", str(report.longrepr) if report.failed else ""
     )
