@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -37,9 +38,10 @@ HEALTH = SocketPage(
     examples=(
         ("kvprefetchd health", "now"),
         ("kvprefetchd health --wait 60", "a start script goes on as soon as the daemon is ready"),
+        ("kvprefetchd health --engines 1 --wait 60", "and as soon as it serves an engine"),
         ("kvprefetchd health --json", "for a program"),
     ),
-    exits={0: "ready", 1: "not ready, or no daemon answers; the line says why"},
+    exits={0: "ready", 1: "not ready, too few engines, or no daemon answers; the line says why"},
     also="kvprefetchd status, doctor",
 )
 
@@ -73,6 +75,8 @@ def add(commands: Commands) -> None:
     status.add_argument("--json", action="store_true", help="all of it, as JSON")
     health = declare(commands, "health", run_health, HEALTH)
     health.add_argument("--json", action="store_true", help="the same, as JSON")
+    text = "not ready until so many engines are attached, of whatever user (default: 0)"
+    health.add_argument("--engines", metavar="COUNT", type=engines, default=0, help=text)
     stat = declare(commands, "stat", run_stat, STAT)
     stat.add_argument("--json", action="store_true", help="no effect: it prints nothing else")
     mode = declare(commands, "mode", run_mode, MODE)
@@ -85,19 +89,29 @@ def add(commands: Commands) -> None:
 
 
 def run_status(arguments: argparse.Namespace) -> int:
-    status = look(arguments.socket, arguments.wait)
+    status = look(arguments.socket, arguments.wait, lambda _: True)
     if isinstance(status, Unavailable):
         raise status
     print(status.model_dump_json(indent=2) if arguments.json else "\n".join(describe(status)))
     return 0
 
 
+def engines(text: str) -> int:
+    """Read an option's number of engines."""
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"should be a number of engines: {text!r}")
+
+
 def run_health(arguments: argparse.Namespace) -> int:
-    status = look(arguments.socket, arguments.wait, ready=True)
+    wanted: int = arguments.engines
+    status = look(arguments.socket, arguments.wait, lambda status: status.ready and status.engine_count >= wanted)
     if isinstance(status, Unavailable):
         ready, problems, what = False, [str(status)], "not ready"
     else:
-        ready, problems = status.ready, status.problems
+        ready, problems = status.ready and status.engine_count >= wanted, [*status.problems]
+        if status.engine_count < wanted:
+            problems.append(f"fewer than {wanted}; an engine that is not attached says why in its own log")
         what = f"{'ready' if ready else 'not ready'}: pid {status.pid}, mode {status.mode}"
         what += f", engines {status.engine_count}"
     line = json.dumps({"ready": ready, "problems": problems}) if arguments.json else ": ".join([what, *problems])
@@ -105,16 +119,15 @@ def run_health(arguments: argparse.Namespace) -> int:
     return 0 if ready else 1
 
 
-def look(socket: Path, wait_s: float, *, ready: bool = False) -> Status | Unavailable:
-    """Ask for the status until there is one (of a daemon that is `ready`, if wanted), for `wait_s` at most."""
+def look(socket: Path, wait_s: float, enough: Callable[[Status], bool]) -> Status | Unavailable:
+    """Ask for the status until there is one that is `enough`, for `wait_s` at most; return the last answer."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
             answer: Status | Unavailable = ask(socket, StatusQuery(), Status)
         except Unavailable as error:
             answer = error
-        well = isinstance(answer, Status) and (answer.ready or not ready)
-        if well or time.monotonic() >= deadline:
+        if (isinstance(answer, Status) and enough(answer)) or time.monotonic() >= deadline:
             return answer
         time.sleep(LOOK_S)
 

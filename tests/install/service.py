@@ -97,6 +97,25 @@ def pid(vm: Machine) -> int:
     return int(shown(vm, "MainPID")[0])
 
 
+def reload_frozen(vm: Machine) -> tuple[list[str], str]:
+    """Freeze the daemon's control group during a reload; return the unit's states then, and what systemctl said after.
+
+    systemd follows its signal with SIGCONT, so a daemon that is only stopped would go on.
+    """
+    group = f"/sys/fs/cgroup{shown(vm, 'ControlGroup')[0]}"
+    vm.run(f"echo 1 > {group}/cgroup.freeze")
+    try:
+        vm.eventually(f"grep -x 'frozen 1' {group}/cgroup.events")
+        command = vm.start("timeout 20 systemctl reload kvprefetchd && echo reloaded")
+        vm.eventually("systemctl show -p ActiveState kvprefetchd | grep reloading")
+        vm.run("sleep 1")
+        states = shown(vm, "ActiveState", "SubState")
+        assert command.poll() is None
+    finally:
+        vm.run(f"echo 0 > {group}/cgroup.freeze")
+    return states, command.communicate(timeout=60)[0]
+
+
 def failing(vm: Machine, script: str, *, user: str = "root") -> str:
     with pytest.raises(AssertionError, match=r"^exit status") as caught:
         vm.run(script, user=user)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -16,6 +18,24 @@ PAGES = sorted(f"docs/install/{path.name}" for path in (ROOT / "docs/install").g
 def test_the_commands_are_a_script(page: str) -> None:
     script = "\n".join(blocks(page, r"\w+"))
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.parametrize(("page", "marks"), [("docs/install/venv.md", "user"), ("docs/tutorial.md", "root")])
+def test_a_wait_for_an_engine_that_ended_is_over_and_shows_its_log(page: str, marks: str, tmp_path: Path) -> None:
+    """In a shell that goes on after an error, as a user's does: without `break` the wait has no end."""
+    [wait] = re.findall(r"^until .*$", "\n".join(blocks(page, marks)), re.MULTILINE)
+    for name, text in (("sleep", ""), ("curl", "exit 7")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".kvprefetch").mkdir()
+    for log in (tmp_path / "vllm.log", tmp_path / ".kvprefetch/vllm.log"):
+        log.write_text("out of memory\n")
+    environ = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = f"true &\nENGINE=$!\nwait\n{wait}"
+    done = subprocess.run(
+        ["bash"], input=script, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True, timeout=20, check=True
+    )
+    assert done.stdout == "out of memory\n"
 
 
 def test_the_index_has_each_page() -> None:

@@ -30,6 +30,7 @@ from tests.install.service import (
     pid,
     reached,
     ready,
+    reload_frozen,
     running,
     shown,
 )
@@ -274,6 +275,39 @@ def test_a_newer_systemd_waits_for_the_reload(newer: Machine) -> None:
         newer.run("systemctl reload kvprefetchd")
         assert re.search(rf"\bmode:? +{mode}\b", newer.run("kvprefetchd status"))
     assert shown(newer, "NRestarts", "ActiveState") == ["0", "active"]
+
+
+def test_a_reload_lasts_until_a_frozen_daemon_goes_on(newer: Machine) -> None:
+    """systemd shows it as `reloading`, and `systemctl reload` returns with the new configuration in force."""
+    configure(newer, 'mode = "shadow"')
+    assert reload_frozen(newer) == (["reloading", "reload-signal"], "reloaded\n")
+    assert shown(newer, "ActiveState", "SubState") == ["active", "running"]
+    assert re.search(r"\bmode:? +shadow\b", newer.run("kvprefetchd status"))
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        's/"RELOADING=1", //',
+        's/"RELOADING=1", f"MONOTONIC_USEC=.*"/"RELOADING=1"/',
+        "/def ready/{n;s/.*/        if self._status: return/}",
+    ],
+    ids=["no RELOADING", "no MONOTONIC_USEC", "no READY"],
+)
+def test_a_reload_without_its_messages_does_not_end(newer: Machine, plant: str) -> None:
+    """What the test before sees if the daemon leaves one out. Without READY= systemd waits for longer than a start."""
+    module = "/opt/kvprefetch/lib/python3*/site-packages/kvprefetch/daemon/runtime/notify.py"
+    newer.run(f"cp {module} /tmp/notify.py; sed -i '{plant}' {module}; ! cmp -s {module} /tmp/notify.py")
+    try:
+        newer.run("systemctl restart kvprefetchd")
+        ready(newer)
+        drop_in(newer, "TimeoutStartSec=3")
+        states, said = reload_frozen(newer)
+        assert states == ["reloading", "reload-signal"]
+        assert "reloaded" not in said
+    finally:
+        newer.run(f"rm -r {DROP_INS}; systemctl daemon-reload; cp /tmp/notify.py {module}; rm /tmp/notify.py")
+        newer.run("systemctl restart kvprefetchd")
 
 
 def test_the_data_port_is_closed_to_others_with_bpf(newer: Machine) -> None:
