@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.machine import command
 from kvprefetch.connector.copies import Copy, CudaCopies, TorchStreams, checked
 from kvprefetch.connector.device_cache import DeviceCache
 from kvprefetch.connector.paged import PagedCache
@@ -380,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "device": torch.cuda.get_device_name(0),
         "torch": torch.__version__,
-        "command": " ".join(sys.argv),
+        "command": command("benchmarks.cuda", sys.argv[1:] if arguments is None else arguments),
         "first_use": first_use(),
     }
     print(" ".join(f"{key}={value}" for key, value in head.items()))

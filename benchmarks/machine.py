@@ -1,4 +1,4 @@
-"""Says what a benchmark ran on: the machine, its load, and the versions of all that counts."""
+"""Says what a benchmark ran, and on what: the command, the machine, its load, and the versions of all that counts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import re
+import shlex
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,30 @@ def versions() -> dict[str, str]:
     if commit is not None:
         found["commit"] = commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
     return found
+
+
+def command(module: str, arguments: Sequence[str]) -> str:
+    """The command line of a result, as one would type it in a checkout.
+
+    Paths in the checkout become relative to it. A path elsewhere says something of the machine and nothing of the
+    result: its option's name stands for it, `LMCACHE_PYTHON` for that of `--lmcache-python`.
+    """
+    words, before = ["python", "-m", module], ""
+    for argument in arguments:
+        option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
+        words.append(argument if option and not equals else option + equals + _place(value, option or before))
+        before = option
+    return shlex.join(words)
+
+
+def _place(value: str, option: str) -> str:
+    """A path in the checkout relative to it, one elsewhere as a word, anything else as it is."""
+    if not (value.startswith(("/", "~")) or ".." in Path(value).parts):
+        return value
+    path = Path(os.path.normpath(Path.cwd() / Path(value).expanduser()))
+    if path.is_relative_to(REPO):
+        return str(path.relative_to(REPO))
+    return re.sub(r"\W+", "_", option.lstrip("-")).upper() or "PATH"
 
 
 def machine() -> dict[str, Any]:

@@ -9,7 +9,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from benchmarks.bench import pieces, variants
 from benchmarks.bench.pieces import Piece
 from benchmarks.bench.runner import Runner
 from benchmarks.bench.setting import BLOCK, MODEL
-from benchmarks.machine import machine
+from benchmarks.machine import command, machine
 from tests.lab import link, lmcache
 from tests.lab.process import REPO, exit_on_sigterm
 
@@ -80,7 +79,7 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     return path
 
 
-def measure(piece: Piece, options: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
+def measure(piece: Piece, options: argparse.Namespace, said: str) -> dict[str, Any]:
     """Run one piece and write its result; what was measured before a failure or SIGTERM is in it, with the reason."""
     from benchmarks.bench.lab import Lab
 
@@ -102,7 +101,7 @@ def measure(piece: Piece, options: argparse.Namespace, command: Sequence[str]) -
         "axis": piece.axis,
         "logarithmic": piece.logarithmic,
         "quick": options.quick,
-        "command": " ".join(command),
+        "command": said,
         "begun": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
         "environment": ENVIRONMENT,
@@ -143,10 +142,10 @@ def main(argv: list[str] | None = None) -> int:
     if not options.disk and (why_not := link.available()) is not None:
         print(f"no limited link here ({why_not}): the store is a slow disk, which only kvprefetch can read", flush=True)
         options.disk = True
-    command = ["python", "-m", "benchmarks.bench", *(sys.argv[1:] if argv is None else argv)]
+    said = command("benchmarks.bench", sys.argv[1:] if argv is None else argv)
     bad = []
     for piece in some:
-        result = measure(piece, options, command)
+        result = measure(piece, options, said)
         if result["failed"] or result["tokens"]["different"]:
             bad.append(f"{piece.name}: {result['failed'] or 'other tokens'}")
         elif options.publish:

@@ -25,7 +25,7 @@ from benchmarks.bench.figures import point_figures, token_differences
 from benchmarks.bench.served import Daemon as Columns
 from benchmarks.bench.served import Requests, Served
 from benchmarks.bench.setting import MODEL, Setting
-from benchmarks.machine import machine
+from benchmarks.machine import command, machine
 from benchmarks.serve import trace
 from benchmarks.serve.server import Server, replay
 from benchmarks.serve.trace import SHARED, TRACES
@@ -347,7 +347,7 @@ def main(argv: list[str] | None = None) -> int:
         "axis": "rate of arrivals / capacity with all KV local",
         "logarithmic": False,
         "quick": False,
-        "command": " ".join(["python", "-m", "benchmarks.serve", *(sys.argv[1:] if argv is None else argv)]),
+        "command": command("benchmarks.serve", sys.argv[1:] if argv is None else argv),
         "begun": at,
         "machine": machine(),
         "environment": ENVIRONMENT,

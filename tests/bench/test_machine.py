@@ -1,0 +1,66 @@
+"""A result says which command made it, and nothing of where on the machine things lie."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bench import __main__ as bench
+from benchmarks.machine import command
+from benchmarks.report import PUBLISHED
+from tests.lab.process import REPO
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["hide", "--variants", "local,kvprefetch", "--minutes", "11"],
+            "hide --variants local,kvprefetch --minutes 11",
+        ),
+        (["--lmcache-python", "/opt/some/bin/python", "open"], "--lmcache-python LMCACHE_PYTHON open"),
+        (["--lmcache-python=/opt/some/bin/python"], "--lmcache-python=LMCACHE_PYTHON"),
+        (["--out", "../elsewhere", "--data=~/traces"], "--out OUT --data=DATA"),
+        (["--out", f"{REPO}/build/bench", f"{REPO}/a/../b"], "--out build/bench b"),
+        (["--lmcache-python", "build/lmcache/bin/python"], "--lmcache-python build/lmcache/bin/python"),
+        (["/elsewhere", "--quick", "two words"], "PATH --quick 'two words'"),
+    ],
+    ids=str,
+)
+def test_a_command_names_no_path_of_the_machine(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPO)
+    assert command("benchmarks.bench", arguments) == f"python -m benchmarks.bench {said}"
+
+
+def test_a_relative_path_is_meant_from_where_the_command_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPO / "benchmarks")
+    assert command("m", ["--out", "../build"]) == "python -m m --out build"
+
+
+def test_a_piece_s_result_has_that_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As started from a shell, too: the words are those of `sys.argv`, without the program's own path."""
+    said: list[str] = []
+
+    def measured(_piece: object, _options: object, words: str) -> dict[str, object]:
+        said.append(words)
+        return {"failed": "played", "tokens": {}}
+
+    monkeypatch.setattr(bench, "measure", measured)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "__main__.py"), "hide", "--disk", "--out", str(tmp_path)])
+    monkeypatch.setattr(bench, "ENVIRONMENT", {})
+    monkeypatch.setattr(bench, "exit_on_sigterm", lambda: None)
+    assert bench.main() == 1
+    assert said == ["python -m benchmarks.bench hide --disk --out OUT"]
+
+
+def test_no_published_result_names_a_path_of_the_machine() -> None:
+    """Neither a command nor a reason: all of them are read."""
+    paths = [path for path in PUBLISHED.rglob("*") if path.suffix in (".json", ".md")]
+    assert paths
+    for path in paths:
+        assert not re.findall(r"(?<![\w./])/(?:root|home|work|tmp|opt|usr|var|mnt|srv|data)/[\w./-]*", path.read_text())
