@@ -2,6 +2,7 @@
 
 Every variant is an engine of its own, all alive at once; passes alternate between them so that a slow moment of the
 machine meets all. The ideal is the same slots with a roomy KV pool and everything in the engine's own prefix cache.
+One engine process differs from the next by more than rounds within it do: `--starts` runs all that several times over.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import random
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -82,6 +84,8 @@ class Setting:
 class Figures:
     """Per round, in seconds."""
 
+    start: list[int] = field(default_factory=list)
+    """Number of the start, from 1, whose engines ran the round."""
     p50: list[float] = field(default_factory=list)
     p99: list[float] = field(default_factory=list)
     total: list[float] = field(default_factory=list)
@@ -98,7 +102,8 @@ class Figures:
     other_cpu_s: list[float] = field(default_factory=list)
     """CPU of everything else that the benchmark runs: daemon, servers, stores."""
 
-    def add(self, result: Pass, expected_hit: int, others_cores: float) -> None:
+    def add(self, start: int, result: Pass, expected_hit: int, others_cores: float) -> None:
+        self.start.append(start)
         self.p50.append(result.ttft_s(0.5))
         self.p99.append(result.ttft_s(0.99))
         self.total.append(result.total_s)
@@ -107,9 +112,16 @@ class Figures:
         self.hit_tokens |= set(result.cached_tokens)
         self.wrong_hits += sum(hit != expected_hit for hit in result.cached_tokens)
 
+    def of_starts(self, measure: str) -> dict[int, float]:
+        """Median over each start's rounds, by the start's number."""
+        rounds = list(zip(self.start, getattr(self, measure), strict=True))
+        return {
+            start: statistics.median(value for at, value in rounds if at == start) for start in sorted(set(self.start))
+        }
+
 
 class Bench:
-    """The parts that are alive during a run."""
+    """The parts that are alive during one start."""
 
     def __init__(
         self, setting: Setting, model: Path, say: Callable[[str], None], lmcache_python: Path | None = None
@@ -161,7 +173,7 @@ class Bench:
                 transfers |= {variant: server.connector(eager=variant == "lmcache-eager") for variant in LMCACHE}
             # The store is filled by upstream's connector: what ours loads is then also what another wrote.
             filler = next((each for each in variants if each.startswith("upstream")), "upstream-sync")
-            for variant in dict.fromkeys([filler, *variants]):
+            for variant in dict.fromkeys([*variants, filler]):
                 self.say(f"starting the engine: {variant}")
                 self.engines[variant] = stack.enter_context(Engine(self.spec(variant, store, transfers.get(variant))))
             self._fill(filler, store.wait_keys, self.setting.hit_blocks)
@@ -171,9 +183,8 @@ class Bench:
                 server.empty_memory()
             yield
 
-    def run(self, variants: list[str], rounds: int) -> dict[str, Figures]:
-        """Measure ``rounds`` rounds after one that warms up."""
-        figures = {variant: Figures() for variant in variants}
+    def run(self, variants: list[str], rounds: int, figures: dict[str, Figures], start: int) -> None:
+        """Measure ``rounds`` rounds after one that warms up, and add them to the variants' figures."""
         with self.started(variants):
             for number in range(rounds + 1):
                 for variant in variants:
@@ -189,12 +200,11 @@ class Bench:
                     )
                     if number > 0:
                         expected_hit = 0 if variant == "recompute" else self.setting.hit_tokens
-                        figures[variant].add(result, expected_hit, others_cores)
+                        figures[variant].add(start, result, expected_hit, others_cores)
                         figures[variant].engine_cpu_s.append(round(engine_s, 2))
                         figures[variant].other_cpu_s.append(round(all_s - engine_s, 2))
                         if self.link is not None:
                             figures[variant].link_mb.append(round(link_mb, 1))
-        return figures
 
     def _limited_link(self, stack: contextlib.ExitStack) -> LimitedLink | None:
         why_not = available()
@@ -234,19 +244,33 @@ def _disturbed(others_cores: float) -> str:
     return f"  (others used {others_cores:.1f} cores)" if others_cores > DISTURBED_CORES else ""
 
 
+def turned(variants: list[str], start: int) -> list[str]:
+    """The variants in the order of this start, from 1 on: every second start has them the other way round."""
+    return variants if start % 2 else variants[::-1]
+
+
+def ratios(figures: dict[str, Figures], variant: str, measure: str) -> dict[int, float]:
+    """Of each start, the median over its rounds as a multiple of the ideal's; empty without the ideal."""
+    ideal = figures[IDEAL].of_starts(measure) if IDEAL in figures else {}
+    mine = figures[variant].of_starts(measure)
+    return {start: value / ideal[start] for start, value in mine.items() if start in ideal}
+
+
 def table(figures: dict[str, Figures]) -> list[str]:
-    """Lines: per variant median (min–max) over the rounds of each measure and its ratio to the ideal."""
-    ideal = figures.get(IDEAL)
+    """Lines: per variant median (min–max) of each measure over the rounds, of its ratio to the ideal over starts."""
     lines = [f"{'':15}" + "".join(f"{measure + ', s (min-max)':>26}{'/ideal':>8}" for measure in MEASURES)]
+    of_starts = [f"{'':15}" + "".join(f"{measure + '/ideal (min-max)':>26}" for measure in MEASURES) + "  of starts"]
     for variant, each in figures.items():
-        line = f"{variant:15}"
+        line = of_start = f"{variant:15}"
         for measure in MEASURES:
-            values = getattr(each, measure)
-            middle = statistics.median(values)
-            line += f"{f'{middle:.3f} ({min(values):.3f}-{max(values):.3f})':>26}"
-            line += f"{middle / statistics.median(getattr(ideal, measure)):>8.2f}" if ideal else f"{'-':>8}"
+            values, found = getattr(each, measure), [*ratios(figures, variant, measure).values()]
+            middle, ratio = statistics.median(values), f"{statistics.median(found):.2f}" if found else "-"
+            line += f"{f'{middle:.3f} ({min(values):.3f}-{max(values):.3f})':>26}{ratio:>8}"
+            of_start += f"{f'{ratio} ({min(found):.2f}-{max(found):.2f})' if found else ratio:>26}"
         lines.append(line)
-    return lines
+        of_starts.append(f"{of_start}{len(set(each.start)):>11}")
+    several = any(len(set(each.start)) > 1 for each in figures.values())
+    return [*lines, "", *of_starts] if several else lines
 
 
 def costs(figures: dict[str, Figures]) -> list[str]:
@@ -259,14 +283,20 @@ def costs(figures: dict[str, Figures]) -> list[str]:
     return lines
 
 
-def agreement(tokens: dict[str, list[list[int]]]) -> list[str]:
-    """Lines that compare the loading variants' tokens: they read the same bytes, so they have to agree."""
-    loading = [variant for variant in tokens if variant not in COMPUTING]
-    lines = []
-    for variant in loading[1:]:
-        same = sum(mine == other for mine, other in zip(tokens[variant], tokens[loading[0]], strict=True))
-        lines.append(f"tokens of {variant} equal those of {loading[0]} in {same} of {len(tokens[variant])} requests")
-    return lines
+def agreement(starts: list[dict[str, list[list[int]]]]) -> list[str]:
+    """Lines that compare the loading variants' tokens in each start: they read the same bytes, so they must agree."""
+    same: Counter[tuple[str, str]] = Counter()
+    compared: Counter[tuple[str, str]] = Counter()
+    for tokens in starts:
+        loading = sorted((variant for variant in tokens if variant not in COMPUTING), key=list(starts[0]).index)
+        for variant in loading[1:]:
+            pair = variant, loading[0]
+            same[pair] += sum(mine == other for mine, other in zip(*(tokens[each] for each in pair), strict=True))
+            compared[pair] += len(tokens[variant])
+    return [
+        f"tokens of {variant} equal those of {other} in {same[variant, other]} of {count} requests"
+        for (variant, other), count in compared.items()
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -280,11 +310,20 @@ def main(argv: list[str] | None = None) -> int:
         default=Setting().output_spread,
         help="outputs are up to so many tokens longer or shorter than their mean; 0: all alike (default %(default)s)",
     )
+    parser.add_argument(
+        "--starts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="start everything N times, in turns the other way round, with --rounds rounds each (default %(default)s)",
+    )
     options = parser.parse_args(argv)
     exit_on_sigterm()
     variants = arguments.variants_of(parser, options, VARIANTS, LMCACHE)
     if not 0 <= options.output_spread < Setting().output_tokens:
         parser.error(f"--output-spread must be from 0 to {Setting().output_tokens - 1}, not {options.output_spread}")
+    if options.starts < 1:
+        parser.error(f"--starts must be at least 1, not {options.starts}")
 
     setting, ran_on = Setting(prompts=options.prompts, output_spread=options.output_spread), machine()
 
@@ -295,10 +334,19 @@ def main(argv: list[str] | None = None) -> int:
     if ran_on["load_at_start"] > 0.5 * ran_on["cores"]:
         say("WARNING: this machine is busy with something else; figures will be high and spread")
     say(f"setting: {json.dumps(asdict(setting))}")
-    bench = Bench(setting, make_checkpoint(options.work / "checkpoints", PEERS), say, options.lmcache_python)
-    figures = bench.run(variants, options.rounds)
+    checkpoint = make_checkpoint(options.work / "checkpoints", PEERS)
+    figures = {variant: Figures() for variant in variants}
+    tokens, limited = [], True
+    for start in range(1, options.starts + 1):
+        order = turned(variants, start)
+        if options.starts > 1:
+            say(f"start {start} of {options.starts}: {' '.join(order)}")
+        bench = Bench(setting, checkpoint, say, options.lmcache_python)
+        bench.run(order, options.rounds, figures, start)
+        tokens.append(bench.tokens)
+        limited = limited and bench.link is not None
     say("")
-    for line in [*table(figures), "", *costs(figures), "", *agreement(bench.tokens)]:
+    for line in [*table(figures), "", *costs(figures), "", *agreement(tokens)]:
         say(line)
     bad = False
     hit_mb = setting.prompts * setting.hit_tokens * PEERS.kv_bytes_per_token / 1e6
@@ -312,13 +360,17 @@ def main(argv: list[str] | None = None) -> int:
     for variant, each in figures.items():
         disturbed = sum(cores > DISTURBED_CORES for cores in each.others_cores)
         if disturbed:
-            say(f"WARNING: {variant}: other programs disturbed {disturbed} of {options.rounds} rounds")
+            say(f"WARNING: {variant}: other programs disturbed {disturbed} of {len(each.start)} rounds")
     if options.json is not None:
         report = {
             "machine": ran_on,
             "setting": asdict(setting),
-            "limited_link": bench.link is not None,
+            "limited_link": limited,
             "rounds": options.rounds,
+            "starts": options.starts,
+            "ratios": {
+                name: {each: list(ratios(figures, name, each).values()) for each in MEASURES} for name in figures
+            },
             "variants": {
                 name: {**asdict(each), "hit_tokens": sorted(each.hit_tokens)} for name, each in figures.items()
             },
