@@ -27,6 +27,7 @@ from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.engine.epoch_parts import Services
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
+from kvprefetch.daemon.engine.neighbours import NegativeCaches
 from kvprefetch.daemon.engine.stored import Histories
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.client import Store
@@ -84,6 +85,7 @@ class Life:
             wasted_share=1.0,
             media=not private,
             histories=Histories(),
+            negatives=NegativeCaches(),
         )
         self.epoch = Epoch(services, memory, engine)
         self.engine.open(memory.control.buffer)

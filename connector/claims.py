@@ -212,7 +212,7 @@ class Claims:
                 state.count_late_hint(-1)  # the next hint is free: each counts on fewer local blocks
                 flag = UNHINTED
             elif flag.state != HINTED:
-                return self._take(state, flag, visit, Outcome.MISS)
+                return self._take(state, flag, visit, _ended(state.wait))
         if not session.alive(visit.now_ns):
             return NOTHING
         if self._shadow:
@@ -232,15 +232,17 @@ class Claims:
                 visit = visit._replace(now_ns=self._now_ns())
         if handle is not None and flag.state != FlagState.HINTED:
             if flag.state != FlagState.EXPIRED:
-                return self._take(state, flag, visit, Outcome.MISS)
+                return self._take(state, flag, visit, _ended(wait))
             return PENDING  # expired since the first look: the next visit hints again
-        limit = visit.usable
+        limit, found = visit.usable, 0
         if handle is not None and wait.policy == "adaptive" and (found := handle.session.flags.found(handle.flag)):
             limit = min(found, limit)
         ready = max(visit.start, flag.count)
         verdict = self._policy.verdict(
             wait, ready, limit, visit.now_ns, load=visit.load, first=not self._pending_before
         )
+        if verdict is Verdict.STOP:
+            verdict = self._stop(wait, handle, found, visit)
         if verdict is Verdict.WAIT:
             if handle is not None:
                 hints.ask(handle, visit.now_ns)
@@ -254,6 +256,17 @@ class Claims:
             return PENDING
         outcome = Outcome.LATE if verdict is Verdict.LATE else Outcome.RECOMPUTED
         return self._settle(state, outcome) if handle is None else self._take(state, flag, visit, outcome)
+
+    def _stop(self, wait: Wait, handle: Handle | None, found: int, visit: Visit) -> Verdict:
+        """Wait only for what is under way; TAKE where nothing can be, or where only all blocks together are of use.
+
+        The push may find the ring full: then the next visit that finds the same tries again.
+        """
+        if handle is None or found <= visit.start or self._geometry.groups is not None:
+            return Verdict.TAKE
+        wait.stopped = hints.stop(handle, visit.now_ns)
+        self._counters["stopped"] += wait.stopped
+        return Verdict.WAIT
 
     def _begin(self, request: Any, ready: int, now_ns: int) -> Wait:
         """The wait of a request that its first visit finds pending; its own wishes are read now."""
@@ -347,6 +360,8 @@ class Claims:
             self._note_found(handle, flag)
         if flag.state == HINTED:
             self._counters["cut_short"] += 1
+            if wait is None or not wait.stopped:
+                hints.stop(handle, visit.now_ns)  # with a full ring the daemon's next publication finds the claim
         state.claim(_tuple(Answer, (visit.start, count, asynchronous, slots)))
         return count * geometry.block_tokens, asynchronous
 
@@ -391,3 +406,8 @@ class Claims:
             self._counters[f"shadow_{shown}_blocks"] += blocks
             log.info("kvprefetch: shadow: request=%s %s blocks=%d", request_id, shown, blocks)
         hints.finish(handle, outcome)
+
+
+def _ended(wait: Wait | None) -> Outcome:
+    """Return the outcome of a request whose fetch has ended without a block."""
+    return Outcome.RECOMPUTED if wait is not None and wait.stopped else Outcome.MISS

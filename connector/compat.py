@@ -40,15 +40,16 @@ USED: Mapping[str, str] = {
     " enable_fault_tolerance nnodes nnodes_within_dp pipeline_parallel_size prefill_context_parallel_size rank"
     " tensor_parallel_size world_size",
     "vllm.config.SchedulerConfig": "max_num_seqs",
-    "vllm.config.SpeculativeConfig": "draft_load_config draft_model_config use_eagle_block_drop()",
+    "vllm.config.SpeculativeConfig": "draft_load_config draft_model_config num_speculative_tokens"
+    " use_eagle_block_drop()",
     "vllm.distributed.kv_events.BlockStored": "block_hashes parent_block_hash token_ids block_size lora_id medium"
     " lora_name extra_keys group_idx kv_cache_spec_kind kv_cache_spec_sliding_window session_id",
     "vllm.distributed.parallel_state.GroupCoordinator": "cpu_group rank_in_group world_size",
     "vllm.lora.request.LoRARequest": "adapter_id name",
     "vllm.v1.core.block_pool.BlockPool": "blocks cached_block_hash_to_block",
-    "vllm.v1.core.kv_cache_manager.KVCacheBlocks": "get_block_ids()",
+    "vllm.v1.core.kv_cache_manager.KVCacheBlocks": "blocks get_block_ids()",
     "vllm.v1.core.kv_cache_manager.KVCacheManager": "block_pool get_computed_blocks(request)",
-    "vllm.v1.core.kv_cache_utils.KVCacheBlock": "block_hash",
+    "vllm.v1.core.kv_cache_utils.KVCacheBlock": "block_hash block_id",
     "vllm.v1.core.sched.output.KVConnectorBlockState": "boundary_state_offloads get_block_ids(request_id)",
     "vllm.v1.core.sched.output.SchedulerOutput": "kv_connector_block_state num_scheduled_tokens"
     " total_num_scheduled_tokens",
@@ -58,7 +59,7 @@ USED: Mapping[str, str] = {
     "vllm.v1.kv_cache_interface.ChunkedLocalAttentionSpec": "attention_chunk_size",
     "vllm.v1.kv_cache_interface.KVCacheGroupSpec": "is_eagle_group kv_cache_spec layer_names",
     "vllm.v1.kv_cache_interface.KVCacheTensor": "size",
-    "vllm.v1.kv_cache_interface.MambaSpec": "block_size mamba_cache_mode",
+    "vllm.v1.kv_cache_interface.MambaSpec": "block_size dtypes mamba_cache_mode mamba_type shapes",
     "vllm.v1.kv_cache_interface.SlidingWindowSpec": "extra_retained_tokens sliding_window",
     "vllm.v1.kv_cache_interface.UniformTypeKVCacheSpecs": "kv_cache_specs",
     "vllm.v1.outputs.KVConnectorOutput": "invalid_block_ids kv_connector_worker_meta",

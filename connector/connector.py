@@ -174,7 +174,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if self.scheduler_side is not None:
-            self.scheduler_side.allocated(request, blocks.get_block_ids, num_external_tokens)
+            self.scheduler_side.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVPrefetchMetadata:
         side = self.scheduler_side
@@ -291,6 +291,9 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         """Runs on the link's thread, because it reads the model's files. `device`: UUID of the rank's GPU, or ""."""
         config, keys, rules = self._vllm_config, self.keys, self._geometry.groups
         assert keys is not None
+        written = groups.written(
+            self._kv_cache_config, paged.places, paged.block_bytes, drafts=support.drafted_tokens(config)
+        )
         if self._settings.key_format == "vllm":
             where = namespace.vllms_own(keys)
         else:
@@ -301,6 +304,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                 rules=rules,
                 replicas=keys.replicas,
                 layout=paged.layout,
+                written=written,
             )
             where = namespace.fingerprinted(config, keys, running, support.incarnation(config))
         info = WorkerInfo(
@@ -311,7 +315,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             other_prefixes=[
                 namespace.of_group(where.prefix, group, keys.tp_ranks[group]) for group in range(1, len(keys.tp_ranks))
             ],
-            padded=[] if rules is None else groups.padded(self._kv_cache_config, paged.block_bytes),
+            written=written,
             device=device,
             fingerprint=where.fingerprint,
         )

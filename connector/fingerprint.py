@@ -81,11 +81,18 @@ _TOWERS = ("text_model_id", "audio_model_id")
 
 
 def of_engine(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, rules: Groups | None, replicas: int, layout: str
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    *,
+    rules: Groups | None,
+    replicas: int,
+    layout: str,
+    written: Sequence[Sequence[int]] = (),
 ) -> dict[str, str]:
     """Return the part that the running rank knows. Ranks with the same bytes (`replicas` of them) have the same.
 
-    `rules`: of several KV groups; `layout`: of the rank's paged cache (`PagedCache.layout`).
+    `rules`: of several KV groups; `layout`: of the rank's paged cache (`PagedCache.layout`); `written`: of a value
+    (`WorkerInfo.written`).
     """
     parallel = vllm_config.parallel_config
     served = kv_cache_config.kv_cache_groups
@@ -105,6 +112,9 @@ def of_engine(
         # Layers of unlike groups lie in the same memory, in the groups' order.
         pages = [[each.kv_cache_spec.page_size_bytes, each.layer_names] for each in served]
         found["groups"] = _digest([rules.hash_tokens, rules.groups, pages])
+    if written:
+        # Another engine's pages with other padding have zeros where this one's daemon looks for lost pages.
+        found["written"] = _digest(written)
     context = vllm_config.compilation_config.static_forward_context
     backends = {_backend(context[layer]) for layer in specs if hasattr(context.get(layer), "attn_backend")}
     if backends:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ..shmring.groups import Group, Groups, Kind
+from ..shmring.wire.attach import MAX_BORDERS
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
+
+# How many parts of a state vLLM copies with it, by the kind of layer; it is not known of other kinds.
+_STATE_PARTS = {"MAMBA1": 2, "MAMBA2": 2, "GDN_ATTN": 2, "SHORT_CONV": 1, "LINEAR": 1}
 
 
 def of_engine(kv_cache_config: KVCacheConfig, hash_tokens: int, *, drafts: bool) -> Groups | None:
@@ -68,19 +73,64 @@ def layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
     return [*spec.kv_cache_specs.values()] if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
 
 
-def padded(kv_cache_config: KVCacheConfig, block_bytes: int) -> list[bool]:
-    """Return of each group whether its layers leave bytes of a block unwritten, as states and few layers do."""
-    found = []
+def written(
+    kv_cache_config: KVCacheConfig, places: Mapping[str, Sequence[tuple[int, int]]], block_bytes: int, *, drafts: int
+) -> list[list[int]]:
+    """Return, for each group, which bytes of a block's value its layers write in any case (`WorkerInfo.written`).
+
+    `places`: of the paged cache (`PagedCache.places`); `drafts`: tokens that a step drafts at most.  Of more stretches
+    than a hello takes, the longest.
+    """
+    found: list[list[tuple[int, int]]] = []
     for group in kv_cache_config.kv_cache_groups:
-        sizes = [_written(spec) for spec in layer_specs(group.kv_cache_spec)]
-        found.append(sum(sizes) * len(group.layer_names) // len(sizes) < block_bytes)
+        wrapped = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        stretches = []
+        for layer in group.layer_names:
+            spec = group.kv_cache_spec if wrapped is None else wrapped.get(layer)
+            if hasattr(spec, "shapes"):
+                start, _ = places[layer][0]
+                stretches += [(start + begin, start + end) for begin, end in _state(spec, drafts)]
+            elif spec is not None:  # none: it shares another layer's KV
+                stretches += [(start, start + length) for start, length in places[layer]]
+        found.append(_joined(stretches))
+    if all(each == [(0, block_bytes)] for each in found):
+        return []
+    longest = sorted((begin - end, group, begin) for group, each in enumerate(found) for begin, end in each)
+    told = {(group, begin) for _, group, begin in longest[: MAX_BORDERS // 2]}
+    return [
+        [border for begin, end in each if (group, begin) in told for border in (begin, end)]
+        for group, each in enumerate(found)
+    ]
+
+
+def _state(spec: MambaSpec, drafts: int) -> list[tuple[int, int]]:
+    """Return which bytes of a state's page have a value once the state is computed, as (begin, end).
+
+    vLLM keeps the parts one after the other, and copies the first ones only: the convolution's, and the state proper.
+    Others, which its kernels keep for drafted tokens, may never be written.  Nor may the convolution's last rows, one
+    for each drafted token; where its rows are the inner dimension, written bytes stand between them.
+    """
+    found, at = list[tuple[int, int]](), 0
+    kind = getattr(spec.mamba_type, "name", "")
+    for part, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True)):
+        size = prod(shape) * dtype.itemsize
+        if part < _STATE_PARTS.get(kind, 0):
+            inner_rows = kind == "LINEAR" or part > 0 or shape[0] >= shape[-1]
+            rows = shape[0] if inner_rows else max(shape[0] - drafts, 0)
+            found.append((at, at + size // shape[0] * rows))
+        at += size
     return found
 
 
-def _written(spec: Any) -> int:
-    """Bytes of a block that a layer writes."""
-    size: int = dataclasses.replace(spec, page_size_padded=None).page_size_bytes
-    return size
+def _joined(stretches: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the stretches in order, those that touch or overlap as one."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(each for each in stretches if each[0] < each[1]):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
 
 
 def _group(spec: KVCacheSpec) -> Group:

@@ -1,4 +1,4 @@
-"""One hint and its completion flag, from the engine's side: room, ask, give back. Its handle looks and claims, in C.
+"""One hint and its flag, from the engine's side: room, ask, stop, give back. Its handle looks and claims, in C.
 
 Every function works on the handle's own session, so a handle of an ended epoch is harmless: its memory stays mapped
 and nobody reads it.  A flag in a state that only this side writes raises SegmentCorrupt.
@@ -88,6 +88,11 @@ def ask(handle: Handle, now_ns: int) -> None:
         _ASK, encode_ask(Ask(handle.flag, handle.generation, now_ns))
     ):
         handle.asked_ns = now_ns
+
+
+def stop(handle: Handle, now_ns: int) -> bool:
+    """Tell the daemon to order no more blocks for this hint; False when the ring is full, and then nothing changes."""
+    return handle.session.producer.push(_ASK, encode_ask(Ask(handle.flag, handle.generation, now_ns, stop=True)))
 
 
 def unclaim(handle: Handle) -> None:

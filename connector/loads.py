@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..shmring._atomics import numbers
+from ..shmring._atomics import block_ids
 from ..shmring.groups import Groups
 from .hints import Handle
 from .metadata import LoadOrder
@@ -42,7 +42,8 @@ class Loads:
         self._orders: list[LoadOrder] = []
         self.kept: dict[str, tuple[Answer, Handle]] = {}
         self._next_id = 1
-        self._last: Load | None = None
+        # Of the load dispatched last.  Its handle would keep the digests of a request that may be long gone.
+        self._last: tuple[str, SchedulerSession, int] | None = None
 
     def keep(self, state: RequestState) -> None:
         """vLLM took the request's answer and names its blocks in a later pass: its claim stays until then."""
@@ -53,10 +54,10 @@ class Loads:
         _, handle = self.kept.pop(request_id, (None, None))
         return handle if handle is not None and handle.session is session else None
 
-    def dispatch(self, state: RequestState, block_ids: Sequence[list[int]], tokens: int) -> None:
+    def dispatch(self, state: RequestState, allocated: Any, tokens: int) -> None:
         """Order the load of the first `tokens` of the request's answer into its blocks; the answer is used up.
 
-        `block_ids`: of each of vLLM's groups.  Raises RuntimeError without an answer of so many tokens.
+        `allocated`: vLLM's KVCacheBlocks.  Raises RuntimeError without an answer of so many tokens.
         """
         request_id, count = state.request.request_id, tokens // self._geometry.block_tokens
         answer, handle = self.kept.get(request_id) or (state.answer, state.handle)
@@ -69,27 +70,28 @@ class Loads:
             state.dispatch(stop)
         load_id, self._next_id = self._next_id, self._next_id + 1
         if self._geometry.groups is None:
-            blocks = numbers(block_ids[self._geometry.group], answer.start, stop)
+            blocks = block_ids(allocated.blocks[self._geometry.group], answer.start, stop)
             slots = answer.slots if count == answer.count else answer.slots[:count]
         else:
-            blocks, slots = self._blocks(self._geometry.groups, answer, count, block_ids)
+            blocks, slots = self._blocks(self._geometry.groups, answer, count, allocated.get_block_ids())
         # Without the Python function that makes a named tuple: each costs 2 to 3 us with cold caches.
         order = (load_id, request_id, handle.session.epoch, answer.asynchronous, blocks, slots)
         self._orders.append(tuple.__new__(LoadOrder, order))
         load = tuple.__new__(Load, (request_id, handle, range(answer.start, stop), self._geometry.world_size))
-        self.running[load_id] = self._last = load
+        self.running[load_id] = load
+        self._last = request_id, handle.session, handle.flag
         self.kept.pop(request_id, None)  # after the line before: see `epochs`
         self._counters["loads"] += 1
         self._counters["load_blocks"] += count
 
     def _blocks(
-        self, groups: Groups, answer: Answer, count: int, block_ids: Sequence[Sequence[int]]
+        self, groups: Groups, answer: Answer, count: int, tables: Sequence[Sequence[int]]
     ) -> tuple[array[int], Sequence[int]]:
         """Of several groups: the block ids to load, and the slots of each; nothing where vLLM's blocks are not ours."""
         unit = self._geometry.block_tokens
         ids = array("I")
         start, stop = answer.start * unit, (answer.start + count) * unit
-        for group, table, items in zip(groups.groups, block_ids, groups.items(start, stop), strict=True):
+        for group, table, items in zip(groups.groups, tables, groups.items(start, stop), strict=True):
             before = table[start // group.block_tokens : items.start]
             ids.extend(table[items.start : items.stop])
             if any(before):
@@ -129,7 +131,7 @@ class Loads:
 
         The daemon counts all that it fetched, which may be more than were loaded. Raises SegmentCorrupt.
         """
-        load = self._last
-        if load is None or load.request_id != request_id or load.handle.session is not session:
+        if self._last is None or session is None:
             return None
-        return load.handle.session.flags.disk(load.handle.flag)
+        last_id, dispatched, flag = self._last
+        return session.flags.disk(flag) if last_id == request_id and dispatched is session else None

@@ -21,6 +21,7 @@ stream.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +52,7 @@ class PagedCache:
     """The paged KV cache of one rank: `layers`, of all groups, of the `kv_caches` given to register_kv_caches.
 
     `layout` names the dimensions of a block as they lie in memory, the outermost first, each with its length.
+    `places`: of each layer, the stretches of a block's value that hold its own bytes, as (offset, bytes).
     """
 
     def __init__(self, kv_caches: Mapping[str, Any], layers: Sequence[str], num_blocks: int) -> None:
@@ -58,8 +60,8 @@ class PagedCache:
         wanted = set(layers)
         if missing := sorted(wanted - set(kv_caches)):
             raise LayoutUnsupported(f"layer has no KV cache: layer={missing[0]!r}")
-        tensors = [_grouped(name, cache, num_blocks) for name, cache in kv_caches.items() if name in wanted]
-        if not tensors:
+        named = {name: _grouped(name, cache, num_blocks) for name, cache in kv_caches.items() if name in wanted}
+        if not (tensors := [*named.values()]):
             raise LayoutUnsupported("there is no KV cache to serve: layers=0")
         self.num_blocks = num_blocks
         self.device = tensors[0].device
@@ -69,6 +71,7 @@ class PagedCache:
         segments = _segments(tensors, num_blocks)
         self.layout = ";".join(sorted({_order(tensor) for tensor in tensors}))
         self.block_bytes = sum(length for _, length in segments)
+        self.places = {name: _places(tensor, segments) for name, tensor in named.items()}
         raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(base)
         self._on_host = self.device.type == "cpu"
         memory = raw.numpy() if self._on_host else raw
@@ -174,6 +177,20 @@ def _segments(tensors: Sequence[Any], num_blocks: int) -> list[tuple[int, int]]:
             raise LayoutUnsupported(f"a layer's blocks overlap another's: bytes={end - address} stride={stride}")
         end = address + num_blocks * stride
     return list(found.items())
+
+
+def _places(tensor: Any, segments: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return where a layer's bytes of a block lie in the value of these segments: (offset, bytes)."""
+    block, size = tensor[0], tensor.element_size()
+    parts = [block] if _dense(block) else [tensor[:, head][0] for head in range(tensor.shape[1])]
+    starts, found = [0, *accumulate(length for _, length in segments)], []
+    for part in parts:
+        at, count = part.data_ptr(), part.numel() * size
+        for (address, length), start in zip(segments, starts, strict=False):
+            if address <= at and at + count <= address + length:
+                found.append((start + at - address, count))
+                break
+    return found
 
 
 def _order(tensor: Any) -> str:

@@ -8,10 +8,19 @@ broken daemon reaches.  `adaptive` compares two measured times:
   blocks (the others' until it is known), rounded up to visits: nobody looks in between.
 
 It starts to wait when waiting is expected to take no longer than recomputing, and stops at LEAVE_FACTOR times that, so
-that noise does not cut a wait short.  Two bounds hold whatever the blocks do, also while no rate is known: it stops
-when nothing came for RISK of the time to recompute the missing blocks, or when the wait has cost that much more than
-its blocks saved.  So on an empty engine a request is at most (1 + RISK) times later than recomputing at once, plus one
-visit.  A gain smaller than one visit (a short prompt, a few blocks) is not waited for.
+that noise does not cut a wait short.  Blocks that were expected get PATIENCE times the time that they were expected to
+take.  Two bounds hold whatever the blocks do; "recomputing" is the time that it takes:
+
+* Nothing came for RISK of recomputing the missing blocks, and for PATIENCE times the silence that was expected.
+* The wait has cost more than its blocks saved: by RISK of recomputing all of them, and by the smaller of PATIENCE times
+  the wait that was expected and of recomputing all of them.
+
+So on an empty engine a request takes at most twice as long as recomputing at once, plus one visit, and at most
+(1 + RISK) times as long where nothing is known of fetches.  A gain smaller than one visit (a short prompt, a few
+blocks) is not waited for.
+
+An expectation is fixed when a wait begins and whenever blocks come, so it does not grow while nothing comes.  Only
+blocks that came make one: after a wait that ended in silence, the next ones have no patience until blocks come again.
 
 Recomputing keeps a place and lengthens every step: the fewer places are free, the more requests wait behind it.  So it
 counts 1 / (1 - load) times, as the time in a queue grows with the load of its server.
@@ -19,7 +28,9 @@ counts 1 / (1 - load) times, as the time in a queue grows with the load of its s
 Only the first of the waiting requests is judged, and its clock starts when it gets there.  Requests behind it are not
 late: store and staging serve the queue in order.  Judged one by one, a whole queue would be recomputed.
 
-Stopping is final: the ready blocks are claimed, and the daemon drops the rest.
+Where recomputing overtakes the fetch by little, blocks under way are on average as soon as recomputing them, and would
+be waste.  So up to STOP_FACTOR times recomputing the daemon is told to order no more, and the request waits for these,
+under the same two bounds.  Either is final: afterwards the ready blocks are claimed, and the rest is recomputed.
 
 Visits say little of the arrival of the first blocks: after a long step, or seconds without a free place, only that they
 came since the last visit.  So a latency that fits the belief leaves the belief as it is.
@@ -40,7 +51,9 @@ from .steps import StepTimes
 Policy = Literal["best_effort", "wait", "timeout", "adaptive"]
 
 RISK = 0.5
+PATIENCE = 2.0
 LEAVE_FACTOR = 1.25
+STOP_FACTOR = 2.0
 # `wait` ends here at the latest; a daemon that died or hangs ends it at once.
 WAIT_BOUND_NS = 300 * 10**9
 # Between two visits of an idle engine: vLLM sleeps 1 ms when a step executed nothing.
@@ -52,9 +65,13 @@ _FORGET_NS = 10 * 10**9
 
 
 class Verdict(enum.Enum):
-    """WAIT for the next visit; TAKE what is ready, as recomputing the rest is sooner; LATE: the bound is reached."""
+    """WAIT for the next visit; TAKE what is ready, as recomputing the rest is sooner; LATE: the bound is reached.
+
+    STOP: as WAIT, but only for the blocks that are under way: recomputing the others is sooner.
+    """
 
     WAIT = "wait"
+    STOP = "stop"
     TAKE = "take"
     LATE = "late"
 
@@ -75,7 +92,10 @@ class Visit(NamedTuple):
 class Wait:
     """One admission's wait from its first visit on; `counts`: it is judged (adaptive: once no request before it waits).
 
-    Block counts are absolute. `visited_ns`: the last visit that found it waiting.
+    Block counts are absolute. `visited_ns`: the last visit that found it waiting.  What was expected, each 0 where
+    nothing was known: `expected_ns`, the whole wait at its begin, `first_ns`, its part up to the first blocks, and
+    `block_ns`, the time per block when the last ones came, which were `came`.  `stopped`: the daemon was told to order
+    no more blocks.
     """
 
     policy: Policy
@@ -89,6 +109,11 @@ class Wait:
     first: tuple[int, int] | None = None
     visits: int = 0
     counts: bool = True
+    expected_ns: float = 0.0
+    first_ns: float = 0.0
+    block_ns: float = 0.0
+    came: int = 0
+    stopped: bool = False
 
     @classmethod
     def begin(cls, policy: Policy, timeout_ms: int, now_ns: int, ready: int) -> Wait:
@@ -107,6 +132,21 @@ class Wait:
         """Blocks were taken back; clock and bounds go on."""
         self.began_ready, self.ready, self.first = ready, ready, None
 
+    def silence_ns(self, missing: int) -> float:
+        """Time without blocks that was expected when the last ones came, or when it began; 0 when nothing was known."""
+        return self.first_ns if self.first is None else self.block_ns * min(self.came, missing)
+
+    def pace_ns(self, until_ns: int) -> float:
+        """Time per block of those that came after the first ones, up to then; the shorter one with and without these.
+
+        0 while only the first ones are there.
+        """
+        if self.first is None or self.ready == self.first[1]:
+            return 0.0
+        first_ns, first_ready = self.first
+        overall = (until_ns - self.began_ns) / (self.ready - self.began_ready)
+        return min((until_ns - first_ns) / (self.ready - first_ready), overall)
+
 
 class Fetches:
     """The arrival of blocks for requests that waited lately: the latency to the first ones, and the pace after them."""
@@ -115,6 +155,7 @@ class Fetches:
         self._latency_ns = self._firsts = self._first_blocks = 0.0
         self._pace_ns = self._blocks = 0.0
         self._seen_ns = -_FORGET_NS
+        self._came = False  # whether blocks are the last that is known, not silence
 
     def saw(self, wait: Wait, ready: int, now_ns: int) -> None:
         """Record progress. Ignored while others wait before it: the elapsed time then measures their fetches."""
@@ -128,15 +169,23 @@ class Fetches:
             self._first(min(max(self.latency_ns(now_ns), wait.visited_ns - wait.progress_ns), passed), blocks, now_ns)
         else:
             self._next(passed, blocks, now_ns)
-        wait.ready, wait.progress_ns = ready, now_ns
+        wait.ready, wait.progress_ns, wait.came = ready, now_ns, blocks
+        wait.block_ns = wait.pace_ns(now_ns) or self.remaining_ns(1, now_ns)
+        self._came = True
 
     def gave_up(self, wait: Wait, now_ns: int) -> None:
         """A wait ended in silence: the fetch takes at least so long, which is news when less was expected."""
         passed = now_ns - wait.progress_ns
         if wait.first is None and passed > self.latency_ns(now_ns):
             self._first(passed, 0, now_ns)
+            self._came = False
         elif wait.first is not None and passed > self.remaining_ns(1, now_ns):
             self._next(passed, 1, now_ns)
+            self._came = False
+
+    def expects(self, now_ns: int) -> bool:
+        """Whether what is known gives patience: it comes from blocks, not from waits that ended in silence."""
+        return self._came and self._known(now_ns)
 
     def latency_ns(self, now_ns: int) -> float:
         """Time from the first visit to the first blocks; 0 when not known."""
@@ -207,7 +256,7 @@ class WaitPolicy:
         self.fetches.saw(wait, ready, now_ns)
         wait.visits, wait.visited_ns = wait.visits + 1, now_ns
         verdict = self._judge(wait, max(0, limit - ready), now_ns, load)
-        if verdict is not Verdict.WAIT and wait.visits > 1:
+        if verdict in (Verdict.TAKE, Verdict.LATE) and wait.visits > 1:
             self.fetches.gave_up(wait, now_ns)
         return verdict
 
@@ -220,25 +269,37 @@ class WaitPolicy:
             return Verdict.WAIT
         price = 1.0 / (1.0 - load)
         saved = price * self.recompute_ns(missing)
-        if now_ns - wait.progress_ns > RISK * saved:
+        expected = self._expected_ns(wait, missing, now_ns)
+        if wait.visits == 1 and self.fetches.expects(now_ns):
+            wait.expected_ns, wait.first_ns = expected, self.fetches.latency_ns(now_ns)
+        if now_ns - wait.progress_ns > max(RISK * saved, PATIENCE * wait.silence_ns(missing)):
             return Verdict.TAKE
         gained = wait.ready - wait.began_ready
         lost = now_ns - wait.began_ns - price * self.recompute_ns(gained)
-        if lost > RISK * price * self.recompute_ns(gained + missing):
-            return Verdict.TAKE
-        if wait.visits == 1 and self.fetches.latency_ns(now_ns) > RISK * saved:
+        total = price * self.recompute_ns(gained + missing)
+        if lost > max(RISK * total, min(PATIENCE * wait.expected_ns, total)):
             return Verdict.TAKE
         visit = IDLE_VISIT_NS if load == 0.0 else max(self._steps.step_ns, 1.0)
-        seen = visit * max(1, math.ceil(self._expected_ns(wait, missing, now_ns) / visit))
-        return Verdict.WAIT if seen <= (1.0 if wait.visits == 1 else LEAVE_FACTOR) * saved else Verdict.TAKE
+        most, latency = LEAVE_FACTOR * saved, self.fetches.latency_ns(now_ns)
+        if wait.visits == 1:
+            most = saved if latency <= max(RISK * saved, wait.first_ns) else 0.0
+            expected += bool(latency) * visit / 2  # it is known from the last visit that found nothing
+        seen = visit * max(1, math.ceil(expected / visit))
+        if seen <= most and not wait.stopped:
+            return Verdict.WAIT
+        if wait.visits == 1:
+            wait.expected_ns = 0.0  # nothing was promised
+        if wait.stopped and seen <= STOP_FACTOR * saved:
+            return Verdict.WAIT
+        return Verdict.STOP if most >= visit and seen <= STOP_FACTOR * saved else Verdict.TAKE
 
     def _expected_ns(self, wait: Wait, missing: int, now_ns: int) -> float:
         """Time that the missing blocks still take; 0 when nothing is known."""
+        silent = now_ns - wait.progress_ns
         if wait.first is None:
-            first = max(0.0, self.fetches.latency_ns(now_ns) - (now_ns - wait.progress_ns))
+            first = max(0.0, self.fetches.latency_ns(now_ns) - silent)
             return first + self.fetches.remaining_ns(missing, now_ns)
-        first_ns, first_ready = wait.first
-        if wait.ready == first_ready:
-            return self.fetches.remaining_ns(missing, now_ns)
-        pace = (now_ns - first_ns) / (wait.ready - first_ready)
-        return missing * min(pace, (now_ns - wait.began_ns) / (wait.ready - wait.began_ready))
+        late = silent > PATIENCE * wait.silence_ns(missing)  # then it is slower than it was
+        pace = wait.pace_ns(now_ns if late else wait.progress_ns)
+        left = missing * pace if pace else self.fetches.remaining_ns(missing, now_ns)
+        return left if late else max(0.0, left - silent)

@@ -14,7 +14,7 @@ Rules that keep the engine's contract:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..shmring.errors import SegmentCorrupt
@@ -160,8 +160,8 @@ class SchedulerSide:
 
     # --- after allocation -------------------------------------------------------------------------------------------
 
-    def allocated(self, request: Any, block_ids: Callable[[], Any], num_external_tokens: int) -> None:
-        """vLLM's update_state_after_alloc; `block_ids()` gives the request's block ids per group."""
+    def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """vLLM's update_state_after_alloc; `blocks`: the request's, vLLM's KVCacheBlocks."""
         self.quiet_steps = 0
         self._admitted += 1
         state = self.requests.get(request.request_id)
@@ -169,7 +169,7 @@ class SchedulerSide:
             if state is None:
                 raise not_given(request.request_id, num_external_tokens)
             self._answered.discard(request.request_id)
-            self.loads.dispatch(state, block_ids(), num_external_tokens)
+            self.loads.dispatch(state, blocks, num_external_tokens)
         elif state is not None:
             self._admitted_without_load(state)
         if state is not None and self._saving and not self.saves.complete(state):

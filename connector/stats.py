@@ -27,6 +27,7 @@ COUNTERS: Mapping[str, str] = {
     "misses": "Requests that the store had nothing for",
     "late": "Requests whose first block was not there in time",
     "recomputed": "Requests that had nothing to take yet and did not wait, recomputing being sooner",
+    "stopped": "Requests that waited only for the blocks under way: recomputing the others was sooner",
     "cut_short": "Loads of the ready part of a fetch that was not over",
     "bad_overrides": "Requests whose own wait policy could not be read",
     "waits": "Requests that the scheduler had to wait for",

@@ -193,6 +193,12 @@ def _drops_last(vllm_config: VllmConfig) -> bool:
     return speculative is not None and bool(speculative.use_eagle_block_drop())
 
 
+def drafted_tokens(vllm_config: VllmConfig) -> int:
+    """Return how many tokens a step drafts at most."""
+    speculative = vllm_config.speculative_config
+    return 0 if speculative is None else int(speculative.num_speculative_tokens or 0)
+
+
 def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:
     """The numbers of a configuration that `check` accepted."""
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes

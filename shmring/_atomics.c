@@ -200,8 +200,8 @@ static PyMethodDef module_methods[] = {
      "heads(digests, start, stop) -> bytes: the first 8 bytes of each digest of a list"},
     {"mark", (PyCFunction)(void (*)(void))mark, METH_FASTCALL,
      "mark(digests, start, stop, known, places): put each digest's key into its place, or take it out"},
-    {"numbers", (PyCFunction)(void (*)(void))numbers, METH_FASTCALL,
-     "numbers(list, start, stop) -> array('I'): list[start:stop], of numbers below 2^32"},
+    {"block_ids", (PyCFunction)(void (*)(void))block_ids, METH_FASTCALL,
+     "block_ids(blocks, start, stop) -> array('I'): block_id of each of blocks[start:stop], numbers below 2^32"},
     {"fence", atomics_fence, METH_NOARGS, "fence(): a sequentially consistent fence"},
     {NULL, NULL, 0, NULL},
 };
@@ -215,8 +215,8 @@ PyMODINIT_FUNC PyInit__atomics(void)
 {
     PyObject *m = PyModule_Create(&module);
     words_type = m == NULL ? NULL : (PyTypeObject *)PyType_FromSpec(&Words_spec); /* for the life of the process */
-    if (words_type == NULL || PyModule_AddObjectRef(m, "Words", (PyObject *)words_type) < 0 || add_flag_types(m) < 0
-        || add_handle_type(m) < 0 || add_ring_types(m) < 0)
+    if (words_type == NULL || PyModule_AddObjectRef(m, "Words", (PyObject *)words_type) < 0 || prepare_lists() < 0
+        || add_flag_types(m) < 0 || add_handle_type(m) < 0 || add_ring_types(m) < 0)
         Py_CLEAR(m);
     return m;
 }

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from typing_extensions import Buffer, Self
 
@@ -10,6 +10,11 @@ from .flags import Flag
 
 S = TypeVar("S")
 F = TypeVar("F")
+
+class Block(Protocol):
+    """vLLM's KVCacheBlock, as far as it is read."""
+
+    block_id: int
 
 class Words:
     @property
@@ -91,5 +96,5 @@ class Pusher:
 
 def heads(digests: list[bytes], start: int, stop: int, /) -> bytes: ...
 def mark(digests: list[bytes], start: int, stop: int, known: bool, places: Buffer, /) -> None: ...
-def numbers(values: list[int], start: int, stop: int, /) -> array[int]: ...
+def block_ids(blocks: Sequence[Block], start: int, stop: int, /) -> array[int]: ...
 def fence() -> None: ...

@@ -99,7 +99,8 @@ int add_ring_types(PyObject *module);
 /* Functions of _lists.c: as in module_methods. */
 PyObject *heads(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *mark(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
-PyObject *numbers(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *block_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+int prepare_lists(void);
 
 #pragma GCC visibility pop
 

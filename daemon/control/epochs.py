@@ -9,6 +9,7 @@ from ..config.model import DaemonConfig, Mode
 from ..engine.epoch import Epoch
 from ..engine.epoch_parts import Services
 from ..engine.memory import EngineInfo, EngineMemory
+from ..engine.neighbours import NegativeCaches
 from ..engine.reservations import Reservations
 from ..engine.stored import Histories
 from ..store.client import Store
@@ -37,7 +38,7 @@ class Shared:
 
     def __post_init__(self) -> None:
         self.mode: Mode = self.config.mode
-        self.histories = Histories()
+        self.histories, self.negatives = Histories(), NegativeCaches()
         self.master_http = ""  # host:port of the embedded store's master
 
 
@@ -69,6 +70,7 @@ class Epochs:
             media=config.disk is not None or config.mooncake_config is not None,
             wasted_share=config.wasted_share,
             histories=shared.histories,
+            negatives=shared.negatives,
         )
         epoch = Epoch(services, memory, engine)
         epoch.switch(shared.mode)

@@ -112,6 +112,7 @@ class Epoch(EpochCalls):
     def close(self) -> None:
         """Let go of `memory`, which the caller frees then (memory.release); only when idle and ended."""
         self.counters.kept_bytes = self.memory.staging.kept_bytes
+        self._services.negatives.leave(self._negative)
         self._log.info("engine.detached", **self.numbers())
         self.channel.close()
 
@@ -146,7 +147,9 @@ class Epoch(EpochCalls):
         elif record.kind == RecordKind.ASK:
             ask = records.decode_ask(record.payload)
             key = (ask.flag, ask.generation)
-            if (request := self.planner.requests.get(key)) is not None and not request.asked:
+            if ask.stop:
+                self.planner.stop(key)
+            elif (request := self.planner.requests.get(key)) is not None and not request.asked:
                 self.traces.asked(key, ask.asked_ns)
                 self.planner.ask(key)
                 self.promotions.asked(key)

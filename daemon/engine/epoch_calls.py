@@ -182,7 +182,7 @@ class EpochCalls(EpochParts):
         self.counters.fetched_bytes[lane] += good_bytes
         self._negative.forget(order.digests if good == len(outcome) else list(compress(order.digests, arrived)))
         if good < len(outcome):
-            self._failed(order, outcome, now)
+            self._failed(order, outcome, now, started_ns)
         failed = None if good == len(outcome) else failure(outcome, self._store.aside)
         self.planner.fetched(order.number, arrived, now, failed)
         self.warming.fetched(order, good, now)
@@ -194,7 +194,7 @@ class EpochCalls(EpochParts):
             self._pools.memory_size.brought(good_bytes, duration_ns, meter.total(now))
         self._carry_on()
 
-    def _failed(self, order: Order, outcome: Sequence[ErrorClass], now_ns: int) -> None:
+    def _failed(self, order: Order, outcome: Sequence[ErrorClass], now_ns: int, asked_ns: int) -> None:
         """Count, log and remember the blocks that did not arrive."""
         if corrupt := outcome.count(ErrorClass.CORRUPT):
             self._log.warning("store.corrupt", blocks=corrupt)
@@ -202,7 +202,8 @@ class EpochCalls(EpochParts):
             self._log.warning("slots.lost", call="fetch", blocks=lost)
         for digest, each in zip(order.digests, outcome, strict=True):
             if each not in (ErrorClass.OK, ErrorClass.TRANSIENT):
-                self._negative.add(digest, now_ns, lasting=each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT))
+                lasting = each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT)
+                self._negative.add(digest, now_ns, asked_ns=asked_ns, lasting=lasting)
         self.counters.failed_blocks[_LANES[order.lane]] += len(outcome) - outcome.count(ErrorClass.OK)
 
     def _fetch_overdue(self, order: Order, get: Get) -> None:
@@ -268,7 +269,8 @@ class EpochCalls(EpochParts):
         if result.lost:
             self._log.warning("slots.lost", call="save", blocks=result.lost)
         left = {digest for digest, _ in result.again}
-        self._negative.stored([digest for digest, _ in put.blocks if digest not in left])
+        there = [digest for digest, _ in put.blocks if digest not in left]
+        self._services.negatives.stored(self._negative, there, now)
         self._count_puts(self.saver.stored(put, result, now, saving=self._saving))
         self._carry_on()
 

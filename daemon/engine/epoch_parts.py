@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 from ...shmring.wire.codec import Message
 from ..config.model import Mode
 from ..planning.copies import Steps, carry_out
-from ..planning.negative import NegativeCache
 from ..planning.planner import Planner
 from ..planning.prefixes import Prefixes
 from ..planning.promotion import Promotions
@@ -26,6 +25,7 @@ from . import transfers
 from .channel import Channel
 from .lookups import LookUps
 from .memory import EngineInfo, EngineMemory
+from .neighbours import NegativeCaches
 from .orphaned import Orphaned
 from .promoter import COPY_BYTES, Promoter
 from .reasons import Reasons
@@ -58,6 +58,7 @@ class Services(NamedTuple):
     media: bool
     wasted_share: float
     histories: Histories
+    negatives: NegativeCaches
 
 
 class EpochParts(Caller):
@@ -85,7 +86,7 @@ class EpochParts(Caller):
             # In shadow mode an engine loads nothing: it asks what would have been there.
             wasted_share=services.wasted_share if engine.scheduler.loads else 1.0,
         )
-        self._negative = NegativeCache()
+        self._negative = services.negatives.join(engine.namespaces)
         self.prefixes = None if engine.groups is None else Prefixes(engine.groups)
         self.look_ups = LookUps(
             self.planner.requests, self._negative, timeout_ns=self._pools.timeout_ns, lease_ns=services.lease_ns

@@ -156,7 +156,7 @@ class LookUps:
         for question, (run, on_disk, present) in zip(batch.questions, found, strict=True):
             shorter = run < len(question.digests)
             if shorter:
-                self._negative.add(question.digests[run], now_ns)
+                self._negative.add(question.digests[run], now_ns, asked_ns=batch.asked_ns)
             request = question.request
             if not self._lives(request):
                 continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, compress, islice
@@ -46,14 +46,15 @@ class RankLayout:
 
     `prefixes[g][r]`: of rank r's blocks of KV group g.  Ranks with one prefix hold the same bytes of that group.  Rank
     r fills the save slots with slot % count == index, where (count, index) = replicas[r].  `named`: a block's name is
-    its digest and, in a last byte, the number of its group.  `padded`: prefixes of values that may have zeros.
+    its digest and, in a last byte, the number of its group.  `written`: by prefix, what is written of values that may
+    have zeros elsewhere (`WorkerInfo.written`).
     """
 
     prefixes: tuple[tuple[str, ...], ...]
     replicas: tuple[tuple[int, int], ...]
     staging: HostStaging
     named: bool = False
-    padded: frozenset[str] = frozenset()
+    written: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def key_prefixes(self) -> list[str]:
@@ -74,13 +75,13 @@ class RankLayout:
         """Return the layout of ranks that `check_replicas` accepted."""
         replicas = tuple((worker.put_factor, worker.put_turn) for worker in workers)
         prefixes = tuple(zip(*(worker.key_prefixes for worker in workers), strict=True))
-        padded = frozenset(
-            prefix
+        written = {
+            prefix: borders
             for worker in workers
-            for prefix, zeros in zip(worker.key_prefixes, worker.padded, strict=False)
-            if zeros
-        )
-        return cls(prefixes, replicas, staging, named, padded)
+            for group, prefix in enumerate(worker.key_prefixes)
+            if (borders := worker.written_of(group)) != (0, worker.block_bytes)
+        }
+        return cls(prefixes, replicas, staging, named, written)
 
     @cached_property
     def _prefixes(self) -> list[list[str]]:
@@ -135,9 +136,9 @@ class RankLayout:
 
 
 def check_replicas(workers: Sequence[WorkerInfo], groups: int = 1) -> None:
-    """Raise ValueError unless ranks that share a key prefix have parts of one size, and no two KV groups share one.
+    """Raise ValueError unless ranks that share a key prefix write parts of one size, and the same bytes of them.
 
-    Of ranks that share those of all groups, one must fill each save slot.
+    No two KV groups may share one.  Of ranks that share those of all groups, one must fill each save slot.
     """
     for worker in workers:
         if len(worker.key_prefixes) != groups:
@@ -146,11 +147,16 @@ def check_replicas(workers: Sequence[WorkerInfo], groups: int = 1) -> None:
     sharing = [_replicas(prefixes) for prefixes in named]
     if len(set(chain.from_iterable(named))) != sum(map(len, sharing)):
         raise ValueError(f"no two KV groups may share a key prefix: key_prefixes={sorted(set(named[0]))}")
-    for ranks in chain.from_iterable(sharing):
+    for group, ranks in ((group, ranks) for group, shards in enumerate(sharing) for ranks in shards):
         if len(sizes := {workers[rank].block_bytes for rank in ranks}) > 1:
             raise ValueError(
                 "ranks with one key prefix must have blocks of one size: "
                 f"key_prefix={workers[ranks[0]].key_prefix!r} block_bytes={sorted(sizes)}"
+            )
+        if len({workers[rank].written_of(group) for rank in ranks}) > 1:
+            raise ValueError(
+                "ranks with one key prefix must write the same bytes of a value: "
+                f"key_prefix={workers[ranks[0]].key_prefixes[group]!r} ranks={ranks}"
             )
     for ranks in _replicas([worker.key_prefixes for worker in workers]):
         prefix = workers[ranks[0]].key_prefix
@@ -278,10 +284,10 @@ def fetch(
     values = layout.values(blocks)
 
     def get_into(keys: list[str], addresses: list[int], sizes: list[int]) -> list[ErrorClass]:
-        if not layout.padded:
+        if not layout.written:
             return store.get_into(keys, addresses, sizes, get)
-        padded = [key.rpartition("@")[0] + "@" in layout.padded for key in keys]
-        return store.get_into(keys, addresses, sizes, get, padded=padded)
+        written = [layout.written.get(key.rpartition("@")[0] + "@") for key in keys]
+        return store.get_into(keys, addresses, sizes, get, written=written)
 
     def read(values: _Values) -> list[ErrorClass]:
         return _move(layout, values, get_into)

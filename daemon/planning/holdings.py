@@ -114,6 +114,9 @@ class Holdings:
         request.taken_back += 1
         self.served.discard(request.sequence)
         self._unpin(request, 0)
+        if request.stopped:  # nothing is fetched again
+            request.limit = request.local
+            self.advance(request)
 
     def drop(self, request: Request) -> None:
         """Give up all blocks for good."""

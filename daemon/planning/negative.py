@@ -15,9 +15,15 @@ class NegativeCache:
 
     def __init__(self) -> None:
         self._until: OrderedDict[bytes, tuple[int, bool]] = OrderedDict()
+        self._stored: OrderedDict[bytes, int] = OrderedDict()  # when
 
-    def add(self, digest: bytes, now_ns: int, *, lasting: bool = False) -> None:
-        """Note a miss; one that was lasting before stays so."""
+    def add(self, digest: bytes, now_ns: int, *, asked_ns: int | None = None, lasting: bool = False) -> None:
+        """Note a miss; one that was lasting before stays so.
+
+        `asked_ns`: when the store was asked. A plain miss of a digest that was stored since is none.
+        """
+        if not lasting and asked_ns is not None and self._stored.get(digest, -1) > asked_ns:
+            return
         lasting |= self._until.pop(digest, (0, False))[1]
         self._until[digest] = (now_ns + (LASTING_NS if lasting else MISS_NS), lasting)
         if len(self._until) > MAX_ENTRIES:
@@ -41,11 +47,15 @@ class NegativeCache:
         known = ((index, self._until.get(digest, (0, False))) for index, digest in enumerate(digests))
         return [index for index, (until, lasting) in known if lasting and until > now_ns]
 
-    def stored(self, digests: Iterable[bytes]) -> None:
-        """Forget plain misses that we put. A lasting one remains: a put does not replace the store's old object."""
+    def stored(self, digests: Iterable[bytes], now_ns: int) -> None:
+        """Forget plain misses that were put. A lasting one remains: a put does not replace the store's old object."""
         for digest in digests:
             if not self._until.get(digest, (0, True))[1]:
                 del self._until[digest]
+            self._stored.pop(digest, None)
+            self._stored[digest] = now_ns
+            if len(self._stored) > MAX_ENTRIES:
+                self._stored.popitem(last=False)
 
     def forget(self, digests: Sequence[bytes]) -> None:
         """Forget blocks that arrived after all."""
@@ -55,6 +65,7 @@ class NegativeCache:
 
     def clear(self) -> None:
         self._until.clear()
+        self._stored.clear()
 
     def __len__(self) -> int:
         return len(self._until)

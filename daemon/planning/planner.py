@@ -109,6 +109,8 @@ class Planner:
         if request.limit < 0:
             self._holdings.shorten(request, limit)
             self._holdings.pin_known(request, limit)
+            if request.stopped:
+                request.limit = request.issued
         elif limit < request.limit:
             request.limit, request.failure = max(request.issued, limit), Failure("lease")
         self._holdings.advance(request)
@@ -127,6 +129,21 @@ class Planner:
             self.blocks.sole_changed.add(request.sequence)
         if request.wants_work:
             self._queues.enter(request)
+
+    def stop(self, key: Key) -> None:
+        """Order nothing more for this request: the engine recomputes what is neither in staging nor on its way.
+
+        It is final once that is there. Not for a whole request, which has no use for a part.
+        """
+        request = self.requests.get(key)
+        if request is None or request.whole or request.stopped:
+            return
+        request.stopped = True  # of a final request, too: it may lose its blocks
+        if request.limit >= 0 and not request.final:
+            self._holdings.pin_known(request, request.limit)
+            request.limit = request.issued
+            self._holdings.advance(request)
+        self._queues.changed()
 
     def finish(self, key: Key, *loaded: range) -> Request | None:
         """The engine released or cancelled it and `loaded` these blocks. This unpins all of it."""

@@ -62,6 +62,7 @@ class Request:
     disk_blocks: int = 0
     first_byte_ns: int = 0
     last_byte_ns: int = 0
+    stopped: bool = False  # the engine recomputes what was not under way
     whole: bool = False
     none_of_them: int = 0
     all_of_them: int = 0

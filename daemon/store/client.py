@@ -27,7 +27,7 @@ from .replicas import ReplicaReader, void_what_moved
 from .settings import MooncakeSettings
 from .sleeping_reads import SleepingReads, Value
 from .storage_nodes import Get, StorageNodes
-from .zeros import holed
+from .zeros import Borders, holed
 
 Medium = Literal["memory", "disk"]
 _T = TypeVar("_T")
@@ -153,13 +153,13 @@ class Store(Connection):
         sizes: Sequence[int],
         get: Get | None = None,
         *,
-        padded: Sequence[bool] = (),
+        written: Sequence[Borders] = (),
     ) -> list[ErrorClass]:
         """Read each value to its address. Raises StoreUnavailable: then no transfer is under way.
 
         OK: exactly `size` bytes arrived, from a replica that lay there before and after (replicas.py).
-        CORRUPT: a disk lost a page (zeros.py); nobody can say so of a `padded` value.  UNDER_WAY: the caller must never
-        use that memory again.
+        CORRUPT: a disk lost a page of what is `written` of the value (zeros.py), by default all of it.  UNDER_WAY: the
+        caller must never use that memory again.
         TRANSFER: also without a try, for values of a storage node that is put aside.  The caller sets `get.late` when
         it gives this get up.  Each key may stand once: of two equal ones Mooncake fills the last destination only, and
         says OK for both.
@@ -199,8 +199,9 @@ class Store(Connection):
                     self._lease.key = keys[results.index(ErrorClass.OK)]
                 void_what_moved(results, keys, before, self._replicas.read(client, keys))
             if self.disk or not self._settings.private:
-                good = [i for i, each in enumerate(results) if each is ErrorClass.OK and not (padded and padded[i])]
-                for i in holed([addresses[i] for i in good], [sizes[i] for i in good]):
+                good = [i for i, each in enumerate(results) if each is ErrorClass.OK]
+                theirs = [written[i] for i in good] if written else ()
+                for i in holed([addresses[i] for i in good], [sizes[i] for i in good], theirs):
                     results[good[i]] = ErrorClass.CORRUPT
         return results
 

@@ -6,7 +6,8 @@ TURN_NS.  By the measured pace that is just enough for the way to stay full.  No
 that is late holds up nobody: what should be there counts as there.
 
 Where reads overlap, the time between two ends is that of the second one's bytes.  A reader looks at half of the
-predicted time, shortly before its end, and often from then on.  The read ended between its last two looks.
+predicted time, every sixteenth of it from then on, so that a read that is sooner than predicted is seen soon, shortly
+before its end, and often from then on.  The read ended between its last two looks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 # Before the end of the reads before it a read begins: for the first of its bytes to come, on a busy machine.
 TURN_NS = 2_000_000
 SOONEST_NS, LATEST_NS = 200_000, 50_000_000  # to the next look, which costs some 10 us
-HALF, EARLY = 0.5, 0.97  # of the predicted time: the first two looks
+HALF, STEP, EARLY = 1 / 2, 1 / 16, 0.97  # of the predicted time: the first look, then every STEP up to EARLY
 _FURTHER = 1 / 32  # of the time since the read began: to each further look
 _HEAVY_BYTES = 4 << 20  # after a read of so many all before it count half
 _RECENT_NS = 500_000_000  # of reads: what took longer counts half, or less
@@ -98,8 +99,10 @@ class Pace:
     def looked(self, asked: Asked, now_ns: int) -> None:
         """Enter that the read, which began, has not ended."""
         asked.looked_ns, elapsed = now_ns, now_ns - asked.began_ns
-        left = (part * (asked.due_ns - asked.began_ns) - elapsed for part in (HALF, EARLY))
-        wait_ns = next((each for each in left if each > SOONEST_NS), elapsed * _FURTHER)
+        predicted = asked.due_ns - asked.began_ns
+        if (wait_ns := HALF * predicted - elapsed) <= SOONEST_NS:
+            left_ns = EARLY * predicted - elapsed
+            wait_ns = min(left_ns, STEP * predicted) if left_ns > SOONEST_NS else elapsed * _FURTHER
         asked.look_ns = now_ns + min(LATEST_NS, max(SOONEST_NS, int(wait_ns)))
 
     def ended(self, asked: Asked, now_ns: int, *, came: bool) -> None:

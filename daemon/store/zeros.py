@@ -1,44 +1,81 @@
-"""Finds pages of zeros in values: a page that a disk lost reads back so, and no KV has one."""
+"""Finds pages of zeros in values: a page that a disk lost reads back so, and no KV has one.
+
+Where an engine's layers do not write all bytes of a value, it says which they write (`WorkerInfo.written`), and only
+these are looked at.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 _HALF_PAGE = 2048  # bytes
-_WORDS = _HALF_PAGE // 8
+_EDGE = 512  # bytes
+_LEAST = 64  # bytes: fewer may well be zeros
+
+# Begin and end of each stretch that is written, one after the other; None: all bytes are.
+Borders = tuple[int, ...] | None
 
 
-def holed(addresses: Sequence[int], sizes: Sequence[int]) -> set[int]:
-    """Return the indices of the values with a page of zeros.
+class _Cells(NamedTuple):
+    """Parts of a value of which none is all zeros, in words of 8 bytes."""
+
+    begins: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+
+
+def holed(addresses: Sequence[int], sizes: Sequence[int], written: Sequence[Borders] = ()) -> set[int]:
+    """Return the indices of the values with a page of zeros among what is `written` of them; by default all is.
 
     A page may begin anywhere in a value, so this looks for half of one; it misses a smaller part at the end.  It
-    costs 3 % of the copy (docs/adr/0065).
+    costs 3 % of the copy (docs/adr/0065).  At the ends of a written stretch 512 bytes of zeros count as part of a page
+    (docs/adr/0101); a stretch of less than 64 bytes is not looked at.
     """
     found = set[int]()
-    for size in {size for size in sizes if size >= _HALF_PAGE}:
-        theirs = [i for i, each in enumerate(sizes) if each == size]
+    kinds = list(zip(sizes, written or [None] * len(sizes), strict=True))
+    for kind in set(kinds):
+        cells = _cells(*kind)
+        if not len(cells.begins):
+            continue
+        theirs = [i for i, each in enumerate(kinds) if each == kind]
         at = np.array([addresses[i] for i in theirs])
         base = int(at.min()) & -8  # so no word lies across two pages, of which one may be unmapped
         starts = (at - base) // 8
-        words = _memory(base, int(starts.max()) + size // 8)
-        firsts = words[starts[:, None] + _halves(size)]
+        words = _memory(base, int(starts.max()) + kind[0] // 8)
+        firsts = words[starts[:, None] + cells.begins]
         if np.count_nonzero(firsts) < firsts.size:
-            for value, half in np.argwhere(firsts == 0).tolist():
-                start = int(starts[value]) + half * _WORDS
-                if not words[start : start + _WORDS].any():
+            for value, cell in np.argwhere(firsts == 0).tolist():
+                start = int(starts[value])
+                if not words[start + cells.begins[cell] : start + cells.ends[cell]].any():
                     found.add(theirs[value])
     return found
 
 
-@lru_cache(16)
-def _halves(size: int) -> npt.NDArray[np.int64]:
-    """Return where the half pages of a value of this size begin, in words."""
-    return np.arange(0, size // _HALF_PAGE * _WORDS, _WORDS)
+@lru_cache(32)
+def _cells(size: int, written: Borders) -> _Cells:
+    """Return the half pages of a value of this size, or those of each stretch that is written, and its two ends."""
+    if written is None:
+        return _of(_halves(0, size))
+    cells = []
+    for begin, end in zip(written[::2], written[1::2], strict=True):
+        cells.append(_halves(begin, end))
+        if (edge := min(_EDGE, end - begin)) >= _LEAST:
+            cells.append(np.array([[begin, begin + edge], [end - edge, end]]))
+    return _of(np.concatenate([np.empty((0, 2), np.int64), *cells]))
+
+
+def _halves(begin: int, end: int) -> npt.NDArray[np.int64]:
+    begins = np.arange(begin, end - _HALF_PAGE + 1, _HALF_PAGE)
+    return np.stack([begins, begins + _HALF_PAGE], axis=1)
+
+
+def _of(cells: npt.NDArray[np.int64]) -> _Cells:
+    return _Cells(-(-cells[:, 0] // 8), cells[:, 1] // 8)
 
 
 def _memory(address: int, words: int) -> npt.NDArray[np.uint64]:

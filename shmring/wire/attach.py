@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from ..layout import MAX_GROUPS
-from .checks import Fingerprint, KeyPrefix, Packet
+from .checks import Fingerprint, KeyPrefix, Packet, shown
 
 if TYPE_CHECKING:
     from ..groups import Groups
 
 HASH_PROBE_TOKENS = (1, 2, 3)  # of SchedulerInfo.hash_probe
+MAX_BORDERS = 2048  # of WorkerInfo.written, of all groups together: 22 KiB of a message
 # A CUDA IPC memory handle: 64 bytes in hexadecimal digits, or none.
 Handle = Annotated[str, Field(pattern=r"^([0-9a-f]{128})?$")]
 
@@ -32,8 +34,9 @@ class WorkerInfo(Packet):
     key_prefix: KeyPrefix
     # Key prefixes of the KV groups after the first; a block has the same size in each.
     other_prefixes: list[KeyPrefix] = Field(default=[], max_length=MAX_GROUPS - 1)
-    # Of each KV group whether its layers leave bytes of a block unwritten, which may be zeros; empty: none does.
-    padded: list[bool] = Field(default=[], max_length=MAX_GROUPS)
+    # Of each KV group, which bytes of a block's value its layers write: begin and end of each stretch, one stretch
+    # after the other. All other bytes may be zeros. Empty: the layers of every group write all bytes.
+    written: list[list[Annotated[int, Field(ge=0, le=1 << 32)]]] = Field(default=[], max_length=MAX_GROUPS)
     # Replicas of this shard among the ranks, and this rank's index: it fills the save slots with
     # slot % put_factor == put_turn.
     put_factor: int = Field(ge=1, le=4096)
@@ -47,6 +50,25 @@ class WorkerInfo(Packet):
     def key_prefixes(self) -> list[str]:
         """Return the key prefix of each group."""
         return [self.key_prefix, *self.other_prefixes]
+
+    def written_of(self, group: int) -> tuple[int, ...]:
+        """Return `written` of one group."""
+        return tuple(self.written[group]) if self.written else (0, self.block_bytes)
+
+    @model_validator(mode="after")
+    def _check_written(self) -> WorkerInfo:
+        if self.written and len(self.written) != len(self.key_prefixes):
+            raise ValueError(f"written: number of KV groups: groups={len(self.written)} keys={len(self.key_prefixes)}")
+        if (borders := sum(map(len, self.written))) > MAX_BORDERS:
+            raise ValueError(f"written: too many borders: borders={borders} max={MAX_BORDERS}")
+        for group, each in enumerate(self.written):
+            ascending = all(one < next_ for one, next_ in pairwise(each))
+            if len(each) % 2 or not ascending or (each and each[-1] > self.block_bytes):
+                raise ValueError(
+                    "written: stretches must have a begin and an end, ascend, and lie in the value: "
+                    f"group={group} block_bytes={self.block_bytes} borders={shown(each)}"
+                )
+        return self
 
 
 class SchedulerInfo(Packet):

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from ..layout import PAGE_ENTRIES
 
-PROTOCOL = 9
+PROTOCOL = 10
 MAX_REQUEST_ID_BYTES = 512
 
 
@@ -78,7 +78,8 @@ class Outcome(enum.IntEnum):
 # version, hash bytes, request-id bytes, pages, flag, blocks, local blocks, priority, prompt tokens, generation,
 # arrival ns, trace id and parent span id
 _HINT = struct.Struct("<BxHHHIIIiIQQ24s")
-_ASK = struct.Struct("<BxxxIQQ")
+# version, stop, flag, generation, asked ns
+_ASK = struct.Struct("<BBxxIQQ")
 # version, outcome, flag, loaded from, loaded blocks, generation, asked ns, waited ns, claimed ns, loaded ns
 _DONE = struct.Struct("<BBxxIIIQQQQQ")
 # version, hash bytes, dropped, blocks, reset generation, save id
@@ -113,11 +114,16 @@ class Hint(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """The scheduler reached the request and found it pending."""
+    """The scheduler reached the request and found it pending.
+
+    `stop`: another thing, that recomputing overtakes the fetch: order nothing more for the request. What is under way
+    is still of use to it, unless it is claimed.
+    """
 
     flag: int
     generation: int
     asked_ns: int
+    stop: bool = False
 
 
 class Done(NamedTuple):
@@ -174,11 +180,12 @@ def decode_hint(payload: memoryview) -> Hint:
 
 
 def encode_ask(ask: Ask) -> bytes:
-    return _ASK.pack(PROTOCOL, *ask)
+    return _ASK.pack(PROTOCOL, ask.stop, ask.flag, ask.generation, ask.asked_ns)
 
 
 def decode_ask(payload: memoryview) -> Ask:
-    return Ask(*_unpack(_ASK, payload)[1:])
+    _, stop, flag, generation, asked = _unpack(_ASK, payload)
+    return Ask(flag, generation, asked, bool(stop))
 
 
 def encode_done(done: Done) -> bytes:

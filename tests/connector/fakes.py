@@ -216,6 +216,16 @@ class Request:
         return self.block_hashes[self._ratio - 1 :: self._ratio][start:stop]
 
 
+class Blocks:
+    """vLLM's KVCacheBlocks: the blocks of a request in each group, by their ids."""
+
+    def __init__(self, *tables: Sequence[int]) -> None:
+        self.blocks = tuple([SimpleNamespace(block_id=each) for each in table] for table in tables)
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return tuple([block.block_id for block in group] for group in self.blocks)
+
+
 GEOMETRY = Geometry(
     block_tokens=BLOCK,
     hashes_per_block=1,
@@ -330,7 +340,7 @@ class Engine:
     def allocate(self, request: Request, tokens: int, *, local: int | None = None) -> list[int]:
         """Blocks for the whole request; block ids are 100 + index."""
         ids = [100 + i for i in range((request.num_tokens + BLOCK - 1) // BLOCK)]
-        self.side.allocated(request, lambda: (ids,), tokens)
+        self.side.allocated(request, Blocks(ids), tokens)
         request.num_computed_tokens = (self.cache.hits[request.request_id] if local is None else local) + tokens
         return ids
 

@@ -73,7 +73,7 @@ def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute
             engine_id="engine", kv_connector_extra_config=extra, kv_load_failure_policy=policy,
             is_kv_consumer=role != "kv_producer", is_kv_producer=role != "kv_consumer",
         ),
-        speculative_config=None,
+        speculative_config=changes.pop("speculative_config", None),
         kv_events_config=changes.pop("kv_events_config", None),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
         compilation_config=SimpleNamespace(static_forward_context={}),
@@ -116,6 +116,8 @@ def refusals() -> list[tuple[str, dict[str, Any], Any]]:
     mamba = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
     sink = SinkFullAttentionSpec(**common, sink_len=4)
     full_only = "KV groups are served beside full attention only: groups="
+    eagle = {"speculative_config": SimpleNamespace(use_eagle_block_drop=lambda: True)}
+    one_group = "drafts from hidden states are served with one KV group of full attention only: groups=2 kinds="
     return [
         ("outside the prefix cache .*=0$", {}, kv_cache_config([full], 0)),
         # vLLM cannot make one group of these, so nothing is advised.
@@ -123,6 +125,9 @@ def refusals() -> list[tuple[str, dict[str, Any], Any]]:
         (f"{full_only}2 kv_cache_spec=Chunked.*,SlidingWindowSpec$", {}, kv_cache_config([window, chunks], 2)),
         (f"{full_only}1 kv_cache_spec=MambaSpec$", {}, kv_cache_config([mamba])),
         ("beside full attention of one kind only: .*,state", {}, kv_cache_config([full, window, mamba], 3)),
+        (f"{one_group}full,window", eagle, kv_cache_config([full, window], 2)),
+        (f"{one_group}chunk,full", eagle, kv_cache_config([full, chunks], 2)),
+        (f"{one_group}full,state", eagle, kv_cache_config([full, mamba], 2)),
         ("of this kind is not served: kv_cache_spec=SinkFullAttentionSpec$", {}, kv_cache_config([sink])),
         ("enable_prefix_caching=False", {"cache": {"enable_prefix_caching": False}}, kv_cache_config()),
         ("encoder-decoder", {"model": {"is_encoder_decoder": True}}, kv_cache_config()),
@@ -139,6 +144,12 @@ SHOWN = {
         "saved, then loaded: tokens equal", "sliding windows alone", refused=True
     ),
     "1 kv_cache_spec=MambaSpec$": pytest.mark.shows("saved, then loaded: tokens equal", "Mamba", refused=True),
+    "of one kind only: .*,state": pytest.mark.shows(
+        "saved, then loaded: tokens equal", "full attention, sliding windows and Mamba", refused=True
+    ),
+    "kinds=full,window": pytest.mark.shows("EAGLE drafts", "full attention and sliding windows", refused=True),
+    "kinds=chunk,full": pytest.mark.shows("EAGLE drafts", "full attention and chunks", refused=True),
+    "kinds=full,state": pytest.mark.shows("EAGLE drafts", "full attention and Mamba", refused=True),
     "encoder-decoder": pytest.mark.shows("saved, then loaded: tokens equal", "encoder-decoder", refused=True),
     "enable_prefix_caching=False": pytest.mark.shows("prefix caching off", refused=True),
     "sleep mode": pytest.mark.shows("sleep mode", refused=True),
@@ -245,13 +256,13 @@ def test_mode_off_does_nothing(tmp_path: Path) -> None:
 
 def test_without_a_daemon_every_call_answers_nothing(tmp_path: Path) -> None:
     """In vLLM's order; has_pending_push_work must not keep an idle engine stepping."""
-    from .fakes import Request
+    from .fakes import Blocks, Request
 
     connector = KVPrefetchConnector(vllm_config(tmp_path / "s"), SCHEDULER, kv_cache_config())
     request = Request("r", 100)
     connector.on_new_request(request)
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
-    connector.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([],)), 0)
+    connector.update_state_after_alloc(request, Blocks([]), 0)
     output = SimpleNamespace(num_scheduled_tokens={"r": 100}, kv_connector_block_state=None)
     assert connector.build_connector_meta(output) == KVPrefetchMetadata()
     assert not connector.has_pending_push_work()
@@ -275,7 +286,7 @@ def test_an_error_inside_is_logged_and_answers_nothing(
         assert connector.reset_cache() is False
     assert sum("failed; the engine goes on" in record.message for record in caplog.records) == 6
     with pytest.raises(AttributeError):
-        connector.update_state_after_alloc(SimpleNamespace(), SimpleNamespace(get_block_ids=list), 32)
+        connector.update_state_after_alloc(SimpleNamespace(), SimpleNamespace(blocks=()), 32)
     connector.shutdown()
 
 

@@ -69,9 +69,9 @@ def running(*, layers: tuple[str, ...] = ("a", "b"), **changes: Any) -> dict[str
         compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(layers, backend)),
     )
     kv: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=list(layers), kv_cache_spec=served)])
-    layout = changes.pop("layout", "1:2,2:32,3:16")
+    layout, written = changes.pop("layout", "1:2,2:32,3:16"), changes.pop("written", [])
     assert not changes
-    return fingerprint.of_engine(config, kv, rules=None, replicas=replicas, layout=layout)
+    return fingerprint.of_engine(config, kv, rules=None, replicas=replicas, layout=layout, written=written)
 
 
 def grouped(*members: tuple[Any, tuple[str, ...]], hash_tokens: int = TOKENS) -> dict[str, str]:
@@ -149,6 +149,7 @@ def differing(mine: dict[str, str], theirs: dict[str, str]) -> set[str]:
         ({"spec": spec(kv_quant_mode=KVQuantMode.NVFP4)}, {"layers"}),
         ({"spec": spec(num_kv_heads=4, head_size=4)}, {"layers"}),
         ({"layout": "2:32,1:2,3:16"}, {"layout"}),
+        ({"written": [[0, 512]]}, {"written"}),
         ({"isa": "vec"}, {"attention"}),
     ],
 )

@@ -13,7 +13,7 @@ from kvprefetch.connector.metadata import KVPrefetchMetadata, LoadOrder
 from kvprefetch.shmring.groups import Group, Groups, Kind
 from kvprefetch.shmring.wire.records import FlagState
 
-from .fakes import BLOCK, Engine, Request, scheduled_output
+from .fakes import BLOCK, Blocks, Engine, Request, scheduled_output
 from .test_worker import EPOCH, make
 
 # A window of two blocks beside full attention.
@@ -40,7 +40,7 @@ def stage(engine: Engine, name: str, blocks: int, *, ready: bool = True) -> list
 def allocated(
     engine: Engine, request: Request, tokens: int, tables: Sequence[list[int]] = (WINDOWS, FULL)
 ) -> LoadOrder:
-    engine.side.allocated(request, lambda: tables, tokens)
+    engine.side.allocated(request, Blocks(*tables), tokens)
     (order,) = engine.side.take_loads().loads
     return order
 
@@ -193,9 +193,9 @@ def test_a_look_up_says_what_is_stored_of_each_group() -> None:
     stage(engine, "r", 4)
     assert engine.match(request) == (4 * BLOCK, True)
     windows = [0, 0, 13, 14, 15, 16, 17]
-    engine.side.allocated(request, lambda: (windows, FULL), 4 * BLOCK)
+    engine.side.allocated(request, Blocks(windows, FULL), 4 * BLOCK)
     engine.acknowledge(engine.side.take_loads())
-    engine.side.allocated(request, lambda: (windows, FULL), 0)
+    engine.side.allocated(request, Blocks(windows, FULL), 0)
     request.num_computed_tokens = 4 * BLOCK
     meta = engine.side.take_loads()
     engine.side.plan_step(scheduled_output([(request, 2 * BLOCK + 5)], {"r": (windows, FULL)}), meta)

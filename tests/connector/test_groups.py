@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 kinds = pytest.importorskip("vllm.v1.kv_cache_interface")
 
 from kvprefetch.connector import groups  # noqa: E402
+from kvprefetch.daemon.store.zeros import holed  # noqa: E402
 from kvprefetch.shmring.groups import Group, Groups, Kind  # noqa: E402
+from kvprefetch.shmring.wire import attach  # noqa: E402
 
 HEADS = {"block_size": 32, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
 FULL = kinds.FullAttentionSpec(**HEADS)
@@ -100,3 +103,115 @@ def test_a_subclass_of_a_known_kind_is_not_known() -> None:
     """Its rules may be others, as those of attention sinks are."""
     with pytest.raises(ValueError, match="kv_cache_spec=SinkFullAttentionSpec"):
         groups.of_engine(cache(kinds.SinkFullAttentionSpec(**HEADS, sink_len=4)), 32, drafts=False)
+
+
+# --- what layers write of a value -------------------------------------------------------------------------------------
+
+mamba = pytest.importorskip("vllm.model_executor.layers.mamba.mamba_utils")
+Calculator, Copied = mamba.MambaStateShapeCalculator, mamba.MambaStateCopyFuncCalculator
+BF16, FP32 = torch.bfloat16, torch.float32
+PAGE, DRAFTS = 1 << 20, 2  # bytes, tokens
+CONV = {"intermediate_size": 1024, "conv_kernel": 4, "tp_world_size": 1}
+# Bytes of three rows of the convolution, of its rows for drafted tokens, and of the state.
+ROWS, DRAFTED, TEMPORAL = 3 * 1280 * 2, DRAFTS * 1280 * 2, 8 * 64 * 128 * 4
+
+
+def mamba2(num_spec: int) -> Any:
+    heads = {"num_heads": 8, "head_dim": 64, "n_groups": 1, "state_size": 128}
+    return Calculator.mamba2_state_shape(**CONV, **heads, num_spec=num_spec)
+
+
+def states(kind: str, shapes: Any, dtypes: Any, *, drafts: int = 0) -> list[list[int]]:
+    """What layers with such states are said to write of a page."""
+    spec = kinds.MambaSpec(
+        block_size=32, shapes=shapes, dtypes=dtypes, mamba_type=kinds.MambaAttentionBackendEnum[kind]
+    )
+    return groups.written(cache(FULL, spec), {"l0": [(0, PAGE)], "l1": [(0, PAGE)]}, PAGE, drafts=drafts)
+
+
+def test_of_a_state_its_convolution_and_itself_are_written() -> None:
+    assert states("MAMBA2", mamba2(0), (BF16, FP32)) == [[0, PAGE], [0, ROWS + TEMPORAL]]
+
+
+def test_rows_of_the_convolution_for_drafted_tokens_may_be_unwritten() -> None:
+    """Three rows are left in any case, as many as vLLM copies after a step that accepted all drafts."""
+    found = states("MAMBA2", mamba2(DRAFTS), (BF16, FP32), drafts=DRAFTS)[1]
+    assert found == [0, ROWS, ROWS + DRAFTED, ROWS + DRAFTED + TEMPORAL]
+
+
+def test_where_rows_are_the_inner_dimension_written_bytes_stand_between_those_of_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mamba, "is_conv_state_dim_first", lambda: True)
+    shapes = mamba2(DRAFTS)
+    assert shapes[0] == (1280, 5)
+    assert states("MAMBA2", shapes, (BF16, FP32), drafts=DRAFTS)[1] == [0, ROWS + DRAFTED + TEMPORAL]
+
+
+def test_parts_of_a_state_that_vllm_does_not_copy_may_be_unwritten() -> None:
+    """The rings of ReplaySSM; its specification names no blocks for drafts, yet the convolution has their rows."""
+    shapes = (*mamba2(DRAFTS), (8, 16, 64), (8, 16), (1, 16, 128))
+    found = states("MAMBA2", shapes, (BF16, FP32, BF16, FP32, BF16), drafts=DRAFTS)[1]
+    assert found == [0, ROWS, ROWS + DRAFTED, ROWS + DRAFTED + TEMPORAL]
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_p36_bytes_that_vllm_may_leave_unwritten_are_not_said_to_be_written(
+    ring: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value as a prompt leaves it: without the guard its right zeros are taken for a lost page."""
+    shapes: Any = mamba2(DRAFTS)
+    dtypes: Any = (BF16, FP32)
+    if ring:
+        shapes, dtypes = (*shapes, (8, 16, 64)), (*dtypes, BF16)
+    value = bytearray(PAGE)
+    for begin, count in ((0, ROWS), (ROWS + DRAFTED, TEMPORAL)):
+        value[begin : begin + count] = b"\x11" * count
+    at = ctypes.addressof(ctypes.c_char.from_buffer(value))
+
+    def lost(drafts: int) -> bool:
+        return bool(holed([at], [PAGE], [tuple(states("MAMBA2", shapes, dtypes, drafts=drafts)[1])]))
+
+    assert not lost(DRAFTS)
+    if not ring:
+        assert lost(0)
+    monkeypatch.setattr(groups, "_STATE_PARTS", {"MAMBA2": 3})
+    assert lost(DRAFTS) == ring
+    monkeypatch.setattr(groups, "_state", lambda *_: [(0, PAGE - 64)])
+    assert lost(DRAFTS)
+
+
+def test_of_each_kind_of_state_as_many_parts_are_written_as_vllm_copies() -> None:
+    copied = {
+        "MAMBA1": Copied.mamba1_state_copy_func(),
+        "MAMBA2": Copied.mamba2_state_copy_func(),
+        "GDN_ATTN": Copied.gated_delta_net_state_copy_func(),
+        "SHORT_CONV": Copied.short_conv_state_copy_func(),
+        "LINEAR": Copied.linear_attention_state_copy_func(),
+    }
+    assert len(copied["GDN_ATTN"]) == len(Copied.kda_state_copy_func()), "Kimi's layers have the same kind"
+    for kind, functions in copied.items():
+        assert states(kind, ((8, 64),) * 3, (FP32,) * 3)[1] == [0, len(functions) * 2048]
+    assert states("LINEAR", ((4, 64, 64),), (FP32,), drafts=DRAFTS)[1] == [0, 4 * 64 * 64 * 4], "no convolution"
+    assert states("CUSTOM", ((8, 64),), (FP32,))[1] == [], "nobody knows"
+
+
+def test_of_layers_that_share_anothers_kv_nothing_is_said_and_neighbours_are_one_stretch() -> None:
+    """vLLM adds them to the group of the layer whose KV they read, without a specification of their own."""
+    config = cache(uniform(FULL, MLA), WINDOW)
+    config.kv_cache_groups[0].layer_names = ["layer.0", "layer.1", "reader"]
+    places = {"layer.0": [(0, 64), (64, 64)], "layer.1": [(128, 64)], "reader": [(0, 64)], "l1": [(0, 64), (128, 64)]}
+    assert groups.written(config, places, 256, drafts=0) == [[0, 192], [0, 64, 128, 192]]
+    assert groups.written(config, {**places, "l1": [(0, 192)]}, 192, drafts=0) == []
+
+
+def test_of_more_stretches_than_a_hello_takes_the_longest_are_said() -> None:
+    most = attach.MAX_BORDERS // 2
+    lengths = [128] + [32] * most + [64]
+    places = [(256 * i, length) for i, length in enumerate(lengths)]
+    size = 256 * len(places)
+    first, second = groups.written(cache(FULL, WINDOW), {"l0": [(0, size)], "l1": places}, size, drafts=0)
+    assert first == [0, size]
+    assert (len(second), second[:2], second[-2:]) == (attach.MAX_BORDERS - 2, [0, 128], [size - 256, size - 192])
+    hello = {"block_bytes": size, "key_prefix": "a@", "other_prefixes": ["b@"], "put_factor": 1, "put_turn": 0}
+    attach.WorkerInfo.model_validate({**hello, "written": [first, second]})

@@ -109,7 +109,7 @@ def test_a_saved_block_is_upstreams_value(groups: Any, layout: str) -> None:
 
 
 @pytest.mark.parametrize(("groups", "layout"), SERVED)
-def test_a_group_is_padded_where_its_layers_leave_bytes_of_a_block_alone(groups: Any, layout: str) -> None:
+def test_what_a_group_is_said_to_write_are_the_bytes_that_its_layers_write(groups: Any, layout: str) -> None:
     config, caches = laid_out(groups, layout)
     paged = paged_cache(config, caches)
     rows = np.zeros((BLOCKS, paged.block_bytes), dtype=np.uint8)
@@ -117,18 +117,14 @@ def test_a_group_is_padded_where_its_layers_leave_bytes_of_a_block_alone(groups:
     for group in config.kv_cache_groups:
         next(iter(caches.values())).untyped_storage().fill_(0)
         for name in group.layer_names:
-            spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
-            content = caches[name].contiguous().view(torch.uint8).numel() // BLOCKS
-            written = content if spec is not STATE else 5 * 3 * 2 + 4 * 4 * 4
             block = caches[name][3].view(torch.uint8)
             block.copy_(torch.ones_like(block))
-            if spec is STATE:  # its tensor has the padding, too
-                flat = torch.zeros(content, dtype=torch.uint8)
-                flat[:written] = 1
-                block.copy_(flat.view(block.shape))
         paged.save(rows, [3], [3])
-        found.append(not rows[3].all())
-    assert groups_of_engine.padded(config, paged.block_bytes) == found
+        found.append(np.flatnonzero(np.diff(rows[3], prepend=0, append=0)).tolist())
+    whole = all(each == [0, paged.block_bytes] for each in found)
+    assert whole == (groups in (UNLIKE, LATENT))
+    said = groups_of_engine.written(config, paged.places, paged.block_bytes, drafts=0)
+    assert said == ([] if whole else found)
 
 
 @pytest.mark.parametrize(("groups", "layout"), SERVED)

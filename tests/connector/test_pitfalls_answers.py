@@ -166,10 +166,10 @@ def test_p06_only_what_was_allocated_for_us_is_loaded(make: Make, monkeypatch: P
 
     original = SchedulerSide.allocated
 
-    def careless(self: SchedulerSide, request: Any, block_ids: Any, tokens: int) -> None:
+    def careless(self: SchedulerSide, request: Any, blocks: Any, tokens: int) -> None:
         if (answer := self.requests[request.request_id].answer) is not None:
             tokens = answer.count * BLOCK
-        original(self, request, block_ids, tokens)
+        original(self, request, blocks, tokens)
 
     fails_with(check, monkeypatch, SchedulerSide, "allocated", careless, match="other child")
 

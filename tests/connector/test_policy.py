@@ -45,6 +45,11 @@ class World:
         come = bisect.bisect_right(self.arrivals, at, key=lambda arrival: arrival[0])
         return self.arrivals[come - 1][1] if come else 0
 
+    def under_way(self, at: int) -> int:
+        """Blocks ready once the fetch of then has come: the fetches come one after the other."""
+        come = bisect.bisect_right(self.arrivals, at, key=lambda arrival: arrival[0])
+        return self.arrivals[min(come, len(self.arrivals) - 1)][1] if self.arrivals else 0
+
     @property
     def total(self) -> int:
         """Blocks that will have come in the end."""
@@ -75,13 +80,19 @@ def serve(world: World, policy: WaitPolicy, begun: int, *, busy: bool, wait_poli
     """When the prefix is computed, in ns after the first visit."""
     wait = Wait.begin(wait_policy, 3_600_000, begun, world.ready(0))
     at = 0
+    ends = world.found
     while True:
         ready = world.ready(at)
         limit = world.blocks if world.found is None else world.found
-        over = world.found is not None and ready >= world.found  # READY: nothing is left to decide
+        over = ends is not None and ready >= ends  # READY: nothing is left to decide
         if over:
             policy.fetches.saw(wait, ready, begun + at)
-        if over or policy.verdict(wait, ready, limit, begun + at, load=BUSY if busy else 0.0) is not Verdict.WAIT:
+            verdict = Verdict.TAKE
+        else:
+            verdict = policy.verdict(wait, ready, limit, begun + at, load=BUSY if busy else 0.0)
+        if verdict is Verdict.STOP:
+            wait.stopped, ends = True, world.under_way(at)
+        elif verdict is not Verdict.WAIT:
             return at + round(world.recompute(world.blocks - ready))
         at += world.visit_ns
 
@@ -100,6 +111,7 @@ simulated = settings(deadline=None, max_examples=100)
 token_prices = st.floats(2_000, 1_000_000)  # 1,000 to 500,000 tokens per second
 visits = st.integers(1 * MS, 200 * MS)
 busyness = st.booleans()
+wait_policies: st.SearchStrategy[Policy] = st.sampled_from(["adaptive", "wait"])
 
 
 @st.composite
@@ -119,7 +131,7 @@ def steady_worlds(draw: st.DrawFn, *, busy: bool) -> World:
 @simulated
 @given(st.data(), busyness)
 def test_it_is_never_much_later_than_recomputing_whatever_the_blocks_do(data: st.DataObject, busy: bool) -> None:
-    """Any arrivals, also none; any history of other requests: at most (1 + RISK) times the price and one visit."""
+    """Any arrivals, also none: at most (1 + RISK) times the price and one visit; twice where fetches are known."""
     blocks = data.draw(st.integers(1, 300))
     gaps = data.draw(st.lists(st.tuples(st.integers(0, 2 * SEC), st.integers(1, 60)), max_size=30))
     at = ready = 0
@@ -132,11 +144,13 @@ def test_it_is_never_much_later_than_recomputing_whatever_the_blocks_do(data: st
     world = World(data.draw(token_prices), visit, blocks, arrivals, found)
     policy = policy_for(world, busy=busy)
     begun = 100 * SEC
-    for earlier in data.draw(st.lists(steady_worlds(busy=busy), max_size=3)):
-        begun += serve(earlier, policy, begun, busy=busy)
+    others = data.draw(st.lists(st.tuples(steady_worlds(busy=busy), wait_policies), max_size=3))
+    for earlier, wait_policy in others:
+        begun += serve(earlier, policy, begun, busy=busy, wait_policy=wait_policy)
+    times = 2 if others else 1 + RISK
     assert (
         serve(world, policy, begun, busy=busy)
-        <= (1 + RISK) * (PRICE if busy else 1) * world.recompute(blocks - world.ready(0)) + world.visit_ns + EPSILON
+        <= times * (PRICE if busy else 1) * world.recompute(blocks - world.ready(0)) + world.visit_ns + EPSILON
     )
 
 
@@ -161,15 +175,58 @@ def test_where_waiting_pays_it_waits(data: st.DataObject, busy: bool, known: boo
 
 @simulated
 @given(st.data(), busyness)
+def test_a_known_fetch_that_takes_most_of_recomputing_is_waited_for(data: st.DataObject, busy: bool) -> None:
+    """All blocks come together, visibly sooner than recomputing: one request finds out, the next one waits."""
+    price, visit = data.draw(token_prices), data.draw(visits) if busy else int(IDLE_VISIT_NS)
+    blocks = data.draw(st.integers(1, 512))
+    latency = data.draw(st.floats(0, max(0.0, 0.95 * blocks * BLOCK_TOKENS * price - 3 * visit)))
+    world = steady(price, visit, blocks, int(latency), 0, blocks, blocks)
+    policy = policy_for(world, busy=busy)
+    begun = 100 * SEC
+    begun += serve(world, policy, begun, busy=busy, wait_policy="wait")
+    assert serve(world, policy, begun, busy=busy) <= world.waited + visit + EPSILON
+
+
+@simulated
+@given(st.data(), busyness)
 def test_a_fetch_known_to_be_slow_costs_nothing(data: st.DataObject, busy: bool) -> None:
-    """Slower by half than recomputing is worth, and one request found out: the next one does not wait at all."""
+    """Slower than STOP_FACTOR times recomputing, and one request found out: the next one does not wait at all."""
     price, visit = data.draw(token_prices), data.draw(visits) if busy else int(IDLE_VISIT_NS)
     blocks, block = data.draw(st.integers(2, 200)), BLOCK_TOKENS * price * (PRICE if busy else 1)
-    block_ns = data.draw(st.floats(1.5 * block, 8 * block))
+    block_ns = data.draw(st.floats(2.5 * block, 8 * block))
     world = steady(price, visit, blocks, 0, block_ns, data.draw(st.integers(1, 128)), blocks)
     policy = policy_for(world, busy=busy)
     begun = 100 * SEC + serve(world, policy, 100 * SEC, busy=busy, wait_policy="wait")
     assert serve(world, policy, begun, busy=busy) <= world.recompute(blocks) + EPSILON
+
+
+@simulated
+@given(st.data(), busyness)
+def test_a_stopped_fetch_costs_at_most_risk(data: st.DataObject, busy: bool) -> None:
+    """Known to be a little slower than recomputing: only what is under way is waited for, within RISK."""
+    price, visit = data.draw(token_prices), data.draw(visits) if busy else int(IDLE_VISIT_NS)
+    blocks, block = data.draw(st.integers(2, 200)), BLOCK_TOKENS * price * (PRICE if busy else 1)
+    world = steady(
+        price, visit, blocks, 0, data.draw(st.floats(1.2 * block, 2 * block)), data.draw(st.integers(1, 16)), blocks
+    )
+    policy = policy_for(world, busy=busy)
+    begun = 100 * SEC + serve(world, policy, 100 * SEC, busy=busy, wait_policy="wait")
+    most = (1 + RISK) * (PRICE if busy else 1) * world.recompute(blocks)
+    assert serve(world, policy, begun, busy=busy) <= most + visit + EPSILON
+
+
+def test_what_is_under_way_is_waited_for_where_recomputing_overtakes_the_fetch() -> None:
+    """Chunks of ten blocks, worth 32 ms, each after 40 ms: the first is taken; after 80 ms none is waited for."""
+    for gap, stops in ((40, True), (80, False)):
+        policy = seen(*[gap * MS] * 10)
+        wait, began = Wait.begin("adaptive", 60_000, 103 * SEC, 0), 103 * SEC
+        verdict = policy.verdict(wait, 0, 100, began, load=BUSY)
+        assert verdict is (Verdict.STOP if stops else Verdict.TAKE)
+        assert policy.fetches.expects(began), "nothing was waited for in vain"
+        wait.stopped = True
+        for at in range(5, 45, 5):
+            assert not stops or policy.verdict(wait, 0, 100, began + at * MS, load=BUSY) is Verdict.WAIT
+        assert policy.verdict(wait, 0, 100, began + 170 * MS, load=BUSY) is Verdict.TAKE, "RISK"
 
 
 def test_a_stalled_store_is_tried_again_after_a_while() -> None:
@@ -196,6 +253,73 @@ def test_a_pause_between_chunks_does_not_end_a_wait_that_pays() -> None:
     """Hysteresis: chunks that come unevenly, on average five times as fast as recomputing."""
     world = World(100_000, 2 * MS, 100, [(10 * MS, 20), (15 * MS, 30), (50 * MS, 50), (55 * MS, 100)], 100)
     assert serve(world, policy_for(world, busy=True), 100 * SEC, busy=True) < 60 * MS
+
+
+def seen(*silences: int, blocks: int = 10, came: int = 100) -> WaitPolicy:
+    """A busy engine, 1.6 ms for each of 100 blocks, twice that by its price; a request waited and saw these fetches."""
+    policy = policy_for(World(100_000, 5 * MS, 100, []), busy=True)
+    wait, at, ready = Wait.begin("wait", 5000, 100 * SEC, 0), 100 * SEC, 0
+    for silence in silences:
+        for _ in range(silence // (5 * MS)):
+            at += 5 * MS
+            policy.verdict(wait, ready, came, at, load=BUSY)
+        ready = min(came, ready + blocks)
+        policy.fetches.saw(wait, ready, at + 1)
+    return policy
+
+
+def gives_up(policy: WaitPolicy, begun: int, missing: int = 100) -> int:
+    """When a request gives up that waits for so many blocks, of which none ever comes."""
+    wait = Wait.begin("adaptive", 60_000, begun, 0)
+    for at in range(0, 60 * SEC, 5 * MS):
+        if policy.verdict(wait, 0, missing, begun + at, load=BUSY) is not Verdict.WAIT:
+            return at
+    raise AssertionError("it never gave up")
+
+
+@pytest.mark.parametrize(
+    ("silence", "until"),
+    [(0, 160), (60, 160), (100, 200), (150, 300), (200, 320), (310, 320), (400, 0)],
+)
+def test_blocks_that_are_expected_get_twice_the_time(silence: int, until: int) -> None:
+    """Of 100 blocks, worth 320 ms: RISK of it when nothing is known, and no more than all of it."""
+    found = gives_up(seen(silence * MS, blocks=100), 102 * SEC) if silence else gives_up(seen(), 102 * SEC)
+    assert until * MS <= found <= (until + 10) * MS if until else found == 0
+
+
+def test_only_blocks_that_came_give_patience() -> None:
+    """One request waits longer for a store that stopped; the next ones do not wait until blocks come again."""
+    policy = seen(150 * MS, blocks=100)
+    assert 300 * MS <= gives_up(policy, 102 * SEC) <= 310 * MS
+    assert policy.fetches.latency_ns(103 * SEC) > RISK * 320 * MS
+    assert gives_up(policy, 103 * SEC) == 0
+    assert 160 * MS <= gives_up(policy, 103 * SEC, missing=1000) - 9 * 160 * MS <= 170 * MS, "RISK of ten times as much"
+    assert 160 * MS <= gives_up(policy, 120 * SEC) <= 170 * MS, "forgotten"
+    waits(policy, 121 * SEC, [5 * MS, 10 * MS], 12 * MS)
+    assert policy.fetches.expects(121 * SEC + 12 * MS)
+    assert not policy.fetches.expects(132 * SEC)
+
+
+def test_patience_does_not_grow_while_nothing_comes() -> None:
+    """Neither from what other requests see meanwhile, nor from blocks that come, are taken back and come again."""
+    policy = seen(150 * MS, 5 * MS, blocks=50)
+    wait, taken = Wait.begin("adaptive", 60_000, 102 * SEC, 0), 0
+    for at in range(0, 10 * SEC, 5 * MS):
+        if at % (50 * MS) == 0:  # blocks come, and are taken back
+            taken = 10 - taken
+        policy.fetches.saw(Wait.begin("adaptive", 5000, 102 * SEC, 0), 10, 102 * SEC + at)
+        if policy.verdict(wait, taken, 100, 102 * SEC + at, load=BUSY) is not Verdict.WAIT:
+            break
+    assert at <= 360 * MS, "what 100 blocks are worth, and the ten that are there"
+
+
+def test_the_last_blocks_of_a_steady_fetch_are_not_given_up() -> None:
+    """The last ten are worth 32 ms, and come 25 ms after those before them: RISK of their worth is not enough."""
+    policy = seen(40 * MS, *[25 * MS] * 9)
+    wait, began = Wait.begin("adaptive", 60_000, 102 * SEC, 0), 102 * SEC
+    for at in range(0, 265 * MS, 5 * MS):
+        ready = 10 * ((at - 15 * MS) // (25 * MS)) if at >= 40 * MS else 0
+        assert policy.verdict(wait, ready, 100, began + at, load=BUSY) is Verdict.WAIT, at
 
 
 def test_behind_another_that_waits_nobody_is_late() -> None:

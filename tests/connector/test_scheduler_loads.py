@@ -8,7 +8,7 @@ import pytest
 
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
-from .fakes import BLOCK, BLOCK_BYTES, Engine, FakeDaemon, Request
+from .fakes import BLOCK, BLOCK_BYTES, Blocks, Engine, FakeDaemon, Request
 
 NOTHING, PENDING = (0, False), (None, False)
 
@@ -84,7 +84,7 @@ def test_load_mode(mode: str, limit: int, expected: bool) -> None:
     engine.allocate(request, 2 * BLOCK)
     (load,) = engine.step().loads
     assert load.asynchronous is expected
-    engine.side.allocated(request, lambda: ([],), 0)
+    engine.side.allocated(request, Blocks([]), 0)
     assert engine.daemon.flag("r").state == FlagState.CLAIMED
 
 

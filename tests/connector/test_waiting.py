@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvprefetch.connector import hints
 from kvprefetch.connector.claims import Claims
 from kvprefetch.connector.policy import WAIT_BOUND_NS
 from kvprefetch.shmring.wire.records import FlagState, Outcome
@@ -121,7 +122,7 @@ def test_a_fetch_that_goes_on_is_waited_for() -> None:
 
 
 def test_a_fetch_that_came_at_once_tells_how_long_the_next_one_takes() -> None:
-    """All of 40 blocks between two visits, 25 ms after the first one: 20 blocks recompute in 32 ms, and risk half."""
+    """All of 40 blocks between two visits, 25 ms after the first one: 12 blocks recompute in 19 ms, 40 in 64 ms."""
     engine = measured()
     first = engine.add("first", 40 * BLOCK + 1)
     for _ in range(6):
@@ -129,7 +130,91 @@ def test_a_fetch_that_came_at_once_tells_how_long_the_next_one_takes() -> None:
         step(engine)
     engine.daemon.stage("first", 40)
     engine.take(first, 40 * BLOCK)
-    assert engine.match(engine.add("next", 20 * BLOCK + 1)) == NOTHING
+    assert engine.match(engine.add("next", 12 * BLOCK + 1)) == NOTHING
+    assert engine.match(engine.add("long", 40 * BLOCK + 1)) == PENDING
+
+
+def overtaken(*, found: int = 40) -> tuple[Engine, Request]:
+    """An engine that saw 10 blocks each 25 ms, and recomputes as many in 16 ms; its next request, which it visited."""
+    engine = measured(max_running=64)
+    first = engine.add("first", 40 * BLOCK + 1)
+    first.kv_transfer_params = {"kvprefetch": {"wait_policy": "wait"}}
+    for visit in range(20):
+        engine.daemon.stage("first", visit // 5 * 10, ready=False, found=40)
+        assert engine.match(first) == PENDING
+        step(engine)
+    engine.daemon.stage("first", 40)
+    engine.take(first, 40 * BLOCK)
+    request = engine.add("r", 40 * BLOCK + 1)
+    engine.daemon.look_up("r", found)
+    engine.daemon.drain()
+    engine.daemon.asks.clear()
+    return engine, request
+
+
+def test_a_fetch_that_recomputing_overtakes_is_stopped_and_what_is_under_way_loaded() -> None:
+    engine, request = overtaken()
+    assert engine.match(request) == PENDING
+    engine.daemon.drain()
+    assert [ask.stop for ask in engine.daemon.asks] == [True, False], "and it waits"
+    for _ in range(2):
+        step(engine)
+        assert engine.match(request) == PENDING
+    engine.daemon.drain()
+    assert len(engine.daemon.asks) == 2, "once"
+    engine.daemon.stage("r", 10, found=40)
+    assert engine.match(request) == (10 * BLOCK, False)
+    assert (engine.side.counters["stopped"], engine.side.counters["cut_short"]) == (1, 0)
+
+
+def test_a_stopped_fetch_with_nothing_under_way_is_recomputed_and_no_miss() -> None:
+    engine, request = overtaken()
+    assert engine.match(request) == PENDING
+    engine.daemon.stage("r", 0, found=40)
+    step(engine)
+    assert engine.match(request) == NOTHING
+    assert (engine.side.counters["recomputed"], engine.side.counters["misses"]) == (1, 0)
+    engine.daemon.drain()
+    assert engine.daemon.dones[-1].outcome == Outcome.RECOMPUTED
+
+
+def test_what_is_not_looked_up_is_not_stopped_but_given_up() -> None:
+    engine, request = overtaken(found=0)
+    assert engine.match(request) == NOTHING
+    engine.daemon.drain()
+    assert not engine.daemon.asks
+
+
+def test_a_stop_that_finds_no_room_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, request = overtaken()
+    with monkeypatch.context() as full:
+        full.setattr(hints, "stop", lambda handle, now_ns: False)
+        assert engine.match(request) == PENDING
+    step(engine)
+    assert engine.match(request) == PENDING
+    engine.daemon.drain()
+    assert [ask.stop for ask in engine.daemon.asks] == [False, True]
+
+
+def test_a_stopped_fetch_that_does_not_come_is_given_up_and_an_abort_gives_all_back() -> None:
+    engine, request = overtaken()
+    reply, visits = visits_until_decided(engine, request)
+    assert reply == NOTHING
+    assert visits <= 9, "half of 64 ms"
+    engine, request = overtaken()
+    assert engine.match(request) == PENDING
+    engine.side.finished(request)
+    engine.daemon.drain()
+    assert engine.daemon.flag("r").state == FlagState.CANCELLED
+
+
+def test_a_claim_of_a_part_stops_its_fetch() -> None:
+    engine = measured(wait_policy="best_effort")
+    request = engine.add("r", 40 * BLOCK)
+    engine.daemon.stage("r", 5, ready=False, found=30)
+    assert engine.match(request) == (5 * BLOCK, False)
+    engine.daemon.drain()
+    assert [ask.stop for ask in engine.daemon.asks] == [True]
 
 
 def test_what_the_store_holds_is_known_before_it_has_come() -> None:

@@ -14,7 +14,7 @@ from tests.lab.checkpoint import TINY, make_checkpoint
 from tests.lab.connectors import ours
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
-from tests.lab.passes import Pass
+from tests.lab.passes import Abort, Pass
 from tests.lab.store import Store
 from tests.lab.template import Template
 from tests.support.auditor import Auditor
@@ -160,6 +160,16 @@ def served(result: Pass, tokens: list[list[int]], hit_tokens: list[int] | None =
     assert result.tokens == tokens
     assert hit_tokens is None or result.cached_tokens == hit_tokens
     return result
+
+
+def abort_every_other(
+    engine: Engine, prompts: list[list[int]], right: list[list[int]], steps: int, **options: Any
+) -> None:
+    """Run prompts, abort every other one, each after more steps than the last; check the tokens of the rest."""
+    aborts = [Abort(index, after_steps=steps + index) for index in range(0, len(prompts), 2)]
+    partly = engine.run(prompts, aborts=aborts, **options)
+    for request in partly.requests[1::2]:
+        assert request.tokens == right[request.index]
 
 
 def whole_blocks(prompt: list[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from typing import Any
@@ -44,9 +45,12 @@ def vllm_version(engine: Any) -> str:
 
 
 def load_a_foreign_block(engine: Any, index: int = 1) -> None:
-    """From now on, give every load but the first this block of the first load's prompt: the second one, or a state."""
+    """From now on, give every load but the first this block of the first load's prompt: the second one, or a state.
+
+    It replaces what an earlier call began.
+    """
     side = _side(engine)
-    build = side.build_connector_meta
+    build = getattr(side.build_connector_meta, "whole", side.build_connector_meta)
     foreign: list[int] = []
 
     def spoiled(scheduler_output: Any) -> Any:
@@ -58,7 +62,24 @@ def load_a_foreign_block(engine: Any, index: int = 1) -> None:
                 foreign.append(load.slots[index])
         return meta
 
+    spoiled.whole = build  # type: ignore[attr-defined]
     side.build_connector_meta = spoiled
+
+
+def break_loads(engine: Any, every: int) -> None:
+    """From now on, let every `every`-th load name a slot that no staging area has, so that the worker refuses it."""
+    side = _side(engine)
+    build = side.build_connector_meta
+    numbers = itertools.count(1)
+
+    def broken(scheduler_output: Any) -> Any:
+        meta = build(scheduler_output)
+        for load in meta.loads:
+            if next(numbers) % every == 0:
+                load.slots[-1] = 1 << 30
+        return meta
+
+    side.build_connector_meta = broken
 
 
 def fail_next_allocation(engine: Any) -> None:

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import BLOCK, Site, hits, served, whole_blocks
+from tests.e2e.conftest import BLOCK, Site, abort_every_other, hits, served, whole_blocks
 from tests.lab import control
 from tests.lab.connectors import ours, upstream
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.hybrid import WINDOW, make_gemma3, make_llama4
-from tests.lab.passes import Abort
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
 from tests.support.auditor import Auditor
@@ -45,10 +44,10 @@ def right_long(reference: Engine) -> list[list[int]]:
     return reference.run(LONG).tokens
 
 
-def a_foreign_block_shows(site: Site, engine: Engine, right: list[list[int]]) -> None:
+def a_foreign_block_shows(site: Site, engine: Engine, right: list[list[int]], index: int = 1) -> None:
     """All prompts but the first load a block of the first: their tokens differ, so equal tokens mean something."""
     site.fresh(engine)
-    engine.call("tests.e2e.probes:load_a_foreign_block")
+    engine.call("tests.e2e.probes:load_a_foreign_block", index)
     spoiled = engine.run(PROMPTS, concurrency=1)
     assert [got == want for got, want in zip(spoiled.tokens, right, strict=True)] == [True] + 5 * [False]
 
@@ -107,10 +106,7 @@ def test_under_preemption_and_with_aborted_requests(
     assert engine.call("tests.e2e.probes:preemptions") > 0
     for steps in range(4):
         site.fresh(engine)
-        aborts = [Abort(index, after_steps=steps + index) for index in range(0, len(PROMPTS), 2)]
-        again = engine.run(prompts, max_tokens=160, aborts=aborts)
-        for request in again.requests[1::2]:
-            assert request.tokens == first.tokens[request.index]
+        abort_every_other(engine, prompts, first.tokens, steps, max_tokens=160)
     site.assert_idle()
     engine.stop()
 
@@ -183,37 +179,76 @@ def test_each_connector_reads_what_the_other_wrote(
     assert digests[0] == digests[1]
 
 
-@pytest.fixture(scope="module")
-def llama4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama4(tmp_path_factory.mktemp("models") / "llama4")
-
-
-@pytest.mark.shows("saved, then loaded: tokens equal", "full attention and chunks")
-@pytest.mark.shows("vLLM's own connector reads ours, and the reverse", "full attention and chunks")
+@pytest.mark.parametrize(
+    ("every", "prepare", "of_others", "starts"),
+    [
+        pytest.param(
+            2,
+            "",
+            0,
+            (0, 1),
+            marks=[
+                pytest.mark.shows("saved, then loaded: tokens equal", "full attention and chunks"),
+                pytest.mark.shows("vLLM's own connector reads ours, and the reverse", "full attention and chunks"),
+            ],
+            id="chunks",
+        ),
+        pytest.param(
+            3,
+            "tests.lab.hybrid:windows_among_chunks",
+            WINDOW_BLOCKS,
+            (0, 1, 3),
+            marks=[
+                pytest.mark.shows("saved, then loaded: tokens equal", "full attention, sliding windows and chunks"),
+                pytest.mark.shows(
+                    "vLLM's own connector reads ours, and the reverse", "full attention, sliding windows and chunks"
+                ),
+            ],
+            id="chunks and windows",
+        ),
+    ],
+)
 def test_chunks_beside_local_hits_and_vllms_own_connector(
-    llama4: Path, cluster: Store, shared: Daemon, engines: Callable[..., Engine], module_auditor: Auditor
+    every: int,
+    prepare: str,
+    of_others: int,
+    starts: tuple[int, ...],
+    tmp_path: Path,
+    cluster: Store,
+    shared: Daemon,
+    engines: Callable[..., Engine],
+    module_auditor: Auditor,
 ) -> None:
-    """Prompts end in the first block of a chunk, in its last, and between; a longer one goes on from what is local."""
+    """Prompts end in the first block of a chunk, in its last, and between; a longer one goes on from what is local.
+
+    `of_others`: saved blocks of a window; `starts`: where each group's blocks begin in a load of 288 tokens.
+    """
+    model = make_llama4(tmp_path / f"llama4-{every}", every)
+    spec = EngineSpec(model=model, prepare=prepare)
     prompts = [prompt[:length] for prompt, length in zip(LONG, (300, 257, 256, 500, 129, 385), strict=True)]
-    plain = engines(EngineSpec(model=llama4))
+    plain = engines(spec)
     right, right_long = plain.run(prompts).tokens, plain.run(LONG).tokens
     plain_tokens = plain.run(PROMPTS).tokens
     plain.stop()
-    site = Site(shared, llama4, module_auditor, engines)
-    mine = site.engine(EngineSpec(model=llama4, kv_transfer=ours(shared.socket, key_format="vllm")))
+    site = Site(shared, model, module_auditor, engines)
+    mine = site.engine(spec.but(kv_transfer=ours(shared.socket, key_format="vllm")))
     served(mine.run(prompts), right, [0] * len(prompts))
     assert mine.run(LONG).tokens == right_long
     for _ in range(2):
         site.fresh(mine)
         served(mine.run(prompts), right, hits(prompts))
         served(mine.run(LONG), right_long, hits(LONG))
-    theirs = engines(EngineSpec(model=llama4, kv_transfer=upstream(), mooncake_config=cluster.config))
+    theirs = engines(spec.but(kv_transfer=upstream(), mooncake_config=cluster.config))
     served(theirs.run(LONG), right_long, hits(LONG))
     others, before = make_prompts(4, 300, seed=87), cluster.keys
     found = theirs.run(others).tokens
-    wanted = before + len(others) * 2 * (300 // BLOCK)
+    wanted = before + len(others) * (2 * (300 // BLOCK) + of_others)
     assert cluster.wait_keys(wanted) == wanted
     served(mine.run(others), found, hits(others))
-    a_foreign_block_shows(site, mine, plain_tokens)
+    site.fresh(mine)
+    assert mine.run(PROMPTS).tokens == plain_tokens  # which saves windows before their ends
+    for start in starts:
+        a_foreign_block_shows(site, mine, plain_tokens, start)
     site.assert_idle()
+    theirs.stop()
     mine.stop()

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import BLOCK, At, hits, served, wait_attached
+from tests.e2e.conftest import BLOCK, At, abort_every_other, hits, served, wait_attached
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine
-from tests.lab.passes import Abort
 from tests.lab.process import frozen
 from tests.lab.prompts import make_prompts
 from tests.support.waiting import eventually
@@ -83,10 +82,7 @@ def test_aborts_at_every_stage_leave_nothing_pinned(at: At, right: list[list[int
             site.assert_idle()
             for steps in range(6):
                 assert engine.reset_prefix_cache()
-                aborts = [Abort(index, after_steps=steps + index) for index in range(0, len(PROMPTS), 2)]
-                partly = engine.run(PROMPTS, aborts=aborts)
-                for request in partly.requests[1::2]:
-                    assert request.tokens == right[request.index]
+                abort_every_other(engine, PROMPTS, right, steps)
                 site.assert_idle()
             engine.stop()
 

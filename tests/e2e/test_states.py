@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm
 
-from tests.e2e.conftest import BLOCK, Site, hits, served
+from tests.e2e.conftest import BLOCK, PATIENT, At, Site, abort_every_other, hits, served
+from tests.e2e.deep import Pair, patient
 from tests.lab import control
 from tests.lab.connectors import ours, upstream
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.hybrid import make_granite
+from tests.lab.process import frozen
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
 from tests.support.auditor import Auditor
 from tests.support.host_kernel import needs_cxx
 
+pytestmark = pytest.mark.skipif(
+    vllm.__version__.startswith("0.31."), reason="vLLM 0.31's CPU build does not run this model"
+)
+
 STATES, FULL = 0, 1  # groups: the first layer has a state
 PROMPTS = make_prompts(6, 300, seed=91)
 LONG = [prompt + more for prompt, more in zip(PROMPTS, make_prompts(6, 308, seed=92), strict=True)]
+OTHERS = make_prompts(20, 300, seed=101)
 # Of these prompts no step has a block's end inside it (see make_granite).
 STEP: Any = {"max_num_batched_tokens": BLOCK + 8}
+WITHOUT_CHECKPOINTS = "tests.lab.hybrid:without_checkpoints_inside_a_step"
+# A transfer whose peer stood still may wait inside Mooncake for up to 60 s; its slots come back with it.
+DEAD_PEER_S = 75.0
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +68,115 @@ def test_loaded_tokens_equal_recomputed_ones(site: Site, granite: Path, referenc
     assert [got == want for got, want in zip(spoiled.tokens, right, strict=True)] == [True] + 5 * [False]
     site.assert_idle()
     engine.stop()
+
+
+def test_a_lost_page_of_a_state_is_found_and_zeros_of_its_padding_are_right(
+    granite: Path, reference: Engine, engines: Callable[..., Engine], at: At, tmp_path: Path
+) -> None:
+    """Of the two states in a value 11,456 bytes each are written, of 16 KiB; the lost page is one of the second."""
+    right = reference.run(PROMPTS).tokens
+    with Daemon(memory="128MiB", staging="32MiB", disk=f"{tmp_path / 'disk'}:256MiB", extra=PATIENT) as daemon:
+        site = at(daemon)
+        spec = EngineSpec(model=granite, kv_transfer=ours(daemon.socket, key_format="vllm"), **STEP)
+        engine = site.engine(spec)
+        assert engine.run(PROMPTS).tokens == right
+        site.assert_idle()
+        engine.stop()
+        assert daemon.sigterm(60) == 0
+        name = control.block_keys(granite, PROMPTS[2], group=STATES)[300 // BLOCK - 1].encode()
+        [meta] = [each for each in (tmp_path / "disk").glob("*.meta") if name in each.read_bytes()]
+        with meta.with_suffix(".bucket").open("r+b") as file:  # of one value
+            size, value = file.seek(0, os.SEEK_END), 2 * 16384
+            file.seek(size - value + 16384 + 4096)
+            assert any(file.read(4096))
+            file.seek(size - value + 16384 + 4096)
+            file.write(bytes(4096))
+        daemon.start()
+        engine = site.engine(spec)
+        expected = hits(PROMPTS)
+        expected[2] = 0
+        served(engine.run(PROMPTS), right, expected)
+        assert sum(line["blocks"] for line in daemon.records("store.corrupt")) == 1
+        site.assert_idle()
+        engine.stop()
+        assert daemon.sigterm(60) == 0
+
+
+@pytest.mark.shows("aborts", "full attention and Mamba")
+@pytest.mark.shows("preemption", "full attention and Mamba")
+def test_under_preemption_and_with_aborted_requests(site: Site, granite: Path, reference: Engine) -> None:
+    prompts = [prompt[:204] for prompt in PROMPTS]
+    first = reference.run(prompts, max_tokens=100)
+    engine = site.engine(
+        model=granite,
+        extra={"cache_prefix": "preempted states"},
+        prepare=WITHOUT_CHECKPOINTS,  # a preempted request's last step may have a block's end inside it
+        num_gpu_blocks=28,
+        max_model_len=384,
+    )
+    engine.call("tests.e2e.probes:count_preemptions")
+    assert engine.run(prompts, max_tokens=100).tokens == first.tokens
+    for steps in range(3):
+        site.fresh(engine)
+        abort_every_other(engine, prompts, first.tokens, steps, max_tokens=100)
+    assert engine.call("tests.e2e.probes:preemptions") > 0
+    site.fresh(engine)
+    served(engine.run(prompts, max_tokens=100), first.tokens)
+    counters = engine.call("tests.e2e.probes:counters")
+    assert counters["loads"] >= len(prompts)
+    assert counters["failed_loads"] == 0
+    site.assert_idle()
+    engine.stop()
+
+
+@pytest.mark.shows("loads that fail", "full attention and Mamba")
+def test_requests_whose_loads_failed_are_recomputed(site: Site, granite: Path, reference: Engine) -> None:
+    """Every second load fails on the worker, also among aborted requests; those that did not fail count."""
+    right = reference.run(PROMPTS).tokens
+    engine = site.engine(model=granite, extra={"cache_prefix": "failing"}, **STEP)
+    engine.run(PROMPTS)
+    engine.call("tests.e2e.probes:break_loads", 2)
+    site.fresh(engine)
+    served(engine.run(PROMPTS), right)
+    counters = engine.call("tests.e2e.probes:counters")
+    assert (counters["loads"], counters["failed_loads"]) == (len(PROMPTS), len(PROMPTS) // 2)
+    for steps in range(3):
+        site.fresh(engine)
+        abort_every_other(engine, PROMPTS, right, steps)
+    site.assert_idle()
+    engine.stop()
+
+
+@pytest.mark.stress
+@pytest.mark.shows("store that hangs or dies", "full attention and Mamba")
+def test_a_store_that_hangs_or_dies_costs_no_tokens(
+    granite: Path, reference: Engine, engines: Callable[..., Engine], module_auditor: Auditor
+) -> None:
+    right, small = reference.run(PROMPTS).tokens, ("--save-share", "0.5")
+    with (
+        Store(memory="256 MB") as store,
+        Daemon(mooncake_config=store.config, staging="8MiB", extra=small) as daemon,
+    ):
+        transfer = patient(daemon, 1.0)
+        pair = Pair(engines(EngineSpec(model=granite, kv_transfer=transfer, **STEP)), daemon, module_auditor, 1.0)
+        assert pair.run(PROMPTS).tokens == right
+        stored = len(PROMPTS) * (300 // BLOCK + 1)
+        assert store.wait_keys(stored) == stored
+        served(pair.run(PROMPTS), right, hits(PROMPTS))
+        for _ in range(2):
+            pair.run(OTHERS)  # which take the staging area
+        with frozen(store.node_pid):
+            pair.begin(PROMPTS)
+            during = pair.collect()
+        assert during.tokens == right
+        assert sum(during.cached_tokens) < sum(hits(PROMPTS)), "the store was needed"
+        pair.assert_idle(DEAD_PEER_S)
+        pair.begin(PROMPTS)
+        pair.engine.wait_event("first_token")
+        os.kill(store.node_pid, signal.SIGKILL)
+        assert pair.collect().tokens == right
+        pair.assert_idle(DEAD_PEER_S)
+        pair.engine.stop()
 
 
 @pytest.mark.stress

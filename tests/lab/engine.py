@@ -64,6 +64,9 @@ class EngineSpec:
     env: dict[str, str] = field(default_factory=dict)
     python: Path = Path(sys.executable)
     """The interpreter of the engine's process."""
+    prepare: str = ""
+    """Function, as ``module:name``, that the engine's process calls before it builds the engine. What it changes in
+    vLLM reaches workers that are forked (of a template), or that share the process."""
 
     def engine_args(self) -> dict[str, Any]:
         """Keyword arguments for vLLM's ``EngineArgs``; ``kv_transfer_config`` stays a plain dict."""
@@ -163,7 +166,7 @@ class Engine:
                     **process.OWN_GROUP,
                 )
         try:
-            message = {"op": "start", "engine_args": self.spec.engine_args()}
+            message = {"op": "start", "engine_args": self.spec.engine_args(), "prepare": self.spec.prepare}
             self._workers = [int(pid) for pid in self.command(message, timeout_s=START_TIMEOUT_S)["workers"]]
         except BaseException:
             self.stop()

@@ -62,26 +62,26 @@ class Child:
     def handle(self, message: dict[str, Any]) -> dict[str, Any]:
         operation = message["op"]
         if operation == "start":
-            return self._start(message["engine_args"])
+            return self._start(message["engine_args"], message["prepare"])
         if operation == "pass":
             return self._pass(message)
         if operation == "reset":
             return {"value": self._reset(message["reset_connector"])}
         if operation == "call":
-            module, _, name = message["function"].partition(":")
-            function = getattr(importlib.import_module(module), name)
-            return {"value": function(self._engine, *message["args"], **message["kwargs"])}
+            return {"value": _named(message["function"])(self._engine, *message["args"], **message["kwargs"])}
         raise ValueError(f"unknown operation {operation!r}")
 
     def stop(self) -> None:
         if self._engine is not None:
             self._engine.engine_core.shutdown()
 
-    def _start(self, engine_args: dict[str, Any]) -> dict[str, Any]:
+    def _start(self, engine_args: dict[str, Any], prepare: str) -> dict[str, Any]:
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        if prepare:
+            _named(prepare)()
         if engine_args["kv_transfer_config"] is not None:
             if engine_args["kv_transfer_config"]["kv_connector"] == "LMCacheMPConnector":
                 _let_numba_be_imported_first()
@@ -204,6 +204,12 @@ class Child:
         deadline = time.monotonic() + timeout_s
         while scheduler.has_requests() and time.monotonic() < deadline:
             self._step()
+
+
+def _named(function: str) -> Any:
+    """Return what ``module:name`` names."""
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _let_numba_be_imported_first() -> None:

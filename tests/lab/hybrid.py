@@ -1,6 +1,6 @@
 """Writes small seeded checkpoints of models with several KV groups.
 
-Gemma 3 has sliding windows, Llama 4 chunks, Granite 4 states (Mamba 2).
+Gemma 3 has sliding windows, Llama 4 chunks, Granite 4 states (Mamba 2), Qwen3-Next others (linear attention).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def make_gemma3(folder: Path, kv_heads: int = 1) -> Path:
     return folder
 
 
-def make_llama4(folder: Path) -> Path:
-    """Write (or find) the checkpoint, without experts; return its folder."""
+def make_llama4(folder: Path, every: int = 2) -> Path:
+    """Write (or find) the checkpoint, without experts; return its folder. Each `every`-th layer has no chunks."""
     import transformers
 
     if (folder / "config.json").exists():
         return folder
     config = transformers.Llama4TextConfig(
-        vocab_size=2048, hidden_size=128, intermediate_size=256, intermediate_size_mlp=256, num_hidden_layers=4,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=64, max_position_embeddings=4096,
-        attention_chunk_size=CHUNK, no_rope_layer_interval=2, interleave_moe_layer_step=0, moe_layers=[],
-        num_local_experts=1, architectures=["Llama4ForCausalLM"],
+        vocab_size=2048, hidden_size=128, intermediate_size=256, intermediate_size_mlp=256,
+        num_hidden_layers=2 * every, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
+        max_position_embeddings=4096, attention_chunk_size=CHUNK, no_rope_layer_interval=every,
+        interleave_moe_layer_step=0, moe_layers=[], num_local_experts=1, architectures=["Llama4ForCausalLM"],
     )  # fmt: skip
     _write(folder, config)
     return folder
@@ -63,8 +63,59 @@ def make_granite(folder: Path, kv_heads: int = 1) -> Path:
     return folder
 
 
-def _write(folder: Path, config: Any) -> None:
-    """Write a model of random weights in which what other tokens say outweighs what the last one says."""
+def make_qwen3_next(folder: Path) -> Path:
+    """Write (or find) the checkpoint; return its folder. vLLM's CPU build runs it in bfloat16 alone.
+
+    The state of a layer fits the bytes of a block of 32 tokens. vLLM wants a layer with experts.
+    """
+    import transformers
+
+    if (folder / "config.json").exists():
+        return folder
+    config = transformers.Qwen3NextConfig(
+        vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=256, max_position_embeddings=4096,
+        layer_types=["linear_attention", "full_attention"] * 2, num_experts=4, num_experts_per_tok=2,
+        mlp_only_layers=[0, 1, 2], moe_intermediate_size=128, shared_expert_intermediate_size=128,
+        linear_num_key_heads=1, linear_num_value_heads=1, linear_key_head_dim=128, linear_value_head_dim=128,
+        architectures=["Qwen3NextForCausalLM"],
+    )  # fmt: skip
+    _write(folder, config, A_log=-3.0)  # a state that forgets slowly
+    return folder
+
+
+def without_checkpoints_inside_a_step() -> None:
+    """Let the engine's Mamba 2 layers keep states at the end of a step only, as they do in vLLM 0.31.
+
+    Its CPU build lacks the operator to keep one inside a step: an IndexError ends the engine. See EngineSpec.prepare.
+    """
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    mixer: Any = MambaMixer2
+    mixer.get_kv_cache_spec = MambaBase.get_kv_cache_spec
+
+
+def windows_among_chunks() -> None:
+    """Let every second layer with chunks of the engine's Llama 4 have a sliding window. See EngineSpec.prepare."""
+    from vllm.model_executor.models import llama4
+
+    module: Any = llama4
+    chunks = module.ChunkedLocalAttention
+
+    def layer(*args: Any, prefix: str, attention_chunk_size: int, **options: Any) -> Any:
+        if int(prefix.split(".layers.")[1].split(".")[0]) % 3 == 1:
+            return module.Attention(*args, prefix=prefix, per_layer_sliding_window=WINDOW, **options)
+        return chunks(*args, prefix=prefix, attention_chunk_size=attention_chunk_size, **options)
+
+    module.ChunkedLocalAttention = layer
+
+
+def _write(folder: Path, config: Any, **filled: float) -> None:
+    """Write a model of random weights in which what other tokens say outweighs what the last one says.
+
+    `filled`: the values of vectors with these names, which transformers would draw without our seed.
+    """
     import torch
     import transformers
 
@@ -75,6 +126,8 @@ def _write(folder: Path, config: Any) -> None:
             if parameter.dim() > 1:
                 scale = 0.02 if "embed" in name else 0.5 if "o_proj" in name else 0.08
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+            elif (last := name.rpartition(".")[2]) in filled:
+                parameter.fill_(filled[last])
             elif "post_attention" in name or "q_norm" in name:
                 parameter.fill_(3.0)
     model.save_pretrained(folder)

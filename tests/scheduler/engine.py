@@ -122,7 +122,8 @@ class Engine:
         name = f"r{next(self._names)}"
         # A session counts drafts accepted past its chunk's end as computed: vLLM itself then takes tokens of the next
         # chunk for computed (test_schedules.py).
-        session = session and not self.shape.drafts
+        # A session cuts tokens off that a state has taken in.
+        session = session and not self.shape.drafts and not self.shape.has_states
         self.requests[name] = Sent(name, [tokens], out, session, self.workers.weights, not self._stale)
         options = {"resumable": session, "priority": priority, "arrival_time": float(len(self.requests))}
         self.scheduler.add_request(make_request(name, tokens, out, skip_reading=skip_reading, **options))

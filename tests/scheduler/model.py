@@ -1,7 +1,8 @@
 """A model whose KV bytes are a hash of all before them, so that one wrong byte anywhere changes all that follows.
 
 The KV of a position in a layer is the hash of the KV bytes that the layer reads (of all positions before it, of a
-window, of a chunk), and of what the layer below says of this position; the next token is a hash of every layer's.
+window, of a chunk), and of what the layer below says of this position; the next token is a hash of every layer's.  A
+layer with a state has one instead, which fills a page: the hash of the state before and of what the layer below says.
 Equal bytes therefore prove that the same tokens were computed, in this order, by these weights, on the right KV:
 nothing else can have written them.
 """
@@ -26,8 +27,8 @@ Rows = list[list[bytes]]
 
 
 def width(group: Group) -> int:
-    """KV bytes of one position in one layer of a group."""
-    return PAGE_BYTES // group.block_tokens
+    """KV bytes of one position in one layer of a group, or of its state."""
+    return PAGE_BYTES if group.kind is Kind.STATE else PAGE_BYTES // group.block_tokens
 
 
 def first_read(group: Group, position: int) -> int:
@@ -42,9 +43,9 @@ def first_read(group: Group, position: int) -> int:
 def forward(
     groups: Groups, seed: str, start: int, tokens: Sequence[int], before: Callable[[int, int, int], bytes]
 ) -> Rows:
-    """KV of `tokens` from position `start` on, as [group * LAYERS + layer][position].
+    """KV of `tokens` from position `start` on, as [group * LAYERS + layer][position]; of states each position's.
 
-    `before(group, layer, first)` are the KV bytes of positions [first, start).
+    `before(group, layer, first)` are the KV bytes of positions [first, start), or the state before `start`.
     """
     inputs = [token.to_bytes(4, "little", signed=True) for token in tokens]
     rows: Rows = []
@@ -57,6 +58,8 @@ def forward(
 
 
 def _layer(group: Group, key: str, start: int, inputs: Sequence[bytes], past: bytearray) -> list[bytes]:
+    if group.kind is Kind.STATE:
+        return _states(key, start, inputs, bytes(past))
     size, empty = width(group), hashlib.blake2b(digest_size=width(group), key=key.encode().ljust(16, b"\0"))
     first = start - len(past) // size
     all_read, row = empty.copy(), []
@@ -71,6 +74,15 @@ def _layer(group: Group, key: str, start: int, inputs: Sequence[bytes], past: by
         row.append(own.digest())
         past += row[-1]
         all_read.update(row[-1])
+    return row
+
+
+def _states(key: str, start: int, inputs: Sequence[bytes], state: bytes) -> list[bytes]:
+    row = []
+    for position, below in enumerate(inputs, start):
+        text = b"".join((key.encode().ljust(16, b"\0"), state, position.to_bytes(4, "little"), below))
+        state = hashlib.shake_128(text).digest(PAGE_BYTES)
+        row.append(state)
     return row
 
 
@@ -103,10 +115,12 @@ class Truth:
         return self._known[key]
 
     def block(self, weights: int, tokens: Sequence[int], rank: int, group: int) -> bytes:
-        """The stored value of the last full block of `tokens` of a group: [layer][position][byte]."""
+        """The stored value of the last full block of `tokens` of a group: [layer][position][byte], or the states."""
         size = self.groups.groups[group].block_tokens
         assert len(tokens) % size == 0
         rows = self.kv(weights, tokens)[rank][group * LAYERS : (group + 1) * LAYERS]
+        if self.groups.groups[group].kind is Kind.STATE:
+            return b"".join(row[-1] for row in rows)
         return b"".join(b"".join(row[-size:]) for row in rows)
 
     def next_token(self, weights: int, tokens: Sequence[int]) -> int:

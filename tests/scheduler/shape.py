@@ -74,12 +74,17 @@ class Shape:
     settled: bool = True
     wait_timeout_ms: int = 2000
 
+    @property
+    def has_states(self) -> bool:
+        return Kind.STATE in {group.kind for group in self.groups.groups}
+
 
 def vllm_config(shape: Shape, name: str, socket: Path | None) -> Any:
     """An engine's configuration; `name` tells it from all others. Without a socket it has no connector."""
     base = base_config(_models[shape.one_head], MAX_MODEL_LEN, DRAFTS if shape.drafts else 0)
     config = sized(base, BLOCK, shape.blocks, shape.ranks, shape.seqs, shape.budget)
     config.scheduler_config.async_scheduling = shape.queue > 1
+    config.cache_config.mamba_cache_mode = "align" if shape.has_states else "none"
     config.scheduler_config.policy = "priority" if shape.priorities else "fcfs"
     config.instance_id = name
     config.kv_events_config = KVEventsConfig(enable_kv_cache_events=shape.events, publisher="null")
@@ -166,6 +171,9 @@ def cache_config(
 
 
 def _spec(group: Group, page_bytes: int) -> Any:
+    if group.kind is Kind.STATE:
+        parts: dict[str, Any] = {"shapes": ((page_bytes,),), "dtypes": (torch.uint8,)}
+        return kinds.MambaSpec(block_size=group.block_tokens, mamba_cache_mode="align", **parts)
     heads: dict[str, Any] = {
         "block_size": group.block_tokens,
         "num_kv_heads": 1,

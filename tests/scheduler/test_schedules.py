@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import traceback
 from collections import Counter
+from typing import Any
 
 import pytest
 import vllm
@@ -11,7 +13,8 @@ from hypothesis.errors import FlakyFailure
 
 from kvprefetch.connector import compat
 from kvprefetch.connector.loads import Loads
-from kvprefetch.connector.request_state import RequestState
+from kvprefetch.connector.policy import Verdict, Wait, WaitPolicy
+from kvprefetch.connector.request_state import Answer, RequestState
 from tests.scheduler.engine import Engine, Sent
 from tests.scheduler.schedules import explore, truth_of
 from tests.scheduler.shape import Shape, Site, make_request
@@ -70,6 +73,33 @@ def test_loads_that_vllm_dispatches_in_a_later_pass(
         with pytest.raises((RuntimeError, FlakyFailure)) as caught:
             explore(site, 35, queue=queue, load_mode="async", prepare=prepare)
         assert "an answer that was not given" in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("queue", QUEUES.values(), ids=QUEUES)
+def test_random_schedules_whose_fetches_are_stopped(site: Site, monkeypatch: pytest.MonkeyPatch, queue: int) -> None:
+    """At any visit, also before the daemon orders anything; some stopped fetches bring blocks, and these are loaded."""
+    seen: Counter[str] = Counter()
+    verdict, claim = WaitPolicy.verdict, RequestState.claim
+    chance = random.Random(0)
+
+    def stopped(self: WaitPolicy, wait: Wait, *args: Any, **options: Any) -> Verdict:
+        seen["visits of stopped fetches"] += wait.stopped
+        decided = verdict(self, wait, *args, **options)
+        if decided is Verdict.LATE or not wait.counts:
+            return decided
+        return Verdict.WAIT if wait.stopped or chance.random() < 0.5 else Verdict.STOP
+
+    def claimed(self: RequestState, answer: Answer) -> None:
+        seen["loads of stopped fetches"] += self.wait is not None and self.wait.stopped
+        claim(self, answer)
+
+    monkeypatch.setattr(WaitPolicy, "verdict", stopped)
+    monkeypatch.setattr(RequestState, "claim", claimed)
+    print(explore(site, 100, queue=queue, patient=False, settled=False, seeded=False), seen)
+    assert seen["visits of stopped fetches"] > 0
+    assert seen["loads of stopped fetches"] > 0
 
 
 @pytest.mark.skipif(vllm.__version__ >= "0.33", reason="vLLM 0.33 has mended it")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kvprefetch.shmring.groups import Groups
+from kvprefetch.shmring.groups import Groups, Kind
 from tests.scheduler.model import LAYERS, PAGE_BYTES, Truth, sample, width
 
 
@@ -48,8 +48,9 @@ class Rank:
         self.number = number
         memory = torch.zeros(LAYERS, blocks, PAGE_BYTES, dtype=torch.uint8)
         self.kv, self.tensors = [], {}
+        self.groups = groups.groups
         for index, group in enumerate(groups.groups):
-            cache = memory.view(LAYERS, blocks, group.block_tokens, 1, width(group))
+            cache = memory.view(LAYERS, blocks, PAGE_BYTES // width(group), 1, width(group))
             self.kv.append(cache.numpy()[:, :, :, 0, :])
             # LBNHC: logically [block, head, position, byte].
             self.tensors.update({f"layer{index}.{i}": cache[i].permute(0, 2, 1, 3) for i in range(LAYERS)})
@@ -58,7 +59,9 @@ class Rank:
         self.program: Iterator[None] | None = None
 
     def read(self, group: int, layer: int, blocks: Sequence[int], first: int, stop: int) -> bytes:
-        """KV bytes of positions [first, stop)."""
+        """KV bytes of positions [first, stop), or the state after the last of them."""
+        if self.groups[group].kind is Kind.STATE:
+            return self.kv[group][layer, self._block_of(group, blocks, stop - 1)].tobytes() if stop else b""
         cache = self.kv[group][layer]
         _, tokens, size = cache.shape
         at = first // tokens
@@ -66,9 +69,13 @@ class Rank:
         return data[(first - at * tokens) * size : (stop - at * tokens) * size]
 
     def write(self, group: int, layer: int, blocks: Sequence[int], position: int, value: bytes) -> None:
-        tokens = self.kv[group].shape[2]
-        assert blocks[position // tokens] != 0, "the scheduler gave no block for a position to compute"
-        self.kv[group][layer, blocks[position // tokens], position % tokens] = bytearray(value)
+        at = 0 if self.groups[group].kind is Kind.STATE else position % self.groups[group].block_tokens
+        self.kv[group][layer, self._block_of(group, blocks, position), at] = bytearray(value)
+
+    def _block_of(self, group: int, blocks: Sequence[int], position: int) -> int:
+        block = blocks[position // self.groups[group].block_tokens]
+        assert block != 0, "the scheduler gave no block for a position to compute"
+        return block
 
 
 class Workers:
@@ -239,7 +246,9 @@ class Workers:
             )
             for at, row in enumerate(found):
                 group, layer = divmod(at, LAYERS)
-                for position, value in enumerate(row, start):
+                # In vLLM's `align` mode the block of a step's last position gets the state, and no other one.
+                last = start + len(row) - 1 if self._truth.groups.groups[group].kind is Kind.STATE else start
+                for position, value in enumerate(row[last - start :], last):
                     rank.write(group, layer, blocks[group], position, value)
             rows += found
         return lambda i: sample([row[i] for row in rows])

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from kvprefetch.shmring.credits import CreditGranter, CreditTaker
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.flags import FlagAllocator, FlagTable, unpack
-from kvprefetch.shmring.layout import Layout, Line
+from kvprefetch.shmring.layout import MAX_GROUPS, Layout, Line
 from kvprefetch.shmring.liveness import Liveness, PeerStatus
 from kvprefetch.shmring.ring import ALIGN, HEADER_BYTES, PADDING, Consumer, Producer
-from kvprefetch.shmring.wire import records
+from kvprefetch.shmring.wire import attach, records
 from kvprefetch.shmring.wire.codec import decode_message, receive_message
 from kvprefetch.shmring.wire.records import ProtocolError
 from tests.support.encoded import encode_hint
@@ -196,6 +196,7 @@ valid_records = st.sampled_from(
     [
         encode_hint(records.Hint(1, 2, "request", 3, 1, 0, 99, 5, 8, memoryview(bytes(24)), [0])),
         records.encode_ask(records.Ask(1, 2, 3)),
+        records.encode_ask(records.Ask(1, 2, 3, stop=True)),
         records.encode_done(records.Done(1, 2, records.Outcome.LOADED, 3, 4, 5, 6, 7, 8)),
         records.encode_saved(records.Saved(1, 2, False, [3, 4], [bytes(8), bytes(8)])),
         records.encode_saved(records.Saved(1, 2, True, [3, 4], [])),
@@ -261,6 +262,47 @@ def test_a_control_message_of_any_bytes_is_decoded_or_refused(data: bytes) -> No
 def test_a_control_message_made_to_break_the_parser_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode_message(data)
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ([[0, 64]], "number of KV groups: groups=1 keys=2"),
+        ([[0, 64], [0, 32], []], "number of KV groups: groups=3 keys=2"),
+        ([[0, 64], [0]], "group=1 block_bytes=64 borders=[0]"),
+        ([[0, 65], []], "group=0 block_bytes=64 borders=[0, 65]"),
+        ([[], [8, 8]], "group=1 block_bytes=64 borders=[8, 8]"),
+        ([[], [0, 16, 8, 32]], "group=1 block_bytes=64 borders=[0, 16, 8, 32]"),
+        ([[], [0, 16, 16, 32]], "group=1 block_bytes=64 borders=[0, 16, 16, 32]"),
+        ([[], [-8, 16]], "written.1.0: input should be greater than or equal to 0"),
+        ([[], [0, 1 << 70]], "written.1.1: input should be less than or equal to"),
+        ([[], [0.5, 16]], "written.1.0: input should be a valid integer"),
+        ([[], ["0", 16]], "written.1.0: input should be a valid integer"),
+        ([[]] * (MAX_GROUPS + 1), "written: list should have at most 32 items"),
+        ([[*range(attach.MAX_BORDERS - 1)], [0, 8]], f"too many borders: borders={attach.MAX_BORDERS + 1} max="),
+    ],
+)
+def test_stretches_that_are_none_are_refused_in_one_short_line(written: Any, words: str) -> None:
+    worker = {"block_bytes": 64, "key_prefix": "a@", "other_prefixes": ["b@"], "put_factor": 1, "put_turn": 0}
+    hello = {
+        "type": "hello",
+        "protocol": records.PROTOCOL,
+        "version": "1",
+        "engine_id": "e",
+        "incarnation": "0" * 32,
+        "role": "worker",
+        "rank": 0,
+        "world_size": 1,
+        "groups": 2,
+        "block_tokens": 16,
+    }
+    whole = decode_message(json.dumps({**hello, "worker": {**worker, "written": [[0, 64], [8, 16, 24, 64]]}}).encode())
+    assert isinstance(whole, attach.Hello)
+    with pytest.raises(ProtocolError) as refused:
+        decode_message(json.dumps({**hello, "worker": {**worker, "written": written}}).encode())
+    assert words in str(refused.value)
+    assert len(str(refused.value)) < 600
+    assert len(str(refused.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("data", [b"", b"[" * 60_000], ids=["empty", "refused"])

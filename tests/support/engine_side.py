@@ -44,6 +44,7 @@ class EngineSpec:
     loads: bool = True
     saves: bool = True
     groups: Groups | None = None
+    written: Sequence[list[int]] = ()
 
     def worker(self, rank: int = 0) -> WorkerInfo:
         return WorkerInfo(
@@ -52,6 +53,7 @@ class EngineSpec:
             put_factor=1,
             put_turn=0,
             other_prefixes=[f"{self.prefix}@tp_rank:{rank}@group:{group}@" for group in range(1, self._group_count)],
+            written=list(self.written),
             device=self.device,
             fingerprint=dict(self.fingerprint),
         )
@@ -129,9 +131,9 @@ class EngineSide:
         self.push(RecordKind.HINT, encode_hint(hint))
         return key
 
-    def ask(self, key: Key) -> None:
-        """Send that the scheduler reached the request and found it pending."""
-        self.push(RecordKind.ASK, records.encode_ask(records.Ask(*key, time.monotonic_ns())))
+    def ask(self, key: Key, *, stop: bool = False) -> None:
+        """Send that the scheduler reached the request and found it pending, or that its fetch stops."""
+        self.push(RecordKind.ASK, records.encode_ask(records.Ask(*key, time.monotonic_ns(), stop=stop)))
 
     def done(self, key: Key, outcome: Outcome = Outcome.LOADED, loaded: int = 0, start: int = 0) -> None:
         self.push(RecordKind.DONE, records.encode_done(records.Done(*key, outcome, start, loaded, 0, 0, 0, 0)))

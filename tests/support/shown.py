@@ -33,6 +33,8 @@ FAMILIES = (
     "sliding windows alone",
     "Mamba",
     "full attention and Mamba",
+    "full attention, sliding windows and Mamba",
+    "full attention and linear attention",
     "encoder-decoder",
 )
 FEATURES = (
@@ -42,6 +44,7 @@ FEATURES = (
     "prompts of every length, chunked prefill",
     "preemption",
     "aborts",
+    "loads that fail",
     "reset of the connector",
     "queues longer than staging",
     "random schedules, `Scheduler` and `AsyncScheduler`",

@@ -12,6 +12,7 @@ from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.engine.epoch_parts import Services
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
+from kvprefetch.daemon.engine.neighbours import NegativeCaches
 from kvprefetch.daemon.engine.stored import Histories
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.telemetry.events import Ending
@@ -77,6 +78,7 @@ def make_epoch(
     groups: Groups | None = None,
     loads: bool = True,
     wasted_share: float = 1.0,
+    negatives: NegativeCaches | None = None,
 ) -> Epoch:
     """An epoch with twelve slots to fetch into and four for saves, of 4 KiB for one rank."""
     spec = EngineSpec(ranks=ranks, max_blocks=max_blocks, events=events, groups=groups, loads=loads)
@@ -93,6 +95,7 @@ def make_epoch(
         lease_ns=10 * SECOND_NS,
         media=False,
         histories=Histories(),
+        negatives=negatives or NegativeCaches(),
     )
     return Epoch(services, memory, engine)
 

@@ -63,6 +63,21 @@ def test_a_block_from_disk_that_is_fetched_again_and_again_counts_once_for_the_e
     assert epoch.channel.table.disk(0) == 8
 
 
+def test_a_stopped_fetch_ends_with_what_was_under_way(engine: Engine) -> None:
+    epoch = engine.epoch
+    engine.want((0, 1), *"abcdefgh")
+    order = epoch.planner.next_order()
+    assert order is not None
+    engine.ask((0, 1), stop=True)
+    assert not epoch.planner.requests[0, 1].asked, "that is another record"
+    engine.ask((0, 1))
+    assert epoch.planner.next_order() is None
+    epoch.planner.fetched(order.number, [True] * len(order.slots), 1)
+    epoch.switch("on")
+    assert 0 < len(order.slots) < 8
+    assert epoch.channel.table.flag(0) == (1, FlagState.READY, len(order.slots))
+
+
 def test_asking_again_and_again_for_a_request_is_heard_once(engine: Engine) -> None:
     """The queue of look-ups has an entry for each time: an engine that does wrong would fill the daemon's memory."""
     epoch = engine.epoch

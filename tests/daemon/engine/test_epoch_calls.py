@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.daemon.engine.transfers import Found
+from kvprefetch.daemon.engine.neighbours import NegativeCaches
+from kvprefetch.daemon.engine.transfers import Found, SaveResult
 from kvprefetch.daemon.planning.negative import LASTING_NS, MISS_NS
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
@@ -26,10 +27,11 @@ BLOCK_BYTES = 4096
 class Setup(Engine):
     """An epoch, its engine, and a clock that stands still; a call ends when the test says so."""
 
-    def __init__(self, store: Any = None, *, events: bool = False) -> None:
+    def __init__(self, store: Any = None, *, events: bool = False, negatives: NegativeCaches | None = None) -> None:
         self.now, self.pools = SECOND_NS, Pools()
         self.sent: list[Message] = []
-        super().__init__(make_epoch(store, 1, self.pools, lambda: self.now, chunk_blocks=12, events=events))
+        own: Any = {"chunk_blocks": 12, "events": events, "negatives": negatives}
+        super().__init__(make_epoch(store, 1, self.pools, lambda: self.now, **own))
         self.epoch.send = self.sent.append
         self.calls = self.pools.calls
 
@@ -106,6 +108,29 @@ def test_what_cannot_be_had_is_left_alone_for_as_long_as_its_kind_lasts(setup: S
     assert [setup.known(name) for name in "mfct"] == [False, True, True, False]
     setup.now += LASTING_NS - MISS_NS
     assert not any(setup.known(name) for name in "mfct")
+
+
+def test_what_a_neighbour_stored_is_no_plain_miss_any_more() -> None:
+    """As of a producer and a consumer. That a value is foreign to one engine stays its own."""
+    negatives = NegativeCaches()
+    consumer, producer = Setup(negatives=negatives), Setup(negatives=negatives)
+    consumer.want((0, 1), *"mfs")
+    consumer.fetched(MISS, ErrorClass.FOREIGN, MISS)
+    consumer.want((1, 1), "x")
+    consumer.start()
+    consumer.now += 1
+    producer.now = consumer.now
+    names = "mfx"
+    slots = producer.credits.take(len(names))
+    producer.push(RecordKind.SAVED, encode_saved(Saved(1, 0, False, slots, [digest(name) for name in names])))
+    for name in names:  # a put takes one of four save slots
+        assert producer.epoch.start_save()
+        producer.pools.end(SaveResult(1, 0, 0, [], digests=[digest(name)]))
+    assert [consumer.known(name) for name in "mfs"] == [False, True, True]
+    consumer.pools.end([MISS])
+    assert not consumer.known("x"), "it was stored after this fetch began"
+    producer.leave()
+    consumer.leave()
 
 
 def test_a_fetch_past_its_deadline_is_a_lasting_miss_until_it_arrives_after_all(setup: Setup) -> None:

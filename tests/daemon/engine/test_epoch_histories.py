@@ -128,7 +128,7 @@ def records(epoch: Epoch, chance: Random) -> Iterator[tuple[int, bytes]]:
             )
             yield RecordKind.HINT, encode_hint(hint)
         elif kind == 2:
-            yield RecordKind.ASK, encode_ask(Ask(flag, generation, pick([0, 1, U64])))
+            yield RecordKind.ASK, encode_ask(Ask(flag, generation, pick([0, 1, U64]), stop=chance.random() < 0.3))
         elif kind == 3:
             counts = pick([0, 1, U32]), pick([0, 1, 8, U32])
             times = pick([0, 1, U64]), pick([0, 1, U64]), pick([0, U64]), pick([0, U64])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,9 +31,18 @@ GROUPS = Groups((Group(Kind.WINDOW, BLOCK_TOKENS, BLOCK_TOKENS), Group(Kind.FULL
 OK, MISS = ErrorClass.OK, ErrorClass.MISS
 
 
-def worker(*prefixes: str, size: int = 64, turn: tuple[int, int] = (1, 0)) -> WorkerInfo:
+def worker(
+    *prefixes: str, size: int = 64, turn: tuple[int, int] = (1, 0), written: Sequence[list[int]] = ()
+) -> WorkerInfo:
     first, *others = prefixes
-    return WorkerInfo(block_bytes=size, key_prefix=first, put_factor=turn[0], put_turn=turn[1], other_prefixes=others)
+    return WorkerInfo(
+        block_bytes=size,
+        key_prefix=first,
+        put_factor=turn[0],
+        put_turn=turn[1],
+        other_prefixes=others,
+        written=list(written),
+    )
 
 
 def test_a_blocks_group_is_in_its_key_and_not_in_its_hash() -> None:
@@ -74,12 +83,25 @@ def test_ranks_may_share_the_parts_of_one_group_and_not_those_of_another() -> No
     staging.close()
 
 
-def test_values_of_a_group_with_unwritten_bytes_may_have_zeros() -> None:
-    staging = HostStaging(8, [64])
-    found = worker("a@x@", "c@x@").model_copy(update={"padded": [False, True]})
-    ranked = RankLayout.of([found], staging, named=True)
-    store: Any = SimpleNamespace(get_into=lambda keys, *_, padded: [OK if zeros else MISS for zeros in padded])
-    assert transfers.fetch(store, ranked, [(b"\x01\x00", 2), (b"\x02\x01", 0)]) == [MISS, OK]
+def test_what_each_group_of_each_rank_writes_of_a_value_goes_with_its_get() -> None:
+    staging = HostStaging(8, [64, 64])
+    workers = [
+        worker("a@x@", "c@x@", turn=(2, 0), written=[[0, 64], [0, 8, 32, 40]]),
+        worker("a@x@", "d@x@", turn=(2, 1), written=[[0, 64], [0, 16]]),
+    ]
+    ranked = RankLayout.of(workers, staging, named=True)
+    asked: list[tuple[list[str], Any]] = []
+
+    def get_into(keys: list[str], *_: Any, written: Any = None) -> list[ErrorClass]:
+        asked.append((keys, written))
+        return [OK] * len(keys)
+
+    store: Any = SimpleNamespace(get_into=get_into)
+    assert transfers.fetch(store, ranked, [(b"\x01\x00", 2), (b"\x02\x01", 0)]) == [OK, OK]
+    assert asked.pop() == (["a@x@01", "c@x@02", "d@x@02"], [None, (0, 8, 32, 40), (0, 16)])
+    whole = RankLayout.of([each.model_copy(update={"written": []}) for each in workers], staging, named=True)
+    transfers.fetch(store, whole, [(b"\x02\x01", 0)])
+    assert asked.pop() == (["c@x@02", "d@x@02"], None)
     staging.close()
 
 
@@ -91,6 +113,7 @@ def test_values_of_a_group_with_unwritten_bytes_may_have_zeros() -> None:
         ([worker("a@", "b@"), worker("b@", "c@")], "no two KV groups"),
         ([worker("a@", "b@", turn=(2, 0)), worker("a@", "c@", turn=(2, 1))], "must take turns"),
         ([worker("a@", "b@"), worker("c@", "b@", size=32)], "of one size"),
+        ([worker("a@", "b@"), worker("c@", "b@", written=[[0, 64], [0, 32]])], "write the same bytes .*='b@'"),
     ],
 )
 def test_ranks_whose_groups_do_not_fit_are_refused(workers: list[WorkerInfo], message: str) -> None:
@@ -252,6 +275,7 @@ def test_a_look_up_of_before_a_reset_ends_after_a_fetch_that_failed(setup: Setup
     assert setup.table.found(1) == 0
 
 
+@pytest.mark.shows("warmed prompts", "full attention and sliding windows", refused=True)
 def test_an_engine_with_groups_cannot_be_warmed(setup: Setup) -> None:
     answers: list[Any] = []
     setup.epoch.warm(Warm(run="0" * 32), answers.append)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, RENEWED_AT_ONCE, Answer, Batch, LookUps
+from kvprefetch.daemon.engine.neighbours import NegativeCaches
 from kvprefetch.daemon.engine.transfers import Found
 from kvprefetch.daemon.planning.negative import LASTING_NS, MAX_ENTRIES, MISS_NS, NegativeCache
 from kvprefetch.daemon.planning.requests import Key, Request
@@ -179,7 +180,7 @@ def test_a_known_miss_is_not_asked_for_again_until_it_is_old_or_we_store_it() ->
     setup.ask(0)
     assert [len(question.digests) for question in setup.sent[-1].questions] == [1], "asked up to the known miss"
     setup.answer()
-    setup.negative.stored([digests("b")])
+    setup.negative.stored([digests("b")], 0)
     setup.hint(4, "b")
     setup.ask(0)
     assert len(setup.sent) == 3
@@ -342,7 +343,7 @@ def test_a_foreign_object_stays_known_after_we_stored_the_key() -> None:
     cache = NegativeCache()
     cache.add(b"foreign", 0, lasting=True)
     cache.add(b"miss", 0)
-    cache.stored([b"foreign", b"miss"])
+    cache.stored([b"foreign", b"miss"], 0)
     assert cache.first([b"miss", b"foreign"], 1) == 1
     assert cache.first([b"foreign"], LASTING_NS) == 1
     cache.add(b"foreign", 0, lasting=True)
@@ -350,6 +351,41 @@ def test_a_foreign_object_stays_known_after_we_stored_the_key() -> None:
     assert cache.first([b"foreign"], MISS_NS) == 0, "a look-up that misses it meanwhile makes it no plain miss"
     cache.clear()
     assert cache.first([b"foreign"], 1) == 1
+
+
+def test_what_an_engine_stores_is_no_plain_miss_to_its_neighbours() -> None:
+    caches = NegativeCaches()
+    one, neighbour, stranger = (caches.join(names) for names in (["a", "b"], ["b", "c"], ["c"]))
+    for cache in (one, neighbour, stranger):
+        cache.add(b"miss", 0)
+        cache.add(b"foreign", 0, lasting=True)
+    caches.stored(one, [b"miss", b"foreign"], 1)
+    assert [cache.first([b"miss"], 2) for cache in (one, neighbour, stranger)] == [1, 1, 0]
+    assert [cache.first([b"foreign"], 2) for cache in (one, neighbour, stranger)] == [0, 0, 0], "each engine's own"
+    caches.leave(one)
+    caches.leave(stranger)
+    neighbour.add(b"miss", 2)
+    caches.stored(neighbour, [b"miss"], 3)
+    assert neighbour.first([b"miss"], 4) == 1
+
+
+def test_a_miss_of_before_the_put_that_comes_after_it_is_none() -> None:
+    """The neighbour stored the block while the question was out."""
+    setup = Setup()
+    setup.hint(1, "a", now=1)
+    setup.ask(1)
+    setup.negative.stored([digests("a")], 2)
+    setup.answer(now=3)
+    setup.hint(2, "a", now=4)
+    setup.ask(4)
+    assert len(setup.sent) == 2
+    setup.answer(now=5)
+    again = setup.hint(3, "a", now=6)
+    assert setup.answers[again] == (0, False), "it was asked for after the put"
+    setup.negative.add(b"a", 1, asked_ns=1, lasting=True)
+    setup.negative.stored([b"a"], 2)
+    setup.negative.add(b"a", 3, asked_ns=1, lasting=True)
+    assert setup.negative.first([b"a"], 4) == 0, "of a foreign one this says nothing"
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3 * MISS_NS), st.booleans())), st.integers(0, 3 * MISS_NS))
@@ -370,6 +406,11 @@ def test_the_cache_is_bounded() -> None:
     for number in range(MAX_ENTRIES + 10):
         cache.add(number.to_bytes(4, "big"), 0)
     assert len(cache) == MAX_ENTRIES
+    cache.stored((number.to_bytes(4, "big") for number in range(MAX_ENTRIES + 10)), 2)
+    first, last = ((number).to_bytes(4, "big") for number in (0, MAX_ENTRIES + 9))
+    for each in (first, last):
+        cache.add(each, 3, asked_ns=1)
+    assert [cache.first([each], 4) for each in (first, last)] == [0, 1], "the oldest puts are forgotten"
 
 
 def test_a_look_up_waits_for_the_one_before_it_no_longer_than_its_time() -> None:

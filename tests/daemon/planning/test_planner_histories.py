@@ -8,12 +8,12 @@ import pytest
 
 from kvprefetch.daemon.planning.requests import Key, Order
 from kvprefetch.daemon.planning.runs import Lane
-from tests.daemon.planning.support import digests, hint, planned, returned
+from tests.daemon.planning.support import Planner, digests, hint, planned, returned
 
 HISTORIES = 500
 EVENTS = {
-    "hint": 6, "ask": 3, "order": 8, "fetched": 6, "overdue": 1, "returned": 2, "renewed": 1, "finish": 4, "claim": 2,
-    "unclaim": 1, "reset": 0.3, "warm": 1,
+    "hint": 6, "ask": 3, "stop": 1, "order": 8, "fetched": 6, "overdue": 1, "returned": 2, "renewed": 1, "finish": 4,
+    "claim": 2, "unclaim": 1, "reset": 0.3, "warm": 1,
 }  # fmt: skip
 
 
@@ -39,6 +39,7 @@ class History:
         self.content: dict[int, str] = {}
         self.orders: list[Order] = []
         self.overdue: list[Order] = []
+        self.stopped: set[Key] = set()
         self.number = 0
         self.fetched = self.loaded = 0  # blocks, each counted at its first load
         self.fresh: set[int] = set()  # slots with a block that was fetched and not loaded
@@ -79,9 +80,16 @@ class History:
                 planner.looked_up(key, chance.choice([len(names), chance.randint(local, len(names))]), disk)
             case "ask" if live:
                 planner.ask(self.some_live())
+            case "stop" if live:
+                key = self.some_live()
+                planner.stop(key)
+                assert not planner.requests[key].wants_work
+                self.stopped.add(key)
             case "order":
                 flags.taken_back.clear()
+                held = {key: planner.requests[key].issued for key in self.stopped & live.keys()}
                 self.begin(planner.next_order(chance.choice(list(Lane))))
+                assert all(planner.requests[key].issued <= count for key, count in held.items()), "nothing more"
                 planner.tick()
                 assert len(set(flags.taken_back)) == len(flags.taken_back), "an order takes from each request once"
             case "fetched" if self.orders:
@@ -157,11 +165,28 @@ class History:
         assert gauges["blocks_pinned"] == gauges["requests"] == gauges["orders"] == 0
 
 
-@pytest.mark.parametrize("first", range(0, HISTORIES, 50))
-def test_any_history_keeps_slots_pins_and_published_counts_consistent(first: int) -> None:
-    for seed in range(first, first + 50):
+def play(seeds: range) -> None:
+    for seed in seeds:
         history = History(Random(seed))
         for event in history.chance.choices(list(EVENTS), list(EVENTS.values()), k=history.chance.randint(1, 120)):
             history.happens(event)
             history.check()
         history.run_out()
+
+
+def test_a_stop_that_publishes_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted defect: a stopped request with nothing under way is never final."""
+
+    def silent(self: Planner, key: Key) -> None:
+        request = self.requests[key]
+        if not request.final:
+            request.limit = request.issued
+
+    monkeypatch.setattr(Planner, "stop", silent)
+    with pytest.raises(AssertionError, match=r"nothing more|nothing will ever come"):
+        play(range(50))
+
+
+@pytest.mark.parametrize("first", range(0, HISTORIES, 50))
+def test_any_history_keeps_slots_pins_and_published_counts_consistent(first: int) -> None:
+    play(range(first, first + 50))

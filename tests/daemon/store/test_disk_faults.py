@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,6 +77,39 @@ def test_a_page_that_a_disk_lost_is_found_also_when_the_value_is_read_from_memor
         assert engine.load(list(values)) == list(values.values())[:1]
         assert daemon.wait_record("store.corrupt")
         engine.close()
+
+
+def test_of_values_with_padding_only_lost_pages_of_what_is_written_cost_blocks(
+    serve: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    """Two pages of 16 KiB, of which 11,456 bytes are written: a lost page of padding, of a state, and of its end."""
+    folder, page, states = tmp_path / "disk", 16384, 11_456
+    daemon = serve(disk=f"{folder}:256MiB")
+    spec: dict[str, Any] = {"block_bytes": 2 * page, "written": [[0, states, page, page + states]]}
+    engine = FakeEngine(daemon.socket, **spec)
+    padding = bytes(page - states)
+    values = {digest: 2 * ((8 * value)[:states] + padding) for digest, value in blocks("padded", 8).items()}
+    engine.save(values)
+    stored(daemon, len(values))
+    engine.close()
+    assert daemon.sigterm(30) == 0
+    for block, at in ((3, page - 4096), (5, states - 512), (6, page + 4096)):
+        name = list(values)[block].hex().encode()
+        [meta] = [each for each in folder.glob("*.meta") if name in each.read_bytes()]
+        with meta.with_suffix(".bucket").open("r+b") as file:  # one value in each bucket
+            place = file.read().index(list(values)[block])
+            file.seek(place + at)
+            file.write(bytes(4096))
+
+    daemon = serve(disk=f"{folder}:256MiB")
+    engine = FakeEngine(daemon.socket, **spec)
+    found = eventually(lambda: engine.load(list(values)), 30, "a hit after the restart")
+    assert found == list(values.values())[:5]
+    assert engine.load(list(values)[6:]) is None
+    assert engine.load(list(values)[7:]) == list(values.values())[7:]
+    assert daemon.wait_record("store.corrupt")
+    assert sum(line["blocks"] for line in daemon.records("store.corrupt")) == 2
+    engine.close()
 
 
 @pytest.fixture

@@ -55,6 +55,17 @@ def test_a_node_that_becomes_faster_or_slower_is_known_again_within_a_few_reads(
     assert node.now - began < 8 * (4 * MIB * node.ns_per_byte + LATEST_NS), "time lost"
 
 
+@pytest.mark.parametrize("part", [0.5, 0.6, 0.75, 0.9])
+def test_a_read_that_is_sooner_than_predicted_is_seen_soon(part: float) -> None:
+    """Within a sixteenth of the predicted time, also where the first look comes too early."""
+    node = Node(8.0)
+    for _ in range(10):
+        node.read(4 * MIB)
+    node.ns_per_byte *= part
+    _, late = node.read(4 * MIB)
+    assert late * part <= 1 / 16 + 0.01
+
+
 def test_a_node_that_crawled_delays_no_later_read_for_long() -> None:
     node = Node(8.0)
     node.read(4 * MIB)

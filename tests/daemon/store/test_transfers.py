@@ -82,5 +82,6 @@ def test_a_page_of_zeros_is_found_wherever_the_value_is_said_to_lie(
     client.codes = [16384, 16384]
     start = ctypes.addressof(values)
     assert store.get_into(["whole", "holed"], [start, start + 16384], [16384] * 2) == [ErrorClass.OK, kind]
-    padded = store.get_into(["whole", "holed"], [start, start + 16384], [16384] * 2, padded=[False, True])
-    assert padded == [ErrorClass.OK] * 2
+    for written, judged in (((0, 16384), kind), ((4196, 16384), ErrorClass.OK), ((), ErrorClass.OK)):
+        found = store.get_into(["whole", "holed"], [start, start + 16384], [16384] * 2, written=[None, written])
+        assert found == [ErrorClass.OK, judged]

@@ -1,0 +1,120 @@
+"""A fetch that the engine stops: nothing more is ordered for its request, and what is under way is still published."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvprefetch.daemon.planning.runs import Lane
+from tests.daemon.planning.support import digests, hint, hit, ordered, planned, returned, run
+
+
+def test_what_is_under_way_is_published_and_the_rest_is_not_ordered() -> None:
+    planner, flags = planned(8, 2)
+    key = hit(planner, 1, *"abcdef")
+    first, second = ordered(planner), ordered(planner)
+    planner.stop(key)
+    assert planner.next_order() is None
+    assert planner.gauges()["leases"] == 0
+    returned(planner, second)
+    assert key not in flags.final
+    returned(planner, first)
+    assert (flags.count[key], key in flags.final) == (4, True)
+    planner.stop(key)
+    planner.stop((9, 9))  # one that has ended
+
+
+def test_with_nothing_under_way_it_is_final_at_once() -> None:
+    planner, flags = planned(8, 2)
+    key = hit(planner, 1, *"abcd", local=1)
+    planner.stop(key)
+    assert (flags.count[key], key in flags.final) == (1, True)
+
+
+def test_a_stop_before_the_look_up_answers_holds_afterwards() -> None:
+    """Of what the store has, it takes what is there without an order."""
+    planner, flags = planned(8, 2)
+    hit(planner, 1, *"ab")
+    run(planner)
+    key = hint(planner, 2, *"abcd")
+    planner.stop(key)
+    assert key not in flags.final
+    planner.looked_up(key, 4)
+    assert planner.next_order() is None
+    assert (flags.count[key], key in flags.final) == (2, True)
+
+
+def test_blocks_that_another_request_wants_come_for_both() -> None:
+    """The one that goes on gets all; the stopped one what was under way then, whoever ordered it."""
+    planner, flags = planned(8, 2)
+    one, other = hit(planner, 1, *"abcd"), hit(planner, 2, *"abcd")
+    order = ordered(planner)
+    planner.stop(one)
+    returned(planner, order)
+    assert (flags.count[one], one in flags.final) == (2, True)
+    assert run(planner) == [["c", "d"]]
+    assert (flags.count[other], other in flags.final) == (4, True)
+    both = hit(planner, 3, *"wx"), hit(planner, 4, *"wxyz")
+    order = ordered(planner)
+    planner.stop(both[1])
+    assert planner.next_order() is None
+    returned(planner, order)
+    assert [flags.count[key] for key in both] == [2, 2]
+
+
+def test_a_request_that_ends_after_its_stop_gives_all_back() -> None:
+    planner, _ = planned(8, 2)
+    key = hit(planner, 1, *"abcd")
+    order = ordered(planner)
+    planner.stop(key)
+    planner.finish(key)
+    returned(planner, order)
+    planner.check()
+    assert planner.gauges()["slots_unused"] == 2
+    again = hit(planner, 2, *"abcd")  # as after a preemption: a request of its own, which nobody stopped
+    assert run(planner) == [["c", "d"]]
+    planner.finish(again, range(4))
+
+
+def test_what_is_taken_back_of_a_stopped_request_is_not_fetched_again() -> None:
+    planner, flags = planned(2, 2)
+    key = hit(planner, 1, *"abcd")
+    run(planner)
+    assert flags.count[key] == 2, "served in part"
+    planner, flags = planned(3, 2)
+    key = hit(planner, 1, *"abcd")
+    order = ordered(planner)
+    planner.stop(key)
+    returned(planner, order)
+    near = hit(planner, 2, *"wxy")
+    planner.ask(near)
+    assert run(planner)[-1][-1] == "y"
+    assert flags.taken_back == [key]
+    assert (flags.count[key], key in flags.final) == (0, True)
+    planner.finish(near)
+    assert planner.next_order() is None
+    planner.check()
+
+
+@pytest.mark.parametrize("lane", list(Lane))
+def test_a_lane_that_its_head_held_up_goes_on_with_the_next_one(lane: Lane) -> None:
+    """Its head found no room; the next one finds its blocks staged, or has room in the other lane's share."""
+    planner, flags = planned(4, 4)
+    held = hit(planner, 1, *"abcd")
+    run(planner)
+    flags.claimed.add(held)
+    head = hit(planner, 2, *"wx", disk=bytes([lane]) * 2)
+    planner.ask(head)
+    behind = hit(planner, 3, *"abx", disk=bytes([0, 0, lane]))
+    assert planner.next_order(lane) is None
+    planner.stop(head)
+    assert head in flags.final
+    assert planner.wants(lane) or behind in flags.final
+
+
+def test_a_whole_request_is_not_stopped() -> None:
+    """A part of its blocks would be of no use."""
+    planner, _ = planned(8, 2)
+    request = planner.hint_whole((1, 1), 0, 0)
+    planner.choose(request, digests(*"abcd"), 8, 4)
+    planner.stop((1, 1))
+    assert run(planner) == [["a", "b"], ["c", "d"]]
