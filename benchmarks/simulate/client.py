@@ -34,6 +34,8 @@ class ClientCounters:
     """Waits that ran to their bound."""
     given_up: int = 0
     """Verdicts to take the ready blocks although more were coming."""
+    stopped: int = 0
+    """Verdicts to wait only for what is under way."""
     partial: int = 0
     """Requests that loaded fewer blocks than the store held."""
     loads: int = 0
@@ -98,6 +100,8 @@ class Client:
         first = self._first()
         ahead = first is not None and (first.priority, first.index) < (request.priority, request.index)
         verdict = self._waits.verdict(wait, ready, limit, now, load=occupied, first=not ahead)
+        if verdict is Verdict.STOP:
+            verdict = self._stop(request, start, flag)
         if verdict is Verdict.WAIT and request.key is None and not self._late_hint(request, start):
             verdict = Verdict.LATE
         if verdict is Verdict.WAIT:
@@ -120,6 +124,15 @@ class Client:
             return 0
         return self._take(request, flag, start)
 
+    def _stop(self, request: SimRequest, start: int, flag: Flag) -> Verdict:
+        if request.key is None or flag.found <= start:
+            return Verdict.TAKE
+        assert request.wait is not None
+        request.wait.stopped = True
+        self.counters.stopped += 1
+        self._node.stop(request.key)
+        return Verdict.WAIT
+
     def _first(self) -> SimRequest | None:
         """Return the pending request that comes first in the queue."""
         while self._queue and not self._queue[0][2].pending:
@@ -136,6 +149,8 @@ class Client:
         assert request.key is not None
         request.claimed = flag.count - start
         request.claimed_ns = self._loop.now_ns
+        if flag.state is FlagState.HINTED and (request.wait is None or not request.wait.stopped):
+            self._node.stop(request.key)
         self._node.claim(request.key)
         return request.claimed
 
@@ -189,7 +204,7 @@ class Client:
             self.counters.loads += 1
             done()
 
-        self._node.load_directly([request.digest(block) for block in range(start, start + count)], complete)
+        self._node.load_directly(request, start, start + count, complete)
 
     def loaded(self, request: SimRequest, start: int) -> None:
         """The claimed blocks are copied: count them and give the hint back."""

@@ -19,6 +19,7 @@ from benchmarks.simulate.events import NS, Event, Loop, ns
 from benchmarks.simulate.pool import KVPool
 from benchmarks.simulate.workload import SimRequest
 from kvprefetch.connector.policy import loads_beside
+from kvprefetch.shmring.groups import Groups, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,31 @@ class EngineModel:
     """Larger loads run beside the steps of an engine with few requests, and end at least one step later."""
     idle_poll_s: float = 0.00124
     """Between two passes of an engine that has nothing to run but waits for KV."""
+    groups: Groups | None = None
+    """Several KV groups with blocks of `block_tokens`; None: one of full attention."""
+
+    def load_bytes(self, start: int, count: int) -> int:
+        """Bytes of blocks [start, start + count) of a prefix, of all groups."""
+        if self.groups is not None:
+            count = sum(map(len, self.groups.items(start * self.block_tokens, (start + count) * self.block_tokens)))
+        return count * self.block_bytes
+
+    def kv_blocks(self, tokens: int) -> int:
+        """KV blocks that a request of so many tokens needs at most at a time, of all groups.
+
+        A window needs its own and those of one step; states need two (vLLM's `align` mode).
+        """
+        all_of_it = -(-tokens // self.block_tokens)
+        blocks = 0
+        for group in self.groups.groups if self.groups is not None else ():
+            if group.kind is Kind.STATE:
+                blocks += 2
+            elif group.window_tokens:
+                most = group.window_tokens - 1 + self.max_num_batched_tokens
+                blocks += min(all_of_it, -(-most // self.block_tokens) + 1)
+            else:
+                blocks += all_of_it
+        return blocks or all_of_it
 
 
 class Engine:
@@ -214,7 +240,7 @@ class Engine:
             heapq.heappop(self._visits)
             request.visible = False
             request.remaining = request.prompt_tokens - (local + loadable) * self._model.block_tokens
-            size = loadable * self._model.block_bytes
+            size = self._model.load_bytes(local, loadable)
             copy_ns = round(size / self._model.copy_bytes_per_s * NS)
             if not loadable:
                 self.client.finished(request)
@@ -222,7 +248,7 @@ class Engine:
                 request.state = "loading"
                 self.client.load_directly(request, local, loadable, partial(self._loaded_directly, request, loadable))
                 return request, None
-            elif loads_beside(size, self._model.sync_load_max_bytes, load=occupied):
+            elif self._model.groups is not None or loads_beside(size, self._model.sync_load_max_bytes, load=occupied):
                 request.state = "loading"
                 self._copying_until_ns = max(self._copying_until_ns, self._loop.now_ns) + copy_ns
                 self._loop.at(self._copying_until_ns, partial(self._load_done, request, local))
@@ -296,4 +322,4 @@ class Engine:
         return request.found if self._roomy else self.pool.local_blocks(request)
 
     def _total_blocks(self, request: SimRequest) -> int:
-        return -(-(request.prompt_tokens + request.output_tokens) // self._model.block_tokens)
+        return self._model.kv_blocks(request.prompt_tokens + request.output_tokens)

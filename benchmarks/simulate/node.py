@@ -1,6 +1,6 @@
 """The simulation's daemon: the real planner, driven as an engine's epoch drives it, with real turns on simulated links.
 
-No other file knows the planner's interface.
+No other file but groups.py knows the planner's interface.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from benchmarks.simulate import groups as rules
 from benchmarks.simulate.events import Event, Loop, ns
 from benchmarks.simulate.link import Link, MediumModel
 from benchmarks.simulate.workload import HASH_BYTES, SimRequest, StoreContents
 from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.planning.planner import Planner
-from kvprefetch.daemon.planning.requests import Key, Order, Publication
+from kvprefetch.daemon.planning.requests import Broken, Key, Order, Publication
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.pace import Asked, Pace
+from kvprefetch.shmring.groups import Groups
 from kvprefetch.shmring.wire.records import FlagState
 
 MAX_STUCK = 4  # calls past their deadline; with so many no other starts
@@ -119,7 +121,13 @@ class Node:
     """One daemon that serves one engine. It calls `changed(key)` whenever that hint's flag moved."""
 
     def __init__(
-        self, loop: Loop, model: NodeModel, contents: StoreContents, block_bytes: int, changed: Callable[[Key], None]
+        self,
+        loop: Loop,
+        model: NodeModel,
+        contents: StoreContents,
+        block_bytes: int,
+        changed: Callable[[Key], None],
+        groups: Groups | None = None,
     ) -> None:
         self._loop, self._model, self._contents, self._block_bytes = loop, model, contents, block_bytes
         self._memory, self._disk = Link(loop, model.memory), Link(loop, model.disk)
@@ -128,6 +136,8 @@ class Node:
         self._planner = Planner(
             model.staging_blocks, self._flags, chunk_blocks=model.chunk_blocks, wasted_share=model.wasted_share
         )
+        self._groups = groups
+        self._wholes = None if groups is None else rules.Wholes(self._planner, groups)
         self._message_ns, self._look_up_ns = ns(model.message_s), ns(model.look_up_s)
         self._requests: dict[Key, SimRequest] = {}
         self._look_ups: deque[Key] = deque()
@@ -156,6 +166,9 @@ class Node:
     def ask(self, key: Key) -> None:
         self._loop.after(self._message_ns, partial(self._asked, key))
 
+    def stop(self, key: Key) -> None:
+        self._loop.after(self._message_ns, partial(self._stopped, key))
+
     def flag(self, key: Key) -> Flag:
         return self._flags.of[key]
 
@@ -169,7 +182,10 @@ class Node:
         """The engine has copied blocks [start, stop) of this hint, whose slots begin at block `local`."""
         flag = self._flags.of[key]
         flag.loaded = range(start, stop)
-        for slot in flag.slots[start - local : stop - local]:
+        entries = [range(start - local, stop - local)]
+        if self._wholes is not None:
+            entries = self._wholes.loaded(key, flag.loaded)
+        for slot in (flag.slots[entry] for some in entries for entry in some):
             if slot in self._unloaded:
                 self._unloaded.remove(slot)
                 self.counters.loaded_first += 1
@@ -187,18 +203,25 @@ class Node:
         answered = stall_ns <= timeout_ns
         self._loop.after(stall_ns + self._look_up_ns if answered else timeout_ns, partial(done, answered))
 
-    def load_directly(self, digests: Sequence[bytes], done: Callable[[int], None]) -> None:
-        """Load blocks from the store without the daemon; `done` gets the number of leading blocks that came.
+    def load_directly(self, request: SimRequest, start: int, stop: int, done: Callable[[int], None]) -> None:
+        """Load blocks [start, stop) without the daemon; `done` gets the number of leading blocks that came.
 
-        One load runs at a time, as on the single load thread of vLLM's own connector.
+        One load runs at a time, as on the single load thread of vLLM's own connector. Of several KV groups all come or
+        none counts.
         """
-        self._direct.append(partial(self._load_directly, digests, done))
+        if self._groups is None:
+            digests = [request.digest(block) for block in range(start, stop)]
+            self._direct.append(partial(self._load_directly, digests, done))
+        else:
+            digests = rules.names(self._groups, request, start, stop)
+            whole = partial(self._load_directly, digests, lambda good: done(stop - start if good else 0), whole=True)
+            self._direct.append(whole)
         if len(self._direct) == 1:
             self._direct[0]()
 
-    def _load_directly(self, digests: Sequence[bytes], done: Callable[[int], None]) -> None:
+    def _load_directly(self, digests: Sequence[bytes], done: Callable[[int], None], whole: bool = False) -> None:
         lost = (at for at, digest in enumerate(digests) if self._contents.lost(digest))
-        good = next(lost, len(digests))
+        good = next((0 if whole else at for at in lost), len(digests))
 
         def complete() -> None:
             self._direct.popleft()
@@ -219,7 +242,10 @@ class Node:
         self.counters.hints += 1
         request.seen_ns = self._loop.now_ns
         self._requests[key] = request
-        self._planner.hint(key, request.hashes, HASH_BYTES, local_blocks, request.priority)
+        if self._wholes is None:
+            self._planner.hint(key, request.hashes, HASH_BYTES, local_blocks, request.priority)
+        else:
+            self._wholes.hint(key, request, local_blocks)
         self._look_ups.append(key)
         self._next_look_up()
 
@@ -242,7 +268,10 @@ class Node:
         if request is not None:
             request.looked_up_ns = self._loop.now_ns
             planned = self._planner.requests.get(key)
-            if planned is not None:
+            if planned is not None and self._wholes is not None:
+                lies_on_disk = self._contents.on_disk if self._model.disk_threads else None
+                self._flags.of[key].found = self._wholes.looked_up(key, request if answered else None, lies_on_disk)
+            elif planned is not None:
                 found = max(planned.local, request.found if answered else 0)
                 self._flags.of[key].found = found
                 lies = (self._contents.on_disk(request.digest(block)) for block in range(planned.local, found))
@@ -250,12 +279,21 @@ class Node:
         self._next_look_up()
         self._pump()
 
+    def _stopped(self, key: Key) -> None:
+        self._planner.stop(key)
+        self._pump()
+
     def _asked(self, key: Key) -> None:
         self._planner.ask(key)
         self._pump()
 
     def _finished(self, key: Key, report: Callable[[int], None] | None) -> None:
-        request = self._planner.finish(key, self._flags.of[key].loaded)
+        loaded = self._flags.of[key].loaded
+        entries = [loaded]
+        if self._wholes is not None:
+            entries = self._wholes.loaded(key, loaded)
+            self._wholes.end(key)
+        request = self._planner.finish(key, *entries)
         self.counters.taken_back += request.taken_back if request is not None else 0
         if report is not None:
             report(request.last_byte_ns if request is not None else 0)
@@ -281,6 +319,10 @@ class Node:
         while (change := self._planner.next_change()) is not None:
             if isinstance(change, Publication) and not self._flags.publish(change):
                 self._planner.refused(change.request)
+            elif isinstance(change, Broken) and self._wholes is not None:
+                key = change.request.key
+                if self._planner.requests.get(key) is change.request:
+                    self._flags.of[key].found = self._wholes.broken(change)
 
     def _tick(self) -> None:
         self._ticking = False

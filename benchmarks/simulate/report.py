@@ -50,6 +50,7 @@ def figures(result: Result) -> dict[str, object]:
         "wasted_bytes": result.node.wasted * result.block_bytes,
         "deadline_misses": result.client.deadline_misses,
         "given_up": result.client.given_up,
+        "stopped": result.client.stopped,
         "partial_loads": result.client.partial,
         "look_up_timeouts": result.node.look_up_timeouts,
         "taken_back": result.node.taken_back,

@@ -78,13 +78,17 @@ def simulate(
 ) -> Result:
     """Run to the end. `requests` replaces the generated load; `outstanding` makes a closed loop of so many requests."""
     begun = time.process_time()
+    groups, block_tokens = scenario.engine.groups, scenario.engine.block_tokens
+    if groups is not None and (scenario.load.shared_blocks or groups.unit_tokens != block_tokens):
+        raise ValueError(
+            "several KV groups are modelled for prompts that share nothing, with blocks of one size: "
+            f"shared_blocks={scenario.load.shared_blocks} block_tokens={block_tokens} unit_tokens={groups.unit_tokens}"
+        )
     loop = Loop()
     contents = StoreContents(seed, scenario.load.lost_share)
     result = Result(scenario.name, policy.name, scenario.engine.block_bytes)
     source: Iterator[SimRequest] = (
-        iter(requests)
-        if requests is not None
-        else generate(scenario.load, scenario.engine.block_tokens, contents, seed)
+        iter(requests) if requests is not None else generate(scenario.load, block_tokens, contents, seed)
     )
     coming: SimRequest | None = None
 
@@ -123,8 +127,8 @@ def simulate(
         if key in client.hinted:
             engine.changed(client.hinted[key])
 
-    node = Node(loop, scenario.node, contents, scenario.engine.block_bytes, changed)
-    client = engine.client = Client(loop, policy, node, scenario.engine.block_tokens, engine.review)
+    node = Node(loop, scenario.node, contents, scenario.engine.block_bytes, changed, groups)
+    client = engine.client = Client(loop, policy, node, block_tokens, engine.review)
     if outstanding is None:
         expect()
     else:

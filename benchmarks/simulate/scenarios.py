@@ -10,6 +10,7 @@ from benchmarks.simulate.node import NodeModel
 from benchmarks.simulate.run import Result, Scenario, simulate
 from benchmarks.simulate.waiting import POLICIES
 from benchmarks.simulate.workload import Load
+from kvprefetch.shmring.groups import Group, Groups, Kind
 
 ENGINE = EngineModel(pool_blocks=2304)  # what its 32 slots need, so that load means a full pool
 NODE = NodeModel(
@@ -25,6 +26,14 @@ LOAD = Load(rate_per_s=16.0)
 TREE = replace(LOAD, shared_blocks=(16, 38), fan_out=(8, 40), own_blocks=(4, 8))
 SMALL_STAGING = replace(NODE, staging_blocks=160)  # two requests of 64 blocks and a half
 SLOW = MediumModel(bytes_per_s=1.2e9, latency_s=0.001)
+# Half of the layers see 1,024 tokens. A block has the KV of one half, and a prefix of 64 blocks needs 64 and 16.
+WINDOW = Groups((Group(Kind.FULL, 64), Group(Kind.WINDOW, 64, 1024)), 64)
+WINDOW_ENGINE = replace(ENGINE, groups=WINDOW, block_bytes=2 << 20, pool_blocks=2 * 2304)
+WINDOW_NODE = replace(NODE, staging_blocks=8192, chunk_blocks=16)
+# A quarter of the layers is full attention, the others have states, in blocks of 512 tokens and 12 MiB.
+STATES = Groups((Group(Kind.FULL, 512), *[Group(Kind.STATE, 512)] * 3), 512)
+STATES_ENGINE = replace(ENGINE, groups=STATES, block_tokens=512, block_bytes=12 << 20, pool_blocks=32 * 16)
+STATES_NODE = replace(NODE, staging_blocks=1365, chunk_blocks=3)
 
 SCENARIOS = {
     scenario.name: scenario
@@ -50,6 +59,13 @@ SCENARIOS = {
                  replace(LOAD, rate_per_s=6, burst=20, miss_share=0.5, lost_share=0.002), ENGINE, NODE),
         Scenario("slow-link", "a link slower than recomputing",
                  replace(LOAD, rate_per_s=4), ENGINE, replace(NODE, memory=SLOW)),
+        Scenario("window", "full attention and a sliding window: all of a prefix or nothing",
+                 replace(LOAD, rate_per_s=12, burst=50), WINDOW_ENGINE, WINDOW_NODE),
+        Scenario("window-lost", "the same, and one found block in 1,000 gone when it is fetched",
+                 replace(LOAD, rate_per_s=12, burst=50, lost_share=0.001), WINDOW_ENGINE, WINDOW_NODE),
+        Scenario("states", "full attention and three groups of states, and one block in 1,000 gone",
+                 replace(LOAD, rate_per_s=12, burst=50, own_blocks=(6, 8), lost_share=0.001), STATES_ENGINE,
+                 STATES_NODE),
     )
 }  # fmt: skip
 

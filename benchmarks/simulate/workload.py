@@ -102,14 +102,16 @@ class StoreContents:
         self._disk.add(node)
 
     def on_disk(self, digest: bytes) -> bool:
-        return _DIGEST.unpack(digest)[0] in self._disk
+        return _DIGEST.unpack_from(digest)[0] in self._disk
 
     def lost(self, digest: bytes) -> bool:
         """Whether the fetch of this block fails although its look-up found it."""
         if self._lost_share == 0.0:
             return False
-        node, block = _DIGEST.unpack(digest)
-        return random.Random(self._seed << 64 | node << 32 | block).random() < self._lost_share
+        node, block = _DIGEST.unpack_from(digest)
+        group = int.from_bytes(digest[HASH_BYTES:], "big")  # of a block of several KV groups (groups.py)
+        number = group << 128 | self._seed << 64 | node << 32 | block
+        return random.Random(number).random() < self._lost_share
 
 
 def chain(node: int, blocks: int) -> bytes:

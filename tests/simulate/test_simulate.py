@@ -11,50 +11,16 @@ import pytest
 from benchmarks.simulate import report
 from benchmarks.simulate.__main__ import main
 from benchmarks.simulate.client import MAX_LATE_HINTS
-from benchmarks.simulate.engine import Engine, EngineModel
+from benchmarks.simulate.engine import Engine
 from benchmarks.simulate.events import NS, Loop, ns
 from benchmarks.simulate.link import Link, MediumModel
 from benchmarks.simulate.node import NodeModel
 from benchmarks.simulate.plot import plot
-from benchmarks.simulate.run import Result, Scenario, simulate
+from benchmarks.simulate.run import Result, simulate
 from benchmarks.simulate.scenarios import SCENARIOS, run_named
 from benchmarks.simulate.waiting import POLICIES
-from benchmarks.simulate.workload import Load, fixed
 from kvprefetch.connector import claims
-
-MEGABYTE = 1_000_000
-ENGINE = EngineModel(
-    max_num_seqs=2,
-    max_num_batched_tokens=1000,
-    block_tokens=10,
-    block_bytes=MEGABYTE,
-    pool_blocks=1000,
-    prefill_tokens_per_s=1000.0,
-    step_s=0.01,
-    sequence_s=0.001,
-    copy_bytes_per_s=1e9,
-    sync_load_max_bytes=1 << 30,
-    idle_poll_s=0.001,
-)
-NODE = NodeModel(
-    staging_blocks=100,
-    chunk_blocks=2,
-    fetch_threads=1,
-    memory=MediumModel(bytes_per_s=100e6, latency_s=0.005),
-    disk=MediumModel(bytes_per_s=10e6, latency_s=0.05),
-    look_up_s=0.002,
-    message_s=0.0001,
-)
-SMALL = Scenario("small", "exact", Load(), ENGINE, NODE)
-
-
-def run(policy: str, requests: list[tuple[int, int, int]], arrivals: list[float], scenario: Scenario = SMALL) -> Result:
-    """Run requests of (prompt tokens, blocks in the store, output tokens)."""
-    return simulate(scenario, POLICIES[policy], requests=fixed(requests, arrivals, scenario.engine.block_tokens))
-
-
-def ttft(result: Result) -> list[float]:
-    return [each / NS for each in result.ttft_ns[0]]
+from tests.simulate.small import MEGABYTE, NODE, SMALL, run, ttft
 
 
 def outcome(result: Result) -> dict[str, object]:

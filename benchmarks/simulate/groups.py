@@ -1,0 +1,81 @@
+"""The simulated daemon's part for an engine with several KV groups: the real rules of whole prefixes, on the planner.
+
+As daemon/engine/epoch.py and epoch_calls.py, a request is hinted whole, gets the longest prefix that is there, and the
+next shorter one where a block does not come.  A block's name is its digest and, in a last byte, its group's number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from benchmarks.simulate.workload import HASH_BYTES, SimRequest
+from kvprefetch.daemon.planning.planner import Planner
+from kvprefetch.daemon.planning.prefixes import Choice, Prefixes
+from kvprefetch.daemon.planning.requests import Broken, Key
+from kvprefetch.shmring.groups import Groups, Kind
+
+
+def names(groups: Groups, request: SimRequest, start: int, stop: int) -> list[bytes]:
+    """Return the names of the blocks to load for blocks [start, stop) of a prefix."""
+    unit = groups.unit_tokens
+    return list(_names(groups, request, groups.items(start * unit, stop * unit)))
+
+
+def stored(groups: Groups, request: SimRequest) -> set[bytes]:
+    """Return the names of what the store holds: what is saved of a prompt that ended one token after `found` blocks."""
+    end = request.found * groups.unit_tokens
+    saved: list[range | np.ndarray] = list(groups.saved(0, end, end + 1, 0))
+    for number, group in enumerate(groups.groups):
+        if group.kind is Kind.STATE:  # vLLM offers a state where the prompt ends
+            saved[number] = groups.items(0, end)[number]
+    return set(_names(groups, request, saved))
+
+
+def _names(groups: Groups, request: SimRequest, blocks: list[range] | list[range | np.ndarray]) -> Iterator[bytes]:
+    for number, some in enumerate(blocks):
+        for at in groups.digests(number, some).tolist():
+            yield request.digest(at) + bytes([number])
+
+
+class Wholes:
+    """The whole requests of one engine, in `planner`."""
+
+    def __init__(self, planner: Planner, groups: Groups) -> None:
+        self._planner, self._groups, self._prefixes = planner, groups, Prefixes(groups)
+        self._wanted: dict[Key, list[bytes]] = {}
+
+    def hint(self, key: Key, request: SimRequest, local_blocks: int) -> None:
+        self._planner.hint_whole(key, local_blocks, request.priority)
+        self._wanted[key] = self._prefixes.begin(key, request.hashes, HASH_BYTES, local_blocks, request.blocks)
+
+    def looked_up(self, key: Key, request: SimRequest | None, on_disk: Callable[[bytes], bool] | None) -> int:
+        """Take the store's answer for `request`, None for no answer; return the blocks of the chosen prefix."""
+        there, wanted = set[bytes]() if request is None else stored(self._groups, request), self._wanted.pop(key)
+        present = bytes(name in there for name in wanted)
+        lies = b"" if on_disk is None else bytes(map(on_disk, wanted))
+        choice = self._prefixes.found(key, present, lies, self._planner.blocks.holds, self._room)
+        return self._choose(key, choice)
+
+    def broken(self, change: Broken) -> int:
+        """Choose a shorter prefix without the lost blocks; return its blocks."""
+        key = change.request.key
+        return self._choose(key, self._prefixes.lost(key, change.blocks, self._planner.blocks.holds, self._room))
+
+    def loaded(self, key: Key, blocks: range) -> list[range]:
+        """Return which entries of the slot table the engine loads for these blocks of the prefix."""
+        return self._prefixes.loaded(key, blocks.start, blocks.stop)
+
+    def end(self, key: Key) -> None:
+        self._prefixes.end(key)
+        self._wanted.pop(key, None)
+
+    @property
+    def _room(self) -> int:
+        return self._planner.blocks.disk_slots - self._planner.blocks.lost
+
+    def _choose(self, key: Key, choice: Choice) -> int:
+        request = self._planner.requests[key]
+        self._planner.choose(request, choice.names, choice.name_bytes, choice.blocks, choice.on_disk)
+        return choice.blocks
