@@ -16,7 +16,7 @@ ON_GPU  = PYTHONPATH=build/links PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONUNBUFFER
 
 # The quick tier: an environment of its own without vLLM, torch and Mooncake, and the tests that can do without.
 CHECK_VENV  ?= .venv-check
-CHECK_TESTS ?= tests/shmring tests/daemon tests/models tests/chart tests/simulate/test_real.py tests/lab/test_ttft.py tests/bench \
+CHECK_TESTS ?= tests/shmring tests/daemon tests/models tests/chart tests/simulate/test_groups.py tests/simulate/test_real.py tests/lab/test_ttft.py tests/bench \
 	tests/connector/test_config.py tests/connector/test_policy.py \
 	tests/test_docs.py tests/test_house.py tests/test_imports.py tests/test_operations.py tests/test_private.py tests/test_readme.py tests/test_site.py tests/install/test_release.py
 CHECK_COVERAGE ?= 78
@@ -87,7 +87,7 @@ gpu: links ## the tests that need a CUDA device (PYTHON: with torch, cupy, numpy
 		-o faulthandler_timeout=120 -m gpu -ra -s --durations=5 $$file || failed="$$failed $$file"; \
 	done; [ -z "$$failed" ] || { echo "make gpu: failed:$$failed" >&2; exit 1; }
 
-demo: setup ## a daemon with memory and disk, and a real engine: recomputed, on demand, prefetched, all local
+demo: setup ## two users and a store that is far: recomputed, vLLM's Mooncake connector, on demand, prefetched, all local
 	@$(BIN)/python -m benchmarks.demo $(ARGS)
 
 bench: setup ## sweeps over real engines, one JSON each: ARGS="PIECE ... [--quick] [--publish]" (docs/BENCHMARKS.md)

@@ -127,6 +127,7 @@ class Lab:
                 max_tokens=part.outputs,
                 concurrency=part.users,
                 arrivals_s=part.arrivals_s,
+                pauses_s=part.pauses_s,
                 sampling=sampling,
                 timeout_s=PASS_S,
                 events=False,
@@ -141,7 +142,8 @@ class Lab:
         if variants.ours(variant):
             served.daemon = Daemon()
             self._far.daemon.wait_record("request.done", count=lines + setting.requests, timeout_s=5)
-            for line in self._far.daemon.records("request.done")[lines:]:
+            served.lines = self._far.daemon.records("request.done")[lines:]
+            for line in served.lines:
                 served.daemon.add(line)
         return served
 

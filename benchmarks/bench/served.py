@@ -74,11 +74,13 @@ class Served:
     daemon: Daemon | None = None
     tokens: dict[int, list[int]] = field(default_factory=dict)
     """Output tokens by the prompt's number; compared, not kept."""
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """The daemon's `request.done` lines; not kept."""
 
     def kept(self) -> dict[str, Any]:
         """As the result has it."""
         values = asdict(self)
-        del values["tokens"]
+        del values["tokens"], values["lines"]
         return values
 
 

@@ -20,6 +20,8 @@ GROUP = 8
 SETS = 2
 # Share of capacity that bursts ask for on average.
 BURST_LOAD = 0.7
+# The least and the greatest pause of a user, as shares of the mean pause.
+PAUSES = (0.5, 1.5)
 # A request that holds the place before another comes to wait for it.
 LEAD_S, REST_S, SHORT_TOKENS = 0.15, 0.25, 8
 
@@ -41,7 +43,7 @@ class Pace:
 class Setting:
     """One point. `level` is, by `arrivals`:
 
-    * closed: users, each of whom sends the next request when the last one has ended;
+    * closed: users, each of whom sends the next request when the last one has ended, or a pause later;
     * open: the mean rate of arrivals as a share of what the engine can serve with all KV local;
     * burst: requests that come at once;
     * behind: each request comes while another one holds the only place, and waits for it `level` times as long as its
@@ -50,6 +52,11 @@ class Setting:
 
     arrivals: Literal["closed", "open", "burst", "behind"] = "open"
     level: float = 0.75
+    pause: float = 0.0
+    """In a closed loop: mean pause of a user, as a share of the time that a request holds its place.
+
+    The users begin one after the other, a mean pause apart.
+    """
     requests: int = 16
     prompt_tokens: int = 1500
     output_tokens: tuple[int, int] = (60, 100)
@@ -139,6 +146,8 @@ class Plan:
     outputs: list[int]
     arrivals_s: list[float] | None = None
     users: int | None = None
+    pauses_s: list[float] | None = None
+    """From the end of each request to its user's next one."""
 
     def of_engine(self, number: int, engines: int) -> Plan:
         """The share of engine `number`: each takes every so-manieth request."""
@@ -149,6 +158,7 @@ class Plan:
             outputs=self.outputs[part],
             arrivals_s=None if self.arrivals_s is None else self.arrivals_s[part],
             users=None if self.users is None else max(1, self.users // engines),
+            pauses_s=None if self.pauses_s is None else self.pauses_s[part],
         )
 
 
@@ -158,7 +168,16 @@ def plan(setting: Setting, pace: Pace, number: int) -> Plan:
         return _behind(setting, pace, number)
     asked, names, outputs = prompts(setting, number), list(range(setting.requests)), setting.outputs()
     if setting.arrivals == "closed":
-        return Plan(asked, names, outputs, users=round(setting.level))
+        pauses = random.Random(6)
+        mean_s, users = setting.pause * pace.place_s, round(setting.level)
+        return Plan(
+            asked,
+            names,
+            outputs,
+            arrivals_s=[mean_s * min(index, users - 1) for index in names],
+            users=users,
+            pauses_s=[mean_s * pauses.uniform(*PAUSES) for _ in names],
+        )
     capacity = setting.places / pace.place_s
     if setting.arrivals == "open":
         source = random.Random(5)

@@ -59,6 +59,20 @@ def test_a_closed_loop_s_users_are_shared_out_among_engines() -> None:
     assert parts[1].prompts == [made.prompts[1], made.prompts[5]]
 
 
+def test_users_pause_for_a_share_of_the_place_s_time() -> None:
+    """A place is held for half a second; the passes of all variants have the same pauses, and each engine its own."""
+    setting = Setting(arrivals="closed", level=2, requests=400, prompt_tokens=80, pause=0.4)
+    made = plan(setting, PACE, 0)
+    assert made.pauses_s is not None
+    assert plan(setting, PACE, 1).pauses_s == made.pauses_s
+    assert statistics.mean(made.pauses_s) == pytest.approx(0.2, rel=0.05)
+    assert 0.1 <= min(made.pauses_s) < 0.11
+    assert 0.29 < max(made.pauses_s) <= 0.3
+    assert made.of_engine(1, 2).pauses_s == made.pauses_s[1::2]
+    assert made.arrivals_s == [0.0] + [pytest.approx(0.2)] * 399, "the second user begins a mean pause later"
+    assert set(plan(setting.but(pause=0), PACE, 0).pauses_s or ()) == {0.0}
+
+
 @pytest.mark.parametrize("level", [0.1, 1, 10])
 def test_a_request_comes_level_fetches_before_the_place_is_free(level: float) -> None:
     """The one before it holds the place long enough, and is over before the next pair comes."""

@@ -2,32 +2,76 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from benchmarks import demo, far_store
-from benchmarks.far_store import FarStore, Load
-from tests.lab import process
+from benchmarks import demo
+from benchmarks.bench.runner import Runner
+from benchmarks.bench.served import Daemon, Requests, Served
+from benchmarks.bench.variants import ALL
+from tests.lab import link, process
 from tests.lab.engine import EngineError
-from tests.lab.passes import RequestResult
 
 
-def served(name: str, *ttft_s: float) -> demo.Way:
-    requests = [RequestResult(at, str(at), [at], 7, 1.0, 1.0 + ttft, 9.0, "length") for at, ttft in enumerate(ttft_s)]
-    return demo.Way(name, requests)
+def served(variant: str, *ttft_s: float) -> demo.Way:
+    return demo.Way(variant, list(ttft_s), [7] * len(ttft_s))
 
 
-WAYS = [served("recomputed", 2.0, 4.0, 6.0), served("kvprefetch", 1.0, 2.0, 4.5), served("all local", 0.1, 0.2, 0.3)]
+SERVED = [
+    served("recomputed", 2.0, 4.0, 6.0),
+    served("kvprefetch", 1.0, 2.0, 4.5),
+    served("local", 0.1, 0.2, 0.3),
+]
+
+
+def passed(variant: str, of: int, *ttft_s: float) -> dict[str, Any]:
+    """A pass as a result keeps it: a request arrives each second."""
+    at = [float(each) for each in range(len(ttft_s))]
+    firsts = [arrived + ttft for arrived, ttft in zip(at, ttft_s, strict=True)]
+    columns = Requests(list(range(len(at))), at, firsts, firsts, [7] * len(at), [])
+    return {"variant": variant, "round": of, "set": of, **Served(columns, total_s=1.0).kept()}
+
+
+RESULT: dict[str, Any] = {
+    "points": [
+        {
+            "pace": {"place_s": 0.5, "step_s": 0.005, "fetch_s": 0.2},
+            "passes": [
+                *(passed("recomputed", 0, 2.0, 4.0), passed("kvprefetch", 0, 1.0, 2.0), passed("local", 0, 0.1, 0.2)),
+                *(passed("recomputed", 1, 6.0), passed("kvprefetch", 1, 4.5), passed("local", 1, 0.3)),
+            ],
+        }
+    ],
+    "tokens": {"compared": 4, "different": {}},
+}
+
+
+def test_a_way_has_the_requests_of_all_rounds() -> None:
+    assert [(way.variant, [round(each, 6) for each in way.ttft_s]) for way in demo.ways(RESULT)] == [
+        (way.variant, way.ttft_s) for way in SERVED
+    ]
+
+
+def test_the_fetch_is_what_the_daemon_measured() -> None:
+    """A disk takes longer than its delay alone; what the link should take stands in where nobody fetched."""
+    assert demo.fetch_s(RESULT) == 0.2
+    passes = [
+        {"daemon": None},
+        {"daemon": asdict(Daemon(transfer_s=[0.3, 0.5]))},
+        {"daemon": asdict(Daemon(transfer_s=[0.4]))},
+    ]
+    assert demo.fetch_s({"points": [{"passes": passes}]}) == 0.4
 
 
 def test_each_way_has_a_row() -> None:
     console = Console(file=io.StringIO(), width=120)
     with console.capture() as shown:
-        console.print(demo.table(WAYS))
+        console.print(demo.table(SERVED))
     rows = [line.split() for line in shown.get().splitlines()]
     assert [row[0] for row in rows[1:]] == ["recomputed", "kvprefetch", "all"]
     assert rows[2][1:7] == ["2.000", "s", "2.500", "s", "4.450", "s"]
@@ -35,7 +79,18 @@ def test_each_way_has_a_row() -> None:
 
 
 def test_the_verdict_leaves_the_ideal_out() -> None:
-    assert demo.verdict(WAYS) == ["kvprefetch against recomputed: mean -38%, median -50%"]
+    assert demo.verdict(SERVED) == [
+        "kvprefetch against recomputed: median -50%, mean -38%",
+        "kvprefetch is ahead of all of them, at the median and in the mean.",
+    ]
+
+
+def test_the_verdict_names_each_figure_that_is_not_ahead() -> None:
+    """A median that is ahead does not make up for a mean that is not."""
+    assert demo.verdict([served("upstream-async", 2.0, 3.0, 3.0), served("kvprefetch", 1.0, 2.0, 6.0)]) == [
+        "kvprefetch against vLLM's Mooncake connector: median -33%, mean +12%",
+        "kvprefetch is NOT ahead of: mean of vLLM's Mooncake connector.",
+    ]
 
 
 def test_a_timeline_is_in_the_order_of_time() -> None:
@@ -44,30 +99,66 @@ def test_a_timeline_is_in_the_order_of_time() -> None:
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
-    demo.picture(WAYS, tmp_path / "new" / "demo.png", "a note")
+    demo.picture(SERVED, tmp_path / "new" / "demo.png", "a note")
     assert (tmp_path / "new" / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_rounds_share_out_all_requests() -> None:
-    load = Load()
-    parts = [load.of_round(number, range(load.requests)) for number in range(load.rounds)]
-    assert sorted(each for part in parts for each in part) == list(range(load.requests))
-    assert {len(part) for part in parts} == {load.requests // load.rounds}
+def test_the_ways_are_variants_of_the_benchmark() -> None:
+    assert set(demo.WAYS) <= set(ALL)
 
 
-def test_no_request_s_kv_is_staged_before_its_round(tmp_path: Path) -> None:
-    far = FarStore(Load(), tmp_path, lambda _: None)
-    assert len(far.prompts) == far.load.requests
-    assert not {tuple(each) for each in far.prompts} & {tuple(each) for each in far.warm_up}
+def test_a_request_waits_about_as_long_as_its_fetch_takes() -> None:
+    """With all fetches hidden: while one user pauses, the other one's request holds the place."""
+    load = demo.LOAD
+    assert (load.level, load.places) == (2, 1)
+    assert 0.7 < (1 - load.pause) / load.fetch < 1.5
 
 
-def test_it_says_that_an_engine_failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    @contextlib.contextmanager
-    def failing(_: FarStore):  # type: ignore[no-untyped-def]
-        raise EngineError("no answer in time")
-        yield
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """No signal handler, a limited link that could be made, and a result without engines."""
+
+    def run(self: Runner, make_bed: object) -> None:
+        self.result |= RESULT
 
     monkeypatch.setattr(process, "exit_on_sigterm", lambda: None)
-    monkeypatch.setattr(far_store.FarStore, "started", failing)
+    monkeypatch.setattr(link, "available", lambda: None)
+    monkeypatch.setattr(Runner, "run", run)
+    return monkeypatch
+
+
+def test_it_ends_with_the_verdict(
+    at_once: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.main(["--picture", str(tmp_path / "a.png"), "--json", str(tmp_path / "a.json")]) == 0
+    said = capsys.readouterr().out
+    assert "kvprefetch is ahead of all of them, at the median and in the mean.\n" in said
+    assert said.endswith("All ways gave the same tokens.\n")
+    assert (tmp_path / "a.json").read_text().startswith('{"rounds":')
+
+
+def test_other_tokens_fail_it(at_once: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    at_once.setitem(RESULT, "tokens", {"compared": 4, "different": {"kvprefetch": 1}})
+    assert demo.main(["--picture", str(tmp_path / "a.png")]) == 1
+    assert capsys.readouterr().out.endswith("FAILED: other tokens than recomputed: kvprefetch\n")
+
+
+def test_without_a_link_the_store_is_a_slow_disk(
+    at_once: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    far = []
+    measure = demo.measure
+    at_once.setattr(demo, "measure", lambda load, *rest: (far.append(load.far), measure(load, *rest))[1])
+    at_once.setattr(link, "available", lambda: "not root")
+    assert demo.main(["--picture", str(tmp_path / "a.png")]) == 0
+    assert far == ["disk"]
+    assert "no limited link here: not root\n" in capsys.readouterr().out
+
+
+def test_it_says_that_an_engine_failed(at_once: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def failing(self: Runner, make_bed: object) -> None:
+        raise EngineError("no answer in time")
+
+    at_once.setattr(Runner, "run", failing)
     assert demo.main([]) == 1
-    assert capsys.readouterr().err == "demo: an engine failed: no answer in time\n"
+    assert capsys.readouterr().err == "demo: no answer in time\n"
