@@ -26,6 +26,7 @@ from tests.lab import process
 from tests.lab.daemon import Daemon
 from tests.support.auditor import Auditor, ask_daemon
 from tests.support.command import cpu_s
+from tests.support.descriptors import of_engines
 from tests.support.fake_engine import FakeEngine, answer
 from tests.support.ordinary import effective_user
 from tests.support.waiting import eventually
@@ -34,8 +35,6 @@ pytestmark = pytest.mark.store
 
 OTHER_UID = 54321
 OPEN = ("--socket-mode", "0666", "--allow-uids", str(OTHER_UID))
-# Mooncake may open connections of its own meanwhile.  A leak for each refused engine would be more: at least three are.
-MOONCAKES = 2
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may connect as another user")
 
 
@@ -50,7 +49,7 @@ def daemon() -> Iterator[Daemon]:
 
 
 def descriptors(daemon: Daemon) -> int:
-    """Count them once the number stands still: Mooncake's and the engines' come and go."""
+    """Count them, Mooncake's among them, once the number stands still."""
     seen = [-1] * 5
 
     def count() -> bool:
@@ -77,7 +76,7 @@ def test_an_engine_for_which_no_descriptors_are_left_is_refused(daemon: Daemon) 
     FakeEngine(daemon.socket).close()
     eventually(lambda: daemon.records("engine.detached"))
     time.sleep(0.2)
-    before = descriptors(daemon)
+    before, held = descriptors(daemon), len(of_engines(daemon.pid))
     refused = 0
     for left in range(2, 10):  # two connections, and the descriptors of the engine's memory
         engine = FakeEngine(daemon.socket, attach=False)
@@ -88,18 +87,18 @@ def test_an_engine_for_which_no_descriptors_are_left_is_refused(daemon: Daemon) 
             send_message(scheduler, engine.spec.hello("scheduler"))
             refused += isinstance(answer(scheduler, Attached, Refused), Refused)
         engine.close()
-        eventually(lambda: descriptors(daemon) <= before + MOONCAKES, what="its descriptors")
-    assert MOONCAKES < refused < 8
+        eventually(lambda: len(of_engines(daemon.pid)) == held, what="its descriptors")
+    assert 2 < refused < 8
     FakeEngine(daemon.socket).close()
-    eventually(lambda: descriptors(daemon) <= before + MOONCAKES, what="its descriptors")
+    eventually(lambda: len(of_engines(daemon.pid)) == held, what="its descriptors")
 
 
 def test_silent_connections_make_room_for_others(daemon: Daemon) -> None:
     silent = FakeEngine(daemon.socket, attach=False)
-    before = descriptors(daemon)
+    held = len(of_engines(daemon.pid))
     oldest, *_ = [silent.connect() for _ in range(3)]
-    eventually(lambda: descriptors(daemon) == before + 3, what="three connections")
-    with at_most(daemon, before + 3):
+    eventually(lambda: len(of_engines(daemon.pid)) == held + 3, what="three connections")
+    with at_most(daemon, descriptors(daemon)):
         assert ask_daemon(daemon.socket).pid == daemon.pid
         assert not answer(oldest, Refused).final
         assert oldest.recv(1) == b""
@@ -109,9 +108,9 @@ def test_silent_connections_make_room_for_others(daemon: Daemon) -> None:
     for _ in range(MAX_WAITING + 20):
         silent.connect()
     assert ask_daemon(daemon.socket).pid == daemon.pid
-    eventually(lambda: descriptors(daemon) <= before + MAX_WAITING + MOONCAKES, what="room made for the last ones")
+    eventually(lambda: len(of_engines(daemon.pid)) <= held + MAX_WAITING, what="room made for the last ones")
     silent.close()
-    eventually(lambda: descriptors(daemon) <= before + MOONCAKES, what="the earlier number")
+    eventually(lambda: len(of_engines(daemon.pid)) == held, what="the earlier number")
     assert daemon.records("peers.full")
 
 

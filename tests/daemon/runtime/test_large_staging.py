@@ -18,6 +18,7 @@ from tests.daemon.stores import blocks
 from tests.lab import process
 from tests.lab.daemon import Daemon
 from tests.support.auditor import Auditor, ask_daemon
+from tests.support.descriptors import of_engines
 from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 
@@ -187,7 +188,7 @@ def test_an_engine_killed_while_its_memory_is_reserved_leaves_nothing(
 ) -> None:
     daemon = patched(SLOW, "192MiB" if while_it == "fills" else "16MiB")
     staying = FakeEngine(daemon.socket, engine_id="staying", prefix="staying", block_bytes=1 << 20)
-    before = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+    before = of_engines(daemon.pid)
     with attaching(daemon) as engine:
         eventually(lambda: mapped(daemon) > 2, 20, "its memory")
         if while_it == "registers":
@@ -198,7 +199,7 @@ def test_an_engine_killed_while_its_memory_is_reserved_leaves_nothing(
     assert len(registered(daemon)) == 1
     begun = sum(line.startswith("registering") for line in daemon.lines)
     assert begun == (1 if while_it == "fills" else 2), "the reservation ends with the next slice"
-    eventually(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) <= before, 20, "its descriptors closed")
+    eventually(lambda: len(of_engines(daemon.pid)) == len(before), 20, lambda: [before, of_engines(daemon.pid)])
     assert daemon.records("engine.refused") == []
     assert staying.load(list(blocks("nowhere", 1))) is None
     FakeEngine(daemon.socket, engine_id="next", prefix="killed", block_bytes=1 << 20).close()
