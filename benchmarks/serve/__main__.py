@@ -40,7 +40,7 @@ from tests.lab.store import Store
 from tests.support.auditor import ask_daemon
 
 NO_CONNECTOR = "no-connector"
-VARIANTS = (variants.LOCAL, "upstream-async", variants.ON_DEMAND, variants.OURS)
+VARIANTS = (variants.LOCAL, variants.OURS, variants.ON_DEMAND, "upstream-async")
 BLOCK, LONGEST = 32, 4000  # tokens
 PLACES = 4
 CAPACITY_REQUESTS = 60
@@ -70,7 +70,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--load", type=float, default=0.7, help="share of what the engine can serve with all KV local")
     parser.add_argument("--fetch", type=float, default=0.15, help="time to fetch a token / time to compute it")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=8.0, help="no variant begins after so many")
+    parser.add_argument("--minutes", type=float, default=12.0, help="no variant begins after so many")
     parser.add_argument("--out", type=Path, default=WORK, help="folder of the JSON (default build/bench)")
     parser.add_argument(
         "--publish", action="store_true", help=f"also write to {PUBLISHED.relative_to(process.REPO)}/DATE"
