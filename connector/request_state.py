@@ -114,6 +114,8 @@ class RequestState:
     def drop(self) -> Handle | None:
         """Give up hint and answer. Return the handle, which the caller gives back where its epoch goes on."""
         handle, self.handle, self.answer = self.handle, None, None
+        if self.wait is not None:
+            self.wait.stopped = False  # that was of this hint: nobody stops the fetch of the next one
         return handle
 
     # --- admitted ---------------------------------------------------------------------------------------------------

@@ -208,6 +208,23 @@ def test_a_stopped_fetch_that_does_not_come_is_given_up_and_an_abort_gives_all_b
     assert engine.daemon.flag("r").state == FlagState.CANCELLED
 
 
+def test_a_stop_ends_with_its_hint() -> None:
+    """Weights changed meanwhile: a new hint's fetch would go on in full, and recomputing overtakes that."""
+    engine, request = overtaken()
+    assert engine.match(request) == PENDING
+    engine.daemon.move(engine.daemon.hint("r").flag, FlagState.EXPIRED, 0)
+    step(engine)
+    assert engine.match(request) == NOTHING
+    assert engine.side.counters["late_hints"] == 0
+
+
+def test_a_new_session_has_nothing_of_a_stopped_fetch_under_way() -> None:
+    engine, request = overtaken()
+    assert engine.match(request) == PENDING
+    engine.link.session = FakeDaemon(engine.clock, epoch=2).session()
+    assert engine.match(request) == NOTHING
+
+
 def test_a_claim_of_a_part_stops_its_fetch() -> None:
     engine = measured(wait_policy="best_effort")
     request = engine.add("r", 40 * BLOCK)
