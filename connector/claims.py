@@ -360,8 +360,9 @@ class Claims:
             self._note_found(handle, flag)
         if flag.state == HINTED:
             self._counters["cut_short"] += 1
-            if wait is None or not wait.stopped:
-                hints.stop(handle, visit.now_ns)  # with a full ring the daemon's next publication finds the claim
+            if wait is not None and not wait.stopped:
+                # With a full ring the daemon's next publication finds the claim.
+                wait.stopped = hints.stop(handle, visit.now_ns)
         state.claim(_tuple(Answer, (visit.start, count, asynchronous, slots)))
         return count * geometry.block_tokens, asynchronous
 

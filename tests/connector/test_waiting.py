@@ -234,6 +234,20 @@ def test_a_claim_of_a_part_stops_its_fetch() -> None:
     assert [ask.stop for ask in engine.daemon.asks] == [True]
 
 
+def test_a_part_that_was_claimed_in_vain_and_taken_back_is_no_miss() -> None:
+    """The engine had no blocks for it in that pass, and a nearer request needed the room. The store has its blocks."""
+    engine = measured(wait_policy="best_effort")
+    request = engine.add("r", 40 * BLOCK)
+    engine.daemon.stage("r", 5, ready=False, found=30)
+    assert engine.match(request) == (5 * BLOCK, False)
+    step(engine)
+    engine.daemon.stage("r", 0, found=30)
+    assert engine.match(request) == NOTHING
+    assert (engine.side.counters["recomputed"], engine.side.counters["misses"]) == (1, 0)
+    engine.daemon.drain()
+    assert engine.daemon.dones[-1].outcome == Outcome.RECOMPUTED
+
+
 def test_what_the_store_holds_is_known_before_it_has_come() -> None:
     """Two blocks of forty are in the store: not worth a visit, although the prompt is long."""
     engine = measured()
