@@ -125,7 +125,7 @@ class Client:
         return self._take(request, flag, start)
 
     def _stop(self, request: SimRequest, start: int, flag: Flag) -> Verdict:
-        if request.key is None or flag.found <= start:
+        if request.key is None or flag.found <= start or self._node.whole:
             return Verdict.TAKE
         assert request.wait is not None
         request.wait.stopped = True

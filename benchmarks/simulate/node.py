@@ -166,6 +166,11 @@ class Node:
     def ask(self, key: Key) -> None:
         self._loop.after(self._message_ns, partial(self._asked, key))
 
+    @property
+    def whole(self) -> bool:
+        """Whether a prefix is of use only with all of its blocks, as with several KV groups."""
+        return self._wholes is not None
+
     def stop(self, key: Key) -> None:
         self._loop.after(self._message_ns, partial(self._stopped, key))
 
