@@ -80,6 +80,8 @@ class NodeCounters:
     calls: int = 0
     overdue: int = 0
     """Calls that missed their deadline."""
+    dropped: int = 0
+    """Calls that never began: the engine stopped the fetch before."""
     look_up_timeouts: int = 0
     taken_back: int = 0
     """Times that a request lost its staged blocks and waited for them again."""
@@ -146,6 +148,8 @@ class Node:
         self._in_flight = {Lane.MEMORY: 0, Lane.DISK: 0}
         self._ticking = False
         self._stuck: set[int] = set()
+        self._reads: dict[int, Asked] = {}  # of orders whose calls take turns
+        self._dropped: set[int] = set()  # orders whose calls never begin
         self._generation = 0
         self._direct: deque[Callable[[], None]] = deque()
         self._unloaded: set[int] = set()  # slots with a block that was fetched and not loaded since
@@ -285,7 +289,12 @@ class Node:
         self._pump()
 
     def _stopped(self, key: Key) -> None:
-        self._planner.stop(key)
+        for number in self._planner.stop(key):
+            if (asked := self._reads.get(number)) is None or asked.begun:
+                break
+            self._dropped.add(number)
+            self.counters.dropped += 1
+            self._planner.drop(number)
         self._pump()
 
     def _asked(self, key: Key) -> None:
@@ -347,22 +356,27 @@ class Node:
             deadline = self._loop.after(ns(self._model.call_deadline_s), partial(self._overdue, order))
         fetched = partial(self._fetched, order, deadline)
         if self._model.turns and (size := disk.count(False) * self._block_bytes):
-            self._read(self._pace.ask("memory", size, self._loop.now_ns), disk, fetched)
+            self._reads[order.number] = self._pace.ask("memory", size, self._loop.now_ns)
+            self._read(order.number, disk, fetched)
         else:
             self._transfer(disk, fetched)
 
-    def _read(self, asked: Asked, disk: Sequence[bool], done: Callable[[], None]) -> None:
-        """Run one store call when it is its turn, and see its end at once."""
+    def _read(self, number: int, disk: Sequence[bool], done: Callable[[], None]) -> None:
+        """Run one store call when it is its turn, and see its end at once; a dropped one ends at its next look."""
+        asked, came = self._reads[number], number not in self._dropped
 
         def ended() -> None:
             asked.looked_ns = self._loop.now_ns
-            self._pace.ended(asked, self._loop.now_ns, came=True)
+            self._pace.ended(asked, self._loop.now_ns, came=came)
+            del self._reads[number]
             done()
 
-        if self._pace.turn(asked, self._loop.now_ns):
+        if not came:
+            ended()
+        elif self._pace.turn(asked, self._loop.now_ns):
             self._transfer(disk, ended)
         else:
-            self._loop.at(asked.look_ns, partial(self._read, asked, disk, done))
+            self._loop.at(asked.look_ns, partial(self._read, number, disk, done))
 
     def _overdue(self, order: Order) -> None:
         self.counters.overdue += 1
@@ -393,7 +407,9 @@ class Node:
             self._in_flight[order.lane] -= 1
         if deadline is not None:
             deadline.cancel()
-        results = [not self._contents.lost(digest) for digest in order.digests]
+        came = order.number not in self._dropped
+        self._dropped.discard(order.number)
+        results = [came and not self._contents.lost(digest) for digest in order.digests]
         for slot, ok in zip(order.slots, results, strict=True):
             if ok:
                 self.counters.fetched += 1
@@ -401,7 +417,7 @@ class Node:
                     self.counters.wasted += 1
                 else:
                     self._unloaded.add(slot)
-            else:
+            elif came:
                 self.counters.failed += 1
         self._planner.fetched(order.number, results, self._loop.now_ns)
         self._pump()

@@ -148,7 +148,7 @@ class Epoch(EpochCalls):
             ask = records.decode_ask(record.payload)
             key = (ask.flag, ask.generation)
             if ask.stop:
-                self.planner.stop(key)
+                self._stop(key)
             elif (request := self.planner.requests.get(key)) is not None and not request.asked:
                 self.traces.asked(key, ask.asked_ns)
                 self.planner.ask(key)

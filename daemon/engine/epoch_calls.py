@@ -12,7 +12,7 @@ from typing import Any
 
 from ...shmring.wire.attach import ResetDone
 from ..planning.prefixes import Choice
-from ..planning.requests import Broken, Failure, Order, Request, TakenBack
+from ..planning.requests import Broken, Failure, Key, Order, Request, TakenBack
 from ..planning.runs import Lane
 from ..store.errors import ErrorClass
 from ..store.storage_nodes import Get
@@ -157,16 +157,29 @@ class EpochCalls(EpochParts):
         self._warm_next(now)
 
     def _fetch(self, order: Order) -> None:
-        get = Get()
+        get = self._gets[order.number] = Get()
         blocks = list(zip(order.digests, order.slots, strict=True))
         run = partial(transfers.fetch, self._store, self.ranks, blocks, get=get)
         on_result = partial(self._fetched, order, self._services.clock_ns())
         self._start(FETCHES[order.lane], run, on_result, partial(self._fetch_overdue, order, get))
 
+    def _stop(self, key: Key) -> None:
+        """Order nothing more for this request, and drop its calls that have not begun, up to one that has."""
+        for number in self.planner.stop(key):
+            get = self._gets[number]
+            if get.begun:
+                break
+            get.dropped = True
+            self.planner.drop(number)
+
     def _fetched(self, order: Order, started_ns: int, result: list[ErrorClass] | BaseException) -> None:
         outcome = [ErrorClass.BUG] * len(order.slots) if isinstance(result, BaseException) else result
         arrived = [each is ErrorClass.OK for each in outcome]
         now, good, lane = self._services.clock_ns(), sum(arrived), _LANES[order.lane]
+        if self._gets.pop(order.number).dropped and not good:  # no failure, nor a time of a fetch
+            self.planner.fetched(order.number, arrived, now)
+            self._carry_on()
+            return
         good_bytes, duration_ns = good * self.memory.block_bytes, now - started_ns
         if threshold.debug:  # a line that is dropped would cost as much as the planner
             self._log.debug(

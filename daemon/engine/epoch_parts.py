@@ -15,6 +15,7 @@ from ..planning.planner import Planner
 from ..planning.prefixes import Prefixes
 from ..planning.promotion import Promotions
 from ..store.client import Store
+from ..store.storage_nodes import Get
 from ..telemetry.counters import Counters
 from ..telemetry.logs import Log
 from ..telemetry.trace import Traces
@@ -103,6 +104,7 @@ class EpochParts(Caller):
         )
         self._promoter = Promoter(memory.device, self.promotions)
         self.orphaned = Orphaned()
+        self._gets: dict[int, Get] = {}  # of the fetches that did not return, by the order's number
         self.heard_ns = 0  # when the last record came
         self._mode: Mode = "on"
         self._ended_ns = 0  # when it ended, until the log said that something keeps its memory

@@ -279,7 +279,8 @@ def fetch(
     """Read (digest, slot) blocks into their slots; a block is OK when every rank's part is there.
 
     A part that several ranks hold is read once and copied to the others.  A part that may be there soon is tried once
-    more.  The caller sets `get.late` when it gives this fetch up.
+    more.  The caller sets `get.late` when it gives this fetch up, and `get.dropped` when nobody wants it unless it has
+    begun.
     """
     values = layout.values(blocks)
 
@@ -297,7 +298,7 @@ def fetch(
     except StoreUnavailable:
         return [ErrorClass.TRANSIENT] * len(blocks)
     again = [] if _all_ok(results) else [i for i, each in enumerate(results) if each in _SOON]
-    if again:
+    if again and not (get is not None and get.dropped):
         time.sleep(RETRY_S)
         with contextlib.suppress(StoreUnavailable):  # then they stay as they are, and the others are there
             for i, each in zip(again, read(values.at(again)), strict=True):

@@ -130,20 +130,45 @@ class Planner:
         if request.wants_work:
             self._queues.enter(request)
 
-    def stop(self, key: Key) -> None:
+    def stop(self, key: Key) -> list[int]:
         """Order nothing more for this request: the engine recomputes what is neither in staging nor on its way.
 
-        It is final once that is there. Not for a whole request, which has no use for a part.
+        It is final once that is there. Not for a whole request, which has no use for a part.  Return the numbers of the
+        orders that the caller may `drop` one by one, the last one first: their blocks are for this request alone.
         """
         request = self.requests.get(key)
         if request is None or request.whole or request.stopped:
-            return
+            return []
         request.stopped = True  # of a final request, too: it may lose its blocks
         if request.limit >= 0 and not request.final:
             self._holdings.pin_known(request, request.limit)
             request.limit = request.issued
             self._holdings.advance(request)
         self._queues.changed()
+        return self._last_orders(request)
+
+    def _last_orders(self, request: Request) -> list[int]:
+        """Return the orders for this request alone, the last one first, up to one that brings blocks for others."""
+        slots, found = set(request.held[request.ready - request.local :]), list[int]()
+        for order in reversed(self._orders.values()):
+            if slots.isdisjoint(order.slots):
+                continue
+            runs = self.blocks.runs(order.slots)
+            if not all(run.pins == 1 and run.holders == request.sequence and not run.warming for run in runs):
+                break
+            found.append(order.number)
+        return found
+
+    def drop(self, number: int) -> None:
+        """The store call of this order has not begun, and never will.
+
+        Its request goes on without it. Its slots wait for fetched(): should the call have begun after all, the blocks
+        that it brings count as all others.
+        """
+        runs = list(self.blocks.runs(self._orders[number].slots))
+        for run in runs:
+            self._fail(run, None)
+        self._wake(runs, 0)
 
     def finish(self, key: Key, *loaded: range) -> Request | None:
         """The engine released or cancelled it and `loaded` these blocks. This unpins all of it."""

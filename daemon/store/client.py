@@ -161,8 +161,8 @@ class Store(Connection):
         CORRUPT: a disk lost a page of what is `written` of the value (zeros.py), by default all of it.  UNDER_WAY: the
         caller must never use that memory again.
         TRANSFER: also without a try, for values of a storage node that is put aside.  The caller sets `get.late` when
-        it gives this get up.  Each key may stand once: of two equal ones Mooncake fills the last destination only, and
-        says OK for both.
+        it gives this get up, and `get.dropped` when nobody wants it unless it has begun.  Each key may stand once: of
+        two equal ones Mooncake fills the last destination only, and says OK for both.
         """
         if not keys:
             return []
@@ -184,6 +184,7 @@ class Store(Connection):
 
             def block(part: Sequence[int]) -> list[ErrorClass]:
                 nonlocal code
+                get.begun = True
                 some_keys, some_sizes = [keys[i] for i in part], [sizes[i] for i in part]
                 codes = self._move(client.batch_get_into, some_keys, [addresses[i] for i in part], some_sizes)
                 code = codes[0]

@@ -107,7 +107,8 @@ class SleepingReads:
         """Return each value's result; None: it was not read, since no replica lies in memory that can be reached.
 
         FOREIGN: the value has another size.  TRANSFER: also of a value that was not begun before `get` was given up.
-        LOOKUP_AGAIN: it was read, but not before `until_ns`, the end of the lease.
+        LOOKUP_AGAIN: it was read, but not before `until_ns`, the end of the lease; or it was not begun before that, or
+        before `get` was dropped.
         """
         results: list[ErrorClass | None] = [None] * len(values)
         nodes = {place.node for value in values for place in value.places}
@@ -164,7 +165,7 @@ class SleepingReads:
         asked, now_ns = transfers.asked, self._clock_ns()
         if now_ns < asked.look_ns:
             return False
-        if not asked.begun and now_ns > until_ns:  # their bytes would not count, and would delay others
+        if not asked.begun and (get.dropped or now_ns > until_ns):  # the bytes would not count, and would delay others
             for i in (index for piece in transfers.pieces for index in piece.indices):
                 results[i] = ErrorClass.LOOKUP_AGAIN
         elif not asked.begun and not get.late:
@@ -177,6 +178,7 @@ class SleepingReads:
         return self._look(transfers, values, results)
 
     def _begin(self, transfers: _Transfers, get: Get) -> None:
+        get.begun = True
         begin, node = self._engine.batch_transfer_async_read, transfers.asked.node
         # A read of another thread failed while this one waited for its turn.
         gone = transfers.known and node not in self._known and self._engine.send_probe(node) != 0

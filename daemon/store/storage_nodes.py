@@ -26,10 +26,16 @@ _FAILED = (ErrorClass.TRANSFER, ErrorClass.UNDER_WAY)
 
 @dataclass(eq=False)
 class Get:
-    """A get in flight. `waits_for`: nodes that delivered nothing since it began; `late`: its caller gave it up."""
+    """A get in flight. `waits_for`: nodes that delivered nothing since it began; `late`: its caller gave it up.
+
+    `begun`: its bytes may come from now on.  `dropped`: nobody wants it any more, so what has not begun never does.  A
+    caller that sets it as the get begins is too late, and the bytes come.
+    """
 
     waits_for: frozenset[str] = field(default_factory=frozenset)
     late: bool = False  # the caller sets it, on any thread
+    begun: bool = False
+    dropped: bool = False  # as `late`
 
     @property
     def nodes(self) -> str:

@@ -72,6 +72,16 @@ class Traffic:
             time.sleep(0.0003)
         return ends
 
+    def stopped(self) -> tuple[int, int]:
+        """Stop the fetch of a prompt as its first blocks show; return how many these were, and how many came in all."""
+        key, first, came = self._next_hint(), 0, None
+        while came is None:
+            if not first and (first := self._engine.flag(key).count):
+                self._engine.ask(key, stop=True)
+            came = self._load(key)
+            time.sleep(0.0003)
+        return first, came
+
     def _next_hint(self) -> tuple[int, int]:
         self._at = (self._at + 1) % len(self._prompts)
         return self._engine.hint(self._prompts[self._at])

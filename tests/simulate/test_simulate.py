@@ -20,6 +20,7 @@ from benchmarks.simulate.run import Result, simulate
 from benchmarks.simulate.scenarios import SCENARIOS, run_named
 from benchmarks.simulate.waiting import POLICIES
 from kvprefetch.connector import claims
+from kvprefetch.daemon.planning.planner import Planner
 from tests.simulate.small import MEGABYTE, NODE, SMALL, run, ttft
 
 
@@ -127,6 +128,17 @@ def test_every_request_ends_once_and_every_fetched_block_is_accounted_for(name: 
     left = {key: result.gauges[key] for key in ("blocks_pinned", "requests", "orders")}
     assert left == {"blocks_pinned": 0, "requests": 0, "orders": 0}
     assert math.isnan(result.hidden_fraction) or 0.0 <= result.hidden_fraction <= 1.0
+
+
+def test_a_stopped_fetch_does_not_wait_for_calls_that_have_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropping = run_named("slow-link", "adaptive", 400, 0)
+    stop = Planner.stop
+    monkeypatch.setattr(Planner, "stop", lambda self, key: stop(self, key)[:0])
+    waiting = run_named("slow-link", "adaptive", 400, 0)
+    assert dropping.node.dropped > 400 > waiting.node.dropped == 0
+    assert dropping.node.failed == waiting.node.failed == 0
+    assert dropping.ttft_s(0.5) < 0.95 * waiting.ttft_s(0.5)
+    assert dropping.wasted_share < 0.02
 
 
 @pytest.mark.parametrize("policy", ["wait", "best_effort"])

@@ -10,11 +10,11 @@ import pytest
 from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.planning.requests import TakenBack
 from kvprefetch.daemon.planning.runs import Lane
-from kvprefetch.daemon.store.errors import StoreError
+from kvprefetch.daemon.store.errors import ErrorClass, StoreError
 from kvprefetch.daemon.telemetry.events import EVENTS, Ending
 from kvprefetch.shmring.flags import FlagTable, pack
 from kvprefetch.shmring.wire.records import FlagState
-from tests.daemon.engine.epochs import Engine, give_back, make_epoch
+from tests.daemon.engine.epochs import Engine, Pools, give_back, make_epoch
 from tests.support.engine_side import Key
 
 
@@ -63,19 +63,22 @@ def test_a_block_from_disk_that_is_fetched_again_and_again_counts_once_for_the_e
     assert epoch.channel.table.disk(0) == 8
 
 
-def test_a_stopped_fetch_ends_with_what_was_under_way(engine: Engine) -> None:
-    epoch = engine.epoch
+def test_a_stopped_fetch_ends_with_what_was_under_way() -> None:
+    pools = Pools()
+    epoch = make_epoch(pools=pools)
+    engine = Engine(epoch)
     engine.want((0, 1), *"abcdefgh")
-    order = epoch.planner.next_order()
-    assert order is not None
+    assert epoch.start_fetch(Lane.MEMORY)
+    call: Any = pools.calls[-1]
+    call.run.keywords["get"].begun = True
     engine.ask((0, 1), stop=True)
     assert not epoch.planner.requests[0, 1].asked, "that is another record"
     engine.ask((0, 1))
-    assert epoch.planner.next_order() is None
-    epoch.planner.fetched(order.number, [True] * len(order.slots), 1)
-    epoch.switch("on")
-    assert 0 < len(order.slots) < 8
-    assert epoch.channel.table.flag(0) == (1, FlagState.READY, len(order.slots))
+    assert not epoch.start_fetch(Lane.MEMORY)
+    assert epoch.channel.table.flag(0) == (1, FlagState.HINTED, 0)
+    pools.end([ErrorClass.OK])
+    assert epoch.channel.table.flag(0) == (1, FlagState.READY, 1)
+    engine.leave()
 
 
 def test_asking_again_and_again_for_a_request_is_heard_once(engine: Engine) -> None:

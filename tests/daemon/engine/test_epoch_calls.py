@@ -27,10 +27,17 @@ BLOCK_BYTES = 4096
 class Setup(Engine):
     """An epoch, its engine, and a clock that stands still; a call ends when the test says so."""
 
-    def __init__(self, store: Any = None, *, events: bool = False, negatives: NegativeCaches | None = None) -> None:
+    def __init__(
+        self,
+        store: Any = None,
+        *,
+        events: bool = False,
+        negatives: NegativeCaches | None = None,
+        chunk_blocks: int = 12,
+    ) -> None:
         self.now, self.pools = SECOND_NS, Pools()
         self.sent: list[Message] = []
-        own: Any = {"chunk_blocks": 12, "events": events, "negatives": negatives}
+        own: Any = {"chunk_blocks": chunk_blocks, "events": events, "negatives": negatives}
         super().__init__(make_epoch(store, 1, self.pools, lambda: self.now, **own))
         self.epoch.send = self.sent.append
         self.calls = self.pools.calls
@@ -62,7 +69,7 @@ def setup() -> Iterator[Setup]:
     setup.leave()
 
 
-OK, MISS = ErrorClass.OK, ErrorClass.MISS
+OK, MISS, AGAIN = ErrorClass.OK, ErrorClass.MISS, ErrorClass.LOOKUP_AGAIN
 
 
 def test_what_a_fetch_brought_and_missed_is_counted_by_its_lane(setup: Setup) -> None:
@@ -97,6 +104,41 @@ def test_after_a_slow_fetch_the_next_one_from_memory_is_smaller_and_one_from_a_d
     setup.want((1, 1), "c", "d", on_disk=lane is Lane.DISK)
     setup.start(lane)
     assert setup.epoch.gauges()["leases"] == left
+
+
+@pytest.mark.parametrize("too_late", [False, True])
+def test_calls_of_a_stopped_fetch_that_have_not_begun_are_dropped(too_late: bool) -> None:
+    """They fail nothing and are no misses; one that begins as it is dropped brings its blocks for the engine."""
+    setup = Setup(chunk_blocks=2)
+    epoch, counters = setup.epoch, setup.epoch.counters
+    setup.want((0, 1), *"abcdef")
+    calls: list[Any] = [setup.start() for _ in range(3)]
+    gets = [call.run.keywords["get"] for call in calls]
+    gets[0].begun = True
+    setup.ask((0, 1), stop=True)
+    assert [get.dropped for get in gets] == [False, True, True]
+    for call, outcome in zip(reversed(calls), (AGAIN, OK if too_late else AGAIN, OK), strict=True):
+        assert epoch.channel.table.flag(0).state == FlagState.HINTED
+        setup.calls.remove(call)
+        call.finish([outcome] * 2)
+    good = 4 if too_late else 2
+    assert epoch.channel.table.flag(0) == (1, FlagState.READY, good)
+    assert (counters.fetched_blocks, sum(counters.failed_blocks.values())) == (good, 0)
+    assert sum(counters.fetch_memory.counts) == good // 2
+    assert not any(setup.known(name) for name in "cdef")
+    setup.want((1, 1), "e")
+    setup.start()
+    setup.leave()
+
+
+def test_calls_of_a_stopped_fetch_before_one_that_has_begun_go_on() -> None:
+    setup = Setup(chunk_blocks=2)
+    setup.want((0, 1), *"abcd")
+    calls: list[Any] = [setup.start(), setup.start()]
+    calls[1].run.keywords["get"].begun = True  # its values lie on another node
+    setup.ask((0, 1), stop=True)
+    assert not calls[0].run.keywords["get"].dropped
+    setup.leave()
 
 
 def test_what_cannot_be_had_is_left_alone_for_as_long_as_its_kind_lasts(setup: Setup) -> None:

@@ -134,6 +134,9 @@ def test_what_may_be_there_soon_is_tried_once_more_and_nothing_else(layout: Make
     outcome = transfers.fetch(store, ranked, [(bytes([i]), i) for i in range(4)])
     assert outcome == [ErrorClass.OK, ErrorClass.OK, ErrorClass.FOREIGN, ErrorClass.LOOKUP_AGAIN]
     assert store.keys("get_into")[1] == ["r0@01", "r0@03"]
+    store = FakeStore((), [[ErrorClass.LOOKUP_AGAIN]])
+    assert transfers.fetch(store, ranked, [(b"0", 0)], get=Get(dropped=True)) == [ErrorClass.LOOKUP_AGAIN]
+    assert len(store.keys("get_into")) == 1, "nobody wants it"
 
 
 def test_the_slots_of_transfers_that_may_be_under_way_are_lost_and_the_memory_is_kept(layout: Make) -> None:

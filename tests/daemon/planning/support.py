@@ -77,7 +77,7 @@ class Planner(module.Planner):
         self.flags = flags
 
     looked_up, fetched, overdue, give_up = map(_pulled, ("looked_up", "fetched", "overdue", "give_up"))
-    next_order, reset, finish, stop = map(_pulled, ("next_order", "reset", "finish", "stop"))
+    next_order, reset, finish, stop, drop = map(_pulled, ("next_order", "reset", "finish", "stop", "drop"))
 
 
 def planned(

@@ -95,6 +95,72 @@ def test_what_is_taken_back_of_a_stopped_request_is_not_fetched_again() -> None:
     planner.check()
 
 
+def test_an_order_that_is_dropped_ends_the_prefix_before_it_and_its_slots_come_back_with_its_call() -> None:
+    planner, flags = planned(8, 2)
+    key = hit(planner, 1, *"abcdef")
+    first, second, third = (ordered(planner) for _ in range(3))
+    assert planner.stop(key) == [third.number, second.number, first.number], "the last one first"
+    planner.drop(third.number)
+    planner.drop(second.number)
+    assert key not in flags.final
+    returned(planner, first)
+    assert (flags.count[key], key in flags.final) == (2, True)
+    hit(planner, 2, *"cd")
+    again = ordered(planner)
+    assert set(again.slots).isdisjoint([*second.slots, *third.slots]), "their call may write to them"
+    assert planner.gauges()["slots_free"] == 0
+    returned(planner, second, ok=False)
+    returned(planner, third, ok=False)
+    planner.check()
+    assert planner.gauges()["slots_free"] == 4
+    assert planner.stop(key) == [], "it was stopped before"
+
+
+def test_with_all_of_its_orders_dropped_it_is_final_at_once() -> None:
+    planner, flags = planned(8, 2)
+    key = hit(planner, 1, *"abcd", local=1)
+    orders = ordered(planner), ordered(planner)
+    for number in planner.stop(key):
+        planner.drop(number)
+    assert (flags.count[key], key in flags.final) == (1, True)
+    planner.finish(key)
+    for order in orders:
+        returned(planner, order, ok=False)
+    planner.check()
+    assert planner.gauges()["slots_free"] == 8
+
+
+def test_an_order_whose_call_began_before_it_was_dropped_brings_its_blocks_all_the_same() -> None:
+    planner, flags = planned(8, 2)
+    key = hit(planner, 1, *"abcdef")
+    first, second, third = (ordered(planner) for _ in range(3))
+    for number in planner.stop(key)[:2]:
+        planner.drop(number)
+    returned(planner, second)
+    returned(planner, third, ok=False)
+    returned(planner, first)
+    assert (flags.count[key], key in flags.final) == (4, True)
+    planner.finish(key, range(4))
+    planner.check()
+    assert planner.gauges()["blocks_wasted"] == 0
+
+
+def test_an_order_that_brings_blocks_for_others_is_not_to_be_dropped_nor_are_those_before_it() -> None:
+    planner, _ = planned(20, 4)
+    one, other = hit(planner, 1, *"abcde"), hit(planner, 2, *"wxyz")
+    assert [len(ordered(planner).slots) for _ in range(3)] == [4, 4, 1]
+    assert planner.stop(one) == []
+    assert len(planner.stop(other)) == 1, "its last one"
+    planner, _ = planned(20, 2)
+    hit(planner, 1, *"abcd")
+    branch = hit(planner, 2, *"abxy")
+    orders = [ordered(planner) for _ in range(3)]
+    assert planner.stop(branch) == [orders[2].number]
+    planner, _ = planned(20, 4)
+    assert planner.warm([digests("a")], Lane.MEMORY, "list") is not None
+    assert planner.stop(hit(planner, 1, "a")) == []
+
+
 @pytest.mark.parametrize("lane", list(Lane))
 def test_a_lane_that_its_head_held_up_goes_on_with_the_next_one(lane: Lane) -> None:
     """Its head found no room; the next one finds its blocks staged, or has room in the other lane's share."""
