@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 
+from kvprefetch.connector.known import NOTED_DIGESTS
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
 from .fakes import BLOCK, BLOCK_BYTES, Blocks, Engine, FakeDaemon, Request
@@ -65,6 +67,24 @@ def test_pending_then_ready_then_loaded() -> None:
     assert not engine.side.has_pending_work()
     engine.acknowledge(meta, ranks=1)
     assert engine.side.counters["unknown_loads"] == 1, "reported once too often"
+
+
+def test_a_long_prompt_that_has_ended_leaves_no_digests() -> None:
+    """Although its load is the last one so far: of 10^6 tokens they would take 6 MB, until another request loads."""
+    blocks = NOTED_DIGESTS + 1  # of fewer the look-up is applied later
+    engine = Engine(max_blocks=blocks, entries=blocks, slots=blocks, flags=32, ring=1 << 20, load_mode="sync")
+    request = engine.add("r", blocks * BLOCK + 1, staged=blocks)
+    handle = engine.side.requests["r"].handle
+    assert handle is not None
+    digests = handle.digests
+    del handle
+    engine.take(request, blocks * BLOCK)
+    engine.acknowledge(engine.step([(request, 1)]))
+    engine.side.finished(request)
+    assert engine.side.held() == []
+    alone = [bytes(range(32)), bytes(range(32))]
+    held, nobody = ([sys.getrefcount(each) for each in (kept, kept[0], kept[-1])] for kept in (digests, alone))
+    assert held == nobody, "the list, its first digest, its last"
 
 
 @pytest.mark.parametrize(
