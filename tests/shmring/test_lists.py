@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
+import tracemalloc
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -103,6 +105,7 @@ REFUSED: dict[str, tuple[type[Exception], tuple[Any, ...]]] = {
     "a block without an id": (AttributeError, ([SlotBlock(0), SimpleNamespace()], 0, 2)),
     "a class": (TypeError, ([SlotBlock(0), SlotBlock], 0, 2)),
     "before the first": (IndexError, ([SlotBlock(1), SlotBlock(2)], -1, 1)),
+    "nothing before the first": (IndexError, ([SlotBlock(1), SlotBlock(2)], -1, -1)),
     "backwards": (IndexError, ([SlotBlock(1), SlotBlock(2)], 2, 1)),
     "no size": (OverflowError, ([SlotBlock(1)], 0, 1 << 80)),
     "no number": (TypeError, ([SlotBlock(1)], "0", 1)),
@@ -123,16 +126,66 @@ def test_every_reference_is_given_back() -> None:
     good, bad = SlotBlock(number), SlotBlock("text")
     other = PropertyBlock(number)
     blocks: list[Any] = [good, other, bad]
-    objects = (number, "text", good, bad, other, blocks, SlotBlock, PropertyBlock)
+    kinds = (SlotBlock, PropertyBlock)
+    objects = (number, "text", good, bad, other, blocks, *kinds, *(vars(kind)["block_id"] for kind in kinds))
     held = [sys.getrefcount(each) for each in objects]
     for _ in range(10):
         block_ids(blocks, 0, 2)
+        block_ids(blocks, 1, 2)
         block_ids(deque(blocks), 0, 2)
         with pytest.raises(TypeError):
             block_ids(blocks, 0, 3)
         with pytest.raises(IndexError):
             block_ids(blocks, 3, 2)
     assert [sys.getrefcount(each) for each in objects] == held
+
+
+def test_no_memory_stays_behind() -> None:
+    """Neither of answers nor of refusals."""
+    blocks: list[Any] = [SlotBlock(number) for number in range(100)]
+    wrong = [*blocks, SlotBlock("text")]
+
+    def ask() -> None:
+        block_ids(blocks, 0, 100)
+        with contextlib.suppress(TypeError):
+            block_ids(wrong, 0, 101)
+
+    ask()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(100):
+            ask()
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 100 * 100, "bytes: each answer has 400"
+
+
+def test_a_block_lives_until_its_own_code_has_said_its_id() -> None:
+    """Python asks a class of ours twice, and the list lets go of the block in between."""
+    seen: list[str] = []
+
+    class Asked:
+        def __getattribute__(self, name: str) -> Any:
+            blocks.clear()
+            raise AttributeError
+
+        def __getattr__(self, name: str) -> int:
+            seen.append("answered")
+            return 5
+
+        def __del__(self) -> None:
+            seen.append("gone")
+
+    blocks: list[Any] = [Asked()]
+    assert block_ids(blocks, 0, 1) == array("I", [5])
+    assert seen == ["answered", "gone"]
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_the_greatest_id_is_read(kind: Any) -> None:
+    assert block_ids([kind(block_id=(1 << 32) - 1)], 0, 1) == array("I", [(1 << 32) - 1])
 
 
 def test_a_list_that_shrinks_meanwhile_is_an_error() -> None:
