@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,6 +171,23 @@ def abort_every_other(
     partly = engine.run(prompts, aborts=aborts, **options)
     for request in partly.requests[1::2]:
         assert request.tokens == right[request.index]
+
+
+def failed_loads_are_recomputed(
+    site: Site, engine: Engine, prompts: list[list[int]], right: list[list[int]], **options: Any
+) -> None:
+    """Every second load fails on the worker, also among aborted requests: tokens stay right."""
+    engine.run(prompts, **options)
+    site.fresh(engine)
+    engine.call("tests.e2e.probes:break_loads", 2)
+    before = Counter(engine.call("tests.e2e.probes:counters"))
+    served(engine.run(prompts, **options), right)
+    new = Counter(engine.call("tests.e2e.probes:counters")) - before
+    assert (new["loads"], new["failed_loads"]) == (len(prompts), len(prompts) // 2)
+    for steps in range(3):
+        site.fresh(engine)
+        abort_every_other(engine, prompts, right, steps, **options)
+    site.assert_idle()
 
 
 def whole_blocks(prompt: list[int]) -> int:

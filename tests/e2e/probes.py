@@ -128,6 +128,21 @@ def preemptions(_engine: Any) -> int:
     return len(_PREEMPTED)
 
 
+def preempt_next(engine: Any, requests: int, after_tokens: int) -> None:
+    """Preempt each of the next requests once it has so many tokens, and empty the engine's own prefix cache."""
+    scheduler, left = _scheduler(engine), [requests]
+    schedule = scheduler.schedule
+
+    def preempting(*args: Any, **options: Any) -> Any:
+        running = [each for each in scheduler.running if not each.num_preemptions]
+        if left[0] and any(each.num_output_tokens >= after_tokens for each in running):
+            assert scheduler.reset_prefix_cache(reset_running_requests=True)
+            left[0] -= 1
+        return schedule(*args, **options)
+
+    scheduler.schedule = preempting
+
+
 _WAITING: dict[str, float] = {}
 _LONGEST = [0.0]
 

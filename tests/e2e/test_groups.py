@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import BLOCK, Site, abort_every_other, hits, served, whole_blocks
+from tests.e2e.conftest import BLOCK, Site, abort_every_other, failed_loads_are_recomputed, hits, served, whole_blocks
 from tests.lab import control
 from tests.lab.connectors import ours, upstream
 from tests.lab.daemon import Daemon
@@ -108,6 +108,13 @@ def test_under_preemption_and_with_aborted_requests(
         site.fresh(engine)
         abort_every_other(engine, prompts, first.tokens, steps, max_tokens=160)
     site.assert_idle()
+    engine.stop()
+
+
+@pytest.mark.shows("loads that fail", "full attention and sliding windows")
+def test_requests_whose_loads_failed_are_recomputed(site: Site, gemma: Path, right: list[list[int]]) -> None:
+    engine = site.engine(model=gemma, extra={"cache_prefix": "failing groups"})
+    failed_loads_are_recomputed(site, engine, PROMPTS, right)
     engine.stop()
 
 

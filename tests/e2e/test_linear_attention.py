@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import BLOCK, Site, hits, served
+from tests.e2e.conftest import BLOCK, Site, failed_loads_are_recomputed, hits, served
 from tests.lab import control
 from tests.lab.connectors import ours, upstream
 from tests.lab.daemon import Daemon
@@ -51,6 +51,32 @@ def test_loaded_tokens_equal_recomputed_ones(site: Site, qwen: Path, reference: 
     spoiled = engine.run(PROMPTS, concurrency=1)
     assert [got == want for got, want in zip(spoiled.tokens, right, strict=True)] == [True] + 5 * [False]
     site.assert_idle()
+    engine.stop()
+
+
+@pytest.mark.shows("loads that fail", "full attention and linear attention")
+@pytest.mark.shows("aborts", "full attention and linear attention")
+@pytest.mark.shows("preemption", "full attention and linear attention")
+def test_preempted_requests_load_again_and_failed_loads_are_recomputed(
+    site: Site, qwen: Path, reference: Engine
+) -> None:
+    """The plain engine preempts requests after the same tokens: in bfloat16 a prefill and a decode may differ."""
+    prompts = PROMPTS[:4]
+    preempt: Any = {"requests": len(prompts), "after_tokens": 8}
+    assert reference.reset_prefix_cache()
+    right = reference.run(prompts, concurrency=1).tokens
+    reference.call("tests.e2e.probes:preempt_next", **preempt)
+    right_preempted = reference.run(prompts, concurrency=1).tokens
+    engine = site.engine(model=qwen, extra={"cache_prefix": "preempted linear"}, **STEP)
+    engine.run(prompts, concurrency=1)
+    site.fresh(engine)
+    engine.call("tests.e2e.probes:count_preemptions")
+    engine.call("tests.e2e.probes:preempt_next", **preempt)
+    served(engine.run(prompts, concurrency=1), right_preempted)
+    counters = engine.call("tests.e2e.probes:counters")
+    assert engine.call("tests.e2e.probes:preemptions") == len(prompts)
+    assert (counters["loads"], counters["failed_loads"]) == (2 * len(prompts), 0)
+    failed_loads_are_recomputed(site, engine, prompts, right, concurrency=1)
     engine.stop()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import vllm
 
-from tests.e2e.conftest import BLOCK, PATIENT, At, Site, abort_every_other, hits, served
+from tests.e2e.conftest import BLOCK, PATIENT, At, Site, abort_every_other, failed_loads_are_recomputed, hits, served
 from tests.e2e.deep import Pair, patient
 from tests.lab import control
 from tests.lab.connectors import ours, upstream
@@ -70,6 +70,7 @@ def test_loaded_tokens_equal_recomputed_ones(site: Site, granite: Path, referenc
     engine.stop()
 
 
+@pytest.mark.shows("values with a page that a disk lost", "full attention and Mamba")
 def test_a_lost_page_of_a_state_is_found_and_zeros_of_its_padding_are_right(
     granite: Path, reference: Engine, engines: Callable[..., Engine], at: At, tmp_path: Path
 ) -> None:
@@ -131,19 +132,9 @@ def test_under_preemption_and_with_aborted_requests(site: Site, granite: Path, r
 
 @pytest.mark.shows("loads that fail", "full attention and Mamba")
 def test_requests_whose_loads_failed_are_recomputed(site: Site, granite: Path, reference: Engine) -> None:
-    """Every second load fails on the worker, also among aborted requests; those that did not fail count."""
     right = reference.run(PROMPTS).tokens
     engine = site.engine(model=granite, extra={"cache_prefix": "failing"}, **STEP)
-    engine.run(PROMPTS)
-    engine.call("tests.e2e.probes:break_loads", 2)
-    site.fresh(engine)
-    served(engine.run(PROMPTS), right)
-    counters = engine.call("tests.e2e.probes:counters")
-    assert (counters["loads"], counters["failed_loads"]) == (len(PROMPTS), len(PROMPTS) // 2)
-    for steps in range(3):
-        site.fresh(engine)
-        abort_every_other(engine, PROMPTS, right, steps)
-    site.assert_idle()
+    failed_loads_are_recomputed(site, engine, PROMPTS, right)
     engine.stop()
 
 

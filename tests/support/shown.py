@@ -53,6 +53,7 @@ FEATURES = (
     "upgrade of the daemon",
     "killed engines and workers",
     "store that hangs or dies",
+    "values with a page that a disk lost",
     "device cache",
     "producers and consumers",
     "`mode` shadow",
