@@ -152,7 +152,11 @@ def use_models(two_heads: Path, one_head: Path) -> None:
 
 
 def cache_config(
-    blocks: int, groups: Groups = ONE_GROUP, retention: int | None = None, page_bytes: int = PAGE_BYTES
+    blocks: int,
+    groups: Groups = ONE_GROUP,
+    retention: int | None = None,
+    page_bytes: int = PAGE_BYTES,
+    drafts: int = 0,
 ) -> kinds.KVCacheConfig:
     """A paged cache of uint8: LAYERS layers of each group, layer-outermost, `page_bytes` a block and layer.
 
@@ -161,7 +165,7 @@ def cache_config(
     made, tensors = [], []
     for number, group in enumerate(groups.groups):
         names = [f"layer{number}.{i}" for i in range(LAYERS)]
-        made.append(kinds.KVCacheGroupSpec(names, _spec(group, page_bytes)))
+        made.append(kinds.KVCacheGroupSpec(names, _spec(group, page_bytes, drafts)))
         strides = {"layer_stride": blocks * page_bytes, "block_stride": page_bytes}
         tensors.append(kinds.KVCacheTensor(size=blocks * page_bytes * LAYERS, layers=names, **strides))
     config = kinds.KVCacheConfig(blocks, tensors, made, retention, kv_cache_layout="LBNHC")
@@ -170,10 +174,12 @@ def cache_config(
     return config
 
 
-def _spec(group: Group, page_bytes: int) -> Any:
+def _spec(group: Group, page_bytes: int, drafts: int) -> Any:
     if group.kind is Kind.STATE:
         parts: dict[str, Any] = {"shapes": ((page_bytes,),), "dtypes": (torch.uint8,)}
-        return kinds.MambaSpec(block_size=group.block_tokens, mamba_cache_mode="align", **parts)
+        return kinds.MambaSpec(
+            block_size=group.block_tokens, mamba_cache_mode="align", num_speculative_blocks=drafts, **parts
+        )
     heads: dict[str, Any] = {
         "block_size": group.block_tokens,
         "num_kv_heads": 1,

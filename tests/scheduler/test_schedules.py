@@ -37,6 +37,7 @@ COVERED = (
 
 
 @pytest.mark.shows("random schedules, `Scheduler` and `AsyncScheduler`")
+@pytest.mark.shows("streaming sessions")
 @pytest.mark.parametrize("queue", QUEUES.values(), ids=QUEUES)
 def test_random_schedules(site: Site, queue: int) -> None:
     total = explore(site, 35, queue=queue)

@@ -22,12 +22,16 @@ from tests.scheduler.model import LAYERS, PAGE_BYTES, Truth, sample, width
 
 @dataclass
 class Running:
-    """A request as a model runner knows it: `computed` positions of `tokens` have their KV in `blocks`, per group."""
+    """A request as a model runner knows it: `computed` positions of `tokens` have their KV in `blocks`, per group.
+
+    `states`: the number of the block that has the state after them, by group; else that of the last position.
+    """
 
     tokens: list[int]
     blocks: list[list[int]]
     computed: int
     drafts: list[int] = field(default_factory=list)
+    states: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -58,24 +62,36 @@ class Rank:
         self.queue: deque[Step] = deque()
         self.program: Iterator[None] | None = None
 
-    def read(self, group: int, layer: int, blocks: Sequence[int], first: int, stop: int) -> bytes:
-        """KV bytes of positions [first, stop), or the state after the last of them."""
-        if self.groups[group].kind is Kind.STATE:
-            return self.kv[group][layer, self._block_of(group, blocks, stop - 1)].tobytes() if stop else b""
+    def read(self, group: int, layer: int, sequence: Running, first: int) -> bytes:
+        """KV bytes of the positions from `first` to the next one to compute, or the state there."""
+        stop, table = sequence.computed, sequence.blocks[group]
+        if stop and self.groups[group].kind is Kind.STATE:
+            held = _held(table, sequence.states.get(group, (stop - 1) // self.groups[group].block_tokens))
+            state: bytes = self.kv[group][layer, held].tobytes()
+            return state
         cache = self.kv[group][layer]
         _, tokens, size = cache.shape
         at = first // tokens
-        data: bytes = cache[blocks[at : -(-stop // tokens)]].tobytes()
+        data: bytes = cache[table[at : -(-stop // tokens)]].tobytes()
         return data[(first - at * tokens) * size : (stop - at * tokens) * size]
 
-    def write(self, group: int, layer: int, blocks: Sequence[int], position: int, value: bytes) -> None:
-        at = 0 if self.groups[group].kind is Kind.STATE else position % self.groups[group].block_tokens
-        self.kv[group][layer, self._block_of(group, blocks, position), at] = bytearray(value)
+    def write(self, group: int, layer: int, sequence: Running, row: Sequence[bytes], drafts: int) -> None:
+        """KV of the next positions, the last ones those of drafts.
 
-    def _block_of(self, group: int, blocks: Sequence[int], position: int) -> int:
-        block = blocks[position // self.groups[group].block_tokens]
-        assert block != 0, "the scheduler gave no block for a position to compute"
-        return block
+        Of states only the one before the drafts is kept, in the block of the step's last position, and those of the
+        drafts in the blocks behind that: vLLM's `align` mode.
+        """
+        size, start, table = self.groups[group].block_tokens, sequence.computed, sequence.blocks[group]
+        cache = self.kv[group][layer]
+        if self.groups[group].kind is Kind.STATE:
+            for block, state in enumerate(row[len(row) - 1 - drafts :], (start + len(row) - 1) // size):
+                cache[_held(table, block), 0] = bytearray(state)
+            return
+        for position, value in enumerate(row, start):
+            cache[_held(table, position // size), position % size] = bytearray(value)
+
+    def move_state(self, group: int, table: Sequence[int], source: int, target: int) -> None:
+        self.kv[group][:, _held(table, target)] = self.kv[group][:, _held(table, source)]
 
 
 class Workers:
@@ -218,9 +234,10 @@ class Workers:
                 sequence.drafts[i] if token == -1 and i < len(sequence.drafts) else token
                 for i, token in enumerate(drafts)
             ]
-        newest = self._compute(sequence.blocks, start, sequence.tokens[start:stop] + tail)
-        sequence.computed = stop
+        newest = self._compute(sequence, sequence.tokens[start:stop] + tail, len(tail))
+        end = start + known + len(tail)
         if stop < len(sequence.tokens):
+            self._accept(sequence, stop, end, 0)
             sequence.drafts = []
             return []
         sampled = [newest(known - 1)]
@@ -228,30 +245,45 @@ class Workers:
             if token != sampled[-1]:
                 break
             sampled.append(newest(known + i))
-        sequence.computed = stop + len(sampled) - 1
+        self._accept(sequence, stop, end, len(sampled) - 1)
         sequence.tokens += sampled
         sequence.drafts = self._propose(sequence.tokens)
         return sampled
 
-    def _compute(self, blocks: Sequence[Sequence[int]], start: int, tokens: Sequence[int]) -> Callable[[int], int]:
-        """Write the KV of `tokens` from position `start`; the function samples after the i-th of them."""
+    def _compute(self, sequence: Running, tokens: Sequence[int], drafts: int) -> Callable[[int], int]:
+        """Write the KV of `tokens`, the last ones drafts; the function samples after the i-th of them."""
         rows: list[list[bytes]] = []
         for rank in self.ranks:
             found = self._truth.forward(
                 self.weights,
                 rank.number,
-                start,
+                sequence.computed,
                 tokens,
-                lambda group, layer, first, rank=rank: rank.read(group, layer, blocks[group], first, start),
+                lambda group, layer, first, rank=rank: rank.read(group, layer, sequence, first),
             )
             for at, row in enumerate(found):
-                group, layer = divmod(at, LAYERS)
-                # In vLLM's `align` mode the block of a step's last position gets the state, and no other one.
-                last = start + len(row) - 1 if self._truth.groups.groups[group].kind is Kind.STATE else start
-                for position, value in enumerate(row[last - start :], last):
-                    rank.write(group, layer, blocks[group], position, value)
+                rank.write(*divmod(at, LAYERS), sequence, row, drafts)
             rows += found
         return lambda i: sample([row[i] for row in rows])
+
+    def _accept(self, sequence: Running, stop: int, end: int, drafts: int) -> None:
+        """The step computed all before `end`, of which drafts from `stop` on, and so many of these are right.
+
+        As vLLM's postprocess_mamba: the state at the end of the last full block goes into that block.
+        """
+        sequence.computed = stop + drafts
+        for number, group in enumerate(self._truth.groups.groups):
+            if group.kind is not Kind.STATE:
+                continue
+            size = group.block_tokens
+            first, full = (end - 1) // size, sequence.computed // size
+            sequence.states[number] = first + drafts
+            if full * size < stop:
+                continue
+            for rank in self.ranks:
+                rank.move_state(number, sequence.blocks[number], first + full * size - stop, full - 1)
+            if full - 1 == first:
+                sequence.states[number] = first
 
     def _propose(self, tokens: list[int]) -> list[int]:
         """Drafts of which some are right, by what the tokens are."""
@@ -260,6 +292,12 @@ class Workers:
             right = self._truth.next_token(self.weights, tokens + drafts)
             drafts.append(right if (len(tokens) + right) % 3 else (right + 1) % 50)
         return drafts
+
+
+def _held(table: Sequence[int], number: int) -> int:
+    """The block of this number in a request's table."""
+    assert table[number] != 0, "the scheduler gave no block for a position to compute"
+    return table[number]
 
 
 def _copied(tables: Sequence[Sequence[int]]) -> list[list[int]]:

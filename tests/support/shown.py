@@ -48,6 +48,7 @@ FEATURES = (
     "reset of the connector",
     "queues longer than staging",
     "random schedules, `Scheduler` and `AsyncScheduler`",
+    "streaming sessions",
     "loads dispatched in a later pass",
     "daemon that stops, hangs and comes back",
     "upgrade of the daemon",
