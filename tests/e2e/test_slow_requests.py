@@ -40,7 +40,9 @@ def test_full_places_in_one_trace_with_vllm(site: Site, receiver: Receiver, monk
     engine.run(PROMPTS)
     site.fresh(engine)
     headers = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
-    served = engine.run(PROMPTS, max_tokens=[600, 8], request_options={"trace_headers": headers})
+    # Half a second later: of two that arrive at once, the one whose KV comes first gets the place.
+    answers, arrivals = [600, 8], [0.0, 0.5]
+    served = engine.run(PROMPTS, max_tokens=answers, arrivals_s=arrivals, request_options={"trace_headers": headers})
     assert served.cached_tokens == hits(PROMPTS)
     name = served.requests[1].request_id
     cause, top = told(site.daemon, name)
