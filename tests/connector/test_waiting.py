@@ -4,47 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from kvprefetch.connector import hints
 from kvprefetch.connector.claims import Claims
 from kvprefetch.connector.policy import WAIT_BOUND_NS
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
 from .fakes import BLOCK, MS, Engine, FakeDaemon, Request, fails_with
-
-NOTHING, PENDING = (0, False), (None, False)
-TOKEN_MS = 0.1
-
-
-def measured(**settings: Any) -> Engine:
-    """An engine that knows its prefill: 0.1 ms a token beside steps of 5 ms, and has one request running."""
-    engine = Engine(**{"wait_policy": "adaptive", **settings})
-    running = engine.add("running", 2000)
-    engine.allocate(running, 0)
-    for tokens in (1000, 999):
-        engine.step([(running, tokens)], step_ms=5 + tokens * TOKEN_MS)
-        for _ in range(30):
-            engine.step([(running, 1)], step_ms=5)
-    engine.running = running  # type: ignore[attr-defined]
-    return engine
-
-
-def step(engine: Engine) -> None:
-    engine.daemon.beat()
-    engine.step([(engine.running, 1)], step_ms=5)  # type: ignore[attr-defined]
-
-
-def visits_until_decided(engine: Engine, request: Request, most: int = 1000) -> tuple[tuple[int | None, bool], int]:
-    """The first answer that is not pending, and how many visits were."""
-    for visit in range(most):
-        reply = engine.match(request)
-        if reply != PENDING:
-            return reply, visit
-        step(engine)
-    raise AssertionError(f"pending {most} times")
+from .waiting import NOTHING, PENDING, measured, step, visits_until_decided
 
 
 def test_a_fetch_that_does_not_come_is_given_up_and_cancelled() -> None:
@@ -132,120 +100,6 @@ def test_a_fetch_that_came_at_once_tells_how_long_the_next_one_takes() -> None:
     engine.take(first, 40 * BLOCK)
     assert engine.match(engine.add("next", 12 * BLOCK + 1)) == NOTHING
     assert engine.match(engine.add("long", 40 * BLOCK + 1)) == PENDING
-
-
-def overtaken(*, found: int = 40) -> tuple[Engine, Request]:
-    """An engine that saw 10 blocks each 25 ms, and recomputes as many in 16 ms; its next request, which it visited."""
-    engine = measured(max_running=64)
-    first = engine.add("first", 40 * BLOCK + 1)
-    first.kv_transfer_params = {"kvprefetch": {"wait_policy": "wait"}}
-    for visit in range(20):
-        engine.daemon.stage("first", visit // 5 * 10, ready=False, found=40)
-        assert engine.match(first) == PENDING
-        step(engine)
-    engine.daemon.stage("first", 40)
-    engine.take(first, 40 * BLOCK)
-    request = engine.add("r", 40 * BLOCK + 1)
-    engine.daemon.look_up("r", found)
-    engine.daemon.drain()
-    engine.daemon.asks.clear()
-    return engine, request
-
-
-def test_a_fetch_that_recomputing_overtakes_is_stopped_and_what_is_under_way_loaded() -> None:
-    engine, request = overtaken()
-    assert engine.match(request) == PENDING
-    engine.daemon.drain()
-    assert [ask.stop for ask in engine.daemon.asks] == [True, False], "and it waits"
-    for _ in range(2):
-        step(engine)
-        assert engine.match(request) == PENDING
-    engine.daemon.drain()
-    assert len(engine.daemon.asks) == 2, "once"
-    engine.daemon.stage("r", 10, found=40)
-    assert engine.match(request) == (10 * BLOCK, False)
-    assert (engine.side.counters["stopped"], engine.side.counters["cut_short"]) == (1, 0)
-
-
-def test_a_stopped_fetch_with_nothing_under_way_is_recomputed_and_no_miss() -> None:
-    engine, request = overtaken()
-    assert engine.match(request) == PENDING
-    engine.daemon.stage("r", 0, found=40)
-    step(engine)
-    assert engine.match(request) == NOTHING
-    assert (engine.side.counters["recomputed"], engine.side.counters["misses"]) == (1, 0)
-    engine.daemon.drain()
-    assert engine.daemon.dones[-1].outcome == Outcome.RECOMPUTED
-
-
-def test_what_is_not_looked_up_is_not_stopped_but_given_up() -> None:
-    engine, request = overtaken(found=0)
-    assert engine.match(request) == NOTHING
-    engine.daemon.drain()
-    assert not engine.daemon.asks
-
-
-def test_a_stop_that_finds_no_room_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, request = overtaken()
-    with monkeypatch.context() as full:
-        full.setattr(hints, "stop", lambda handle, now_ns: False)
-        assert engine.match(request) == PENDING
-    step(engine)
-    assert engine.match(request) == PENDING
-    engine.daemon.drain()
-    assert [ask.stop for ask in engine.daemon.asks] == [False, True]
-
-
-def test_a_stopped_fetch_that_does_not_come_is_given_up_and_an_abort_gives_all_back() -> None:
-    engine, request = overtaken()
-    reply, visits = visits_until_decided(engine, request)
-    assert reply == NOTHING
-    assert visits <= 9, "half of 64 ms"
-    engine, request = overtaken()
-    assert engine.match(request) == PENDING
-    engine.side.finished(request)
-    engine.daemon.drain()
-    assert engine.daemon.flag("r").state == FlagState.CANCELLED
-
-
-def test_a_stop_ends_with_its_hint() -> None:
-    """Weights changed meanwhile: a new hint's fetch would go on in full, and recomputing overtakes that."""
-    engine, request = overtaken()
-    assert engine.match(request) == PENDING
-    engine.daemon.move(engine.daemon.hint("r").flag, FlagState.EXPIRED, 0)
-    step(engine)
-    assert engine.match(request) == NOTHING
-    assert engine.side.counters["late_hints"] == 0
-
-
-def test_a_new_session_has_nothing_of_a_stopped_fetch_under_way() -> None:
-    engine, request = overtaken()
-    assert engine.match(request) == PENDING
-    engine.link.session = FakeDaemon(engine.clock, epoch=2).session()
-    assert engine.match(request) == NOTHING
-
-
-def test_a_claim_of_a_part_stops_its_fetch() -> None:
-    engine = measured(wait_policy="best_effort")
-    request = engine.add("r", 40 * BLOCK)
-    engine.daemon.stage("r", 5, ready=False, found=30)
-    assert engine.match(request) == (5 * BLOCK, False)
-    engine.daemon.drain()
-    assert [ask.stop for ask in engine.daemon.asks] == [True]
-
-
-def test_a_part_that_was_claimed_in_vain_and_taken_back_is_no_miss() -> None:
-    """The engine had no blocks for it in that pass, and a nearer request needed the room. The store has its blocks."""
-    engine = measured(wait_policy="best_effort")
-    request = engine.add("r", 40 * BLOCK)
-    engine.daemon.stage("r", 5, ready=False, found=30)
-    assert engine.match(request) == (5 * BLOCK, False)
-    step(engine)
-    engine.daemon.stage("r", 0, found=30)
-    assert engine.match(request) == NOTHING
-    assert (engine.side.counters["recomputed"], engine.side.counters["misses"]) == (1, 0)
-    engine.daemon.drain()
-    assert engine.daemon.dones[-1].outcome == Outcome.RECOMPUTED
 
 
 def test_what_the_store_holds_is_known_before_it_has_come() -> None:

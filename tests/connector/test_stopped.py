@@ -1,0 +1,125 @@
+"""A fetch that its engine stops while it goes on, against a fake daemon."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvprefetch.connector import hints
+from kvprefetch.shmring.wire.records import FlagState, Outcome
+
+from .fakes import BLOCK, Engine, FakeDaemon, Request
+from .waiting import NOTHING, PENDING, measured, step, visits_until_decided
+
+
+def overtaken(*, found: int = 40) -> tuple[Engine, Request]:
+    """An engine that saw 10 blocks each 25 ms, and recomputes as many in 16 ms; its next request, which it visited."""
+    engine = measured(max_running=64)
+    first = engine.add("first", 40 * BLOCK + 1)
+    first.kv_transfer_params = {"kvprefetch": {"wait_policy": "wait"}}
+    for visit in range(20):
+        engine.daemon.stage("first", visit // 5 * 10, ready=False, found=40)
+        assert engine.match(first) == PENDING
+        step(engine)
+    engine.daemon.stage("first", 40)
+    engine.take(first, 40 * BLOCK)
+    request = engine.add("r", 40 * BLOCK + 1)
+    engine.daemon.look_up("r", found)
+    engine.daemon.drain()
+    engine.daemon.asks.clear()
+    return engine, request
+
+
+def test_a_fetch_that_recomputing_overtakes_is_stopped_and_what_is_under_way_loaded() -> None:
+    engine, request = overtaken()
+    assert engine.match(request) == PENDING
+    engine.daemon.drain()
+    assert [ask.stop for ask in engine.daemon.asks] == [True, False], "and it waits"
+    for _ in range(2):
+        step(engine)
+        assert engine.match(request) == PENDING
+    engine.daemon.drain()
+    assert len(engine.daemon.asks) == 2, "once"
+    engine.daemon.stage("r", 10, found=40)
+    assert engine.match(request) == (10 * BLOCK, False)
+    assert (engine.side.counters["stopped"], engine.side.counters["cut_short"]) == (1, 0)
+
+
+def test_a_stopped_fetch_with_nothing_under_way_is_recomputed_and_no_miss() -> None:
+    engine, request = overtaken()
+    assert engine.match(request) == PENDING
+    engine.daemon.stage("r", 0, found=40)
+    step(engine)
+    assert engine.match(request) == NOTHING
+    assert (engine.side.counters["recomputed"], engine.side.counters["misses"]) == (1, 0)
+    engine.daemon.drain()
+    assert engine.daemon.dones[-1].outcome == Outcome.RECOMPUTED
+
+
+def test_what_is_not_looked_up_is_not_stopped_but_given_up() -> None:
+    engine, request = overtaken(found=0)
+    assert engine.match(request) == NOTHING
+    engine.daemon.drain()
+    assert not engine.daemon.asks
+
+
+def test_a_stop_that_finds_no_room_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, request = overtaken()
+    with monkeypatch.context() as full:
+        full.setattr(hints, "stop", lambda handle, now_ns: False)
+        assert engine.match(request) == PENDING
+    step(engine)
+    assert engine.match(request) == PENDING
+    engine.daemon.drain()
+    assert [ask.stop for ask in engine.daemon.asks] == [False, True]
+
+
+def test_a_stopped_fetch_that_does_not_come_is_given_up_and_an_abort_gives_all_back() -> None:
+    engine, request = overtaken()
+    reply, visits = visits_until_decided(engine, request)
+    assert reply == NOTHING
+    assert visits <= 9, "half of 64 ms"
+    engine, request = overtaken()
+    assert engine.match(request) == PENDING
+    engine.side.finished(request)
+    engine.daemon.drain()
+    assert engine.daemon.flag("r").state == FlagState.CANCELLED
+
+
+def test_a_stop_ends_with_its_hint() -> None:
+    """Weights changed meanwhile: a new hint's fetch would go on in full, and recomputing overtakes that."""
+    engine, request = overtaken()
+    assert engine.match(request) == PENDING
+    engine.daemon.move(engine.daemon.hint("r").flag, FlagState.EXPIRED, 0)
+    step(engine)
+    assert engine.match(request) == NOTHING
+    assert engine.side.counters["late_hints"] == 0
+
+
+def test_a_new_session_has_nothing_of_a_stopped_fetch_under_way() -> None:
+    engine, request = overtaken()
+    assert engine.match(request) == PENDING
+    engine.link.session = FakeDaemon(engine.clock, epoch=2).session()
+    assert engine.match(request) == NOTHING
+
+
+def test_a_claim_of_a_part_stops_its_fetch() -> None:
+    engine = measured(wait_policy="best_effort")
+    request = engine.add("r", 40 * BLOCK)
+    engine.daemon.stage("r", 5, ready=False, found=30)
+    assert engine.match(request) == (5 * BLOCK, False)
+    engine.daemon.drain()
+    assert [ask.stop for ask in engine.daemon.asks] == [True]
+
+
+def test_a_part_that_was_claimed_in_vain_and_taken_back_is_no_miss() -> None:
+    """The engine had no blocks for it in that pass, and a nearer request needed the room. The store has its blocks."""
+    engine = measured(wait_policy="best_effort")
+    request = engine.add("r", 40 * BLOCK)
+    engine.daemon.stage("r", 5, ready=False, found=30)
+    assert engine.match(request) == (5 * BLOCK, False)
+    step(engine)
+    engine.daemon.stage("r", 0, found=30)
+    assert engine.match(request) == NOTHING
+    assert (engine.side.counters["recomputed"], engine.side.counters["misses"]) == (1, 0)
+    engine.daemon.drain()
+    assert engine.daemon.dones[-1].outcome == Outcome.RECOMPUTED
