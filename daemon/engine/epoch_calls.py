@@ -176,7 +176,8 @@ class EpochCalls(EpochParts):
         outcome = [ErrorClass.BUG] * len(order.slots) if isinstance(result, BaseException) else result
         arrived = [each is ErrorClass.OK for each in outcome]
         now, good, lane = self._services.clock_ns(), sum(arrived), _LANES[order.lane]
-        if self._gets.pop(order.number).dropped and not good:  # no failure, nor a time of a fetch
+        get = self._gets.pop(order.number)
+        if get.dropped and not get.begun:  # no failure, nor a time of a fetch
             self.planner.fetched(order.number, arrived, now)
             self._carry_on()
             return

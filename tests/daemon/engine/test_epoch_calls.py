@@ -117,6 +117,7 @@ def test_calls_of_a_stopped_fetch_that_have_not_begun_are_dropped(too_late: bool
     gets[0].begun = True
     setup.ask((0, 1), stop=True)
     assert [get.dropped for get in gets] == [False, True, True]
+    gets[1].begun = too_late
     for call, outcome in zip(reversed(calls), (AGAIN, OK if too_late else AGAIN, OK), strict=True):
         assert epoch.channel.table.flag(0).state == FlagState.HINTED
         setup.calls.remove(call)
@@ -128,6 +129,20 @@ def test_calls_of_a_stopped_fetch_that_have_not_begun_are_dropped(too_late: bool
     assert not any(setup.known(name) for name in "cdef")
     setup.want((1, 1), "e")
     setup.start()
+    setup.leave()
+
+
+def test_a_call_that_begins_as_it_is_dropped_and_fails_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody hears otherwise that its slots are lost."""
+    setup = Setup(chunk_blocks=2)
+    setup.want((0, 1), *"ab")
+    call: Any = setup.start()
+    setup.ask((0, 1), stop=True)
+    call.run.keywords["get"].begun = True
+    setup.calls.remove(call)
+    call.finish([ErrorClass.UNDER_WAY] * 2)
+    assert "slots.lost" in capsys.readouterr().out
+    assert sum(setup.epoch.counters.failed_blocks.values()) == 2
     setup.leave()
 
 
