@@ -1,4 +1,4 @@
-"""What the wait for a place hides of a fetch: measured waits and fetches beside the bound max(0, F - W). Pure."""
+"""What the wait for a place hides of a fetch, and the least that it can leave over: max(W, F). Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.bench.figures import Figure, exposed_bound_s, per_round
+from benchmarks.bench.figures import Figure, exposed_bound_s, per_round, ttft_s
 from benchmarks.bench.variants import LOCAL
 
 
@@ -53,3 +53,33 @@ def hiding(point: Mapping[str, Any], block_bytes: int) -> dict[str, Hiding]:
         for variant, several in rounds.items()
         if variant != LOCAL
     }
+
+
+def least_mean_s(point: Mapping[str, Any]) -> Figure | None:
+    """The mean time to first token if each request only waits for the later of its place and its KV: max(W, F).
+
+    W is that of the ideal in the same round. F: the link sends the prompts' KV one after the other, as requests arrive.
+    None where requests do not arrive at given times, share KV or a link with other engines, or load nothing.
+    """
+    setting = point["setting"]
+    if (
+        setting["arrivals"] not in ("open", "burst")
+        or setting["far"] != "link"
+        or setting["shared"]
+        or setting["engines"] > 1
+        or not setting["hit"]
+        or "pace" not in point
+    ):
+        return None
+    ideals = [passed for passed in point["passes"] if passed["variant"] == LOCAL]
+    fetch_s = setting["hit"] * point["pace"]["fetch_s"]
+    return Figure.of([_least_mean_s(passed, fetch_s) for passed in ideals]) if ideals else None
+
+
+def _least_mean_s(ideal: Mapping[str, Any], fetch_s: float) -> float:
+    times = ttft_s(ideal)
+    compute_s, sent_s, least = min(times), 0.0, []
+    for arrived_s, ttft in sorted(zip(ideal["requests"]["arrival_s"], times, strict=True)):
+        sent_s = max(sent_s, arrived_s) + fetch_s
+        least.append(max(ttft, sent_s - arrived_s + compute_s))
+    return statistics.fmean(least)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.bench.figures import Figure, free_place_s, per_round, point_figures, token_differences
-from benchmarks.bench.hiding import hiding
+from benchmarks.bench.hiding import hiding, least_mean_s
 from benchmarks.bench.served import Daemon, Requests, Served, merged
 from benchmarks.bench.setting import Plan, Setting
 from tests.lab.passes import Pass, RequestResult
@@ -84,6 +84,23 @@ def test_what_is_noticed_of_a_fetch_is_beyond_the_ideal() -> None:
     assert found["kvprefetch"].bound_s == pytest.approx(0.15)
     assert found["kvprefetch"].over_bound == pytest.approx(0.30 / 0.27)
     assert hiding(point(passed("local", (0, 1, 2))), BLOCK_BYTES) == {}
+
+
+def test_the_least_mean_waits_for_place_or_link() -> None:
+    """F 0.25 s. The first waits for the link alone, the second for the first's KV as well, the third for its place."""
+    ideal = passed("local", (0.0, 0.02, 1), (0.1, 0.2, 1), (0.2, 1.2, 2))
+    some = point(ideal, passed("kvprefetch", (0, 9, 9)))
+    assert least_mean_s(some) == Figure.of([(0.27 + 0.42 + 1.0) / 3])
+    half = least_mean_s(point(ideal, hit=0.5))
+    assert half is not None
+    assert half.middle == pytest.approx((0.145 + 0.17 + 1.0) / 3)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"arrivals": "closed"}, {"far": "disk"}, {"shared": 0.5}, {"engines": 2}, {"hit": 0.0}]
+)
+def test_no_least_mean_where_the_link_s_order_is_not_known(setting: dict[str, Any]) -> None:
+    assert least_mean_s(point(passed("local", (0, 1, 2)), **setting)) is None
 
 
 def test_other_tokens_are_found_as_far_as_both_answers_go() -> None:
