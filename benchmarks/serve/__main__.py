@@ -69,8 +69,8 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--load", type=float, default=0.7, help="share of what the engine can serve with all KV local")
     parser.add_argument("--fetch", type=float, default=0.15, help="time to fetch a token / time to compute it")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=12.0, help="no variant begins after so many")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=18.0, help="no variant begins after so many")
     parser.add_argument("--out", type=Path, default=WORK, help="folder of the JSON (default build/bench)")
     parser.add_argument(
         "--publish", action="store_true", help=f"also write to {PUBLISHED.relative_to(process.REPO)}/DATE"
@@ -195,7 +195,7 @@ class Run:
             point = {"at": options.load, "setting": asdict(setting), "passes": list[dict[str, Any]]()}
             self.result["points"] = [point]
             for number in range(options.rounds):
-                for variant in self._chosen:
+                for variant in self._chosen[:: -1 if number % 2 else 1]:  # so that a drift of the machine meets all
                     if time.monotonic() - self._begun > 60 * options.minutes:
                         self._problem(
                             f"round {number + 1}: {variant} and what follows left out for want of time (--minutes)"
@@ -332,7 +332,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     process.exit_on_sigterm()
     os.environ.update(ENVIRONMENT)
-    calls = trace.conversation(path) if options.trace == "conversation" else trace.agents(path)
+    calls = trace.spread(trace.conversation(path)) if options.trace == "conversation" else trace.agents(path)
     if options.start_min is None:
         options.start_min = START_MIN[options.trace]
     start_s = 60 * options.start_min

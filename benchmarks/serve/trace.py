@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.lab.process import REPO
@@ -16,6 +16,7 @@ TRACES = {  # where the trace lies under --data, tokens of a hash, and k
     "agents": (Path("agents"), 64, 64),
 }
 SESSION_HASHES = 1 << 24  # numbers of an agent's session mean something in it alone
+TICK_S = 3.0  # Mooncake's recorder knew times to this
 LONGEST_PAUSE_S = 60.0  # between two calls of a session; longer ones are cut to this
 
 
@@ -71,6 +72,18 @@ def conversation(path: Path) -> list[Call]:
     return [
         Call(each["timestamp"] / 1000, each["input_length"], each["output_length"], tuple(each["hash_ids"]))
         for each in lines
+    ]
+
+
+def spread(calls: Iterable[Call], tick_s: float = TICK_S) -> list[Call]:
+    """Spread the calls of each tick evenly over it: sent at once, their order would be another in every pass."""
+    ticks: dict[int, list[Call]] = {}
+    for call in calls:
+        ticks.setdefault(round(call.at_s / tick_s), []).append(call)
+    return [
+        replace(call, at_s=tick_s * (tick + at / len(some)))
+        for tick, some in sorted(ticks.items())
+        for at, call in enumerate(some)
     ]
 
 

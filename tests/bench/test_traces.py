@@ -59,6 +59,17 @@ def test_a_bad_scale_is_an_error(changes: dict[str, Any], words: str) -> None:
         some(**changes)
 
 
+def test_calls_of_one_tick_are_spread_over_it_in_their_order() -> None:
+    calls = [call(0, 1), call(0, 2), call(0.001, 3), call(5.999, 4), call(6, 5)]
+    assert [(each.at_s, each.input_tokens) for each in trace.spread(calls)] == [
+        (0, 1),
+        (1, 2),
+        (2, 3),
+        (6, 4),
+        (7.5, 5),
+    ]
+
+
 def test_sessions_share_no_hash_and_long_pauses_are_cut(tmp_path: Path) -> None:
     for number, times in enumerate(([5, 6, 1000], [0, 10, 20])):
         requests = [{"t": at, "in": 128, "out": 0, "hash_ids": [1, 2]} for at in times]
