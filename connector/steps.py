@@ -3,6 +3,9 @@
 A step lasts from its start, or from the end of the step before if that came later, to its end; this also holds for
 overlapping steps (async scheduling, pipeline stages).  The cost of a token is fitted by least squares through the time
 of a step without prefill: short prefills have a fixed cost that says little about tokens, and weigh little.
+
+A step that also loads is longer by the load.  Where everything is loaded, there is no other: such steps count until a
+prefill without a load was measured.
 """
 
 from __future__ import annotations
@@ -10,14 +13,34 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-# Assumed until a prefill was measured: 10,000 tokens per second.
+# Assumed until a prefill was measured: 10,000 tokens per second. It weighs as much as one prefill of so many tokens
+# with a load, since noise can hide a few tokens.
 UNMEASURED_PREFILL_NS = 100_000.0
+_ASSUMED_TOKENS = 32
 # Weight of the newest step in the moving averages of durations.
 _NEWEST = 0.1
 # The fit forgets: half of it is younger than about this many prefill tokens in one go, squared.
 _MEMORY_TOKENS2 = 8192.0**2
 # No engine has so many steps in flight: ends are not reported, and the steps noted here are void.
 _MAX_IN_FLIGHT = 64
+
+
+class _PrefillCost:
+    """A fit through the origin of the time that prefill tokens added to steps; it forgets older steps."""
+
+    def __init__(self) -> None:
+        self._xy = self._xx = 0.0
+
+    @property
+    def token_ns(self) -> float:
+        """Per token; 0 when not measured."""
+        return self._xy / self._xx if self._xx else 0.0
+
+    def add(self, tokens: int, added_ns: float) -> None:
+        x = float(tokens)
+        keep = 0.5 ** (x * x / _MEMORY_TOKENS2)
+        self._xy = keep * self._xy + x * max(0.0, added_ns)
+        self._xx = keep * self._xx + x * x
 
 
 class _Step(NamedTuple):
@@ -43,7 +66,8 @@ class StepTimes:
         self._decode_ns = 0.0
         self._flying: deque[_Step] = deque()  # those that are measured
         self._ended_ns = 0
-        self._xy = self._xx = 0.0
+        self._prefill, self._prefill_and_load = _PrefillCost(), _PrefillCost()
+        self._prefill_and_load.add(_ASSUMED_TOKENS, _ASSUMED_TOKENS * UNMEASURED_PREFILL_NS)
 
     @property
     def passed(self) -> int:
@@ -68,17 +92,16 @@ class StepTimes:
         self._passed += 1
         ended_ns, self._ended_ns = self._ended_ns, now_ns
         step = self._flying.popleft() if self._flying and self._flying[0].number == self._passed else None
-        if step is None or not step.executed or not step.typical:
+        if step is None or not step.executed:
             return
         duration = float(now_ns - max(step.began_ns, ended_ns))
-        self.step_ns = _average(self.step_ns, duration)
-        if step.prefill_tokens == 0:
-            self._decode_ns = _average(self._decode_ns, duration)
-            return
-        tokens = float(step.prefill_tokens)
-        keep = 0.5 ** (tokens * tokens / _MEMORY_TOKENS2)
-        self._xy = keep * self._xy + tokens * max(0.0, duration - self._decode_ns)
-        self._xx = keep * self._xx + tokens * tokens
+        if step.typical:
+            self.step_ns = _average(self.step_ns, duration)
+            if step.prefill_tokens == 0:
+                self._decode_ns = _average(self._decode_ns, duration)
+        if step.prefill_tokens:
+            cost = self._prefill if step.typical else self._prefill_and_load
+            cost.add(step.prefill_tokens, duration - self._decode_ns)
 
     def skip_to(self, last: int) -> None:
         """`ended` is to be called for the end of step number `last`, and before it for each end that is measured."""
@@ -91,7 +114,7 @@ class StepTimes:
 
     def prefill_ns(self, tokens: int) -> float:
         """Time that computing so many more tokens takes, with batches as they have been lately."""
-        return tokens * (self._xy / self._xx if self._xx else UNMEASURED_PREFILL_NS)
+        return tokens * (self._prefill.token_ns or self._prefill_and_load.token_ns)
 
 
 def _average(old: float, new: float) -> float:

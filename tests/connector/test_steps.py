@@ -42,14 +42,40 @@ def test_short_prefills_between_noisy_steps_do_not_hide_long_ones() -> None:
     assert steps.prefill_ns(1000) == pytest.approx(1000 * TOKEN_NS, rel=0.3)
 
 
-def test_nothing_is_known_at_first_and_empty_or_loading_steps_teach_nothing() -> None:
+def test_nothing_is_known_at_first_and_empty_steps_teach_nothing() -> None:
     steps = StepTimes()
     assert (steps.step_ns, steps.prefill_ns(10)) == (0.0, 10 * UNMEASURED_PREFILL_NS)
     steps.began(0, 0, executed=False)
     steps.ended(10**9)
-    steps.began(10**9, 500, executed=True, typical=False)
-    steps.ended(9 * 10**9)
     assert (steps.step_ns, steps.prefill_ns(10)) == (0.0, 10 * UNMEASURED_PREFILL_NS)
+
+
+def prefill(steps: StepTimes, now_s: int, tokens: int, token_ns: float, *, typical: bool) -> None:
+    steps.began(now_s * 10**9, tokens, executed=True, typical=typical)
+    steps.ended(now_s * 10**9 + DECODE_NS + int(tokens * token_ns))
+
+
+def test_steps_that_load_tell_the_price_of_a_token_until_another_does() -> None:
+    steps, dear_ns = StepTimes(), 4 * UNMEASURED_PREFILL_NS
+    run(steps, [0] * 20)
+    step_ns = steps.step_ns
+    for second in range(8):
+        prefill(steps, 100 + second, 28, dear_ns, typical=False)
+    assert 0.8 * dear_ns < steps.prefill_ns(1) < dear_ns
+    prefill(steps, 110, 2000, dear_ns / 40, typical=False)
+    assert steps.prefill_ns(1) == pytest.approx(dear_ns / 40, rel=0.1), "many tokens say more than what is assumed"
+    prefill(steps, 111, 16, TOKEN_NS, typical=True)
+    prefill(steps, 112, 2000, dear_ns, typical=False)
+    assert steps.prefill_ns(1) == pytest.approx(TOKEN_NS)
+    assert steps.step_ns == pytest.approx(step_ns, rel=0.02), "loads are no part of a usual step"
+
+
+def test_a_prefill_that_noise_hides_does_not_make_recomputing_free() -> None:
+    steps = StepTimes()
+    run(steps, [0] * 20)
+    for typical in (False, True):
+        prefill(steps, 100 + typical, 16, 0, typical=typical)
+        assert steps.prefill_ns(1) > UNMEASURED_PREFILL_NS / 2
 
 
 def test_ends_that_never_come_or_come_too_often_do_no_harm() -> None:
