@@ -43,6 +43,7 @@ NO_CONNECTOR = "no-connector"
 VARIANTS = (variants.LOCAL, variants.OURS, variants.ON_DEMAND, "upstream-async")
 BLOCK, LONGEST = 32, 4000  # tokens
 PLACES = 4
+ROOM = 3  # of the longest requests fit the pool: with one, it has the engine for itself
 CAPACITY_REQUESTS = 60
 START_MIN = {"conversation": 30.0, "agents": 8.0}
 QUESTIONS = {
@@ -108,7 +109,7 @@ class Run:
             block_size=BLOCK,
             max_model_len=longest * BLOCK,
             max_num_seqs=PLACES,
-            num_gpu_blocks=max(longest + 1, round((PLACES + 2) * mean)),
+            num_gpu_blocks=max(ROOM * longest, round((PLACES + 2) * mean)),
         )
         self._roomy = self._spec.but(num_gpu_blocks=sum(-(-each.input_tokens // BLOCK) + 9 for each in some.calls))
         self._prompts = self._expand(some.calls)
