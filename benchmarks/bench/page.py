@@ -90,7 +90,8 @@ def reading(result: Result) -> list[str]:
     ):
         pairs = [(_mean_s(result, point, mine), base) for point, base in zip(result["points"], bases, strict=True)]
         if ratios := [us.middle / base.middle for us, base in pairs if us is not None and base is not None]:
-            parts.append(f"{min(ratios):.2f} to {max(ratios):.2f} × {name}")
+            low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+            parts.append(f"{low if low == high else f'{low} to {high}'} × {name}")
     if parts:
         lines.append(f"* {mine}: {', '.join(parts)}.")
     for other in variants_of(result):
