@@ -10,7 +10,6 @@ from benchmarks.bench.hiding import hiding, least_mean_s
 from benchmarks.bench.variants import LOCAL, ON_DEMAND, OURS, RECOMPUTED, ours
 
 Result = Mapping[str, Any]
-LEAST = "max(W, F), s"
 MEGABYTES = {"store_bytes", "wasted_bytes"}
 # Other programs kept less than this busy on a quiet machine: interrupts and the kernel's own threads.
 DISTURBED_CORES = 0.2
@@ -48,11 +47,12 @@ def means(result: Result) -> list[str]:
     Before them the mean of max(W, F), where a point has one.
     """
     names, least = variants_of(result), [least_mean_s(point) for point in result["points"]]
-    lines = heading(result["axis"], *([LEAST] if any(least) else []), *(f"{name}, s" for name in names))
+    bounded = any(least)
+    lines = heading(result["axis"], *(["max(W, F), s"] if bounded else []), *(f"{name}, s" for name in names))
     for point, bound in zip(result["points"], least, strict=True):
         figures = point_figures(point, result["block_bytes"])
         ideal = figures.get(LOCAL)
-        cells = [] if not any(least) else [""] if bound is None else [spread(bound)]
+        cells = ["" if bound is None else spread(bound)] if bounded else []
         for name in names:
             if name not in figures:
                 cells.append("")
@@ -84,11 +84,12 @@ def reading(result: Result) -> list[str]:
     if mine is None:
         return []
     lines, parts = [], []
+    means_s = [_mean_s(result, point, mine) for point in result["points"]]
     for name, bases in (
         ("the ideal's mean", [_mean_s(result, point, LOCAL) for point in result["points"]]),
         ("the mean of max(W, F)", [least_mean_s(point) for point in result["points"]]),
     ):
-        pairs = [(_mean_s(result, point, mine), base) for point, base in zip(result["points"], bases, strict=True)]
+        pairs = zip(means_s, bases, strict=True)
         if ratios := [us.middle / base.middle for us, base in pairs if us is not None and base is not None]:
             low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
             parts.append(f"{low if low == high else f'{low} to {high}'} × {name}")

@@ -75,13 +75,13 @@ def conversation(path: Path) -> list[Call]:
     ]
 
 
-def spread(calls: Iterable[Call], tick_s: float = TICK_S) -> list[Call]:
+def spread(calls: Iterable[Call]) -> list[Call]:
     """Spread the calls of each tick evenly over it: sent at once, their order would be another in every pass."""
     ticks: dict[int, list[Call]] = {}
     for call in calls:
-        ticks.setdefault(round(call.at_s / tick_s), []).append(call)
+        ticks.setdefault(round(call.at_s / TICK_S), []).append(call)
     return [
-        replace(call, at_s=tick_s * (tick + at / len(some)))
+        replace(call, at_s=TICK_S * (tick + at / len(some)))
         for tick, some in sorted(ticks.items())
         for at, call in enumerate(some)
     ]
