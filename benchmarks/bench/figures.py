@@ -136,7 +136,7 @@ def token_differences(passes: Sequence[tuple[str, object, Mapping[int, Sequence[
     """
     first: dict[tuple[object, int], Sequence[int]] = {}
     compared, different = 0, dict[str, int]()
-    for variant, name, answers in passes:
+    for variant, name, answers in sorted(passes, key=lambda each: each[0] != passes[0][0]):
         for prompt, tokens in answers.items():
             known = first.setdefault((name, prompt), tokens)
             if known is not tokens:

@@ -138,7 +138,7 @@ class Runner:
     def _round(
         self, bed: Bed, setting: Setting, pace: Pace, point: dict[str, Any], runs: Sequence[str], number: int, of: int
     ) -> None:
-        for variant in runs:
+        for variant in runs[:: -1 if number % 2 else 1]:  # so that a drift of the machine meets all
             served = bed.serve(variant, setting, pace, of)
             point["passes"].append({"variant": variant, "round": number, "set": of, **served.kept()})
             self._tokens.append((variant, (setting.prompt_tokens, setting.hit, setting.shared, of), served.tokens))

@@ -116,6 +116,8 @@ def test_other_tokens_are_found_as_far_as_both_answers_go() -> None:
     assert token_differences([first, ("x", "a", {0: [1, 2], 1: [4, 5, 6]})]) == (2, {})
     assert token_differences([first, ("x", "a", {0: [1, 9], 1: [4]})]) == (2, {"x": 1})
     assert token_differences([first, ("x", "b", {0: [7]})]) == (0, {}), "another set has other prompts"
+    later = ("local", "b", {0: [8]})
+    assert token_differences([first, ("x", "b", {0: [7]}), later]) == (1, {"x": 1}), "whichever came first"
 
 
 def result(index: int, arrival: float, first: float, end: float) -> RequestResult:

@@ -62,11 +62,11 @@ def test_variants_take_turns_and_prompts_are_never_those_of_the_pass_before() ->
     result = run(bed, levels(1, 2), "local", "kvprefetch").result
     assert bed.log[2:] == [
         *("local 1 0", "kvprefetch 1 0", "local 2 1", "kvprefetch 2 1"),
-        *("local 1 0", "kvprefetch 1 0", "local 2 1", "kvprefetch 2 1"),
+        *("kvprefetch 1 0", "local 1 0", "kvprefetch 2 1", "local 2 1"),
     ]
     assert [point["at"] for point in result["points"]] == [1, 2]
     assert [(each["variant"], each["round"]) for each in result["points"][0]["passes"]] == [
-        *(("local", 0), ("kvprefetch", 0), ("local", 1), ("kvprefetch", 1)),
+        *(("local", 0), ("kvprefetch", 0), ("kvprefetch", 1), ("local", 1)),
     ]
     assert result["rounds"] == {"wanted": 2, "done": 2}
     assert result["tokens"] == {"compared": 2 * 2 * 4 - 4, "different": {}}
