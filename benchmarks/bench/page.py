@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,7 +78,10 @@ def waits(result: Result) -> list[str]:
 
 
 def reading(result: Result) -> list[str]:
-    """Say where ours is ahead of each other variant by more than the spread, where behind, and where neither."""
+    """Say where ours is ahead of each other variant by more than the spread, where behind, and where neither.
+
+    Before that the ratio of the means: the geometric mean over points, and the least and the greatest.
+    """
     if any(hiding(point, result["block_bytes"]) for point in result["points"]):
         return _hidden_reading(result)
     mine = next((name for name in (OURS, *variants_of(result)) if name in variants_of(result) and ours(name)), None)
@@ -98,18 +102,29 @@ def reading(result: Result) -> list[str]:
     for other in variants_of(result):
         if other in (LOCAL, mine) or (ours(other) and other != ON_DEMAND):
             continue
-        ahead, behind, equal = list[str](), list[str](), list[str]()
+        said: dict[str, list[str]] = {"ahead": [], "**behind**": [], "within the spread": [], "measured once": []}
+        ratios = list[float]()
         for point in result["points"]:
             figures = point_figures(point, result["block_bytes"])
             if mine in figures and other in figures:
                 us, they = figures[mine]["mean_s"], figures[other]["mean_s"]
-                (ahead if us.below(they) else behind if they.below(us) else equal).append(f"{point['at']:g}")
-        parts = [
-            f"{text} at {', '.join(points)}" for text, points in (("ahead", ahead), ("**behind**", behind)) if points
-        ]
-        parts += [f"within the spread at {', '.join(equal)}"] if equal else []
-        lines.append(f"* {mine} against {other}, mean: {'; '.join(parts)}.")
+                ratios.append(us.middle / they.middle)
+                said[_compared(point, (mine, us), (other, they))].append(f"{point['at']:g}")
+        if ratios:
+            over = f"{statistics.geometric_mean(ratios):.2f} × its mean"
+            if len(ratios) > 1:
+                over += f" ({min(ratios):.2f} to {max(ratios):.2f})"
+            parts = [f"{text} at {', '.join(points)}" for text, points in said.items() if points]
+            lines.append(f"* {mine} against {other}: {over}; {'; '.join(parts)}.")
     return lines
+
+
+def _compared(point: Mapping[str, Any], *two: tuple[str, Figure]) -> str:
+    (mine, us), (other, they) = two
+    ran = [each["variant"] for each in point["passes"]]
+    if min(ran.count(mine), ran.count(other)) < 2:
+        return "measured once"  # so the spread is not known
+    return "ahead" if us.below(they) else "**behind**" if they.below(us) else "within the spread"
 
 
 def _mean_s(result: Result, point: Mapping[str, Any], variant: str) -> Figure | None:

@@ -84,14 +84,27 @@ def test_a_table_has_medians_ranges_and_ratios() -> None:
 
 @pytest.mark.parametrize(
     ("mine", "said"),
-    [((0.1, 0.2), "ahead at 0.5"), ((0.7, 0.8), "**behind** at 0.5"), ((0.2, 0.4), "within the spread at 0.5")],
+    [
+        ((0.1, 0.2), "0.38 × its mean; ahead at 0.5"),
+        ((0.7, 0.8), "1.88 × its mean; **behind** at 0.5"),
+        ((0.2, 0.4), "0.75 × its mean; within the spread at 0.5"),
+        ((0.1,), "0.25 × its mean; measured once at 0.5"),
+    ],
 )
 def test_the_reading_says_who_is_ahead(mine: tuple[float, ...], said: str) -> None:
     some = result(local=(0.1, 0.1), upstream_async=(0.3, 0.5), kvprefetch=mine, kvprefetch_wait=(9.0, 9.0))
     ideal, peer = page.reading(some)
     ratios = r"\d\.\d\d ×"  # of one point
     assert re.fullmatch(rf"\* kvprefetch: {ratios} the ideal's mean, {ratios} the mean of max\(W, F\)\.", ideal)
-    assert peer == f"* kvprefetch against upstream-async, mean: {said}."
+    assert peer == f"* kvprefetch against upstream-async: {said}."
+
+
+def test_the_reading_takes_the_geometric_mean_over_points() -> None:
+    some = result(local=(0.1, 0.1), upstream_async=(0.4, 0.4), kvprefetch=(0.1, 0.1))
+    some["points"].append({**result(upstream_async=(0.4, 0.4), kvprefetch=(0.4, 0.4))["points"][0], "at": 2})
+    assert page.reading(some)[1] == (
+        "* kvprefetch against upstream-async: 0.50 × its mean (0.25 to 1.00); ahead at 0.5; within the spread at 2."
+    )
 
 
 def test_details_name_all_that_a_reader_should_know() -> None:
