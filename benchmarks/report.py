@@ -36,8 +36,11 @@ def newest(days: dict[str, list[dict[str, Any]]]) -> list[tuple[str, dict[str, A
 
 def generated(days: dict[str, list[dict[str, Any]]]) -> str:
     """The part of docs/BENCHMARKS.md between the marks."""
-    lines = [line for day, result in newest(days) for line in page.section(result, f"benchmarks/{day}")]
-    return "\n".join(lines or ["No run of `make bench` has been published yet.", ""])
+    results = newest(days)
+    if not results:
+        return "No run of `make bench` has been published yet.\n"
+    lines = [line for day, result in results for line in page.section(result, f"benchmarks/{day}")]
+    return "\n".join([*page.overview([result for _, result in results]), "", *lines])
 
 
 def replaced(text: str, part: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from benchmarks.bench.variants import LOCAL, ON_DEMAND, OURS, RECOMPUTED, ours
 
 Result = Mapping[str, Any]
 MEGABYTES = {"store_bytes", "wasted_bytes"}
+LEAST = "max(W, F)"  # stands for a variant
 # Other programs kept less than this busy on a quiet machine: interrupts and the kernel's own threads.
 DISTURBED_CORES = 0.2
 
@@ -84,50 +86,69 @@ def reading(result: Result) -> list[str]:
     """
     if any(hiding(point, result["block_bytes"]) for point in result["points"]):
         return _hidden_reading(result)
-    mine = next((name for name in (OURS, *variants_of(result)) if name in variants_of(result) and ours(name)), None)
+    mine = _mine(result)
     if mine is None:
         return []
-    lines, parts = [], []
-    means_s = [_mean_s(result, point, mine) for point in result["points"]]
-    for name, bases in (
-        ("the ideal's mean", [_mean_s(result, point, LOCAL) for point in result["points"]]),
-        ("the mean of max(W, F)", [least_mean_s(point) for point in result["points"]]),
-    ):
-        pairs = zip(means_s, bases, strict=True)
-        if ratios := [us.middle / base.middle for us, base in pairs if us is not None and base is not None]:
-            low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
-            parts.append(f"{low if low == high else f'{low} to {high}'} × {name}")
-    if parts:
+    lines = []
+    bases = (("the ideal's mean", LOCAL), ("the mean of max(W, F)", LEAST))
+    if parts := [f"{span(ratios)} × {name}" for name, base in bases if (ratios := _ratios(result, mine, base))]:
         lines.append(f"* {mine}: {', '.join(parts)}.")
     for other in variants_of(result):
         if other in (LOCAL, mine) or (ours(other) and other != ON_DEMAND):
             continue
         said: dict[str, list[str]] = {"ahead": [], "**behind**": [], "within the spread": [], "measured once": []}
-        ratios = list[float]()
         for point in result["points"]:
-            figures = point_figures(point, result["block_bytes"])
-            if mine in figures and other in figures:
-                us, they = figures[mine]["mean_s"], figures[other]["mean_s"]
-                ratios.append(us.middle / they.middle)
-                said[_compared(point, (mine, us), (other, they))].append(f"{point['at']:g}")
-        if ratios:
-            over = f"{statistics.geometric_mean(ratios):.2f} × its mean"
-            if len(ratios) > 1:
-                over += f" ({min(ratios):.2f} to {max(ratios):.2f})"
+            us, they = _mean_s(result, point, mine), _mean_s(result, point, other)
+            if us is not None and they is not None:
+                ran = [each["variant"] for each in point["passes"]]
+                compared = "ahead" if us.below(they) else "**behind**" if they.below(us) else "within the spread"
+                once = min(ran.count(mine), ran.count(other)) < 2  # so the spread is not known
+                said["measured once" if once else compared].append(f"{point['at']:g}")
+        if ratios := _ratios(result, mine, other):
             parts = [f"{text} at {', '.join(points)}" for text, points in said.items() if points]
-            lines.append(f"* {mine} against {other}: {over}; {'; '.join(parts)}.")
+            lines.append(f"* {mine} against {other}: {over_points(ratios, 'its mean')}; {'; '.join(parts)}.")
     return lines
 
 
-def _compared(point: Mapping[str, Any], *two: tuple[str, Figure]) -> str:
-    (mine, us), (other, they) = two
-    ran = [each["variant"] for each in point["passes"]]
-    if min(ran.count(mine), ran.count(other)) < 2:
-        return "measured once"  # so the spread is not known
-    return "ahead" if us.below(they) else "**behind**" if they.below(us) else "within the spread"
+def overview(results: Sequence[Result]) -> list[str]:
+    """A row for each piece: ours over the ideal and max(W, F), and against the variants that most pieces have."""
+    others = ("upstream-async", ON_DEMAND)
+    lines = heading("piece", "points", "the ideal's mean", "max(W, F)", *others)
+    for result in results:
+        mine = _mine(result)
+        if mine is None or any(hiding(point, result["block_bytes"]) for point in result["points"]):
+            continue
+        spans = [f"{span(ratios)} ×" if (ratios := _ratios(result, mine, base)) else "" for base in (LOCAL, LEAST)]
+        peers = [over_points(ratios) if (ratios := _ratios(result, mine, other)) else "" for other in others]
+        lines.append(row(f"[{result['piece']}](#{anchor(title(result))})", f"{len(result['points'])}", *spans, *peers))
+    return lines
+
+
+def over_points(ratios: Sequence[float], of: str = "") -> str:
+    """The geometric mean, and least and greatest."""
+    middle = " ".join(filter(None, (f"{statistics.geometric_mean(ratios):.2f} ×", of)))
+    return middle if len(ratios) < 2 else f"{middle} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def span(ratios: Sequence[float]) -> str:
+    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _mine(result: Result) -> str | None:
+    ran = variants_of(result)
+    return next((name for name in (OURS, *ran) if name in ran and ours(name)), None)
+
+
+def _ratios(result: Result, mine: str, other: str) -> list[float]:
+    """The mean of `mine` over that of `other`, for each point that has both."""
+    pairs = [(_mean_s(result, point, mine), _mean_s(result, point, other)) for point in result["points"]]
+    return [us.middle / they.middle for us, they in pairs if us is not None and they is not None]
 
 
 def _mean_s(result: Result, point: Mapping[str, Any], variant: str) -> Figure | None:
+    if variant == LEAST:
+        return least_mean_s(point)
     return point_figures(point, result["block_bytes"]).get(variant, {}).get("mean_s")
 
 
@@ -167,12 +188,21 @@ def provenance(result: Result) -> list[str]:
     return lines
 
 
+def title(result: Result) -> str:
+    return f"{result['piece']}: {result['question'][0].lower()}{result['question'][1:]}"
+
+
+def anchor(heading: str) -> str:
+    """A heading's name in links."""
+    return re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-")
+
+
 def section(result: Result, folder: str) -> list[str]:
     """A piece on the page; `folder`: where the page finds its picture and its JSON."""
     name = result["piece"]
     waited = waits(result) if any(hiding(each, result["block_bytes"]) for each in result["points"]) else []
     return [
-        f"### {name}: {result['question'][0].lower()}{result['question'][1:]}",
+        f"### {title(result)}",
         "",
         f"![{result['question']}]({folder}/{name}.svg)",
         "",

@@ -107,6 +107,15 @@ def test_the_reading_takes_the_geometric_mean_over_points() -> None:
     )
 
 
+def test_the_overview_has_a_row_for_each_piece() -> None:
+    some = result(local=(0.1, 0.1), upstream_async=(0.4, 0.4), kvprefetch=(0.1, 0.1))
+    del some["points"][0]["pace"]  # so there is no max(W, F)
+    some["points"].append({**result(upstream_async=(0.4, 0.4), kvprefetch=(0.4, 0.4))["points"][0], "at": 2})
+    assert page.overview([some, result("no-variant-of-ours", local=(0.1,))])[2:] == [
+        "| [open](#open-why) | 2 | 1.00 × |  | 0.50 × (0.25 to 1.00) |  |"
+    ]
+
+
 def test_details_name_all_that_a_reader_should_know() -> None:
     text = "\n".join(page.details([result(local=(0.1,))], "2026-11-23"))
     for part in ("1 of 2 rounds", "Problem: a problem.", "Left out: lmcache (no reason) at 0.5.", "| 2.5 |", "`c`"):
