@@ -68,23 +68,18 @@ def least_mean_s(point: Mapping[str, Any]) -> Figure | None:
         or setting["shared"]
         or setting["engines"] > 1
         or not setting["hit"]
-        or not ("pace" in point or "prompts" in point)
+        or "pace" not in point
     ):
         return None
     ideals = [passed for passed in point["passes"] if passed["variant"] == LOCAL]
-    return Figure.of([_least_mean_s(passed, point) for passed in ideals]) if ideals else None
+    fetch_s = setting["hit"] * point["pace"]["fetch_s"]
+    return Figure.of([_least_mean_s(passed, fetch_s) for passed in ideals]) if ideals else None
 
 
-def _least_mean_s(ideal: Mapping[str, Any], point: Mapping[str, Any]) -> float:
-    """`prompts` has each prompt's own seconds to fetch and to compute; else all prompts are alike."""
-    requests, times, sent_s, least = ideal["requests"], ttft_s(ideal), 0.0, list[float]()
-    own = point.get("prompts")
-    for arrived_s, ttft, prompt in sorted(zip(requests["arrival_s"], times, requests["prompt"], strict=True)):
-        fetch_s = own["fetch_s"][prompt] if own else point["setting"]["hit"] * point["pace"]["fetch_s"]
-        compute_s = own["compute_s"][prompt] if own else min(times)
-        if not fetch_s:
-            least.append(ttft)
-            continue
+def _least_mean_s(ideal: Mapping[str, Any], fetch_s: float) -> float:
+    times = ttft_s(ideal)
+    compute_s, sent_s, least = min(times), 0.0, []
+    for arrived_s, ttft in sorted(zip(ideal["requests"]["arrival_s"], times, strict=True)):
         sent_s = max(sent_s, arrived_s) + fetch_s
         least.append(max(ttft, sent_s - arrived_s + compute_s))
     return statistics.fmean(least)

@@ -193,10 +193,7 @@ class Run:
                 "staging": staging,
                 "pool_blocks": self._spec.num_gpu_blocks,
             }
-            point = {
-                "at": options.load, "setting": asdict(setting), "passes": list[dict[str, Any]](),
-                "prompts": some.times(BLOCK, fetch_s=options.fetch * compute_s, compute_s=compute_s),
-            }  # fmt: skip
+            point = {"at": options.load, "setting": asdict(setting), "passes": list[dict[str, Any]]()}
             self.result["points"] = [point]
             for number in range(options.rounds):
                 for variant in self._chosen[:: -1 if number % 2 else 1]:  # so that a drift of the machine meets all

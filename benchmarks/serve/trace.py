@@ -65,17 +65,6 @@ class Slice:
                 blocks.add((number, prefix[: -(-number * block_tokens // self.chunk)]))
         return len(blocks)
 
-    def times(self, block_tokens: int, *, fetch_s: float, compute_s: float) -> dict[str, list[float]]:
-        """Seconds to fetch the known whole blocks of each prompt, and to compute the rest; `fetch_s`: of a token."""
-        known = [len(each) * self.chunk // block_tokens * block_tokens for each in self.known]
-        return {
-            "fetch_s": [round(tokens * fetch_s, 5) for tokens in known],
-            "compute_s": [
-                round((call.input_tokens - tokens) * compute_s, 5)
-                for call, tokens in zip(self.calls, known, strict=True)
-            ],
-        }
-
 
 def conversation(path: Path) -> list[Call]:
     """Mooncake's trace (FAST25-release/traces): one JSON object a line, a hash for each 512 tokens, times in ms."""

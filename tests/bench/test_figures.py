@@ -96,14 +96,6 @@ def test_the_least_mean_waits_for_place_or_link() -> None:
     assert half.middle == pytest.approx((0.145 + 0.17 + 1.0) / 3)
 
 
-def test_the_least_mean_of_prompts_that_differ() -> None:
-    """The first waits for its own long fetch. The second has nothing to fetch, so the link does not matter."""
-    ideal = passed("local", (0.0, 0.02, 1), (0.1, 0.2, 1))
-    trace = {**point(ideal), "prompts": {"fetch_s": [0.5, 0.0], "compute_s": [0.04, 0.1]}}
-    del trace["pace"]
-    assert least_mean_s(trace) == Figure.of([(0.54 + 0.1) / 2])
-
-
 @pytest.mark.parametrize(
     "setting", [{"arrivals": "closed"}, {"far": "disk"}, {"shared": 0.5}, {"engines": 2}, {"hit": 0.0}]
 )

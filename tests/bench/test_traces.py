@@ -47,12 +47,6 @@ def test_each_block_that_is_known_is_stored_once() -> None:
     assert Slice(16, [], [(1, 2), (1, 3)], 0).stored_blocks(16) == 3, "the first is in both"
 
 
-def test_whole_known_blocks_are_fetched_and_the_rest_is_computed() -> None:
-    assert some().times(32, fetch_s=0.001, compute_s=0.01) == {
-        "fetch_s": [0.032, 0.032, 0.0, 0.0], "compute_s": [0.18, 0.32, 0.16, 0.48]
-    }  # fmt: skip
-
-
 def test_requests_that_are_too_long_are_left_out_and_counted() -> None:
     made = some(longest=58)
     assert (len(made.calls), made.dropped) == (2, 2)
