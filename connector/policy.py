@@ -4,8 +4,8 @@
 broken daemon reaches.  `adaptive` compares two measured times:
 
 * recomputing the missing blocks: their tokens, times the cost of a prefill token (steps.py);
-* waiting for them: the latency to the first block that other requests saw lately, then the pace of this request's own
-  blocks (the others' until it is known), rounded up to visits: nobody looks in between.
+* waiting for them: the latency to the first blocks that other requests saw lately, by their number, then the pace of
+  this request's own blocks (the others' until it is known), rounded up to visits: nobody looks in between.
 
 It starts to wait when waiting is expected to take no longer than recomputing, and stops at LEAVE_FACTOR times that, so
 that noise does not cut a wait short.  Blocks that were expected get PATIENCE times the time that they were expected to
@@ -148,11 +148,49 @@ class Wait:
         return min((until_ns - first_ns) / (self.ready - first_ready), overall)
 
 
+class _FirstBlocks:
+    """The time until the first blocks came, by their number: a short prompt's come sooner than those of a long one.
+
+    A line through what was seen, by least squares with forgetting.  It neither falls nor goes below zero; one number of
+    blocks alone makes a time per block.  Beyond the most that was seen it is level: more come one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._n = self._x = self._y = self._xx = self._xy = self._most = 0.0
+
+    @property
+    def total_ns(self) -> float:
+        return self._y
+
+    def add(self, blocks: int, passed_ns: float) -> None:
+        """So many blocks came together, or were missing at the end of a wait in silence."""
+        x = float(blocks)
+        self._n, self._x, self._y = self._n + 1, self._x + x, self._y + passed_ns
+        self._xx, self._xy = self._xx + x * x, self._xy + x * passed_ns
+        self._most = max(self._most, x)
+
+    def fade(self, keep: float) -> None:
+        self._n, self._x, self._y = keep * self._n, keep * self._x, keep * self._y
+        self._xx, self._xy = keep * self._xx, keep * self._xy
+        if not keep:
+            self._most = 0.0
+
+    def expected_ns(self, blocks: int) -> float:
+        """The time until the first of so many blocks; 0 when nothing is known."""
+        if not self._n:
+            return 0.0
+        x, y = self._x / self._n, self._y / self._n
+        spread = self._xx / self._n - x * x
+        slope = (self._xy / self._n - x * y) / spread if spread > 1e-6 * x * x else y / x
+        return max(0.0, y + min(max(slope, 0.0), y / x) * (min(blocks, self._most) - x))
+
+
 class Fetches:
     """The arrival of blocks for requests that waited lately: the latency to the first ones, and the pace after them."""
 
     def __init__(self) -> None:
-        self._latency_ns = self._firsts = self._first_blocks = 0.0
+        self._firsts = _FirstBlocks()
+        self._first_blocks = 0.0
         self._pace_ns = self._blocks = 0.0
         self._seen_ns = -_FORGET_NS
         self._came = False  # whether blocks are the last that is known, not silence
@@ -166,18 +204,19 @@ class Fetches:
             return
         if wait.first is None:
             wait.first = (now_ns, ready)
-            self._first(min(max(self.latency_ns(now_ns), wait.visited_ns - wait.progress_ns), passed), blocks, now_ns)
+            believed = max(self.latency_ns(blocks, now_ns), wait.visited_ns - wait.progress_ns)
+            self._first(blocks, min(believed, passed), blocks, now_ns)
         else:
             self._next(passed, blocks, now_ns)
         wait.ready, wait.progress_ns, wait.came = ready, now_ns, blocks
         wait.block_ns = wait.pace_ns(now_ns) or self.remaining_ns(1, now_ns)
         self._came = True
 
-    def gave_up(self, wait: Wait, now_ns: int) -> None:
+    def gave_up(self, wait: Wait, missing: int, now_ns: int) -> None:
         """A wait ended in silence: the fetch takes at least so long, which is news when less was expected."""
         passed = now_ns - wait.progress_ns
-        if wait.first is None and passed > self.latency_ns(now_ns):
-            self._first(passed, 0, now_ns)
+        if wait.first is None and passed > self.latency_ns(missing, now_ns):
+            self._first(missing, passed, 0, now_ns)
             self._came = False
         elif wait.first is not None and passed > self.remaining_ns(1, now_ns):
             self._next(passed, 1, now_ns)
@@ -187,9 +226,9 @@ class Fetches:
         """Whether what is known gives patience: it comes from blocks, not from waits that ended in silence."""
         return self._came and self._known(now_ns)
 
-    def latency_ns(self, now_ns: int) -> float:
-        """Time from the first visit to the first blocks; 0 when not known."""
-        return self._latency_ns / self._firsts if self._firsts and self._known(now_ns) else 0.0
+    def latency_ns(self, blocks: int, now_ns: int) -> float:
+        """Time from the first visit to the first of so many blocks; 0 when not known."""
+        return self._firsts.expected_ns(blocks) if self._known(now_ns) else 0.0
 
     def remaining_ns(self, blocks: int, now_ns: int) -> float:
         """Time for so many blocks after the first ones; 0 when not known.
@@ -199,16 +238,15 @@ class Fetches:
         """
         if not self._blocks or not self._known(now_ns):
             return 0.0
-        overall = (self._latency_ns + self._pace_ns) / (self._first_blocks + self._blocks)
+        overall = (self._firsts.total_ns + self._pace_ns) / (self._first_blocks + self._blocks)
         return blocks * min(overall, self._pace_ns / self._blocks)
 
     def _known(self, now_ns: int) -> bool:
         return now_ns - self._seen_ns < _FORGET_NS
 
-    def _first(self, passed_ns: float, blocks: int, now_ns: int) -> None:
+    def _first(self, awaited: int, passed_ns: float, blocks: int, now_ns: int) -> None:
         self._fade(passed_ns, now_ns)
-        self._latency_ns += passed_ns
-        self._firsts += 1
+        self._firsts.add(awaited, passed_ns)
         self._first_blocks += blocks
 
     def _next(self, passed_ns: int, blocks: int, now_ns: int) -> None:
@@ -218,8 +256,7 @@ class Fetches:
 
     def _fade(self, passed_ns: float, now_ns: int) -> None:
         keep = 0.5 ** (passed_ns / _MEMORY_NS) if now_ns - self._seen_ns < _FORGET_NS else 0.0
-        self._latency_ns *= keep
-        self._firsts *= keep
+        self._firsts.fade(keep)
         self._first_blocks *= keep
         self._pace_ns *= keep
         self._blocks *= keep
@@ -257,7 +294,7 @@ class WaitPolicy:
         wait.visits, wait.visited_ns = wait.visits + 1, now_ns
         verdict = self._judge(wait, max(0, limit - ready), now_ns, load)
         if verdict in (Verdict.TAKE, Verdict.LATE) and wait.visits > 1:
-            self.fetches.gave_up(wait, now_ns)
+            self.fetches.gave_up(wait, max(1, limit - ready), now_ns)
         return verdict
 
     def _judge(self, wait: Wait, missing: int, now_ns: int, load: float) -> Verdict:
@@ -271,7 +308,7 @@ class WaitPolicy:
         saved = price * self.recompute_ns(missing)
         expected = self._expected_ns(wait, missing, now_ns)
         if wait.visits == 1 and self.fetches.expects(now_ns):
-            wait.expected_ns, wait.first_ns = expected, self.fetches.latency_ns(now_ns)
+            wait.expected_ns, wait.first_ns = expected, self.fetches.latency_ns(missing, now_ns)
         if now_ns - wait.progress_ns > max(RISK * saved, PATIENCE * wait.silence_ns(missing)):
             return Verdict.TAKE
         gained = wait.ready - wait.began_ready
@@ -280,7 +317,7 @@ class WaitPolicy:
         if lost > max(RISK * total, min(PATIENCE * wait.expected_ns, total)):
             return Verdict.TAKE
         visit = IDLE_VISIT_NS if load == 0.0 else max(self._steps.step_ns, 1.0)
-        most, latency = LEAVE_FACTOR * saved, self.fetches.latency_ns(now_ns)
+        most, latency = LEAVE_FACTOR * saved, self.fetches.latency_ns(missing, now_ns)
         if wait.visits == 1:
             most = saved if latency <= max(RISK * saved, wait.first_ns) else 0.0
             expected += bool(latency) * visit / 2  # it is known from the last visit that found nothing
@@ -297,7 +334,7 @@ class WaitPolicy:
         """Time that the missing blocks still take; 0 when nothing is known."""
         silent = now_ns - wait.progress_ns
         if wait.first is None:
-            first = max(0.0, self.fetches.latency_ns(now_ns) - silent)
+            first = max(0.0, self.fetches.latency_ns(missing, now_ns) - silent)
             return first + self.fetches.remaining_ns(missing, now_ns)
         late = silent > PATIENCE * wait.silence_ns(missing)  # then it is slower than it was
         pace = wait.pace_ns(now_ns if late else wait.progress_ns)

@@ -209,9 +209,12 @@ def test_where_one_block_is_lost_all_of_them_are_fetched_for_nothing(
 
 
 def test_a_fetch_that_recomputing_overtakes_by_little_is_given_up_at_once() -> None:
-    """As in the engine: of several groups, what is under way is of no use. The one before it says how long it takes."""
-    node = replace(SMALL.node, memory=MediumModel(200e6, 0.005))
-    requests, arrivals = [(10, 0, 200), (410, 40, 1), (70, 6, 1)], [0.0, 0.05, 1.505]
+    """As in the engine: of several groups, what is under way is of no use.
+
+    The one before it waits beside a request that runs, where recomputing counts more, and says how long a fetch takes.
+    """
+    node = replace(SMALL.node, memory=MediumModel(90e6, 0.005))
+    requests, arrivals = [(10, 0, 200), (90, 8, 1), (70, 6, 1)], [0.0, 0.05, 2.505]
     result = run("adaptive", requests, arrivals, replace(SMALL, node=node))
     assert (result.client.stopped, result.client.given_up, result.client.loads) == (0, 1, 1)
 

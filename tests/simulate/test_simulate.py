@@ -138,7 +138,7 @@ def test_a_stopped_fetch_does_not_wait_for_calls_that_have_not_begun(monkeypatch
     assert dropping.node.dropped > 400 > waiting.node.dropped == 0
     assert dropping.node.failed == waiting.node.failed == 0
     assert dropping.ttft_s(0.5) < 0.95 * waiting.ttft_s(0.5)
-    assert dropping.wasted_share < 0.02
+    assert dropping.wasted_share < 0.04
 
 
 @pytest.mark.parametrize("policy", ["wait", "best_effort"])
