@@ -110,7 +110,7 @@ def test_silent_connections_make_room_for_others(daemon: Daemon) -> None:
     assert ask_daemon(daemon.socket).pid == daemon.pid
     eventually(lambda: len(of_engines(daemon.pid)) <= held + MAX_WAITING, what="room made for the last ones")
     silent.close()
-    eventually(lambda: len(of_engines(daemon.pid)) == held, what="the earlier number")
+    eventually(lambda: len(of_engines(daemon.pid)) <= held, what="no more than before, when some were closing")
     assert daemon.records("peers.full")
 
 
