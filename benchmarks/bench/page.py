@@ -84,7 +84,7 @@ def reading(result: Result) -> list[str]:
 
     Before that the ratio of the means: the geometric mean over points, and the least and the greatest.
     """
-    if any(hiding(point, result["block_bytes"]) for point in result["points"]):
+    if _comes_behind(result):
         return _hidden_reading(result)
     mine = _mine(result)
     if mine is None:
@@ -116,7 +116,7 @@ def overview(results: Sequence[Result]) -> list[str]:
     lines = heading("piece", "points", "the ideal's mean", "max(W, F)", *others)
     for result in results:
         mine = _mine(result)
-        if mine is None or any(hiding(point, result["block_bytes"]) for point in result["points"]):
+        if mine is None or _comes_behind(result):
             continue
         spans = [f"{span(ratios)} ×" if (ratios := _ratios(result, mine, base)) else "" for base in (LOCAL, LEAST)]
         peers = [over_points(ratios) if (ratios := _ratios(result, mine, other)) else "" for other in others]
@@ -133,6 +133,11 @@ def over_points(ratios: Sequence[float], of: str = "") -> str:
 def span(ratios: Sequence[float]) -> str:
     low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
     return low if low == high else f"{low} to {high}"
+
+
+def _comes_behind(result: Result) -> bool:
+    """Whether requests come behind another, so that W and F are known of each."""
+    return any(hiding(point, result["block_bytes"]) for point in result["points"])
 
 
 def _mine(result: Result) -> str | None:
@@ -200,7 +205,7 @@ def anchor(heading: str) -> str:
 def section(result: Result, folder: str) -> list[str]:
     """A piece on the page; `folder`: where the page finds its picture and its JSON."""
     name = result["piece"]
-    waited = waits(result) if any(hiding(each, result["block_bytes"]) for each in result["points"]) else []
+    waited = waits(result) if _comes_behind(result) else []
     return [
         f"### {title(result)}",
         "",
