@@ -67,11 +67,11 @@ class ConnectorConfig(BaseModel):
     cache_prefix: str = Field(
         default="", max_length=256, description="put before every key, as upstream's option of this name"
     )
-    reset_timeout_ms: int | None = Field(
+    weights_file: str | None = Field(
         default=None,
-        ge=1,
-        le=600_000,
-        description="how long reset_cache waits; default: 5000, or two heartbeats of the store's disk and 1 s",
+        min_length=1,
+        max_length=4096,
+        description="a file whose text names the weights after a reset: engines with one name share their KV",
     )
 
 

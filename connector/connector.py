@@ -79,8 +79,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                     'kvprefetch: set kv_load_failure_policy to "recompute"; with %r a failed load fails its request',
                     transfer.kv_load_failure_policy,
                 )
-            timeout_ms = self._settings.reset_timeout_ms
-            hello = support.scheduler_hello(vllm_config, told, reset_timeout_ms=timeout_ms)
+            hello = support.scheduler_hello(vllm_config, told, upstream_keys=self._settings.key_format == "vllm")
             if hello.scheduler is not None and not hello.scheduler.hash_probe:
                 log.warning(
                     "kvprefetch: prefix_caching_hash_algo=%s begins with a random number in each process, so no other "
@@ -89,7 +88,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             link = Link(
                 self._settings.socket,
-                lambda: support.with_epochs(hello, side.live_epochs()),
+                lambda: support.as_of_now(hello, side.live_epochs(), side.resets.current),
                 SchedulerSession.map,
                 daemon_user=self._settings.daemon_user,
             )
@@ -317,7 +316,6 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             ],
             written=written,
             device=device,
-            fingerprint=where.fingerprint,
         )
         hello = support.worker_hello(config, self._geometry, self._tp_rank, info)
         namespace.log_sharing(where, first_rank=hello.rank == 0)

@@ -134,7 +134,7 @@ def of_model(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def fitting(fingerprint: Mapping[str, str]) -> dict[str, str]:
-    """Return the fingerprint as a hello takes it: the digest of a value that is long or not plain ASCII."""
+    """Return the fingerprint as the log shows it: the digest of a value that is long or not plain ASCII."""
     return {
         name: value if re.fullmatch(r"[ -~]{0,64}", value) else _digest(value) for name, value in fingerprint.items()
     }

@@ -1,7 +1,7 @@
 """The connection to the daemon: one thread per engine process that attaches, watches, and attaches again.
 
-The engine's own threads only read `session` (one attribute) and never wait for this thread, except for a reset.  An
-error here is logged, once per kind, and means for the engine that there is no daemon.
+The engine's own threads only read `session` (one attribute) and never wait for this thread.  An error here is
+logged, once per kind, and means for the engine that there is no daemon.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Link(Generic[S]):
     scheduler, the log says once why there was no session for PATIENCE_S; workers wait for the scheduler in silence.
     The link's thread unmaps the memory of sessions that nobody uses any more.
     A daemon must run as root, as this process's user or as `daemon_user` (name or number).
-    `session` is the current epoch or None, `confirmed_reset` the highest reset generation that the daemon confirmed;
+    `session` is the current epoch or None, `confirmed_reset` the last reset that the daemon knows of in this session;
     `stored` collects the daemon's messages about saves.
     """
 
@@ -69,8 +69,6 @@ class Link(Generic[S]):
         self._sock: socket.socket | None = None
         self._stop = threading.Event()
         self._logged: set[str] = set()
-        self._replied = threading.Event()
-        self._reply: ResetDone | None = None
         # Worker: every epoch that a load may still name; for ended ones, the steps in a row that have not named it.
         self._mapped: dict[int, S] = {}
         self._ended: dict[int, int] = {}
@@ -122,28 +120,16 @@ class Link(Generic[S]):
 
     # --- reset ------------------------------------------------------------------------------------------------------
 
-    def send_reset(self, generation: int, timeout_ms: int) -> bool:
-        """Ask for a reset without waiting; False when there is no daemon to ask."""
+    def send_reset(self, generation: int, weights: str) -> bool:
+        """Ask for a reset without waiting; False when there is no daemon to ask. A hello also has the last one."""
         sock = self._sock
         if sock is None or self.session is None:
             return False
         try:
-            send_message(sock, Reset(reset_generation=generation, timeout_ms=timeout_ms))
+            send_message(sock, Reset(reset_generation=generation, weights=weights))
         except OSError:
             return False
         return True
-
-    def request_reset(self, generation: int, timeout_ms: int) -> bool:
-        """Ask for a reset and wait up to `timeout_ms`; True only when the daemon confirmed this generation."""
-        self._replied.clear()
-        if not self.send_reset(generation, timeout_ms):
-            return False
-        deadline = time.monotonic() + timeout_ms / 1e3
-        while self._replied.wait(max(0.0, deadline - time.monotonic())):
-            self._replied.clear()
-            if self.session is None or (self._reply is not None and self._reply.reset_generation >= generation):
-                break
-        return self.confirmed_reset >= generation
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
@@ -183,12 +169,12 @@ class Link(Generic[S]):
                 return FINAL_RETRY_S
             send_message(sock, hello)
             self._sock = sock
-            return self._watch(sock)
+            return self._watch(sock, hello)
         finally:
             self._sock = None
             sock.close()
 
-    def _watch(self, sock: socket.socket) -> float:
+    def _watch(self, sock: socket.socket, hello: Hello) -> float:
         while not self._stop.is_set():
             if (session := self.session) is not None:
                 session.tick(time.monotonic_ns())
@@ -203,15 +189,14 @@ class Link(Generic[S]):
                 break
             message, fds = received
             if isinstance(message, Attached):
+                if hello.scheduler is not None:
+                    self.confirmed_reset = hello.scheduler.reset_generation
                 self._attached(sock, message, fds)
                 continue
             for fd in fds:
                 socket.close(fd)
             if isinstance(message, ResetDone):
-                if message.ok:
-                    self.confirmed_reset = max(self.confirmed_reset, message.reset_generation)
-                self._reply = message
-                self._replied.set()
+                self.confirmed_reset = max(self.confirmed_reset, message.reset_generation)
             elif isinstance(message, Stored):
                 self.stored.append(message)
             elif isinstance(message, Notice):
@@ -246,7 +231,6 @@ class Link(Generic[S]):
             for epoch in self._mapped:
                 self._ended.setdefault(epoch, 0)
         session, self.session = self.session, None
-        self._replied.set()
         if session is not None:
             self._alone_since = time.monotonic()
             session.ended()

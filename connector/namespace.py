@@ -2,7 +2,8 @@
 
     [cache_prefix@]model@tp_rank:R@pcp0@dcp0@pp_rank:Q@group:G@[fp:FINGERPRINT@]HASH
 
-Without the fingerprint's part this is, byte for byte, the key of vLLM's MooncakeStoreConnector.
+Without the fingerprint's part this is, byte for byte, the key of vLLM's MooncakeStoreConnector.  The daemon adds the
+parts for the engine's user and for its weights since a reset (daemon/store/keys.py).
 """
 
 from __future__ import annotations
@@ -86,9 +87,7 @@ def fingerprinted(
         found = fingerprint.fitting({**running(), **fingerprint.of_model(vllm_config)})
         return Namespace(keys.of(fingerprint.digest(found)), found)
     except Exception as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        shown = why.encode("ascii", "replace").decode()[:64]
-        return Namespace(keys.of(start), {"start": start, "unknown": shown}, why)
+        return Namespace(keys.of(start), {}, " ".join(f"{type(error).__name__}: {error}".split())[:400])
 
 
 def vllms_own(keys: RankKeys) -> Namespace:

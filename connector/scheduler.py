@@ -8,7 +8,7 @@ Rules that keep the engine's contract:
   vLLM waits for: it names the blocks in a later pass.
 * A dispatched load belongs to its load_id: finish, abort, preemption and an ended epoch do not touch it.
 * A request is settled once it was admitted, missed, or used up its late hints: no more hints until it is preempted.
-* After a reset that the daemon has not confirmed, nothing is hinted, loaded or saved.
+* After a reset that the daemon does not know of yet, nothing is hinted, loaded or saved.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SchedulerSide:
         self.tally = Tally(self.counters)
         self.requests: dict[str, RequestState] = {}
         self.running: set[str] = set()  # scheduled by the step before, and not finished since
-        self.resets = Resets(link, config.reset_timeout_ms)
+        self.resets = Resets(link, config.weights_file)
         self._geometry, self.link, self._now_ns, self._hinting = geometry, link, clock.now_ns, config.hint_on_arrival
         self._session: SchedulerSession | None = None
         self._answered: set[str] = set()
@@ -336,13 +336,12 @@ class SchedulerSide:
             self.claims.finish(state, Outcome.LOST)
 
     def reset(self) -> bool:
-        """The weights changed: nothing older may be served or stored.
+        """The weights changed: nothing older is served or stored any more.
 
-        True only when the daemon confirmed that the stored keys are gone.  Without a daemon it is False, because a
-        store may hold keys of the old weights all the same; the reset is then repeated when a daemon is there, and
-        until it is confirmed this engine neither loads nor saves.
+        True at once, because no later key can name older KV.  Until the daemon knows of the reset, this engine neither
+        hints, loads nor saves.
         """
-        self.resets.begin(self._now_ns())
+        self.resets.begin()
         self._usable_session()
         self._give_up_handles()
         self._answered.clear()
@@ -350,15 +349,16 @@ class SchedulerSide:
         old = [state.reset() for state in self.requests.values()]
         self._stale_local = any(old) or self.cache.blocks() > 0
         self.saves.reset(self.resets.generation)
-        return self.resets.ask()
+        self.resets.tell(self._session)
+        return True
 
     def _usable_session(self) -> SchedulerSession | None:
-        """The link's session, unless a reset is owed to it."""
+        """The link's session, unless its daemon does not know of the last reset."""
         link = self.link
         while (session := link.session) is not self._session:
             self.adopt(session)
         if link.confirmed_reset < self.resets.generation:
-            self.resets.ask_again(session, self._now_ns())
+            self.resets.tell(session)
             return None
         return session
 

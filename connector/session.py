@@ -44,7 +44,6 @@ class SchedulerSession:
                 f"segment is of another epoch: epoch, slot_count, device_slots={found} expected={expected}"
             )
         self.epoch = layout.epoch
-        self.removal_ms = attached.removal_ms
         self.layout, self.table_entries = layout, layout.table_entries
         self.words = Words(segment.buffer)
         self.flags = FlagTable(segment.buffer, self.words, layout)

@@ -15,6 +15,7 @@ from ..shmring.wire.attach import HASH_PROBE_TOKENS, GroupInfo, Hello, Scheduler
 from ..shmring.wire.records import PROTOCOL, hint_bytes
 from . import compat, groups
 from .namespace import RankKeys, rank_keys
+from .resets import Weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -297,7 +298,7 @@ def hash_probe(algorithm: str) -> str:
     return probe.hex()
 
 
-def scheduler_hello(vllm_config: VllmConfig, geometry: Geometry, *, reset_timeout_ms: int | None) -> Hello:
+def scheduler_hello(vllm_config: VllmConfig, geometry: Geometry, *, upstream_keys: bool) -> Hello:
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     digests = items = blocks = geometry.max_blocks
     if (rules := geometry.groups) is not None:
@@ -311,7 +312,7 @@ def scheduler_hello(vllm_config: VllmConfig, geometry: Geometry, *, reset_timeou
         loads=geometry.loads,
         saves=geometry.saves,
         events=publishes_events(vllm_config),
-        reset_timeout_ms=reset_timeout_ms,
+        upstream_keys=upstream_keys,
         hash_algorithm=algorithm,
         hash_probe=hash_probe(algorithm) if geometry.hashes_per_block == 1 else "",
     )
@@ -322,10 +323,11 @@ def _told(group: Group) -> GroupInfo:
     return GroupInfo(kind=group.kind.value, block_tokens=group.block_tokens, window_tokens=group.window_tokens)
 
 
-def with_epochs(hello: Hello, live_epochs: Iterable[int]) -> Hello:
-    """The scheduler's hello with the earlier epochs that its steps may still name."""
+def as_of_now(hello: Hello, live_epochs: Iterable[int], weights: Weights) -> Hello:
+    """The scheduler's hello with its last reset and the earlier epochs that its steps may still name."""
     assert hello.scheduler is not None
-    return hello.model_copy(update={"scheduler": hello.scheduler.model_copy(update={"live_epochs": [*live_epochs]})})
+    now = {"live_epochs": [*live_epochs], "reset_generation": weights.generation, "weights": weights.id}
+    return hello.model_copy(update={"scheduler": hello.scheduler.model_copy(update=now)})
 
 
 def worker_hello(vllm_config: VllmConfig, geometry: Geometry, tp_rank: int, info: WorkerInfo) -> Hello:

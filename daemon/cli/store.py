@@ -1,9 +1,8 @@
-"""`kvprefetchd store ls`, `stat` and `purge`: list or count the store's keys by namespace, or remove a namespace."""
+"""`kvprefetchd store ls`, `stat` and `purge`: list, count or remove what the store holds, by the begin of its keys."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import http.client
 import json
 import re
@@ -13,25 +12,24 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
+from itertools import islice
 
-from pydantic import ValidationError
-
-from ...shmring.wire.admin import KnownNamespaces, Namespace, NamespacesQuery, Purge, Status, StatusQuery
+from ...shmring.wire.admin import MAX_REMOVED, Remove, Removed, Status, StatusQuery
+from ...shmring.wire.codec import MAX_MESSAGE_BYTES
 from ..config.model import ConfigError
 from ..store.fill import StoreFill, read
-from ..store.namespaces import name_of
+from ..store.keys import name_of
 from ..telemetry.overview import filled
 from ..telemetry.pretty import printable
 from .client import Conversation, Unavailable, ask
-from .common import Commands, SocketPage, add_socket, command_daemon, declare
+from .common import Commands, SocketPage, add_socket, declare
 
 PAGE = SocketPage(
     "list, count or remove what the store holds",
-    details="A namespace is the part of a block's key before the hash: model, rank and fingerprint, with "
-    "`cache_prefix` first. ls and stat ask the Mooncake master's HTTP interface, so they list the keys of all users: "
-    "the embedded store's, or --master-http.",
+    details="A namespace is the part of a block's key before the hash: user, `cache_prefix`, model, rank, fingerprint "
+    "and, after a reset, the weights. All three ask the Mooncake master's HTTP interface, which lists the keys of all "
+    "users: the embedded store's, or --master-http.",
     examples=(
         ("kvprefetchd store stat", "values of each namespace, and how full the store is"),
         ("kvprefetchd store ls --prefix some-model", "keys that begin so"),
@@ -51,8 +49,8 @@ LS = SocketPage(
 )
 STAT = SocketPage(
     "count the values of each namespace, and say how full the store is",
-    details="The counts come from the Mooncake master's HTTP interface; each namespace's user and meaning come from "
-    "the daemon. Root and the daemon's own user see those of all namespaces, other users of their own.",
+    details="The counts come from the Mooncake master's HTTP interface. A key that begins with `u1000@` is of an "
+    "engine of the user with this number.",
     examples=(
         ("kvprefetchd store stat", "every namespace"),
         ("kvprefetchd store stat --json", "sizes in bytes, for a program"),
@@ -60,22 +58,24 @@ STAT = SocketPage(
     exits={69: "the daemon or the master does not answer"},
 )
 PURGE = SocketPage(
-    "remove every value of a namespace",
-    details="It takes all ranks' parts, goes through the daemon, reaches the embedded store's disk too, and leaves "
-    "attached engines running: staged blocks stay valid, and later saves are stored again (keys that were on disk: in "
-    "memory only, until the daemon restarts). Afterwards a namespace without an engine belongs to nobody. Root and the "
-    "daemon's own user may remove all; other users may remove their own.",
+    "remove values, by the begin of their keys",
+    details="It removes a few hundred values at a time, so that look-ups of engines hardly wait for it, and says how "
+    "far it is. Attached engines go on: staged blocks stay valid, and later saves are stored again. A value that a "
+    "disk holds as well is there again once the disk's owner has started anew; to be rid of those, stop it and remove "
+    "its folder. Root and the daemon's own user may remove all values, other users those of their own engines.",
     examples=(
         (
-            "kvprefetchd store purge --prefix some-model@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@ --yes",
-            "one namespace, as stat prints it",
+            "kvprefetchd store purge --prefix u1000@some-model@ --yes",
+            "a model of one user's engines, as stat prints it",
         ),
         ("kvprefetchd store purge --engine ENGINE --yes", "an attached engine's, as `status` names it"),
     ),
-    exits={0: "done and confirmed", 1: "not confirmed", 69: "the daemon does not answer"},
+    exits={0: "no such value is left", 1: "some are left", 69: "the daemon or the master does not answer"},
 )
 _HASH = re.compile(r"[0-9a-fA-F]{16,128}$")
-PURGE_TIMEOUT_S = 60
+SLICE_TIMEOUT_S = 60  # a slice waits for the put that runs
+PASSES = 3  # over all keys: engines may store on meanwhile
+PROGRESS_S = 1.0
 
 
 def add(commands: Commands) -> None:
@@ -84,15 +84,15 @@ def add(commands: Commands) -> None:
     purge = declare(actions, "purge", run_purge, PURGE)
     for parser in (ls, stat):
         parser.add_argument("--prefix", metavar="TEXT", default="", help="only keys that begin so")
-        text = "a cluster's master (its --metrics_port)"
-        parser.add_argument("--master-http", metavar="HOST:PORT", help=text)
     ls.add_argument("--json", action="store_true", help="each key as a JSON string")
     stat.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
     which = purge.add_mutually_exclusive_group(required=True)
-    which.add_argument("--prefix", metavar="TEXT", help="this namespace, as `store stat` prints it")
+    which.add_argument("--prefix", metavar="TEXT", help="values whose keys begin so, as `store stat` prints them")
     which.add_argument("--engine", metavar="ID", help="those of this engine: its id or the start of it")
     purge.add_argument("--yes", action="store_true", help="do it")
     for parser in (ls, stat, purge):
+        text = "a cluster's master (its --metrics_port)"
+        parser.add_argument("--master-http", metavar="HOST:PORT", help=text)
         add_socket(parser)
 
 
@@ -104,67 +104,73 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
 def run_stat(arguments: argparse.Namespace) -> int:
     master, fill = master_of(arguments)
-    keys = stored_keys(master, arguments.prefix)
-    begin = name_of(arguments.prefix)
-    known = [each for each in known_namespaces(arguments.socket) if each.name.startswith(begin)]
+    counts = Counter(map(namespace, stored_keys(master, arguments.prefix)))
     fill = fill or read(master)
-    print("\n".join((stat_json if arguments.json else stat_lines)(Counter(map(namespace, keys)), known, fill)))
+    if arguments.json:
+        whole = fill.model_dump() if fill is not None else None
+        print(json.dumps({"values": counts.total(), "namespaces": counts, "store": whole}, indent=2, sort_keys=True))
+        return 0
+    for prefix in sorted(counts):
+        print(f"{counts[prefix]:>10}  {printable(prefix)}")
+    print(f"{counts.total():>10}  in all" if counts else "nothing is stored")
+    print(filled(fill) if fill is not None else "how full it is, the master does not say")
     return 0
 
 
-def stat_json(counts: Counter[str], known: Sequence[Namespace], fill: StoreFill | None) -> list[str]:
-    """Return values by prefix, the known namespaces, and how full the store is, as JSON."""
-    whole = fill.model_dump() if fill is not None else None
-    about = {each.name: each.model_dump(exclude={"name"}) for each in known}
-    answer = {"values": counts.total(), "namespaces": counts, "known": about, "store": whole}
-    return [json.dumps(answer, indent=2, sort_keys=True)]
-
-
-def stat_lines(counts: Counter[str], known: Sequence[Namespace], fill: StoreFill | None) -> list[str]:
-    """Return the same as lines for people."""
-    prefixes: dict[str, list[str]] = {each.name: [] for each in known}
-    for prefix in sorted(counts):
-        prefixes.setdefault(name_of(prefix), []).append(prefix)
-    about = {each.name: described(each) for each in known}
-    lines = []
-    for name in sorted(prefixes):
-        lines += [f"{counts[prefix]:>10}  {printable(prefix)}" for prefix in prefixes[name] or [name]]
-        lines += [f"{'':12}{about[name]}"] if name in about else []
-    lines.append(f"{counts.total():>10}  in all" if counts else "nothing is stored")
-    return [*lines, filled(fill) if fill is not None else "how full it is, the master does not say"]
-
-
-def described(known: Namespace) -> str:
-    """Return a line with a namespace's user and meaning."""
-    last = time.strftime("%Y-%m-%d %H:%M", time.gmtime(known.last_attached_s))
-    parts = [f"uid={known.uid}", f"last attached {last} UTC", *(f"{k}={v}" for k, v in known.fingerprint.items())]
-    return ", ".join(parts)
-
-
-def known_namespaces(socket: Path) -> list[Namespace]:
-    """Ask the daemon for the namespaces that this user may see; without a daemon there are none."""
-    found: list[Namespace] = []
-    with contextlib.suppress(Unavailable), Conversation(socket) as daemon:
-        more = True
-        while more:
-            page = daemon.ask(NamespacesQuery(after=found[-1].name if found else ""), KnownNamespaces)
-            found += page.namespaces
-            more = page.more and bool(page.namespaces)
-    return found
-
-
 def run_purge(arguments: argparse.Namespace) -> int:
-    prefixes = [arguments.prefix] if arguments.prefix else []
-    try:
-        command = Purge(engine=arguments.engine or "", prefixes=prefixes, timeout_ms=PURGE_TIMEOUT_S * 1000)
-    except ValidationError:
-        raise ConfigError(
-            f"store purge: prefix should be a whole namespace, as `store stat` prints it, up to the last @: "
-            f"prefix={arguments.prefix!r}"
-        ) from None
     if not arguments.yes:
-        raise ConfigError("store purge: removes stored KV for every engine of the namespace; say --yes to do it")
-    return command_daemon(command, arguments.socket, PURGE_TIMEOUT_S + 10)
+        raise ConfigError("store purge: removes stored KV for every engine that shares it; say --yes to do it")
+    if arguments.prefix == "":
+        raise ConfigError("store purge: prefix should have at least 1 character: prefix=''")
+    master = master_of(arguments)[0]
+    names = namespaces_of(arguments) if arguments.engine else set()
+    removed = 0
+    with Conversation(arguments.socket, SLICE_TIMEOUT_S) as daemon:
+        for _ in range(PASSES):
+            stored = stored_keys(master, arguments.prefix or "")
+            keys = [key for key in stored if not names or name_of(namespace(key)) in names]
+            if not keys:
+                print(f"{removed} values removed")
+                return 0
+            removed += remove(daemon, keys)
+    print(f"{removed} values removed; some are left: engines store on, or the store does not answer")
+    return 1
+
+
+def remove(daemon: Conversation, keys: list[str]) -> int:
+    """Remove these values slice by slice; return how many are gone. Writes how far it is."""
+    done = gone = 0
+    shown_s = time.monotonic()
+    waiting = iter(keys)
+    most = MAX_MESSAGE_BYTES // 2 // max(len(json.dumps(key)) for key in keys)
+    while part := list(islice(waiting, min(MAX_REMOVED, most))):
+        answer = daemon.ask(Remove(keys=part), Removed)
+        done, gone = done + len(part), gone + answer.removed
+        if time.monotonic() - shown_s >= PROGRESS_S:
+            shown_s = time.monotonic()
+            print(f"{done} of {len(keys)} values", file=sys.stderr)
+    return gone
+
+
+def namespaces_of(arguments: argparse.Namespace) -> set[str]:
+    """Return the namespaces of the attached engine with this id, or with one that begins so. Raises ConfigError."""
+    status = ask(arguments.socket, StatusQuery(), Status)
+    found = {str(each["engine"]): str(each["namespace"]) for each in status.engines}
+    named = (
+        [found[arguments.engine]]
+        if arguments.engine in found
+        else [names for engine, names in found.items() if engine.startswith(arguments.engine)]
+    )
+    if len(named) != 1:
+        how = "several engines have" if named else "no attached engine has"
+        raise ConfigError(f"store purge: {how} an id that begins so: engine={arguments.engine!r}")
+    names = set(named[0].split(", "))
+    if not all(name.endswith("@") for name in names):
+        raise ConfigError(
+            f"store purge: the engine has too many namespaces to name here: engine={arguments.engine!r}: "
+            "use --prefix, with each that `store stat` prints"
+        )
+    return names
 
 
 def namespace(key: str) -> str:

@@ -14,7 +14,7 @@ from ..engine.reservations import Reservations
 from ..engine.stored import Histories
 from ..store.client import Store
 from ..store.disk import DISK_BUFFER_BYTES
-from ..store.namespaces import Namespaces
+from ..store.keys import owner
 from ..telemetry.counters import Counters
 from ..telemetry.events import Ending
 from ..telemetry.logs import Log
@@ -31,7 +31,6 @@ class Shared:
 
     config: DaemonConfig
     store: Store
-    namespaces: Namespaces
     pools: Pools
     snapshot: Snapshot
     log: Log
@@ -47,16 +46,16 @@ class Epochs:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self._attached: dict[Epoch, int] = {}  # and the user id of its engine
+        self._attached: list[Epoch] = []
         self._ended: list[Epoch] = []
         self._joined = shared.store.is_open
         self.reservations = Reservations(shared.pools, shared.store)
 
     def attached(self, uid: int | None = None) -> list[Epoch]:
         """Return the attached epochs of this user's engines; None: of all engines."""
-        return [epoch for epoch, user in self._attached.items() if uid in (None, user)]
+        return [epoch for epoch in self._attached if uid in (None, epoch.engine.uid)]
 
-    def attach(self, memory: EngineMemory, engine: EngineInfo, uid: int) -> Epoch:
+    def attach(self, memory: EngineMemory, engine: EngineInfo) -> Epoch:
         """Make an epoch on memory that was reserved."""
         shared, config = self._shared, self._shared.config
         services = Services(
@@ -72,14 +71,15 @@ class Epochs:
             histories=shared.histories,
             negatives=shared.negatives,
         )
-        epoch = Epoch(services, memory, engine)
+        whose = owner(engine.uid, shared=config.namespaces == "shared")
+        epoch = Epoch(services, memory, engine._replace(owner=whose))
         epoch.switch(shared.mode)
-        self._attached[epoch] = uid
+        self._attached.append(epoch)
         return epoch
 
     def end(self, epoch: Epoch, ending: Ending) -> None:
         """End an attached epoch; `tick` frees its memory once no store call touches it."""
-        del self._attached[epoch]
+        self._attached.remove(epoch)
         epoch.end(ending)
         self._ended.append(epoch)
 

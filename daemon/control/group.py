@@ -118,7 +118,7 @@ class Group:
         memory, layout, device = epoch.memory, epoch.memory.layout, epoch.memory.device
         attached = partial(Attached, epoch=epoch.number, slot_count=layout.slot_count, device_slots=layout.device_slots)
         if peer is self.scheduler:
-            message = attached(segment_bytes=layout.total_bytes, slot_bytes=0, removal_ms=epoch.removal_ms)
+            message = attached(segment_bytes=layout.total_bytes, slot_bytes=0)
             return message, [memory.control.fd, memory.doorbell.fd]
         assert peer.hello is not None
         rank = peer.hello.rank

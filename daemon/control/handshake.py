@@ -16,9 +16,8 @@ from ...shmring.wire.attach import Hello, Mapped, Notice, Reset
 from ...shmring.wire.codec import send_message
 from ...shmring.wire.records import ProtocolError
 from ..engine.epoch import Epoch
-from ..engine.memory import EngineMemory
+from ..engine.memory import EngineInfo, EngineMemory
 from ..engine.transfers import check_replicas
-from ..store.namespaces import NamespaceTaken
 from ..telemetry.events import Ending
 from .connections import MAX_PROCESSES, Connections
 from .epochs import Epochs, Shared
@@ -83,10 +82,10 @@ class Handshake:
             )
 
     def reset(self, peer: Peer, message: Reset) -> None:
-        """Reset the keys of the peer's engine, and answer once they are gone. Raises ProtocolError."""
+        """Give the keys of the peer's engine other weights. Raises ProtocolError."""
         if peer.group is None or peer.group.scheduler is not peer or peer.group.epoch is None:
             raise ProtocolError("only the scheduler of an attached engine may reset it")
-        peer.group.epoch.reset(message.reset_generation, message.timeout_ms / 1e3)
+        peer.group.epoch.reset(message)
 
     def left(self, peer: Peer) -> None:
         """Remove a process from its group after its connection closed, and end the group's epoch."""
@@ -133,11 +132,11 @@ class Handshake:
                 self._connections.refuse(peer, why_not, final=False)
             self._dissolve(group, Ending.ENGINE_GONE)
             return
-        engine, shared = group.engine(), self._shared.config.namespaces == "shared"
+        engine = group.engine()
         group.placed = True
         try:
             check_replicas(engine.workers, 1 if engine.groups is None else len(engine.groups.groups))
-            self._shared.namespaces.check(group.uid, engine.namespaces, shared=shared)
+            self._check_keys(engine)
         except ValueError as error:
             self._refuse_engine(group, error)
             return
@@ -145,6 +144,15 @@ class Handshake:
         self._reserving[group.number] = group
         self._epochs.reservations.want(group.number, self._shared.config, engine)
         self.carry_on()
+
+    def _check_keys(self, engine: EngineInfo) -> None:
+        """Raise ValueError for an engine whose keys must be upstream's where each key has to name its user."""
+        if engine.scheduler.upstream_keys and self._shared.config.namespaces != "shared":
+            raise ValueError(
+                'key_format="vllm" has keys that name no user: namespaces="per_user": to let all users of this store '
+                "read and replace each other's KV, set namespaces = \"shared\" in the daemon's configuration; else "
+                "leave key_format out"
+            )
 
     def _no_place(self, group: Group) -> str:
         """Return the bound that keeps a complete group from being attached now; "" where it may be."""
@@ -171,15 +179,7 @@ class Handshake:
         if isinstance(memory, BaseException):
             self._refuse_engine(group, memory)
             return
-        engine, shared = group.engine(), self._shared.config.namespaces == "shared"
-        in_use = {name for epoch in self._epochs.attached() for name in epoch.engine.namespaces}
-        try:
-            self._shared.namespaces.claim(group.uid, engine.namespaces, shared=shared, in_use=in_use)
-        except NamespaceTaken as error:  # another user's engine may have attached with it meanwhile
-            self._epochs.reservations.free(memory)
-            self._refuse_engine(group, error)
-            return
-        epoch = group.epoch = self._epochs.attach(memory, engine, group.uid)
+        epoch = group.epoch = self._epochs.attach(memory, group.engine())
         assert group.scheduler is not None
         epoch.send = group.scheduler.send
         self._epoll.register(epoch.memory.doorbell.fd, select.EPOLLIN)

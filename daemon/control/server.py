@@ -5,9 +5,9 @@ from __future__ import annotations
 import select
 import socket
 
-from ...shmring.wire.admin import NamespacesQuery, Purge, SetMode, StatQuery, StatusQuery, Warm
+from ...shmring.wire.admin import Remove, SetMode, StatQuery, StatusQuery, Warm
 from ...shmring.wire.attach import Hello, Mapped, Reset
-from ...shmring.wire.codec import Message, encode_message, receive_message, send_message
+from ...shmring.wire.codec import Message, encode_message, receive_message
 from ...shmring.wire.records import ProtocolError
 from ..config.model import DaemonConfig
 from ..engine.epoch import Epoch
@@ -66,7 +66,6 @@ class Control:
     def close(self) -> None:
         self._handshake.close()
         self._connections.close_all()
-        self._shared.namespaces.close()
 
     def _read(self, peer: Peer, now_ns: int) -> None:
         try:
@@ -95,9 +94,7 @@ class Control:
             self._handshake.reset(peer, message)
         elif isinstance(message, StatusQuery | StatQuery):
             self._answer_once(peer, message, uid, now_ns)
-        elif isinstance(message, NamespacesQuery):
-            send_message(peer.sock, self._admin.answer(message, uid, now_ns))
-        elif isinstance(message, SetMode | Purge | Warm):
+        elif isinstance(message, SetMode | Remove | Warm):
             self._admin.command(message, uid, peer.send)
         else:
             raise ProtocolError(f"message is not expected here: type={message.type}")

@@ -12,7 +12,7 @@ from ...shmring.liveness import PeerState
 from ...shmring.ring import Record
 from ...shmring.wire import records
 from ...shmring.wire.admin import MAX_WARM_DIGESTS, Report, Warm
-from ...shmring.wire.attach import Mapped, ResetDone
+from ...shmring.wire.attach import Mapped, Reset, ResetDone
 from ...shmring.wire.codec import Message
 from ...shmring.wire.records import FlagState, ProtocolError, RecordKind
 from ..config.model import Mode
@@ -84,8 +84,6 @@ class Epoch(EpochCalls):
         for lane in Lane:
             if self._pools.exhausted(lane, self):
                 self.planner.give_up(lane)
-        for end in self.saver.tick(now_ns):
-            self.send(ResetDone(reset_generation=end.generation, ok=end.ok))
         self._count_waste()
 
     def end(self, ending: Ending) -> None:
@@ -181,9 +179,8 @@ class Epoch(EpochCalls):
             wanted = self.prefixes.begin(key, hashes, size, hint.local_blocks, hint.blocks)
         self.traces.begin(key, hint, now)
         self.counters.push_to_seen.observe(max(0, now - hint.arrival_ns) / 1e9)
-        # Cancelled before we looked, read after the end, keys of old weights may still be there, or switched
-        # off: nothing to look up.
-        if seen.state != FlagState.HINTED or self.closing or self.saver.resetting or self._mode == "off":
+        # Cancelled before we looked, read after the end, or switched off: nothing to look up.
+        if seen.state != FlagState.HINTED or self.closing or self._mode == "off":
             if request.whole:
                 self.planner.choose(request, b"", 1, request.none_of_them)
             self.planner.looked_up(key, request.local)
@@ -228,19 +225,22 @@ class Epoch(EpochCalls):
             why = "which blocks of a window are of use depends on where a prompt ends"
             reply(Report(ok=False, text=f"an engine with several KV groups cannot be warmed: {why}"))
             return
-        off = "" if self._mode == "on" else f"mode is {self._mode}"
-        if why := "its weights change" if self.saver.resetting else off:
-            reply(Report(ok=False, text=f"nothing is staged for this engine now: {why}"))
+        if self._mode != "on":
+            reply(Report(ok=False, text=f"nothing is staged for this engine now: mode is {self._mode}"))
             return
         self._orders += 1
         self._replies[self._orders] = reply
         self.warming.add(self._orders, order)
         self._carry_on()
 
-    def reset(self, generation: int, timeout_s: float) -> None:
-        """Void everything staged, hinted or being saved before this generation, and remove the keys; then say so."""
-        self._count_puts(self.saver.reset(generation, timeout_s, self._services.clock_ns()))
-        self._negative.clear()
+    def reset(self, reset: Reset) -> None:
+        """Void everything staged, hinted or being saved; from now on the engine's keys name other weights."""
+        now = self._services.clock_ns()
+        self.ranks = self._ranks(reset.weights)
+        self._services.negatives.move(self._negative, self.ranks.namespaces)
+        self._negative.clear(now)
+        self.reasons.moved(self.ranks.namespaces)
+        self._count_puts(self.saver.reset(reset.reset_generation, self.reasons.stored))
         self.warming.stop("its weights changed")
         for request in self.contain(self.planner.reset, list[Request]()):
             self.promotions.dropped(request.key)
@@ -248,4 +248,6 @@ class Epoch(EpochCalls):
                 self.prefixes.end(request.key)
             self._write(request, Ending.RESET)
         self.promotions.reset()
+        self.send(ResetDone(reset_generation=reset.reset_generation))
+        self._log.info("engine.reset", reset_generation=reset.reset_generation, weights=reset.weights)
         self._carry_on()

@@ -10,7 +10,6 @@ from functools import partial
 from itertools import compress
 from typing import Any
 
-from ...shmring.wire.attach import ResetDone
 from ..planning.prefixes import Choice
 from ..planning.requests import Broken, Failure, Key, Order, Request, TakenBack
 from ..planning.runs import Lane
@@ -75,7 +74,7 @@ class EpochCalls(EpochParts):
         elif (batch := self.look_ups.next_batch(now_ns)) is not None:
             digests = [question.digests for question in batch.questions]
             media = self._services.media and not batch.renewal
-            self._look_up(digests, partial(self._looked_up, batch, self.saver.generation), media=media)
+            self._look_up(digests, partial(self._looked_up, batch), media=media)
 
     def _look_up(self, questions: Sequence[Sequence[bytes]], on_answer: Callable[[Any], None], *, media: bool) -> None:
         """Ask the store; `on_answer` gets None when it cannot say in time, and once more when the call returns."""
@@ -88,10 +87,8 @@ class EpochCalls(EpochParts):
         run = partial(transfers.look_up, self._store, self.ranks, questions, media=media)
         self._start(Kind.LOOK_UP, run, on_answer, overdue)
 
-    def _looked_up(self, batch: Batch, generation: int, result: list[transfers.Found] | BaseException | None) -> None:
+    def _looked_up(self, batch: Batch, result: list[transfers.Found] | BaseException | None) -> None:
         found = None if isinstance(result, BaseException) else result
-        if generation != self.saver.generation:  # the batch asked for keys of the old weights: a miss
-            found = [transfers.Found(0, b"")] * len(batch.questions)
         now = self._services.clock_ns()
         self._answer(self.look_ups.answered(batch.number, found, now), now)
         self._carry_on()
@@ -251,27 +248,23 @@ class EpochCalls(EpochParts):
             self.counters.warmed_blocks.update(answer.counts)
             self._replies.pop(answer.number)(answer.message)
 
-    # --- saving and resets ------------------------------------------------------------------------------------------
+    # --- saving -----------------------------------------------------------------------------------------------------
 
     def start_save(self) -> bool:
-        """Start the put or the removal that waits; False if there is none, no room for it, or loads go first."""
+        """Start the put that waits; False if there is none, no room for it, or loads go first."""
         now = self._services.clock_ns()
         if self.closing or not self.saver.waiting(now) or not self._pools.save_room(self):
             return False
         link, (least, most) = self._pools.link_share, self._put_blocks
         blocks = min(most, max(least, link.put_bytes // self.memory.block_bytes)) if link.open(now) else 0
-        job = self.saver.next_job(blocks)
-        if isinstance(job, Put):
-            link.started(len(job.blocks) * self.memory.block_bytes, now)
-            run = partial(transfers.save, self._store, self.ranks, job.blocks, locate=self.engine.scheduler.events)
-            self._start(Kind.SAVE, run, partial(self._stored, job, now), partial(self._put_overdue, job))
-        elif job is not None:
-            remove = partial(transfers.remove_all, self._store, self.ranks, job.timeout_s)
-            self._start(Kind.SAVE, remove, self._removed)
-        return job is not None
+        if (put := self.saver.next_put(blocks)) is not None:
+            link.started(len(put.blocks) * self.memory.block_bytes, now)
+            run = partial(transfers.save, self._store, self.ranks, put.blocks, locate=self.engine.scheduler.events)
+            self._start(Kind.SAVE, run, partial(self._stored, put, now), partial(self._put_overdue, put))
+        return put is not None
 
     def _put_overdue(self, put: Put) -> None:
-        """Log an overdue put. No other put starts until it returns, so no old value reaches the store after a reset."""
+        """Log an overdue put. No other put starts until it returns."""
         self._log.warning("call.overdue", call="save", blocks=len(put.blocks))
 
     def _stored(self, put: Put, started_ns: int, result: transfers.SaveResult | BaseException) -> None:
@@ -305,13 +298,6 @@ class EpochCalls(EpochParts):
                 )
             if self.engine.scheduler.events:
                 self.send(put.notice)
-
-    def _removed(self, result: bool | BaseException) -> None:
-        confirmed = result is True
-        self._log.info("store.reset", confirmed=confirmed, reset_generation=self.saver.generation)
-        if (end := self.saver.removed(confirmed)) is not None:
-            self.send(ResetDone(reset_generation=end.generation, ok=end.ok))
-        self._carry_on()
 
     # --- the device -------------------------------------------------------------------------------------------------
 

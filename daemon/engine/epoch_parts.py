@@ -68,11 +68,10 @@ class EpochParts(Caller):
     def __init__(self, services: Services, memory: EngineMemory, engine: EngineInfo) -> None:
         super().__init__(services.log.bind(engine=engine.engine_id, epoch=memory.layout.epoch))
         self.engine, self.memory, self.number = engine, memory, memory.layout.epoch
-        self.removal_ms = services.store.removal_ms
         self._services, self._store, self._pools = services, services.store, services.pools
         self.since_ns = services.clock_ns()
         self.counters, self.waits = Counters(), LostWaits()
-        self.ranks = transfers.RankLayout.of(engine.workers, memory.staging, named=engine.groups is not None)
+        self.ranks = self._ranks(engine.scheduler.weights)
         self.channel = Channel(memory.control, memory.layout, engine.groups)
         self.channel.liveness.beat(self.since_ns)
         self.traces = Traces(memory.block_bytes, engine.kv_groups)
@@ -87,15 +86,15 @@ class EpochParts(Caller):
             # In shadow mode an engine loads nothing: it asks what would have been there.
             wasted_share=services.wasted_share if engine.scheduler.loads else 1.0,
         )
-        self._negative = services.negatives.join(engine.namespaces)
+        self._negative = services.negatives.join(self.ranks.namespaces)
         self.prefixes = None if engine.groups is None else Prefixes(engine.groups)
         self.look_ups = LookUps(
             self.planner.requests, self._negative, timeout_ns=self._pools.timeout_ns, lease_ns=services.lease_ns
         )
         save_slots = range(memory.save_slots_from, memory.layout.slot_count)
-        namespace = ", ".join(sorted(engine.namespaces))
-        self.reasons = Reasons(self._pools.rates, services.histories, engine.uid, namespace)
-        self.saver = Saver(save_slots, memory.staging.lost, self.reasons.stored)
+        self.reasons = Reasons(self._pools.rates, services.histories, engine.uid, self.ranks.namespaces)
+        generation = engine.scheduler.reset_generation
+        self.saver = Saver(save_slots, memory.staging.lost, self.reasons.stored, generation)
         self._put_blocks = (max(1, chunk_blocks // PUTS_PER_CHUNK), max(1, len(save_slots) // SAVING_AT_ONCE))
         self.channel.credits.grant(self.saver.next_grant(saving=True))
         self.warming = Warming(self.planner, self._negative, about(engine, self.number))
@@ -111,6 +110,12 @@ class EpochParts(Caller):
         self._replies: dict[int, Callable[[Message], None]] = {}  # of warm orders, by number
         self._orders = 0
         self.send: Callable[[Message], None] = lambda _: None
+
+    def _ranks(self, weights: str) -> transfers.RankLayout:
+        """Return where the engine's blocks are, with the keys of these weights."""
+        engine, named = self.engine, self.engine.groups is not None
+        staging = self.memory.staging
+        return transfers.RankLayout.of(engine.workers, staging, named=named, owner=engine.owner, weights=weights)
 
     @property
     def idle(self) -> bool:

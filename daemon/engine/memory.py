@@ -14,10 +14,8 @@ from ...shmring.groups import Groups
 from ...shmring.layout import PAGE_ENTRIES, Layout, pages_of, power_of_two_at_least
 from ...shmring.segment import Segment
 from ...shmring.wire.attach import SchedulerInfo, WorkerInfo
-from ...shmring.wire.checks import Fingerprint
 from ..config.model import DaemonConfig
 from ..config.sizes import size_text, whole_mib
-from ..store.namespaces import name_of
 from .device import DeviceStaging
 from .staging import HostStaging, slots_for
 
@@ -30,7 +28,10 @@ CONTROL_BYTES = 64 << 20
 
 
 class EngineInfo(NamedTuple):
-    """What the processes of one engine say of it; `workers` by rank. `pid` and `uid`: of its scheduler's process."""
+    """What the processes of one engine say of it; `workers` by rank. `pid` and `uid`: of its scheduler's process.
+
+    `owner`: the part of its keys that names its user (keys.py).
+    """
 
     engine_id: str
     block_tokens: int
@@ -38,6 +39,7 @@ class EngineInfo(NamedTuple):
     workers: Sequence[WorkerInfo]
     pid: int = 0
     uid: int = 0
+    owner: str = ""
 
     @property
     def model(self) -> str:
@@ -58,11 +60,6 @@ class EngineInfo(NamedTuple):
     def block_bytes(self) -> list[int]:
         """Return the size of each rank's part of a block."""
         return [worker.block_bytes for worker in self.workers]
-
-    @property
-    def namespaces(self) -> dict[str, Fingerprint]:
-        """Return the namespaces of its keys, one per group unless ranks differ, with the first rank's fingerprint."""
-        return {name_of(key): worker.fingerprint for worker in reversed(self.workers) for key in worker.key_prefixes}
 
 
 @dataclass(frozen=True)

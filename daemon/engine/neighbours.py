@@ -19,8 +19,12 @@ class NegativeCaches:
     def join(self, namespaces: Collection[str]) -> NegativeCache:
         """Return the cache of a new engine with keys in these namespaces."""
         cache = NegativeCache()
-        self._namespaces[cache] = frozenset(namespaces)
+        self.move(cache, namespaces)
         return cache
+
+    def move(self, cache: NegativeCache, namespaces: Collection[str]) -> None:
+        """Note that an engine has keys in these namespaces from now on."""
+        self._namespaces[cache] = frozenset(namespaces)
 
     def leave(self, cache: NegativeCache) -> None:
         """Forget an engine."""

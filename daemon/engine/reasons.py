@@ -20,10 +20,14 @@ _OF_A_NODE = (ErrorClass.TRANSFER, ErrorClass.UNDER_WAY)
 class Reasons:
     """Of one engine. Times in ns, of one clock."""
 
-    def __init__(self, rates: Rates, histories: Histories, uid: int, namespace: str) -> None:
+    def __init__(self, rates: Rates, histories: Histories, uid: int, namespaces: Sequence[str]) -> None:
         self._rates, self._histories, self._uid = rates, histories, uid
-        self.stored = histories.of(uid, namespace)
+        self.stored = histories.of(uid, namespaces)
         self._starved_ns, self._since_ns = [0, 0], [0, 0]  # by lane; since when it is: 0, it is not
+
+    def moved(self, namespaces: Sequence[str]) -> None:
+        """Note that the engine's blocks are in these namespaces from now on."""
+        self.stored = self._histories.of(self._uid, namespaces)
 
     def room(self, lane: Lane, now_ns: int, *, starved: bool) -> None:
         """Enter whether the lane's next fetch waits for room in staging."""

@@ -68,9 +68,7 @@ class _Wish:
 class Reservations:
     """Reserves and frees the memory of epochs; the caller takes what `next_done` has.
 
-    An engine is refused whose resets have less time than a removal takes (`Store.removal_ms`): no reset would be
-    confirmed, and after the first one the engine would neither load nor save.  A GPU that fails, or misses a call's
-    deadline, is left out, and what it gives later is given back.
+    A GPU that fails, or misses a call's deadline, is left out, and what it gives later is given back.
     """
 
     def __init__(self, pools: Pools, store: Store) -> None:
@@ -82,14 +80,7 @@ class Reservations:
     def want(self, number: int, config: DaemonConfig, engine: EngineInfo) -> None:
         """Reserve the memory of epoch `number`. Each ends as one Reserved, the withdrawn ones too."""
         wish = self._wishes[number] = _Wish(number, config, engine)
-        reset_ms, removal_ms = engine.scheduler.reset_timeout_ms, self._store.removal_ms
-        if reset_ms is not None and reset_ms < removal_ms:
-            error = (
-                "reset_timeout_ms is too short for this store's disk, so that no reset would be confirmed: "
-                f"reset_timeout_ms={reset_ms} min={removal_ms}: raise it or leave it out"
-            )
-            self._end(wish, ValueError(error))
-        elif config.device_staging > 0 and any(worker.device for worker in engine.workers):
+        if config.device_staging > 0 and any(worker.device for worker in engine.workers):
             make = partial(device_staging, config, engine)
             self._pools.start(Call(Kind.SLAB, make, partial(self._slab, wish), partial(self._slab_overdue, wish)))
         else:

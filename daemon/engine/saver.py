@@ -1,9 +1,8 @@
-"""The saver of one engine: slots granted, copied blocks put into the store, slots granted again; and the reset barrier.
+"""The saver of one engine: slots granted, copied blocks put into the store, slots granted again.
 
 Pure.  One put runs at a time, as large as its caller allows, so that slots come back early, and the caller decides when
 loads go first.  A full store slows saving down through the credits and nothing else: slots whose blocks find no space
-stay out while their put is tried again.  A reset waits for the put in flight, drops every block of the old weights, and
-only then removes the keys, so that no put can bring one back.
+stay out while their put is tried again.  A reset drops every block of older weights.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ...shmring.wire.attach import Stored
 from ...shmring.wire.records import ProtocolError, Saved
@@ -20,16 +18,19 @@ from .transfers import SaveResult
 
 PAUSE_NS = (100_000_000, 2_000_000_000)
 TRIES = 8  # in a row without a block getting in: about ten seconds of a full store
-RESET_SLACK_S = 1.0  # beyond its own time, before a reset is answered without its removal
 MAX_PUT_BLOCKS = 4096  # the slots of one put fit a control message
 
 
 @dataclass
 class Save:
-    """One save of the engine's: how many of its `puts` have not ended, and what became of the others' blocks."""
+    """One save of the engine's: how many of its `puts` have not ended, and what became of the others' blocks.
+
+    `generation`: that of the weights which computed its blocks.
+    """
 
     save_id: int
     puts: int
+    generation: int = 0
     stored: int = 0
     present: int = 0
     failed: int = 0
@@ -66,38 +67,19 @@ class Put:
         return Stored(save_id=self.save.save_id, memory=self.memory, disk=self.disk, lost=lost)
 
 
-@dataclass(eq=False)
-class Removal:
-    """A reset: remove every key of the namespace. `deadline_ns`: when it is answered in any case."""
-
-    generation: int
-    timeout_s: float
-    deadline_ns: int
-    answered: bool = False
-
-
-class ResetEnd(NamedTuple):
-    """The answer to a reset: whether the removal is confirmed."""
-
-    generation: int
-    ok: bool
-
-
 class Saver:
     """Owns the save `slots` of one engine. A slot that is in `lost` when it comes back is never granted again.
 
-    `before`: what was stored in its namespace.
+    `before`: what was stored under its keys.  `generation`: of its weights (`Reset`).
     """
 
-    def __init__(self, slots: range, lost: Set[int], before: StoredBefore) -> None:
+    def __init__(self, slots: range, lost: Set[int], before: StoredBefore, generation: int = 0) -> None:
         self._slots, self._lost_now = slots, lost
-        self.generation = 0
+        self.generation = generation
         self._granted: set[int] = set()
         self._returned: list[int] = list(slots)  # to be granted when saving is on
         self._lost = 0
         self._puts: deque[Put] = deque()
-        self._reset: Removal | None = None  # the newest one, until its removal begins; it answers for those before it
-        self._removal: Removal | None = None  # the one that runs
         self._before = before
         self._busy = False
         self._not_before_ns = 0
@@ -119,7 +101,7 @@ class Saver:
             self._take_in(slots)
             return []
         parts = [slice(start, start + MAX_PUT_BLOCKS) for start in range(0, len(slots), MAX_PUT_BLOCKS)]
-        save = Save(record.save_id, len(parts))
+        save = Save(record.save_id, len(parts), record.reset_generation)
         if record.reset_generation < self.generation or not saving:
             self._take_in(slots)
             return [Put(save, slots[part], failed=len(slots[part])) for part in parts]
@@ -136,15 +118,11 @@ class Saver:
         return slots
 
     def waiting(self, now_ns: int) -> bool:
-        """Whether a store call waits for next_job(): none runs, and a full store's pause is over."""
-        return not self._busy and (self._reset is not None or (bool(self._puts) and now_ns >= self._not_before_ns))
+        """Whether a put waits for next_put(): none runs, and a full store's pause is over."""
+        return not self._busy and bool(self._puts) and now_ns >= self._not_before_ns
 
-    def next_job(self, most_blocks: int) -> Put | Removal | None:
-        """Return the store call that waits; a put of at most so many blocks, and none where that is 0."""
-        if self._reset is not None:
-            self._busy = True
-            self._removal, self._reset = self._reset, None
-            return self._removal
+    def next_put(self, most_blocks: int) -> Put | None:
+        """Return the put that waits, of at most so many blocks; None where that is 0."""
         if most_blocks <= 0:
             return None
         self._busy = True
@@ -154,22 +132,25 @@ class Saver:
         return put
 
     def stored(self, put: Put, result: SaveResult, now_ns: int, *, saving: bool) -> list[Put]:
-        """A put came back; return the puts that ended with it."""
-        self._busy = False
+        """A put came back; return the puts that ended with it.
+
+        Later keys do not name the values of older weights, so the engine hears that they are lost.
+        """
+        self._busy, older = False, put.save.generation < self.generation
         put.tries += 1
         self._fruitless = 0 if result.stored or result.present or not result.again else self._fruitless + 1
         put.stored += result.stored
-        put.stored_before += self._before.count(result.digests)
+        put.stored_before += 0 if older else self._before.count(result.digests)
         put.present += result.present
         put.failed += result.failed
-        put.memory += result.memory
-        put.disk += result.disk
+        put.memory = [] if older else put.memory + result.memory
+        put.disk = [] if older else put.disk + result.disk
         if result.again:
             self._not_before_ns = now_ns + self._pause_ns
             self._pause_ns = min(2 * self._pause_ns, PAUSE_NS[1])
         else:
             self._pause_ns = PAUSE_NS[0]
-        if result.again and self._fruitless < TRIES and saving and self._reset is None:
+        if result.again and self._fruitless < TRIES and saving and not older:
             put.blocks = result.again
             self._puts.appendleft(put)
             return []
@@ -201,38 +182,10 @@ class Saver:
         self._lost += len(slots) - len(kept)
         self._returned += kept
 
-    # --- resets -----------------------------------------------------------------------------------------------------
-
-    def reset(self, generation: int, timeout_s: float, now_ns: int) -> list[Put]:
-        """Drop saves of older generations, then remove every key of the namespace.
-
-        It supersedes a reset that still waits for its removal: the answer to this one covers that generation too.
-        """
-        self.generation = max(self.generation, generation)
-        self._before.forget()
-        self._reset = Removal(generation, timeout_s, now_ns + int((timeout_s + RESET_SLACK_S) * 1e9))
+    def reset(self, generation: int, before: StoredBefore) -> list[Put]:
+        """Drop the saves of older weights; return their puts, but for the one that runs. `before`: as at the start."""
+        self.generation, self._before = max(self.generation, generation), before
         return self._give_up()
-
-    @property
-    def resetting(self) -> bool:
-        """Keys of the old weights may still be in the store."""
-        return self._reset is not None or self._removal is not None
-
-    def removed(self, ok: bool) -> ResetEnd | None:
-        """A removal came back; return its answer, unless it had one."""
-        self._busy = False
-        assert self._removal is not None
-        removal, self._removal = self._removal, None
-        return None if removal.answered else ResetEnd(removal.generation, ok)
-
-    def tick(self, now_ns: int) -> list[ResetEnd]:
-        """Answer the resets whose time is up: a put that hangs is in their way, or the removal hangs itself."""
-        ends = []
-        for removal in (self._removal, self._reset):
-            if removal is not None and not removal.answered and now_ns >= removal.deadline_ns:
-                removal.answered = True
-                ends.append(ResetEnd(removal.generation, False))
-        return ends
 
     def gauges(self) -> dict[str, int]:
         """Count save slots: those that are neither busy nor lost are granted."""

@@ -6,7 +6,7 @@ A block that was stored and is not there was evicted since, or purged.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -20,7 +20,7 @@ class StoredBefore:
     def __init__(self, entries: int = ENTRIES) -> None:
         """`entries`: a power of two."""
         self._mask = entries - 1
-        self.forget()
+        self._tags = np.zeros(entries, np.uint32).data
 
     def count(self, digests: Iterable[bytes]) -> int:
         """Enter digests that were stored just now; return how many had been entered before."""
@@ -36,19 +36,19 @@ class StoredBefore:
         number = hash(digest)
         return bool(self._tags[number & self._mask] == number >> 32 & 0xFFFFFFFF)
 
-    def forget(self) -> None:
-        """Empty it: a removal is no eviction."""
-        self._tags = np.zeros(self._mask + 1, np.uint32).data
-
 
 class Histories:
-    """What each user stored in each namespace since the daemon started. No user learns what another one stored."""
+    """What each user stored in each namespace since the daemon started. No user learns what another one stored.
+
+    The namespaces of an engine are one text, its names one after the other.
+    """
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[int, str], StoredBefore] = OrderedDict()
 
-    def of(self, uid: int, namespace: str) -> StoredBefore:
-        """Return the history of a user's namespace, from the user's first engine of it on."""
+    def of(self, uid: int, namespaces: Sequence[str]) -> StoredBefore:
+        """Return the history of these namespaces of a user, from the user's first engine with them on."""
+        namespace = ", ".join(namespaces)
         if (history := self._known.pop((uid, namespace), None)) is None:
             history = StoredBefore()
         self._known[uid, namespace] = history

@@ -1,4 +1,4 @@
-"""Store calls of one engine: look-ups, fetches into slots, saves out of slots, removals. Each function blocks.
+"""Store calls of one engine: look-ups, fetches into slots, saves out of slots. Each function blocks.
 
 A function makes the store calls for all ranks.  A block counts only when every rank's part does.
 """
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ...shmring.wire.attach import WorkerInfo
 from ..store.client import Medium, Store
 from ..store.errors import ErrorClass, StoreUnavailable
+from ..store.keys import name_of, whole_prefix
 from ..store.storage_nodes import Get
 from .staging import HostStaging
 
@@ -42,7 +43,7 @@ class _Values(NamedTuple):
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Where one engine's blocks lie: the store key prefixes of the ranks (fixed at attach) and their staging.
+    """Where one engine's blocks lie: the store key prefixes of the ranks, which a reset replaces, and their staging.
 
     `prefixes[g][r]`: of rank r's blocks of KV group g.  Ranks with one prefix hold the same bytes of that group.  Rank
     r fills the save slots with slot % count == index, where (count, index) = replicas[r].  `named`: a block's name is
@@ -56,10 +57,10 @@ class RankLayout:
     named: bool = False
     written: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
-    @property
-    def key_prefixes(self) -> list[str]:
-        """Return the key prefixes of all ranks and groups."""
-        return list(chain.from_iterable(self.prefixes))
+    @cached_property
+    def namespaces(self) -> list[str]:
+        """Return the namespaces of its keys: one per group, unless ranks differ."""
+        return sorted(set(map(name_of, chain.from_iterable(self.prefixes))))
 
     @cached_property
     def shards(self) -> list[list[list[int]]]:
@@ -71,17 +72,25 @@ class RankLayout:
         return self.shards[name[-1] if self.named else 0]
 
     @classmethod
-    def of(cls, workers: Sequence[WorkerInfo], staging: HostStaging, *, named: bool = False) -> RankLayout:
-        """Return the layout of ranks that `check_replicas` accepted."""
+    def of(
+        cls,
+        workers: Sequence[WorkerInfo],
+        staging: HostStaging,
+        *,
+        named: bool = False,
+        owner: str = "",
+        weights: str = "",
+    ) -> RankLayout:
+        """Return the layout of ranks that `check_replicas` accepted. `owner`, `weights`: of their keys (keys.py)."""
         replicas = tuple((worker.put_factor, worker.put_turn) for worker in workers)
-        prefixes = tuple(zip(*(worker.key_prefixes for worker in workers), strict=True))
+        ranks = [[whole_prefix(owner, each, weights) for each in worker.key_prefixes] for worker in workers]
         written = {
             prefix: borders
-            for worker in workers
-            for group, prefix in enumerate(worker.key_prefixes)
+            for worker, prefixes in zip(workers, ranks, strict=True)
+            for group, prefix in enumerate(prefixes)
             if (borders := worker.written_of(group)) != (0, worker.block_bytes)
         }
-        return cls(prefixes, replicas, staging, named, written)
+        return cls(tuple(zip(*ranks, strict=True)), replicas, staging, named, written)
 
     @cached_property
     def _prefixes(self) -> list[list[str]]:
@@ -384,8 +393,3 @@ def _media(store: Store, keys: Sequence[str]) -> Sequence[Medium | None]:
         return store.media(keys)
     except StoreUnavailable:
         return [None] * len(keys)
-
-
-def remove_all(store: Store, layout: RankLayout, timeout_s: float) -> bool:
-    """Remove every key of this engine's namespace; True only when confirmed."""
-    return store.remove_matching(sorted(set(layout.key_prefixes)), timeout_s).gone

@@ -16,13 +16,17 @@ class NegativeCache:
     def __init__(self) -> None:
         self._until: OrderedDict[bytes, tuple[int, bool]] = OrderedDict()
         self._stored: OrderedDict[bytes, int] = OrderedDict()  # when
+        self._cleared_ns = -1
 
     def add(self, digest: bytes, now_ns: int, *, asked_ns: int | None = None, lasting: bool = False) -> None:
         """Note a miss; one that was lasting before stays so.
 
-        `asked_ns`: when the store was asked. A plain miss of a digest that was stored since is none.
+        `asked_ns`: when the store was asked. A plain miss of a digest that was stored since is none, nor is any miss of
+        before the last `clear`.
         """
-        if not lasting and asked_ns is not None and self._stored.get(digest, -1) > asked_ns:
+        if asked_ns is not None and (
+            asked_ns <= self._cleared_ns or (not lasting and self._stored.get(digest, -1) > asked_ns)
+        ):
             return
         lasting |= self._until.pop(digest, (0, False))[1]
         self._until[digest] = (now_ns + (LASTING_NS if lasting else MISS_NS), lasting)
@@ -63,9 +67,11 @@ class NegativeCache:
             for digest in digests:
                 self._until.pop(digest, None)
 
-    def clear(self) -> None:
+    def clear(self, now_ns: int) -> None:
+        """Forget all: the engine's blocks have other keys."""
         self._until.clear()
         self._stored.clear()
+        self._cleared_ns = now_ns
 
     def __len__(self) -> int:
         return len(self._until)

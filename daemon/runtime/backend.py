@@ -11,7 +11,6 @@ from ..store.client import Store
 from ..store.disk import DiskSpec
 from ..store.embedded import EmbeddedMaster
 from ..store.errors import EmbeddedError, StoreError, StoreUnavailable
-from ..store.namespaces import Namespaces
 from ..store.settings import MooncakeSettings
 from ..telemetry.logs import Log
 from ..telemetry.snapshot import Snapshot
@@ -40,8 +39,8 @@ class Backend:
         """host:port of the master's HTTP interface; "" for a cluster's."""
         return self.master.http if self.master is not None else ""
 
-    def open(self, snapshot: Snapshot) -> tuple[Store, Namespaces] | None:
-        """Return the store and its namespaces, and let `snapshot` show the store's state. None after a stop signal.
+    def open(self, snapshot: Snapshot) -> Store | None:
+        """Return the store, and let `snapshot` show its state. None after a stop signal.
 
         A cluster that is not there yet is joined later, on a thread.
 
@@ -57,7 +56,6 @@ class Backend:
         store = Store(settings, self._log, rpc_timeout_ms=config.rpc_timeout_ms, lease_ns=config.lease_ns)
         self.store = store
         snapshot.lease_fault = lambda: store.lease_fault
-        namespaces = Namespaces(store.disk, self._log)
         for attempt in range(OPEN_TRIES):
             try:
                 store.open()
@@ -70,7 +68,7 @@ class Backend:
                 if self._signals.stop or attempt == OPEN_TRIES - 1:
                     raise
                 self._log.debug("store.retried", error=str(error), retry_s=0.0)
-        return None if self._signals.stop else (store, namespaces)
+        return None if self._signals.stop else store
 
     def tick(self, pools: Pools) -> None:
         """Probe a store that does not answer, check its lease, and see whether the master lives."""

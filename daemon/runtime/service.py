@@ -79,9 +79,9 @@ class Daemon:
         snapshot.running = pools.running
         if config.metrics_port:
             self._metrics = MetricsServer(config.metrics_address, config.metrics_port, snapshot, event_counts)
-        if (opened := self._backend.open(snapshot)) is None:
+        if (store := self._backend.open(snapshot)) is None:
             return
-        shared = Shared(config, *opened, pools, snapshot, self._log)
+        shared = Shared(config, store, pools, snapshot, self._log)
         shared.master_http = self._backend.http
         epochs = Epochs(shared)
         control = self._control = Control(listener.sock, shared, epochs, self._epoll)

@@ -2,8 +2,7 @@
 
 Codes are per key, and `errors.classify` maps them in one place.  connection.py guards the calls, sleeping_reads.py
 reads without a busy thread, give_up.py finds transfers that may still be under way, storage_nodes.py keeps gets from
-waiting for a node that hangs, replicas.py and zeros.py find bytes that are not the value's, and removal.py removes what
-a disk would bring back.
+waiting for a node that hangs, and replicas.py and zeros.py find bytes that are not the value's.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import compress
 from pathlib import Path
@@ -21,8 +21,6 @@ from .errors import ErrorClass, StoreError, StoreUnavailable, classify, classify
 from .give_up import UNDER_WAY, Move, move
 from .joining import Joined
 from .lease_check import LeaseCheck
-from .recent_keys import RecentKeys
-from .removal import Removal, Removals
 from .replicas import ReplicaReader, void_what_moved
 from .settings import MooncakeSettings
 from .sleeping_reads import SleepingReads, Value
@@ -33,6 +31,7 @@ Medium = Literal["memory", "disk"]
 _T = TypeVar("_T")
 
 _FLUSH_KEYS = 1024  # of one question
+_UNFLUSHED_KEYS = 65_536  # of the values put last
 
 
 class Store(Connection):
@@ -59,8 +58,8 @@ class Store(Connection):
         self.disk = Path(settings.ssd_offload_path) if settings.enable_ssd_offload else None  # this process's own
         self._nodes = StorageNodes(log, clock)
         self._replicas = ReplicaReader(settings.private)
-        self._removals = Removals(self.disk, log, clock)
-        self._unflushed = RecentKeys()
+        self._unflushed: OrderedDict[str, None] = OrderedDict()
+        self._flushing = threading.Lock()  # around `_unflushed`
         self._joining = threading.Lock()  # around the memory that a client registers before it admits calls
         self._areas: dict[int, int] = {}  # bytes by address, until it joins
         self.refused: set[int] = set()  # addresses of memory that it refused then
@@ -101,11 +100,6 @@ class Store(Connection):
                 self._sleeping = None
                 self._log.error("lease.short", error=self.lease_fault)
 
-    @property
-    def removal_ms(self) -> int:
-        """How long a removal takes at least."""
-        return self._removals.least_ms
-
     def register(self, address: int, length: int) -> None:
         """Make `length` bytes at `address` usable in transfers, once calls are admitted.
 
@@ -142,9 +136,7 @@ class Store(Connection):
         with self._call() as (client, attempt):
             codes: list[int] = client.batch_is_exist(list(keys))
             self._verdict(attempt, all(code < 0 for code in codes), "exist", codes[0] if codes else -1)
-        found = [code == 1 for code in codes]
-        self._removals.seen.add(keys if all(found) else compress(keys, found))
-        return found
+        return [code == 1 for code in codes]
 
     def get_into(
         self,
@@ -215,14 +207,14 @@ class Store(Connection):
         if not keys:
             return []
         with self._call() as (client, attempt):
-            with self._removals.putting(keys):
-                codes = self._move(client.batch_put_from, keys, addresses, sizes)
+            codes = self._move(client.batch_put_from, keys, addresses, sizes)
             results = [ErrorClass.OK if code == -705 else classify(code) for code in codes]
             self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "put", codes[0] if codes else -1)
-        done = list(compress(keys, [result is ErrorClass.OK for result in results]))
-        self._removals.seen.add(done)
         if self.disk:
-            self._unflushed.add(done)
+            with self._flushing:
+                self._unflushed.update(dict.fromkeys(compress(keys, [each is ErrorClass.OK for each in results])))
+                while len(self._unflushed) > _UNFLUSHED_KEYS:
+                    self._unflushed.popitem(last=False)
         return results
 
     def _move(self, call: Move, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -265,38 +257,28 @@ class Store(Connection):
         """
         deadline = self._clock() + timeout_s
         while True:
-            keys = self._unflushed.all()
+            with self._flushing:
+                keys = list(self._unflushed)
             for start in range(0, len(keys), _FLUSH_KEYS):
                 part = keys[start : start + _FLUSH_KEYS]
                 there = self.described(part)
                 if not all(there):
                     self.exist(part[:1])  # a master that is gone knows of no replica either: then this raises
-                self._unflushed.discard(
-                    key
-                    for key, replicas in zip(part, there, strict=True)
-                    if not replicas or not all(each.is_memory_replica() for each in replicas)
-                )
-            left = self._unflushed.all()
-            if not left or self._clock() >= deadline:
-                return not left
+                with self._flushing:
+                    for key, replicas in zip(part, there, strict=True):
+                        if not replicas or not all(each.is_memory_replica() for each in replicas):
+                            self._unflushed.pop(key, None)
+            if not self._unflushed or self._clock() >= deadline:
+                return not self._unflushed
             time.sleep(0.1)
 
-    def remove(self, pattern: str) -> int:
-        """Remove the values of keys that match, leased ones too; return their number. Raises StoreUnavailable."""
-        with self._call() as (client, attempt):
-            with self._replicas.removal():
-                count = int(client.remove_by_regex(pattern, True))
-            self._verdict(attempt, classify(count) is ErrorClass.TRANSIENT, "remove", count)
-        return count
+    def remove(self, keys: Sequence[str]) -> tuple[int, int]:
+        """Remove the values of these keys, leased ones too; return how many are gone now, and how many stayed.
 
-    def remove_matching(self, prefixes: Sequence[str], timeout_s: float) -> Removal:
-        """Remove every value whose key is one of `prefixes` and hex digits, leased ones too; true if it is gone.
-
-        False: the time was up, the master did not answer, a put of such a key hangs, or a value also lay on a disk of
-        another process, which cannot be cleaned from here.  Stop writers first: nobody sees a value that another client
-        writes at that moment.  A key removed and then put again stays in memory only until the next start, since its
-        disk still counts it as written.
+        It takes as long as the master takes for so many keys, however full the store is.  The file that a disk has of a
+        value stays, and the next start of the disk's owner finds it.  Raises StoreUnavailable.
         """
-        if not prefixes:
-            return Removal(True, 0)
-        return self._removals.run(self, prefixes, timeout_s)
+        with self._local() as client, self._replicas.removal():
+            results = [classify(code) for code in client.batch_remove(list(keys), True)]
+        removed = results.count(ErrorClass.OK)
+        return removed, len(keys) - removed - results.count(ErrorClass.MISS)

@@ -38,8 +38,7 @@ def timed(call: Callable[[], object], count: int) -> list[float]:
 
 def measure(store: Store) -> Iterator[dict[str, Any]]:
     """Yield the times of the master and of each node. Raises StoreUnavailable."""
-    prefix = f"kvprefetch-latency-{uuid.uuid4().hex}@"
-    keys = [f"{prefix}{i:064x}" for i in range(VALUES)]
+    keys = [f"kvprefetch-latency-{uuid.uuid4().hex}-{i}" for i in range(VALUES)]
     buffer = ctypes.create_string_buffer(os.urandom(VALUE_BYTES), VALUE_BYTES)
     address = ctypes.addressof(buffer)
     store.register(address, VALUE_BYTES)
@@ -56,7 +55,7 @@ def measure(store: Store) -> Iterator[dict[str, Any]]:
         for node, here in sorted(nodes.items()):
             yield from _node(store, node, here, address)
     finally:
-        store.remove_matching([prefix], 10.0)
+        store.remove(keys)
 
 
 def _node(store: Store, node: str, keys: list[str], address: int) -> Iterator[dict[str, Any]]:

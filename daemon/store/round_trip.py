@@ -31,8 +31,7 @@ _REFUSED = {
 
 def round_trip(store: Store) -> str | None:
     """Say what went wrong, or None. Leaves nothing in the store."""
-    prefix = f"kvprefetch-doctor-{uuid.uuid4().hex}@"
-    key, value = prefix + "0" * 64, os.urandom(SIZE)
+    key, value = f"kvprefetch-doctor-{uuid.uuid4().hex}", os.urandom(SIZE)
     source, target = ctypes.create_string_buffer(value, SIZE), ctypes.create_string_buffer(SIZE)
     addresses = [ctypes.addressof(buffer) for buffer in (source, target)]
     _buffers.extend((source, target))
@@ -47,7 +46,7 @@ def round_trip(store: Store) -> str | None:
         return "what was put cannot be read"
     if target.raw != value:
         return "what was read is not what was put"
-    return None if store.remove_matching([prefix], 10.0) else "what was put cannot be removed"
+    return None if store.remove([key]) == (1, 0) else "what was put cannot be removed"
 
 
 def main(arguments: list[str]) -> str:

@@ -45,7 +45,7 @@ class Cause(enum.Enum):
     NAMESPACE = (
         "other_namespace",
         "other namespace",
-        "its blocks lie under another namespace, {namespace}: the fingerprint or `cache_prefix` differs.",
+        "its blocks are in another namespace, {namespace}: the fingerprint, `cache_prefix` or weights differ.",
     )
     COLD = (
         "never_stored",

@@ -194,10 +194,8 @@ FIELDS: dict[str, Field] = {
     "retry_s": Field("number", "seconds until the next try"),
     "in_flight": Field("integer", "store calls and device calls that had not come back"),
     "waited_s": Field("number", "how long was waited"),
-    "confirmed": Field("boolean", "every key is gone, from memory and disk"),
-    "durable": Field("boolean", "no value lay on a disk that cannot be cleaned from here"),
     "reset_generation": Field("integer", "the engine's count of resets"),
-    "prefixes": Field("integer", "key prefixes; the keys that began with them were removed"),
+    "weights": Field("string", "the weights since then, in the engine's keys (`g:…@`)"),
     # processes
     "pid": Field("integer?", "process id"),
     "uid": Field("integer", "user id, as the kernel reports it"),
@@ -274,7 +272,9 @@ EVENTS: dict[str, Event] = {
                                "gets nothing before they come. They run on another node, look for another socket, or "
                                "may not attach.", ("come", "ranks", "missing")),
     "engine.refused": Event("error", "The daemon does not serve an engine: its memory could not be reserved, or its "
-                            "namespace belongs to another user.", ("error",)),
+                            "hellos contradict each other or the configuration.", ("error",)),
+    "engine.reset": Event("info", "An engine's weights changed: its keys have other weights from now on.",
+                          ("reset_generation", "weights")),
     "engine.corrupt": Event("error", "An engine's shared memory is corrupt; the daemon detaches it.", ("error",)),
     "engine.worn": Event("warning", "Half of an engine's slots are lost (`slots.lost`): its epoch ends, and it attaches"
                          " anew with fresh memory. The old memory stays until the daemon ends.", ()),
@@ -331,11 +331,6 @@ EVENTS: dict[str, Event] = {
                            " at the kernel's log; start with an empty folder, on another disk.", ("blocks",),
                            floods=True),
     "store.recovered": Event("info", "A call worked again.", ("call",)),
-    "store.reset": Event("info", "An engine's keys were removed, or could not be.", ("confirmed", "reset_generation")),
-    "store.removed": Event("info", "The keys of a namespace are gone.", ("prefixes", "durable")),
-    "namespaces.unwritten": Event("warning", "The file of namespaces and their users could not be written beside the "
-                                  "disk's values; the next engine that attaches, or the end of the daemon, tries again."
-                                  " A daemon that starts before would not know this change.", ("error",)),
     "store.unflushed": Event("warning", "Not everything was on disk when the daemon stopped.", ("waited_s",)),
     "store.closed": Event("info", "The daemon left the store.", ("in_flight",)),
     "disk.small": Event("warning", "The file system has less room than the configured size of the disk: values get "

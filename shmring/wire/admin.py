@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from .checks import Fingerprint, KeyPrefix, Packet
+from .checks import Packet
 
 MAX_WARM_DIGESTS = 256  # of one Warm message
+MAX_REMOVED = 256  # keys of one Remove message, which must fit a packet
 
 
 class StatusQuery(Packet):
@@ -68,38 +69,6 @@ class Status(Packet):
     rates: dict[str, dict[str, float]] = Field(default_factory=dict)  # bytes per second, by path and window
 
 
-class Namespace(Packet):
-    """A namespace of store keys: the key prefix with `*` for a rank's number, and the id of its user.
-
-    `fingerprint`, from an engine, has the names and values behind a digest in the name. Times are Unix time in seconds.
-    """
-
-    model_config = ConfigDict(extra="ignore")
-
-    name: KeyPrefix
-    uid: int = Field(ge=0, lt=1 << 32)
-    fingerprint: Fingerprint = Field(default_factory=dict)
-    first_attached_s: float = Field(ge=0)
-    last_attached_s: float = Field(ge=0)
-
-
-class NamespacesQuery(Packet):
-    """Ask for the KnownNamespaces after the name `after`; an operator gets all, others those of their own user."""
-
-    type: Literal["namespaces_query"] = "namespaces_query"
-    after: str = Field(default="", max_length=1024)
-
-
-class KnownNamespaces(Packet):
-    """Namespaces that engines attached with, sorted by name, as many as fit; with `more`, ask after the last one."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    type: Literal["namespaces"] = "namespaces"
-    namespaces: list[Namespace]
-    more: bool
-
-
 class SetMode(Packet):
     """An operator (root or the daemon's user) sets the daemon's mode for every engine; the answer is a Report."""
 
@@ -107,17 +76,22 @@ class SetMode(Packet):
     mode: Literal["on", "shadow", "off"]
 
 
-class Purge(Packet):
-    """Remove every stored value of these namespaces; the answer is a Report. A namespace without an engine is freed.
+class Remove(Packet):
+    """Remove the values of these keys, leased ones too; the answer is Removed, or a Report of a refusal.
 
-    Namespaces are key prefixes: `prefixes`, or those of an attached engine's ranks. Users other than operators may name
-    only their own engines and namespaces.
+    An operator may name all keys, another user those that begin with its own user's part (`u<uid>@`).
     """
 
-    type: Literal["purge"] = "purge"
-    engine: str = Field(default="", max_length=256)
-    prefixes: list[KeyPrefix] = Field(default_factory=list, max_length=64)
-    timeout_ms: int = Field(ge=1, le=600_000)
+    type: Literal["remove"] = "remove"
+    keys: list[Annotated[str, Field(min_length=1, max_length=1536)]] = Field(min_length=1, max_length=MAX_REMOVED)
+
+
+class Removed(Packet):
+    """How many of the keys had a value that is gone now; the others had none, or the store `failed` to remove them."""
+
+    type: Literal["removed"] = "removed"
+    removed: int
+    failed: int = 0
 
 
 Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{2}){1,64}$")]

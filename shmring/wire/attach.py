@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from ..layout import MAX_GROUPS
-from .checks import Fingerprint, KeyPrefix, Packet, shown
+from .checks import KeyPrefix, Packet, shown
 
 if TYPE_CHECKING:
     from ..groups import Groups
 
 HASH_PROBE_TOKENS = (1, 2, 3)  # of SchedulerInfo.hash_probe
 MAX_BORDERS = 2048  # of WorkerInfo.written, of all groups together: 22 KiB of a message
+# Names the weights of an engine since its last reset, in its keys; empty: those of its start.
+Weights = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
 # A CUDA IPC memory handle: 64 bytes in hexadecimal digits, or none.
 Handle = Annotated[str, Field(pattern=r"^([0-9a-f]{128})?$")]
 
@@ -43,8 +45,6 @@ class WorkerInfo(Packet):
     put_turn: int = Field(ge=0, le=4095)
     # UUID of the rank's GPU, as the driver writes it; empty on a CPU.
     device: str = Field(default="", max_length=96)
-    # Names and values behind the digest in `key_prefix`, for people; the daemon compares none of them.
-    fingerprint: Fingerprint = Field(default_factory=dict)
 
     @property
     def key_prefixes(self) -> list[str]:
@@ -80,8 +80,11 @@ class SchedulerInfo(Packet):
     saves: bool
     # Whether the daemon sends Stored messages about its saves.
     events: bool = False
-    # Bound of its resets; the daemon refuses one that is too short. None: at least `Attached.removal_ms`.
-    reset_timeout_ms: int | None = Field(default=None, ge=1, le=600_000)
+    # Whether its keys are those of vLLM's MooncakeStoreConnector, which name no user.
+    upstream_keys: bool = False
+    # The number of its last reset, and its weights since.
+    reset_generation: int = Field(default=0, ge=0, le=(1 << 63) - 1)
+    weights: Weights = ""
     # For `warm`, which hashes prompts: vLLM's name of the algorithm, and the hash (hex) of a first block of
     # HASH_PROBE_TOKENS. There is no probe where hashes begin with a number that is random in each process.
     hash_algorithm: str = Field(default="", max_length=64)
@@ -150,7 +153,6 @@ class Attached(Packet):
     device_slots: int = Field(default=0, ge=0, le=(1 << 32) - 1)
     device_handle: Handle = ""
     live_epochs: list[int] = Field(default_factory=list)  # of the scheduler's hello
-    removal_ms: int = Field(default=0, ge=0, le=600_000)  # a reset takes at least this long
 
 
 class Mapped(Packet):
@@ -167,19 +169,18 @@ class Mapped(Packet):
 
 
 class Reset(Packet):
-    """The weights changed: staged data, hints and saves of older reset generations are void, stored keys must go."""
+    """The weights changed: staged data, hints and saves of older generations are void; later keys have `weights`."""
 
     type: Literal["reset"] = "reset"
     reset_generation: int = Field(ge=1, le=(1 << 63) - 1)
-    timeout_ms: int = Field(ge=1, le=600_000)
+    weights: Weights
 
 
 class ResetDone(Packet):
-    """`ok` only when the store confirmed that every key of this engine's namespace is gone, for all ranks."""
+    """From now on the daemon neither finds nor stores KV of generations before this one for the engine."""
 
     type: Literal["reset_done"] = "reset_done"
     reset_generation: int
-    ok: bool
 
 
 class Stored(Packet):

@@ -10,11 +10,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 SHOWN_CHARACTERS = 120  # of a bad value in an error
 
-Fingerprint = Annotated[
-    dict[Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")], Annotated[str, Field(pattern=r"^[ -~]{0,64}$")]],
-    Field(max_length=16),
-]
-
 
 def _whole_prefix(text: str) -> str:
     if not text.endswith("@") or not text.isprintable():

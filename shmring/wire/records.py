@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from ..layout import PAGE_ENTRIES
 
-PROTOCOL = 10
+PROTOCOL = 11
 MAX_REQUEST_ID_BYTES = 512
 
 

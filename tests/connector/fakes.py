@@ -160,8 +160,7 @@ class FakeLink:
     confirmed_reset: int = 0
     confirms: bool = True
     detached: list[str] = field(default_factory=list)
-    resets: list[int] = field(default_factory=list)
-    reset_timeouts_ms: list[int] = field(default_factory=list)
+    resets: list[tuple[int, str]] = field(default_factory=list)  # generations and weights
     stored: deque[Stored] = field(default_factory=deque)
 
     def start(self) -> None: ...
@@ -170,15 +169,12 @@ class FakeLink:
         self.detached.append(reason)
         self.session = None
 
-    def send_reset(self, generation: int, timeout_ms: int) -> bool:
-        self.resets.append(generation)
-        self.reset_timeouts_ms.append(timeout_ms)
-        return self.session is not None
-
-    def request_reset(self, generation: int, timeout_ms: int) -> bool:
-        if not self.send_reset(generation, timeout_ms) or not self.confirms:
+    def send_reset(self, generation: int, weights: str) -> bool:
+        if self.session is None:
             return False
-        self.confirmed_reset = generation
+        self.resets.append((generation, weights))
+        if self.confirms:
+            self.confirmed_reset = generation
         return True
 
 

@@ -13,7 +13,7 @@ from kvprefetch.shmring.wire.control_socket import default_socket
 def test_defaults() -> None:
     config = load({})
     assert (config.mode, config.load_mode, config.hint_on_arrival) == ("on", "auto", True)
-    assert (config.sync_load_max_bytes, config.wait_timeout_ms, config.reset_timeout_ms) == (32 << 20, 5000, None)
+    assert (config.sync_load_max_bytes, config.wait_timeout_ms, config.weights_file) == (32 << 20, 5000, None)
     assert (config.wait_policy, config.spin_us, config.idle_wait_us) == ("adaptive", 250, 2000)
     assert (config.save_decode_cache, config.cache_prefix) == (False, "")
 

@@ -19,7 +19,7 @@ base = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base")
 
 from transformers import LlamaConfig  # noqa: E402
 
-from kvprefetch.connector import fingerprint, support  # noqa: E402
+from kvprefetch.connector import support  # noqa: E402
 from kvprefetch.connector.connector import KVPrefetchConnector  # noqa: E402
 from kvprefetch.connector.metadata import KVPrefetchMetadata  # noqa: E402
 from tests.connector.test_fingerprint import write_model  # noqa: E402
@@ -188,10 +188,10 @@ def test_the_incarnation_is_the_same_in_every_process_and_new_at_every_start(tmp
 def test_roles_decide_what_is_done(tmp_path: Path, role: str, loads: bool, saves: bool) -> None:
     shape = support.geometry(vllm_config(tmp_path / "s", role=role), kv_cache_config())
     assert (shape.loads, shape.saves, shape.block_bytes, shape.max_blocks) == (loads, saves, 4096, 16)
-    hello = support.scheduler_hello(vllm_config(tmp_path / "s"), shape, reset_timeout_ms=2500)
+    hello = support.scheduler_hello(vllm_config(tmp_path / "s"), shape, upstream_keys=True)
     assert hello.scheduler is not None
     assert (hello.scheduler.loads, hello.scheduler.saves) == (loads, saves)
-    assert hello.scheduler.reset_timeout_ms == 2500
+    assert hello.scheduler.upstream_keys
 
 
 @pytest.mark.parametrize(("mode", "on"), [("on", True), ("shadow", False)])
@@ -266,7 +266,11 @@ def test_without_a_daemon_every_call_answers_nothing(tmp_path: Path) -> None:
     output = SimpleNamespace(num_scheduled_tokens={"r": 100}, kv_connector_block_state=None)
     assert connector.build_connector_meta(output) == KVPrefetchMetadata()
     assert not connector.has_pending_push_work()
-    assert connector.reset_cache() is False
+    assert connector.reset_cache() is True
+    assert connector.link is not None
+    hello = connector.link.hello()
+    assert hello.scheduler is not None
+    assert (hello.scheduler.reset_generation, len(hello.scheduler.weights)) == (1, 32), "a later daemon hears of it"
     assert connector.requires_kv_delivery is False
     assert connector.request_finished_all_groups(request, ([],)) == (False, None)
     connector.shutdown()
@@ -305,17 +309,20 @@ def worker(
     return connector
 
 
-def test_the_worker_registers_its_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worker_registers_its_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Block bytes from the tensors, keys from the configuration; and a step without work does nothing."""
-    connector = worker(tmp_path, monkeypatch)
-    assert connector.link is not None
-    shape = connector.link.hello().worker
+    with caplog.at_level(logging.INFO, "vllm.kvprefetch"):
+        connector = worker(tmp_path, monkeypatch)
+        assert connector.link is not None
+        shape = connector.link.hello().worker
     assert shape is not None
     found = re.fullmatch(r"tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@fp:([0-9a-f]{32})@", shape.key_prefix)
     assert found is not None
-    assert found[1] == fingerprint.digest(shape.fingerprint)
     assert shape.block_bytes == 4096
-    names = {
+    shared, *_ = [text for text in caplog.messages if "stored KV is shared" in text]
+    assert re.findall(r" (\w+)=", shared) == [
         "architecture",
         "config",
         "dtype",
@@ -326,8 +333,7 @@ def test_the_worker_registers_its_shape(tmp_path: Path, monkeypatch: pytest.Monk
         "quantization",
         "tp_shards",
         "weights",
-    }
-    assert shape.fingerprint.keys() == names
+    ]
     connector.bind_connector_metadata(KVPrefetchMetadata())
     connector.start_load_kv(None)
     connector.wait_for_save()
@@ -345,7 +351,7 @@ def test_with_vllms_key_format_keys_are_upstreams_and_nothing_is_compared(
         assert connector.link is not None
         shape = connector.link.hello().worker
     assert shape is not None
-    assert (shape.key_prefix, shape.fingerprint) == ("tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@", {})
+    assert shape.key_prefix == "tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@"
     assert any("nothing checks that its KV is the same" in record.message for record in caplog.records)
     connector.shutdown()
 
@@ -365,6 +371,5 @@ def test_an_engine_whose_kv_is_not_known_has_keys_of_its_own(
             assert shape is not None
             start = support.incarnation(connector._vllm_config)
             assert shape.key_prefix == f"tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@fp:{start}@"
-            assert shape.fingerprint["start"] == start
             assert any("is not known" in record.message and why in record.message for record in caplog.records)
             connector.shutdown()

@@ -1,8 +1,7 @@
-"""Keys, and which of the ranks that hold the same bytes saves them, against upstream's own classes and a removal."""
+"""Keys, and which of the ranks that hold the same bytes saves them, against upstream's own classes."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +10,6 @@ import pytest
 import torch
 
 from kvprefetch.connector import namespace, support
-from kvprefetch.connector.namespace import RankKeys, rank_keys
-from kvprefetch.daemon.store import removal
 
 data = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data")
 
@@ -105,21 +102,3 @@ def test_keys_equal_upstreams(tp_size: int, kv_heads: int, kinds: str, cache_pre
                 theirs += [f"{key.removesuffix(DIGEST.hex())}{chunk}" for chunk in chunks]
         assert sorted(set(put)) == sorted(theirs)
         assert len(set(put)) == len(put) or "S" in kinds or kinds == "MW"
-
-
-def test_a_removal_takes_the_keys_of_one_fingerprint_of_all_ranks_and_no_others() -> None:
-    """Of the keys of vLLM's format too, which are those of earlier releases."""
-
-    def keys(tp_rank: int) -> RankKeys:
-        return rank_keys(model="m", tp_rank=tp_rank, pp_rank=0, cache_prefix="a.b")
-
-    one, other = "1" * 32, "2" * 32
-    stored = {
-        "vllm": [keys(rank).prefix + DIGEST.hex() for rank in (0, 1)],
-        "one": [keys(rank).of(one) + DIGEST.hex() for rank in (0, 1)],
-        "other": [keys(rank).of(other) + DIGEST.hex() for rank in (0, 1)],
-    }
-    for name, prefix in (("vllm", keys(0).prefix), ("one", keys(0).of(one)), ("other", keys(1).of(other))):
-        _, pattern = removal.patterns([prefix])
-        taken = [key for all_of in stored.values() for key in all_of if re.fullmatch(pattern, key)]
-        assert taken == stored[name]

@@ -7,7 +7,6 @@ import logging
 import os
 import resource
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,41 +199,29 @@ def test_nonsense_is_survived(server: Server, scheduler: Link[SchedulerSession],
     server.attached()
 
 
-@pytest.mark.parametrize(("ok", "reply"), [(True, True), (False, True), (True, False)])
-def test_a_reset_is_confirmed_only_by_its_own_reply(
-    server: Server, scheduler: Link[SchedulerSession], ok: bool, reply: bool
-) -> None:
+def test_a_reset_is_confirmed_by_its_own_reply(server: Server, scheduler: Link[SchedulerSession]) -> None:
+    assert not scheduler.send_reset(1, "1" * 32), "there is no daemon"
     sock = server.attached()
-    results: list[bool] = []
-    thread = threading.Thread(target=lambda: results.append(scheduler.request_reset(3, 300)))
-    thread.start()
-    asked = Server.receive(sock)
-    assert isinstance(asked, Reset)
-    assert asked.reset_generation == 3
-    send_message(sock, ResetDone(reset_generation=2, ok=True))
-    if reply:
-        send_message(sock, ResetDone(reset_generation=3, ok=ok))
-    thread.join()
-    assert results == [ok and reply]
-    assert scheduler.confirmed_reset == (3 if ok and reply else 2)
+    eventually(lambda: scheduler.session, what="the session")
+    assert scheduler.send_reset(3, "3" * 32)
+    assert Server.receive(sock) == Reset(reset_generation=3, weights="3" * 32)
+    for generation in (2, 3):
+        send_message(sock, ResetDone(reset_generation=generation))
+        eventually(lambda generation=generation: scheduler.confirmed_reset == generation, what="the reply")
 
 
-def test_a_reset_without_a_daemon_or_cut_short_is_not_confirmed(
+def test_an_attachment_confirms_the_reset_that_its_hello_names(
     server: Server, scheduler: Link[SchedulerSession]
 ) -> None:
-    begun = time.monotonic()
-    assert scheduler.request_reset(1, 10_000) is False
-    assert time.monotonic() - begun < 2
-    sock = server.attached()
-    results: list[bool] = []
-    thread = threading.Thread(target=lambda: results.append(scheduler.request_reset(1, 5000)))
-    thread.start()
-    Server.receive(sock)
-    begun = time.monotonic()
-    sock.close()
-    thread.join()
-    assert results == [False]
-    assert time.monotonic() - begun < 2
+    """And no later one, however many the session before had confirmed."""
+    hello = scheduler.hello()
+    assert hello.scheduler is not None
+    scheduler.confirmed_reset = 9
+    info = hello.scheduler.model_copy(update={"reset_generation": 5, "weights": "5" * 32})
+    scheduler.hello = lambda: hello.model_copy(update={"scheduler": info})
+    server.attached().close()
+    server.attached()
+    eventually(lambda: scheduler.confirmed_reset == 5, what="the attachment")
 
 
 def test_the_heart_beats_while_messages_come(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

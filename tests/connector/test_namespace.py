@@ -12,7 +12,6 @@ import pytest
 
 from kvprefetch.connector import checkpoint, namespace
 from kvprefetch.connector.namespace import Namespace, fingerprinted, rank_keys
-from kvprefetch.shmring.wire.attach import WorkerInfo
 from tests.connector.test_fingerprint import model_config, running, write_model
 
 START, ANOTHER = "1" * 32, "2" * 32
@@ -87,15 +86,6 @@ def test_without_a_fingerprint_a_start_has_a_namespace_of_its_own(
         assert where(model, **broken).prefix == first.prefix
     monkeypatch.setattr(checkpoint, "sample", lambda files: (_ for _ in ()).throw(OSError("gone")))
     assert where(model).prefix == first.prefix
-
-
-def test_what_is_not_known_fits_the_hello_and_its_reason_is_in_it(model: Path) -> None:
-    found = where(model, known=ValueError("größer\n" * 100))
-    assert "\n" not in found.unknown
-    assert found.fingerprint["unknown"].startswith("ValueError: gr??er gr??er ")
-    WorkerInfo(block_bytes=1, key_prefix=found.prefix, put_factor=1, put_turn=0, fingerprint=found.fingerprint)
-    found = where(model, known=ValueError("why"))
-    assert found.fingerprint == {"start": START, "unknown": "ValueError: why"}
 
 
 def test_the_log_says_once_who_shares_what_is_stored(model: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvprefetch.connector import link, resets
+from kvprefetch.connector import link
 from tests.lab.checkpoint import TINY, TINY_TP2, make_checkpoint
 from tests.lab.control import Reader
 from tests.lab.daemon import Daemon
@@ -30,9 +30,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         Daemon(mooncake_config=store.config, staging=f"{32 * BLOCK_BYTES}") as daemon,
     ):
         with pytest.MonkeyPatch.context() as patch:
-            # A lost daemon is looked for at once, and an unconfirmed reset repeated.
+            # A lost daemon is looked for at once.
             patch.setattr(link, "RETRY_S", 0.02)
-            patch.setattr(resets, "RETRY_NS", 50_000_000)
             yield Site(daemon, reader, auditor)
         assert daemon.sigterm() == 0
     auditor.assert_nothing_left()

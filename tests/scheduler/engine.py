@@ -302,7 +302,7 @@ class Engine:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def await_reset(self) -> None:
-        """A reset that no daemon was there to confirm is repeated, while there are requests."""
+        """The daemon hears of a reset once it is attached and there are requests."""
         deadline = time.monotonic() + DRAIN_S
         while self.site is not None and self.link.confirmed_reset < self.side.resets.generation:
             assert time.monotonic() < deadline, "a reset is not confirmed"

@@ -32,7 +32,6 @@ from tests.scheduler.model import BLOCK, BLOCK_BYTES, LAYERS, ONE_GROUP, PAGE_BY
 from tests.support.auditor import Auditor
 
 MAX_MODEL_LEN = 64
-RESET_TIMEOUT_MS = 30_000
 DRAFTS = 2
 SYNC_BLOCKS = 3  # load_mode auto: larger loads are asynchronous
 
@@ -97,7 +96,6 @@ def vllm_config(shape: Shape, name: str, socket: Path | None) -> Any:
             "save_decode_cache": shape.decode,
             "wait_timeout_ms": shape.wait_timeout_ms,
             "wait_policy": "timeout" if shape.patient else "adaptive",
-            "reset_timeout_ms": RESET_TIMEOUT_MS,
             "hint_on_arrival": shape.early,
             "sync_load_max_bytes": SYNC_BLOCKS * BLOCK_BYTES,
         }

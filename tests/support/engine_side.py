@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvprefetch.shmring._atomics import Words
@@ -35,7 +35,6 @@ class EngineSpec:
     engine_id: str = "engine"
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
     prefix: str = "model"
-    fingerprint: Mapping[str, str] = field(default_factory=dict)
     device: str = ""
     ranks: int = 1
     block_bytes: int = BLOCK_BYTES
@@ -55,7 +54,6 @@ class EngineSpec:
             other_prefixes=[f"{self.prefix}@tp_rank:{rank}@group:{group}@" for group in range(1, self._group_count)],
             written=list(self.written),
             device=self.device,
-            fingerprint=dict(self.fingerprint),
         )
 
     def scheduler(self) -> SchedulerInfo:

@@ -5,41 +5,59 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import structlog
+import pytest
 
 from kvprefetch.daemon.control.admin import Admin
-from kvprefetch.daemon.store.namespaces import Namespaces
-from kvprefetch.daemon.store.removal import Removal
 from kvprefetch.daemon.work.calls import Call
-from kvprefetch.shmring.wire.admin import Purge
+from kvprefetch.shmring.wire.admin import Remove, Removed
 
 ALICE, BOB = 1000, 1001
 
 
-def test_a_user_has_one_purge_at_a_time_and_an_operator_any_number() -> None:
+class Commands:
+    """Commands of users, and the store calls that they begin."""
+
+    def __init__(self, namespaces: str = "per_user") -> None:
+        self.begun: list[Call] = []
+        shared: Any = SimpleNamespace(
+            store=SimpleNamespace(remove=print),
+            pools=SimpleNamespace(start=self.begun.append),
+            config=SimpleNamespace(namespaces=namespaces),
+        )
+        epochs: Any = SimpleNamespace()
+        self.admin, self.replies = Admin(shared, epochs), list[Any]()
+
+    def remove(self, uid: int | None, *keys: str) -> int:
+        self.admin.command(Remove(keys=list(keys)), uid, self.replies.append)
+        return len(self.begun)
+
+
+def test_a_user_has_one_removal_at_a_time() -> None:
     """Saves of all engines wait behind it."""
-    begun: list[Call] = []
-    known = Namespaces(None, structlog.get_logger())
-    known.claim(ALICE, {"alice@": {}}, shared=False, in_use=())
-    known.claim(BOB, {"bob@": {}}, shared=False, in_use=())
-    shared: Any = SimpleNamespace(
-        store=SimpleNamespace(remove_matching=print),
-        pools=SimpleNamespace(start=begun.append),
-        namespaces=known,
-    )
-    epochs: Any = SimpleNamespace(attached=lambda uid=None: [])
-    admin, replies = Admin(shared, epochs), list[Any]()
+    commands = Commands()
+    assert commands.remove(ALICE, "u1000@a") == 1
+    assert commands.remove(ALICE, "u1000@b") == 1
+    assert "another removal of this user is running: uid=1000" in commands.replies.pop().text
+    assert commands.remove(BOB, "u1001@a") == 2
+    assert commands.remove(None, "u1000@a") == 3
+    commands.begun[0].on_result((1, 2))
+    assert commands.replies.pop() == Removed(removed=1, failed=2)
+    assert commands.remove(ALICE, "u1000@b") == 4
+    commands.begun[3].on_result(RuntimeError("the store is not open"))
+    assert commands.replies.pop().text == "the store removed nothing: the store is not open"
+    assert commands.remove(ALICE, "u1000@b") == 5
 
-    def purge(uid: int | None, prefix: str) -> int:
-        admin.command(Purge(prefixes=[prefix], timeout_ms=1000), uid, replies.append)
-        return len(begun)
 
-    assert purge(ALICE, "alice@") == 1
-    assert purge(ALICE, "alice@") == 1
-    assert "another purge of this user is running: uid=1000" in replies.pop().text
-    assert purge(BOB, "bob@") == 2
-    assert purge(None, "alice@") == purge(None, "bob@") - 1 == 3
-    begun[0].on_result(Removal(True, 1))
-    assert replies.pop().text == "every key is gone; 1 removed: alice@"
-    assert purge(ALICE, "alice@") == 4, "it belongs to nobody now"
-    assert "may remove another user's namespace: uid=1000: alice@" in replies.pop().text
+@pytest.mark.parametrize("key", ["u1001@m@00", "u10000@m@00", "u1000", "m@00"])
+def test_a_user_removes_no_value_of_another_user(key: str) -> None:
+    commands = Commands()
+    assert commands.remove(ALICE, "u1000@m@00", key) == 0
+    assert f"another user's values: uid=1000 key={key!r}" in commands.replies.pop().text
+    assert commands.remove(None, "u1000@m@00", key) == 1
+
+
+def test_where_users_share_values_only_an_operator_removes_them() -> None:
+    commands = Commands("shared")
+    assert commands.remove(ALICE, "m@00") == 0
+    assert "only root and the daemon's user may remove values: uid=1000" in commands.replies.pop().text
+    assert commands.remove(None, "m@00") == 1

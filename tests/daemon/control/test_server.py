@@ -19,7 +19,6 @@ from kvprefetch.daemon.control.listener import listen
 from kvprefetch.daemon.control.server import Control
 from kvprefetch.daemon.engine.reservations import Reserved
 from kvprefetch.daemon.store.errors import StoreError
-from kvprefetch.daemon.store.namespaces import Namespaces
 from kvprefetch.shmring.wire.attach import Notice, Refused
 from kvprefetch.shmring.wire.codec import receive_message
 from tests.support.fake_engine import FakeEngine, answer
@@ -50,7 +49,7 @@ class Served:
     def __init__(self, path: Path) -> None:
         config = load({"socket": str(path), "max_engines": 1})
         log, epochs = structlog.get_logger(), RefusedEpochs()
-        shared = SimpleNamespace(config=config, namespaces=Namespaces(None, log), log=log)
+        shared = SimpleNamespace(config=config, log=log)
         self.path, self.epoll, self.epochs = path, select.epoll(), epochs
         self.control = Control(listen(config), shared, epochs, self.epoll)  # type: ignore[arg-type]
 

@@ -22,6 +22,7 @@ from kvprefetch.daemon.work.concurrency import ConcurrencyLimit
 from kvprefetch.daemon.work.link_share import LinkShare
 from kvprefetch.daemon.work.rates import Rates
 from kvprefetch.shmring.groups import Groups
+from kvprefetch.shmring.wire.attach import Reset
 from kvprefetch.shmring.wire.records import FlagState
 from tests.support.engine_side import BLOCK_TOKENS, EngineSide, EngineSpec, Key
 
@@ -63,7 +64,6 @@ class Answering:
     """A store that would answer."""
 
     answering = True
-    removal_ms = 0
     aside: frozenset[str] = frozenset()
 
 
@@ -142,6 +142,10 @@ class Engine(EngineSide):
         self.release()
         self.epoch.end(Ending.ENGINE_GONE)
         give_back(self.epoch)
+
+
+def later_weights(generation: int = 1) -> Reset:
+    return Reset(reset_generation=generation, weights=f"{generation:032x}")
 
 
 def digest(name: str) -> bytes:

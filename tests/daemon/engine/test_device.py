@@ -154,10 +154,10 @@ def test_after_a_reset_no_old_copy_is_read(daemon: Daemon) -> None:
     engine.settled(key)
     eventually(lambda: on_device(engine, key) == 4, what="promotion")
     assert take(engine, key, old) == 4
-    send_message(engine.scheduler, Reset(reset_generation=1, timeout_ms=10_000))
+    send_message(engine.scheduler, Reset(reset_generation=1, weights="1" * 32))
     answer = receive_message(engine.scheduler)
     assert answer is not None
-    assert answer[0] == ResetDone(reset_generation=1, ok=True)
+    assert answer[0] == ResetDone(reset_generation=1)
     engine.save(new, reset_generation=1)
     eventually(lambda: engine.credits.available() == int(numbers(daemon)["save_slots"]), what="the save")
     again = engine.hint(list(new))
@@ -243,7 +243,7 @@ def prepared(options: dict[str, object], *devices: str) -> EngineMemory:
     pools = Pools(1)
     spec = EngineSpec(max_blocks=8, block_bytes=BLOCK, ranks=len(devices))
     workers = [spec.worker(rank).model_copy(update={"device": device}) for rank, device in enumerate(devices)]
-    store: Any = SimpleNamespace(removal_ms=0, register=lambda *_: None, unregister=lambda *_: None, refused=())
+    store: Any = SimpleNamespace(register=lambda *_: None, unregister=lambda *_: None, refused=())
     reservations = Reservations(pools, store)
     reservations.want(7, load(options), EngineInfo("e", BLOCK_TOKENS, spec.scheduler(), workers))
 

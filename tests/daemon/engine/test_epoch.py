@@ -14,7 +14,7 @@ from kvprefetch.daemon.store.errors import ErrorClass, StoreError
 from kvprefetch.daemon.telemetry.events import EVENTS, Ending
 from kvprefetch.shmring.flags import FlagTable, pack
 from kvprefetch.shmring.wire.records import FlagState
-from tests.daemon.engine.epochs import Engine, Pools, give_back, make_epoch
+from tests.daemon.engine.epochs import Engine, Pools, give_back, later_weights, make_epoch
 from tests.support.engine_side import Key
 
 
@@ -152,7 +152,7 @@ def test_a_request_gets_no_page_of_another_nor_one_twice_nor_one_beyond_the_last
     assert epoch.counters.bad_records == 1
     engine.loaded((0, 1), range(0))
     assert push((1, 2), [1, 0]) == 1
-    epoch.reset(1, 1.0)
+    epoch.reset(later_weights())
     assert push((2, 1), [0, 1]) == 1, "an expired request has no pages"
     assert epoch.counters.bad_records == 1
     engine.leave()
@@ -192,7 +192,7 @@ def test_a_flag_that_does_not_stand_still_ends_the_epoch_and_raises_nothing() ->
 def test_a_reset_that_meets_such_a_flag_raises_nothing() -> None:
     """It comes over the control socket, which knows nothing of flags."""
     epoch = restless_epoch()
-    epoch.reset(1, 1.0)
+    epoch.reset(later_weights())
     assert epoch.corrupt is not None
     epoch.end(Ending.ENGINE_GONE)
     give_back(epoch)
@@ -203,8 +203,6 @@ def test_memory_that_the_store_refuses_is_let_go() -> None:
     registered: set[int] = set()
 
     class Full:
-        removal_ms = 0
-
         def register(self, address: int, _: int) -> None:
             if registered:
                 raise StoreError("registering 4096 bytes failed with code -1")
@@ -227,8 +225,6 @@ def test_a_store_that_does_not_let_go_of_the_memory_keeps_no_epoch_open() -> Non
     """The engine may leave while the store is away: that must not end the loop, nor keep the memory."""
 
     class Stubborn:
-        removal_ms = 0
-
         def register(self, *_: Any) -> None: ...
 
         def unregister(self, *_: Any) -> None:

@@ -19,7 +19,7 @@ from kvprefetch.shmring.wire.admin import Warm, Warmed
 from kvprefetch.shmring.wire.attach import ResetDone, Stored
 from kvprefetch.shmring.wire.codec import Message
 from kvprefetch.shmring.wire.records import FlagState, RecordKind, Saved, encode_saved
-from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, digest, make_epoch
+from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, digest, later_weights, make_epoch
 
 BLOCK_BYTES = 4096
 
@@ -262,7 +262,6 @@ def test_only_with_kv_events_is_the_store_asked_for_media_and_the_engine_told(ev
     store = SimpleNamespace(
         answering=True,
         aside=frozenset(),
-        removal_ms=0,
         exist=lambda keys: [False] * len(keys),
         media=media,
         put_from=lambda keys, *_: [OK] * len(keys),
@@ -279,21 +278,39 @@ def test_only_with_kv_events_is_the_store_asked_for_media_and_the_engine_told(ev
     setup.leave()
 
 
-@pytest.mark.parametrize("result", [True, False, RuntimeError("planted")])
-def test_a_reset_is_answered_with_what_the_removal_confirmed(result: bool | Exception) -> None:
-    setup = Setup()
-    setup.epoch.reset(3, 1.0)
+def test_a_reset_is_answered_at_once_and_no_later_call_names_an_older_key() -> None:
+    """Whatever is under way: a put, a fetch and a look-up go on with the keys that they began with."""
+    asked: list[str] = []
+    store = SimpleNamespace(
+        answering=True,
+        aside=frozenset(),
+        exist=lambda keys: asked.extend(keys) or [False] * len(keys),
+        put_from=lambda keys, *_: asked.extend(keys) or [OK] * len(keys),
+    )
+    setup = Setup(store)
+    setup.push(RecordKind.SAVED, encode_saved(Saved(1, 0, False, [12], [digest("a")])))
     assert setup.epoch.start_save()
-    assert setup.calls[-1].kind is Kind.SAVE
-    assert setup.sent == []
-    setup.pools.end(result)
-    assert setup.sent == [ResetDone(reset_generation=3, ok=result is True)]
+    setup.want((0, 1), "a")
+    setup.epoch.reset(later_weights(3))
+    assert setup.sent == [ResetDone(reset_generation=3)]
+    for call in list(setup.calls):
+        setup.pools.calls.remove(call)
+        call.finish(call.run())
+    assert {key.count("@g:") for key in asked} == {0}
+    asked.clear()
+    setup.want((1, 1), "a")
+    setup.pools.end(setup.calls[-1].run())
+    setup.push(RecordKind.SAVED, encode_saved(Saved(2, 3, False, [12], [digest("a")])))
+    assert setup.epoch.start_save()
+    setup.pools.end(setup.calls[-1].run())
+    assert len(asked) == 3
+    assert all(key.endswith(f"@g:{3:032x}@{digest('a').hex()}") for key in asked)
     setup.leave()
 
 
 def test_a_look_up_past_its_deadline_makes_a_miss_and_the_store_suspect() -> None:
     suspected: list[str] = []
-    setup = Setup(SimpleNamespace(answering=True, aside=frozenset(), removal_ms=0, suspect=suspected.append))
+    setup = Setup(SimpleNamespace(answering=True, aside=frozenset(), suspect=suspected.append))
     setup.want((0, 1), "a")
     [call] = setup.calls
     call.give_up()

@@ -14,7 +14,6 @@ from kvprefetch.daemon.control.report import status
 from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
-from kvprefetch.daemon.store.removal import Removal
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.snapshot import Snapshot
 from kvprefetch.daemon.work.calls import Caller
@@ -30,7 +29,7 @@ from kvprefetch.shmring.wire.records import (
     encode_done,
     encode_saved,
 )
-from tests.daemon.engine.epochs import Pools, make_epoch
+from tests.daemon.engine.epochs import Pools, later_weights, make_epoch
 from tests.support.encoded import encode_hint
 from tests.support.engine_side import EngineSide
 
@@ -41,7 +40,6 @@ class Store:
     """Answers at random, until it does not."""
 
     answering = is_open = True
-    removal_ms = 0
     aside: frozenset[str] = frozenset()
 
     def __init__(self, chance: Random) -> None:
@@ -64,9 +62,6 @@ class Store:
 
     def put_from(self, keys: Sequence[str], *_: Any) -> list[ErrorClass]:
         return self.chance.choices([ErrorClass.OK, ErrorClass.NO_SPACE, ErrorClass.WRITE], [3, 1, 1], k=len(keys))
-
-    def remove_matching(self, *_: Any) -> Removal:
-        return Removal(self.chance.random() < 0.5, 0)
 
 
 class RandomPools(Pools):
@@ -160,7 +155,7 @@ def test_nothing_that_an_engine_pushes_raises(seed: int) -> None:
             elif what < 0.66:
                 epoch.tick(clock[0])
             elif what < 0.68:
-                epoch.reset(chance.randint(0, 5), 1.0)
+                epoch.reset(later_weights(chance.randint(1, 5)))
             elif what < 0.70:
                 epoch.switch(chance.choice(["on", "off", "shadow"]))
             elif what < 0.72:

@@ -20,7 +20,7 @@ from kvprefetch.shmring.groups import Group, Groups, Kind
 from kvprefetch.shmring.wire.admin import Report, Warm
 from kvprefetch.shmring.wire.attach import WorkerInfo
 from kvprefetch.shmring.wire.records import FlagState, Hint, ProtocolError, RecordKind, Saved, encode_saved
-from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, digest, make_epoch
+from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, digest, later_weights, make_epoch
 from tests.support.encoded import encode_hint
 from tests.support.engine_side import BLOCK_TOKENS
 
@@ -50,7 +50,7 @@ def test_a_blocks_group_is_in_its_key_and_not_in_its_hash() -> None:
     ranked = RankLayout.of([worker("a@", "c@"), worker("b@", "d@")], staging, named=True)
     names = [b"\x01\x00", b"\x02\x01"]
     assert ranked.keys(names) == ["a@01", "b@01", "c@02", "d@02"]
-    assert ranked.key_prefixes == ["a@", "b@", "c@", "d@"]
+    assert ranked.namespaces == ["a@", "b@", "c@", "d@"]
     store: Any = FakeStore(["a@01", "b@01", "c@02", "c@03", "d@03"])
     found = transfers.look_up(store, ranked, [[*names, b"\x03\x01"], [b"\x09\x00", *names]], media=False)
     assert found == [Found(1, bytes(3), b"\1\0\1"), Found(0, bytes(3), bytes(3))]
@@ -230,7 +230,7 @@ def test_a_reset_ends_it_and_forgets_its_prompt(setup: Setup) -> None:
     key = setup.hinted(0, "a", "b")
     setup.looked_up([1, 1, 1, 1])
     setup.fetched(OK, OK, OK)
-    setup.epoch.reset(1, 1.0)
+    setup.epoch.reset(later_weights())
     assert setup.flag(key).state == FlagState.EXPIRED
     assert setup.epoch.prefixes is not None
     assert len(setup.epoch.prefixes) == 0
@@ -268,11 +268,14 @@ def test_a_look_up_of_before_a_reset_ends_after_a_fetch_that_failed(setup: Setup
     cancelled = setup.hinted(1, "a", "b")
     look_up = setup.pools.calls[-1]
     setup.put(cancelled, FlagState.CANCELLED)
-    setup.epoch.reset(1, 1.0)
+    setup.epoch.reset(later_weights())
     for call, result in ((fetch, [ErrorClass.CORRUPT] * 3), (look_up, [Found(0, bytes(4), b"\1\1\1\1")])):
         setup.pools.calls.remove(call)
         call.finish(result)
-    assert setup.table.found(1) == 0
+    assert setup.flag(cancelled).state == FlagState.CANCELLED
+    setup.done(cancelled)
+    assert setup.epoch.corrupt is None
+    assert not setup.epoch.planner.requests
 
 
 @pytest.mark.shows("warmed prompts", "full attention and sliding windows", refused=True)

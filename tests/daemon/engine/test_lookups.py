@@ -349,8 +349,12 @@ def test_a_foreign_object_stays_known_after_we_stored_the_key() -> None:
     cache.add(b"foreign", 0, lasting=True)
     cache.add(b"foreign", 0)
     assert cache.first([b"foreign"], MISS_NS) == 0, "a look-up that misses it meanwhile makes it no plain miss"
-    cache.clear()
+    cache.clear(5)
     assert cache.first([b"foreign"], 1) == 1
+    cache.add(b"foreign", 6, asked_ns=5, lasting=True)
+    assert cache.first([b"foreign"], 7) == 1, "the store was asked for an older key"
+    cache.add(b"foreign", 7, asked_ns=6)
+    assert cache.first([b"foreign"], 8) == 0
 
 
 def test_what_an_engine_stores_is_no_plain_miss_to_its_neighbours() -> None:

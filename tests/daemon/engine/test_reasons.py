@@ -17,25 +17,25 @@ def wanting(*names: str) -> Request:
 
 
 def test_a_block_that_was_stored_is_nowhere_because_it_was_evicted_or_its_node_is_aside() -> None:
-    reasons = Reasons(Rates(), Histories(), 1, "model@")
+    reasons = Reasons(Rates(), Histories(), 1, ["model@"])
     reasons.stored.count([digest("a"), digest("b")])
     assert reasons.missing(wanting("a", "b"), 1, ()) == Missing("evicted")
     assert reasons.missing(wanting("a", "b"), 1, ("n:2", "n:1")) == Missing("storage_node", owners="n:1 n:2")
     assert reasons.missing(wanting("a", "b"), 2, ()) == Missing(), "none is"
     assert reasons.missing(wanting("a", "c"), 1, ("n:1",)) == Missing("never_stored")
-    reasons.stored.forget()
-    assert reasons.missing(wanting("a"), 0, ()) == Missing("never_stored"), "the weights changed"
+    reasons.moved(["model@g:1@"])
+    assert reasons.missing(wanting("a"), 0, ()) == Missing("other_namespace", "model@"), "the weights changed"
 
 
 def test_a_block_of_another_namespace_is_found_there() -> None:
     """Engines of one namespace share its history, also one after the other."""
     histories = Histories()
-    Reasons(Rates(), histories, 1, "model@fp:1@").stored.count([digest("a")])
-    assert Reasons(Rates(), histories, 1, "model@fp:1@").missing(wanting("a"), 0, ()) == Missing("evicted")
-    other = Reasons(Rates(), histories, 1, "model@fp:2@")
+    Reasons(Rates(), histories, 1, ["model@fp:1@"]).stored.count([digest("a")])
+    assert Reasons(Rates(), histories, 1, ["model@fp:1@"]).missing(wanting("a"), 0, ()) == Missing("evicted")
+    other = Reasons(Rates(), histories, 1, ["model@fp:2@"])
     assert other.missing(wanting("a"), 0, ()) == Missing("other_namespace", "model@fp:1@")
     assert other.missing(wanting("b"), 0, ()) == Missing("never_stored")
-    stranger = Reasons(Rates(), histories, 2, "model@fp:2@")
+    stranger = Reasons(Rates(), histories, 2, ["model@fp:2@"])
     assert stranger.missing(wanting("a"), 0, ()) == Missing("never_stored"), "no user learns what another one stored"
 
 

@@ -33,7 +33,6 @@ EACH = (16 << 20) + layout_for(CONFIG, 1, ENGINE)[0].total_bytes
 class Known:
     """A store: which memory it knows, and what it refuses."""
 
-    removal_ms = 0
     refused: frozenset[int] = frozenset()
 
     def __init__(self) -> None:

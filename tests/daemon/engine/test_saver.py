@@ -7,15 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvprefetch.daemon.engine.saver import (
-    PAUSE_NS,
-    RESET_SLACK_S,
-    TRIES,
-    Put,
-    Removal,
-    Save,
-    Saver,
-)
+from kvprefetch.daemon.engine.saver import PAUSE_NS, TRIES, Put, Save, Saver
 from kvprefetch.daemon.engine.stored import StoredBefore
 from kvprefetch.daemon.engine.transfers import SaveResult
 from kvprefetch.shmring.wire.attach import Stored
@@ -31,9 +23,8 @@ class Setup:
 
     def __init__(self, *, put_blocks: int = 3, slots: int = 8) -> None:
         self.now, self.saving, self.put_blocks = 1, True, put_blocks
-        self.jobs: list[Put | Removal] = []
+        self.jobs: list[Put] = []
         self.notices: list[Stored] = []
-        self.replies: list[tuple[int, bool]] = []
         self.saves: list[Save] = []
         self.counts: Counter[str] = Counter()
         self.lost: set[int] = set()
@@ -48,7 +39,7 @@ class Setup:
             self.counts.update(saved=put.stored, again=put.stored_before, present=put.present, lost=put.failed)
             self.saves += [] if put.save.puts else [put.save]
         self.granted += self.saver.next_grant(saving=self.saving)
-        if self.saver.waiting(self.now) and (job := self.saver.next_job(self.put_blocks)) is not None:
+        if self.saver.waiting(self.now) and (job := self.saver.next_put(self.put_blocks)) is not None:
             self.jobs.append(job)
 
     def saved(self, record: Saved) -> None:
@@ -63,22 +54,14 @@ class Setup:
         self.carry_on()
 
     def tick(self) -> None:
-        self.replies += self.saver.tick(self.now)
         self.carry_on()
 
     def reset(self, generation: int) -> None:
-        self.carry_on(self.saver.reset(generation, 1.0, self.now))
-
-    def removed(self, ok: bool) -> None:
-        assert isinstance(self.jobs.pop(), Removal)
-        end = self.saver.removed(ok)
-        self.replies += [end] if end is not None else []
-        self.carry_on()
+        self.carry_on(self.saver.reset(generation, StoredBefore()))
 
     def end(self, *, again: bool = False, disk: bool = False) -> list[int]:
         """End the running put; return the slots it had."""
         put = self.jobs.pop()
-        assert isinstance(put, Put)
         slots = [slot for _, slot in put.blocks]
         if again:
             result = SaveResult(0, 0, 0, put.blocks)
@@ -130,7 +113,7 @@ def test_a_long_save_is_put_in_parts_and_each_part_gives_its_slots_back() -> Non
     assert setup.saver.gauges() == {"save_slots": 8, "save_slots_busy": 0, "save_slots_lost": 0, "saves_queued": 0}
 
 
-def test_what_is_stored_a_second_time_is_counted_unless_it_was_removed() -> None:
+def test_what_is_stored_a_second_time_is_counted_unless_a_reset_came_between() -> None:
     setup = Setup()
     counts = setup.counts
     setup.save(3)
@@ -141,7 +124,6 @@ def test_what_is_stored_a_second_time_is_counted_unless_it_was_removed() -> None
     setup.end()
     assert (counts["saved"], counts["again"]) == (8, 2)
     setup.reset(0)
-    setup.removed(True)
     setup.save(3)
     setup.end()
     assert (counts["saved"], counts["again"]) == (11, 2)
@@ -176,7 +158,6 @@ def test_a_save_in_parts_has_one_line_when_its_last_part_has_ended() -> None:
 
 
 def test_a_put_is_as_large_as_its_caller_allows_when_it_starts() -> None:
-    """And where loads go first, a reset still goes at once."""
     setup = Setup(put_blocks=0)
     setup.save(7)
     assert setup.jobs == []
@@ -185,10 +166,6 @@ def test_a_put_is_as_large_as_its_caller_allows_when_it_starts() -> None:
         setup.put_blocks = 0
         assert setup.end() == slots
     assert [(save.stored, save.tries) for save in setup.saves] == [(7, 3)]
-    setup.save(1)
-    setup.reset(1)
-    setup.removed(True)
-    assert setup.replies == [(1, True)]
 
 
 def test_a_full_store_is_asked_less_and_less_often_until_it_takes_something() -> None:
@@ -243,80 +220,25 @@ def test_a_save_of_old_weights_is_lost() -> None:
     assert (setup.counts["saved"], setup.counts["lost"]) == (2, 4)
 
 
-def test_a_reset_removes_once_the_put_in_flight_has_returned_and_is_answered() -> None:
-    """Saves go on behind it, and a removal that runs does not answer for a later reset."""
+def test_saves_of_the_new_weights_wait_for_the_put_in_flight_only() -> None:
     setup = Setup()
     setup.save(3)
     setup.reset(1)
-    assert len(setup.jobs) == 1, "the put"
-    assert setup.saver.resetting
-    setup.end()
-    [removal] = setup.jobs
-    setup.reset(2)
-    setup.saved(Saved(2, 2, False, [3], [b"\3" * 32]))
-    setup.removed(True)
-    assert setup.replies == [(1, True)]
-    assert setup.jobs != [removal]
-    setup.removed(False)
-    assert setup.replies == [(1, True), (2, False)]
-    assert not setup.saver.resetting
-    assert setup.end() == [3], "the save of the new weights"
-
-
-@pytest.mark.parametrize("removing", [False, True])
-def test_of_resets_that_wait_only_the_newest_is_kept_and_it_answers_for_all(removing: bool) -> None:
-    """However many an engine sends, while a put or a removal is under way: one more removal, one answer."""
-    setup = Setup()
-    if removing:
-        setup.reset(1)
-    else:
-        setup.save(1)
-    for generation in range(2, 1000):
-        setup.reset(generation)
-    assert len(setup.jobs) == 1
-    if removing:
-        setup.removed(True)
-    else:
-        setup.end()
-    assert len(setup.jobs) == 1, "one removal"
-    setup.removed(True)
-    assert setup.jobs == []
-    assert setup.replies == [*([(1, True)] if removing else []), (999, True)]
-    assert not setup.saver.resetting
-
-
-def test_a_reset_while_nothing_is_saved_removes_at_once() -> None:
-    setup = Setup()
-    setup.reset(1)
-    setup.removed(True)
-    assert setup.replies == [(1, True)]
-
-
-def test_a_reset_past_its_time_is_not_confirmed_even_if_the_removal_succeeds() -> None:
-    setup = Setup()
-    setup.save(1)
-    setup.reset(1)
-    setup.now += int((1.0 + RESET_SLACK_S) * 1e9) - 1
-    setup.tick()
-    assert setup.replies == []
-    setup.now += 1
-    setup.tick()
-    assert setup.replies == [(1, False)]
-    setup.end()
-    setup.removed(True)
-    assert setup.replies == [(1, False)]
-    assert not setup.saver.resetting
+    setup.saved(Saved(2, 1, False, [3], [b"\3" * 32]))
+    assert setup.end() == [0, 1, 2]
+    assert setup.end() == [3]
+    assert (setup.counts["saved"], setup.counts["lost"]) == (4, 0)
+    assert [notice.memory for notice in setup.notices] == [[], [3]], "older KV is announced to nobody"
 
 
 def test_nothing_of_a_full_store_is_tried_again_after_a_reset() -> None:
-    """It would bring a key back that was removed."""
+    """Later keys do not name it."""
     setup = Setup()
     setup.save(2)
     setup.reset(1)
     setup.end(again=True)
     assert setup.granted == [0, 1]
     assert setup.notices[-1].lost == [0, 1]
-    setup.removed(True)
     setup.now += 10 * PAUSE_NS[1]
     setup.tick()
     assert setup.jobs == []

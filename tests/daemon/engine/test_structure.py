@@ -14,7 +14,7 @@ from kvprefetch.daemon.engine.device import DeviceStaging
 from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.wire.admin import Warm
-from tests.daemon.engine.epochs import Engine, digest, make_epoch
+from tests.daemon.engine.epochs import Engine, digest, later_weights, make_epoch
 from tests.support.host_device import UUID, HostDevices
 
 MAX_PARAMETERS = 6
@@ -49,7 +49,7 @@ def test_no_part_of_an_epoch_keeps_something_to_call(monkeypatch: pytest.MonkeyP
     engine.stage((0, 1), "a", "b")
     engine.want((1, 1), "c")
     epoch.warm(Warm(run="1" * 32, chains=[[digest("d").hex()]]), lambda _: None)
-    epoch.reset(1, 1.0)
+    epoch.reset(later_weights())
     device = DeviceStaging([4096], [UUID], budget_bytes=4 << 20, margin_bytes=0, allocator="daemon")
     assert list(kept_callables([epoch, device], "", set())) == []
     engine.leave()

@@ -120,7 +120,7 @@ def test_of_many_digests_those_behind_a_miss_are_not_asked_for(ranks: int, layou
         }
         store: Any = FakeStore(there)
         answers = transfers.look_up(store, ranked, questions, media=False)
-        whole = [[all(f"{p}{d.hex()}" in there for p in ranked.key_prefixes) for d in each] for each in questions]
+        whole = [[all(f"{p}{d.hex()}" in there for p in ranked.prefixes[0]) for d in each] for each in questions]
         assert answers == [Found([*each, False].index(False), b"") for each in whole]
     store = FakeStore()
     assert transfers.look_up(store, ranked, [[bytes([i]) for i in range(100)]] * 3, media=False) == [Found(0, b"")] * 3

@@ -209,19 +209,6 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_should_not_bring_back_removed_values_after_a_restart(tmp_path: Path) -> None:
-    # The first half is on disk and under lease when it is removed, the second half still on its way there. The other
-    # namespace's name ends with this one's.
-    script = (
-        "put(range(25)); assert store.put_from(['tiny-m@00'], [base], [B]) == [ErrorClass.OK]; assert store.flush(20);"
-        " store.exist(keys); put(range(25, count));"
-        "print('>>>', *store.remove_matching(['m@'], 20), any(store.exist(keys))); end()"
-    )
-    assert run(script, tmp_path, 50) == ["True 50 False"]
-    again = "print('>>>', any(store.exist(keys)), right(), store.exist(['tiny-m@00'])); end()"
-    assert run(again, tmp_path, 50) == ["False 0 [True]"]
-
-
 def test_should_bound_the_disk(tmp_path: Path) -> None:
     """To what is written between two looks at the files, which come twice a second: 37 MiB would be there without."""
     limit = 24 << 20

@@ -189,7 +189,7 @@ def test_a_value_that_is_removed_and_put_again_in_mid_read_does_not_count(two_no
         with frozen(two_nodes.node_pid):
             get = pool.submit(reader.get, [key])
             wait([get], 0.2)
-            assert reader.store.remove_matching(["a@tp_rank:0@"], 5.0)
+            assert reader.store.remove([key]) == (1, 0)
             control.put(two_nodes.config, {key: b"n" * SIZE}, two_nodes.segments[1])
         assert get.result(30) == [ErrorClass.LOOKUP_AGAIN]
     assert reader.get([key]) == [OK]

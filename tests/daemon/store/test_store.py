@@ -44,7 +44,6 @@ class FakeClient:
         self.codes: list[int] = []
         self.replicas: dict[str, list[int | None]] = {}  # of keys that do not lie at 0
         self.size = -704
-        self.removed = 0
         self.calls = 0
         self.closed = 0
         self.registered: list[int] = []
@@ -61,11 +60,12 @@ class FakeClient:
 
     batch_is_exist = batch_get_into = batch_put_from = _answer
 
+    def batch_remove(self, keys: list[str], force: bool) -> list[int]:
+        assert force
+        return self.codes or [0] * len(keys)
+
     def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[Replica]]:
         return {key: [Replica(address) for address in self.replicas.get(key, [0])] for key in keys}
-
-    def remove_by_regex(self, *_: Any) -> int:
-        return self.removed
 
     def register_buffer(self, address: int, _: int) -> int:
         self.registered.append(address)
@@ -290,7 +290,9 @@ def test_what_was_read_from_our_own_memory_while_something_was_removed_does_not_
     with ThreadPoolExecutor(1) as pool:
         get = pool.submit(store.get_into, ["k"], [0], [8])
         assert client.entered.wait(5)
-        assert store.remove_matching(["other@"], 1.0)
+        client.codes, read = [0], client.codes
+        assert store.remove(["other@"]) == (1, 0)
+        client.codes = read
         client.hold.set()
         assert get.result(5) == [ErrorClass.LOOKUP_AGAIN]
     assert store.get_into(["k"], [0], [8]) == [ErrorClass.OK]
@@ -326,26 +328,14 @@ def test_what_was_put_counts_as_flushed_once_it_lies_on_a_disk_or_nowhere() -> N
         assert store.flush(0.0) is flushed
 
 
-def test_a_removal_that_nobody_answers_is_not_confirmed() -> None:
+def test_a_removal_says_how_many_values_are_left_and_makes_the_store_no_suspect() -> None:
+    """It is an operator's, and may meet a master that is busy with it."""
     store, client = opened()
-    client.removed = -900
-    removal = store.remove_matching(["gone@"], 0.0)
-    assert (bool(removal), removal.keys) == (False, 0)
-    assert not store.answering
-
-
-def test_a_removal_waits_for_a_put_of_its_keys_and_for_no_other() -> None:
-    store, client = opened()
-    client.codes, client.hold = [0], threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        put = pool.submit(store.put_from, ["ours@00ff"], [0], [8])
-        assert client.entered.wait(5)
-        assert store.remove_matching(["other@"], 1.0)
-        assert not store.remove_matching(["ours@"], 0.0)
-        client.hold.set()
-        assert put.result(5) == [ErrorClass.OK]
-    client.codes = [0]
-    assert store.remove_matching(["ours@"], 1.0)
+    client.codes = [0, -704, -901]
+    assert store.remove(["gone", "was gone", "left"]) == (1, 1)
+    client.codes = [-900]
+    assert store.remove(["left"]) == (0, 1)
+    assert store.answering
 
 
 def test_a_store_that_failed_is_asked_by_a_probe_and_by_no_request() -> None:

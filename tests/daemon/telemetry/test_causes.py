@@ -60,7 +60,7 @@ EXAMPLES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {**LINE, **MISSED, "nowhere": "other_namespace", "namespace": "llama@tp_rank:*@"},
-        "its blocks lie under another namespace, llama@tp_rank:*@: the fingerprint or `cache_prefix` differs.",
+        "its blocks are in another namespace, llama@tp_rank:*@: the fingerprint, `cache_prefix` or weights differ.",
     ),
     (
         {**LINE, **MISSED},

@@ -119,7 +119,7 @@ def test_a_reset_and_a_taking_back_are_logged(shared_daemon: Daemon) -> None:
     engine.cancel(near)
     assert engine.settled(far).count == 150, "fetched again, without another hint"
     assert outcomes_of(shared_daemon, "near") == {"near": ["aborted"]}
-    send_message(engine.scheduler, Reset(reset_generation=1, timeout_ms=5000))
+    send_message(engine.scheduler, Reset(reset_generation=1, weights="1" * 32))
     assert outcomes_of(shared_daemon, "far") == {"far": ["reset"]}
     [line] = [line for line in shared_daemon.records("request.done") if line["request_id"] == "far"]
     assert line["taken_back"] == 1
