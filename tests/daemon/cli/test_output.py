@@ -47,7 +47,7 @@ def test_json_of_commands_that_ask_a_daemon(shared_daemon: Daemon) -> None:
     assert top["now"] == {"hints": 0.0, "fetched_bytes": 0.0, "hidden": None}
     keys = said("store", "ls")
     assert len(keys) == 2
-    assert all(isinstance(key, str) and key.startswith("json") for key in keys)
+    assert all(isinstance(key, str) and key.startswith(f"u{os.getuid()}@json") for key in keys)
     engine.close()
 
 
