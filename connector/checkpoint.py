@@ -49,6 +49,8 @@ PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_prepro
 # Keys of a configuration about its origin or its libraries; the engine's dtype is compared on its own.
 _PROVENANCE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 
+_DECIDING = ("*.safetensors", "*.bin", "*.pt", "*.json", "*.py")
+
 _Range = tuple[int, int]  # offset and length, in bytes
 
 
@@ -63,6 +65,23 @@ def folder(name: str, revision: str | None, download_dir: str | None) -> Path:
     from vllm.transformers_utils.repo_utils import hf_api
 
     return Path(hf_api().snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True))
+
+
+def check_unchanged(folder: Path, since_ns: int) -> None:
+    """Raise ValueError if these files may not be those that were loaded, by an engine configured at `since_ns`.
+
+    `since_ns`: Unix time.  A snapshot in the Hub's cache never changes, but its name (`main`) may name another one by
+    now.  A first download, which is the engine's own, has no other one beside it.
+    """
+    if folder.parent.name == "snapshots":
+        refs = folder.parent.parent / "refs"
+        moved = [ref for ref in refs.rglob("*") if ref.is_file() and ref.read_text().strip() == folder.name]
+        changed = moved if len(list(folder.parent.iterdir())) > 1 else []
+    else:
+        changed = [file for pattern in _DECIDING for file in _below(folder, pattern)]
+    for file in changed:
+        if file.stat().st_ctime_ns > since_ns:
+            raise ValueError(f"changed after the engine began to load the model, so start the engine anew: file={file}")
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

@@ -123,13 +123,17 @@ def of_engine(
 
 
 def of_model(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return the part that the model's files and options decide. Reads the files."""
+    """Return the part that the model's files and options decide. Reads the files.
+
+    Raises ValueError where a file changed since the engine was configured: it may have loaded another one.
+    """
     model, load, speculative = vllm_config.model_config, vllm_config.load_config, vllm_config.speculative_config
-    found = _of_model(model, load)
+    since_ns = int(vllm_config.instance_id)  # when vLLM made the configuration
+    found = _of_model(model, load, since_ns)
     # A draft model's layers are in the block, too; a draft that comes with the model is in the model's files.
     draft = None if speculative is None else speculative.draft_model_config
     if draft is not None and (draft.model, draft.revision) != (model.model, model.revision):
-        found["draft"] = _digest(_of_model(draft, speculative.draft_load_config or load))
+        found["draft"] = _digest(_of_model(draft, speculative.draft_load_config or load, since_ns))
     return found
 
 
@@ -145,7 +149,7 @@ def digest(fingerprint: Mapping[str, str]) -> str:
     return _digest(dict(fingerprint))
 
 
-def _of_model(model: Any, load: Any) -> dict[str, str]:
+def _of_model(model: Any, load: Any, since_ns: int) -> dict[str, str]:
     if getattr(model, "model_weights", ""):
         raise ValueError(f"the weights are not files of the model's folder: model_weights={model.model_weights}")
     towers = [(name, None) for each in _TOWERS if (name := getattr(model.hf_config, each, None))]
@@ -166,7 +170,10 @@ def _of_model(model: Any, load: Any) -> dict[str, str]:
         others = [(name, None) for name in checkpoint.repositories(config)]
         if model.code_revision and not Path(model.model).exists():
             others.append((model.model, model.code_revision))
-        found["code"] = checkpoint.code([*beside, *(checkpoint.folder(*one, None) for one in others)]) or "none"
+        beside += (checkpoint.folder(*one, None) for one in others)
+        found["code"] = checkpoint.code(beside) or "none"
+    for each in dict.fromkeys([*folders, *beside]):
+        checkpoint.check_unchanged(each, since_ns)
     return found
 
 

@@ -71,8 +71,8 @@ class Epochs:
             histories=shared.histories,
             negatives=shared.negatives,
         )
-        whose = owner(engine.uid, shared=config.namespaces == "shared")
-        epoch = Epoch(services, memory, engine._replace(owner=whose))
+        unnamed = config.namespaces == "shared" or engine.scheduler.upstream_keys
+        epoch = Epoch(services, memory, engine._replace(owner=owner(engine.uid, shared=unnamed)))
         epoch.switch(shared.mode)
         self._attached.append(epoch)
         return epoch

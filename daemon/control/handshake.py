@@ -136,7 +136,7 @@ class Handshake:
         group.placed = True
         try:
             check_replicas(engine.workers, 1 if engine.groups is None else len(engine.groups.groups))
-            self._check_keys(engine)
+            self._check_keys(group, engine)
         except ValueError as error:
             self._refuse_engine(group, error)
             return
@@ -145,13 +145,15 @@ class Handshake:
         self._epochs.reservations.want(group.number, self._shared.config, engine)
         self.carry_on()
 
-    def _check_keys(self, engine: EngineInfo) -> None:
-        """Raise ValueError for an engine whose keys must be upstream's where each key has to name its user."""
-        if engine.scheduler.upstream_keys and self._shared.config.namespaces != "shared":
+    def _check_keys(self, group: Group, engine: EngineInfo) -> None:
+        """Raise ValueError for a user's engine whose keys must be upstream's where each key has to name its user."""
+        assert group.scheduler is not None
+        operator = self._connections.access.scope(group.scheduler.credentials) is None
+        if engine.scheduler.upstream_keys and self._shared.config.namespaces != "shared" and not operator:
             raise ValueError(
-                'key_format="vllm" has keys that name no user: namespaces="per_user": to let all users of this store '
-                "read and replace each other's KV, set namespaces = \"shared\" in the daemon's configuration; else "
-                "leave key_format out"
+                f'key_format="vllm" has keys that name no user: uid={group.uid} namespaces="per_user": to let all '
+                "users of this store read and replace each other's KV, set namespaces = \"shared\" in the daemon's "
+                "configuration; else leave key_format out"
             )
 
     def _no_place(self, group: Group) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from kvprefetch.connector import checkpoint
 from kvprefetch.connector.checkpoint import MIB, PAGE_BYTES, TENSOR_STRIDE_BYTES, sample
+from tests.support.waiting import eventually
 
 
 def write_tensors(path: Path, sizes: Mapping[str, int], header: Mapping[str, Any] | None = None) -> int:
@@ -238,3 +240,54 @@ def test_all_code_counts_by_its_name_and_content(tmp_path: Path) -> None:
 def test_other_repositories_that_code_is_from_are_named() -> None:
     config = {"auto_map": {"AutoConfig": "org/repo--configuration_x.X", "AutoModel": "modeling_x.X"}}
     assert checkpoint.repositories({"config.json": config}) == ["org/repo"]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The Hub's cache of one model, with a snapshot "a" that `main` names."""
+    pytest.importorskip("vllm")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    cache = tmp_path / "models--someone--a-model"
+    (cache / "refs").mkdir(parents=True)
+    named(cache, "a")
+    return cache
+
+
+def named(cache: Path, commit: str) -> Path:
+    """Let `main` name this snapshot, as a download does; return it."""
+    snapshot = cache / "snapshots" / (commit * 40)
+    snapshot.mkdir(parents=True)
+    write_tensors(snapshot / "model.safetensors", {commit: 64})
+    (cache / "refs" / "main").write_text(snapshot.name)
+    return snapshot
+
+
+def test_a_name_that_moved_since_the_engine_began_is_an_error(hub: Path) -> None:
+    """The weights may be those of the snapshot before; the engine's own first download has none before it."""
+    first = checkpoint.folder("someone/a-model", None, str(hub.parent))
+    checkpoint.check_unchanged(first, time.time_ns())
+    checkpoint.check_unchanged(first, 0)
+    second = named(hub, "b")
+    assert checkpoint.folder("someone/a-model", None, str(hub.parent)) == second
+    with pytest.raises(ValueError, match=r"changed after the engine began to load the model.*refs/main"):
+        checkpoint.check_unchanged(second, first.stat().st_ctime_ns - 1)
+    checkpoint.check_unchanged(second, time.time_ns())
+    checkpoint.check_unchanged(first, 0)  # by its commit: nothing names it any more
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "part/modeling.py"])
+def test_a_file_that_changed_since_the_engine_began_is_an_error(tmp_path: Path, name: str) -> None:
+    """Written to, or replaced by another one, as of an older date."""
+    (tmp_path / "part").mkdir()
+    (tmp_path / name).write_text("1")
+    eventually(lambda: time.time_ns() > (tmp_path / name).stat().st_ctime_ns, what="a later time")
+    since_ns = time.time_ns()
+    (tmp_path / "notes.txt").write_text("no part of the model")
+    checkpoint.check_unchanged(tmp_path, since_ns)
+    other = tmp_path / "other"
+    other.write_text("2")
+    os.utime(other, (0, 0))
+    eventually(lambda: time.time_ns() > since_ns + 20_000_000, what="a tick of the file system's clock")
+    other.replace(tmp_path / name)
+    with pytest.raises(ValueError, match=f"start the engine anew: file=.*{name}"):
+        checkpoint.check_unchanged(tmp_path, since_ns)

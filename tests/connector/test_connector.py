@@ -77,7 +77,7 @@ def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute
         kv_events_config=changes.pop("kv_events_config", None),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
         compilation_config=SimpleNamespace(static_forward_context={}),
-        instance_id="123",
+        instance_id=f"{2**62}",  # in 2116: no file is newer
         **changes,
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ def where(folder: Path, *, start: str = START, tp_rank: int = 0, known: Any = No
     config: Any = SimpleNamespace(
         model_config=model_config(folder, **changes),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        instance_id=f"{time.time_ns()}",
         speculative_config=None,
     )
     keys = rank_keys(model="org/tiny", tp_rank=tp_rank, pp_rank=0, replicas=(2,))

@@ -88,6 +88,7 @@ class Engine:
             report_before_save=shape.report_before_save,
         )
         self.workers.weights = weights
+        self.weights = {"": weights}  # by the name that keys have of them
         if site is not None:
             logging.getLogger("vllm.kvprefetch").addHandler(self.logged)
             for rank in self.workers.ranks:
@@ -186,6 +187,8 @@ class Engine:
             ok: bool = self.scheduler.reset_prefix_cache(running, reset_connector=connector)
         finally:
             del manager.reset_prefix_cache
+        if connector and self.site is not None:
+            self.weights[self.side.resets.current.id] = self.workers.weights
         self.counts["forgets"] += local[0]
         if local[0]:
             self._stale = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from kvprefetch.connector import namespace
+from kvprefetch.daemon.store.keys import whole_prefix
 from tests.scheduler.engine import Engine
 from tests.scheduler.model import Truth
 from tests.scheduler.shape import Shape, Site
@@ -43,7 +44,7 @@ def _of_the_connector(engine: Engine, site: Site) -> list[str]:
 
 
 def _wrong_values(engine: Engine, site: Site) -> list[str]:
-    """Each stored block against a plain computation of the same tokens with the current weights."""
+    """Each stored block against a plain computation of the same tokens with the weights that its key names."""
     assert engine.oracle is not None
     wrong = []
     for number, group in enumerate(engine.shape.groups.groups):
@@ -51,13 +52,18 @@ def _wrong_values(engine: Engine, site: Site) -> list[str]:
         for rank in engine.workers.ranks:
             ours = rank.connector.keys
             prefix = namespace.of_group(ours.prefix, number, ours.tp_ranks[number])
-            keys = [prefix + digest.hex() for digest, _ in known]
-            for (_, tokens), found in zip(known, site.reader.digests(keys), strict=True):
+            named = [
+                (weights, tokens, whole_prefix("", prefix, name) + digest.hex())
+                for name, weights in engine.weights.items()
+                for digest, tokens in known
+            ]
+            digests = site.reader.digests([key for *_, key in named])
+            for (weights, tokens, _), found in zip(named, digests, strict=True):
                 if found is None:
                     continue
                 engine.counts["stored"] += 1
                 engine.counts[f"stored_{group.kind.value}"] += 1
-                if found != engine.oracle.value_digest(engine.workers.weights, tokens, rank.number, number):
+                if found != engine.oracle.value_digest(weights, tokens, rank.number, number):
                     wrong.append(f"stored value is wrong: rank={rank.number} group={number} tokens={len(tokens)}")
     return wrong
 

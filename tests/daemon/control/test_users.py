@@ -113,15 +113,22 @@ def test_users_that_may_share_have_the_same_keys(both: Serve, tmp_path: Path) ->
     configuration = tmp_path / "kvprefetchd.toml"
     configuration.write_text("")
     daemon = both("--config", str(configuration))
-    upstream = FakeEngine(daemon.socket, engine_id="upstream", attach=False)
-    info = upstream.spec.scheduler().model_copy(update={"upstream_keys": True})
-    refused = answer(upstream.greet_all(scheduler=info)[-1], Refused)
+
+    def upstream(kind: type[M], engine_id: str) -> M:
+        engine = FakeEngine(daemon.socket, engine_id=engine_id, prefix="upstream", attach=False)
+        info = engine.spec.scheduler().model_copy(update={"upstream_keys": True})
+        return answer(engine.greet_all(scheduler=info)[-1], kind)
+
+    with effective_user(OTHER):
+        refused = upstream(Refused, "theirs")
     assert refused.final
-    assert 'key_format="vllm" has keys that name no user: namespaces="per_user"' in refused.error
+    assert 'key_format="vllm" has keys that name no user: uid=4242 namespaces="per_user"' in refused.error
+    assert upstream(Attached, "an operator's").epoch
     configuration.write_text('namespaces = "shared"')
     os.kill(daemon.pid, signal.SIGHUP)
     assert daemon.wait_record("config.changed")
-    assert answer(upstream.greet_all(scheduler=info)[-1], Attached).epoch
+    with effective_user(OTHER):
+        assert upstream(Attached, "theirs").epoch
     _, values = victim_of(daemon)
     assert attach(daemon.socket, "llama").load(list(values)) == list(values.values())
 
