@@ -160,10 +160,15 @@ class Store(Programs):
         )
         self.segments += set(self._page("get_all_segments").split()) - set(self.segments)
 
+    @property
+    def http(self) -> str:
+        """HOST:PORT of the master's HTTP interface."""
+        return f"{self.host_ip}:{self._metrics_port}"
+
     def _page(self, path: str) -> str:
         """A page of the master's HTTP server; empty while it is not there."""
         try:
-            with urllib.request.urlopen(f"http://{self.host_ip}:{self._metrics_port}/{path}", timeout=5) as page:
+            with urllib.request.urlopen(f"http://{self.http}/{path}", timeout=5) as page:
                 return str(page.read().decode())
         except OSError:
             return ""
