@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 LINTED := .
 # Test processes at a time; each keeps about one core and 3 GB busy.
 JOBS   ?= 2
-LINKED := __init__.py py.typed daemon shmring connector
+LINKED := $(wildcard package/*) daemon shmring connector systemd
 GPU_TESTS ?= tests/gpu/test_*.py
 # A machine with a GPU brings its own Python: no setup, and no plugins of its pytest.
 ON_GPU  = PYTHONPATH=build/links PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONUNBUFFERED=1 $(or $(PYTHON),$(BIN)/python)
@@ -69,7 +69,7 @@ lint: $(if $(wildcard $(BIN)/mypy),,$(CHECK_VENV)/.done) links $(EXTENSION) ## r
 
 links: # link the package's parts under a folder with its import name, for type checkers
 	@mkdir -p build/links/kvprefetch
-	@for part in $(LINKED); do ln -sfn ../../../$$part build/links/kvprefetch/$$part; done
+	@for part in $(LINKED); do ln -sfn ../../../$$part build/links/kvprefetch/$${part##*/}; done
 
 format: $(if $(wildcard $(BIN)/mypy),,$(CHECK_VENV)/.done) ## rewrite the sources in ruff's format, imports sorted
 	@$(LINT_BIN)/python -m ruff check --quiet --fix $(LINTED) || true

@@ -98,7 +98,7 @@ def has_docstring(tree: ast.Module) -> bool:
 def file_violations(root: Path, path: Path) -> Iterator[str]:
     """Yield the broken rules of one module of the package, each as `file:line: what`."""
     name = path.relative_to(root).as_posix()
-    parts = name.split("/")
+    parts = name.removeprefix("package/").split("/")
     folder = parts[0] if len(parts) > 1 else ""
     ours, third_parties = FOLDERS.get(folder, (set(), set()))
     room = parts[1] if len(parts) > 2 else ""
@@ -145,7 +145,7 @@ def around_violations(root: Path, path: Path) -> Iterator[str]:
 def violations(root: Path) -> list[str]:
     """Return every broken rule in the tree under `root`."""
     found: list[str] = []
-    for path in sorted({*root.glob("*.py")} - {root / "_version.py"}):  # the build writes that one
+    for path in sorted({*root.glob("package/*.py")} - {root / "package/_version.py"}):  # the build writes that one
         found += file_violations(root, path)
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
@@ -193,7 +193,7 @@ DOC = '"""Says what it is for."""\n'
         ("daemon/planning/planner.py", "import shmring", "daemon may not import shmring"),
         ("daemon/planning/blocks.py", "from ..store import errors", "daemon/planning may not import daemon/store"),
         ("daemon/telemetry/metrics.py", "from .. import runtime", "daemon/telemetry may not import daemon/runtime"),
-        ("__init__.py", "from .connector import register", "the root may not import connector"),
+        ("package/__init__.py", "from .connector import register", "the root may not import connector"),
         ("tests/shmring/test_ring.py", "from shmring.ring import Ring", "write kvprefetch.shmring.ring.Ring"),
     ],
 )
@@ -218,7 +218,7 @@ def test_a_missing_docstring_and_a_systemd_package_are_reported(tmp_path: Path) 
 def test_what_the_rules_allow_is_not_reported(tmp_path: Path) -> None:
     """The checker does not cry wolf at the imports the folders are meant to have."""
     allowed = {
-        "__init__.py": "import os",
+        "package/__init__.py": "import os",
         "shmring/ring.py": "import struct, numpy\nfrom ._atomics import fence\nfrom . import layout",
         "shmring/wire/records.py": "import struct\nfrom ..layout import WORD_BYTES",
         "shmring/wire/codec.py": "import pydantic\nfrom .records import PROTOCOL",

@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 
 from .client import Unavailable
@@ -118,7 +117,8 @@ def user_files(home: Path, environ: Mapping[str, str], command: list[str]) -> di
 
 
 def template(name: str) -> str:
-    return (resources.files("kvprefetch") / "systemd" / name).read_text(encoding="utf-8")
+    """Return a file of systemd/, which is beside daemon/ in a checkout and in the installed package."""
+    return (Path(__file__).parents[2] / "systemd" / name).read_text(encoding="utf-8")
 
 
 def fill(text: str, command: list[str], config: Path, homes: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -21,6 +20,7 @@ from tests.lab.connectors import ours
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.prompts import make_prompts
+from tests.support.package import copy_package
 
 PROMPTS = make_prompts(4, 300, seed=53)
 HITS = hits(PROMPTS)
@@ -34,11 +34,7 @@ def right(plain: Engine) -> list[list[int]]:
 
 def another_protocol(folder: Path, number: int) -> dict[str, str]:
     """Copy the package with this protocol number; return the environment of a process that uses the copy."""
-    sources, copy = Path(kvprefetch.__file__).parent, folder / "kvprefetch"
-    for part in ("shmring", "connector", "daemon"):
-        shutil.copytree(sources / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(sources / "__init__.py", copy)
-    records = copy / "shmring" / "wire" / "records.py"
+    records = copy_package(folder) / "shmring" / "wire" / "records.py"
     changed, count = re.subn(r"^PROTOCOL = \d+$", f"PROTOCOL = {number}", records.read_text(), flags=re.MULTILINE)
     assert count == 1
     records.write_text(changed)
