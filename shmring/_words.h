@@ -47,7 +47,7 @@ ORDER void order_fence(void)
 
 #ifndef SHMRING_ORDERS_ONLY
 
-/* One extension serves Python 3.10 and all later ones (docs/adr/0091).  Python 3.10's limited API has no Py_buffer: a
+/* One extension serves Python 3.10 and all later ones (docs/adr/0150).  Python 3.10's limited API has no Py_buffer: a
  * memoryview holds the buffer instead, and two old functions give its address.  Newer headers leave them out, but the
  * stable ABI keeps them. */
 #define Py_LIMITED_API 0x030A0000

@@ -139,7 +139,7 @@ def systemd_version() -> int:
 
 
 def waiting_for_reloads(text: str) -> str:
-    """Return a unit of which `systemctl reload` waits until the daemon is done (docs/adr/0090)."""
+    """Return a unit of which `systemctl reload` waits until the daemon is done (docs/adr/0152)."""
     return re.sub(r"^(#.*\n)?ExecReload=.*\n", "", text, flags=re.M).replace("Type=notify\n", "Type=notify-reload\n")
 
 

@@ -1,7 +1,7 @@
 """Starts child processes that cannot outlive this one: a process group is killed whole, by the kernel if we die.
 
 They get no sessions of their own: with autogroups the kernel shares the cores out among sessions, and a session with
-spinning threads can keep another one waiting for seconds (docs/adr/0063).
+spinning threads can keep another one waiting for seconds (docs/adr/0164).
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ class History:
             return
         self.chance.shuffle(self.spare)
         # After a forced removal the value does not come back to a place where another stood meanwhile: of that, nothing
-        # but the lease could tell, which such a removal heeds not (docs/adr/0075).
+        # but the lease could tell, which such a removal heeds not (docs/adr/0162).
         place = next((each for each in self.spare if each != self.removed.get(key)), None)
         if place is not None:
             self.spare.remove(place)
