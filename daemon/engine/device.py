@@ -21,7 +21,7 @@ from ...shmring.gpu.device import GRAIN_BYTES, Device, Event, Memory, Stream, ex
 from ...shmring.gpu.lease import wait_for_end
 from ..config.sizes import size_text, whole_mib
 
-if TYPE_CHECKING:  # what tests on a GPU do without (docs/PERFORMANCE.md)
+if TYPE_CHECKING:  # what tests on a GPU do without (docs/BENCHMARKS.md)
     from .staging import HostStaging
 
 MAX_SLOTS = 1 << 24

@@ -14,7 +14,7 @@ from ..planning.copies import CopyOrder, Steps
 from ..planning.promotion import Promotions
 from .device import DeviceStaging
 
-if TYPE_CHECKING:  # what tests on a GPU do without (docs/PERFORMANCE.md)
+if TYPE_CHECKING:  # what tests on a GPU do without (docs/BENCHMARKS.md)
     from ...shmring.wire.attach import Mapped
 
 COPY_BYTES = 32 << 20  # of one job: the Python around a copy must not count beside it

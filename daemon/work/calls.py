@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...shmring.errors import SegmentCorrupt
 
-if TYPE_CHECKING:  # what tests on a GPU do without (docs/PERFORMANCE.md)
+if TYPE_CHECKING:  # what tests on a GPU do without (docs/BENCHMARKS.md)
     from ..telemetry.logs import Log
 
 _T = TypeVar("_T")

@@ -361,7 +361,7 @@ def test_a_device_that_cannot_be_used_is_done_without(
 
 
 def test_the_tests_on_a_gpu_need_no_more_than_they_say() -> None:
-    """A machine with a GPU may lack everything but torch, cupy, numpy and pytest (docs/PERFORMANCE.md)."""
+    """A machine with a GPU may lack everything but torch, cupy, numpy and pytest (docs/BENCHMARKS.md)."""
     code = f"""
 import sys
 for name in {MISSING}:
