@@ -1,4 +1,4 @@
-"""The documents' site: every page can be found, dead links fail the build, and README's pictures say what it says."""
+"""The documents' site: every page can be found, and dead links fail the build."""
 
 from __future__ import annotations
 
@@ -35,19 +35,6 @@ def test_the_navigation_has_each_page_once() -> None:
     shown = list(pages(SITE["nav"]))
     assert set(shown) ^ {*found, *outside.values()} == set(), "mkdocs.yml, nav"
     assert len(shown) == len(set(shown))
-
-
-def test_the_bars_have_the_table_s_figures() -> None:
-    """docs/pictures/ttft.svg: names and values of README's table, and lengths in their proportion."""
-    table = re.findall(
-        r"^\| (?:\*\*)?(.*?)(?:\*\*)? \| (?:\*\*)?([\d.]+) ×", (ROOT / "README.md").read_text(), re.MULTILINE
-    )
-    picture = (ROOT / "docs/pictures/ttft.svg").read_text()
-    names = re.findall(r'text-anchor="end">(.*?)<', picture)
-    values = re.findall(r">([\d.]+) ×<", picture)
-    assert list(zip(names, values, strict=True)) == table
-    widths = [int(width) for width in re.findall(r'<rect.* width="(\d+)"', picture)]
-    assert [width / float(value) for width, value in zip(widths, values, strict=True)] == pytest.approx([90] * 3, abs=1)
 
 
 @pytest.mark.stress
