@@ -38,7 +38,7 @@ def test_the_daemon_may_come_late_stop_and_come_back(at: At, right: list[list[in
         served(engine.run(PROMPTS), right, HITS)
         for end in ("sigterm", "sigkill"):
             if end == "sigkill":
-                # What has reached the disk is kept (docs/durability.md).
+                # What has reached the disk is kept (docs/OPERATIONS.md).
                 eventually(lambda: len(list((tmp_path / "disk").rglob("*.meta"))) == FILES, what="the files")
             assert engine.reset_prefix_cache()
             engine.begin(PROMPTS, max_tokens=64, concurrency=2)
