@@ -63,18 +63,6 @@ def test_a_result_is_stale_once_its_test_is_gone_or_says_something_else(changed:
     assert replace(result, **changed).stale()
 
 
-def test_the_first_table_has_the_published_figures() -> None:
-    """README's rows are the least and greatest mean of all sweeps of docs/BENCHMARKS.md, and the mean of each trace."""
-    row = r"^\| \[(\w+)\]\(#.*\| ([\d.]*)[^|]*\| ([\d.]*)[^|]*\|$"
-    text = (ROOT / "docs/BENCHMARKS.md").read_text()
-    means = {name: both for name, *both in re.findall(row, text, re.MULTILINE)}
-    traces = [tuple(means.pop(name)) for name in ("agents", "conversation")]
-    columns = [sorted(filter(None, column)) for column in zip(*means.values(), strict=True)]
-    sweeps = tuple(f"{column[0]} to {column[-1]}" for column in columns)
-    shown = re.findall(r"^\| .* \| ([\d.]+(?: to [\d.]+)?) \| ([\d.]+(?: to [\d.]+)?) \|$", README, re.MULTILINE)
-    assert shown == [sweeps, *traces]
-
-
 @pytest.mark.parametrize("target", re.findall(r"^make ([\w-]+)$", README, re.MULTILINE))
 def test_make_targets_exist(target: str) -> None:
     """Each target that the README names is one of the Makefile's."""
@@ -95,3 +83,15 @@ def test_the_engine_s_command_line_is_one_vllm_and_the_connector_accept() -> Non
     config = KVTransferConfig(**json.loads(words[words.index("--kv-transfer-config") + 1]))
     register()
     assert KVConnectorFactory.get_connector_class(config).__name__ == "KVPrefetchConnector"
+
+
+def test_the_first_table_has_the_published_figures() -> None:
+    """README's rows are the least and greatest mean of all sweeps of docs/BENCHMARKS.md, and the mean of each trace."""
+    row = r"^\| \[(\w+)\]\(#.*\| ([\d.]*)[^|]*\| ([\d.]*)[^|]*\|$"
+    text = (ROOT / "docs/BENCHMARKS.md").read_text()
+    means = {name: both for name, *both in re.findall(row, text, re.MULTILINE)}
+    traces = [tuple(means.pop(name)) for name in ("agents", "conversation")]
+    columns = [sorted(filter(None, column)) for column in zip(*means.values(), strict=True)]
+    sweeps = tuple(f"{column[0]} to {column[-1]}" for column in columns)
+    shown = re.findall(r"^\| .* \| ([\d.]+(?: to [\d.]+)?) \| ([\d.]+(?: to [\d.]+)?) \|$", README, re.MULTILINE)
+    assert shown == [sweeps, *traces]
