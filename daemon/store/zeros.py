@@ -33,8 +33,8 @@ def holed(addresses: Sequence[int], sizes: Sequence[int], written: Sequence[Bord
     """Return the indices of the values with a page of zeros among what is `written` of them; by default all is.
 
     A page may begin anywhere in a value, so this looks for half of one; it misses a smaller part at the end.  It
-    costs 3 % of the copy (docs/adr/0065).  At the ends of a written stretch 512 bytes of zeros count as part of a page
-    (docs/adr/0101); a stretch of less than 64 bytes is not looked at.
+    costs 3 % of the copy.  At the ends of a written stretch 512 bytes of zeros count as part of a page; a stretch of
+    less than 64 bytes is not looked at (docs/adr/0171).
     """
     found = set[int]()
     kinds = list(zip(sizes, written or [None] * len(sizes), strict=True))
