@@ -94,7 +94,7 @@ class Life:
         """Take one prompt from its hint to its end."""
         key = self.engine.hint(digests)
         while self.engine.flag(key).state != FlagState.READY:
-            self.epoch.drain(16)
+            self.epoch.drain(1 << 62)
             while self.epoch.start_fetch(Lane.MEMORY):
                 pass
             self.pools.run()

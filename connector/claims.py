@@ -111,7 +111,7 @@ class Claims:
                 digests = digests[ratio - 1 : usable * ratio : ratio]
         else:
             digests, count = digests[: usable * ratio], usable * ratio
-            blocks, items = hints.whole(groups, count, local_blocks)
+            blocks, items = usable, groups.names(usable - local_blocks)
         if blocks <= local_blocks:
             return None
         handle: Handle | None = session.producer.hint(

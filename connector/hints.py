@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from ..shmring import _atomics
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.flags import Flag, pack
-from ..shmring.groups import Groups
 from ..shmring.wire.records import (
     NO_TRACE,
     Ask,
@@ -61,16 +60,9 @@ def room(session: SchedulerSession, request_id: str, usable: int, hashes: list[b
     if geometry.groups is None:
         items = digests = min(usable, session.table_entries)
     else:
-        digests = usable * geometry.hashes_per_block
-        _, items = whole(geometry.groups, digests, 0)
+        digests, items = usable * geometry.hashes_per_block, geometry.groups.names(usable)
     length = hint_bytes(digests, len(hashes[0]), items, request_id)
     return session.producer.fits(length) and session.allocator.room(items)
-
-
-def whole(groups: Groups, digests: int, local_blocks: int) -> tuple[int, int]:
-    """Return the blocks that these digests cover, and a bound for the items that they take in a slot table."""
-    unit, tokens = groups.unit_tokens, digests * groups.hash_tokens
-    return tokens // unit, groups.most_items(local_blocks * unit, tokens)
 
 
 def needed(entries: array[int], staged: Sequence[range], needed: Sequence[range]) -> array[int]:

@@ -347,7 +347,7 @@ class Saves:
         """A look-up of a hint to several groups found this many blocks."""
         unit, digests = groups.unit_tokens, handle.digests
         local = handle.local_blocks * unit
-        there, all_blocks = groups.items(local, found * unit), groups.wanted(local, handle.blocks * unit)
+        there, all_blocks = groups.items(local, found * unit), groups.wanted(local, local, handle.blocks * unit)
         for group, (items, blocks) in enumerate(zip(there, all_blocks, strict=True)):
             after = blocks[blocks >= found * unit // groups.groups[group].block_tokens]
             for note, numbers in ((self.note_stored, items), (self.note_absent, after)):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..shmring.groups import Kind
 from ..shmring.wire.attach import HASH_PROBE_TOKENS, GroupInfo, Hello, SchedulerInfo, WorkerInfo
 from ..shmring.wire.records import PROTOCOL, hint_bytes
 from . import compat, groups
@@ -172,14 +171,9 @@ def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> No
     advice = " (start vLLM with --disable-hybrid-kv-cache-manager)"
     advice = advice if count > 1 and found & full and found <= full | windowed else ""
     try:
-        rules = _rules(vllm_config, kv_cache_config)
+        _rules(vllm_config, kv_cache_config)
     except ValueError as error:
         raise _refused(f"{error}{advice}") from None
-    if rules is None:
-        return
-    if Kind.FULL not in {group.kind for group in rules.groups}:
-        names = ",".join(sorted(kind.__name__ for kind in found))
-        raise _refused(f"KV groups are served beside full attention only: groups={count} kv_cache_spec={names}")
 
 
 def _rules(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups | None:
@@ -300,13 +294,12 @@ def hash_probe(algorithm: str) -> str:
 
 def scheduler_hello(vllm_config: VllmConfig, geometry: Geometry, *, upstream_keys: bool) -> Hello:
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    digests = items = blocks = geometry.max_blocks
+    digests = names = blocks = geometry.max_blocks
     if (rules := geometry.groups) is not None:
-        tokens = blocks * rules.unit_tokens
-        digests, items = tokens // rules.hash_tokens, rules.most_items(0, tokens)
+        digests, names = blocks * geometry.hashes_per_block, rules.names(blocks)
     wants = SchedulerInfo(
         max_blocks=blocks,
-        max_hint_bytes=hint_bytes(digests, MAX_HASH_BYTES, items),
+        max_hint_bytes=hint_bytes(digests, MAX_HASH_BYTES, names),
         groups=[] if rules is None else [_told(each) for each in rules.groups],
         hash_tokens=1 if rules is None else rules.hash_tokens,
         loads=geometry.loads,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -71,13 +71,22 @@ class Groups(NamedTuple):
 
     @property
     def first_full(self) -> int:
-        """Return the number of the first group that needs all its blocks; 0 where there is none."""
-        return next((number for number, group in enumerate(self.groups) if group.kind is Kind.FULL), 0)
+        """Return the number of the first group that needs all its blocks."""
+        return next(number for number, group in enumerate(self.groups) if group.kind is Kind.FULL)
+
+    def names(self, blocks: int) -> int:
+        """Return how many blocks all groups have in so many blocks of `unit_tokens`; a prefix needs some of them."""
+        return blocks * sum(self.unit_tokens // group.block_tokens for group in self.groups)
 
     def check(self) -> None:
-        """Raise ValueError, in one line, for groups without rules here."""
+        """Raise ValueError, in one line, for groups that are not served."""
         if not 1 <= len(self.groups) <= MAX_GROUPS:
             raise ValueError(f"number of KV groups is out of bounds: groups={len(self.groups)} min=1 max={MAX_GROUPS}")
+        if all(group.kind is not Kind.FULL for group in self.groups):
+            kinds = ",".join(sorted({group.kind.value for group in self.groups}))
+            raise ValueError(
+                f"KV groups are served beside full attention only: groups={len(self.groups)} kinds={kinds}"
+            )
         for number, (kind, block, window) in enumerate(self.groups):
             if self.hash_tokens < 1 or block < 1 or block % self.hash_tokens:
                 raise ValueError(
@@ -100,44 +109,46 @@ class Groups(NamedTuple):
         ratio = self.groups[group].block_tokens // self.hash_tokens
         return (np.asarray(blocks, dtype=np.int64) + 1) * ratio - 1
 
-    def wanted(self, local: int, usable: int) -> list[Numbers]:
-        """Return, for each group, the blocks that some prefix of more than `local`, up to `usable` tokens, needs.
+    def wanted(self, local: int, above: int, usable: int) -> list[Numbers]:
+        """Return, for each group, the blocks that some prefix of more than `above`, up to `usable` tokens, needs.
 
-        The engine's own cache has the first `local` tokens, a multiple of the unit.
+        The engine's own cache has the first `local` tokens.  All three are multiples of the unit.
         """
-        tokens = self._prefixes(local, usable)
+        tokens = self._prefixes(above, usable)
+        if not len(tokens):
+            return [tokens] * len(self.groups)
         found = []
         for group in self.groups:
-            base = local // group.block_tokens
-            ends = tokens // group.block_tokens - base
-            needed = np.zeros(ends[-1] + 1 if len(ends) else 1, dtype=np.int64)
-            np.add.at(needed, np.maximum(group.first(tokens) - base, 0), 1)
-            np.subtract.at(needed, ends, 1)
-            found.append(np.flatnonzero(needed.cumsum()) + base)
+            start = max(int(group.first(tokens)[0]), local // group.block_tokens)
+            blocks: Numbers = np.arange(start, usable // group.block_tokens)
+            # Of the prefixes that reach a block the shortest one begins to read first.
+            shortest = tokens[np.searchsorted(tokens, (blocks + 1) * group.block_tokens)]
+            found.append(blocks[group.first(shortest) <= blocks])
         return found
 
     def longest(
-        self, local: int, usable: int, present: Sequence[npt.NDArray[np.bool_]], room: int | None = None
+        self, local: int, above: int, usable: int, there: Sequence[npt.NDArray[Any]], room: int | None = None
     ) -> int:
-        """Return the tokens of the longest prefix, up to `usable`, for which each group has its blocks; else `local`.
+        """Return the tokens of the longest prefix, up to `usable`, for which each group has its blocks; else `above`.
 
-        `present[g][i]`: whether there is block wanted(local, usable)[g][i] of group g.  `room`: the most items.
+        `there[g][i]`: whether there is block i of group g behind the `local` tokens; of full attention all are.
+        `room`: the most items.  The cost depends on the blocks that prefixes of more than `above` need.
         """
-        tokens = self._prefixes(local, usable)
-        firsts = [(group, np.maximum(group.first(tokens), local // group.block_tokens)) for group in self.groups]
-        items = sum((tokens // group.block_tokens - first for group, first in firsts), np.zeros_like(tokens))
-        good = items <= (items if room is None else max(room, 0))
-        for group, blocks, there in zip(self.groups, self.wanted(local, usable), present, strict=True):
-            if not len(blocks):
-                continue
+        tokens = self._prefixes(above, usable)
+        items, good = np.zeros_like(tokens), np.ones(len(tokens), dtype=np.bool_)
+        for group, present in zip(self.groups, there, strict=True):
             base = local // group.block_tokens
-            ends = tokens // group.block_tokens - base
-            # The last block before each one that is missing; none of the local ones is.
-            missing = np.full(ends[-1], -1, dtype=np.int64)
-            missing[blocks[~there] - base] = blocks[~there] - base
-            last = np.maximum.accumulate(missing)[ends - 1]
-            good &= last < np.maximum(group.first(tokens) - base, 0)
-        return int(tokens[good][-1]) if good.any() else local
+            ends, firsts = tokens // group.block_tokens - base, np.maximum(group.first(tokens) - base, 0)
+            items += ends - firsts
+            if group.kind is not Kind.FULL and len(tokens):
+                start, stop = int(firsts[0]), int(ends[-1])
+                # The last block before each end that is missing, or -1.
+                missing = np.where(present[start:stop], -1, np.arange(start, stop))
+                last = np.maximum.accumulate(missing)[np.maximum(ends - 1 - start, 0)] if stop > start else -1
+                good &= (last < firsts) | (ends == firsts)
+        if room is not None:
+            good &= items <= max(room, 0)
+        return int(tokens[good][-1]) if good.any() else above
 
     def most_items(self, local: int, usable: int) -> int:
         """Return a bound for the items of a prefix of more than `local`, up to `usable` tokens."""

@@ -61,7 +61,7 @@ class Layout:
     """Sizes of one control segment, and the offsets that follow from them.
 
     `ring_bytes` and `credit_entries` are powers of two.  The slot tables of all flags share `page_count` pages of
-    PAGE_ENTRIES; `table_entries` bounds the staged blocks of one request.
+    PAGE_ENTRIES; `table_entries` bounds the table of one request.
     Slots [0, slot_count) lie in host memory, slots [slot_count, slot_bound) in device memory.
     """
 
@@ -79,7 +79,7 @@ class Layout:
             ("ring_bytes", self.ring_bytes, 4096, 1 << 30),
             ("flag_count", self.flag_count, 1, 1 << 20),
             ("page_count", self.page_count, 1, 1 << 26),
-            ("table_entries", self.table_entries, 1, (1 << 20) - 1),
+            ("table_entries", self.table_entries, 1, PAGE_ENTRIES * 0xFFFF),  # a hint counts pages in 16 bits
             ("credit_entries", self.credit_entries, 1, 1 << 24),
             ("slot_count", self.slot_count, 1, (1 << 32) - 1),
             ("device_slots", self.device_slots, 0, (1 << 32) - 1 - self.slot_count),

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from benchmarks.simulate.workload import HASH_BYTES, SimRequest
+from benchmarks.simulate.workload import SimRequest
 from kvprefetch.daemon.planning.planner import Planner
-from kvprefetch.daemon.planning.prefixes import Choice, Prefixes
+from kvprefetch.daemon.planning.prefixes import SLICE, Prompt
 from kvprefetch.daemon.planning.requests import Broken, Key
 from kvprefetch.shmring.groups import Groups, Kind
 
@@ -43,39 +43,44 @@ class Wholes:
     """The whole requests of one engine, in `planner`."""
 
     def __init__(self, planner: Planner, groups: Groups) -> None:
-        self._planner, self._groups, self._prefixes = planner, groups, Prefixes(groups)
-        self._wanted: dict[Key, list[bytes]] = {}
+        self._planner, self._groups = planner, groups
+        self._answers: dict[Key, tuple[set[bytes], Callable[[bytes], bool] | None]] = {}
 
     def hint(self, key: Key, request: SimRequest, local_blocks: int) -> None:
-        self._planner.hint_whole(key, local_blocks, request.priority)
-        self._wanted[key] = self._prefixes.begin(key, request.hashes, HASH_BYTES, local_blocks, request.blocks)
+        blocks, holds = range(local_blocks, request.blocks), self._planner.blocks.holds
+        prompt = Prompt(self._groups, request.hashes, blocks, room=self._room, staged=holds)
+        self._planner.hint_whole(key, prompt, request.priority)
 
     def looked_up(self, key: Key, request: SimRequest | None, on_disk: Callable[[bytes], bool] | None) -> int:
         """Take the store's answer for `request`, None for no answer; return the blocks of the chosen prefix."""
-        there, wanted = set[bytes]() if request is None else stored(self._groups, request), self._wanted.pop(key)
-        present = bytes(name in there for name in wanted)
-        lies = b"" if on_disk is None else bytes(map(on_disk, wanted))
-        choice = self._prefixes.found(key, present, lies, self._planner.blocks.holds, self._room)
-        return self._choose(key, choice)
+        self._answers[key] = set[bytes]() if request is None else stored(self._groups, request), on_disk
+        return self._choose(key)
 
     def broken(self, change: Broken) -> int:
         """Choose a shorter prefix without the lost blocks; return its blocks."""
-        key = change.request.key
-        return self._choose(key, self._prefixes.lost(key, change.blocks, self._planner.blocks.holds, self._room))
+        assert change.request.prompt is not None
+        change.request.prompt.lost(change.blocks)
+        return self._choose(change.request.key)
 
     def loaded(self, key: Key, blocks: range) -> list[range]:
         """Return which entries of the slot table the engine loads for these blocks of the prefix."""
-        return self._prefixes.loaded(key, blocks.start, blocks.stop)
+        request = self._planner.requests.get(key)
+        return [] if request is None or request.prompt is None else request.prompt.loaded(blocks)
 
     def end(self, key: Key) -> None:
-        self._prefixes.end(key)
-        self._wanted.pop(key, None)
+        self._answers.pop(key, None)
 
     @property
     def _room(self) -> int:
         return self._planner.blocks.disk_slots - self._planner.blocks.lost
 
-    def _choose(self, key: Key, choice: Choice) -> int:
-        request = self._planner.requests[key]
+    def _choose(self, key: Key) -> int:
+        (there, on_disk), request = self._answers[key], self._planner.requests[key]
+        prompt = request.prompt
+        assert prompt is not None
+        while names := prompt.next(SLICE):
+            lies = b"" if on_disk is None else bytes(map(on_disk, names))
+            prompt.found(bytes(name in there for name in names), lies)
+        choice = prompt.choose()
         self._planner.choose(request, choice.names, choice.name_bytes, choice.blocks, choice.on_disk)
         return choice.blocks

@@ -99,22 +99,21 @@ class Channel:
     def check_hint(self, hint: Hint) -> None:
         """Raise ProtocolError for a hint that names what the segment does not have."""
         layout, groups, page = self.layout, self._groups, max(hint.pages)
-        digests = items = names = hint.blocks
-        if groups is not None:
-            local, usable = hint.local_blocks * groups.unit_tokens, hint.blocks * groups.unit_tokens
-            digests, items = usable // groups.hash_tokens, groups.most_items(local, usable)
-            names = sum((usable - local) // group.block_tokens for group in groups.groups)
-        if max(hint.blocks, names) > MAX_COUNT:  # of a flag; and what a look-up asks for is the loop's work
-            raise ProtocolError(f"hint is too long: blocks={hint.blocks} blocks of all groups={names} max={MAX_COUNT}")
-        if hint.flag >= layout.flag_count or items > layout.table_entries or page >= layout.page_count:
+        digests = names = hint.blocks
+        if groups is not None:  # a table of all that may be asked for: it bounds the work, of all requests together
+            digests = hint.blocks * groups.unit_tokens // groups.hash_tokens
+            names = groups.names(hint.blocks - hint.local_blocks)
+        if hint.blocks > MAX_COUNT:  # of a flag
+            raise ProtocolError(f"hint is too long: blocks={hint.blocks} max={MAX_COUNT}")
+        if hint.flag >= layout.flag_count or names > layout.table_entries or page >= layout.page_count:
             raise ProtocolError(
-                f"hint out of bounds: flag={hint.flag} max={layout.flag_count - 1} items={items} "
+                f"hint out of bounds: flag={hint.flag} max={layout.flag_count - 1} names={names} "
                 f"max={layout.table_entries} page={page} max={layout.page_count - 1}"
             )
-        if len(hint.hashes) != digests * hint.hash_bytes or len(hint.pages) != max(1, pages_of(items)):
+        if len(hint.hashes) != digests * hint.hash_bytes or len(hint.pages) != max(1, pages_of(names)):
             raise ProtocolError(
                 f"hint does not fit its blocks: blocks={hint.blocks} digests={len(hint.hashes) // hint.hash_bytes} "
-                f"expected={digests} pages={len(hint.pages)} expected={pages_of(items)}"
+                f"expected={digests} pages={len(hint.pages)} expected={max(1, pages_of(names))}"
             )
 
     def lend(self, hint: Hint) -> None:

@@ -16,6 +16,7 @@ from ...shmring.wire.attach import Mapped, Reset, ResetDone
 from ...shmring.wire.codec import Message
 from ...shmring.wire.records import FlagState, ProtocolError, RecordKind
 from ..config.model import Mode
+from ..planning.prefixes import Prompt
 from ..planning.requests import Key, Request
 from ..planning.runs import Lane
 from ..telemetry.counters import WARM_RESULTS
@@ -23,7 +24,7 @@ from ..telemetry.events import Ending
 from ..work.calls import Kind
 from .epoch_calls import EpochCalls
 
-LAST_RECORDS = 4096  # read at the end of an epoch: all that an honest engine can have on the way, and no flood
+LAST_NS = 100_000_000  # for the records at the end of an epoch: all that an honest engine can have on the way
 
 
 class Epoch(EpochCalls):
@@ -97,7 +98,7 @@ class Epoch(EpochCalls):
         self.warming.stop("the engine is gone")
         self._reply()
         self.channel.liveness.set_state(PeerState.CLOSING)
-        self.drain(LAST_RECORDS)
+        self.drain(self._ended_ns + LAST_NS)
         if (device := self.memory.device) is not None:
             self._steps(self.promotions.close(), None)
             device.hang_up()
@@ -120,16 +121,16 @@ class Epoch(EpochCalls):
 
     # --- intake -----------------------------------------------------------------------------------------------------
 
-    def drain(self, limit: int) -> int:
-        """Handle up to `limit` records; return how many there were."""
-        if count := self.contain(self._drain, 0, limit):
+    def drain(self, until_ns: int) -> int:
+        """Handle records until then, one at least; return how many there were."""
+        if count := self.contain(self._drain, 0, until_ns):
             self.heard_ns = self._services.clock_ns()
             self._carry_on()
         return count
 
-    def _drain(self, limit: int) -> int:
-        ring, count = self.channel.ring, 0
-        while count < limit and (record := ring.peek()) is not None:
+    def _drain(self, until_ns: int) -> int:
+        ring, count, clock_ns = self.channel.ring, 0, self._services.clock_ns
+        while (count == 0 or clock_ns() < until_ns) and (record := ring.peek()) is not None:
             count += 1
             try:
                 self._handle(record)
@@ -171,12 +172,12 @@ class Epoch(EpochCalls):
         self.channel.lend(hint)
         self.counters.hints += 1
         now = self._services.clock_ns()
-        hashes, size, wanted = bytes(hint.hashes), hint.hash_bytes, None
-        if self.prefixes is None:
-            request = self.planner.hint(key, hashes, size, hint.local_blocks, hint.priority)
+        hashes, blocks = bytes(hint.hashes), range(hint.local_blocks, hint.blocks)
+        if self.groups is None:
+            request = self.planner.hint(key, hashes, hint.hash_bytes, hint.local_blocks, hint.priority)
         else:
-            request = self.planner.hint_whole(key, hint.local_blocks, hint.priority)
-            wanted = self.prefixes.begin(key, hashes, size, hint.local_blocks, hint.blocks)
+            prompt = Prompt(self.groups, hashes, blocks, room=self._room, staged=self.planner.blocks.holds)
+            request = self.planner.hint_whole(key, prompt, hint.priority)
         self.traces.begin(key, hint, now)
         self.counters.push_to_seen.observe(max(0, now - hint.arrival_ns) / 1e9)
         # Cancelled before we looked, read after the end, or switched off: nothing to look up.
@@ -184,8 +185,8 @@ class Epoch(EpochCalls):
             if request.whole:
                 self.planner.choose(request, b"", 1, request.none_of_them)
             self.planner.looked_up(key, request.local)
-        elif (answer := self.look_ups.add(request, now, answering=self._store.answering, wanted=wanted)) is not None:
-            self._answer([answer], now)
+        else:
+            self._look_up(request, now)
 
     def _done(self, done: records.Done) -> None:
         self.channel.check_done(done)
@@ -196,10 +197,9 @@ class Epoch(EpochCalls):
     def _finish(self, key: Key, ending: Ending, done: records.Done | None = None) -> None:
         loaded = [range(done.loaded_from, done.loaded_from + done.loaded_blocks)] if done is not None else []
         self.orphaned.ended(key)
-        if self.prefixes is not None:
-            loaded = [each for some in loaded for each in self.prefixes.loaded(key, some.start, some.stop)]
-            self.prefixes.end(key)
-        request = self.planner.finish(key, *loaded)
+        if (request := self.planner.requests.get(key)) is not None and request.prompt is not None:
+            loaded = [each for some in loaded for each in request.prompt.loaded(some)]
+        self.planner.finish(key, *loaded)
         self.counters.device_blocks += min(sum(map(len, loaded)), self.promotions.named(key))
         self.promotions.dropped(key)
         self.channel.free(key)
@@ -221,7 +221,7 @@ class Epoch(EpochCalls):
         """Stage blocks that no request wants yet. Raises ProtocolError for an order that is too large."""
         if (count := sum(map(len, order.chains))) > MAX_WARM_DIGESTS:
             raise ProtocolError(f"too many hashes in one order: hashes={count} max={MAX_WARM_DIGESTS}")
-        if self.prefixes is not None:
+        if self.groups is not None:
             why = "which blocks of a window are of use depends on where a prompt ends"
             reply(Report(ok=False, text=f"an engine with several KV groups cannot be warmed: {why}"))
             return
@@ -244,8 +244,6 @@ class Epoch(EpochCalls):
         self.warming.stop("its weights changed")
         for request in self.contain(self.planner.reset, list[Request]()):
             self.promotions.dropped(request.key)
-            if self.prefixes is not None:
-                self.prefixes.end(request.key)
             self._write(request, Ending.RESET)
         self.promotions.reset()
         self.send(ResetDone(reset_generation=reset.reset_generation))

@@ -54,10 +54,7 @@ class EpochCalls(EpochParts):
                 self.traces.answered(change.key, 0, None)
                 continue
             if isinstance(change, Broken):
-                if self.planner.requests.get(change.request.key) is change.request and self.prefixes is not None:
-                    holds = self.planner.blocks.holds
-                    choice = self.prefixes.lost(change.request.key, change.blocks, holds, self._room)
-                    self._choose(change.request, choice)
+                self._broken(change)
                 continue
             if change.final:
                 now, key = self._services.clock_ns(), change.request.key
@@ -66,7 +63,21 @@ class EpochCalls(EpochParts):
             if not self.channel.publish(change, slots):
                 self.planner.refused(change.request)
 
+    def _broken(self, change: Broken) -> None:
+        """Look for the next shorter prefix of a whole request."""
+        request, now = change.request, self._services.clock_ns()
+        if self.planner.requests.get(request.key) is request and request.prompt is not None:
+            request.prompt.lost(change.blocks)
+            self._look_up(request, now, again=True)
+            self._look_up_next(now)
+
     # --- look-ups ---------------------------------------------------------------------------------------------------
+
+    def _look_up(self, request: Request, now_ns: int, *, again: bool = False) -> None:
+        """Find out which blocks of a request there are."""
+        answer = self.look_ups.add(request, now_ns, answering=self._store.answering, again=again)
+        if answer is not None:
+            self._answer([answer], now_ns)
 
     def _look_up_next(self, now_ns: int) -> None:
         if not self._store.answering:
@@ -74,9 +85,11 @@ class EpochCalls(EpochParts):
         elif (batch := self.look_ups.next_batch(now_ns)) is not None:
             digests = [question.digests for question in batch.questions]
             media = self._services.media and not batch.renewal
-            self._look_up(digests, partial(self._looked_up, batch), media=media)
+            self._ask_store(digests, partial(self._looked_up, batch), media=media)
 
-    def _look_up(self, questions: Sequence[Sequence[bytes]], on_answer: Callable[[Any], None], *, media: bool) -> None:
+    def _ask_store(
+        self, questions: Sequence[Sequence[bytes]], on_answer: Callable[[Any], None], *, media: bool
+    ) -> None:
         """Ask the store; `on_answer` gets None when it cannot say in time, and once more when the call returns."""
 
         def overdue() -> None:
@@ -94,11 +107,12 @@ class EpochCalls(EpochParts):
         self._carry_on()
 
     def _answer(self, answers: Sequence[Answer], now_ns: int) -> None:
-        for request, blocks, on_disk, unavailable, renewal, present in answers:
-            if self.prefixes is not None and not renewal:
-                holds = self.planner.blocks.holds
-                choice = self.prefixes.found(request.key, present, on_disk, holds, self._room)
+        for request, blocks, on_disk, unavailable, renewal, again in answers:
+            if request.prompt is not None and not renewal:
+                choice = request.prompt.choose()
                 self._choose(request, choice)
+                if again:
+                    continue
                 left, disk = request.blocks - request.issued, sum(request.on_disk[request.issued :])
                 hits, of = choice.blocks - request.none_of_them, max(1, request.blocks)
                 staged, from_disk = hits * request.issued // of, hits * disk // of  # as shares of the prefix
@@ -233,7 +247,7 @@ class EpochCalls(EpochParts):
         while (question := self.warming.next_question(now_ns)) is not None:
             if self._store.answering:
                 on_answer = partial(self._warm_looked_up, question.number)
-                self._look_up(question.digests, on_answer, media=self._services.media)
+                self._ask_store(question.digests, on_answer, media=self._services.media)
             else:
                 self.warming.answered(question.number, None, now_ns)
         self._reply()

@@ -12,7 +12,6 @@ from ...shmring.wire.codec import Message
 from ..config.model import Mode
 from ..planning.copies import Steps, carry_out
 from ..planning.planner import Planner
-from ..planning.prefixes import Prefixes
 from ..planning.promotion import Promotions
 from ..store.client import Store
 from ..store.storage_nodes import Get
@@ -87,7 +86,7 @@ class EpochParts(Caller):
             wasted_share=services.wasted_share if engine.scheduler.loads else 1.0,
         )
         self._negative = services.negatives.join(self.ranks.namespaces)
-        self.prefixes = None if engine.groups is None else Prefixes(engine.groups)
+        self.groups = engine.groups
         self.look_ups = LookUps(
             self.planner.requests, self._negative, timeout_ns=self._pools.timeout_ns, lease_ns=services.lease_ns
         )

@@ -1,7 +1,9 @@
 """The look-ups of one engine: what to ask the store, for which requests first, and what needs no question.
 
 Pure.  One batch is out at a time.  It asks for as many requests as wait then, those that the scheduler asked for first,
-so that a thousand hints make a few calls.  A store that does not answer makes every waiting request a miss at once.
+so that a thousand hints make a few calls.  No call grows with a prompt: a request asks slice by slice, in its place of
+the queue, and no further than its first absent block.  A store that does not answer makes every waiting request a miss
+at once.
 
 A hit that waits longer than half a lease for its fetch is asked for again, which renews the lease: in parts, the most
 urgent request's first.  Batches of renewals take turns with batches of new requests, so that neither waits for all of
@@ -12,23 +14,67 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..planning.negative import NegativeCache
+from ..planning.prefixes import Prompt
 from ..planning.requests import Key, Request, Urgency
 from .transfers import Found
 
 BATCH_DIGESTS = 1024  # of one store call, about a millisecond; of a part that is renewed
+FIRST_DIGESTS = 64  # of a prompt's first slice: a miss then costs little more than that of one digest
+SLICE_DIGESTS = 4096  # of the later ones: a call of 10 ms, or of 35 where it asks for the medium
 RENEWED_AT_ONCE = 2 * BATCH_DIGESTS  # at least; new requests wait 3 ms for them
 RENEWED_PER_TICK = 16384  # digests: bounds what renewal costs, a tenth of a core
 
 
-class Question(NamedTuple):
-    """Digests of the request's blocks from `start` on."""
+class Leading:
+    """The questions of a request of one KV group: its digests behind those in staging, up to the first absent one."""
+
+    def __init__(self, request: Request) -> None:
+        self._request, self._first = request, request.issued
+        self.blocks, self.on_disk = request.issued, b""  # the store has the blocks up to here
+        self._asked, self._ended = 0, False
+
+    def next(self, most: int) -> Sequence[bytes]:
+        """Return up to `most` digests to ask for; none once it is known how many there are."""
+        stop = self.blocks if self._ended else min(self.blocks + most, self._request.blocks)
+        self._asked = stop - self.blocks
+        return self._request.digests(self.blocks, stop)
+
+    def found(self, present: bytes, on_disk: bytes) -> None:
+        """Take a byte for each digest that `next` returned last; digests without a byte are absent."""
+        run = (present[: self._asked] + b"\0").index(0)
+        self.blocks += run
+        self.on_disk += on_disk[:run].ljust(run, b"\0")
+        self._ended = run < self._asked
+
+    def give_up(self) -> None:
+        """The store does not answer: what is staged counts, if it did not say more before."""
+        if self.blocks == self._first:  # its pins may have been taken back since
+            self.blocks = self._request.issued
+        self._ended = True
+
+
+@dataclass(slots=True, eq=False)
+class Asking:
+    """One request's questions. `asked_ns`: when the first one went out, or -1.  `again`: it was answered before."""
 
     request: Request
-    start: int
+    prompt: Leading | Prompt
+    since_ns: int
+    again: bool
+    asked_ns: int = -1
+
+
+class Question(NamedTuple):
+    """Digests to ask for: the next ones of `asking`, or, to be renewed, those of the blocks from `start` on."""
+
+    request: Request
     digests: Sequence[bytes]
+    start: int = 0
+    asking: Asking | None = None
 
 
 class Batch(NamedTuple):
@@ -41,10 +87,10 @@ class Batch(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The store, or staging, has a request's blocks up to `blocks`.
+    """The store, or staging, has a request's blocks up to `blocks`; a whole request's prompt knows which.
 
-    `renewal`: a later answer, which says what is left.  `unavailable`: the store could not say.  For a whole request
-    `present` and `on_disk` have a byte for each block that it asked for.
+    `renewal`: a later answer, which says what is left.  `again`: another answer, after blocks were lost.
+    `unavailable`: the store could not say.
     """
 
     request: Request
@@ -52,18 +98,18 @@ class Answer(NamedTuple):
     on_disk: bytes = b""
     unavailable: bool = False
     renewal: bool = False
-    present: bytes = b""
+    again: bool = False
 
 
 class LookUps:
-    """Questions from a hint to its answer. The caller applies the answers in the order of the list."""
+    """Questions from a hint to its answer. The caller applies the answers in order."""
 
     def __init__(
         self, requests: Mapping[Key, Request], negative: NegativeCache, *, timeout_ns: int, lease_ns: int
     ) -> None:
         self._requests, self._negative = requests, negative
         self._timeout_ns, self._renew_ns = timeout_ns, lease_ns // 2
-        self._waiting: dict[Key, tuple[int, Question]] = {}  # since when
+        self._waiting: dict[Key, Asking] = {}
         self._queue: list[tuple[Urgency, Key]] = []
         self._renewals: list[tuple[int, int, int, Key]] = []  # when due, number of the request, first block of the part
         self._renewing: list[tuple[Urgency, int, Key]] = []  # due parts
@@ -80,25 +126,27 @@ class LookUps:
         """Entries of the queue: outdated ones of requests that were asked for count too."""
         return len(self._queue)
 
-    def add(
-        self, request: Request, now_ns: int, *, answering: bool, wanted: Sequence[bytes] | None = None
-    ) -> Answer | None:
-        """Take a new request, a whole one with all that it may want; return its answer if that needs no question."""
-        digests = request.digests(request.issued, request.blocks) if wanted is None else wanted
-        if not digests:
-            self._renew_later(request, request.blocks, now_ns)
-            return Answer(request, request.issued)
+    def add(self, request: Request, now_ns: int, *, answering: bool, again: bool = False) -> Answer | None:
+        """Take a new request, or one that lost chosen blocks; return its answer if that needs no question."""
+        asking = Asking(request, request.prompt or Leading(request), now_ns, again)
+        if self._settled(asking, now_ns):
+            return self._answer(asking, now_ns)
         if not answering:
-            return Answer(request, request.issued, unavailable=True)
-        known = self._negative.first(digests, now_ns)
-        if known == 0:
-            return Answer(request, request.issued)
-        self._waiting[request.key] = (
-            now_ns,
-            Question(request, request.issued, digests[: known if wanted is None else None]),
-        )
-        heapq.heappush(self._queue, (request.urgency, request.key))
+            return self._give_up(asking, now_ns)
+        self._wait(asking)
         return None
+
+    def _wait(self, asking: Asking) -> None:
+        self._waiting[asking.request.key] = asking
+        heapq.heappush(self._queue, (asking.request.urgency, asking.request.key))
+
+    def _settled(self, asking: Asking, now_ns: int) -> bool:
+        """Whether there is nothing to ask: all is known, or staged, or the next block is a known miss."""
+        first = asking.prompt.next(1)
+        if first and self._negative.first(first, now_ns) == 0:
+            asking.prompt.found(b"", b"")
+            first = asking.prompt.next(1)
+        return not first
 
     def asked(self, request: Request) -> None:
         """Its urgency changed."""
@@ -111,21 +159,24 @@ class LookUps:
             return None
         turn = self._new_before > 0
         for renewal in (turn, not turn):
-            if questions := self._due(now_ns) if renewal else self._new():
+            if questions := self._due(now_ns) if renewal else self._new(now_ns):
                 self._new_before = 0 if renewal else sum(len(question.digests) for question in questions)
                 self._number += 1
                 self._flight = Batch(self._number, questions, renewal, now_ns)
                 return self._flight
         return None
 
-    def _new(self) -> list[Question]:
+    def _new(self, now_ns: int) -> list[Question]:
         questions: list[Question] = []
         room = BATCH_DIGESTS
         while self._queue and room > 0:
             _, key = heapq.heappop(self._queue)
-            if (waiting := self._waiting.pop(key, None)) is not None and self._lives(waiting[1].request):
-                questions.append(waiting[1])
-                room -= len(waiting[1].digests)
+            if (asking := self._waiting.pop(key, None)) is not None and self._lives(asking.request):
+                most = FIRST_DIGESTS if asking.asked_ns < 0 else SLICE_DIGESTS
+                asking.asked_ns = now_ns if asking.asked_ns < 0 else asking.asked_ns
+                start = asking.prompt.blocks if isinstance(asking.prompt, Leading) else 0
+                questions.append(Question(asking.request, asking.prompt.next(most), start, asking))
+                room -= len(questions[-1].digests)
         return questions
 
     def _due(self, now_ns: int) -> list[Question]:
@@ -140,7 +191,8 @@ class LookUps:
             heapq.heappush(self._renewals, (now_ns + self._renew_ns, number, part, key))
             request = self._requests.get(key)
             if request is not None and request.sequence == number and (blocks := _left(request, part)):
-                questions.append(Question(request, blocks.start, request.digests(blocks.start, blocks.stop)))
+                digests = request.digests(blocks.start, blocks.stop)
+                questions.append(Question(request, digests, blocks.start))
                 room -= len(blocks)
                 self._room -= len(blocks)
         return questions
@@ -151,37 +203,40 @@ class LookUps:
             return []  # given up before
         batch, self._flight = self._flight, None
         if found is None:
-            return [] if batch.renewal else self._give_up(batch.questions, now_ns)
-        answers = []
-        for question, (run, on_disk, present) in zip(batch.questions, found, strict=True):
-            shorter = run < len(question.digests)
-            if shorter:
-                self._negative.add(question.digests[run], now_ns, asked_ns=batch.asked_ns)
-            request = question.request
-            if not self._lives(request):
+            askings = (question.asking for question in batch.questions)
+            return [self._give_up(each, now_ns) for each in askings if each and self._lives(each.request)]
+        answers = list[Answer]()
+        for question, (present, on_disk) in zip(batch.questions, found, strict=True):
+            first = present.find(0)
+            if first >= 0:
+                self._negative.add(question.digests[first], now_ns, asked_ns=batch.asked_ns)
+            if not self._lives(question.request):
                 continue
-            before, blocks = question.start - request.local, question.start + run
-            if request.whole:
-                answers += self._whole(batch, question, Found(run, on_disk, present), now_ns)
-            elif not batch.renewal:
-                where = request.on_disk[:before].ljust(before, b"\0") + on_disk
-                answers.append(Answer(request, blocks, where))
-                self._renew_later(request, max(blocks, request.limit), batch.asked_ns)
-            elif shorter:
-                answers.append(Answer(request, blocks, request.on_disk, renewal=True))
+            if question.asking is not None:
+                answers += self._found(question.asking, question.digests, present, on_disk, now_ns)
+            elif first >= 0:
+                answers += self._lost(question, first)
         return answers
 
-    def _whole(self, batch: Batch, question: Question, found: Found, now_ns: int) -> list[Answer]:
-        """Answer a whole request; it may want other blocks by now than those that were asked for again."""
-        request, digests, run = question.request, question.digests, question.start + found.run
-        if not batch.renewal:
-            present = bytearray(found.present.ljust(len(digests), b"\0"))
-            for index in self._negative.lasting(digests, now_ns):
-                present[index] = 0
-            self._renew_later(request, len(digests), batch.asked_ns)
-            return [Answer(request, 0, found.on_disk, present=bytes(present))]
-        lost = found.run < len(digests) and run < request.limit and request.digest(run) == digests[found.run]
-        return [Answer(request, run, request.on_disk, renewal=True)] if lost else []
+    def _found(
+        self, asking: Asking, digests: Sequence[bytes], present: bytes, on_disk: bytes, now_ns: int
+    ) -> list[Answer]:
+        """Answer a request with nothing left to ask; the others wait for their next slice."""
+        if bad := self._negative.lasting(digests, now_ns):  # whatever the store says of them
+            present = bytes(0 if index in bad else each for index, each in enumerate(present))
+        asking.prompt.found(present, on_disk)
+        if self._settled(asking, now_ns):
+            return [self._answer(asking, now_ns)]
+        asking.since_ns = now_ns
+        self._wait(asking)
+        return []
+
+    def _lost(self, question: Question, first: int) -> list[Answer]:
+        """Shorten a request by a block that the store has no more, if it still wants that one."""
+        request, block = question.request, question.start + first
+        if block >= request.limit or request.digest(block) != question.digests[first]:
+            return []
+        return [Answer(request, block, request.on_disk, renewal=True)]
 
     def give_up(self, now_ns: int) -> list[Answer]:
         """Answer every waiting request, since the store does not; those of a batch that is out wait for its end.
@@ -190,15 +245,16 @@ class LookUps:
         """
         if self._flight is not None:
             return []
-        questions = [question for _, question in self._waiting.values()]
+        askings = [each for each in self._waiting.values() if self._lives(each.request)]
         self._waiting.clear()
         self._queue.clear()
-        return self._give_up(questions, now_ns)
+        return [self._give_up(each, now_ns) for each in askings]
 
     def tick(self, now_ns: int) -> list[Answer]:
         """Answer requests that waited too long; collect the leases to renew."""
-        late = [key for key, (since, _) in self._waiting.items() if now_ns - since >= self._timeout_ns]
-        answers = self._give_up([self._waiting.pop(key)[1] for key in late], now_ns)
+        late = [key for key, asking in self._waiting.items() if now_ns - asking.since_ns >= self._timeout_ns]
+        askings = [asking for asking in map(self._waiting.pop, late) if self._lives(asking.request)]
+        answers = [self._give_up(each, now_ns) for each in askings]
         self._room = RENEWED_PER_TICK
         while self._renewals and self._renewals[0][0] <= now_ns:
             _, number, part, key = heapq.heappop(self._renewals)
@@ -211,27 +267,33 @@ class LookUps:
                 heapq.heappush(self._renewals, (now_ns + self._renew_ns, number, part, key))
         return answers
 
-    def _renew_later(self, request: Request, limit: int, asked_ns: int) -> None:
-        """Schedule renewals of blocks [local, limit), part by part, again and again until the request ends.
+    def _give_up(self, asking: Asking, now_ns: int) -> Answer:
+        """Answer with what is known, or staged. Hits stay hits as long as they are not renewed."""
+        asking.prompt.give_up()
+        return self._answer(asking, now_ns, unavailable=True)
 
-        If its staged blocks are taken back, it fetches them again and needs the lease.
+    def _answer(self, asking: Asking, now_ns: int, *, unavailable: bool = False) -> Answer:
+        """Answer a request, and schedule renewals of its blocks, part by part, again and again until it ends.
+
+        The lease counts from its first slice.  Where its staged blocks are taken back, it fetches them again and needs
+        the lease for them, too.
         """
-        for part in range(request.local, limit, BATCH_DIGESTS):
-            heapq.heappush(self._renewals, (asked_ns + self._renew_ns, request.sequence, part, request.key))
-
-    def _give_up(self, questions: Sequence[Question], now_ns: int) -> list[Answer]:
-        """Answer with the blocks that are staged already. Hits stay hits as long as they are not renewed."""
-        answers = []
-        for question in questions:
-            request = question.request
-            if self._lives(request):
-                answers.append(Answer(request, request.issued, unavailable=True))
-                self._renew_later(request, max(request.issued, request.limit), now_ns)
-        return answers
+        request, prompt, on_disk = asking.request, asking.prompt, b""
+        if isinstance(prompt, Leading):
+            blocks = most = prompt.blocks
+            before = max(0, prompt.blocks - len(prompt.on_disk) - request.local)
+            on_disk = request.on_disk[:before].ljust(before, b"\0") + prompt.on_disk
+        else:
+            blocks, most = 0, prompt.most_blocks
+        if not asking.again:
+            due_ns = (now_ns if asking.asked_ns < 0 else asking.asked_ns) + self._renew_ns
+            for part in range(request.local, most, BATCH_DIGESTS):
+                heapq.heappush(self._renewals, (due_ns, request.sequence, part, request.key))
+        return Answer(request, blocks, on_disk, unavailable, again=asking.again)
 
     def _lives(self, request: Request) -> bool:
-        """Whether it has not ended. A faulty engine may have hinted another request under its key."""
-        return self._requests.get(request.key) is request
+        """Whether it has not ended, and is not void. A faulty engine may have hinted another request under its key."""
+        return self._requests.get(request.key) is request and not request.final
 
 
 def _left(request: Request, part: int) -> range:

@@ -142,10 +142,8 @@ def layout_for(config: DaemonConfig, epoch: int, engine: EngineInfo, device_slot
     """
     wants, slots = engine.scheduler, slots_for(config.staging, engine.block_bytes)
     save_slots = min(slots - 1, max(1, int(slots * config.save_share))) if wants.saves else 0
-    items = wants.max_blocks
-    if (groups := engine.groups) is not None:
-        items = groups.most_items(0, wants.max_blocks * groups.unit_tokens)
-    longest = pages_of(items)
+    names = wants.max_blocks if engine.groups is None else engine.groups.names(wants.max_blocks)
+    longest = pages_of(names)
     page_count = max(LONGEST * longest, min(FLAGS * longest, TABLE_BYTES // (4 * PAGE_ENTRIES)))
     ring_bytes = power_of_two_at_least(4 * wants.max_hint_bytes)
     most = max(CONTROL_BYTES, config.staging // 4)
@@ -160,7 +158,7 @@ def layout_for(config: DaemonConfig, epoch: int, engine: EngineInfo, device_slot
         ring_bytes=max(config.hint_ring, ring_bytes),
         flag_count=FLAGS,
         page_count=page_count,
-        table_entries=items,
+        table_entries=names,
         credit_entries=power_of_two_at_least(max(1, save_slots)),
         slot_count=slots,
         epoch=epoch,

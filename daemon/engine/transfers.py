@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, compress, islice
+from itertools import accumulate, chain, compress, islice
 from typing import Any, NamedTuple
 
 from ...shmring.wire.attach import WorkerInfo
@@ -21,7 +21,6 @@ from ..store.keys import name_of, whole_prefix
 from ..store.storage_nodes import Get
 from .staging import HostStaging
 
-AT_ONCE = 64  # digests of one call, which then costs little more than that of one
 RETRY_S = 0.02  # a replica being written or busy is usually there by then
 _SOON = (ErrorClass.RETRY, ErrorClass.LOOKUP_AGAIN)
 # After these a put is tried again.
@@ -121,6 +120,17 @@ class RankLayout:
             return [prefix + name for name in map(bytes.hex, digests)]
         return [each + name for name in map(bytes.hex, digests) for each in (prefix, *others)]
 
+    def first_key(self, name: bytes) -> str:
+        """Return the key of the block's first shard."""
+        return self.prefixes[name[-1]][0] + name[:-1].hex() if self.named else self.prefixes[0][0] + name.hex()
+
+    def joined(self, names: Sequence[bytes], parts: Sequence[bool]) -> bytearray:
+        """Return a byte for each block, from a truth for each of its `keys`: whether all are true."""
+        if len(parts) == len(names):
+            return bytearray(parts)
+        rest = iter(parts)
+        return bytearray(all(list(islice(rest, len(self.of_block(name))))) for name in names)
+
     def values(self, blocks: Sequence[tuple[bytes, int]], *, saving: bool = False) -> _Values:
         """Return the values of (digest, slot) blocks, in the order of `keys`.
 
@@ -204,82 +214,37 @@ class SaveResult:
 
 
 class Found(NamedTuple):
-    """The store holds `run` leading digests of a question for every rank; `on_disk` has a 1 for each on disk alone.
+    """A byte for each digest of a question: whether the store holds it for every rank, and whether on disk alone."""
 
-    With several KV groups `present` and `on_disk` have a byte for each digest of the question.
-    """
-
-    run: int
+    present: bytes
     on_disk: bytes
-    present: bytes = b""
+
+    @property
+    def run(self) -> int:
+        """Return how many leading digests the store holds."""
+        return (self.present + b"\0").index(0)
 
 
 def look_up(
     store: Store, layout: RankLayout, questions: Sequence[Sequence[bytes]], *, media: bool
 ) -> list[Found] | None:
-    """Return the answers to several requests' questions; None if the store cannot say now.
+    """Return the answers to several requests' questions, from one call; None if the store cannot say now.
 
-    Many digests take two calls: the second asks for the rest of the questions whose first digest is there.
     `media`: ask also where the values lie, about 3 us for each hit.  An object of another size is a miss then.
     """
+    names = list(chain.from_iterable(questions))
     try:
-        if layout.named:
-            return _presence(store, layout, questions, media=media)
-        if sum(map(len, questions)) <= AT_ONCE:
-            runs = _runs(store, layout, questions)
-        else:
-            runs = _runs(store, layout, [digests[:1] for digests in questions])
-            others = [digests[1:] if run else () for digests, run in zip(questions, runs, strict=True)]
-            runs = [run + more for run, more in zip(runs, _runs(store, layout, others), strict=True)]
-        if not media:
-            return [Found(run, b"") for run in runs]
-        prefix, size = layout.prefixes[0][0], layout.staging.block_bytes[0]
-        keys = [prefix + digest.hex() for digests, run in zip(questions, runs, strict=True) for digest in digests[:run]]
-        where = iter(store.media(keys, size))
+        present = layout.joined(names, store.exist(layout.keys(names)))
+        on_disk = bytearray(len(names))
+        if media and (held := [at for at, there in enumerate(present) if there]):
+            where = store.media([layout.first_key(names[at]) for at in held], layout.staging.block_bytes[0])
+            for at, medium in zip(held, where, strict=True):
+                present[at], on_disk[at] = medium is not None, medium == "disk"
     except StoreUnavailable:
         return None
-    return [_found(list(islice(where, run))) for run in runs]
-
-
-def _runs(store: Store, layout: RankLayout, questions: Sequence[Sequence[bytes]]) -> list[int]:
-    """Count the leading digests of each question that the store holds for every rank. Raises StoreUnavailable."""
-    parts = len(layout.shards[0])
-    present = iter(store.exist(layout.keys(chain.from_iterable(questions))))
-    here = [list(islice(present, parts * len(digests))) for digests in questions]
-    return [(each.index(False) if False in each else len(each)) // parts for each in here]
-
-
-def _presence(store: Store, layout: RankLayout, questions: Sequence[Sequence[bytes]], *, media: bool) -> list[Found]:
-    """Return which digests the store holds for every rank; none of a question whose first is absent.
-
-    Raises StoreUnavailable.
-    """
-    first = _there(store, layout, [digests[0] for digests in questions])
-    asked = [digests if there else () for digests, there in zip(questions, first, strict=True)]
-    names = list(chain.from_iterable(asked))
-    present = _there(store, layout, names)
-    on_disk = bytearray(len(names))
-    if media and (held := [at for at, each in enumerate(present) if each]):
-        keys = [layout.prefixes[names[at][-1]][0] + names[at][:-1].hex() for at in held]  # of each block's first part
-        for at, medium in zip(held, store.media(keys, layout.staging.block_bytes[0]), strict=True):
-            present[at], on_disk[at] = medium is not None, medium == "disk"
-    found, start = list[Found](), 0
-    for digests, some in zip(questions, asked, strict=True):
-        there, disk = (bytes(each[start : start + len(some)]).ljust(len(digests), b"\0") for each in (present, on_disk))
-        found.append(Found((there + b"\0").index(0), disk, there))
-        start += len(some)
-    return found
-
-
-def _there(store: Store, layout: RankLayout, digests: Sequence[bytes]) -> bytearray:
-    """Return a byte for each digest: whether the store holds it for every rank."""
-    there = iter(store.exist(layout.keys(digests)))
-    return bytearray(all(list(islice(there, len(layout.of_block(each))))) for each in digests)
-
-
-def _found(where: Sequence[Medium | None]) -> Found:
-    run = where.index(None) if None in where else len(where)
-    return Found(run, bytes(medium == "disk" for medium in where[:run]))
+    stops = list(accumulate(map(len, questions)))
+    bounds = zip([0, *stops], stops, strict=False)
+    return [Found(bytes(present[start:stop]), bytes(on_disk[start:stop])) for start, stop in bounds]
 
 
 def fetch(

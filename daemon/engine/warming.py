@@ -101,7 +101,7 @@ class Warming:
                 questions.append(chain[staged : staged + self._negative.first(chain[staged:], now_ns)])
             if any(questions):
                 return Question(batch.number, questions)
-            self.answered(batch.number, [Found(0, b"")] * len(questions), now_ns)
+            self.answered(batch.number, [Found(bytes(len(each)), b"") for each in questions], now_ns)
         return None
 
     def answered(self, number: int, found: Sequence[Found] | None, now_ns: int) -> None:
@@ -114,8 +114,8 @@ class Warming:
             self._batches.popleft()
             self._refuse(number, "the store does not answer")
             return
-        for i, (chain, (run, on_disk, _)) in enumerate(zip(batch.chains, found, strict=True)):
-            start = batch.found[i]
+        for i, (chain, answer) in enumerate(zip(batch.chains, found, strict=True)):
+            start, run, on_disk = batch.found[i], answer.run, answer.on_disk
             batch.found[i] += run
             batch.counts["absent"] += len(chain) - batch.found[i]
             for at, digest in enumerate(chain[start : start + run]):

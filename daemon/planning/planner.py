@@ -17,6 +17,7 @@ from collections.abc import Sequence, Set
 from .blocks import Blocks
 from .ceiling import Ceiling
 from .holdings import Holdings
+from .prefixes import Prompt
 from .queues import Queues, Stop, Victims
 from .requests import Broken, Failure, FlagPort, Key, Order, Publication, Request, TakenBack, Urgency
 from .runs import BlockState, Lane, Run
@@ -68,10 +69,10 @@ class Planner:
         self._queues.nearer()
         return request
 
-    def hint_whole(self, key: Key, local: int, priority: int) -> Request:
-        """A request arrived whose blocks, all or none, `choose` names; `local`: what its flag shows without them."""
+    def hint_whole(self, key: Key, prompt: Prompt, priority: int) -> Request:
+        """A request arrived whose blocks, all or none, `choose` names, once its prompt knows which there are."""
         self._sequence += 1
-        request = Request(key, b"", 1, 0, priority, self._sequence, whole=True, none_of_them=local)
+        request = Request(key, b"", 1, 0, priority, self._sequence, prompt=prompt, none_of_them=prompt.local_blocks)
         self.requests[key] = self._numbers[request.sequence] = request
         self._queues.arrived(request)
         return request

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from struct import Struct
 from typing import NamedTuple, Protocol
 
+from .prefixes import Prompt
 from .runs import Lane, Run
 
 Key = tuple[int, int]  # (flag, generation)
@@ -37,8 +38,9 @@ class Failure(NamedTuple):
 class Request:
     """One hinted request. Blocks [local, ready) are published, [local, issued) pinned, [local, limit) in the store.
 
-    A *whole* request, of an engine with several KV groups, is of use only when all its blocks are staged: then its flag
-    shows `all_of_them`, and until then or without them `none_of_them`. Its blocks are those of any group, `local` is 0.
+    A *whole* request, of an engine with several KV groups, has a `prompt`.  It is of use only when all its blocks are
+    staged: then its flag shows `all_of_them`, and until then or without them `none_of_them`. Its blocks are those of
+    any group, `local` is 0.
     """
 
     key: Key
@@ -63,9 +65,13 @@ class Request:
     first_byte_ns: int = 0
     last_byte_ns: int = 0
     stopped: bool = False  # the engine recomputes what was not under way
-    whole: bool = False
+    prompt: Prompt | None = None
     none_of_them: int = 0
     all_of_them: int = 0
+
+    @property
+    def whole(self) -> bool:
+        return self.prompt is not None
 
     @property
     def blocks(self) -> int:

@@ -19,7 +19,7 @@ from ..planning.runs import Lane
 from ..telemetry.events import Ending
 from .signals import Signals
 
-DRAIN_LIMIT = 256  # records of one ring in a turn
+DRAIN_NS = 2_000_000  # for the records of one ring in a turn: they cost what the engine makes them cost
 EVENTS_PER_TURN = 16  # readable descriptors that are handled before the rings are read again
 TICK_NS = 100_000_000
 IDLE_TICK_NS = 250_000_000
@@ -52,7 +52,7 @@ class Loop:
         self._shared.pools.run_finished()
         self._control.carry_on()
         for epoch in self._epochs.attached():
-            epoch.drain(DRAIN_LIMIT)
+            epoch.drain(time.monotonic_ns() + DRAIN_NS)
         self._start_fetches()
         self._start_saves(now_ns)
         for epoch in self._epochs.corrupt():

@@ -91,7 +91,8 @@ class Hint(NamedTuple):
 
     With several KV groups a block has the tokens of `Groups.unit_tokens`, and a digest those of `hash_tokens`.
     Blocks [0, local_blocks) were in the engine's own prefix cache. Times are CLOCK_MONOTONIC nanoseconds. `pages` of
-    the segment are the flag's slot table, as many as its items need.  `trace`: the request's place in a trace, as W3C's
+    the segment are the flag's slot table, as many as entries for all blocks that are not local would need, in every KV
+    group; the entries are those of the blocks that are staged.  `trace`: the request's place in a trace, as W3C's
     Trace Context has it: 16 bytes of trace id and 8 of the parent span's; zeros without one.
     """
 

@@ -121,9 +121,9 @@ def refusals() -> list[tuple[str, dict[str, Any], Any]]:
     return [
         ("outside the prefix cache .*=0$", {}, kv_cache_config([full], 0)),
         # vLLM cannot make one group of these, so nothing is advised.
-        (f"{full_only}1 kv_cache_spec=SlidingWindowSpec$", {}, kv_cache_config([window])),
-        (f"{full_only}2 kv_cache_spec=Chunked.*,SlidingWindowSpec$", {}, kv_cache_config([window, chunks], 2)),
-        (f"{full_only}1 kv_cache_spec=MambaSpec$", {}, kv_cache_config([mamba])),
+        (f"{full_only}1 kinds=window$", {}, kv_cache_config([window])),
+        (f"{full_only}2 kinds=chunk,window$", {}, kv_cache_config([window, chunks], 2)),
+        (f"{full_only}1 kinds=state$", {}, kv_cache_config([mamba])),
         ("beside full attention of one kind only: .*,state", {}, kv_cache_config([full, window, mamba], 3)),
         (f"{one_group}full,window", eagle, kv_cache_config([full, window], 2)),
         (f"{one_group}chunk,full", eagle, kv_cache_config([full, chunks], 2)),
@@ -140,10 +140,8 @@ def refusals() -> list[tuple[str, dict[str, Any], Any]]:
 
 # By the ends of the reasons of `refusals`.
 SHOWN = {
-    "1 kv_cache_spec=SlidingWindowSpec$": pytest.mark.shows(
-        "saved, then loaded: tokens equal", "sliding windows alone", refused=True
-    ),
-    "1 kv_cache_spec=MambaSpec$": pytest.mark.shows("saved, then loaded: tokens equal", "Mamba", refused=True),
+    "1 kinds=window$": pytest.mark.shows("saved, then loaded: tokens equal", "sliding windows alone", refused=True),
+    "1 kinds=state$": pytest.mark.shows("saved, then loaded: tokens equal", "Mamba", refused=True),
     "of one kind only: .*,state": pytest.mark.shows(
         "saved, then loaded: tokens equal", "full attention, sliding windows and Mamba", refused=True
     ),

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvprefetch.connector.groups import of_engine
+from kvprefetch.daemon.planning import prefixes as search
 from kvprefetch.shmring.groups import Group, Groups, Kind
 from tests.support.kv_groups import layouts
 
@@ -64,6 +65,21 @@ prompts = st.tuples(layouts(), st.integers(0, LONGEST), st.integers(0, LONGEST),
 shapes = st.tuples(st.booleans(), st.booleans())
 
 
+def longest(groups: Groups, hashes: list[bytes], local: int, usable: int, exists: set[tuple[int, bytes]]) -> int:
+    """The tokens of the longest prefix, as a request finds them by asking for three blocks at a time."""
+    unit, digests = (
+        groups.unit_tokens,
+        hashes[: usable // groups.unit_tokens * groups.unit_tokens // groups.hash_tokens],
+    )
+    if usable // unit <= local // unit:
+        return local
+    blocks = range(local // unit, usable // unit)
+    asks = search.Prompt(groups, b"".join(digests), blocks, room=10_000, staged=lambda _: False)
+    while names := asks.next(3):
+        asks.found(bytes((name[-1], name[:-1]) in exists for name in names), b"")
+    return asks.choose().blocks * unit
+
+
 @given(prompts, shapes, st.randoms(use_true_random=False), st.floats(0.4, 1))
 def test_the_longest_prefix_is_upstreams(prompt: Prompt, shape: Shape, random: Random, share: float) -> None:
     """What the engine's own cache has counts as if the store had it, too."""
@@ -71,17 +87,17 @@ def test_the_longest_prefix_is_upstreams(prompt: Prompt, shape: Shape, random: R
     unit = groups.unit_tokens
     local, usable = local * unit, (local + more) * unit + rest
     hashes = [bytes([i]) * 4 for i in range(usable // groups.hash_tokens)]
-    wanted = groups.wanted(local, usable)
-    present = [np.array([random.random() < share for _ in blocks], dtype=np.bool_) for blocks in wanted]
     exists = set()
-    for number, (blocks, there) in enumerate(zip(wanted, present, strict=True)):
-        own = np.arange(local // groups.groups[number].block_tokens)
-        for index in groups.digests(number, np.concatenate([own, blocks[there]])).tolist():
-            exists.add((number, hashes[index]))
+    for number, group in enumerate(groups.groups):
+        there = [
+            each < local // group.block_tokens or random.random() < share
+            for each in range(usable // group.block_tokens)
+        ]
+        exists |= {(number, hashes[index]) for index in groups.digests(number, np.flatnonzero(there)).tolist()}
     ours = upstream(groups, *shape)
     pool = coordinator.ExternalCachedBlockPool(groups.hash_tokens, exists)
     _, theirs = ours.find_longest_cache_hit(hashes, ours.align_lookup_length(usable), pool)
-    assert groups.longest(local, usable, present) == theirs
+    assert longest(groups, hashes, local, usable, exists) == theirs
 
 
 @given(prompts, shapes)
@@ -102,8 +118,11 @@ def test_wanted_is_upstreams_look_up_mask(prompt: Prompt, shape: Shape) -> None:
     groups, local, more, rest = prompt
     unit = groups.unit_tokens
     local, usable = local * unit, (local + more) * unit + rest
-    masks = upstream(groups, *shape).lookup_mask(usable // unit * unit)
-    for group, blocks, mask in zip(groups.groups, groups.wanted(local, usable), masks, strict=True):
+    masks, wanted = (
+        upstream(groups, *shape).lookup_mask(usable // unit * unit),
+        groups.wanted(local, local, usable // unit * unit),
+    )
+    for group, blocks, mask in zip(groups.groups, wanted, masks, strict=True):
         ends = range(usable // unit * unit // group.block_tokens)
         theirs = [block for block in numbers(mask, ends) if block >= local // group.block_tokens]
         if group.kind is Kind.STATE:
@@ -144,7 +163,7 @@ def test_tokens_below_a_window_are_covered_as_upstream_does_from_0_33_on(
     exists = {(group, hashes[i]) for group, there in enumerate(present) for i in np.flatnonzero(there)}
     theirs = coordinator.MooncakeStoreCoordinator(made, size, size)
     _, hit = theirs.find_longest_cache_hit(hashes, usable, coordinator.ExternalCachedBlockPool(size, exists))
-    ours = rules.longest(0, usable, present)
+    ours = longest(rules, hashes, 0, usable, exists)
     if hasattr(coordinator, "_coverage_spec"):
         assert ours == hit
     else:

@@ -46,7 +46,6 @@ def test_one_group_of_full_attention_needs_no_rules(specs: tuple[Any, ...]) -> N
     ("specs", "rules"),
     [
         ((FULL, WINDOW), (Group(Kind.FULL, 32), Group(Kind.WINDOW, 32, 100))),
-        ((WINDOW,), (Group(Kind.WINDOW, 32, 100),)),
         ((MLA, MLA_WINDOW), (Group(Kind.FULL, 32), Group(Kind.WINDOW, 32, 100))),
         ((FULL, CHUNK), (Group(Kind.FULL, 32), Group(Kind.CHUNK, 32, 128))),
         ((FULL, STATE, STATE), (Group(Kind.FULL, 32), Group(Kind.STATE, 32), Group(Kind.STATE, 32))),
@@ -72,6 +71,7 @@ def test_blocks_may_differ_in_size() -> None:
 @pytest.mark.parametrize(
     ("words", "specs"),
     [
+        ("beside full attention only: groups=1 kinds=window", (WINDOW,)),
         ("layers of one KV group differ", (FULL, uniform(WINDOW, dataclasses.replace(WINDOW, sliding_window=50)))),
         ("mamba_cache_mode=none", (FULL, dataclasses.replace(STATE, mamba_cache_mode="none"))),
         ("kv_cache_spec=CrossAttentionSpec", (FULL, kinds.CrossAttentionSpec(**HEADS))),
@@ -94,7 +94,7 @@ def test_groups_without_rules_are_refused_in_one_line(words: str, specs: tuple[A
 
 
 def test_drafts_from_hidden_states_need_one_group_of_full_attention() -> None:
-    for config, drafts in ((cache(FULL, WINDOW), True), (cache(WINDOW), True), (cache(FULL, FULL, eagle=(1,)), False)):
+    for config, drafts in ((cache(FULL, WINDOW), True), (cache(FULL, FULL, eagle=(1,)), False)):
         with pytest.raises(ValueError, match="drafts from hidden states"):
             groups.of_engine(config, 32, drafts=drafts)
 

@@ -37,30 +37,49 @@ def beyond(groups: Groups, local: int, tokens: int) -> list[set[int]]:
 
 Prompt = tuple[Groups, int, int, int]
 prompts = st.tuples(layouts(), st.integers(0, LONGEST), st.integers(0, LONGEST), st.integers(0, 11))
+# The groups; local, others above it, and usable tokens, in units.
+ranges = st.tuples(layouts(), st.integers(0, 9), st.integers(0, 9), st.integers(0, LONGEST))
 
 
-@given(prompts, st.randoms(use_true_random=False), st.floats(0.5, 1))
-def test_the_longest_prefix_has_what_each_group_reads(prompt: Prompt, random: Random, share: float) -> None:
-    groups, local, usable, rest = prompt
-    local, usable = local * groups.unit_tokens, usable * groups.unit_tokens + rest
-    wanted = groups.wanted(local, usable)
-    present = [np.array([random.random() < share for _ in blocks], dtype=np.bool_) for blocks in wanted]
-    there = [set(blocks[here].tolist()) for blocks, here in zip(wanted, present, strict=True)]
-    whole = [
-        tokens
-        for tokens in lengths(groups, local, usable)
-        if all(need <= have for need, have in zip(beyond(groups, local, tokens), there, strict=True))
+def in_tokens(found: Prompt) -> Prompt:
+    groups, local, above, more = found
+    unit = groups.unit_tokens
+    return groups, local * unit, (local + above) * unit, (local + above + more) * unit
+
+
+@given(ranges, st.randoms(use_true_random=False), st.floats(0.5, 1), st.none() | st.integers(0, 60))
+def test_the_longest_prefix_has_what_each_group_reads(found: Prompt, random: Random, share: float, room: int) -> None:
+    groups, local, above, usable = in_tokens(found)
+    bases = [local // group.block_tokens for group in groups.groups]
+    there = [
+        np.array([random.random() < share for _ in range(base, usable // group.block_tokens)], dtype=np.bool_)
+        for group, base in zip(groups.groups, bases, strict=True)
     ]
-    assert groups.longest(local, usable, present) == max(whole, default=local)
+    for group, present in zip(groups.groups, there, strict=True):
+        present[:] |= group.kind is Kind.FULL
+    held = [set((np.flatnonzero(present) + base).tolist()) for present, base in zip(there, bases, strict=True)]
+    good = [
+        tokens
+        for tokens in lengths(groups, above, usable)
+        if all(need <= have for need, have in zip(beyond(groups, local, tokens), held, strict=True))
+        and (room is None or sum(map(len, beyond(groups, local, tokens))) <= room)
+    ]
+    assert groups.longest(local, above, usable, there, room) == max(good, default=above)
 
 
-@given(prompts)
-def test_wanted_is_what_some_prefix_reads(prompt: Prompt) -> None:
-    groups, local, usable, rest = prompt
-    local, usable = local * groups.unit_tokens, usable * groups.unit_tokens + rest
-    needs = [beyond(groups, local, tokens) for tokens in lengths(groups, local, usable)]
-    for number, blocks in enumerate(groups.wanted(local, usable)):
+@given(ranges)
+def test_wanted_is_what_some_prefix_reads(found: Prompt) -> None:
+    groups, local, above, usable = in_tokens(found)
+    needs = [beyond(groups, local, tokens) for tokens in lengths(groups, above, usable)]
+    for number, blocks in enumerate(groups.wanted(local, above, usable)):
         assert blocks.tolist() == sorted(set().union(*(need[number] for need in needs)))
+
+
+@given(layouts(), st.integers(0, 9), st.integers(0, LONGEST))
+def test_no_prefix_needs_more_than_the_names_of_its_blocks(groups: Groups, local: int, more: int) -> None:
+    unit = groups.unit_tokens
+    every = [more * unit // group.block_tokens for group in groups.groups]
+    assert groups.names(more) == sum(every) >= groups.most_items(local * unit, (local + more) * unit)
 
 
 @given(prompts)
@@ -123,9 +142,10 @@ def test_a_blocks_digest_is_the_one_of_its_end() -> None:
         (Groups((Group(Kind.FULL, 6),), 4), "block_tokens=6 hash_tokens=4"),
         (Groups((Group(Kind.FULL, 0),), 4), "block_tokens=0"),
         (Groups((Group(Kind.FULL, 4),), 0), "hash_tokens=0"),
-        (Groups((Group(Kind.WINDOW, 4),), 4), "kind=window window_tokens=0"),
+        (Groups((Group(Kind.FULL, 4), Group(Kind.WINDOW, 4)), 4), "kind=window window_tokens=0"),
         (Groups((Group(Kind.FULL, 4, 8),), 4), "kind=full window_tokens=8"),
-        (Groups((Group(Kind.CHUNK, 4, 6),), 4), "window_tokens=6 unit_tokens=4"),
+        (Groups((Group(Kind.FULL, 4), Group(Kind.CHUNK, 4, 6)), 4), "window_tokens=6 unit_tokens=4"),
+        (Groups((Group(Kind.STATE, 4), Group(Kind.WINDOW, 4, 6)), 4), "attention only: groups=2 kinds=state,window"),
     ],
 )
 def test_groups_without_rules_are_refused_in_one_line(groups: Groups, words: str) -> None:

@@ -75,7 +75,7 @@ def test_every_hot_word_is_alone_on_its_cache_line_inside_the_header_page() -> N
         ("ring_bytes", 1 << 31, "ring_bytes=2147483648"),
         ("flag_count", 0, "flag_count=0"),
         ("page_count", 0, "page_count=0"),
-        ("table_entries", 1 << 20, "table_entries=1048576"),
+        ("table_entries", 1 << 24, "table_entries=16777216"),
         ("credit_entries", 3, "power of 2: credit_entries=3"),
         ("slot_count", 1 << 32, "slot_count=4294967296"),
         ("epoch", 0, "epoch=0"),

@@ -19,6 +19,7 @@ from kvprefetch.daemon.engine.transfers import Found
 from kvprefetch.daemon.planning.requests import Key
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
+from kvprefetch.daemon.work.calls import Kind as CallKind
 from kvprefetch.shmring.groups import Group, Groups, Kind
 from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, make_epoch
@@ -127,14 +128,15 @@ class RealEpoch(Engine):
         self.count += 1
         key: Key = (0, self.count)
         self.hint([request.digest(block) for block in range(request.blocks)], key=key, local=local)
-        [question] = self._arguments()[2]
-        there = stored(self.groups, request)
-        present = bytes(name in there for name in question)
-        self.pools.end([Found([*present, 0].index(0), bytes(len(present)), present)])
-        calls = []
-        while self.epoch.start_fetch(Lane.MEMORY):
-            calls.append([name for name, _ in self._arguments()[2]])
-            self.pools.end([ErrorClass.MISS if name in gone else ErrorClass.OK for name in calls[-1]])
+        there, calls = stored(self.groups, request), list[list[bytes]]()
+        while self.pools.calls or self.epoch.start_fetch(Lane.MEMORY):
+            asked = self._arguments()[2]
+            if self.pools.calls[-1].kind is CallKind.LOOK_UP:
+                [question] = asked
+                self.pools.end([Found(bytes(name in there for name in question), bytes(len(question)))])
+            else:
+                calls.append([name for name, _ in asked])
+                self.pools.end([ErrorClass.MISS if name in gone else ErrorClass.OK for name in calls[-1]])
         flag, found = self.flag(key), self.table.found(0)
         assert flag.state == FlagState.READY
         held = list(self.epoch.planner.requests[key].held)

@@ -115,10 +115,14 @@ class EngineSide:
         name: str = "request",
         key: Key | None = None,
         pages: Sequence[int] = (),
+        names: int | None = None,
     ) -> Key:
-        """Push a hint in a free flag, or in the flag and generation of `key`, then with `pages` or its number."""
+        """Push a hint in a free flag, or in the flag and generation of `key`, then with `pages` or its number.
+
+        `names`: blocks of all KV groups, if there are more than digests.
+        """
         if key is None:
-            key = self.flags.take(FlagState.HINTED, len(digests))
+            key = self.flags.take(FlagState.HINTED, names or len(digests))
             assert key is not None
         else:
             self.put(key, FlagState.HINTED)

@@ -217,7 +217,7 @@ def test_what_an_operator_warms_needs_room_too(setup: Setup) -> None:
     replies: list[Message] = []
     setup.epoch.warm(Warm(run="1" * 32, chains=[[digest("a").hex()]]), replies.append)
     assert setup.calls[-1].kind is Kind.LOOK_UP
-    setup.pools.end([Found(1, b"")])
+    setup.pools.end([Found(b"\1", b"\0")])
     setup.pools.room = False
     setup.epoch.start_warming(Lane.MEMORY)
     setup.want((0, 1), "b")
@@ -315,5 +315,5 @@ def test_a_look_up_past_its_deadline_makes_a_miss_and_the_store_suspect() -> Non
     [call] = setup.calls
     call.give_up()
     assert suspected == ["look_up"]
-    setup.pools.end([Found(1, b"")])
+    setup.pools.end([Found(b"\1", b"\0")])
     setup.leave()

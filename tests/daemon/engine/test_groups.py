@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +17,14 @@ from kvprefetch.daemon.engine.staging import HostStaging
 from kvprefetch.daemon.engine.transfers import Found, RankLayout
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
+from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.work.calls import Kind as CallKind
 from kvprefetch.shmring.flags import Flag
 from kvprefetch.shmring.groups import Group, Groups, Kind
 from kvprefetch.shmring.wire.admin import Report, Warm
 from kvprefetch.shmring.wire.attach import WorkerInfo
 from kvprefetch.shmring.wire.records import FlagState, Hint, ProtocolError, RecordKind, Saved, encode_saved
-from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, digest, later_weights, make_epoch
+from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, digest, give_back, later_weights, make_epoch
 from tests.support.encoded import encode_hint
 from tests.support.engine_side import BLOCK_TOKENS
 
@@ -52,11 +56,11 @@ def test_a_blocks_group_is_in_its_key_and_not_in_its_hash() -> None:
     assert ranked.keys(names) == ["a@01", "b@01", "c@02", "d@02"]
     assert ranked.namespaces == ["a@", "b@", "c@", "d@"]
     store: Any = FakeStore(["a@01", "b@01", "c@02", "c@03", "d@03"])
-    found = transfers.look_up(store, ranked, [[*names, b"\x03\x01"], [b"\x09\x00", *names]], media=False)
-    assert found == [Found(1, bytes(3), b"\1\0\1"), Found(0, bytes(3), bytes(3))]
-    assert store.keys("exist")[0] == ["a@01", "b@01", "a@09", "b@09"], "the first of each question goes alone"
+    found = transfers.look_up(store, ranked, [[*names, b"\x03\x01"], [b"\x09\x00"]], media=False)
+    assert found == [Found(b"\1\0\1", bytes(3)), Found(b"\0", b"\0")]
+    assert store.keys("exist") == [["a@01", "b@01", "c@02", "d@02", "c@03", "d@03", "a@09", "b@09"]]
     found = transfers.look_up(store, ranked, [[b"\x01\x00", b"\x03\x01"]], media=True)
-    assert found == [Found(2, b"\1\0", b"\1\1")]
+    assert found == [Found(b"\1\1", b"\1\0")]
 
 
 def test_ranks_may_share_the_parts_of_one_group_and_not_those_of_another() -> None:
@@ -69,7 +73,7 @@ def test_ranks_may_share_the_parts_of_one_group_and_not_those_of_another() -> No
     keys = ["a@01", "b@01", "c@02", "a@03", "b@03"]
     store: Any = FakeStore(["a@01", "b@01", "c@02", "a@03"], [[OK] * 5, [OK, OK, OK, MISS, OK]])
     names = [name for name, _ in blocks]
-    assert transfers.look_up(store, ranked, [names], media=True) == [Found(2, b"\1\0\0", b"\1\1\0")]
+    assert transfers.look_up(store, ranked, [names], media=True) == [Found(b"\1\1\0", b"\1\0\0")]
     assert transfers.fetch(store, ranked, blocks) == [OK, OK, OK]
     assert transfers.fetch(store, ranked, blocks) == [OK, OK, MISS]
     assert store.keys("get_into") == [keys, keys]
@@ -126,20 +130,30 @@ class Setup(Engine):
 
     def __init__(self) -> None:
         self.now, self.pools = SECOND_NS, Pools()
+        self.names: list[bytes] = []  # of the last hint
+        self.lies: dict[bytes, tuple[int, int]] = {}  # whether the store has a block, and on disk alone
         super().__init__(make_epoch(None, 1, self.pools, lambda: self.now, chunk_blocks=12, groups=GROUPS))
 
     def hinted(self, number: int, *names: str, local: int = 0) -> Any:
+        self.names = [digest(name) + bytes([group]) for group in (1, 0) for name in names[local:]]
         return self.hint([digest(name) for name in names], key=(number, 1), local=local)
 
     def looked_up(self, present: list[int], on_disk: list[int] | None = None) -> None:
-        """The look-up ends; full attention's blocks come first."""
+        """The look-up of the last hint ends, after all its questions; full attention's blocks come first."""
+        self.lies.update(zip(self.names, zip(present, on_disk or [0] * len(present), strict=True), strict=True))
         assert self.pools.calls[-1].kind is CallKind.LOOK_UP
-        run = [*present, 0].index(0)
-        self.pools.end([Found(run, bytes(on_disk or [0] * len(present)), bytes(present))])
+        self.answer()
+
+    def answer(self) -> None:
+        while self.pools.calls and self.pools.calls[-1].kind is CallKind.LOOK_UP:
+            run: Any = self.pools.calls[-1].run
+            answers = [[self.lies[name] for name in question] for question in run.args[2]]
+            self.pools.end([Found(bytes(a for a, _ in each), bytes(b for _, b in each)) for each in answers])
 
     def fetched(self, *outcome: ErrorClass) -> None:
         assert any(self.epoch.start_fetch(lane) for lane in Lane)
         self.pools.end(list(outcome))
+        self.answer()
 
 
 @pytest.fixture
@@ -160,8 +174,7 @@ def test_a_flag_shows_the_prefix_once_all_its_blocks_are_there(setup: Setup) -> 
     setup.loaded(key, range(1, 3))
     assert setup.epoch.planner.gauges()["blocks_pinned"] == 0
     again = setup.hinted(1, "a", "b", "c", local=1)
-    setup.looked_up([0, 0, 0, 0])
-    assert setup.flag(again) == Flag(1, FlagState.READY, 3), "what is staged counts, whatever the store has by now"
+    assert setup.flag(again) == Flag(1, FlagState.READY, 3), "what is staged needs no question"
     (line,) = [line for _, line in setup.epoch.traces.recent]
     assert (line["hint_blocks"], line["local_blocks"], line["found_blocks"], line["loaded_blocks"]) == (3, 0, 3, 2)
     assert (line["kv_groups"], line["bytes"]) == (2, 4 * 4096)
@@ -192,7 +205,6 @@ def test_a_value_that_is_known_to_be_bad_is_not_chosen_again(setup: Setup) -> No
     setup.fetched(ErrorClass.CORRUPT, OK, OK)
     setup.fetched(OK)
     again = setup.hinted(1, "a", "b")
-    setup.looked_up([1, 1, 1, 1])
     assert setup.flag(again) == Flag(1, FlagState.READY, 1)
 
 
@@ -221,19 +233,19 @@ def test_a_lease_that_was_lost_shortens_the_prefix(setup: Setup) -> None:
     setup.now += 6 * SECOND_NS
     setup.epoch.tick(setup.now)
     assert setup.pools.calls[-1].kind is CallKind.LOOK_UP
-    setup.pools.end([Found(0, bytes(3), b"\0\1\1")])
+    setup.pools.end([Found(b"\0\1\1", bytes(3))])  # the window's block of "b" is gone
+    setup.answer()
     setup.fetched(OK, OK)
     assert setup.flag(key) == Flag(1, FlagState.READY, 1)
 
 
-def test_a_reset_ends_it_and_forgets_its_prompt(setup: Setup) -> None:
+def test_a_reset_ends_it(setup: Setup) -> None:
     key = setup.hinted(0, "a", "b")
     setup.looked_up([1, 1, 1, 1])
     setup.fetched(OK, OK, OK)
     setup.epoch.reset(later_weights())
     assert setup.flag(key).state == FlagState.EXPIRED
-    assert setup.epoch.prefixes is not None
-    assert len(setup.epoch.prefixes) == 0
+    assert not setup.epoch.planner.requests
 
 
 def test_records_that_do_not_fit_the_groups_are_counted_and_skipped(setup: Setup) -> None:
@@ -248,6 +260,38 @@ def test_records_that_do_not_fit_the_groups_are_counted_and_skipped(setup: Setup
         hint = Hint(0, 1, "r", blocks, 0, 0, 99, 5, 32, memoryview(bytes(64)), pages)
         setup.push(RecordKind.HINT, encode_hint(hint))
     assert setup.epoch.counters.bad_records == 3
+
+
+def test_a_hint_has_a_page_for_every_256_blocks_that_may_be_asked_for_in_any_group() -> None:
+    """Those of a window too, although a prefix needs few of them: the pages bound what an engine's requests cost."""
+    epoch = make_epoch(groups=GROUPS, max_blocks=512)
+    assert (epoch.memory.layout.table_entries, epoch.memory.layout.page_count) == (1024, 4096)
+    for blocks, local, pages in ((512, 0, 4), (512, 384, 1), (512, 383, 2), (1, 1, 1)):
+        for count in (pages - 1, pages, pages + 1):
+            hint = Hint(0, 1, "r", blocks, local, 0, 1, 1, 1, memoryview(bytes(blocks)), range(count) or [0, 0])
+            with contextlib.nullcontext() if count == pages else pytest.raises(ProtocolError, match="does not fit"):
+                epoch.channel.check_hint(hint)
+    hint = Hint(0, 1, "r", 513, 0, 0, 1, 1, 1, memoryview(bytes(513)), range(5))
+    with pytest.raises(ProtocolError, match="names=1026 max=1024"):
+        epoch.channel.check_hint(hint)
+    epoch.end(Ending.ENGINE_GONE)
+    give_back(epoch)
+
+
+def test_hints_that_wait_hold_little_more_than_their_digests_bytes() -> None:
+    """Names, of which each block of each group has one, are made as look-ups ask for them."""
+    engine = Engine(make_epoch(pools=Pools(), groups=GROUPS, max_blocks=16384))
+    hashes = [[i.to_bytes(28, "big") + number.to_bytes(4, "big") for i in range(16384)] for number in range(8)]
+    gc.collect()
+    tracemalloc.start()
+    for number, digests in enumerate(hashes):
+        pages = range(number * 128, number * 128 + 128)
+        engine.hint(digests, key=(number, 1), pages=pages)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert len(engine.epoch.planner.requests) == 8
+    assert held < 8 * 16384 * (32 + 2 + 4), "the digests, a byte for each block of two groups, and little else"
+    engine.leave()
 
 
 def test_a_hint_with_more_blocks_than_a_flag_can_count_is_skipped(setup: Setup) -> None:
@@ -265,11 +309,11 @@ def test_a_look_up_of_before_a_reset_ends_after_a_fetch_that_failed(setup: Setup
     setup.looked_up([1, 1, 1, 1])
     assert any(setup.epoch.start_fetch(lane) for lane in Lane)
     fetch = setup.pools.calls[-1]
-    cancelled = setup.hinted(1, "a", "b")
+    cancelled = setup.hinted(1, "c", "d")
     look_up = setup.pools.calls[-1]
     setup.put(cancelled, FlagState.CANCELLED)
     setup.epoch.reset(later_weights())
-    for call, result in ((fetch, [ErrorClass.CORRUPT] * 3), (look_up, [Found(0, bytes(4), b"\1\1\1\1")])):
+    for call, result in ((fetch, [ErrorClass.CORRUPT] * 3), (look_up, [Found(b"\1\1", bytes(2))])):
         setup.pools.calls.remove(call)
         call.finish(result)
     assert setup.flag(cancelled).state == FlagState.CANCELLED

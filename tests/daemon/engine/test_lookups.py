@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, RENEWED_AT_ONCE, Answer, Batch, LookUps
+from kvprefetch.daemon.engine.lookups import (
+    BATCH_DIGESTS,
+    FIRST_DIGESTS,
+    RENEWED_AT_ONCE,
+    SLICE_DIGESTS,
+    Answer,
+    Batch,
+    LookUps,
+)
 from kvprefetch.daemon.engine.neighbours import NegativeCaches
 from kvprefetch.daemon.engine.transfers import Found
 from kvprefetch.daemon.planning.negative import LASTING_NS, MAX_ENTRIES, MISS_NS, NegativeCache
@@ -77,8 +86,8 @@ class Setup:
     def answer(self, now: int = 0) -> None:
         batch, runs = self.sent[-1], list[Found]()
         for question in batch.questions:
-            run = next((i for i, d in enumerate(question.digests) if d not in self.stored), len(question.digests))
-            runs.append(Found(run, bytes(run)))
+            present = bytes(digest in self.stored for digest in question.digests)
+            runs.append(Found(present, bytes(len(present))))
         self.answered(batch.number, runs, now)
 
 
@@ -123,6 +132,86 @@ def test_a_question_is_bounded() -> None:
     assert sum(len(question.digests) for question in setup.sent[0].questions) == BATCH_DIGESTS
 
 
+def test_a_prompt_of_any_length_is_asked_for_slice_by_slice_up_to_its_first_absent_block() -> None:
+    setup = Setup()
+    names = [str(i) for i in range(20_000)]
+    setup.store(*names[:12_000])
+    key = setup.hint(1, *names)
+    setup.ask(0)
+    while key not in setup.answers:
+        setup.answer()
+    sizes = [len(question.digests) for batch in setup.sent for question in batch.questions]
+    assert sizes == [FIRST_DIGESTS, *[SLICE_DIGESTS] * 3]
+    assert setup.answers == {key: (12_000, False)}
+    miss = setup.hint(2, *reversed(names))
+    setup.ask(0)
+    setup.answer()
+    assert setup.answers[miss] == (0, False)
+    assert [len(question.digests) for question in setup.sent[-1].questions] == [FIRST_DIGESTS]
+
+
+def test_between_two_slices_of_a_prompt_what_is_more_urgent_is_asked_for() -> None:
+    setup = Setup()
+    names = [str(i) for i in range(SLICE_DIGESTS)]
+    setup.store(*names)
+    long = setup.hint(1, *names)
+    setup.ask(0)
+    urgent = setup.hint(2, "a", priority=-1)
+    setup.answer()
+    assert [question.request.key for question in setup.sent[-1].questions] == [urgent, long]
+
+
+def test_of_a_prompt_whose_next_slice_fails_the_slices_before_count() -> None:
+    """Also while it waits for its turn; the medium of each slice is kept."""
+    setup = Setup()
+    setup.planner.looked_up(setup.hint(0, "x"), 1)
+    names = [str(i) for i in range(100)]
+    failed, waits = setup.hint(1, *names), setup.hint(2, *names[1:])
+    setup.ask(0)
+    slices = [Found(b"\1" * FIRST_DIGESTS, b"\1" * FIRST_DIGESTS), Found(b"\1" * FIRST_DIGESTS, bytes(FIRST_DIGESTS))]
+    setup.answered(setup.sent[0].number, [Found(b"\0", b"\0"), *slices], 1)
+    setup.up = False
+    setup.answered(setup.sent[1].number, None, 2)
+    assert setup.answers[failed] == setup.answers[waits] == (FIRST_DIGESTS, True)
+    assert setup.planner.requests[failed].on_disk == b"\1" * FIRST_DIGESTS
+    setup.up, names = True, [str(i) for i in range(1000, 1100)]
+    late = setup.hint(3, *names)
+    setup.ask(3)
+    setup.answered(setup.sent[2].number, [Found(b"\1" * FIRST_DIGESTS, bytes(FIRST_DIGESTS))], 4)
+    setup.look_ups.asked(setup.planner.requests[late])
+    setup.tick(4 * SECOND + 4)
+    assert late not in setup.answers, "its second slice is out"
+    setup.answered(setup.sent[3].number, [Found(b"\1" * 36, bytes(36))], 5)
+    assert setup.answers[late] == (100, False)
+
+
+def test_the_lease_of_a_prompt_counts_from_its_first_slice() -> None:
+    setup = Setup()
+    setup.planner.looked_up(setup.hint(0, "x"), 1)
+    setup.planner.next_order()
+    names = [str(i) for i in range(100)]
+    setup.store(*names)
+    key = setup.hint(1, *names)
+    setup.ask(0)
+    setup.answer(SECOND)
+    setup.answer(2 * SECOND)
+    assert setup.answers[key] == (100, False)
+    setup.tick(5 * SECOND - 1)
+    assert not setup.sent[-1].renewal
+    setup.tick(5 * SECOND)
+    assert setup.renewed() == [key]
+
+
+def test_a_value_that_is_known_to_be_bad_ends_a_prompt_whatever_the_store_says() -> None:
+    setup = Setup()
+    setup.store("a", "b", "c")
+    setup.negative.add(digests("b"), 0, lasting=True)
+    key = setup.hint(1, "a", "b", "c")
+    setup.ask(0)
+    setup.answer()
+    assert setup.answers == {key: (1, False)}
+
+
 def test_a_store_that_stops_answering_makes_all_who_wait_misses_at_once() -> None:
     setup = Setup()
     setup.hint(0, "a")
@@ -151,7 +240,7 @@ def test_an_answer_that_comes_past_its_deadline_is_not_taken_for_the_next_questi
     key = setup.hint(2, "x", "y")
     setup.ask(4 * SECOND)
     assert len(setup.sent) == 2
-    setup.answered(setup.sent[0].number, [Found(2, bytes(2))], 5 * SECOND)
+    setup.answered(setup.sent[0].number, [Found(b"\1\1", bytes(2))], 5 * SECOND)
     assert key not in setup.answers
     setup.answer(5 * SECOND)
     assert setup.answers[key] == (0, False)
@@ -159,7 +248,7 @@ def test_an_answer_that_comes_past_its_deadline_is_not_taken_for_the_next_questi
 
 def test_no_request_waits_for_its_turn_past_the_deadline() -> None:
     setup = Setup()
-    for number in range(9):
+    for number in range(21):
         setup.hint(number, *[f"{number}-{i}" for i in range(256)])
     setup.ask(0)
     setup.tick(4 * SECOND - 1)
@@ -178,7 +267,6 @@ def test_a_known_miss_is_not_asked_for_again_until_it_is_old_or_we_store_it() ->
     assert setup.answers[again] == (0, False), "answered without a question"
     setup.hint(3, "a", "b", "c")
     setup.ask(0)
-    assert [len(question.digests) for question in setup.sent[-1].questions] == [1], "asked up to the known miss"
     setup.answer()
     setup.negative.stored([digests("b")], 0)
     setup.hint(4, "b")
@@ -249,11 +337,11 @@ def test_a_renewal_keeps_what_is_known_of_the_blocks_before_it() -> None:
     setup = Setup()
     key = setup.hint(1, "a", "b", "c")
     setup.ask(0)
-    setup.answered(setup.sent[-1].number, [Found(3, b"\1\0\1")], 0)
+    setup.answered(setup.sent[-1].number, [Found(b"\1\1\1", b"\1\0\1")], 0)
     assert setup.planner.next_order(Lane.DISK) is not None
     setup.tick(5 * SECOND)
     assert setup.sent[-1].questions[0].start == 1
-    setup.answered(setup.sent[-1].number, [Found(1, b"")], 5 * SECOND)
+    setup.answered(setup.sent[-1].number, [Found(b"\1\0", bytes(2))], 5 * SECOND)
     assert setup.planner.requests[key].limit == 2
     assert setup.planner.requests[key].on_disk == b"\1\0\1"
 
@@ -298,7 +386,7 @@ def held(prompts: int, *, new_ms: int = 0) -> list[int]:
 
     for number in range(prompts):
         hint(number, PROMPT, 0)
-    ends: dict[tuple[int, int], int] = {}  # of the lease of each part
+    ends = np.full((prompts, PROMPT), np.iinfo(np.int64).max)  # of each digest's lease
     lost: set[int] = set()
     batch, back, new, before = None, 0, 1000, 0
     for now in range(0, 6 * SECOND, MS):
@@ -309,14 +397,14 @@ def held(prompts: int, *, new_ms: int = 0) -> list[int]:
         if batch is not None and now >= back:
             for question in batch.questions:
                 stop, (number, _) = question.start + len(question.digests), question.request.key
-                for part in range(question.start, stop, BATCH_DIGESTS) if number < prompts else ():
-                    ends[number, part] = batch.asked_ns + 2 * SECOND
-            found = [Found(len(question.digests), b"") for question in batch.questions]
+                if number < prompts:
+                    ends[number, question.start : stop] = batch.asked_ns + 2 * SECOND
+            found = [Found(b"\1" * len(question.digests), b"") for question in batch.questions]
             for answer in look_ups.answered(batch.number, found, now):
                 planner.looked_up(answer.request.key, answer.blocks, answer.on_disk)
             batch = None
         if now % (100 * MS) == 0:
-            lost.update(number for (number, _), end in ends.items() if end < now)
+            lost.update(np.flatnonzero((ends < now).any(axis=1)).tolist())
             assert not look_ups.tick(now)
         if batch is None and (batch := look_ups.next_batch(now)) is not None:
             count = sum(len(question.digests) for question in batch.questions)

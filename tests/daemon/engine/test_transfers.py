@@ -93,7 +93,7 @@ def test_several_questions_are_one_and_only_hits_are_asked_for_their_medium(layo
     store: Any = FakeStore({"r0@aa", "r1@aa", "r0@dd", "r1@dd", "r0@cc"})
     questions = [[b"\xaa", b"\xdd", b"\xcc"], [b"\xcc"], [b"\xdd"]]
     answers = transfers.look_up(store, ranked, questions, media=True)
-    assert answers == [Found(2, b"\0\1"), Found(0, b""), Found(1, b"\1")]
+    assert answers == [Found(b"\1\1\0", b"\0\1\0"), Found(b"\0", b"\0"), Found(b"\1", b"\1")]
     assert store.keys("media") == [["r0@aa", "r0@dd", "r0@dd"]], "one rank's keys, in one call, and none for a miss"
 
 
@@ -101,12 +101,12 @@ def test_what_is_foreign_or_gone_when_it_is_asked_for_its_medium_ends_its_questi
     store: Any = FakeStore({"r0@aa", "r0@ee", "r0@dd"})
     questions = [[b"\xaa", b"\xee", b"\xdd"], [b"\xdd", b"\xaa"]]
     answers = transfers.look_up(store, layout("r0@"), questions, media=True)
-    assert answers == [Found(1, b"\0"), Found(2, b"\1\0")]
+    assert answers == [Found(b"\1\0\1", b"\0\0\1"), Found(b"\1\1", b"\1\0")]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_of_many_digests_those_behind_a_miss_are_not_asked_for(ranks: int, layout: Make) -> None:
-    """The answers are those of asking for all: a random store says so."""
+def test_a_block_is_there_when_each_ranks_part_is(ranks: int, layout: Make) -> None:
+    """A random store says so, in one call."""
     chance = random.Random(ranks)
     ranked = layout(*(f"r{rank}@" for rank in range(ranks)))
     for _ in range(50):
@@ -121,10 +121,8 @@ def test_of_many_digests_those_behind_a_miss_are_not_asked_for(ranks: int, layou
         store: Any = FakeStore(there)
         answers = transfers.look_up(store, ranked, questions, media=False)
         whole = [[all(f"{p}{d.hex()}" in there for p in ranked.prefixes[0]) for d in each] for each in questions]
-        assert answers == [Found([*each, False].index(False), b"") for each in whole]
-    store = FakeStore()
-    assert transfers.look_up(store, ranked, [[bytes([i]) for i in range(100)]] * 3, media=False) == [Found(0, b"")] * 3
-    assert sum(map(len, store.keys("exist"))) == 3 * ranks
+        assert answers == [Found(bytes(each), bytes(len(each))) for each in whole]
+        assert len(store.keys("exist")) == 1
 
 
 def test_what_may_be_there_soon_is_tried_once_more_and_nothing_else(layout: Make) -> None:

@@ -87,8 +87,8 @@ class Setup:
         """What the store says to the questions that are out."""
         answers = []
         for chain in self.questions[-1]:
-            run = next((i for i, digest in enumerate(chain) if digest not in self.held), len(chain))
-            answers.append(Found(run, bytes(digest in self.on_disk for digest in chain[:run])))
+            present = bytes(digest in self.held for digest in chain)
+            answers.append(Found(present, bytes(digest in self.on_disk for digest in chain)))
         self.answered(answers)
 
     def found(self, *chains: str, run: str = ONE) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from kvprefetch.daemon.planning import planner as module
+from kvprefetch.daemon.planning.prefixes import Prompt
 from kvprefetch.daemon.planning.requests import Key, Order, Publication
 from kvprefetch.daemon.planning.runs import Lane
+from kvprefetch.shmring.groups import Group, Groups, Kind
 
 
 class FlagsModel:
@@ -90,6 +92,12 @@ def planned(
 
 def digests(*names: str) -> bytes:
     return b"".join(name.encode().ljust(8, b".") for name in names)
+
+
+def whole(names: Sequence[str]) -> Prompt:
+    """Return a prompt of several KV groups."""
+    groups = Groups((Group(Kind.FULL, 1), Group(Kind.STATE, 1)), 1)
+    return Prompt(groups, digests(*names), range(len(names)), room=99, staged=lambda _: False)
 
 
 def hint(planner: Planner, number: int, *names: str, local: int = 0, priority: int = 0) -> Key:

@@ -6,7 +6,7 @@ import pytest
 
 from kvprefetch.daemon.planning.ceiling import Ceiling
 from kvprefetch.daemon.planning.runs import Lane
-from tests.daemon.planning.support import Planner, hint, hit, ordered, planned, returned, run
+from tests.daemon.planning.support import Planner, hint, hit, ordered, planned, returned, run, whole
 
 SLOTS = 8
 SHARE = 1 / 16  # of half of the window, 64 blocks, this is 4
@@ -198,7 +198,7 @@ def test_the_next_request_is_fetched_once_the_one_before_it_gets_nothing(end: st
 @pytest.mark.parametrize("event", ["choose", "finish"])
 def test_a_whole_request_that_gets_nothing_does_not_hold_up_the_next_one(event: str) -> None:
     planner = passed()
-    first = planner.hint_whole((2, 1), 0, 0)
+    first = planner.hint_whole((2, 1), whole("y"), 0)
     hit(planner, 3, "y")
     assert run(planner) == []
     if event == "choose":

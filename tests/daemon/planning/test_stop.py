@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvprefetch.daemon.planning.runs import Lane
-from tests.daemon.planning.support import digests, hint, hit, ordered, planned, returned, run
+from tests.daemon.planning.support import digests, hint, hit, ordered, planned, returned, run, whole
 
 
 def test_what_is_under_way_is_published_and_the_rest_is_not_ordered() -> None:
@@ -180,7 +180,7 @@ def test_a_lane_that_its_head_held_up_goes_on_with_the_next_one(lane: Lane) -> N
 def test_a_whole_request_is_not_stopped() -> None:
     """A part of its blocks would be of no use."""
     planner, _ = planned(8, 2)
-    request = planner.hint_whole((1, 1), 0, 0)
+    request = planner.hint_whole((1, 1), whole("abcd"), 0)
     planner.choose(request, digests(*"abcd"), 8, 4)
     planner.stop((1, 1))
     assert run(planner) == [["a", "b"], ["c", "d"]]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvprefetch.daemon.planning.planner import Planner
-from kvprefetch.daemon.planning.prefixes import Choice, Prefixes
+from kvprefetch.daemon.planning.prefixes import GIVE_UP_SLICES, SLICE, Choice, Prompt
 from kvprefetch.daemon.planning.requests import Broken, Key, Order, Publication, Request, TakenBack
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.shmring.groups import Group, Groups, Kind
@@ -53,50 +51,67 @@ def longest(groups: Groups, prompt: int, local: int, units: int, there: set[byte
     return local
 
 
+class Asked:
+    """A prompt that asks, a few names at a time, a store that has the names `stored`, of which `disk` lie on disks."""
+
+    def __init__(self, groups: Groups, local: int, units: int, room: int = 10_000, prompt: int = 1) -> None:
+        self.stored, self.staged, self.disk = set[bytes](), set[bytes](), set[bytes]()
+        self.names: list[bytes] = []
+        blocks = range(local, units)
+        self.prompt = Prompt(
+            groups, hashes(groups, prompt, units), blocks, room=room, staged=lambda n: n in self.staged
+        )
+
+    def choose(self, most: int = 3) -> Choice:
+        while names := self.prompt.next(most):
+            assert len(names) <= most
+            assert names == self.prompt.next(most), "asking changes nothing"
+            self.names += names
+            present = bytes(name in self.stored for name in names)
+            self.prompt.found(present, bytes(name in self.disk for name in names))
+        return self.prompt.choose()
+
+
 @given(st.sampled_from(SHAPES), st.integers(0, 3), st.integers(1, 8), st.integers(0, 24), st.data())
 def test_the_longest_prefix_that_is_there_and_fits_is_chosen_again_and_again(
     groups: Groups, local: int, more: int, room: int, data: st.DataObject
 ) -> None:
-    units, prefixes = local + more, Prefixes(groups)
-    wanted = prefixes.begin((0, 1), hashes(groups, 1, units), SIZE, local, units)
-    assert set(wanted) == {each for n in range(local, units) for each in needed(groups, 1, local, n + 1)}
-    assert len(set(wanted)) == len(wanted)
-    stored = set(data.draw(st.lists(st.sampled_from(wanted), unique=True, min_size=len(wanted) * 2 // 3)))
-    staged = set(data.draw(st.lists(st.sampled_from(wanted), unique=True)))
-    disk = set(data.draw(st.lists(st.sampled_from(wanted), unique=True)))
-    present, on_disk = (bytes(each in some for each in wanted) for some in (stored, stored & disk))
-    choice = prefixes.found((0, 1), present, on_disk, staged.__contains__, room)
-    there = stored | staged
+    units = local + more
+    asked = Asked(groups, local, units, room)
+    every = sorted(needed_by_any(groups, 1, local, units))
+    asked.stored = set(data.draw(st.lists(st.sampled_from(every), unique=True, min_size=len(every) * 2 // 3)))
+    asked.staged = set(data.draw(st.lists(st.sampled_from(every), unique=True)))
+    asked.disk = asked.stored & set(data.draw(st.lists(st.sampled_from(every), unique=True)))
+    there, most = asked.stored | asked.staged, data.draw(st.integers(1, 9))
     while True:
+        choice = asked.choose(most)
         best = longest(groups, 1, local, units, there, room)
         assert choice.blocks == best
         names = needed(groups, 1, local, best)
         assert choice.names == b"".join(names)
-        assert choice.on_disk == bytes(each in stored & disk for each in names)
-        lacking = {each for each in needed(groups, 1, local, best + 1) if each not in there} if best < units else set()
-        assert choice.missing in lacking or (choice.missing == b"" and not lacking) or room < len(wanted)
+        assert [bool(each) for each in choice.on_disk] == [each in asked.disk and each in asked.names for each in names]
+        assert choice.missing == b"" or choice.missing in set(needed(groups, 1, local, best + 1)) - there
+        assert len(names) <= asked.prompt.most_blocks or not names
         if best == local:
             break
         start = data.draw(st.integers(0, len(names) - 1))
-        stop = data.draw(st.integers(start + 1, len(names)))
-        there -= set(names[start:stop])
-        choice = prefixes.lost((0, 1), range(start, stop), lambda _: False, room)
-    prefixes.end((0, 1))
-    assert len(prefixes) == 0
+        lost = set(names[start : data.draw(st.integers(start + 1, len(names)))])
+        there, asked.staged, asked.stored = there - lost, asked.staged - lost, asked.stored - lost
+        asked.prompt.lost(range(start, start + len(lost)))
+    assert len(set(asked.names)) == len(asked.names) or asked.staged, "no name is asked for twice"
 
 
 @given(st.sampled_from(SHAPES), st.integers(0, 3), st.integers(1, 8), st.data())
 def test_of_a_longer_local_prefix_only_what_the_load_needs_counts_as_loaded(
     groups: Groups, local: int, more: int, data: st.DataObject
 ) -> None:
-    units, prefixes = local + more, Prefixes(groups)
-    wanted = prefixes.begin((0, 1), hashes(groups, 1, units), SIZE, local, units)
-    choice = prefixes.found((0, 1), b"\1" * len(wanted), b"", lambda _: False, 10_000)
-    assert choice.blocks == units
+    units = local + more
+    asked = Asked(groups, local, units)
+    asked.stored = needed_by_any(groups, 1, local, units)
+    assert asked.choose().blocks == units
     start = data.draw(st.integers(local, units - 1))
-    names, loaded = needed(groups, 1, local, units), prefixes.loaded((0, 1), start, units)
+    names, loaded = needed(groups, 1, local, units), asked.prompt.loaded(range(start, units))
     assert [names[i] for some in loaded for i in some] == needed(groups, 1, start, units)
-    assert prefixes.loaded((5, 5), 0, 9) == []
 
 
 class Machine:
@@ -105,10 +120,10 @@ class Machine:
     def __init__(self, groups: Groups, slots: int, chunk: int) -> None:
         self.groups = groups
         self.planner = Planner(slots, self, chunk_blocks=chunk)
-        self.prefixes = Prefixes(groups)
         self.content: dict[int, bytes] = {}
         self.stored: set[bytes] = set()
         self.prompts: dict[Key, tuple[int, int]] = {}
+        self.disk: dict[Key, Sequence[bool]] = {}  # which of a prompt's blocks lie on disk
         self.flags: dict[Key, tuple[int, list[int]]] = {}  # published
         self.claimed: dict[Key, tuple[list[int], list[bytes]]] = {}
         self.orders: list[Order] = []
@@ -134,13 +149,12 @@ class Machine:
                 self.publish(change)
             elif isinstance(change, Broken):
                 assert self.planner.requests.get(change.request.key) is change.request
-                self.choose(change.request, self._shorter(change))
+                assert change.request.prompt is not None
+                change.request.prompt.lost(change.blocks)
+                self.choose(change.request)
             else:
                 assert isinstance(change, TakenBack)
         self.planner.check()
-
-    def _shorter(self, change: Broken) -> Choice:
-        return self.prefixes.lost(change.request.key, change.blocks, self.planner.blocks.holds, self.room)
 
     def publish(self, change: Publication) -> None:
         request, start, slots, count, final = change
@@ -154,17 +168,22 @@ class Machine:
         assert len(slots) == len(names)
         self.flags[request.key] = count, list(slots)
 
-    def choose(self, request: Request, choice: Choice) -> None:
+    def choose(self, request: Request) -> None:
+        prompt = request.prompt
+        assert prompt is not None
+        disk = self.disk[request.key]
+        while names := prompt.next(5):
+            bits = bytes(each in self.stored for each in names)
+            prompt.found(bits, bytes(disk[each[0] % len(disk)] for each in names))
+        choice = prompt.choose()
         self.planner.choose(request, choice.names, choice.name_bytes, choice.blocks, choice.on_disk)
 
     def hint(self, number: int, prompt: int, local: int, units: int, disk: Sequence[bool]) -> None:
         key = (number, 1)
-        request = self.planner.hint_whole(key, local, 0)
-        self.prompts[key] = prompt, local
-        wanted = self.prefixes.begin(key, hashes(self.groups, prompt, units), SIZE, local, units)
-        bits = bytes(each in self.stored for each in wanted)
-        on_disk = bytes(disk[i % len(disk)] and bits[i] for i in range(len(wanted)))
-        self.choose(request, self.prefixes.found(key, bits, on_disk, self.planner.blocks.holds, self.room))
+        digests, holds = hashes(self.groups, prompt, units), self.planner.blocks.holds
+        asks = Prompt(self.groups, digests, range(local, units), room=self.room, staged=holds)
+        self.prompts[key], self.disk[key] = (prompt, local), disk
+        self.choose(self.planner.hint_whole(key, asks, 0))
 
     def order(self, lane: Lane) -> None:
         if self.planner.wants(lane) and (order := self.planner.next_order(lane)) is not None:
@@ -194,7 +213,6 @@ class Machine:
             self.verify(key)
             del self.claimed[key]
         self.planner.finish(key)
-        self.prefixes.end(key)
         self.flags.pop(key, None)
         del self.prompts[key]
 
@@ -248,7 +266,6 @@ def test_whatever_happens_a_flag_shows_a_whole_prefix_in_slots_that_hold_it_or_n
             machine.planner.tick()
         elif act == "reset":
             for request in machine.planner.reset():
-                machine.prefixes.end(request.key)
                 del machine.prompts[request.key]
         machine.carry_out()
         for key in machine.claimed:
@@ -260,11 +277,10 @@ def test_whatever_happens_a_flag_shows_a_whole_prefix_in_slots_that_hold_it_or_n
         machine.finish(key)
     machine.carry_out()
     assert machine.planner.gauges()["blocks_pinned"] == 0
-    assert len(machine.prefixes) == 0
 
 
-def needed_by_any(groups: Groups, prompt: int) -> set[bytes]:
-    return {each for n in range(1, 10) for each in needed(groups, prompt, 0, n)}
+def needed_by_any(groups: Groups, prompt: int, local: int = 0, units: int = 9) -> set[bytes]:
+    return {each for n in range(local, units) for each in needed(groups, prompt, local, n + 1)}
 
 
 def run_dry(machine: Machine) -> None:
@@ -331,27 +347,44 @@ def test_what_is_void_since_a_reset_and_then_loses_its_room_shows_nothing() -> N
 
 
 def test_digests_are_those_of_the_blocks_ends() -> None:
-    """By hand: two hash blocks of 2 tokens in a window's block of 4."""
-    groups = SHAPES[1]
-    prefixes = Prefixes(groups)
-    wanted = prefixes.begin((0, 1), hashes(groups, 1, 2), SIZE, 0, 2)
-    full = [digest(1, i) + b"\0" for i in range(4)]
-    assert wanted == [*full, digest(1, 1) + b"\1", digest(1, 3) + b"\1", digest(1, 1) + b"\2", digest(1, 3) + b"\2"]
-    choice = prefixes.found((0, 1), b"\1" * 8, b"", lambda _: False, 99)
-    assert choice.names == b"".join([*full, digest(1, 1) + b"\1", digest(1, 3) + b"\1", digest(1, 3) + b"\2"])
+    """By hand: two hash blocks of 2 tokens in a window's block of 4. Of the state the last one is enough."""
+    asked, full = Asked(SHAPES[1], 0, 2), [digest(1, i) + b"\0" for i in range(4)]
+    asked.stored = {*full, digest(1, 1) + b"\1", digest(1, 3) + b"\1", digest(1, 3) + b"\2"}
+    choice = asked.choose(9)
+    assert asked.names == [*full, digest(1, 1) + b"\1", digest(1, 3) + b"\1", digest(1, 3) + b"\2"]
+    assert choice.names == b"".join(asked.names)
     assert (choice.blocks, choice.name_bytes) == (2, SIZE + 1)
 
 
-def test_a_prompt_that_is_not_there_asks_for_no_more_than_its_first_block_in_staging() -> None:
-    asked: list[bytes] = []
+def test_a_prompt_that_is_not_there_asks_for_its_first_slice_alone() -> None:
+    asked = Asked(SHAPES[0], 0, 8)
+    assert asked.choose(3).blocks == 0
+    assert asked.names == [digest(1, i) + b"\1" for i in range(3)], "of full attention"
 
-    def staged(each: bytes) -> bool:
-        asked.append(each)
-        return False
 
-    groups: Any = SHAPES[0]
-    prefixes = Prefixes(groups)
-    wanted = prefixes.begin((0, 1), hashes(groups, 1, 8), SIZE, 0, 8)
-    assert prefixes.found((0, 1), bytes(len(wanted)), b"", staged, 99).blocks == 0
-    assert {each[-1] for each in asked} == {1}
-    assert np.array_equal(sorted(asked), sorted(wanted[:8]))
+def test_where_only_full_attention_is_there_each_block_is_asked_for_once() -> None:
+    """As behind prompts that ended elsewhere: more and more of the shorter prefixes at a time."""
+    groups = Groups((Group(Kind.FULL, 2), Group(Kind.STATE, 2)), 2)
+    asked = Asked(groups, 0, 300)
+    asked.stored = {name(groups, 1, 0, block) for block in range(300)} | {name(groups, 1, 1, 9)}
+    questions = 0
+    while names := asked.prompt.next(1000):
+        questions += names[0][-1] == 1
+        asked.names += names
+        asked.prompt.found(bytes(each in asked.stored for each in names), b"")
+    assert asked.prompt.choose().blocks == 10
+    assert len(set(asked.names)) == len(asked.names) <= 600
+    assert questions == 5, "1, 4, 16, 64 prefixes, and the rest"
+
+
+def test_while_the_store_is_away_what_is_staged_counts_as_far_as_a_few_looks_reach() -> None:
+    asked = Asked(SHAPES[0], 0, 8)
+    asked.staged = set(needed(SHAPES[0], 1, 0, 5))
+    asked.prompt.give_up()
+    assert asked.prompt.choose().blocks == 5
+    units = (GIVE_UP_SLICES + 2) * SLICE
+    groups = Groups((Group(Kind.FULL, 2), Group(Kind.STATE, 2)), 2)
+    asked = Asked(groups, 0, units, room=2 * units)
+    asked.staged = {name(groups, 1, 0, block) for block in range(units)} | {name(groups, 1, 1, 0)}
+    asked.prompt.give_up()
+    assert asked.prompt.choose().blocks == 0

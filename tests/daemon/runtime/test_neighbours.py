@@ -135,6 +135,7 @@ FULL, WINDOW = Group(Kind.FULL, 32), Group(Kind.WINDOW, 32, 64)
         (Groups((FULL, WINDOW), 32), {"block_tokens": 64}, "block_tokens must be the groups' unit: block_tokens=64 un"),
         (Groups((FULL, Group(Kind.WINDOW, 32)), 32), {}, "KV group's window is out of bounds: group=1 kind=window"),
         (Groups((FULL, WINDOW), 48), {}, "KV group's block is no multiple of the hash block: group=0"),
+        (Groups((WINDOW,), 32), {}, "KV groups are served beside full attention only: groups=1 kinds=window"),
     ],
 )
 def test_groups_without_rules_are_refused_in_one_line(
@@ -146,6 +147,25 @@ def test_groups_without_rules_are_refused_in_one_line(
     assert refused.error.startswith(message)
     assert refused.final
     assert sock.recv(1) == b""
+
+
+def test_the_longest_hints_of_the_most_groups_hold_up_no_other_engine(serve: Callable[..., Daemon]) -> None:
+    """As many as find room in the slot tables: each names a quarter of a million blocks in a few kilobytes."""
+    daemon, groups = serve(staging="64MiB"), Groups((FULL, *[Group(Kind.STATE, 32)] * 31), 32)
+    victim = FakeEngine(daemon.socket, engine_id="victim", prefix="victim")
+    flood = FakeEngine(daemon.socket, engine_id="flood", prefix="flood", groups=groups, max_blocks=8000)
+    assert victim.load(list(blocks("nowhere", 1))) is None
+    count, digests = 0, [bytes([i % 251]) for i in range(8000)]
+    while flood.flags.room(groups.names(8000)):
+        flood.hint(digests, names=groups.names(8000))
+        count += 1
+    assert count >= 16, "LONGEST of memory.py"
+    began, longest_s = time.monotonic(), 0.0
+    while time.monotonic() - began < 3.0:
+        before = time.monotonic()
+        assert victim.load(list(blocks(f"nowhere-{before}", 1))) is None
+        longest_s = max(longest_s, time.monotonic() - before)
+    assert longest_s < 1.5
 
 
 @pytest.mark.parametrize(("theirs", "older"), [(99, "daemon"), (1, "engine"), (0, "engine"), (-(10**30), "engine")])
