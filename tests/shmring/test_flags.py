@@ -146,6 +146,16 @@ def test_a_table_of_several_pages_reads_as_one(make: Make) -> None:
         assert not any(engine.read_slots(0, 0, PAGE_ENTRIES))
 
 
+@pytest.mark.parametrize("page", [-1, 3, 1 << 40])
+def test_no_page_outside_the_slot_tables_is_read(make: Make, page: int) -> None:
+    """What lies behind them are credits: numbers of slots that belong to nobody."""
+    table = table_of(make(page_count=3))
+    table.lend(0, [0, page])
+    assert len(table.read_slots(0, 0, PAGE_ENTRIES)) == PAGE_ENTRIES
+    with pytest.raises(IndexError, match=f"page outside the slot tables: page={page}"):
+        table.read_slots(0, PAGE_ENTRIES, PAGE_ENTRIES + 1)
+
+
 def test_flags_in_use_share_no_page_and_long_requests_leave_flags_to_short_ones(make: Make) -> None:
     """A table is as long as its request; a page goes to another flag only after the daemon freed the first one."""
     table = table_of(make(page_count=6))

@@ -108,6 +108,16 @@ def test_an_engine_of_another_user_has_other_keys(both: Serve) -> None:
     assert neighbour.load(list(values)) == list(values.values()), "of the same user"
 
 
+def test_a_process_of_another_user_joins_no_engine(both: Serve) -> None:
+    """Although it knows the engine's id and incarnation: it would be handed all that the engine loads and saves."""
+    daemon = both()
+    half = FakeEngine(daemon.socket, engine_id="victim", ranks=2, attach=False)
+    half.greet("worker", 0)
+    refused = ask(daemon.socket, half.spec.hello("worker", 1), Refused)
+    assert "differs from its engine's other processes" in refused.error
+    assert "uid=4242 expected=0" in refused.error
+
+
 def test_users_that_may_share_have_the_same_keys(both: Serve, tmp_path: Path) -> None:
     """From the start, or from a reload on; and only then an engine with upstream's keys is served."""
     configuration = tmp_path / "kvprefetchd.toml"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,25 @@ def test_what_arrives_at_the_end_of_the_lease_or_later_does_not_count(
         model.clock.ns += int(lasted * LEASE_NS)
 
     store = opened(model, monkeypatch, Sleeper(model, crawl))
+    model.put("k", b"k" * SIZE, ("a", 0))
+    assert store.get_into(["k"], [0], [SIZE]) == [result]
+
+
+@pytest.mark.parametrize(("asked", "result"), [(0.4, OK), (0.6, AGAIN)])
+def test_the_lease_counts_from_before_the_question(monkeypatch: Patch, asked: float, result: ErrorClass) -> None:
+    """The master may have granted it at any time while the question was under way."""
+    model = made("a")
+    ask = model.batch_get_replica_desc
+
+    def slowly(keys: list[str]) -> dict[str, list[Any]]:
+        model.clock.ns += int(asked * LEASE_NS) if not model.begun else 0
+        return ask(keys)
+
+    def crawl() -> None:
+        model.clock.ns += int(0.4 * LEASE_NS)
+
+    store = opened(model, monkeypatch, Sleeper(model, crawl))
+    monkeypatch.setattr(model, "batch_get_replica_desc", slowly)
     model.put("k", b"k" * SIZE, ("a", 0))
     assert store.get_into(["k"], [0], [SIZE]) == [result]
 

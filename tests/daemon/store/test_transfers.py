@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
-from kvprefetch.daemon.store import give_up
+from kvprefetch.daemon.store import connection, give_up
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.store.storage_nodes import PAUSE_S
 from tests.daemon.store.test_store import SETTINGS, opened
@@ -44,6 +46,20 @@ def test_after_a_transfer_that_raised_the_client_is_left_as_it_is(monkeypatch: p
         store.get_into(["k"], [0], [8])
     store.close()
     assert not client.closed
+
+
+def test_a_client_in_whose_call_a_transfer_may_hang_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than a transfer may take: closing it under the call would crash the process."""
+    monkeypatch.setattr(connection, "_CLOSE_WAIT_S", 0.2)
+    store, client = opened()
+    client.codes, client.hold = [8], threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        hangs = threads.submit(store.get_into, ["k"], [0], [8])
+        assert client.entered.wait(5)
+        store.close()
+        assert not client.closed
+        client.hold.set()
+        assert hangs.result(5) == [ErrorClass.OK]
 
 
 @pytest.mark.parametrize("failed_s", [0, 1, 50])
