@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 
@@ -53,7 +54,7 @@ def test_a_lease_of_two_seconds_holds_three_prompts_of_128k_tokens_beside_new_pr
         engine.done(key, Outcome.ABORTED)
         busy.append(engine.hint(noise))
         time.sleep(0.005)
-    keys = [f"model@tp_rank:0@{digest.hex()}" for prompt in prompts[1:] for digest in prompt[512::256]]
+    keys = [f"u{os.getuid()}@model@tp_rank:0@{digest.hex()}" for prompt in prompts[1:] for digest in prompt[512::256]]
     assert control.unleased(cluster.config, keys) == []
     for key in (*waiting, *busy):
         assert engine.move(key, FlagState.CANCELLED)

@@ -70,7 +70,7 @@ def test_a_page_that_a_disk_lost_is_found_also_when_the_value_is_read_from_memor
     lost = list(values)[1]
     values[lost] = values[lost][:1024] + bytes(BLOCK_BYTES - 1024)
     with Store(memory="64 MB") as store:
-        named = {f"model@tp_rank:0@{digest.hex()}": value for digest, value in values.items()}
+        named = {f"u{os.getuid()}@model@tp_rank:0@{digest.hex()}": value for digest, value in values.items()}
         control.put(store.config, named, store.segments[0])
         daemon = serve(memory=None, mooncake_config=store.config)
         engine = FakeEngine(daemon.socket)

@@ -71,7 +71,7 @@ class Clock:
 
 
 def put(cluster: Store, node: int, values: dict[bytes, bytes], prefix: str = "model") -> None:
-    named = {f"{prefix}@tp_rank:0@{digest.hex()}": value for digest, value in values.items()}
+    named = {f"u{os.getuid()}@{prefix}@tp_rank:0@{digest.hex()}": value for digest, value in values.items()}
     control.put(cluster.config, named, cluster.segments[node])
 
 
