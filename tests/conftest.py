@@ -1,9 +1,11 @@
 """What all tests share: the record of what they show; those that need a CUDA device are skipped without one."""
 
 import contextlib
+import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Generator
 from dataclasses import astuple
 from importlib.util import find_spec
@@ -31,6 +33,13 @@ with contextlib.suppress(ImportError):
 # A shell's background job ignores SIGINT, and what it starts inherits that; tests interrupt what they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# A user's own daemon may run here.  What tests start without options of its own uses neither its socket nor its port.
+RUNTIME = tempfile.TemporaryDirectory(prefix="kvt-")
+os.environ["XDG_RUNTIME_DIR"] = RUNTIME.name
+os.environ["KVPREFETCHD_SOCKET"] = f"{RUNTIME.name}/kvprefetchd.sock"
+os.environ["KVPREFETCHD_METRICS_PORT"] = "0"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

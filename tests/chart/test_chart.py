@@ -82,9 +82,11 @@ def test_the_chart_is_of_the_release_to_come() -> None:
 
 @pytest.mark.parametrize("name", VALUES)
 def test_the_daemon_takes_the_rendered_configuration(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """serve would accept the ConfigMap's file and the container's arguments, and has each value of the chart."""
+    for variable in ("XDG_RUNTIME_DIR", "KVPREFETCHD_SOCKET", "KVPREFETCHD_METRICS_PORT"):  # no pod has them
+        monkeypatch.delenv(variable)
     files = rendered(name)["ConfigMap"]["data"]
     for file, text in files.items():
         (tmp_path / file).write_text(text.replace("/etc/kvprefetch", str(tmp_path)))
