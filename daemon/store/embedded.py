@@ -132,7 +132,7 @@ class EmbeddedMaster:
             os.environ.update(self._disk.environment())
         binary = master_program()
         for attempt in range(_ATTEMPTS):
-            port = self._port or _free_port()
+            port = self._port or free_port()
             if self._port:
                 _check(port)
             try:
@@ -140,7 +140,7 @@ class EmbeddedMaster:
             except OSError as error:  # no process can be had
                 self._wrong = str(error)
                 break
-            if self._answers(port):
+            if self._listens(port):
                 self._log.info("master.started", pid=self.pid, port=port, memory_bytes=self._memory_bytes)
                 self._fill = FillWatch(self.http)
                 return self._settings(port)
@@ -174,7 +174,7 @@ class EmbeddedMaster:
         self._log.info("master.stopped", pid=process.pid, **by_itself)
 
     def _spawn(self, binary: str, port: int) -> None:
-        self.http = f"127.0.0.1:{(metrics_port := _free_port())}"
+        self.http = f"127.0.0.1:{(metrics_port := free_port())}"
         command = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), binary]
         command += ["--rpc_address=127.0.0.1", f"--rpc_port={port}", "--rpc_thread_num=4"]
         command += ["--metrics_host=127.0.0.1", f"--metrics_port={metrics_port}", "--logtostderr"]
@@ -200,17 +200,13 @@ class EmbeddedMaster:
                     self._wrong = self._said
                 self._log.debug("master.said", line=line.rstrip())
 
-    def _answers(self, port: int) -> bool:
-        """Whether our child, and not a stranger that took the port first, listens."""
+    def _listens(self, port: int) -> bool:
+        """Wait until our child listens there. A connection would not do: a stranger may have taken the port first."""
         deadline = time.monotonic() + _START_TIMEOUT_S
         while self.alive() and not self._stopping() and time.monotonic() < deadline:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=0.5).close()
-            except OSError:
-                time.sleep(0.02)
-                continue
-            time.sleep(0.1)  # a master that could not bind has ended by now
-            return self.alive()
+            if self.pid is not None and port in loopback.listening_ports(self.pid):
+                return True
+            time.sleep(0.02)
         return False
 
     def _settings(self, port: int) -> MooncakeSettings:
@@ -250,7 +246,7 @@ def _check_confined() -> None:
         )
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -31,6 +31,7 @@ _PROGRAM = (
 )
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 _CONNECTED = ("01", "03", "08")  # ESTABLISHED, SYN_RECV, CLOSE_WAIT of include/net/tcp_states.h
+_LISTENS = "0A"  # LISTEN of the same
 _SETTLE_S = 2.0
 
 
@@ -60,6 +61,24 @@ def interfaces() -> list[str]:
 def listening() -> set[int]:
     """Return the inodes of this process's listening TCP sockets."""
     return {inode for inode, each in _sockets() if _listens(each)}
+
+
+def listening_ports(pid: int) -> set[int]:
+    """Return the TCP ports on which a process of ours listens; none when it has ended."""
+    inodes, found = set[str](), set[int]()
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                inodes.add(os.readlink(link))
+    for table in _TABLES:
+        with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
+            rows = [line.split() for line in table.read_text().splitlines()[1:]]
+            found |= {
+                int(row[1].rpartition(":")[2], 16)
+                for row in rows
+                if row[3] == _LISTENS and f"socket:[{row[9]}]" in inodes
+            }
+    return found
 
 
 def confine(before: set[int]) -> None:

@@ -152,6 +152,27 @@ def test_should_start_answer_and_stop() -> None:
     assert master.pid is None
 
 
+def test_should_take_another_port_where_a_stranger_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger that took the chosen port first is no master, however long the real one takes to notice."""
+    slow = tmp_path / "mooncake_master"
+    slow.write_text(f'#!/bin/sh\nsleep 0.5\nexec "{embedded.master_program()}" "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setattr(embedded, "master_program", lambda: str(slow))
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        taken = stranger.getsockname()[1]
+        ports = iter([taken])
+        free = embedded.free_port
+        monkeypatch.setattr(embedded, "free_port", lambda: next(ports, None) or free())
+        master = EmbeddedMaster(1, None, structlog.get_logger())
+        try:
+            address = master.start().master_server_address
+            assert address != f"127.0.0.1:{taken}"
+            assert master.pid is not None
+            assert int(address.rpartition(":")[2]) in {port for _, port in _listening(master.pid)}
+        finally:
+            master.stop()
+
+
 def _listening(pid: int) -> set[tuple[str, int]]:
     inodes = {target[8:-1] for target in targets(pid)}
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
