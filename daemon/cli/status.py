@@ -33,8 +33,8 @@ STATUS = SocketPage(
 
 HEALTH = SocketPage(
     "say in one line whether engines can count on the daemon",
-    details="Ready: the main loop and the store answer, and no store call hangs; /readyz of the metrics port says the "
-    "same. It needs the control socket alone, so it also serves as a container's probe.",
+    details="Ready: the main loop and the master answer; /readyz of the metrics port says the same. It needs the "
+    "control socket alone, so it also serves as a container's probe.",
     examples=(
         ("kvprefetchd health", "now"),
         ("kvprefetchd health --wait 60", "a start script goes on as soon as the daemon is ready"),

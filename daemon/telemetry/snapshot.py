@@ -16,7 +16,7 @@ from .counters import Counters
 
 PUBLISH_NS = 1_000_000_000
 LOOP_READY_S, LOOP_HEALTHY_S = 2.0, 10.0
-# Mooncake gives a transfer up after 60 s when its peer died; an older call will not come back.
+# A question to the master, whose own bound is `rpc_timeout_ms` of at most 60 s; an older one will not come back.
 CALL_READY_S, CALL_HEALTHY_S = 10.0, 90.0
 
 
@@ -89,17 +89,17 @@ class Health:
 
 
 def judge(snapshot: Snapshot) -> Health:
-    """Judge by the work that the daemon should do: the loop's heartbeat and the oldest store call. Any thread may ask.
+    """Judge by what a restart mends: the loop's heartbeat, and questions to the master. Any thread may ask.
 
-    Ready: engines may count on the daemon now.  Healthy: it may recover by itself; otherwise only a restart helps.  A
-    GPU call that hangs changes neither, since no request waits for it.  Nor does a disk that keeps nothing: it is
-    listed as a problem, and memory serves on.
+    Ready: engines may count on the daemon now.  Healthy: it may recover by itself; otherwise only a restart helps.
+    Other calls may take long in a daemon that works: transfers of a node that trickles, a purge, the reservation of
+    much staging, a GPU's.  No request waits for one beyond its deadline, and a restart would make none faster.  A disk
+    that keeps nothing is listed as a problem, and memory serves on.
     """
     published, now = snapshot.published, snapshot.clock_ns()
     loop_age_s = max(0, now - snapshot.beat_ns) / 1e9
     call_age_s = {kind: max(0, now - since) / 1e9 for kind, since in snapshot.running().items()}
-    store_age_s = {kind: age_s for kind, age_s in call_age_s.items() if kind != "copy"}
-    oldest_s = max(store_age_s.values(), default=0.0)
+    asked_s = call_age_s.get("look_up", 0.0)
     serving = snapshot.phase == "serving"
     problems = []
     if not serving:
@@ -108,16 +108,16 @@ def judge(snapshot: Snapshot) -> Health:
         problems.append(
             f"the main loop hangs: loop_age_s={loop_age_s:.1f} ready<={LOOP_READY_S} alive<={LOOP_HEALTHY_S}"
         )
-    problems += [
-        f"a store call does not come back: call={kind} age_s={age_s:.1f} ready<={CALL_READY_S} alive<={CALL_HEALTHY_S}"
-        for kind, age_s in store_age_s.items()
-        if age_s > CALL_READY_S
-    ]
+    if asked_s > CALL_READY_S:
+        problems.append(
+            f"a question to the master does not come back: age_s={asked_s:.1f} ready<={CALL_READY_S} "
+            f"alive<={CALL_HEALTHY_S}"
+        )
     if serving and not published.store_open:
         problems.append("the store is not open: everything is a miss")
     elif serving and not published.store_answering:
         problems.append("the store does not answer: new requests are misses")
-    healthy = oldest_s <= CALL_HEALTHY_S and (not serving or loop_age_s <= LOOP_HEALTHY_S)
+    healthy = asked_s <= CALL_HEALTHY_S and (not serving or loop_age_s <= LOOP_HEALTHY_S)
     ready = not problems
     problems += filter(None, (snapshot.disk_fault(), snapshot.lease_fault()))
     return Health(snapshot.phase, ready, healthy, loop_age_s, call_age_s, published.store_open, tuple(problems))

@@ -17,10 +17,9 @@ from tests.support.telemetry import get, snapshot_at
         (snapshot_at(100, beat_s=99.9), True, True),
         (snapshot_at(100, beat_s=95), False, True),
         (snapshot_at(100, beat_s=99 - LOOP_HEALTHY_S), False, False),
-        (snapshot_at(100, beat_s=100, running={"fetch": 99}), True, True),
-        (snapshot_at(100, beat_s=100, running={"fetch": 80, "save": 99}), False, True),
-        (snapshot_at(200, beat_s=200, running={"save": 199 - CALL_HEALTHY_S}), False, False),
-        (snapshot_at(200, beat_s=200, running={"copy": 199 - CALL_HEALTHY_S}), True, True),
+        (snapshot_at(100, beat_s=100, running={"look_up": 99}), True, True),
+        (snapshot_at(100, beat_s=100, running={"look_up": 80, "fetch": 99}), False, True),
+        (snapshot_at(200, beat_s=200, running={"look_up": 199 - CALL_HEALTHY_S}), False, False),
         (snapshot_at(100, beat_s=0, phase="starting"), False, True),
         (snapshot_at(100, beat_s=0, phase="stopping"), False, True),
     ],
@@ -29,6 +28,14 @@ def test_health_is_judged_by_ages(snapshot: Snapshot, ready: bool, healthy: bool
     health = judge(snapshot)
     assert (health.ready, health.healthy) == (ready, healthy)
     assert bool(health.problems) == (not ready)
+
+
+@pytest.mark.parametrize("call", ["fetch", "save", "attach", "copy"])
+def test_what_a_restart_does_not_mend_is_no_reason_for_one(call: str) -> None:
+    """Purges, puts, reads from a node that trickles, large staging and copies to a GPU may last."""
+    health = judge(snapshot_at(1000, beat_s=1000, running={call: 1}))
+    assert (health.ready, health.healthy, health.problems) == (True, True, ())
+    assert health.call_age_s == {call: 999}
 
 
 def test_health_is_the_status_over_http() -> None:

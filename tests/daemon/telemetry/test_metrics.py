@@ -212,7 +212,7 @@ def test_a_store_call_that_does_not_come_back_is_seen(serve: Serve) -> None:
         eventually(lambda: get(port, "/readyz")[0] == 503, 40, "the call that hangs")
         assert "the store does not answer" in get(port, "/readyz")[1]
         assert value(scrape(port), "store_answering") == 0
-        eventually(lambda: "call=look_up" in get(port, "/readyz")[1], 40, "the call's age")
+        eventually(lambda: "a question to the master does not" in get(port, "/readyz")[1], 40, "the call's age")
         assert value(scrape(port), "call_age_seconds", call="look_up") > 5
         assert get(port, "/healthz")[0] == 200, "it may still come back"
     eventually(lambda: get(port, "/readyz")[0] == 200, 30, "recovery")
